@@ -78,7 +78,8 @@ fn reproductions(features: &[String]) -> Command {
     command
 }
 
-/// Benches whose marks this machine's clock decides, and what else runs on it meanwhile; or a tool that it may lack.
+/// Benches whose marks this machine's clock decides, and what else runs on it meanwhile; or a tool that it may
+/// lack.
 const BY_THE_CLOCK: [&str; 9] = [
     "gpt-step",
     "gemm",

@@ -14,7 +14,8 @@ pub(crate) fn light<'a>(workspace: &'a Workspace, package: &'a Package) -> Vec<&
     features.filter(|f| *f != "default" && !is_heavy(workspace, package, f, &mut Vec::new())).collect()
 }
 
-/// Every light feature of every crate, and the heavy ones that are named, as `--features a/x,b/y`; empty when there is none.
+/// Every light feature of every crate, and the heavy ones that are named, as `--features a/x,b/y`; empty when
+/// there is none.
 pub(crate) fn all_light_and(workspace: &Workspace, heavy: &[&str]) -> Vec<String> {
     let named = workspace.packages.iter().flat_map(|package| {
         let wanted = heavy.iter().copied().filter(|&h| package.features.contains_key(h));

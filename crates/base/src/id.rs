@@ -1,4 +1,5 @@
-//! Names of the members of a job. A rank is a position and changes when members come and go; a peer id does not.
+//! Names of the members of a job. A rank is a position and changes when members come and go; a peer id does
+//! not.
 
 use std::fmt;
 

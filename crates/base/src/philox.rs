@@ -1,9 +1,10 @@
-//! Counter-based randomness: the value at a position is a pure function of (seed, stream, position), so that any rank,
-//! thread or device can compute any part of a mask, in any order, and get the same bits.
+//! Counter-based randomness: the value at a position is a pure function of (seed, stream, position), so that
+//! any rank, thread or device can compute any part of a mask, in any order, and get the same bits.
 
 /// Philox4x32-10.
 ///
-/// Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; vectors from Random123's `kat_vectors`.
+/// Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; vectors from Random123's
+/// `kat_vectors`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Philox {
     key: [u32; 2],
@@ -59,7 +60,8 @@ impl Philox {
         unit(self.word(position))
     }
 
-    /// Uniform in `0..bound` without modulo bias worth speaking of (64-bit multiply-shift). Uses block `position`.
+    /// Uniform in `0..bound` without modulo bias worth speaking of (64-bit multiply-shift). Uses block
+    /// `position`.
     #[must_use]
     pub const fn below(&self, position: u64, bound: u64) -> u64 {
         let [a, b, ..] = self.block(position);
@@ -67,7 +69,8 @@ impl Philox {
         ((x as u128 * bound as u128) >> 64) as u64
     }
 
-    /// Fills `out` with normal deviates of the given standard deviation, from position 0 on (Box-Muller in f64).
+    /// Fills `out` with normal deviates of the given standard deviation, from position 0 on (Box-Muller in
+    /// f64).
     pub fn fill_normal(&self, std: f32, out: &mut [f32]) {
         for (i, four) in out.chunks_mut(4).enumerate() {
             let w = self.block(i as u64);

@@ -1,4 +1,5 @@
-//! Who is linked to whom, at what latency and bandwidth. Plain data: planners price it, the simulated transport obeys it.
+//! Who is linked to whom, at what latency and bandwidth. Plain data: planners price it, the simulated transport
+//! obeys it.
 
 use std::fmt;
 use std::str::FromStr;
@@ -145,7 +146,8 @@ impl PartialEq for Topology {
 impl Eq for Topology {}
 
 impl Topology {
-    /// `size` ranks behind equal access links: each rank's uplink and downlink has `link`'s bandwidth, each pair its latency.
+    /// `size` ranks behind equal access links: each rank's uplink and downlink has `link`'s bandwidth, each
+    /// pair its latency.
     #[must_use]
     pub fn uniform(size: usize, link: Link) -> Self {
         let port = Port { up: link.bandwidth, down: link.bandwidth };

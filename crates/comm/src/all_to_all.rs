@@ -1,5 +1,5 @@
-//! All-to-all: block `j` of a rank's first half goes to rank `j`, and what rank `j` sends here ends as block `j` of the
-//! second half.
+//! All-to-all: block `j` of a rank's first half goes to rank `j`, and what rank `j` sends here ends as block
+//! `j` of the second half.
 
 use farflung_base::Rank;
 
@@ -33,11 +33,13 @@ pub fn pairwise_all_to_all(rank: Rank, size: usize) -> Program {
     Program::new(2 * size, (0..size).map(round).collect())
 }
 
-/// In `ceil(lg n)` rounds with about half of the buffer each: for blocks so small that latency is all. `2 size` blocks.
+/// In `ceil(lg n)` rounds with about half of the buffer each: for blocks so small that latency is all. `2 size`
+/// blocks.
 ///
-/// In round `k` everything whose way to its destination has bit `k` set goes `2^k` ranks further. What has `i` ranks to
-/// go lies in block `me + i`, so that nothing is moved before; the last step turns the order round.
-/// Source: Bruck et al. 1997, "Efficient algorithms for all-to-all communications in multiport message-passing systems".
+/// In round `k` everything whose way to its destination has bit `k` set goes `2^k` ranks further. What has `i`
+/// ranks to go lies in block `me + i`, so that nothing is moved before; the last step turns the order round.
+/// Source: Bruck et al. 1997, "Efficient algorithms for all-to-all communications in multiport message-passing
+/// systems".
 #[must_use]
 pub fn bruck_all_to_all(rank: Rank, size: usize) -> Program {
     let me = rank.index();

@@ -1,13 +1,13 @@
-//! Direct scatter-gather: every rank reduces a share of the buffer for all others. Shares may be weighted, so that slow
-//! links carry less.
+//! Direct scatter-gather: every rank reduces a share of the buffer for all others. Shares may be weighted, so
+//! that slow links carry less.
 
 use farflung_base::{Bandwidth, Rank};
 
 use crate::steps::{Merge, Program, Step};
 
-/// All-reduce in two latencies and `2 (n-1)/n` buffers: everyone sends each other rank its block, reduces its own in the
-/// order of ranks, and sends the result to everyone. In `chunks` chunks, of which one is scattered while another is
-/// gathered.
+/// All-reduce in two latencies and `2 (n-1)/n` buffers: everyone sends each other rank its block, reduces its
+/// own in the order of ranks, and sends the result to everyone. In `chunks` chunks, of which one is scattered
+/// while another is gathered.
 #[must_use]
 pub fn direct(rank: Rank, size: usize, chunks: usize) -> Program {
     butterfly_lanes(rank, &vec![true; size], chunks)
@@ -95,12 +95,12 @@ pub fn direct_scatter(rank: Rank, size: usize, root: Rank) -> Program {
 
 /// How many of `len` elements each rank should reduce, so that the slowest is done as early as can be.
 ///
-/// Rank `i` carries `1 + (n-2) w_i` buffers each way for a share `w_i`; the shares minimise the greatest of these over
-/// bandwidth. A rank without bandwidth reduces nothing. Shares of less than `least` elements go to others, where
-/// anyone has as much.
+/// Rank `i` carries `1 + (n-2) w_i` buffers each way for a share `w_i`; the shares minimise the greatest of
+/// these over bandwidth. A rank without bandwidth reduces nothing. Shares of less than `least` elements go to
+/// others, where anyone has as much.
 ///
-/// The linear program has a closed form: with `x` the least time, `w_i` is proportional to `max(0, x B_i - 1)`, where
-/// `x = (n - 2 + k) / sum B` over the `k` ranks with `x B > 1`, and at least `1 / min B`.
+/// The linear program has a closed form: with `x` the least time, `w_i` is proportional to `max(0, x B_i - 1)`,
+/// where `x = (n - 2 + k) / sum B` over the `k` ranks with `x B > 1`, and at least `1 / min B`.
 ///
 /// Source: hivemind's `load_balancing.py`, which solves the program numerically. The integers are its
 /// Hagenbach-Bischoff division.
@@ -176,7 +176,8 @@ mod tests {
         counts.iter().zip(speeds).map(|(&c, s)| carries(c) / s.max(1e-9)).fold(0.0, f64::max)
     }
 
-    /// The cases of hivemind's `test_load_balancing`, which compares times; where a rank is a client the time is its own.
+    /// The cases of hivemind's `test_load_balancing`, which compares times; where a rank is a client the time
+    /// is its own.
     #[test]
     fn shares_are_as_good_as_the_linear_programs() {
         let cases: [(usize, &[f64], &[usize]); 6] = [

@@ -1,4 +1,5 @@
-//! What a collective costs on declared links: the alpha-beta model with each rank's access link as a shared resource.
+//! What a collective costs on declared links: the alpha-beta model with each rank's access link as a shared
+//! resource.
 //!
 //! Pure. The simulated transport moves real bytes over the same [`Network`](farflung_base::network::Network),
 //! and a test holds the two together.
@@ -85,7 +86,8 @@ pub fn message_operation(from: Rank, to: Rank, bytes: Bytes) -> Operation {
 
 /// Virtual time from a common start until the last rank has done its program over a buffer of `bytes`.
 ///
-/// `programs` has one program per rank of `topology`; [`Nanos::MAX`] if they do not fit together or a link is dead.
+/// `programs` has one program per rank of `topology`; [`Nanos::MAX`] if they do not fit together or a link is
+/// dead.
 #[must_use]
 pub fn cost(programs: &[Program], bytes: Bytes, topology: &Topology) -> Nanos {
     operation::alone(&operation(programs, bytes), topology)

@@ -1,7 +1,7 @@
 //! All-reduces in `lg n` rounds with partners at distances that double: the whole buffer each time, or halves.
 //!
-//! For `n` not a power of two the ranks beyond fold their buffer into a partner's before and get the result after, at
-//! two latencies and two whole buffers.
+//! For `n` not a power of two the ranks beyond fold their buffer into a partner's before and get the result
+//! after, at two latencies and two whole buffers.
 
 use farflung_base::Rank;
 
@@ -55,7 +55,8 @@ pub fn recursive_doubling(rank: Rank, size: usize) -> Program {
     })
 }
 
-/// The first power of two of ranks does `inner`; the others give their buffer away before and get it back after.
+/// The first power of two of ranks does `inner`; the others give their buffer away before and get it back
+/// after.
 fn folded(rank: Rank, size: usize, blocks: usize, inner: impl FnOnce(usize, &mut Vec<Step>)) -> Program {
     let power = 1 << size.ilog2();
     let (me, extra) = (rank.index(), size - power);

@@ -1,5 +1,5 @@
-//! The part that all transports share: who polls which operation, when a thread may sleep, and what happens at a
-//! deadline. A transport adds a [`Driver`]; this file knows no network.
+//! The part that all transports share: who polls which operation, when a thread may sleep, and what happens at
+//! a deadline. A transport adds a [`Driver`]; this file knows no network.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -34,7 +34,8 @@ pub enum Wake {
 pub trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Takes a frame that departs at `at` (real networks: now). Never blocks.
     fn submit(&self, to: PeerId, tag: Tag, at: Nanos, frame: Frame);
-    /// [`Driver::submit`] of a frame with these bytes and this check word, for networks that need no buffer for them.
+    /// [`Driver::submit`] of a frame with these bytes and this check word, for networks that need no buffer for
+    /// them.
     fn submit_bytes(&self, to: PeerId, tag: Tag, at: Nanos, check: u32, bytes: &[u8], pool: &Arc<Pool>) {
         self.submit(to, tag, at, pool.copy_of(bytes, check));
     }
@@ -52,7 +53,8 @@ pub trait Driver: fmt::Debug + Send + Sync + 'static {
     fn horizon(&self) -> Nanos {
         self.now()
     }
-    /// Lets time pass on a virtual clock. What was started does nothing by itself before `idle`: it waits for frames.
+    /// Lets time pass on a virtual clock. What was started does nothing by itself before `idle`: it waits for
+    /// frames.
     fn advance(&self, _by: Nanos, _idle: Nanos) {}
     /// Lifts a virtual clock to the end of an operation that was waited for; `idle` as above.
     fn lift(&self, _to: Nanos, _idle: Nanos) {}

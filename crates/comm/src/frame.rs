@@ -15,9 +15,9 @@ pub const FRAME_BYTES: usize = 256 * 1024;
 /// Buffers that a pool keeps for reuse; those beyond are given back to the system.
 const KEPT: usize = 256;
 
-/// What buffers are made of, so that they begin at a cache line. Processors with fast short moves (`rep movsb`, by which
-/// the system copies out of sockets) are six times slower where a copy goes to 1 to 31 bytes beyond its source's place in
-/// a page; behind full frames, the stream's bytes lie at multiples of a header's 32.
+/// What buffers are made of, so that they begin at a cache line. Processors with fast short moves (`rep movsb`,
+/// by which the system copies out of sockets) are six times slower where a copy goes to 1 to 31 bytes beyond
+/// its source's place in a page; behind full frames, the stream's bytes lie at multiples of a header's 32.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C, align(64))]
 struct Line([u64; 8]);

@@ -7,11 +7,12 @@ use farflung_base::Rank;
 use crate::ring::{gathered, scattered, whole};
 use crate::steps::Program;
 
-/// All-reduce by regions: each `group` scatters its reduction over its members in a ring, the owners of a block in all
-/// groups reduce it in a ring between the groups, and each group gathers. What crosses between groups is
+/// All-reduce by regions: each `group` scatters its reduction over its members in a ring, the owners of a block
+/// in all groups reduce it in a ring between the groups, and each group gathers. What crosses between groups is
 /// `2 (m-1)/m` of the buffer for each of `m` groups, however many ranks they have; groups may differ in size.
 ///
-/// The buffer goes in `chunks` chunks, so that one crosses while another is reduced at home. Each rank is in one group.
+/// The buffer goes in `chunks` chunks, so that one crosses while another is reduced at home. Each rank is in
+/// one group.
 #[must_use]
 pub fn hierarchical(rank: Rank, groups: &[Vec<Rank>], chunks: usize) -> Program {
     let Some((home, me)) = place(rank, groups) else { return Program::new(1, Vec::new()) };

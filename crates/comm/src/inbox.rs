@@ -145,8 +145,9 @@ impl Inbox {
         }
     }
 
-    /// For an endpoint that shares its cores with more ranks than there are: whoever waits sleeps at once, since looking
-    /// takes the core from whoever it waits for, and the system spreads over its cores what wakes up, not what looks.
+    /// For an endpoint that shares its cores with more ranks than there are: whoever waits sleeps at once,
+    /// since looking takes the core from whoever it waits for, and the system spreads over its cores what wakes
+    /// up, not what looks.
     #[must_use]
     pub fn crowded(self) -> Self {
         Self { looks: 0, ..self }
@@ -160,8 +161,8 @@ impl Inbox {
         self
     }
 
-    /// For an endpoint with a core for each of its peers, which are threads: what it waits for comes in less time than it
-    /// takes to let others run.
+    /// For an endpoint with a core for each of its peers, which are threads: what it waits for comes in less
+    /// time than it takes to let others run.
     #[must_use]
     pub(crate) fn roomy(self) -> Self {
         Self { spins: SPINS, ..self }
@@ -483,9 +484,10 @@ impl Inbox {
         }
     }
 
-    /// Sleeps until the counter has moved past `seen`, or for `timeout`. Whoever waits for a result first looks a few
-    /// times, and lets others run in between: what it waits for is often on its way, and waking up takes longer. Where `drive` is given and no other thread
-    /// is at it, this thread drives the network with it instead of sleeping.
+    /// Sleeps until the counter has moved past `seen`, or for `timeout`. Whoever waits for a result first looks
+    /// a few times, and lets others run in between: what it waits for is often on its way, and waking up takes
+    /// longer. Where `drive` is given and no other thread is at it, this thread drives the network with it
+    /// instead of sleeping.
     pub fn park(&self, seen: u64, role: Role, timeout: impl Fn() -> Nanos, drive: Option<&dyn Fn(Nanos)>) {
         let looks = if role == Role::Waiter { self.looks } else { 0 };
         let spin = || {

@@ -1,6 +1,6 @@
-//! Messages of any length as frames: all frames are full but the last, so that no length is claimed and none believed.
-//! One that its sender cancels ends with an empty frame that says so; of one that its receiver cancels the rest is
-//! dropped when it comes. So the tag is good for the next in either case.
+//! Messages of any length as frames: all frames are full but the last, so that no length is claimed and none
+//! believed. One that its sender cancels ends with an empty frame that says so; of one that its receiver
+//! cancels the rest is dropped when it comes. So the tag is good for the next in either case.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -37,8 +37,8 @@ impl Torn {
     }
 }
 
-/// Messages that were started, by receiver and number of the tag, in the order of their start: each goes out as a
-/// whole before the next, also where the network has room again before all that wait for it have been asked.
+/// Messages that were started, by receiver and number of the tag, in the order of their start: each goes out as
+/// a whole before the next, also where the network has room again before all that wait for it have been asked.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Turns(Arc<Mutex<Queues>>);
 
@@ -338,8 +338,8 @@ impl Body for RecvMessage {
     }
 }
 
-/// One message from whichever peer's comes first. As long as one of them can still send, the loss of another is no
-/// failure.
+/// One message from whichever peer's comes first. As long as one of them can still send, the loss of another is
+/// no failure.
 pub(crate) struct RecvAny {
     /// With what has come of each; from the first frame on, one alone.
     pub(crate) from: Vec<(Rank, PeerId, Incoming)>,

@@ -1,10 +1,10 @@
 //! Endpoints in processes that `mpirun` has started, over the MPI that the machine has: its point-to-point
 //! messages under our own collectives, so that the bits are those of any other transport.
 //!
-//! A lock lets one thread at a time call MPI (`MPI_THREAD_SERIALIZED`). Only `MPI_Init` and `MPI_Finalize` block:
-//! a thread of its own calls them, and progresses unfinished messages while no other thread waits. MPI has no file
-//! descriptor to poll, so a waiting thread tests in a loop, with growing pauses. Frames have our own header and use
-//! two MPI tags: one for headers with short payloads, one for long payloads.
+//! A lock lets one thread at a time call MPI (`MPI_THREAD_SERIALIZED`). Only `MPI_Init` and `MPI_Finalize`
+//! block: a thread of its own calls them, and progresses unfinished messages while no other thread waits. MPI
+//! has no file descriptor to poll, so a waiting thread tests in a loop, with growing pauses. Frames have our
+//! own header and use two MPI tags: one for headers with short payloads, one for long payloads.
 //!
 //! MPI ends all processes when one is lost, so `shrink` and `admit` return an error: members cannot change.
 

@@ -21,7 +21,8 @@ pub struct PathStats {
 }
 
 impl PathStats {
-    /// The part of the round trip that is waiting in queues on the way, as far as the shortest one was free of it.
+    /// The part of the round trip that is waiting in queues on the way, as far as the shortest one was free of
+    /// it.
     #[must_use]
     pub fn queueing(&self) -> Option<Nanos> {
         Some(self.round_trip?.saturating_sub(self.least_round_trip?))

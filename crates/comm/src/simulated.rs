@@ -1,12 +1,13 @@
 //! Endpoints in one process under virtual time over a declared topology. Real bytes move; nobody sleeps.
 //!
-//! A conservative event queue: an event (departure, arrival, deadline, fault) happens only when nothing that a rank may
-//! still do can come before it, in the order (time, kind, from, sequence). Times and results do not depend on
-//! how threads interleave. Ranks compute side by side as long as their clocks are nearer than the latency between them.
+//! A conservative event queue: an event (departure, arrival, deadline, fault) happens only when nothing that a
+//! rank may still do can come before it, in the order (time, kind, from, sequence). Times and results do not
+//! depend on how threads interleave. Ranks compute side by side as long as their clocks are nearer than the
+//! latency between them.
 //!
-//! Each rank is one thread. A rank that neither waits nor has dropped its endpoint holds the others back: they get no
-//! further than its clock and a latency. To declare modelled compute before really computing lets them go on. Results
-//! come by `wait`; awaiting a pending value as a future does not let time pass.
+//! Each rank is one thread. A rank that neither waits nor has dropped its endpoint holds the others back: they
+//! get no further than its clock and a latency. To declare modelled compute before really computing lets them
+//! go on. Results come by `wait`; awaiting a pending value as a future does not let time pass.
 
 mod bells;
 mod faults;

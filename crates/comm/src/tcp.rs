@@ -1,8 +1,8 @@
 //! Endpoints in processes of their own, over TCP. Whoever waits drives all sockets of its endpoint; a thread in
 //! the background does so only while operations are under way and nobody waits.
 //!
-//! Processes of one machine go over to memory that they share ([`SharedMemory`]); their sockets stay, and say who is
-//! gone.
+//! Processes of one machine go over to memory that they share ([`SharedMemory`]); their sockets stay, and say
+//! who is gone.
 //!
 //! Bounded memory: a tag's sender stops after [`WINDOW`] frames that were not taken, and a peer of which
 //! more than [`HELD`] bytes lie unread is not read any more. It knows no collective.

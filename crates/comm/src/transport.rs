@@ -1,4 +1,5 @@
-//! What a collective needs of a network: [`Transport`], and [`Port`], its non-blocking side as an operation sees it.
+//! What a collective needs of a network: [`Transport`], and [`Port`], its non-blocking side as an operation
+//! sees it.
 //!
 //! Reliable and ordered per (peer, tag). It knows bytes, never types, and no collective.
 
@@ -100,8 +101,8 @@ pub enum PeerEvent {
 
 /// The non-blocking side of a transport, as one operation sees it while it is polled.
 ///
-/// On the simulated network it carries the operation's own clock: taking a frame lifts it to the frame's arrival, and
-/// what is sent departs at it.
+/// On the simulated network it carries the operation's own clock: taking a frame lifts it to the frame's
+/// arrival, and what is sent departs at it.
 pub trait Port {
     /// This endpoint.
     fn me(&self) -> PeerId;
@@ -114,8 +115,8 @@ pub trait Port {
     /// # Errors
     /// If the peer is known to be gone or the context was aborted.
     fn send(&mut self, to: PeerId, tag: Tag, frame: Frame) -> Result<(), CommError>;
-    /// Sends `bytes`, at most [`FRAME_BYTES`](crate::FRAME_BYTES), as a frame. A network that takes them at once needs
-    /// no buffer for them.
+    /// Sends `bytes`, at most [`FRAME_BYTES`](crate::FRAME_BYTES), as a frame. A network that takes them at
+    /// once needs no buffer for them.
     ///
     /// # Errors
     /// As [`Port::send`].
@@ -163,8 +164,8 @@ pub trait Task: Send {
 
 /// An endpoint of a network whose members are `PeerId(0)..PeerId(size)`.
 ///
-/// Blocking happens in [`Transport::run`] and [`Pending::wait`] only, on the caller's thread, which then drives the
-/// network itself.
+/// Blocking happens in [`Transport::run`] and [`Pending::wait`] only, on the caller's thread, which then drives
+/// the network itself.
 pub trait Transport: Debug + Send + Sync {
     /// This endpoint's stable name.
     fn me(&self) -> PeerId;

@@ -22,7 +22,8 @@ pub fn binomial_broadcast(rank: Rank, size: usize, root: Rank) -> Program {
     Program::new(1, steps)
 }
 
-/// Reduction to the root by a binomial tree: `ceil(lg n)` rounds of the whole buffer. The others' buffers are spoilt.
+/// Reduction to the root by a binomial tree: `ceil(lg n)` rounds of the whole buffer. The others' buffers are
+/// spoilt.
 #[must_use]
 pub fn binomial_reduce(rank: Rank, size: usize, root: Rank) -> Program {
     let mut program = binomial_broadcast(rank, size, root);
@@ -36,7 +37,8 @@ pub fn binomial_reduce(rank: Rank, size: usize, root: Rank) -> Program {
     program
 }
 
-/// Broadcast along a chain in `blocks` blocks: `(n - 2 + blocks) / blocks` times the whole buffer's transfer time.
+/// Broadcast along a chain in `blocks` blocks: `(n - 2 + blocks) / blocks` times the whole buffer's transfer
+/// time.
 #[must_use]
 pub fn chain_broadcast(rank: Rank, size: usize, root: Rank, blocks: usize) -> Program {
     let turned = turned(rank, size, root);
@@ -64,10 +66,11 @@ const fn turned(rank: Rank, size: usize, root: Rank) -> usize {
     (rank.index() + size - root.index()) % size
 }
 
-/// All-reduce up and down two binary trees at once, each with half of the buffer, in `chunks` chunks each: a rank that
-/// passes on in one tree is a leaf of the other. About `2 lg n` latencies and two buffers.
+/// All-reduce up and down two binary trees at once, each with half of the buffer, in `chunks` chunks each: a
+/// rank that passes on in one tree is a leaf of the other. About `2 lg n` latencies and two buffers.
 ///
-/// Source: Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan".
+/// Source: Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and
+/// scan".
 #[must_use]
 pub fn double_tree(rank: Rank, size: usize, chunks: usize) -> Program {
     let lanes = (0..2 * chunks)
@@ -92,8 +95,8 @@ pub fn double_tree(rank: Rank, size: usize, chunks: usize) -> Program {
     Program::side_by_side(2 * chunks, lanes)
 }
 
-/// The parent in the first tree, whose odd ranks are leaves, or in the second: the first in a mirror, or where that
-/// would leave a rank a leaf of both, turned by one.
+/// The parent in the first tree, whose odd ranks are leaves, or in the second: the first in a mirror, or where
+/// that would leave a rank a leaf of both, turned by one.
 fn parent(rank: usize, size: usize, first: bool) -> Option<usize> {
     if first {
         return in_order_parent(rank, size);

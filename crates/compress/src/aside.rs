@@ -1,5 +1,5 @@
-//! A place beside a long vector, where its values are made before they are written past the caches, a few at a time: while
-//! the memory takes some, the next ones are computed. Knows no codec.
+//! A place beside a long vector, where its values are made before they are written past the caches, a few at a
+//! time: while the memory takes some, the next ones are computed. Knows no codec.
 
 use crate::simd::{Hand, Level, Stream};
 

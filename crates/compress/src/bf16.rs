@@ -7,9 +7,9 @@ use crate::wire::CodecId;
 
 /// bfloat16, the upper half of f32, rounded to nearest, ties to even. `2n` bytes for `n` elements.
 ///
-/// The error is at most `2^-8 |x|`, and `2^-134` for subnormals. What would round to infinity becomes the largest finite
-/// value, `(2 - 2^-7) 2^127` (feedback keeps the rest). A zero keeps its sign. NaN and infinity are refused, both when
-/// encoding and when decoding.
+/// The error is at most `2^-8 |x|`, and `2^-134` for subnormals. What would round to infinity becomes the
+/// largest finite value, `(2 - 2^-7) 2^127` (feedback keeps the rest). A zero keeps its sign. NaN and infinity
+/// are refused, both when encoding and when decoding.
 pub type Bf16 = Chunked<Cast<Brain16>>;
 
 /// The arithmetic of [`Bf16`].

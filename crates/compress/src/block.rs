@@ -1,5 +1,5 @@
-//! Codes of a fixed width under a header for each block: the one loop behind every quantiser. Knows no arithmetic: that
-//! is a [`Quantizer`].
+//! Codes of a fixed width under a header for each block: the one loop behind every quantiser. Knows no
+//! arithmetic: that is a [`Quantizer`].
 
 use crate::CompressError;
 use crate::aside::Aside;
@@ -14,8 +14,8 @@ pub const MAX_BLOCK: u32 = 1 << 20;
 /// The block of the integer codecs where none is named: a scale of two bytes costs 0.8 % of eight-bit codes.
 pub const DEFAULT_BLOCK: u32 = 256;
 
-/// A block whose largest magnitude is below this, `2^-100`, becomes all zero: its scale and its products would come near
-/// f32's subnormals, which not every device keeps.
+/// A block whose largest magnitude is below this, `2^-100`, becomes all zero: its scale and its products would
+/// come near f32's subnormals, which not every device keeps.
 const MIN_MAX: f32 = f32::from_bits((127 - 100) << 23);
 
 /// The bits of `2^126`: in a block with a smaller largest magnitude no loss overflows, as what codes stand for
@@ -24,9 +24,9 @@ const EDGE: i32 = (127 + 126) << 23;
 
 /// The arithmetic of one method: what a block's header says, and how an element becomes a code under it.
 ///
-/// All functions are part of kernels and must be `#[inline(always)]`; `encode`, `decode` and `refused` must be branch-free,
-/// so that the loops become vector code.
-/// A block whose header is all zero bytes holds only zeros (if there is a header): the largest magnitude is too small.
+/// All functions are part of kernels and must be `#[inline(always)]`; `encode`, `decode` and `refused` must be
+/// branch-free, so that the loops become vector code. A block whose header is all zero bytes holds only zeros
+/// (if there is a header): the largest magnitude is too small.
 pub trait Quantizer<const BITS: u32>: Copy + std::fmt::Debug + Send + Sync {
     /// The number on the wire.
     const ID: CodecId;
@@ -43,8 +43,8 @@ pub trait Quantizer<const BITS: u32>: Copy + std::fmt::Debug + Send + Sync {
     fn noisy(&self) -> bool {
         false
     }
-    /// The bits of the largest magnitude, as `max_magnitude` gives them, and a number for [`Self::fit`]. If there is a
-    /// residual, the sums go to `next`.
+    /// The bits of the largest magnitude, as `max_magnitude` gives them, and a number for [`Self::fit`]. If
+    /// there is a residual, the sums go to `next`.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     #[must_use]
@@ -54,14 +54,15 @@ pub trait Quantizer<const BITS: u32>: Copy + std::fmt::Debug + Send + Sync {
             Values::Feedback { x, e, next } => (sum(x, e, next), 0.0),
         }
     }
-    /// The header of the finite `x` with the largest magnitude `max`, which is not too small, and what [`Self::survey`] found.
+    /// The header of the finite `x` with the largest magnitude `max`, which is not too small, and what
+    /// [`Self::survey`] found.
     fn fit(&self, max: f32, surveyed: f32, x: &[f32]) -> Self::Fit;
     /// Writes the header.
     fn write(fit: &Self::Fit, header: &mut [u8]);
     /// Reads a header that is not all zero; the offending number if no encoder writes it.
     fn read(header: &[u8]) -> Result<Self::Fit, f32>;
-    /// The code of a finite element of the block, in the low `BITS` bits. The offset is in the open interval (-1/2, 1/2),
-    /// or 0 unless `NOISY`.
+    /// The code of a finite element of the block, in the low `BITS` bits. The offset is in the open interval
+    /// (-1/2, 1/2), or 0 unless `NOISY`.
     fn encode<const NOISY: bool>(fit: &Self::Fit, x: f32, offset: f32) -> u32;
     /// What a code stands for; finite.
     fn decode(fit: &Self::Fit, code: u32) -> f32;
@@ -74,8 +75,8 @@ pub trait Quantizer<const BITS: u32>: Copy + std::fmt::Debug + Send + Sync {
     fn encode_by_hand(_: Hand, _: &Self::Fit, _: Lossy<'_>, _: &mut [u8]) -> usize {
         0
     }
-    /// Decodes full runs of a block's first codes in the processor's own instructions; how many elements, and whether one is
-    /// refused.
+    /// Decodes full runs of a block's first codes in the processor's own instructions; how many elements, and
+    /// whether one is refused.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     #[must_use]
@@ -375,13 +376,14 @@ fn overflows(lost: &[f32]) -> bool {
     max_magnitude(lost) >= INFINITE
 }
 
-/// How many elements ahead of what is encoded the memory is asked, at least: a page, which it does not go beyond by itself.
+/// How many elements ahead of what is encoded the memory is asked, at least: a page, which it does not go
+/// beyond by itself.
 const AHEAD: usize = 1024;
 /// Elements of a block, at least, that fill the first cache together with the next one.
 const LONG: usize = 4096;
 
-/// Asks for what lies a while behind the group that begins at `start` of its block. Of the block behind a long one it is the
-/// first half: the other comes while that is gone over for the first time.
+/// Asks for what lies a while behind the group that begins at `start` of its block. Of the block behind a long
+/// one it is the first half: the other comes while that is gone over for the first time.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 fn come_near(group: &[f32], start: usize, block: usize) {

@@ -1,5 +1,5 @@
-//! The codecs that cast each element alone: plain f32 and the two 16-bit formats. One loop for all three; a format is
-//! two pure functions.
+//! The codecs that cast each element alone: plain f32 and the two 16-bit formats. One loop for all three; a
+//! format is two pure functions.
 
 use std::marker::PhantomData;
 
@@ -10,7 +10,8 @@ use crate::noise::Noise;
 use crate::simd::{Hand, Kernel};
 use crate::wire::CodecId;
 
-/// A number format. The functions must be branch-free and `#[inline(always)]`, so that the loops become vector code.
+/// A number format. The functions must be branch-free and `#[inline(always)]`, so that the loops become vector
+/// code.
 pub trait Format: Copy + std::fmt::Debug + Send + Sync {
     /// The number on the wire.
     const ID: CodecId;
@@ -18,17 +19,20 @@ pub trait Format: Copy + std::fmt::Debug + Send + Sync {
     const EXACT: bool = false;
     /// The bytes of an element.
     type Bytes: Copy + AsRef<[u8]> + bytemuck::Pod;
-    /// Rounds a finite number to nearest, ties to even; what would round to infinity becomes the largest finite one.
+    /// Rounds a finite number to nearest, ties to even; what would round to infinity becomes the largest finite
+    /// one.
     fn encode(x: f32) -> Self::Bytes;
     /// Exact.
     fn decode(bytes: Self::Bytes) -> f32;
     /// Whether no encoder writes this.
     fn refused(bytes: Self::Bytes) -> bool;
-    /// Encodes some of the first elements in the processor's own instructions; how many, and the largest magnitude.
+    /// Encodes some of the first elements in the processor's own instructions; how many, and the largest
+    /// magnitude.
     fn encode_by_hand(_: Hand, _: &[f32], _: &mut [u8]) -> (usize, i32) {
         (0, 0)
     }
-    /// Decodes some of the first elements in the processor's own instructions; how many, and whether one is refused.
+    /// Decodes some of the first elements in the processor's own instructions; how many, and whether one is
+    /// refused.
     fn decode_by_hand(_: Hand, _: &[u8], _: &mut [f32]) -> (usize, bool) {
         (0, false)
     }

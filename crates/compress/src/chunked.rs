@@ -1,5 +1,5 @@
-//! Codecs of a fixed rate that encode every chunk of a vector on its own: one loop over chunks for all of them, alone or
-//! on several threads, with and without feedback. Knows no format: that is a [`Chunks`].
+//! Codecs of a fixed rate that encode every chunk of a vector on its own: one loop over chunks for all of them,
+//! alone or on several threads, with and without feedback. Knows no format: that is a [`Chunks`].
 
 use crate::aside::Aside;
 use crate::compressor::Memoryless;
@@ -128,7 +128,8 @@ impl Values<'_> {
 
 /// A codec that encodes chunk by chunk, each with a fixed number of bytes.
 ///
-/// It has no memory, allocates nothing but the payload's buffer, and gives the same bytes for any number of threads.
+/// It has no memory, allocates nothing but the payload's buffer, and gives the same bytes for any number of
+/// threads.
 #[derive(Debug, Clone)]
 pub struct Chunked<C> {
     pub(crate) chunks: C,
@@ -326,8 +327,8 @@ pub(crate) fn sum(x: &[f32], e: &[f32], out: &mut [f32]) -> i32 {
     max
 }
 
-/// The bits of the largest magnitude: among magnitudes the order of bits is the order of numbers, with infinity and then
-/// NaN above all finite ones.
+/// The bits of the largest magnitude: among magnitudes the order of bits is the order of numbers, with infinity
+/// and then NaN above all finite ones.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 pub(crate) fn max_magnitude(x: &[f32]) -> i32 {

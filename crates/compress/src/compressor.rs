@@ -1,5 +1,5 @@
-//! What every codec is: a function from `f32` to bytes and back, with its memory beside it. Knows no transport, no
-//! tensor, no threads.
+//! What every codec is: a function from `f32` to bytes and back, with its memory beside it. Knows no transport,
+//! no tensor, no threads.
 
 use std::fmt::Debug;
 
@@ -9,8 +9,8 @@ use crate::chunked::{INFINITE, Values, max_magnitude, sum};
 use crate::simd::{Kernel, Level};
 use crate::{CompressError, Payload, PayloadRef, State};
 
-/// Which use of a codec this is, so that whatever a codec draws is a pure function of it: masks that all ranks share
-/// are keyed by (seed, round, shard), private noise by the rank as well.
+/// Which use of a codec this is, so that whatever a codec draws is a pure function of it: masks that all ranks
+/// share are keyed by (seed, round, shard), private noise by the rank as well.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct RoundKey {
     /// The run's seed.
@@ -25,10 +25,10 @@ pub struct RoundKey {
 
 /// A codec.
 ///
-/// Laws, tested over all of them: `decompress` of what `compress` made gives finite values within the codec's stated
-/// bound; the payload has exactly `max_payload` bytes for a codec of fixed rate, never more for any; the same input
-/// gives the same bytes on every machine. One codec value serves one stream of vectors (one bucket, one shard): a
-/// codec with memory remembers that stream's residual.
+/// Laws, tested over all of them: `decompress` of what `compress` made gives finite values within the codec's
+/// stated bound; the payload has exactly `max_payload` bytes for a codec of fixed rate, never more for any; the
+/// same input gives the same bytes on every machine. One codec value serves one stream of vectors (one bucket,
+/// one shard): a codec with memory remembers that stream's residual.
 pub trait Compressor: State + Debug + Send + Sync {
     /// Encodes `x` (`[n]`) into `out`.
     ///
@@ -39,26 +39,27 @@ pub trait Compressor: State + Debug + Send + Sync {
 
     /// Decodes `p`, which is untrusted, into all of `out` (`[n]`).
     ///
-    /// Errors: [`CompressError::WrongCodec`], [`CompressError::CountMismatch`], [`CompressError::BodyLength`], and
-    /// those that name a value which no encoder writes. Then `out` is unspecified.
+    /// Errors: [`CompressError::WrongCodec`], [`CompressError::CountMismatch`], [`CompressError::BodyLength`],
+    /// and those that name a value which no encoder writes. Then `out` is unspecified.
     fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError>;
 
-    /// The most bytes that the payload of `len` elements can have, header included (`usize::MAX` if it would not fit
-    /// in memory).
+    /// The most bytes that the payload of `len` elements can have, header included (`usize::MAX` if it would
+    /// not fit in memory).
     fn max_payload(&self, len: usize) -> usize;
 
-    /// Lets the codec use up to so many threads (0 counts as 1) where a vector is long enough. They are started in each
-    /// call, and the bytes are the same for any number. A codec that does not say so works on the caller's thread.
+    /// Lets the codec use up to so many threads (0 counts as 1) where a vector is long enough. They are started
+    /// in each call, and the bytes are the same for any number. A codec that does not say so works on the
+    /// caller's thread.
     fn set_threads(&mut self, threads: usize) {
         let _ = threads;
     }
 }
 
-/// A codec that remembers nothing between calls, so that another codec may choose anew each time what it gets, and feedback
-/// can stand around it.
+/// A codec that remembers nothing between calls, so that another codec may choose anew each time what it gets,
+/// and feedback can stand around it.
 ///
-/// Feedback is not memoryless: around feedback it would count every residual twice, and
-/// `Sparse::new(select, ErrorFeedback::new(..))` would add the residual of one selection to the next. Neither compiles.
+/// Feedback is not memoryless: around feedback it would count every residual twice, and `Sparse::new(select,
+/// ErrorFeedback::new(..))` would add the residual of one selection to the next. Neither compiles.
 /// `ErrorFeedback::new(Sparse::new(select, ..)?)` is what is meant.
 ///
 /// ```compile_fail
@@ -73,10 +74,11 @@ pub trait Compressor: State + Debug + Send + Sync {
 /// let wrong: Box<dyn Compressor> = Box::new(ErrorFeedback::new(ErrorFeedback::new(F16::new())));
 /// ```
 pub trait Memoryless: Compressor {
-    /// Encodes `v = x + e` into `out` and writes what the payload lost, `v - D(C(v))`, to `next`. All are `[n]`.
+    /// Encodes `v = x + e` into `out` and writes what the payload lost, `v - D(C(v))`, to `next`. All are
+    /// `[n]`.
     ///
-    /// `e` is only read, so a failure leaves it as it was. The default makes three passes and a buffer; codecs fuse it
-    /// into one pass.
+    /// `e` is only read, so a failure leaves it as it was. The default makes three passes and a buffer; codecs
+    /// fuse it into one pass.
     ///
     /// Errors: those of [`Compressor::compress`], [`CompressError::LengthMismatch`],
     /// [`CompressError::NonFinite`] for any codec, and [`CompressError::Overflow`] if what is lost of a value

@@ -1,4 +1,5 @@
-//! A cosine transform in front of a selection: what is smooth within a chunk gathers in few coefficients. Knows no shapes.
+//! A cosine transform in front of a selection: what is smooth within a chunk gathers in few coefficients. Knows
+//! no shapes.
 
 use std::convert::Infallible;
 
@@ -14,15 +15,15 @@ pub const MAX_SIDE: u32 = 64;
 /// Bytes before the coefficients' body.
 const PREFIX: usize = 4;
 
-/// The orthonormal DCT-II of each chunk of `side * side` consecutive elements, as a square, then the codec `C`. A chunk that is
-/// not full is not transformed.
+/// The orthonormal DCT-II of each chunk of `side * side` consecutive elements, as a square, then the codec `C`.
+/// A chunk that is not full is not transformed.
 ///
-/// With [`crate::Select::PerChunk`] of the same chunk and [`crate::Sign`] it is `DeMo`'s payload. The bytes are `4 +` those of
-/// `C` without a header. The transform is orthonormal up to rounding: it keeps the norm of an error. Values whose transform
-/// overflows, or what is decoded of it, are refused.
+/// With [`crate::Select::PerChunk`] of the same chunk and [`crate::Sign`] it is `DeMo`'s payload. The bytes are
+/// `4 +` those of `C` without a header. The transform is orthonormal up to rounding: it keeps the norm of an
+/// error. Values whose transform overflows, or what is decoded of it, are refused.
 ///
-/// Source: Peng et al. 2024, "Decoupled Momentum Optimization", section 3. Differs: squares of consecutive elements, not of the
-/// tensor's rows and columns.
+/// Source: Peng et al. 2024, "Decoupled Momentum Optimization", section 3. Differs: squares of consecutive
+/// elements, not of the tensor's rows and columns.
 #[derive(Debug, Clone)]
 pub struct Dct<C> {
     inner: C,
@@ -34,7 +35,8 @@ pub struct Dct<C> {
     sent: Vec<f32>,
 }
 
-/// The matrix `A` of the transform, row by row, as the format fixes it: for those who transform elsewhere than on the host.
+/// The matrix `A` of the transform, row by row, as the format fixes it: for those who transform elsewhere than
+/// on the host.
 #[must_use]
 pub fn matrix(side: u32) -> Vec<f32> {
     Table::new(side as usize).forward
@@ -62,7 +64,8 @@ impl Table {
     }
 }
 
-/// `cos(pi m / (2 side))` by its series, in plain arithmetic: the same bits on every machine, as a library's is not.
+/// `cos(pi m / (2 side))` by its series, in plain arithmetic: the same bits on every machine, as a library's is
+/// not.
 fn cos_quarter(m: usize, side: usize) -> f64 {
     // Into the first quarter, where the series is short.
     let m = m % (4 * side);

@@ -1,9 +1,10 @@
-//! Codecs of vectors that lie in a device's memory: how a backend offers them, and the law that their bytes are the host's.
-//! Knows no device but the host.
+//! Codecs of vectors that lie in a device's memory: how a backend offers them, and the law that their bytes are
+//! the host's. Knows no device but the host.
 //!
-//! The arithmetic of each codec is fixed in `WIRE.md` so that a kernel can follow it to the bit: maxima and integer
-//! operations, products and sums in a stated order, one division a block. This crate depends on no tensors, and tensors not on
-//! it: whoever knows both implements [`VectorDevice`] for the backend, and has [`check`] among its tests.
+//! The arithmetic of each codec is fixed in `WIRE.md` so that a kernel can follow it to the bit: maxima and
+//! integer operations, products and sums in a stated order, one division a block. This crate depends on no
+//! tensors, and tensors not on it: whoever knows both implements [`VectorDevice`] for the backend, and has
+//! [`check`] among its tests.
 
 mod law;
 mod stream;
@@ -53,12 +54,13 @@ pub trait VectorDevice {
     /// Errors: the device's.
     fn scale(&self, x: &mut Self::Vector, factor: f32) -> Result<(), Self::Error>;
 
-    /// The codec, without its feedback and its last stage, if there are kernels of it: [`Stream`] has these too. If not, the
-    /// way is to download.
+    /// The codec, without its feedback and its last stage, if there are kernels of it: [`Stream`] has these
+    /// too. If not, the way is to download.
     fn codec(&self, spec: CodecSpec) -> Option<Box<dyn DeviceCodec<Self>>>;
 }
 
-/// A codec of vectors on a device, as [`Memoryless`] is one on the host: the same bytes, refusals and residuals.
+/// A codec of vectors on a device, as [`Memoryless`] is one on the host: the same bytes, refusals and
+/// residuals.
 pub trait DeviceCodec<D: VectorDevice + ?Sized>: Debug + Send {
     /// Encodes `x`, or with a residual `x + residual.before`. A kernel fills the body: [`Payload::seal`].
     ///

@@ -1,22 +1,23 @@
-//! Memory of what was lost: the part of a vector that a codec could not send is added to the next one. Knows no codec.
+//! Memory of what was lost: the part of a vector that a codec could not send is added to the next one. Knows no
+//! codec.
 
 use std::ops::Range;
 
 use crate::memory::Memory;
 use crate::{CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey, State, StateMap};
 
-/// Any codec with error feedback: `v = x + e; send C(v); e = v - D(C(v))`, so that the sum of what was decoded is the
-/// sum of what was given, less the last residual.
+/// Any codec with error feedback: `v = x + e; send C(v); e = v - D(C(v))`, so that the sum of what was decoded
+/// is the sum of what was given, less the last residual.
 ///
-/// A compress is only prepared: [`State::commit`] makes it final, [`State::rollback`] takes back every compress since
-/// the last commit, so that an aborted step loses nothing. Without any commit the feedback is just as right, but holds
-/// three buffers instead of two, and cannot be saved. The first vector fixes the length; another one is
-/// [`CompressError::LengthChanged`], never a silent reset.
+/// A compress is only prepared: [`State::commit`] makes it final, [`State::rollback`] takes back every compress
+/// since the last commit, so that an aborted step loses nothing. Without any commit the feedback is just as
+/// right, but holds three buffers instead of two, and cannot be saved. The first vector fixes the length;
+/// another one is [`CompressError::LengthChanged`], never a silent reset.
 ///
 /// State: `residual` (`[n]`, f32). Memory: `8n` bytes.
 ///
-/// Sources: Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; Karimireddy et al. 2019, "Error Feedback Fixes
-/// `SignSGD`", Alg. 2. Differs: the learning rate is not in `x`, unless the caller puts it there.
+/// Sources: Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; Karimireddy et al. 2019, "Error Feedback
+/// Fixes `SignSGD`", Alg. 2. Differs: the learning rate is not in `x`, unless the caller puts it there.
 #[derive(Debug, Clone, Default)]
 pub struct ErrorFeedback<C> {
     inner: C,
@@ -40,8 +41,8 @@ impl<C: Memoryless> ErrorFeedback<C> {
         Self { inner, rule: Rule::Whole, memory: Memory::default() }
     }
 
-    /// As [`Self::new`], but the residual is multiplied by `decay` from one vector to the next: what was not sent for long
-    /// is forgotten. The residual that is kept is already decayed.
+    /// As [`Self::new`], but the residual is multiplied by `decay` from one vector to the next: what was not
+    /// sent for long is forgotten. The residual that is kept is already decayed.
     ///
     /// Source: Sarfi et al. 2025, "`SparseLoCo`", Alg. 1 (0.95 there).
     ///
@@ -53,10 +54,11 @@ impl<C: Memoryless> ErrorFeedback<C> {
         Err(CompressError::Decay { found: decay })
     }
 
-    /// EF21: both ends keep an estimate `h` of the vector, and what travels is `C(x - h)`, by which both move it:
-    /// `h += D(C(x - h))`. What a receiver decodes is the estimate's change, which it adds up.
+    /// EF21: both ends keep an estimate `h` of the vector, and what travels is `C(x - h)`, by which both move
+    /// it: `h += D(C(x - h))`. What a receiver decodes is the estimate's change, which it adds up.
     ///
-    /// [`Self::residual`] is `-h` here. Unlike a residual it needs no bound on the vectors, and goes to `-x` if they settle.
+    /// [`Self::residual`] is `-h` here. Unlike a residual it needs no bound on the vectors, and goes to `-x` if
+    /// they settle.
     ///
     /// Source: Richtárik et al. 2021, "EF21", Alg. 1.
     #[must_use]

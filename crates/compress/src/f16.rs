@@ -7,9 +7,9 @@ use crate::wire::CodecId;
 
 /// IEEE 754 binary16, rounded to nearest, ties to even. `2n` bytes for `n` elements.
 ///
-/// The error is at most `2^-11 |x|` for magnitudes from `2^-14`, and `2^-25` below. Magnitudes of 65520 and more, which
-/// IEEE would round to infinity, become 65504 (feedback keeps the rest). Subnormals are kept; a zero keeps its sign. NaN
-/// and infinity are refused, both when encoding and when decoding.
+/// The error is at most `2^-11 |x|` for magnitudes from `2^-14`, and `2^-25` below. Magnitudes of 65520 and
+/// more, which IEEE would round to infinity, become 65504 (feedback keeps the rest). Subnormals are kept; a
+/// zero keeps its sign. NaN and infinity are refused, both when encoding and when decoding.
 pub type F16 = Chunked<Cast<Binary16>>;
 
 /// The arithmetic of [`F16`].
@@ -19,7 +19,8 @@ pub struct Binary16;
 /// The exponent's bits; all of them set means NaN or infinity.
 const EXPONENT: u16 = 0x7c00;
 
-/// Adding this to a magnitude below `2^-14` rounds it to a multiple of `2^-24`, the spacing of f16's subnormals.
+/// Adding this to a magnitude below `2^-14` rounds it to a multiple of `2^-24`, the spacing of f16's
+/// subnormals.
 const SUBNORMAL_MAGIC: f32 = 0.5;
 /// The smallest normal number of f16, `2^-14`, as bits of f32.
 const MIN_NORMAL: u32 = 113 << 23;

@@ -6,8 +6,8 @@ use crate::wire::CodecId;
 
 /// `f32` as it is, little-endian. `4n` bytes for `n` elements; the error is zero.
 ///
-/// NaN and infinity pass through `compress` bit by bit. With feedback they are refused, as by every codec: a residual
-/// must stay finite.
+/// NaN and infinity pass through `compress` bit by bit. With feedback they are refused, as by every codec: a
+/// residual must stay finite.
 pub type F32 = Chunked<Cast<Binary32>>;
 
 /// The arithmetic of [`F32`]: none.

@@ -1,5 +1,5 @@
-//! Symmetric integers of two to eight bits under a scale for each block, rounded to nearest or at random: the plain block
-//! quantisers, QSGD and `TernGrad`, which differ only in the scale that they choose.
+//! Symmetric integers of two to eight bits under a scale for each block, rounded to nearest or at random: the
+//! plain block quantisers, QSGD and `TernGrad`, which differ only in the scale that they choose.
 
 use crate::CompressError;
 use crate::block::{Block, DEFAULT_BLOCK, Quantizer};
@@ -15,9 +15,10 @@ const UPPER: u32 = 0xffff_0000;
 
 /// Symmetric quantisation to `BITS` bits, a scale of two bytes for each block.
 ///
-/// With `q = 2^(BITS-1) - 1` and `m = max |x|` of the block, the scale is `m / q` rounded up to a bfloat16, and the code
-/// is `x / scale` rounded to an integer in `-q ..= q`. A code times a scale has at most 16 significant bits: decoding is
-/// exact, and so is the residual but for one rounding. A block with `m < 2^-100` becomes zeros.
+/// With `q = 2^(BITS-1) - 1` and `m = max |x|` of the block, the scale is `m / q` rounded up to a bfloat16, and
+/// the code is `x / scale` rounded to an integer in `-q ..= q`. A code times a scale has at most 16 significant
+/// bits: decoding is exact, and so is the residual but for one rounding. A block with `m < 2^-100` becomes
+/// zeros.
 ///
 /// `4 + n BITS / 8 + 2 ceil(n / block)` bytes for `n` elements, if a block's codes fill whole bytes. The error
 /// of an element is at most `0.504 m / q` of its block (half of a scale), or `1.008 m / q` with stochastic
@@ -61,7 +62,8 @@ impl<const BITS: u32> IntBlock<BITS> {
         Self::blocks(Int::default(), block)
     }
 
-    /// Rounds up or down at random, so that the mean of what is decoded is what was given: noise is private to a rank.
+    /// Rounds up or down at random, so that the mean of what is decoded is what was given: noise is private to
+    /// a rank.
     ///
     /// The mean is exact to `2^-17` of the scale, since noise has 16 bits, and `2^-22` of the element, by
     /// roundings. Where the scale is too small, near `f32::MAX`, means are up to 0.4 % smaller than the
@@ -76,7 +78,8 @@ impl<const BITS: u32> IntBlock<BITS> {
     /// `f32::MAX`), which takes the place of `m`. Unbiased as far as [`Self::stochastic`] is; the variance of a
     /// block of `d` elements is at most `min(d / q^2, sqrt(d) / q) |x|^2`.
     ///
-    /// Source: Alistarh et al. 2017, "QSGD", section 3.1. Differs: the norm is rounded up to a bfloat16 multiple of `q`.
+    /// Source: Alistarh et al. 2017, "QSGD", section 3.1. Differs: the norm is rounded up to a bfloat16
+    /// multiple of `q`.
     ///
     /// Errors: as [`Self::new`].
     pub fn qsgd(block: u32) -> Result<Self, CompressError> {
@@ -85,8 +88,8 @@ impl<const BITS: u32> IntBlock<BITS> {
 }
 
 impl IntBlock<2> {
-    /// `TernGrad`: -1, 0 or 1 times a scale, at random, after clipping at 2.5 standard deviations. Unbiased but for what
-    /// is clipped.
+    /// `TernGrad`: -1, 0 or 1 times a scale, at random, after clipping at 2.5 standard deviations. Unbiased but
+    /// for what is clipped.
     ///
     /// Source: Wen et al. 2017, "`TernGrad`", section 3. Differs: workers do not share scales.
     ///

@@ -1,5 +1,5 @@
-//! Codecs of a pipeline boundary: they see which samples an activation belongs to. Direct quantisation, and AQ-SGD, which
-//! sends what changed since the sample was last seen. Knows no pipeline.
+//! Codecs of a pipeline boundary: they see which samples an activation belongs to. Direct quantisation, and
+//! AQ-SGD, which sends what changed since the sample was last seen. Knows no pipeline.
 
 mod channels;
 #[cfg(feature = "mmap")]
@@ -42,8 +42,8 @@ pub trait LinkCodec: State + std::fmt::Debug + Send {
 
     /// Decodes the other end's payload for the same samples. What it writes is what the other end holds too.
     ///
-    /// Errors: those of [`crate::Compressor::decompress`]; [`CompressError::CacheMiss`] if the ends do not hold the same: the
-    /// sender is to [`Self::forget`] the sample and to encode it again. Then nothing was changed.
+    /// Errors: those of [`crate::Compressor::decompress`]; [`CompressError::CacheMiss`] if the ends do not hold
+    /// the same: the sender is to [`Self::forget`] the sample and to encode it again. Then nothing was changed.
     fn decode(&mut self, ids: &[u64], p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError>;
 
     /// Forgets what is held of these samples, so that they are sent in full.
@@ -85,8 +85,8 @@ impl<C: Memoryless> Direct<C> {
         Self { inner, sample, channels: Channels::new(1) }
     }
 
-    /// With the values of each of `channels` channels (the fastest dimension) together, so that a block codec whose block is
-    /// the number of positions has a scale for each channel.
+    /// With the values of each of `channels` channels (the fastest dimension) together, so that a block codec
+    /// whose block is the number of positions has a scale for each channel.
     ///
     /// Errors: [`CompressError::Samples`] if samples are not whole positions.
     pub fn per_channel(inner: C, sample: usize, channels: usize) -> Result<Self, CompressError> {
@@ -138,8 +138,8 @@ fn check_samples(ids: &[u64], len: usize, found: usize) -> Result<(), CompressEr
 /// Bytes of the payload before the samples' bases.
 const PREFIX: usize = 8;
 
-/// AQ-SGD: both ends keep each sample's activation `m`; what travels is the change since then, through the codec `C`. A
-/// sample that is not held is sent in full, as f16.
+/// AQ-SGD: both ends keep each sample's activation `m`; what travels is the change since then, through the
+/// codec `C`. A sample that is not held is sent in full, as f16.
 ///
 /// Both ends make `a = f16(m + D(C(x - m)))`, bit for bit the same; the receiver goes on with `a`, and both
 /// hold it in the place of `m`: as it is, or in fewer bits ([`Samples`]), which are what the next change is
@@ -148,8 +148,8 @@ const PREFIX: usize = 8;
 /// saturates at 65504. A step that is given up leaves both ends with the newer activation, unless the store is
 /// [`Staged`].
 ///
-/// Bytes: `8 + 4 s`, for samples in full `2 len` each, and the body of the codec's payload of the others together. State: that
-/// of the store.
+/// Bytes: `8 + 4 s`, for samples in full `2 len` each, and the body of the codec's payload of the others
+/// together. State: that of the store.
 ///
 /// Source: Wang et al. 2022, "Fine-tuning Language Models over Slow Networks using Activation Compression with
 /// Guarantees", Alg. 1. Differs: the gate is per sample, not per epoch.
@@ -194,7 +194,8 @@ impl<C: Memoryless, S: Store> AqSgd<C, S> {
         Self { inner, store, channels, payload, held, values, bases, deltas }
     }
 
-    /// As [`Self::new`], with the values of each channel (the fastest dimension) together, as in [`Direct::per_channel`].
+    /// As [`Self::new`], with the values of each channel (the fastest dimension) together, as in
+    /// [`Direct::per_channel`].
     ///
     /// Errors: [`CompressError::Samples`] if samples are not whole positions.
     pub fn per_channel(inner: C, store: S, channels: usize) -> Result<Self, CompressError> {

@@ -1,5 +1,5 @@
-//! A last stage that loses nothing: a general compressor of bytes over another codec's payload, where it helps. Knows no
-//! codec.
+//! A last stage that loses nothing: a general compressor of bytes over another codec's payload, where it helps.
+//! Knows no codec.
 
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
@@ -9,7 +9,8 @@ use crate::{CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey
 
 /// Bytes before the packed body.
 const PREFIX: usize = 4;
-/// Bytes from the middle of a body that are tried first: codes look alike throughout, and most cannot be packed.
+/// Bytes from the middle of a body that are tried first: codes look alike throughout, and most cannot be
+/// packed.
 const SAMPLE: usize = 1 << 16;
 
 /// A general compressor of bytes. Each is a feature of this crate; both are on by default.
@@ -168,12 +169,13 @@ impl Unpacker {
     }
 }
 
-/// A codec whose payloads are packed where that makes them smaller: tried on a sample of each, then on all of it. What would
-/// not become smaller is sent as the codec `C` made it, at no byte more.
+/// A codec whose payloads are packed where that makes them smaller: tried on a sample of each, then on all of
+/// it. What would not become smaller is sent as the codec `C` made it, at no byte more.
 ///
-/// It is the last stage: around feedback, not within it, and nothing goes around it (a type says so). It decodes payloads of
-/// `C` that are not packed too. Codes at full entropy gain little: about 6 % of int8 and 15 % of int4 on gradients; sparse
-/// and repeating vectors gain much. One thread packs, at a fraction of a GB/s of bytes for zstd.
+/// It is the last stage: around feedback, not within it, and nothing goes around it (a type says so). It
+/// decodes payloads of `C` that are not packed too. Codes at full entropy gain little: about 6 % of int8 and 15
+/// % of int4 on gradients; sparse and repeating vectors gain much. One thread packs, at a fraction of a GB/s of
+/// bytes for zstd.
 ///
 /// Packed bytes may differ between versions of a packer's library; what they unpack to does not.
 ///

@@ -1,5 +1,5 @@
-//! Products of a matrix with a few vectors, and back: the matrix is read once for all of them. Every sum has one order. Knows
-//! no method.
+//! Products of a matrix with a few vectors, and back: the matrix is read once for all of them. Every sum has
+//! one order. Knows no method.
 
 use crate::aside::Aside;
 use crate::chunked::{magnitude, max_magnitude};
@@ -148,7 +148,8 @@ fn add_lost(x: &[f32], m: &[f32], sent: &mut [f32]) -> i32 {
     max
 }
 
-/// Adds vectors, each times its weight, in their order; four at a time, so that sums are read and written a fourth as often.
+/// Adds vectors, each times its weight, in their order; four at a time, so that sums are read and written a
+/// fourth as often.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 fn add_scaled<'a>(
@@ -180,8 +181,8 @@ pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
     sums[0].iter().sum()
 }
 
-/// Adds the products with vectors that begin `stride` apart to their sums, with four at a time: these do not wait for each
-/// other.
+/// Adds the products with vectors that begin `stride` apart to their sums, with four at a time: these do not
+/// wait for each other.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 fn add_products(a: &[f32], vectors: &[f32], stride: usize, sums: &mut [[f32; LANES]]) {

@@ -1,4 +1,5 @@
-//! A buffer that is prepared, then committed or rolled back: what every codec with memory keeps. Knows no codec.
+//! A buffer that is prepared, then committed or rolled back: what every codec with memory keeps. Knows no
+//! codec.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -28,7 +29,8 @@ impl Memory {
         }
     }
 
-    /// A buffer for the next one, to be given back to [`Self::end`]. Until then [`Self::now`] is the one before.
+    /// A buffer for the next one, to be given back to [`Self::end`]. Until then [`Self::now`] is the one
+    /// before.
     ///
     /// Errors: [`CompressError::LengthChanged`].
     pub(crate) fn begin(&mut self, len: usize) -> Result<Vec<f32>, CompressError> {

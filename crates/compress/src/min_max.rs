@@ -16,8 +16,8 @@ use crate::wire::CodecId;
 /// `d` is above `f32::MAX` it is that, and what is more than that below `max` decodes as so much below it. NaN
 /// and infinity are refused, and with feedback a value of which more is lost than f32 holds.
 ///
-/// Source: Gan et al. 2022, "Bagua", section 3; `kernels/bagua_kernels.cu`. Differs: codes are clamped below, where the
-/// original can wrap, `d` has a second bound, and decoding multiplies by `(max - min + 1e-7) / 255`.
+/// Source: Gan et al. 2022, "Bagua", section 3; `kernels/bagua_kernels.cu`. Differs: codes are clamped below,
+/// where the original can wrap, `d` has a second bound, and decoding multiplies by `(max - min + 1e-7) / 255`.
 pub type MinMaxUint8 = Chunked<Block<MinMax, 8>>;
 
 /// The arithmetic of [`MinMaxUint8`].

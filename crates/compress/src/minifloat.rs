@@ -24,7 +24,8 @@ pub type E4M3 = MinifloatBlock<4, 3, 8>;
 pub type E5M2 = MinifloatBlock<5, 2, 8>;
 /// Four bits: zero and seven powers of two, from `2^-6` to 1 times the scale.
 ///
-/// Source: Douillard et al. 2025, "Streaming `DiLoCo`", section 3.3. The format is ours: the paper gives only its name.
+/// Source: Douillard et al. 2025, "Streaming `DiLoCo`", section 3.3. The format is ours: the paper gives only
+/// its name.
 pub type E3M0 = MinifloatBlock<3, 0, 4>;
 
 /// The arithmetic of [`MinifloatBlock`].

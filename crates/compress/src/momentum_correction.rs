@@ -1,5 +1,5 @@
-//! Momentum before a selection rather than after it: what is not sent goes on to gather momentum. Knows no selection but by
-//! what it decodes.
+//! Momentum before a selection rather than after it: what is not sent goes on to gather momentum. Knows no
+//! selection but by what it decodes.
 
 use std::ops::Range;
 
@@ -8,12 +8,12 @@ use crate::compressor::{LARGE, first_non_finite};
 use crate::memory::Memory;
 use crate::{CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey, State, StateMap};
 
-/// Deep Gradient Compression's memory around a selection `C`: `u = m u + x; v += u; send C(v)`, and where something was
-/// sent, `u` becomes 0 and `v` what was lost.
+/// Deep Gradient Compression's memory around a selection `C`: `u = m u + x; v += u; send C(v)`, and where
+/// something was sent, `u` becomes 0 and `v` what was lost.
 ///
-/// The optimizer behind it must not apply momentum again. Clipping (by `1 / sqrt(ranks)` of the threshold) and the warm-up
-/// of the density are the caller's. Prepared, committed and rolled back as [`crate::ErrorFeedback`]; without momentum it is
-/// that.
+/// The optimizer behind it must not apply momentum again. Clipping (by `1 / sqrt(ranks)` of the threshold) and
+/// the warm-up of the density are the caller's. Prepared, committed and rolled back as
+/// [`crate::ErrorFeedback`]; without momentum it is that.
 ///
 /// State: `momentum` and `velocity` (`[n]`, f32). Memory: `20n` bytes.
 ///

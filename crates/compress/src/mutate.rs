@@ -1,12 +1,13 @@
-//! Payloads as an adversary would make them, for tests of decoders: here, and of those on devices. Knows no codec.
+//! Payloads as an adversary would make them, for tests of decoders: here, and of those on devices. Knows no
+//! codec.
 
 use crc32fast::Hasher;
 use farflung_base::Philox;
 
 use crate::wire::HEADER;
 
-/// Spoils a frame: a bit, a byte, a word, the end, or everything from some place on. Most frames then get a length and a
-/// checksum that fit, as a forger would give them. Which, is a pure function of `rng` and `case`.
+/// Spoils a frame: a bit, a byte, a word, the end, or everything from some place on. Most frames then get a
+/// length and a checksum that fit, as a forger would give them. Which, is a pure function of `rng` and `case`.
 ///
 /// ```
 /// use farflung_base::Philox;

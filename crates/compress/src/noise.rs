@@ -1,5 +1,5 @@
-//! Where randomness comes from: Philox streams keyed by a [`RoundKey`], and the offsets of stochastic rounding, made a
-//! run at a time in lanes that become vector code. Knows no codec.
+//! Where randomness comes from: Philox streams keyed by a [`RoundKey`], and the offsets of stochastic rounding,
+//! made a run at a time in lanes that become vector code. Knows no codec.
 
 use farflung_base::Philox;
 use farflung_base::philox::philox4x32_10;
@@ -51,8 +51,8 @@ impl Noise {
         Self { seed: key.seed, stream: u64::from(high) << 32 | u64::from(low) }
     }
 
-    /// The offsets of run `index`, uniform on the odd multiples of `2^-17` in `(-1/2, 1/2)`: adding one before rounding to
-    /// the nearest integer rounds at random, with the exact value as the mean.
+    /// The offsets of run `index`, uniform on the odd multiples of `2^-17` in `(-1/2, 1/2)`: adding one before
+    /// rounding to the nearest integer rounds at random, with the exact value as the mean.
     ///
     /// Element `32 (2 w + h) + c` of the run has half `h` (0 is the lower) of word `w` of block `32 index + c`.
     #[expect(clippy::inline_always, reason = "part of kernels")]

@@ -1,12 +1,12 @@
-//! Sums over a block in one fixed order: 32 lanes over each run of 1024 elements, then a tree over the lanes, then the
-//! runs. Knows no codec.
+//! Sums over a block in one fixed order: 32 lanes over each run of 1024 elements, then a tree over the lanes,
+//! then the runs. Knows no codec.
 
 use crate::chunked::{Values, magnitude};
 
 const LANES: usize = 32;
 const RUN: usize = 1024;
-/// Magnitudes below this, `2^100`, are summed as they are: so many as a block has do not overflow, and none is so small that
-/// its sums would be rounded otherwise than those of larger ones.
+/// Magnitudes below this, `2^100`, are summed as they are: so many as a block has do not overflow, and none is
+/// so small that its sums would be rounded otherwise than those of larger ones.
 const UNSCALED: f32 = f32::from_bits((127 + 100) << 23);
 
 /// The mean magnitude of `x`, whose largest is `max`.
@@ -126,7 +126,8 @@ impl Lanes {
     }
 }
 
-/// The sum of all lanes: each adds the one a half further, then of these each the one a quarter further, and so on.
+/// The sum of all lanes: each adds the one a half further, then of these each the one a quarter further, and so
+/// on.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 fn tree(mut lanes: [f32; LANES]) -> f32 {
@@ -140,7 +141,8 @@ fn tree(mut lanes: [f32; LANES]) -> f32 {
     lanes[0]
 }
 
-/// A power of two, near the largest magnitude: elements are divided by it, so that no sum overflows or vanishes.
+/// A power of two, near the largest magnitude: elements are divided by it, so that no sum overflows or
+/// vanishes.
 #[derive(Clone, Copy)]
 struct Power(u32);
 

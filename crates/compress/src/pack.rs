@@ -1,10 +1,11 @@
 //! Codes of a few bits, eight lanes abreast. Knows no codec.
 //!
-//! A width is a sum of planes of 8, 4, 2 and 1 bits: 3 bits are a plane of 2 and one of 1, and a code's low bits lie in
-//! the widest plane. A plane of 8 bits is the codes' low bytes, in order. A narrower plane of width `w` holds `256 / w` codes
-//! in 32 bytes, which are eight little-endian words: code `8 i + j` of such a run is bits `w i ..` of word `j`. So a
-//! register of eight codes is shifted into a register of eight words, and nothing crosses lanes, whatever their number.
-//! What is left after the full runs lies in bytes, the first code in the lowest bits.
+//! A width is a sum of planes of 8, 4, 2 and 1 bits: 3 bits are a plane of 2 and one of 1, and a code's low
+//! bits lie in the widest plane. A plane of 8 bits is the codes' low bytes, in order. A narrower plane of width
+//! `w` holds `256 / w` codes in 32 bytes, which are eight little-endian words: code `8 i + j` of such a run is
+//! bits `w i ..` of word `j`. So a register of eight codes is shifted into a register of eight words, and
+//! nothing crosses lanes, whatever their number. What is left after the full runs lies in bytes, the first code
+//! in the lowest bits.
 
 /// Codes that are packed at a time; a multiple of every plane's run.
 pub(crate) const GROUP: usize = 256;
@@ -23,8 +24,9 @@ pub(crate) const fn packed_len(bits: u32, count: usize) -> usize {
     total
 }
 
-/// Packs the codes (at most a group) of one group of a block; `out` holds the planes of a block of `count` codes, and
-/// `start` of these, a multiple of the group, lie before. The codes' bits above the width must be zero.
+/// Packs the codes (at most a group) of one group of a block; `out` holds the planes of a block of `count`
+/// codes, and `start` of these, a multiple of the group, lie before. The codes' bits above the width must be
+/// zero.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 pub(crate) fn pack<const BITS: u32>(codes: &[u32], start: usize, count: usize, out: &mut [u8]) {

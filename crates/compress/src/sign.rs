@@ -7,19 +7,22 @@ use crate::norm::{root_mean_square, survey, surveyed_mean_magnitude};
 use crate::simd::{Hand, Lossy};
 use crate::wire::CodecId;
 
-/// The block of [`Sign::default`]: a scale of four bytes costs 0.8 % of the signs, and the block stays in the first-level
-/// cache between finding the scale and using it.
+/// The block of [`Sign::default`]: a scale of four bytes costs 0.8 % of the signs, and the block stays in the
+/// first-level cache between finding the scale and using it.
 pub const SIGN_BLOCK: u32 = 4096;
 
-/// The sign of each element, one bit, and one scale for each block. Made for error feedback: alone it loses far too much.
+/// The sign of each element, one bit, and one scale for each block. Made for error feedback: alone it loses far
+/// too much.
 ///
-/// A block decodes as its scale with the signs of its elements; 0 has the sign that it has (bit 1 means negative). The
-/// scale is the mean magnitude (EF-signSGD), or the root of the mean square (1-bit Adam: `|x| / sqrt(d)`). A block whose
-/// largest magnitude is below `2^-100` becomes zeros.
+/// A block decodes as its scale with the signs of its elements; 0 has the sign that it has (bit 1 means
+/// negative). The scale is the mean magnitude (EF-signSGD), or the root of the mean square (1-bit Adam: `|x| /
+/// sqrt(d)`). A block whose largest magnitude is below `2^-100` becomes zeros.
 ///
-/// `4 + n / 8 + 4 ceil(n / block)` bytes for `n` elements, if 8 divides the block. NaN and infinity are refused.
+/// `4 + n / 8 + 4 ceil(n / block)` bytes for `n` elements, if 8 divides the block. NaN and infinity are
+/// refused.
 ///
-/// Sources: Karimireddy et al. 2019, "Error Feedback Fixes `SignSGD`", Alg. 1; Tang et al. 2021, "1-bit Adam", section 3.
+/// Sources: Karimireddy et al. 2019, "Error Feedback Fixes `SignSGD`", Alg. 1; Tang et al. 2021, "1-bit Adam",
+/// section 3.
 pub type Sign = Chunked<Block<SignBit, 1>>;
 
 /// The arithmetic of [`Sign`].

@@ -1,6 +1,6 @@
-//! The only place that knows about instruction sets: a kernel is plain Rust, compiled once for the baseline and once
-//! for AVX2, and chosen at run time. Both versions do the same IEEE operations in the same order (Rust neither fuses nor
-//! reassociates), so they give the same bytes; a test over all codecs says so.
+//! The only place that knows about instruction sets: a kernel is plain Rust, compiled once for the baseline and
+//! once for AVX2, and chosen at run time. Both versions do the same IEEE operations in the same order (Rust
+//! neither fuses nor reassociates), so they give the same bytes; a test over all codecs says so.
 #![expect(
     unsafe_code,
     reason = "functions compiled for AVX2, after the processor was asked; stores past the caches; hints to them"
@@ -18,7 +18,8 @@ pub(crate) trait Kernel {
     fn run(self) -> Self::Output;
 }
 
-/// Which version of the kernels to run; every processor with AVX2 has F16C, which are one level here. Only [`Level::detect`] makes one that is not portable.
+/// Which version of the kernels to run; every processor with AVX2 has F16C, which are one level here. Only
+/// [`Level::detect`] makes one that is not portable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Level {
     avx2: bool,
@@ -56,7 +57,8 @@ impl Level {
     }
 }
 
-/// Writes long vectors past the caches: what is written is not read first, and pushes nothing out that is still needed.
+/// Writes long vectors past the caches: what is written is not read first, and pushes nothing out that is still
+/// needed.
 #[derive(Debug)]
 pub(crate) struct Stream(Level);
 
@@ -120,8 +122,8 @@ fn with_avx2<K: Kernel>(kernel: K) -> K::Output {
     kernel.run()
 }
 
-/// Asks the memory for as many lines as `x` has, from `ahead` elements behind its first on, also where no vector is any more:
-/// it is only a hint.
+/// Asks the memory for as many lines as `x` has, from `ahead` elements behind its first on, also where no
+/// vector is any more: it is only a hint.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 pub(crate) fn prefetch(x: &[f32], ahead: usize) {

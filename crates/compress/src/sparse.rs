@@ -1,5 +1,5 @@
-//! Few elements, at full or reduced precision: which are kept, where they are, and what they are, through a codec of their
-//! own.
+//! Few elements, at full or reduced precision: which are kept, where they are, and what they are, through a
+//! codec of their own.
 
 mod amount;
 mod bits;
@@ -22,10 +22,11 @@ use index::Coding;
 use places::{DISORDER, PREFIX, TOO_FEW};
 use select::{Chosen, Finder};
 
-/// The selected elements of a vector: their indices in the smallest coding, and their values through the codec `C`.
+/// The selected elements of a vector: their indices in the smallest coding, and their values through the codec
+/// `C`.
 ///
-/// What is not selected decodes as zero. The bytes are `20 +` those of the indices `+` those of the values without a header.
-/// A vector has fewer than 2^32 elements. NaN and infinity are refused, selected or not.
+/// What is not selected decodes as zero. The bytes are `20 +` those of the indices `+` those of the values
+/// without a header. A vector has fewer than 2^32 elements. NaN and infinity are refused, selected or not.
 ///
 /// ```
 /// use farflung_compress::{Amount, Compressor, F32, Int4, Payload, RoundKey, Select, Sparse};
@@ -105,8 +106,8 @@ fn check_indexable(x: &[f32]) -> Result<(), CompressError> {
 impl<C: Memoryless> Sparse<C> {
     /// Keeps what `select` says, and sends it through `inner`.
     ///
-    /// Errors: [`CompressError::BlockSize`] for chunks of nothing; [`CompressError::NonFinite`] for a threshold that is
-    /// not finite.
+    /// Errors: [`CompressError::BlockSize`] for chunks of nothing; [`CompressError::NonFinite`] for a threshold
+    /// that is not finite.
     pub fn new(select: Select, inner: C) -> Result<Self, CompressError> {
         match select {
             Select::PerChunk { chunk: 0, .. } => {
@@ -196,8 +197,9 @@ impl<C: Memoryless> Compressor for Sparse<C> {
 /// Elements that are put together before they are written.
 const WINDOW: usize = 1024;
 
-/// Moves values from the end of a vector to ascending indices, and zeros what lies between: no memory of the vector's length
-/// is needed, because the value at `n - k + j` is read before anything at or behind it is written.
+/// Moves values from the end of a vector to ascending indices, and zeros what lies between: no memory of the
+/// vector's length is needed, because the value at `n - k + j` is read before anything at or behind it is
+/// written.
 struct Spread<'a> {
     out: &'a mut [f32],
     /// Where the next value lies.

@@ -373,22 +373,22 @@ pub fn names() -> Vec<String> {
 
 /// The codec of that name, for one stream of vectors.
 ///
-/// Errors: [`CompressError::UnknownCodec`], which lists the names; [`CompressError::CodecName`]; [`CompressError::BlockSize`]; [`CompressError::Amount`];
-/// [`CompressError::UnbiasedFeedback`].
+/// Errors: [`CompressError::UnknownCodec`], which lists the names; [`CompressError::CodecName`];
+/// [`CompressError::BlockSize`]; [`CompressError::Amount`]; [`CompressError::UnbiasedFeedback`].
 pub fn parse(name: &str) -> Result<Box<dyn Compressor>, CompressError> {
     Ok(name.parse::<CodecSpec>()?.build())
 }
 
 impl CodecSpec {
-    /// The method's name and its block (0 if it has none), if there is no selection before it: what a device needs to know
-    /// to choose a kernel.
+    /// The method's name and its block (0 if it has none), if there is no selection before it: what a device
+    /// needs to know to choose a kernel.
     #[must_use]
     pub fn method(&self) -> Option<(&'static str, u32)> {
         matches!(self.stages, [None, None]).then(|| self.codec.key())
     }
 
-    /// The mask that selects first, and what its elements go through; `None` if another selection is first, or the mask
-    /// is an unbiased one.
+    /// The mask that selects first, and what its elements go through; `None` if another selection is first, or
+    /// the mask is an unbiased one.
     #[must_use]
     pub fn mask(&self) -> Option<(Mask, Self)> {
         let [Some(Stage::Mask(mask)), _] = self.stages else { return None };
@@ -401,7 +401,8 @@ impl CodecSpec {
         Some((self.stages[0]?.select()?, self.behind_first()))
     }
 
-    /// The side of the squares whose coefficients are taken first, and what these go through; `None` if it begins otherwise.
+    /// The side of the squares whose coefficients are taken first, and what these go through; `None` if it
+    /// begins otherwise.
     #[must_use]
     pub fn dct(&self) -> Option<(u32, Self)> {
         let [Some(Stage::Dct(side)), _] = self.stages else { return None };

@@ -1,5 +1,5 @@
-//! What a codec remembers between calls, by name, and how it is kept: saved, loaded, cut anew, committed, rolled back.
-//! Knows no file format: a state is a map from names to buffers.
+//! What a codec remembers between calls, by name, and how it is kept: saved, loaded, cut anew, committed,
+//! rolled back. Knows no file format: a state is a map from names to buffers.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -24,7 +24,8 @@ pub enum StateValue<'a> {
 
 /// Memory between calls. Every method has a default for a codec that has none.
 pub trait State {
-    /// Adds every entry to `into`, each name beginning with `prefix` (`""` or something like `"stage0.bucket3."`).
+    /// Adds every entry to `into`, each name beginning with `prefix` (`""` or something like
+    /// `"stage0.bucket3."`).
     ///
     /// Errors: [`CompressError::Uncommitted`] between a compress and its commit or rollback.
     fn save<'a>(&'a self, prefix: &str, into: &mut StateMap<'a>) -> Result<(), CompressError> {
@@ -32,8 +33,8 @@ pub trait State {
         Ok(())
     }
 
-    /// Takes the entries that [`Self::save`] made with this `prefix` out of `from`; what is left in it afterwards was
-    /// not this codec's. On error the codec is as it was.
+    /// Takes the entries that [`Self::save`] made with this `prefix` out of `from`; what is left in it
+    /// afterwards was not this codec's. On error the codec is as it was.
     ///
     /// Errors: [`CompressError::MissingState`]; [`CompressError::NonFinite`] for a residual that is not finite.
     fn load(&mut self, prefix: &str, from: &mut StateMap<'_>) -> Result<(), CompressError> {
@@ -41,8 +42,8 @@ pub trait State {
         Ok(())
     }
 
-    /// Moves the state from the range `held` of a larger vector to the range `wanted`: what lies in both is kept, the
-    /// rest of `wanted` starts at zero.
+    /// Moves the state from the range `held` of a larger vector to the range `wanted`: what lies in both is
+    /// kept, the rest of `wanted` starts at zero.
     ///
     /// Errors: [`CompressError::LengthChanged`] if the state is not of `held`'s length;
     /// [`CompressError::Uncommitted`].

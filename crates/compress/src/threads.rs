@@ -10,7 +10,8 @@ pub(crate) fn worth(threads: usize, len: usize) -> usize {
     threads.min(len / MIN_PER_THREAD).max(1)
 }
 
-/// Does `work` for each job, each on a thread of its own, the first on the caller's. Of several errors it is the first job's.
+/// Does `work` for each job, each on a thread of its own, the first on the caller's. Of several errors it is
+/// the first job's.
 pub(crate) fn try_each<J: Send, E: Send>(
     jobs: impl IntoIterator<Item = J>,
     work: impl Fn(J) -> Result<(), E> + Sync,

@@ -1,5 +1,5 @@
-//! Asymmetric integers of two to eight bits: a smallest value and a scale for each block, for values that do not lie
-//! around zero.
+//! Asymmetric integers of two to eight bits: a smallest value and a scale for each block, for values that do
+//! not lie around zero.
 
 use crate::CompressError;
 use crate::block::{Block, DEFAULT_BLOCK, Quantizer};
@@ -9,9 +9,10 @@ use crate::wire::CodecId;
 
 /// Asymmetric quantisation to `BITS` bits, six bytes of header for each block.
 ///
-/// With `q = 2^BITS - 1`, `low` the block's smallest value and `h` its largest, the scale is `(h - low) / q` rounded up to
-/// a bfloat16 (zero if below `2^-110`), and the code is `(x - low) / scale` rounded to an integer in `0 ..= q`; it decodes
-/// as `low + code scale`. A block whose largest magnitude is below `2^-100` becomes zeros.
+/// With `q = 2^BITS - 1`, `low` the block's smallest value and `h` its largest, the scale is `(h - low) / q`
+/// rounded up to a bfloat16 (zero if below `2^-110`), and the code is `(x - low) / scale` rounded to an integer
+/// in `0 ..= q`; it decodes as `low + code scale`. A block whose largest magnitude is below `2^-100` becomes
+/// zeros.
 ///
 /// `4 + n BITS / 8 + 6 ceil(n / block)` bytes for `n` elements, if a block's codes fill whole bytes. The error
 /// of an element is at most `0.504 (h - low) / q`, or twice that with stochastic rounding, and `2^-22` of the
@@ -154,7 +155,8 @@ fn bf16_below(x: f32) -> f32 {
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 pub(crate) fn extremes(x: &[f32]) -> (f32, f32) {
-    // Through the order of integers, which vector code can take a maximum of: the same for any order of the elements.
+    // Through the order of integers, which vector code can take a maximum of: the same for any order of the
+    // elements.
     let ordered = |x: f32| {
         let bits = x.to_bits().cast_signed();
         bits ^ ((bits >> 31) & 0x7fff_ffff)

@@ -1,5 +1,5 @@
-//! The frame that every codec's bytes travel in: a header with lengths and a checksum, then a body. `WIRE.md` is the
-//! specification. Knows no codec: a body is bytes here.
+//! The frame that every codec's bytes travel in: a header with lengths and a checksum, then a body. `WIRE.md`
+//! is the specification. Knows no codec: a body is bytes here.
 
 use std::fmt;
 
@@ -74,7 +74,8 @@ codecs! {
     OWN = 255, "a caller's own";
 }
 
-/// An encoded vector in a buffer of its own, which is reused: filling it again with no more bytes allocates nothing.
+/// An encoded vector in a buffer of its own, which is reused: filling it again with no more bytes allocates
+/// nothing.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Payload {
     bytes: Vec<u8>,
@@ -114,8 +115,8 @@ impl Payload {
         (self.codec, self.count) = (CodecId::default(), 0);
     }
 
-    /// Lets `write` fill a body of exactly `body` bytes, and seals the frame: for codecs outside of this crate, as a
-    /// device's are. If it fails, the payload is left empty.
+    /// Lets `write` fill a body of exactly `body` bytes, and seals the frame: for codecs outside of this crate,
+    /// as a device's are. If it fails, the payload is left empty.
     ///
     /// Errors: those of `write`.
     pub fn seal<E>(
@@ -132,7 +133,8 @@ impl Payload {
         })
     }
 
-    /// As [`Self::seal`], but `write` gives each part of the body to the hasher, in order, while it is still in cache.
+    /// As [`Self::seal`], but `write` gives each part of the body to the hasher, in order, while it is still in
+    /// cache.
     pub(crate) fn fill<E>(
         &mut self,
         codec: CodecId,
@@ -253,7 +255,8 @@ impl<'a> PayloadRef<'a> {
         self.codec
     }
 
-    /// How many elements it claims to hold. Untrusted: compare it with what you expect before you allocate by it.
+    /// How many elements it claims to hold. Untrusted: compare it with what you expect before you allocate by
+    /// it.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.count

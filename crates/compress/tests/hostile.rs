@@ -1,4 +1,5 @@
-//! Mutated payloads: decoders never panic, never allocate beyond what they are to make, and what they accept is finite.
+//! Mutated payloads: decoders never panic, never allocate beyond what they are to make, and what they accept is
+//! finite.
 #![cfg(all(feature = "lz4", feature = "zstd"))]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 #![expect(unsafe_code, reason = "a global allocator that counts is the only way to see every allocation")]
@@ -48,7 +49,8 @@ fn values() -> Vec<f32> {
     (0..40).map(|i| (rng.uniform(i) - 0.5) * if i % 3 == 0 { 3.0 } else { 0.01 }).collect()
 }
 
-/// A payload of each decoder, small enough to read. `@` names the coding of indices; what is to be packed has only zeros.
+/// A payload of each decoder, small enough to read. `@` names the coding of indices; what is to be packed has
+/// only zeros.
 const CORPUS: [&str; 36] = [
     "none",
     "f16",

@@ -56,8 +56,8 @@ pub struct AccessArgs {
     /// With --tls-cert and --tls-key, and with a secret or without; not with a ticket.
     #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
     pub tls_ca: Option<PathBuf>,
-    /// File with this process's certificate, and those between it and the authority, as PEM. Where others connect to
-    /// it, it has the name or address that they use.
+    /// File with this process's certificate, and those between it and the authority, as PEM. Where others
+    /// connect to it, it has the name or address that they use.
     #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
     pub tls_cert: Option<PathBuf>,
     /// File with the certificate's private key, as PEM, which others cannot read.

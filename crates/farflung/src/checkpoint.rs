@@ -1,7 +1,8 @@
 //! One checkpoint: a folder of named files and a `manifest.json` with every file's length and BLAKE3 hash.
 //!
-//! Written beside (`.step-N.tmp`), synced, renamed; verified when it is opened. A file `NAME` stands as `NAME`, or as
-//! `NAME.zst` packed by zstd; lengths and hashes are those of the unpacked bytes, so packing never changes a manifest.
+//! Written beside (`.step-N.tmp`), synced, renamed; verified when it is opened. A file `NAME` stands as `NAME`,
+//! or as `NAME.zst` packed by zstd; lengths and hashes are those of the unpacked bytes, so packing never
+//! changes a manifest.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};

@@ -1,7 +1,8 @@
-//! The default text: the Rust source of a fixed list of our own dependencies, so that it is there after any build.
+//! The default text: the Rust source of a fixed list of our own dependencies, so that it is there after any
+//! build.
 //!
-//! The versions are pinned with `=` in this crate's `Cargo.toml`; the hash below says that everybody trains on the same
-//! bytes. It refuses to know what is done with the text.
+//! The versions are pinned with `=` in this crate's `Cargo.toml`; the hash below says that everybody trains on
+//! the same bytes. It refuses to know what is done with the text.
 
 use std::env;
 use std::fs;
@@ -28,9 +29,9 @@ pub const EXPECTED: &str = "d931b6eae46e91ebeb028231f24af58fca469996698f04a80df6
 
 /// The default text and its hash.
 ///
-/// Each file `src/**/*.rs` of [`CRATES`], sorted by path within its crate, after a line `// CRATE/PATH`; line ends are
-/// as published. The sources are found through `cargo metadata --offline`, or in cargo's home where that fails (as it
-/// does when dependencies of tests were never downloaded).
+/// Each file `src/**/*.rs` of [`CRATES`], sorted by path within its crate, after a line `// CRATE/PATH`; line
+/// ends are as published. The sources are found through `cargo metadata --offline`, or in cargo's home where
+/// that fails (as it does when dependencies of tests were never downloaded).
 ///
 /// Errors: [`Error::NoCorpus`] on a machine without them, [`Error::CorpusHash`] if they are not [`EXPECTED`].
 pub fn default_text() -> Result<(Vec<u8>, Hash)> {

@@ -30,8 +30,9 @@ pub struct StepMetrics {
     pub bytes_received: u64,
     /// All workers' tokens a second of `time_s`, in the step.
     pub tokens_per_s: f64,
-    /// How far apart copies of parameters were, where they are on devices that round differently and the step compared
-    /// them: the largest relative l2 distance of a copy from its first holder's, which all have again since.
+    /// How far apart copies of parameters were, where they are on devices that round differently and the step
+    /// compared them: the largest relative l2 distance of a copy from its first holder's, which all have again
+    /// since.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drift: Option<f64>,
     /// Hash of all parameters by tensor, the same under any plan, where the step was asked for it
@@ -95,8 +96,8 @@ pub fn read(path: &Path) -> Result<Vec<StepMetrics>> {
     lines.enumerate().map(|(i, line)| parse(path, i + 1, line)).collect()
 }
 
-/// The bytes of all complete lines, without what a crash left at the end: a line without a newline, and lines that are not
-/// text (a power loss can leave blocks of zeros or of other data).
+/// The bytes of all complete lines, without what a crash left at the end: a line without a newline, and lines
+/// that are not text (a power loss can leave blocks of zeros or of other data).
 fn whole(bytes: &[u8]) -> &[u8] {
     let ended = bytes.iter().rposition(|&b| b == b'\n').map_or(0, |last| last + 1);
     let mut end = 0;

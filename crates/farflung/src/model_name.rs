@@ -1,4 +1,5 @@
-//! The name of a run's model in reports and folders. A preset's name is used only for a model of that preset's shape.
+//! The name of a run's model in reports and folders. A preset's name is used only for a model of that preset's
+//! shape.
 
 use farflung_zoo::GptConfig;
 use farflung_zoo::config::PRESETS;

@@ -1,5 +1,5 @@
-//! Where a run's numbers go beside its own files: Prometheus, TensorBoard, OpenTelemetry. Each is behind a feature of
-//! its name; a build without it refuses the flag.
+//! Where a run's numbers go beside its own files: Prometheus, TensorBoard, OpenTelemetry. Each is behind a
+//! feature of its name; a build without it refuses the flag.
 
 #[cfg(feature = "otlp")]
 pub mod otlp;
@@ -17,12 +17,14 @@ use crate::{Error, LaunchEnv, Result, StepMetrics};
 /// Where this process's numbers go.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct ObserveArgs {
-    /// Serve this process's numbers for Prometheus at `http://ADDR/metrics`: `HOST:PORT`, or a port of the loopback.
-    /// Of several processes of a machine each takes the port after the last one's. Needs the feature `prometheus`.
+    /// Serve this process's numbers for Prometheus at `http://ADDR/metrics`: `HOST:PORT`, or a port of the
+    /// loopback. Of several processes of a machine each takes the port after the last one's. Needs the feature
+    /// `prometheus`.
     #[arg(long = "prometheus", value_name = "ADDR", num_args = 0..=1, default_missing_value = "9464",
           help_heading = HEADING)]
     prometheus: Option<String>,
-    /// Write event files for TensorBoard into this folder; ranks above 0 of a launched job into `rank-N` in it. Needs the feature `tensorboard`.
+    /// Write event files for TensorBoard into this folder; ranks above 0 of a launched job into `rank-N` in it.
+    /// Needs the feature `tensorboard`.
     #[arg(long = "tensorboard", value_name = "DIR", help_heading = HEADING)]
     tensorboard: Option<PathBuf>,
 }
@@ -31,7 +33,8 @@ const HEADING: &str = "Observing";
 
 /// Takes up what is known after each step. None of them holds up or ends a run.
 pub trait Observer: Debug + Send {
-    /// A step's row, with its loss. Only where rows are written: on rank 0, and on every member of `farflung host`.
+    /// A step's row, with its loss. Only where rows are written: on rank 0, and on every member of `farflung
+    /// host`.
     fn told(&mut self, row: &StepMetrics);
     /// This process's first rank after a step.
     fn observe(&mut self, seen: &Observation<'_>);
@@ -40,8 +43,8 @@ pub trait Observer: Debug + Send {
 impl ObserveArgs {
     /// What observes this process, which has this place in a launched job. `told` is given lines worth telling.
     ///
-    /// Errors: [`Error::Setting`] where this build lacks the feature; [`Error::Io`] for an address that cannot be
-    /// taken or a folder that cannot be made.
+    /// Errors: [`Error::Setting`] where this build lacks the feature; [`Error::Io`] for an address that cannot
+    /// be taken or a folder that cannot be made.
     pub fn observers(
         &self,
         env: Option<&LaunchEnv>,

@@ -1,6 +1,6 @@
-//! What a worker and each of its peers have exchanged, and how the path between them does. Rank 0's stand in its
-//! rows of `metrics.jsonl`; other ranks of real networks have them in `peers.jsonl` in their folders, an object a
-//! step.
+//! What a worker and each of its peers have exchanged, and how the path between them does. Rank 0's stand in
+//! its rows of `metrics.jsonl`; other ranks of real networks have them in `peers.jsonl` in their folders, an
+//! object a step.
 
 use std::fmt;
 use std::path::Path;
@@ -34,7 +34,8 @@ pub struct PathCounters {
     /// The smoothed round trip in seconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub round_trip_s: Option<f64>,
-    /// The shortest round trip of the last minutes, in seconds. What is above it is waiting in queues on the way.
+    /// The shortest round trip of the last minutes, in seconds. What is above it is waiting in queues on the
+    /// way.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub least_round_trip_s: Option<f64>,
     /// Packets with data that were sent, those sent again included.

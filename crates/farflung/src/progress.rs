@@ -1,4 +1,5 @@
-//! How a run's progress is shown on stderr: a bar on a terminal, plain lines elsewhere, nothing when asked to be quiet.
+//! How a run's progress is shown on stderr: a bar on a terminal, plain lines elsewhere, nothing when asked to
+//! be quiet.
 
 use std::time::Duration;
 
@@ -66,7 +67,8 @@ impl Progress {
         Self { total, view }
     }
 
-    /// Shows a step. `link_use` is the part of the run's time that the busiest link was busy, if links are modelled.
+    /// Shows a step. `link_use` is the part of the run's time that the busiest link was busy, if links are
+    /// modelled.
     pub fn step(&mut self, metrics: &StepMetrics, link_use: Option<f64>) {
         let due = |last: Option<f64>| {
             metrics.step == self.total

@@ -1,5 +1,5 @@
-//! A link in the middle: what comes in at one address goes out to another, as slowly and unreliably as asked for. In user
-//! space, over TCP or UDP, so that anybody can try a real run over a bad link on one machine.
+//! A link in the middle: what comes in at one address goes out to another, as slowly and unreliably as asked
+//! for. In user space, over TCP or UDP, so that anybody can try a real run over a bad link on one machine.
 //!
 //! It refuses to know what it carries.
 
@@ -146,7 +146,8 @@ impl Relaying {
         self.shared.cut.store(cut, Ordering::Relaxed);
     }
 
-    /// Turns one bit of what goes next from the side that listens to the other, behind the back of TCP's checksums.
+    /// Turns one bit of what goes next from the side that listens to the other, behind the back of TCP's
+    /// checksums.
     pub fn corrupt(&self) {
         self.shared.ways[0].spoil.store(true, Ordering::Relaxed);
     }

@@ -1,10 +1,11 @@
-//! The process's stderr and stdout: every write to them goes through here, none panics, and none to stderr stops a run.
+//! The process's stderr and stdout: every write to them goes through here, none panics, and none to stderr
+//! stops a run.
 //!
-//! Progress, logs and errors go to stderr through a bounded queue that a thread of its own writes out. Stderr may be
-//! closed, full or gone with its terminal: what it does not take is dropped. If its reader stands still (a stopped pager,
-//! Ctrl-S on a terminal), the queue fills and later messages are dropped; a line counts them once the reader goes on.
-//! Results go to stdout, where a write that fails is an error. SIGPIPE stays ignored, as Rust's runtime has it: a write to
-//! a closed pipe fails like any other.
+//! Progress, logs and errors go to stderr through a bounded queue that a thread of its own writes out. Stderr
+//! may be closed, full or gone with its terminal: what it does not take is dropped. If its reader stands still
+//! (a stopped pager, Ctrl-S on a terminal), the queue fills and later messages are dropped; a line counts them
+//! once the reader goes on. Results go to stdout, where a write that fails is an error. SIGPIPE stays ignored,
+//! as Rust's runtime has it: a write to a closed pipe fails like any other.
 
 mod queue;
 mod screen;
@@ -39,7 +40,8 @@ pub fn say(text: impl Into<Vec<u8>>) {
     queue().put(text.into());
 }
 
-/// Draws on stderr what the next drawing replaces: it is left out where older text still waits for a slow terminal.
+/// Draws on stderr what the next drawing replaces: it is left out where older text still waits for a slow
+/// terminal.
 fn draw(text: String) {
     queue().offer(text.into_bytes());
 }

@@ -2,8 +2,9 @@
 
 use crate::{Error, Result};
 
-/// Threads of all workers together that any machine may start. Machines with more cores may start four threads a core: more
-/// would only take turns, and systems limit the number of threads of a user or a container to some thousands.
+/// Threads of all workers together that any machine may start. Machines with more cores may start four threads
+/// a core: more would only take turns, and systems limit the number of threads of a user or a container to some
+/// thousands.
 const ENOUGH: usize = 1024;
 
 fn most(cores: usize, workers: usize) -> usize {

@@ -1,5 +1,6 @@
-//! The mean of flat buffers over all ranks, in buckets that travel while the rest is still being computed, through a
-//! codec if asked for. Knows no model, no schedule and no network: ranges become ready, means come back.
+//! The mean of flat buffers over all ranks, in buckets that travel while the rest is still being computed,
+//! through a codec if asked for. Knows no model, no schedule and no network: ranges become ready, means come
+//! back.
 
 mod bucket;
 mod coder;
@@ -30,17 +31,19 @@ pub use config::AverageConfig;
 
 /// Averages flat buffers of one layout over the ranks of a communicator.
 ///
-/// Only parameters travel, packed: `4 * layout.count()` bytes with codec `none`, and the padding stays as it is. Buckets
-/// are cut from the end of the buffer to its start, in which order gradients become final, and are started in that
-/// order on every rank, whatever the order in which ranges became ready. All ranks must use the same layout and config.
+/// Only parameters travel, packed: `4 * layout.count()` bytes with codec `none`, and the padding stays as it
+/// is. Buckets are cut from the end of the buffer to its start, in which order gradients become final, and are
+/// started in that order on every rank, whatever the order in which ranges became ready. All ranks must use the
+/// same layout and config.
 ///
 /// A round is prepared by [`Averaging::finish`] and final with [`Average::commit`], when all ranks [`agree`]d
 /// to take the step; what was not committed never happened to the codecs' residuals. A shard with a value that
 /// its codec refuses, because it is not finite or too large, travels as plain f32 and leaves the residual as it
 /// was: all ranks see the same mean, and skip the step together unless it is finite.
 ///
-/// Where the device has kernels of the codec ([`crate::device_codec`]), values are encoded, summed and decoded in its memory,
-/// residuals too, and only bytes cross its bus; else they are downloaded first. The bytes are the same, and ranks may differ.
+/// Where the device has kernels of the codec ([`crate::device_codec`]), values are encoded, summed and decoded
+/// in its memory, residuals too, and only bytes cross its bus; else they are downloaded first. The bytes are
+/// the same, and ranks may differ.
 ///
 /// Means are not weighted. Scale each rank's loss by [`token_weight`] and they are the gradient of the mean
 /// loss over all tokens, however unevenly the ranks hold them.
@@ -76,8 +79,8 @@ pub use config::AverageConfig;
 /// });
 /// ```
 ///
-/// Sources: Li et al. 2020, "PyTorch Distributed", section 3.2 (buckets in backward order); Tang et al. 2021, "1-bit
-/// Adam", section 5 (error feedback on both sides of the reduction).
+/// Sources: Li et al. 2020, "PyTorch Distributed", section 3.2 (buckets in backward order); Tang et al. 2021,
+/// "1-bit Adam", section 5 (error feedback on both sides of the reduction).
 #[derive(Debug)]
 pub struct Average {
     comm: Communicator,
@@ -227,8 +230,9 @@ impl Average {
         Averaging { average: self, finished: false }
     }
 
-    /// As [`Average::begin`], for a caller that cannot hold the borrow: ranges follow through [`Average::ready`], and the
-    /// round ends with [`Average::finish_all`]. A round that does not end is given up by the next.
+    /// As [`Average::begin`], for a caller that cannot hold the borrow: ranges follow through
+    /// [`Average::ready`], and the round ends with [`Average::finish_all`]. A round that does not end is given
+    /// up by the next.
     pub fn open(&mut self) {
         // Of a round that was started and never finished.
         self.fetching.clear();
@@ -277,7 +281,8 @@ impl Average {
         begun
     }
 
-    /// Ends the round that [`Average::start_all`] began: waits for all buckets, then writes the means into `flat`.
+    /// Ends the round that [`Average::start_all`] began: waits for all buckets, then writes the means into
+    /// `flat`.
     ///
     /// Errors: as [`Averaging::finish`].
     pub fn finish_all(&mut self, flat: &mut Tensor) -> Result<Averaged, OptimError> {
@@ -400,11 +405,11 @@ impl Average {
         Ok(saved)
     }
 
-    /// Restores what [`Average::save`] gave under the same `prefix`, and the number of rounds; `get` gives each buffer by
-    /// name. What is empty begins anew.
+    /// Restores what [`Average::save`] gave under the same `prefix`, and the number of rounds; `get` gives each
+    /// buffer by name. What is empty begins anew.
     ///
-    /// Errors: [`OptimError::State`] for a buffer that is missing or of another length, [`OptimError::Compress`] for
-    /// one that is not finite; nothing has changed then.
+    /// Errors: [`OptimError::State`] for a buffer that is missing or of another length,
+    /// [`OptimError::Compress`] for one that is not finite; nothing has changed then.
     pub fn restore<'a>(
         &mut self,
         prefix: &str,
@@ -457,9 +462,10 @@ impl Average {
         Ok(())
     }
 
-    /// Fetches the buckets that are complete, up to the first that is not, and sends those that an earlier call asked for:
-    /// a device has computed on meanwhile, and is not kept waiting. With the last bucket all are sent, so that ranks on
-    /// unlike devices have started the same collectives when the last range became ready.
+    /// Fetches the buckets that are complete, up to the first that is not, and sends those that an earlier call
+    /// asked for: a device has computed on meanwhile, and is not kept waiting. With the last bucket all are
+    /// sent, so that ranks on unlike devices have started the same collectives when the last range became
+    /// ready.
     fn start(&mut self, flat: &Tensor) -> Result<(), OptimError> {
         let earlier = self.fetching.len();
         loop {
@@ -486,8 +492,8 @@ impl Average {
     }
 }
 
-/// A round of averaging under way. Dropping it unfinished cancels what is on its way, which ends the communicator, and
-/// leaves the codecs as they were.
+/// A round of averaging under way. Dropping it unfinished cancels what is on its way, which ends the
+/// communicator, and leaves the codecs as they were.
 #[derive(Debug)]
 #[must_use = "dropping a round of averaging gives it up"]
 pub struct Averaging<'a> {
@@ -500,16 +506,16 @@ impl Averaging<'_> {
     ///
     /// A range may hold padding, and any number of whole parameters, each of which becomes ready once.
     ///
-    /// Errors: [`OptimError::Ready`] for a parameter that is ready twice or only in part; [`OptimError::Tensor`] for a
-    /// buffer of another length. A collective's error is [`Averaging::finish`]'s.
+    /// Errors: [`OptimError::Ready`] for a parameter that is ready twice or only in part;
+    /// [`OptimError::Tensor`] for a buffer of another length. A collective's error is [`Averaging::finish`]'s.
     pub fn ready(&mut self, range: Range<usize>, flat: &Tensor) -> Result<(), OptimError> {
         self.average.ready(range, flat)
     }
 
     /// Waits for all buckets, then writes the means into `flat`: all of them, or none.
     ///
-    /// Errors: [`OptimError::Ready`] for a parameter that never became ready, [`OptimError::Comm`] when a rank failed.
-    /// `flat` is untouched then, and the round is rolled back.
+    /// Errors: [`OptimError::Ready`] for a parameter that never became ready, [`OptimError::Comm`] when a rank
+    /// failed. `flat` is untouched then, and the round is rolled back.
     pub fn finish(mut self, flat: &mut Tensor) -> Result<Averaged, OptimError> {
         let average = &mut *self.average;
         average.check(flat)?;
@@ -562,15 +568,16 @@ fn given<'a>(
     names.into_iter().map(entry).collect()
 }
 
-/// Whether all ranks are `ok`: the vote between preparing a step and committing it. A collective of eight bytes.
+/// Whether all ranks are `ok`: the vote between preparing a step and committing it. A collective of eight
+/// bytes.
 pub fn agree(comm: &Communicator, ok: bool) -> Result<bool, OptimError> {
     let mut vote = [u64::from(ok)];
     comm.all_reduce(&mut vote, ReduceOp::Min)?;
     Ok(vote[0] == 1)
 }
 
-/// What each rank scales its summed loss by, so that the plain mean over ranks is the mean over the tokens of all:
-/// `world / global_tokens`.
+/// What each rank scales its summed loss by, so that the plain mean over ranks is the mean over the tokens of
+/// all: `world / global_tokens`.
 #[must_use]
 pub fn token_weight(world: usize, global_tokens: u64) -> f32 {
     (world as f64 / global_tokens as f64) as f32

@@ -1,9 +1,11 @@
-//! The codecs of a tensor device: where there are kernels, vectors are encoded and decoded in the device's memory, and only
-//! compressed bytes cross the bus; where the memory is the host's, the host's codecs work in place. The one place that knows
-//! both tensors and codecs; it refuses to know when and with whom the bytes are exchanged.
+//! The codecs of a tensor device: where there are kernels, vectors are encoded and decoded in the device's
+//! memory, and only compressed bytes cross the bus; where the memory is the host's, the host's codecs work in
+//! place. The one place that knows both tensors and codecs; it refuses to know when and with whom the bytes are
+//! exchanged.
 //!
-//! There are kernels of `sign`, `sign-l2`, `int8` and `int4`, and of `none`, behind any of `rolling`, `permuted`, `random`,
-//! `topk` and `dct`. Indices of `topk` cross the bus as four bytes each, because the host chooses how they are written.
+//! There are kernels of `sign`, `sign-l2`, `int8` and `int4`, and of `none`, behind any of `rolling`,
+//! `permuted`, `random`, `topk` and `dct`. Indices of `topk` cross the bus as four bytes each, because the host
+//! chooses how they are written.
 //!
 //! ```
 //! use farflung_base::Philox;
@@ -41,7 +43,8 @@ use crate::OptimError;
 
 type Result<T, E = OptimError> = std::result::Result<T, E>;
 
-/// Some of the codecs that every device has kernels of, alone and behind selections: for those who hold one to the law.
+/// Some of the codecs that every device has kernels of, alone and behind selections: for those who hold one to
+/// the law.
 pub const KERNELS: [&str; 17] = [
     "sign",
     "sign:100",
@@ -233,7 +236,8 @@ fn seal(out: &mut Payload, id: CodecId, count: usize, body: &Body) {
     let Ok(()) = sealed;
 }
 
-/// The host's way, for what kernels refuse, and for payloads of other parameters: it says exactly what is wrong.
+/// The host's way, for what kernels refuse, and for payloads of other parameters: it says exactly what is
+/// wrong.
 fn compress_on_host(
     host: &mut dyn Memoryless,
     x: &Tensor,

@@ -16,11 +16,11 @@ pub fn diloco_outer(lr: f64, momentum: f64) -> ChainBuilder {
     with_momentum(Chain::new(), momentum, true).then(scale_by_schedule(LrSchedule::constant(lr)))
 }
 
-/// Every H steps: `delta = mean over workers of (anchor - params)`; the chain takes `delta` for a gradient and moves the
-/// anchor; the parameters become the anchor.
+/// Every H steps: `delta = mean over workers of (anchor - params)`; the chain takes `delta` for a gradient and
+/// moves the anchor; the parameters become the anchor.
 ///
-/// Source: Douillard et al. 2023, "DiLoCo", Alg. 1; Nesterov momentum as in PyTorch's SGD, so the first step moves by
-/// `lr (1 + mu) delta`.
+/// Source: Douillard et al. 2023, "DiLoCo", Alg. 1; Nesterov momentum as in PyTorch's SGD, so the first step
+/// moves by `lr (1 + mu) delta`.
 #[derive(Debug)]
 pub struct OuterOptimizer {
     chain: Chain,
@@ -52,7 +52,8 @@ impl OuterOptimizer {
         Ok(Self { chain, anchor, delta: device.zeros(len)?, difference: p.build()?, before: None })
     }
 
-    /// Computes `anchor - params` of this worker and gives the buffer, to be averaged over all workers in place.
+    /// Computes `anchor - params` of this worker and gives the buffer, to be averaged over all workers in
+    /// place.
     pub fn delta(&mut self, params: &Tensor) -> Result<&mut Tensor, OptimError> {
         params.device().run(Op::Map {
             program: &self.difference,
@@ -142,7 +143,8 @@ impl OuterOptimizer {
 
     /// Restores what [`OuterOptimizer::states`] gave.
     ///
-    /// Errors: [`OptimError::State`] for a buffer that is missing or of another length; nothing has changed then.
+    /// Errors: [`OptimError::State`] for a buffer that is missing or of another length; nothing has changed
+    /// then.
     pub fn restore<'a>(
         &mut self,
         step: u64,

@@ -1,5 +1,5 @@
-//! The scale of gradients in 16 bits, found by trial: as large as overflows nothing. It refuses to know where gradients
-//! are scaled.
+//! The scale of gradients in 16 bits, found by trial: as large as overflows nothing. It refuses to know where
+//! gradients are scaled.
 
 /// Where a scale that is found by trial starts, as PyTorch's `GradScaler`.
 const START: f32 = 65_536.0;
@@ -8,11 +8,13 @@ const GROW_EVERY: u32 = 2000;
 /// The largest tried: whatever f16 still loses then is below 2^-48.
 const MOST: f32 = 16_777_216.0;
 
-/// A power of two that keeps small gradients from vanishing in f16: fixed, or halved at each overflow and doubled
-/// after 2000 steps without one (Micikevicius et al. 2018, section 3.2; dynamic scaling as in PyTorch's `GradScaler`).
+/// A power of two that keeps small gradients from vanishing in f16: fixed, or halved at each overflow and
+/// doubled after 2000 steps without one (Micikevicius et al. 2018, section 3.2; dynamic scaling as in PyTorch's
+/// `GradScaler`).
 ///
-/// It differs in what an overflow costs. PyTorch leaves the step out; here whoever holds the scale is told to compute
-/// the same step again with half of it, so that no batch is lost and steps are counted alike on all ranks.
+/// It differs in what an overflow costs. PyTorch leaves the step out; here whoever holds the scale is told to
+/// compute the same step again with half of it, so that no batch is lost and steps are counted alike on all
+/// ranks.
 ///
 /// ```
 /// use farflung_optim::LossScale;
@@ -58,8 +60,8 @@ impl LossScale {
         self.dynamic
     }
 
-    /// A step's gradients were not finite. Whether to compute it again, with half the scale; where the scale is 1 or
-    /// fixed it is not what overflowed.
+    /// A step's gradients were not finite. Whether to compute it again, with half the scale; where the scale is
+    /// 1 or fixed it is not what overflowed.
     #[must_use]
     pub fn overflowed(&mut self) -> bool {
         let again = self.dynamic && self.scale > 1.0;
@@ -88,7 +90,8 @@ impl LossScale {
         [self.scale, self.taken as f32]
     }
 
-    /// Takes a saved state up, unless it stays as it is or the state is none: a scale that is a power of two in its range.
+    /// Takes a saved state up, unless it stays as it is or the state is none: a scale that is a power of two in
+    /// its range.
     pub fn restore(&mut self, state: &[f32]) {
         if let [scale, taken] = *state
             && self.dynamic

@@ -1,4 +1,5 @@
-//! Plans four homes on 20 Mbit/s uplinks and prints the report, the timeline and what plain all-reduce would take.
+//! Plans four homes on 20 Mbit/s uplinks and prints the report, the timeline and what plain all-reduce would
+//! take.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 
 use farflung_base::{Algorithm, Link, Nanos, Rank};

@@ -58,7 +58,8 @@ impl FromStr for Axis {
     }
 }
 
-/// A grid of ranks, row-major: ranks count along the last axis first, so neighbours on it are neighbours by number.
+/// A grid of ranks, row-major: ranks count along the last axis first, so neighbours on it are neighbours by
+/// number.
 ///
 /// Put the axis that talks most last: `pipeline=4,data=2,tensor=2` is Megatron's order, in which the ranks of a
 /// tensor group are adjacent and so in one machine.

@@ -9,7 +9,8 @@ use crate::{Codec, ParallelError};
 pub struct ModelShape {
     /// Trainable parameters.
     pub parameters: u64,
-    /// Parameters of each tensor in forward order, so that buckets end where tensors do; empty: buckets of equal size.
+    /// Parameters of each tensor in forward order, so that buckets end where tensors do; empty: buckets of
+    /// equal size.
     pub tensors: Vec<u64>,
     /// Tokens of all ranks in one step.
     pub tokens_per_step: u64,
@@ -22,7 +23,8 @@ pub struct ModelShape {
 }
 
 impl ModelShape {
-    /// A dense model with 6 operations per parameter and token (2 forward, 4 backward), microbatches of one sequence.
+    /// A dense model with 6 operations per parameter and token (2 forward, 4 backward), microbatches of one
+    /// sequence.
     #[must_use]
     pub const fn dense(parameters: u64, context: u64, tokens_per_step: u64) -> Self {
         Self {
@@ -43,7 +45,8 @@ impl ModelShape {
 
     /// Microbatches of all ranks in one step.
     ///
-    /// Errors: a count that is zero; a step that is not a whole number of microbatches; tensors that do not add up.
+    /// Errors: a count that is zero; a step that is not a whole number of microbatches; tensors that do not add
+    /// up.
     pub fn microbatches(&self) -> Result<u64, ParallelError> {
         for (field, value) in [
             ("parameters", self.parameters),
@@ -67,7 +70,8 @@ impl ModelShape {
         Ok(self.tokens_per_step / microbatch_tokens)
     }
 
-    /// Parameters of each of at most `count` buckets in backward order: the last tensor's gradient is ready first.
+    /// Parameters of each of at most `count` buckets in backward order: the last tensor's gradient is ready
+    /// first.
     ///
     /// Buckets are as equal as the tensors allow; without tensors they differ by at most one.
     #[must_use]

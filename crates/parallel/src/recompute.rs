@@ -1,5 +1,5 @@
-//! Which activations of a chain of layers to keep, and which to compute again, so that a backward pass fits its memory.
-//! It knows layers as times and sizes, not what they compute.
+//! Which activations of a chain of layers to keep, and which to compute again, so that a backward pass fits its
+//! memory. It knows layers as times and sizes, not what they compute.
 
 mod rotor;
 

@@ -1,4 +1,5 @@
-//! Replicas of one model as the simulator of data-parallel training sees them: shares, buckets, and what is sent.
+//! Replicas of one model as the simulator of data-parallel training sees them: shares, buckets, and what is
+//! sent.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -65,7 +66,8 @@ pub enum Sync {
         /// In how many parts.
         buckets: u32,
     },
-    /// Parameters are averaged through an outer optimizer every so many local steps. Source: Douillard et al. 2023.
+    /// Parameters are averaged through an outer optimizer every so many local steps. Source: Douillard et al.
+    /// 2023.
     DiLoCo {
         /// Local steps between two averages, at least 1.
         every: u32,
@@ -118,8 +120,8 @@ impl Replicas {
 
     /// Whether it makes sense.
     ///
-    /// Errors: shares that are all zero; no buckets, no steps between synchronisations, an empty codec block; more ranks
-    /// than [`Mesh::MAX_RANKS`].
+    /// Errors: shares that are all zero; no buckets, no steps between synchronisations, an empty codec block;
+    /// more ranks than [`Mesh::MAX_RANKS`].
     pub fn check(&self) -> Result<(), ParallelError> {
         Mesh::data(u32::try_from(self.shares.len()).unwrap_or(u32::MAX))?;
         let zero = |of: &str, field| Err(ParallelError::Zero { of: of.to_owned(), field });

@@ -1,9 +1,10 @@
 //! Dividing a step among unequal devices. Integers in, integers out.
 
-/// Divides `total` among ranks in proportion to `weights`: floors first, then one more to the largest remainders.
+/// Divides `total` among ranks in proportion to `weights`: floors first, then one more to the largest
+/// remainders.
 ///
-/// Ties go to the lower rank; the parts sum to `total`, and each is within one of its exact quota. All weights zero
-/// divides evenly. Source: Hamilton's method of apportionment.
+/// Ties go to the lower rank; the parts sum to `total`, and each is within one of its exact quota. All weights
+/// zero divides evenly. Source: Hamilton's method of apportionment.
 ///
 /// ```
 /// use farflung_parallel::share::largest_remainder;

@@ -1,5 +1,5 @@
-//! Predicts the time of data-parallel and `DiLoCo` training: replicas and their costs in, a [`Timeline`] out. Nothing moves
-//! and nobody waits; all times are integers, so every machine predicts the same.
+//! Predicts the time of data-parallel and `DiLoCo` training: replicas and their costs in, a [`Timeline`] out.
+//! Nothing moves and nobody waits; all times are integers, so every machine predicts the same.
 
 use farflung_base::{Bytes, Nanos, Rank};
 
@@ -28,8 +28,8 @@ pub struct Cost {
 }
 
 impl Cost {
-    /// The speeds of a cluster's devices applied to a model: a third of the time is forward, two thirds backward, and
-    /// optimizers are free (they are a thousandth of a step of any size worth distributing).
+    /// The speeds of a cluster's devices applied to a model: a third of the time is forward, two thirds
+    /// backward, and optimizers are free (they are a thousandth of a step of any size worth distributing).
     #[must_use]
     pub fn of(shape: &ModelShape, cluster: &Cluster) -> Self {
         let cost = |time: Nanos| {
@@ -52,10 +52,11 @@ impl Cost {
 
 /// Simulates `steps` steps of `replicas`; `price` is the time of an average of so many values over all ranks.
 ///
-/// Ddp: a rank runs the microbatches of its share one after the other, and in the last one's backward the buckets of
-/// [`ModelShape::buckets`] become ready in backward order. A bucket's all-reduce starts when every rank has it and the
-/// link is free; all ranks step when the last bucket is done. `DiLoCo`: ranks step alone, and after every so many steps
-/// all wait for the slowest, average, and take the outer step. A last, shorter period ends with a synchronisation too.
+/// Ddp: a rank runs the microbatches of its share one after the other, and in the last one's backward the
+/// buckets of [`ModelShape::buckets`] become ready in backward order. A bucket's all-reduce starts when every
+/// rank has it and the link is free; all ranks step when the last bucket is done. `DiLoCo`: ranks step alone,
+/// and after every so many steps all wait for the slowest, average, and take the outer step. A last, shorter
+/// period ends with a synchronisation too.
 ///
 /// With the price of `comm` this predicts what a run under virtual time takes.
 ///
@@ -168,7 +169,8 @@ impl Run<'_> {
         }
     }
 
-    /// The forward and backward of a rank's share; lifts `ready` to when its last gradients are there, per bucket.
+    /// The forward and backward of a rank's share; lifts `ready` to when its last gradients are there, per
+    /// bucket.
     fn microbatches(&mut self, rank: Rank, step: u32, buckets: &[u64], ready: &mut [Nanos]) {
         let RankCost { forward, backward, .. } = self.cost.ranks[rank.index()];
         let share = self.replicas.shares[rank.index()];

@@ -49,7 +49,8 @@ pub struct Row {
     pub sent: Bytes,
 }
 
-/// The rows, slowest first in principle: plain synchronous f32 comes first and is what the others are compared with.
+/// The rows, slowest first in principle: plain synchronous f32 comes first and is what the others are compared
+/// with.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {
     /// The question.

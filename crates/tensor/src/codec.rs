@@ -1,6 +1,7 @@
-//! Codecs of vectors in a device's memory, so that only what they make crosses the bus. Their bytes are those of
-//! farflung-compress, whose `WIRE.md` fixes layout and arithmetic to the bit. A device whose memory is the host's has none: the
-//! host's codecs work there in place. It refuses to know frames, checksums, and what to do with a refusal.
+//! Codecs of vectors in a device's memory, so that only what they make crosses the bus. Their bytes are those
+//! of farflung-compress, whose `WIRE.md` fixes layout and arithmetic to the bit. A device whose memory is the
+//! host's has none: the host's codecs work there in place. It refuses to know frames, checksums, and what to do
+//! with a refusal.
 
 pub use farflung_base::Pattern;
 
@@ -108,7 +109,8 @@ impl BlockCodec {
     }
 }
 
-/// One element of each stratum of `stride`, as codec 17 of the wire format says it: a pure function of these fields.
+/// One element of each stratum of `stride`, as codec 17 of the wire format says it: a pure function of these
+/// fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DrawnMask {
     /// Which of a stratum.
@@ -119,7 +121,8 @@ pub struct DrawnMask {
     pub phase: u32,
     /// How many elements of a vector are in the mask.
     pub kept: u32,
-    /// How many the pattern takes of a vector, which is more where their number must be a multiple of something.
+    /// How many the pattern takes of a vector, which is more where their number must be a multiple of
+    /// something.
     pub taken: u32,
     /// Of what the pattern takes, where that begins which is left out.
     pub gap: u32,
@@ -149,8 +152,8 @@ impl Codecs<'_> {
 
     /// Starts to encode `x` (f32), or `x + before`; `lost`, if wanted, gets what the bytes lose.
     ///
-    /// `out` is u32, `[1 + codec.words(x.len())]`: a word that is 0, or 1 if some value is not finite, which makes the
-    /// rest, and what is lost, unspecified; then the body, little-endian.
+    /// `out` is u32, `[1 + codec.words(x.len())]`: a word that is 0, or 1 if some value is not finite, which
+    /// makes the rest, and what is lost, unspecified; then the body, little-endian.
     pub fn encode(
         &self,
         codec: BlockCodec,
@@ -172,8 +175,9 @@ impl Codecs<'_> {
 
     /// Starts to decode `body`, which is untrusted, into all of `y` (f32).
     ///
-    /// `body` is u32, `[codec.words(y.len())]`, and begins with the codec's own parameters, which the caller has checked.
-    /// `verdict` is u32, `[1]`: 0, or 1 if there is something that no encoder writes, which makes `y` unspecified.
+    /// `body` is u32, `[codec.words(y.len())]`, and begins with the codec's own parameters, which the caller
+    /// has checked. `verdict` is u32, `[1]`: 0, or 1 if there is something that no encoder writes, which makes
+    /// `y` unspecified.
     pub fn decode(
         &self,
         codec: BlockCodec,
@@ -191,8 +195,8 @@ impl Codecs<'_> {
         self.kernels.decode(codec, body, y, verdict)
     }
 
-    /// Starts `y = x + before` (f32), with subnormals on every device. `verdict` is u32, `[1]`: 0, or 1 if a sum is not
-    /// finite.
+    /// Starts `y = x + before` (f32), with subnormals on every device. `verdict` is u32, `[1]`: 0, or 1 if a
+    /// sum is not finite.
     pub fn sum(&self, x: View<'_>, before: View<'_>, y: ViewMut<'_>, verdict: ViewMut<'_>) -> Result<()> {
         self.look(&self.check("sum"), x, Some(Sum::Plus(before, y)), verdict)
     }
@@ -229,9 +233,10 @@ impl Codecs<'_> {
         if x.is_empty() { verdict.write(&[0_u32]) } else { self.kernels.look(x, sum, verdict) }
     }
 
-    /// Starts to write where the largest magnitudes of `x` (f32) are: `kept` of each `chunk` elements, or all where there are
-    /// not so many, as in the last chunk, which may be short. Indices are u32, as many as that makes, ascending. Of equal
-    /// magnitudes the lower indices are kept; NaN is larger than all numbers. A chunk of 0 counts as 1.
+    /// Starts to write where the largest magnitudes of `x` (f32) are: `kept` of each `chunk` elements, or all
+    /// where there are not so many, as in the last chunk, which may be short. Indices are u32, as many as that
+    /// makes, ascending. Of equal magnitudes the lower indices are kept; NaN is larger than all numbers. A
+    /// chunk of 0 counts as 1.
     pub fn largest(&self, x: View<'_>, chunk: usize, kept: usize, indices: ViewMut<'_>) -> Result<()> {
         let check = self.check("largest");
         let (len, chunk) = (check.typed(&x, DType::F32)?.len(), chunk.max(1));
@@ -239,9 +244,10 @@ impl Codecs<'_> {
         if indices.is_empty() { Ok(()) } else { self.kernels.largest(x, chunk, kept, indices) }
     }
 
-    /// Starts the transform of each full run of `side * side` elements of `x` (f32) as a square `X`, row by row: `y` is
-    /// `(A X) A^T`, or `(A^T X) A` if `inverse`, and what fills no square stays as it is. The matrix `A` is f32, `[side, side]`,
-    /// with magnitudes below 2. Sums go over the index in order from 0, with subnormals, nothing fused.
+    /// Starts the transform of each full run of `side * side` elements of `x` (f32) as a square `X`, row by
+    /// row: `y` is `(A X) A^T`, or `(A^T X) A` if `inverse`, and what fills no square stays as it is. The
+    /// matrix `A` is f32, `[side, side]`, with magnitudes below 2. Sums go over the index in order from 0, with
+    /// subnormals, nothing fused.
     pub fn squares(&self, x: View<'_>, matrix: View<'_>, inverse: bool, y: ViewMut<'_>) -> Result<()> {
         let check = self.check("squares");
         let (shape, square) = (check.typed(&x, DType::F32)?, check.typed(&matrix, DType::F32)?);
@@ -259,7 +265,8 @@ impl Codecs<'_> {
         if indices.is_empty() { Ok(()) } else { self.kernels.mask(mask, indices) }
     }
 
-    /// Starts `y = x[indices]` (f32). Indices are u32, as many as `y` has elements; one behind the end counts as the last.
+    /// Starts `y = x[indices]` (f32). Indices are u32, as many as `y` has elements; one behind the end counts
+    /// as the last.
     pub fn gather(&self, x: View<'_>, indices: View<'_>, y: ViewMut<'_>) -> Result<()> {
         let check = self.check("gather");
         let (from, to) = (check.typed(&x, DType::F32)?, check.typed(&y, DType::F32)?);
@@ -273,8 +280,8 @@ impl Codecs<'_> {
         self.kernels.gather(x, indices, y)
     }
 
-    /// Starts `y[indices] = x` (f32), for indices that are all different: u32, as many as `x` has elements; one behind the
-    /// end is passed over.
+    /// Starts `y[indices] = x` (f32), for indices that are all different: u32, as many as `x` has elements; one
+    /// behind the end is passed over.
     pub fn put(&self, x: View<'_>, indices: View<'_>, y: ViewMut<'_>) -> Result<()> {
         let check = self.check("put");
         let from = check.typed(&x, DType::F32)?;

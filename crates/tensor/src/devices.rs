@@ -1,4 +1,5 @@
-//! Devices by name: how a user says which, which there are here, and why one is not. It refuses to know who asks.
+//! Devices by name: how a user says which, which there are here, and why one is not. It refuses to know who
+//! asks.
 
 use std::fmt;
 use std::str::FromStr;
@@ -86,7 +87,8 @@ impl Device {
         }
     }
 
-    /// All devices that this machine offers, and why kinds are missing: CUDA's, then wgpu's, then the processor.
+    /// All devices that this machine offers, and why kinds are missing: CUDA's, then wgpu's, then the
+    /// processor.
     #[must_use]
     pub fn list() -> Vec<Found> {
         let mut found = cuda();

@@ -1,6 +1,6 @@
-//! Where each parameter lies in one flat buffer, so that the optimizer step, the norm, a shard and a reduction are flat
-//! loops. It depends on no device: every tensor starts on 256 bytes of f32; the padding between is zero, and is outside
-//! counts, norms, hashes and payloads.
+//! Where each parameter lies in one flat buffer, so that the optimizer step, the norm, a shard and a reduction
+//! are flat loops. It depends on no device: every tensor starts on 256 bytes of f32; the padding between is
+//! zero, and is outside counts, norms, hashes and payloads.
 
 use std::ops::Range;
 

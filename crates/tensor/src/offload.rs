@@ -1,4 +1,5 @@
-//! Tensors that wait in the host's memory while a device has better uses for its own. It refuses to know when that pays.
+//! Tensors that wait in the host's memory while a device has better uses for its own. It refuses to know when
+//! that pays.
 
 use std::fmt;
 
@@ -7,7 +8,8 @@ use farflung_base::Pending;
 use crate::backend::Downloaded;
 use crate::{DType, Device, Result, Shape, Tensor};
 
-/// A tensor whose values are in the host's memory, or on their way there; its buffer on the device is free for others.
+/// A tensor whose values are in the host's memory, or on their way there; its buffer on the device is free for
+/// others.
 pub struct Offloaded(Place);
 
 enum Place {
@@ -22,8 +24,8 @@ enum Place {
 }
 
 impl Tensor {
-    /// Moves the values to the host's memory, as they are once all ops before are done; nobody waits for that. Where the
-    /// device's memory is the host's, nothing moves.
+    /// Moves the values to the host's memory, as they are once all ops before are done; nobody waits for that.
+    /// Where the device's memory is the host's, nothing moves.
     ///
     /// ```
     /// let x = farflung_tensor::Device::cpu(1)?.tensor(&[1.0_f32, 2.0], 2)?;

@@ -11,8 +11,8 @@ pub enum Fuse<'a> {
     None,
     /// `c += bias`, one value per column.
     Bias(View<'a>),
-    /// `x = c + bias; c = gelu(x)`, the tanh form. The backward pass multiplies by `slope = gelu'(x)` ([`Fuse::Times`]),
-    /// which costs little here and takes the place of `x` in memory.
+    /// `x = c + bias; c = gelu(x)`, the tanh form. The backward pass multiplies by `slope = gelu'(x)`
+    /// ([`Fuse::Times`]), which costs little here and takes the place of `x` in memory.
     BiasGelu {
         /// One value per column.
         bias: View<'a>,
@@ -44,7 +44,8 @@ pub enum Op<'a> {
         /// f32, any shape.
         y: ViewMut<'a>,
     },
-    /// `y = x` with a change of element type: f32 to and from f16 and bf16 (round to nearest, ties to even), or a copy.
+    /// `y = x` with a change of element type: f32 to and from f16 and bf16 (round to nearest, ties to even), or
+    /// a copy.
     Cast {
         /// Any shape.
         x: View<'a>,
@@ -65,8 +66,9 @@ pub enum Op<'a> {
         c: ViewMut<'a>,
         /// Adds to `c` rather than overwriting it.
         accumulate: bool,
-        /// What `a` and `b` are multiplied with before they are rounded to the device's precision, and the product
-        /// divided by: powers of two, which change nothing else. In f16, a gradient is too small without one.
+        /// What `a` and `b` are multiplied with before they are rounded to the device's precision, and the
+        /// product divided by: powers of two, which change nothing else. In f16, a gradient is too small
+        /// without one.
         scales: [f32; 2],
         /// What follows.
         fuse: Fuse<'a>,
@@ -149,8 +151,8 @@ pub enum Op<'a> {
         /// `[B, T, 3 C]`.
         d_qkv: ViewMut<'a>,
     },
-    /// Causal attention of new tokens over a cache of keys and values: the new ones are appended at `past`, then the
-    /// new queries attend to all.
+    /// Causal attention of new tokens over a cache of keys and values: the new ones are appended at `past`,
+    /// then the new queries attend to all.
     AttentionCached {
         /// Number of heads.
         heads: usize,
@@ -167,8 +169,9 @@ pub enum Op<'a> {
         /// As in [`Op::Attention`]; not wanted where no backward pass follows.
         lse: Option<ViewMut<'a>>,
     },
-    /// Gradient of [`Op::AttentionCached`], the newest tokens first: adds what the queries give to the gradients of all
-    /// keys and values that they saw. Those of the new tokens are complete with that, and go to `d_qkv` too.
+    /// Gradient of [`Op::AttentionCached`], the newest tokens first: adds what the queries give to the
+    /// gradients of all keys and values that they saw. Those of the new tokens are complete with that, and go
+    /// to `d_qkv` too.
     AttentionCachedGrad {
         /// Number of heads.
         heads: usize,
@@ -206,8 +209,8 @@ pub enum Op<'a> {
         /// `[B, T, C]`.
         y: ViewMut<'a>,
     },
-    /// Gradient of [`Op::Embed`] for `start` 0, added to both tables; rows are summed in token order on every device. For
-    /// another start, `d_positions_table` is the part of the table from there on.
+    /// Gradient of [`Op::Embed`] for `start` 0, added to both tables; rows are summed in token order on every
+    /// device. For another start, `d_positions_table` is the part of the table from there on.
     EmbedGrad {
         /// u32 `[B, T]`.
         tokens: View<'a>,
@@ -218,8 +221,8 @@ pub enum Op<'a> {
         /// `[positions, C]`.
         d_positions_table: ViewMut<'a>,
     },
-    /// Softmax cross-entropy of each row against its target. With `grad_scale`, the logits are overwritten by their
-    /// gradient, `(softmax - onehot) * grad_scale`: there is never a second buffer of that size.
+    /// Softmax cross-entropy of each row against its target. With `grad_scale`, the logits are overwritten by
+    /// their gradient, `(softmax - onehot) * grad_scale`: there is never a second buffer of that size.
     CrossEntropy {
         /// `[N, V]`.
         logits: ViewMut<'a>,
@@ -286,7 +289,8 @@ impl Op<'_> {
     pub fn flops(&self) -> u64 {
         let n = |v: Shape| v.len() as u64;
         let causal = |y: Shape, past: usize| {
-            // y is [B, T, C]: T (T + 1) / 2 pairs of a query and a key in each of B sequences, and those with the past.
+            // y is [B, T, C]: T (T + 1) / 2 pairs of a query and a key in each of B sequences, and those with
+            // the past.
             let t = length(y) as u64;
             n(y) * (2 * past as u64 + t + 1)
         };
@@ -314,7 +318,8 @@ impl Op<'_> {
         }
     }
 
-    /// Bytes that must cross the memory bus when nothing is in a cache: each operand once in, each result once out.
+    /// Bytes that must cross the memory bus when nothing is in a cache: each operand once in, each result once
+    /// out.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         let r = |v: &View<'_>| (v.len() * v.dtype().size()) as u64;

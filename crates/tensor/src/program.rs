@@ -1,8 +1,9 @@
-//! Elementwise arithmetic as data: a small program that one interpreter runs on the cpu and one generator turns into a
-//! kernel on a device, so that thirty optimizer transforms need no thirty ops.
+//! Elementwise arithmetic as data: a small program that one interpreter runs on the cpu and one generator turns
+//! into a kernel on a device, so that thirty optimizer transforms need no thirty ops.
 //!
-//! A program reads some buffers, reads and rewrites others, and takes scalars that change from run to run (a learning
-//! rate). Each instruction rounds once, as IEEE says, and none is fused: all devices and processors give the same bits.
+//! A program reads some buffers, reads and rewrites others, and takes scalars that change from run to run (a
+//! learning rate). Each instruction rounds once, as IEEE says, and none is fused: all devices and processors
+//! give the same bits.
 
 use std::ops::{Add, Div, Mul, Sub};
 

@@ -1,5 +1,5 @@
-//! Tensors and views of them. A tensor owns its buffer alone; views borrow parts of it, so that who may write where is
-//! settled by the compiler, not by a lock.
+//! Tensors and views of them. A tensor owns its buffer alone; views borrow parts of it, so that who may write
+//! where is settled by the compiler, not by a lock.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -10,8 +10,8 @@ use farflung_base::Pending;
 use crate::backend::{Part, Storage};
 use crate::{DType, Device, Element, Result, Shape, TensorError};
 
-/// An array on a device: row-major, contiguous, the only owner of its buffer. Dropping it returns the buffer to the
-/// device's pool.
+/// An array on a device: row-major, contiguous, the only owner of its buffer. Dropping it returns the buffer to
+/// the device's pool.
 pub struct Tensor {
     device: Device,
     dtype: DType,
@@ -209,8 +209,8 @@ impl<'a> View<'a> {
         self.start_to_vec().wait()
     }
 
-    /// Starts to copy the elements off the device: as they are once all ops before are done, whatever is started
-    /// afterwards. They are there at once where the device's memory is the host's.
+    /// Starts to copy the elements off the device: as they are once all ops before are done, whatever is
+    /// started afterwards. They are there at once where the device's memory is the host's.
     pub fn start_to_vec<T: Element>(&self) -> Pending<Result<Vec<T>>> {
         if let Err(error) = check_dtype::<T>("to_vec", self.dtype) {
             return Pending::ready(Err(error));
@@ -303,8 +303,8 @@ impl<'a> ViewMut<'a> {
     pub(crate) fn into_bytes(self) -> Option<&'a mut [u8]> {
         let part = Part { storage: self.storage, range: self.range() };
         #[expect(unsafe_code, reason = "a view that may write hands out its elements")]
-        // SAFETY: this view is the only one of its elements for 'a: it was made from a `&mut Tensor` or by splitting,
-        // and is consumed here.
+        // SAFETY: this view is the only one of its elements for 'a: it was made from a `&mut Tensor` or by
+        // splitting, and is consumed here.
         unsafe {
             part.host_mut()
         }

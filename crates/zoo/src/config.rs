@@ -7,14 +7,15 @@ use serde::{Deserialize, Serialize};
 
 use crate::ZooError;
 
-/// The shape of a GPT: pre-norm blocks, learned positions, biases everywhere, GELU (tanh form), the head tied to the
-/// token embedding.
+/// The shape of a GPT: pre-norm blocks, learned positions, biases everywhere, GELU (tanh form), the head tied
+/// to the token embedding.
 ///
-/// The fields are public so that a preset can be varied (`GptConfig { vocab: 256, ..preset }`); whatever builds from a
-/// configuration calls [`GptConfig::validate`] first, and reading one with serde does so too.
+/// The fields are public so that a preset can be varied (`GptConfig { vocab: 256, ..preset }`); whatever builds
+/// from a configuration calls [`GptConfig::validate`] first, and reading one with serde does so too.
 ///
-/// Sources: Radford et al. 2019 (GPT-2); Brown et al. 2020, table 2.1 (GPT-3; its XL row has 24 x 128 heads where the
-/// width is 2048, here 16 x 128; its 13B row has width 5140, here 5120; all its layers are dense here).
+/// Sources: Radford et al. 2019 (GPT-2); Brown et al. 2020, table 2.1 (GPT-3; its XL row has 24 x 128 heads
+/// where the width is 2048, here 16 x 128; its 13B row has width 5140, here 5120; all its layers are dense
+/// here).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "Unchecked")]
 pub struct GptConfig {
@@ -78,8 +79,9 @@ impl TensorSpec {
         self.shape.iter().product()
     }
 
-    /// Fills `out` with the starting values. `index` is the tensor's place in [`GptConfig::tensors`] of the whole model,
-    /// so that a stage that holds a part of the model starts with the values it would have in the whole.
+    /// Fills `out` with the starting values. `index` is the tensor's place in [`GptConfig::tensors`] of the
+    /// whole model, so that a stage that holds a part of the model starts with the values it would have in the
+    /// whole.
     pub fn fill(&self, seed: u64, index: usize, out: &mut [f32]) {
         match self.init {
             Init::Normal(std) => Philox::new(seed, index as u64).fill_normal(std, out),
@@ -141,8 +143,8 @@ impl GptConfig {
             .ok_or_else(|| ZooError::UnknownPreset { name: name.to_owned() })
     }
 
-    /// Checks that every field is at least 1 and within bounds that keep all counts in 64 bits, and that the heads divide
-    /// the width.
+    /// Checks that every field is at least 1 and within bounds that keep all counts in 64 bits, and that the
+    /// heads divide the width.
     ///
     /// Errors: [`ZooError::Config`] with the field that is wrong.
     pub fn validate(&self) -> Result<(), ZooError> {
@@ -188,18 +190,20 @@ impl GptConfig {
         l * (12 * d * d + 13 * d) + 2 * d
     }
 
-    /// Floating-point operations of the matrix products of forward and backward, for one token of a sequence of `context`
-    /// tokens: `6 (12 L d^2 + V d) + 12 L d T`. Attention is counted in full, also where a causal kernel skips half.
+    /// Floating-point operations of the matrix products of forward and backward, for one token of a sequence of
+    /// `context` tokens: `6 (12 L d^2 + V d) + 12 L d T`. Attention is counted in full, also where a causal
+    /// kernel skips half.
     #[must_use]
     pub const fn flops_per_token(&self, context: usize) -> u64 {
         let (l, d) = (self.layers as u64, self.dim as u64);
         6 * (12 * l * d * d + self.vocab as u64 * d) + 12 * l * d * context as u64
     }
 
-    /// All tensors of the model in Hugging Face's names and order, in the layout of its `Conv1D`: `[inputs, outputs]`.
+    /// All tensors of the model in Hugging Face's names and order, in the layout of its `Conv1D`: `[inputs,
+    /// outputs]`.
     ///
-    /// Weights start at N(0, 0.02), the projections onto the residual stream at N(0, 0.02 / sqrt(2 L)) as in nanoGPT,
-    /// biases at 0, norms at 1 and 0.
+    /// Weights start at N(0, 0.02), the projections onto the residual stream at N(0, 0.02 / sqrt(2 L)) as in
+    /// nanoGPT, biases at 0, norms at 1 and 0.
     #[must_use]
     pub fn tensors(&self) -> Vec<TensorSpec> {
         let d = self.dim;

@@ -1,4 +1,5 @@
-//! Text from a model: one token at a time through a cache of keys and values, drawn by temperature, top-k and top-p.
+//! Text from a model: one token at a time through a cache of keys and values, drawn by temperature, top-k and
+//! top-p.
 
 use farflung_base::Philox;
 use farflung_tensor::Tensor;
@@ -86,7 +87,8 @@ impl Sampling {
 /// Sampling's stream of a seed.
 const STREAM: u64 = u64::from_le_bytes(*b"generate");
 
-/// Continues `prompt` by `count` tokens and calls `emit` with each as it is drawn; stops early when `emit` says `false`.
+/// Continues `prompt` by `count` tokens and calls `emit` with each as it is drawn; stops early when `emit` says
+/// `false`.
 ///
 /// - Of a prompt longer than the context, the last `context` tokens are read and the others have no effect,
 ///   except that all are checked. An empty prompt starts from token 0.

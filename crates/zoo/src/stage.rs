@@ -1,4 +1,5 @@
-//! A stage: a range of a model's blocks with flat parameters and gradients. The whole model is the stage of all blocks.
+//! A stage: a range of a model's blocks with flat parameters and gradients. The whole model is the stage of all
+//! blocks.
 
 mod kept;
 mod slices;
@@ -18,8 +19,8 @@ pub use slices::Slices;
 
 use kept::{Chain, Kept, bring_last};
 
-/// A range of a model's layers; the first stage has the embeddings, the last the head. A range between two layers has no
-/// parameters and gives what it takes.
+/// A range of a model's layers; the first stage has the embeddings, the last the head. A range between two
+/// layers has no parameters and gives what it takes.
 #[derive(Debug, Clone)]
 pub struct Stage {
     config: GptConfig,
@@ -70,14 +71,16 @@ pub struct Saved {
 }
 
 impl Saved {
-    /// Lets go of what the first `layers` blocks keep, or all of them if there are fewer, until [`Stage::recompute`].
+    /// Lets go of what the first `layers` blocks keep, or all of them if there are fewer, until
+    /// [`Stage::recompute`].
     pub fn forget(&mut self, layers: usize) {
         let layers = layers.min(self.blocks.len());
         self.blocks.drain(..layers);
         self.forgotten += layers;
     }
 
-    /// Moves what `layers` blocks keep to the host's memory, behind those that were let go of: see [`Keeping::offload`].
+    /// Moves what `layers` blocks keep to the host's memory, behind those that were let go of: see
+    /// [`Keeping::offload`].
     pub fn offload(&mut self, layers: usize) {
         let keeping = Keeping { offload: layers, ..Keeping::default() };
         let kept = std::mem::take(&mut self.blocks).into_iter().enumerate();
@@ -93,7 +96,8 @@ impl Stage {
 
     /// The given layers of a model.
     ///
-    /// Errors: [`ZooError::Config`] for a bad config, or a range that is not within its layers; it may be empty between two of them.
+    /// Errors: [`ZooError::Config`] for a bad config, or a range that is not within its layers; it may be empty
+    /// between two of them.
     pub fn new(config: GptConfig, layers: Range<usize>, device: &Device) -> Result<Self, ZooError> {
         config.validate()?;
         let between = layers.start == layers.end && layers.start > 0 && layers.end < config.layers;
@@ -154,15 +158,17 @@ impl Stage {
         self.head.is_some()
     }
 
-    /// Multiplies gradients with a power of two where products of the backward pass round them to the device's precision,
-    /// and divides the products by it: loss scaling (Micikevicius et al. 2018) around each product, so that all gradients
-    /// that leave it are those of the loss itself. What overflows nevertheless leaves gradients that are not finite.
+    /// Multiplies gradients with a power of two where products of the backward pass round them to the device's
+    /// precision, and divides the products by it: loss scaling (Micikevicius et al. 2018) around each product,
+    /// so that all gradients that leave it are those of the loss itself. What overflows nevertheless leaves
+    /// gradients that are not finite.
     pub const fn set_gradient_scale(&mut self, scale: f32) {
         self.gradient_scale = scale;
     }
 
-    /// Says how it holds less between forward and backward passes, beginning during the forward pass; of whole sequences, since
-    /// slices see each other. Of a pass that is over, [`Saved::forget`] and [`Saved::offload`] let go.
+    /// Says how it holds less between forward and backward passes, beginning during the forward pass; of whole
+    /// sequences, since slices see each other. Of a pass that is over, [`Saved::forget`] and [`Saved::offload`]
+    /// let go.
     pub fn set_keeping(&mut self, keeping: Keeping) {
         self.keeping = keeping;
     }
@@ -263,8 +269,8 @@ impl Stage {
         }
     }
 
-    /// Runs the blocks and keeps what the backward pass needs. The last stage takes the targets `[B, T]` (u32) and the
-    /// scale of the loss's gradient: one over the tokens of the whole step.
+    /// Runs the blocks and keeps what the backward pass needs. The last stage takes the targets `[B, T]` (u32)
+    /// and the scale of the loss's gradient: one over the tokens of the whole step.
     pub fn forward(
         &self,
         params: &Tensor,
@@ -317,11 +323,12 @@ impl Stage {
         ))
     }
 
-    /// The backward pass of one microbatch. `dy` is the gradient of the hidden states that this stage gave; the last
-    /// stage takes none. Returns the gradient of the hidden states that it took; the first stage gives none.
+    /// The backward pass of one microbatch. `dy` is the gradient of the hidden states that this stage gave; the
+    /// last stage takes none. Returns the gradient of the hidden states that it took; the first stage gives
+    /// none.
     ///
-    /// `ready` is called with each range of the flat gradients as soon as it is final for this microbatch, from the
-    /// last parameters to the first: where a reduction can start while the rest is being computed.
+    /// `ready` is called with each range of the flat gradients as soon as it is final for this microbatch, from
+    /// the last parameters to the first: where a reduction can start while the rest is being computed.
     pub fn backward(
         &self,
         params: &Tensor,
@@ -361,7 +368,8 @@ impl Stage {
         Ok(Some(dx))
     }
 
-    /// Runs the blocks again whose part of `saved` was let go of, on the input of the forward pass: the same bits are back.
+    /// Runs the blocks again whose part of `saved` was let go of, on the input of the forward pass: the same
+    /// bits are back.
     pub fn recompute(&self, params: &Tensor, input: Input, saved: &mut Saved) -> Result<(), ZooError> {
         self.recompute_by(params, input, saved, |cx, i, x| Ok(self.blocks[i].forward(cx, x)?))
     }
@@ -385,8 +393,8 @@ impl Stage {
         Ok(())
     }
 
-    /// The first half of [`Stage::backward`]: the gradient that the stage before waits for. What the weights need stays
-    /// in `saved`; no gradient is written.
+    /// The first half of [`Stage::backward`]: the gradient that the stage before waits for. What the weights
+    /// need stays in `saved`; no gradient is written.
     pub fn backward_input(
         &self,
         params: &Tensor,
@@ -428,8 +436,8 @@ impl Stage {
         Ok(None)
     }
 
-    /// The second half of [`Stage::backward`]: the gradients of the weights, the same bits as at once. It needs no
-    /// parameters.
+    /// The second half of [`Stage::backward`]: the gradients of the weights, the same bits as at once. It needs
+    /// no parameters.
     ///
     /// # Panics
     /// If [`Stage::backward_input`] did not run before.
@@ -479,7 +487,8 @@ impl Stage {
         params[first].start..end
     }
 
-    /// Losses `[B T]` of each token without anything kept for a backward pass. For a stage that is the whole model.
+    /// Losses `[B T]` of each token without anything kept for a backward pass. For a stage that is the whole
+    /// model.
     pub fn losses(&self, params: &Tensor, tokens: Tensor, targets: &Tensor) -> Result<Tensor, ZooError> {
         let cx = self.cx(params);
         let (mut x, _) = self.enter(&cx, Input::Tokens(tokens), 0)?;
@@ -512,8 +521,8 @@ impl Stage {
         Ok(Cache { layers: self.blocks.iter().map(layer).collect::<Result<_, ZooError>>()?, len: 0 })
     }
 
-    /// Appends new tokens `[B, T]` to the cache and gives the logits `[B, T, V]` of their successors. For a stage that is
-    /// the whole model.
+    /// Appends new tokens `[B, T]` to the cache and gives the logits `[B, T, V]` of their successors. For a
+    /// stage that is the whole model.
     pub fn decode(&self, params: &Tensor, cache: &mut Cache, tokens: Tensor) -> Result<Tensor, ZooError> {
         let cx = self.cx(params);
         let new = tokens.shape().cols();

@@ -1,4 +1,5 @@
-//! A pipeline schedule of one's own: written as a short function, checked, simulated against known ones, and pinned.
+//! A pipeline schedule of one's own: written as a short function, checked, simulated against known ones, and
+//! pinned.
 
 use farflung_parallel::ParallelError;
 use farflung_parallel::pipeline::{
@@ -7,7 +8,8 @@ use farflung_parallel::pipeline::{
 };
 use farflung_parallel::render;
 
-/// 1F1B whose weight gradients lag one microbatch behind: the gradient that the stage before waits for leaves first.
+/// 1F1B whose weight gradients lag one microbatch behind: the gradient that the stage before waits for leaves
+/// first.
 fn lagging(ranks: u32, microbatches: u32) -> Result<ComputeOrder, ParallelError> {
     let list = |rank: u32| {
         let warm_up = (ranks - 1 - rank).min(microbatches);

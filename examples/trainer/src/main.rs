@@ -1,5 +1,6 @@
-//! A trainer of one's own: the loop, the text and one link of the optimizer are here; the rest is picked from farflung's
-//! crates. Two workers train a small GPT on the same text and average their gradients as bf16 with error feedback.
+//! A trainer of one's own: the loop, the text and one link of the optimizer are here; the rest is picked from
+//! farflung's crates. Two workers train a small GPT on the same text and average their gradients as bf16 with
+//! error feedback.
 
 mod lion;
 

@@ -1,4 +1,5 @@
-//! How much of what the machine can move at all an all-reduce moves: over loopback sockets, and between threads.
+//! How much of what the machine can move at all an all-reduce moves: over loopback sockets, and between
+//! threads.
 
 use std::hint::black_box;
 

@@ -48,7 +48,8 @@ fn at_an_offset(path: &Path, samples: Samples) -> Result<Box<dyn Store>> {
 
 #[expect(unsafe_code, reason = "nobody else writes to a mapped file: it is in the bench's own folder")]
 fn mapped(path: &Path, samples: Samples) -> Result<Box<dyn Store>> {
-    // SAFETY: each end has a file of its own, in a folder made for this run, and is dropped before it is opened again.
+    // SAFETY: each end has a file of its own, in a folder made for this run, and is dropped before it is opened
+    // again.
     Ok(Box::new(unsafe { MappedStore::open(path, samples, SAMPLES) }?))
 }
 

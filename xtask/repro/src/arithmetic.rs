@@ -101,8 +101,8 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Bytes: 262,144 tokens a step, and in each step an average over a ring, which sends two times the gradients of
-/// 6 billion parameters.
+/// Bytes: 262,144 tokens a step, and in each step an average over a ring, which sends two times the gradients
+/// of 6 billion parameters.
 fn fine_tuned() -> f64 {
     let steps = 10e9 / 262_144.0;
     steps * 2.0 * 6e9 * 2.0

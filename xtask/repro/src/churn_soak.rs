@@ -1,4 +1,5 @@
-//! 16 machines that live for two hours each: the rules of who belongs to a run for a day, the trainer for two hours.
+//! 16 machines that live for two hours each: the rules of who belongs to a run for a day, the trainer for two
+//! hours.
 
 use anyhow::Result;
 use farflung::parallel::membership::check::{Churn, ChurnOutcome, churn};

@@ -17,7 +17,8 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The composition for one in `stride` elements, of these so many millionths, in blocks of 128 codes of so many bits.
+/// The composition for one in `stride` elements, of these so many millionths, in blocks of 128 codes of so many
+/// bits.
 pub(crate) fn codec([stride, kept, bits]: [u32; 3]) -> Result<impl Compressor, CompressError> {
     let quantised: Box<dyn Memoryless> =
         format!("int{bits}:128").parse::<farflung::compress::CodecSpec>()?.build_memoryless();
@@ -30,8 +31,8 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     let n = 1 << 22;
     let x = values(n, report.seed());
     let mut payload = Payload::new();
-    // (name, one in, of these in millionths, bits, the published ratio against f32). 117 is published without a setting: the
-    // second has it against f32, the third against f16.
+    // (name, one in, of these in millionths, bits, the published ratio against f32). 117 is published without a
+    // setting: the second has it against f32, the third against f16.
     for (name, stride, kept, bits, published) in [
         ("p .1 k .2 b 4", 10, 200_000, 4, 175.0),
         ("p 1/7 k .22 b 4", 7, 220_000, 4, 117.0),

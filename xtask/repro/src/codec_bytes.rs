@@ -49,7 +49,8 @@ fn chunks<C: farflung::compress::Memoryless + 'static>(
 }
 
 fn cases() -> Vec<Case> {
-    // Scattered by shards, reduced, gathered: 2 (n - 1) payloads of a shard. Gathered whole: n - 1 of the tensor.
+    // Scattered by shards, reduced, gathered: 2 (n - 1) payloads of a shard. Gathered whole: n - 1 of the
+    // tensor.
     let (shards, whole) = (2 * (RANKS - 1), RANKS - 1);
     let case = |name, codec, len, sent, framing, golden| Case { name, codec, len, sent, framing, golden };
     let u16s = || IndexCoding::Fixed(16);

@@ -120,7 +120,8 @@ const BOUNDS: [(&str, usize, Bound); 21] = [
     ("uint2:128", 128, |e| 0.504 * e.span / 3.0 + rounding(e)),
     ("uint8-sr:128", 128, |e| 1.008 * e.span / 255.0 + rounding(e)),
     ("uint4-sr:128", 128, |e| 1.008 * e.span / 15.0 + rounding(e)),
-    // Half of the smallest number under a scale that is a little larger than the largest over the largest number.
+    // Half of the smallest number under a scale that is a little larger than the largest over the largest
+    // number.
     ("e4m3:128", 128, |e| (e.magnitude / 16.0).max(1.008 * e.largest / 448.0 / 1024.0)),
     ("e5m2:128", 128, |e| (e.magnitude / 8.0).max(1.008 * e.largest / 57344.0 / 131_072.0)),
     ("e3m0:128", 128, |e| (e.magnitude / 3.0).max(1.008 * e.largest / 128.0) + rounding(e)),
@@ -133,8 +134,8 @@ fn rounding(element: &Element) -> f64 {
     element.largest * 2_f64.powi(-23)
 }
 
-/// Codecs of 64 elements, and the mean square of their errors over that of the elements: the variance of unbiased ones, what a
-/// selection leaves.
+/// Codecs of 64 elements, and the mean square of their errors over that of the elements: the variance of
+/// unbiased ones, what a selection leaves.
 const MEAN_SQUARES: [(&str, f64); 6] = [
     // min(d / q^2, sqrt(d) / q) of blocks of 64, and what a scale of eight bits adds.
     ("qsgd8:64", 64.0 / 127.0 / 127.0 * 1.016),
@@ -196,7 +197,8 @@ pub(crate) fn names() -> Vec<String> {
     farflung::compress::names().iter().map(example).collect()
 }
 
-/// The largest distance of a mean of decoded values from the value, in standard errors less the step of the noise.
+/// The largest distance of a mean of decoded values from the value, in standard errors less the step of the
+/// noise.
 fn worst_bias(name: &str, draws: u64, seed: u64) -> Result<f64> {
     let mut x = [0.0; 64];
     Philox::new(seed, 1).fill_normal(1.0, &mut x);
@@ -245,8 +247,8 @@ fn telescoping(name: &str) -> Result<f64> {
     Ok((0..n).map(gap).fold(0.0, f64::max))
 }
 
-/// How many of the odd inputs have another result than: refused by name, or finite, of at most the promised bytes, and zeros
-/// for zeros.
+/// How many of the odd inputs have another result than: refused by name, or finite, of at most the promised
+/// bytes, and zeros for zeros.
 fn odd_inputs(name: &str) -> Result<u32> {
     let (mut codec, mut payload, mut wrong) = (parse(name)?, Payload::new(), 0);
     let tiny = f32::from_bits(1);

@@ -17,7 +17,8 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// A codec, its rivals, by how much encoding and decoding must be faster, and whether it must be near the memory's speed.
+/// A codec, its rivals, by how much encoding and decoding must be faster, and whether it must be near the
+/// memory's speed.
 struct Rival {
     name: &'static str,
     theirs: &'static [&'static str],
@@ -122,8 +123,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     low_rank(report, options, rounds)
 }
 
-/// `PowerSGD`'s products, which are matrix multiplications elsewhere; its encoder makes the residual of the round before too,
-/// which theirs does not.
+/// `PowerSGD`'s products, which are matrix multiplications elsewhere; its encoder makes the residual of the
+/// round before too, which theirs does not.
 fn low_rank(report: &mut Report<'_>, options: &Options, rounds: u64) -> Result<()> {
     const SIDE: usize = 4096;
     let x = values(SIDE * SIDE, report.seed());
@@ -153,8 +154,8 @@ fn low_rank(report: &mut Report<'_>, options: &Options, rounds: u64) -> Result<(
     Ok(())
 }
 
-/// The memory on one core, in seconds a byte: of reading a vector, and of the bytes read and written when one is changed in
-/// place.
+/// The memory on one core, in seconds a byte: of reading a vector, and of the bytes read and written when one
+/// is changed in place.
 struct Memory {
     y: Vec<f32>,
     reads: Vec<f64>,

@@ -25,7 +25,8 @@ fn closed_form(algorithm: Algorithm, m: f64) -> Option<f64> {
     Some(match algorithm {
         Algorithm::Ring | Algorithm::Hierarchical => 14.0 * ALPHA + buffers,
         Algorithm::BidirectionalRing => {
-            // Two rings take turns on one access link: a step waits for the other's transfer, or for its own latency.
+            // Two rings take turns on one access link: a step waits for the other's transfer, or for its own
+            // latency.
             let transfer = m * BETA / 16.0;
             13.0 * (2.0 * transfer).max(transfer + ALPHA) + 2.0 * transfer + ALPHA
         }

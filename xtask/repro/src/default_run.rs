@@ -18,9 +18,9 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// Validation loss in nats of a plain single worker after the default run's 500 steps on the same tokens, each batch the
-/// four workers' batches, judged on the same windows. Measured on the default text (`corpus::EXPECTED`) with
-/// `farflung train --workers 1 --accumulate 4 --sync ddp --transport memory`.
+/// Validation loss in nats of a plain single worker after the default run's 500 steps on the same tokens, each
+/// batch the four workers' batches, judged on the same windows. Measured on the default text
+/// (`corpus::EXPECTED`) with `farflung train --workers 1 --accumulate 4 --sync ddp --transport memory`.
 const ONE_WORKER: f64 = 1.7607;
 
 /// Steps, workers, sequences, peak and least rate, warm-up, and the text for which [`ONE_WORKER`] was measured.

@@ -1,4 +1,5 @@
-//! `DiLoCo` with one inner step of SGD is data-parallel training, and it sends as many times less as it waits steps.
+//! `DiLoCo` with one inner step of SGD is data-parallel training, and it sends as many times less as it waits
+//! steps.
 
 use anyhow::Result;
 use farflung::TrainConfig;

@@ -23,8 +23,8 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The first argument of this program where it is to be the one that trains: a process a setting, so that one's peak of
-/// memory is not another's.
+/// The first argument of this program where it is to be the one that trains: a process a setting, so that one's
+/// peak of memory is not another's.
 pub(crate) const CHILD: &str = "--one-gpt-step";
 
 /// A model and its batch, as the peers' scripts have them.
@@ -50,12 +50,13 @@ impl Case {
     }
 }
 
-/// Bytes that a step moves for a parameter at least: read by forward, backward, clipping and AdamW (5 f32 with both
-/// moments and the gradient), written as gradient, moments and parameter.
+/// Bytes that a step moves for a parameter at least: read by forward, backward, clipping and AdamW (5 f32 with
+/// both moments and the gradient), written as gradient, moments and parameter.
 const BYTES_PER_PARAMETER: f64 = 44.0;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
-    // A shared machine is fast in one minute and slow in the next: every setting has its turn several times, minutes apart.
+    // A shared machine is fast in one minute and slow in the next: every setting has its turn several times,
+    // minutes apart.
     let (rounds, seconds) = if options.quick { (1, 0.7) } else { (3, 5.0) };
     let bandwidths = [bandwidth(1), bandwidth(2)];
     // A step of GPT-2 takes seconds: a quick run leaves it out.
@@ -130,8 +131,8 @@ fn against(
     report.ratio(&format!("{name}: memory over PyTorch's"), memory, theirs, Mark::AtMost(1.0))
 }
 
-/// What PyTorch takes for model and step in MiB, the least of its modes: its peak over what it holds once the model is
-/// made, and the model's parameters, which that includes.
+/// What PyTorch takes for model and step in MiB, the least of its modes: its peak over what it holds once the
+/// model is made, and the model's parameters, which that includes.
 fn torch_memory(peers: &Peers, keys: &[(&str, &str)], parameters: u64) -> Option<f64> {
     let own = |mode| {
         let keys: Vec<_> = keys.iter().copied().chain([("mode", mode)]).collect();

@@ -1,6 +1,6 @@
-//! A GPU against PyTorch on the same card and against the card's own memory: products, a training step of GPT-2, codecs.
-//! Without `--against` it runs PyTorch itself where there is one. On a processor under another interface only `--quick`
-//! runs, in sizes that say nothing about speed.
+//! A GPU against PyTorch on the same card and against the card's own memory: products, a training step of
+//! GPT-2, codecs. Without `--against` it runs PyTorch itself where there is one. On a processor under another
+//! interface only `--quick` runs, in sizes that say nothing about speed.
 
 use std::process::{Command, Stdio};
 

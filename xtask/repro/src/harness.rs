@@ -243,8 +243,8 @@ impl Request {
 
 /// Runs what `args` ask for. Rows go to `out`, everything else to `err`.
 ///
-/// Answers with the exit code: 0; 1 when a marked row failed or a bench could not be run; 2 when the command line
-/// makes no sense, names an unknown bench or there is nothing to run.
+/// Answers with the exit code: 0; 1 when a marked row failed or a bench could not be run; 2 when the command
+/// line makes no sense, names an unknown bench or there is nothing to run.
 pub fn main(benches: &[Bench], args: &[String], out: &mut dyn Write, err: &mut dyn Write) -> u8 {
     // An error means that one of the two streams is gone: there is nobody left to tell.
     serve(benches, args, out, err).unwrap_or(1)

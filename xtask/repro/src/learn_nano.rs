@@ -21,8 +21,9 @@ pub(crate) const BENCH: Bench = Bench {
 /// Text on which the figures below were measured.
 const TEXT: &str = "d931b6eae46e91ebeb028231f24af58fca469996698f04a80df6e27f93e4642f";
 
-/// PyTorch's validation loss in nats by number of steps: `torch_loss.py STEPS TEXT` of the peers' scripts (PyTorch 2, one
-/// thread) with the bytes of [`corpus::default_text`] as TEXT. It starts at another point and draws other batches.
+/// PyTorch's validation loss in nats by number of steps: `torch_loss.py STEPS TEXT` of the peers' scripts
+/// (PyTorch 2, one thread) with the bytes of [`corpus::default_text`] as TEXT. It starts at another point and
+/// draws other batches.
 const PYTORCH: [(u64, f64); 2] = [(100, 2.4366), (500, 1.9897)];
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {

@@ -8,13 +8,14 @@ use std::time::Instant;
 /// Seconds of a measured stretch.
 const STRETCH: f64 = 0.12;
 
-/// Fused multiply-adds of all `threads` together, GFLOP/s: the best of three stretches, each operation on registers.
+/// Fused multiply-adds of all `threads` together, GFLOP/s: the best of three stretches, each operation on
+/// registers.
 pub(crate) fn fma_peak(threads: usize) -> f64 {
     best_of_three(threads, || fma(1 << 16) as f64) / 1e9
 }
 
-/// Bytes that `threads` move to and from memory together, GB/s: the best of three stretches of `y = a x + y` over vectors
-/// far larger than a cache.
+/// Bytes that `threads` move to and from memory together, GB/s: the best of three stretches of `y = a x + y`
+/// over vectors far larger than a cache.
 pub(crate) fn bandwidth(threads: usize) -> f64 {
     let (x, y) = (vec![1.0_f32; 1 << 24], vec![0.5_f32; 1 << 24]);
     best_of_three(threads, || {

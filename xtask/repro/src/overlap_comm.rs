@@ -1,4 +1,5 @@
-//! Communication that was started hides behind compute, on the virtual clock; and ranks that compute do so at once.
+//! Communication that was started hides behind compute, on the virtual clock; and ranks that compute do so at
+//! once.
 
 use std::hint::black_box;
 
@@ -52,7 +53,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         }
     }
 
-    // Ranks that meet after each spell of real work, on clocks that differ by a little, and threads that never meet.
+    // Ranks that meet after each spell of real work, on clocks that differ by a little, and threads that never
+    // meet.
     let rounds = if options.quick { 4_000_000 } else { 10_000_000 };
     let spells = 10;
     let (mut threads, mut ranks) = (0.0, 0.0);

@@ -21,7 +21,8 @@ pub struct Peers {
 impl Peers {
     /// Reads a file of JSON lines. Lines that do not begin with `{` are the scripts' chatter and skipped.
     ///
-    /// Errors: a file that cannot be read, a line that begins like an object and is none, a file without objects.
+    /// Errors: a file that cannot be read, a line that begins like an object and is none, a file without
+    /// objects.
     pub fn load(path: &Path) -> Result<Self> {
         let text =
             std::fs::read_to_string(path).with_context(|| format!("failed to read {}", path.display()))?;
@@ -45,8 +46,8 @@ impl Peers {
         Ok(())
     }
 
-    /// Runs a peer's command in a shell, with `settings` in its environment, and adds the figures that it prints. One
-    /// that has none for these settings prints nothing.
+    /// Runs a peer's command in a shell, with `settings` in its environment, and adds the figures that it
+    /// prints. One that has none for these settings prints nothing.
     ///
     /// Errors: a command that fails, a line that begins like an object and is none.
     pub fn measure(&mut self, command: &str, settings: &[(&str, &str)]) -> Result<()> {
@@ -70,10 +71,10 @@ impl Peers {
 
     /// The highest figure that a peer reached: for throughputs.
     ///
-    /// Takes the lines of `bench` whose keys have the values of `keys` (numbers and text compare by their text, and
-    /// an empty value means that the key is absent), groups them by their settings (every text field and the counts
-    /// among `n, threads, nproc, ...`), and answers with the highest of the groups' medians. So repeated runs are
-    /// resolved by their median, and a setting left open, as `mode` is here, by its best:
+    /// Takes the lines of `bench` whose keys have the values of `keys` (numbers and text compare by their text,
+    /// and an empty value means that the key is absent), groups them by their settings (every text field and
+    /// the counts among `n, threads, nproc, ...`), and answers with the highest of the groups' medians. So
+    /// repeated runs are resolved by their median, and a setting left open, as `mode` is here, by its best:
     ///
     /// ```
     /// # use farflung_repro::peers::Peers;

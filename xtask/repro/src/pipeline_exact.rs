@@ -101,7 +101,8 @@ fn compare(
     )?;
     let grads = relative_l2(&piped.first_grads, &alone.first_grads);
     report.row(&format!("{name}: first gradient, relative l2"), grads, "", Mark::AtMost(1e-6))?;
-    // The token table's two gradients are each summed on their own, then together: another order than one process has.
+    // The token table's two gradients are each summed on their own, then together: another order than one
+    // process has.
     let table = job.model.vocab * job.model.dim;
     let pairs = piped.first_grads.iter().zip(&alone.first_grads).skip(table);
     let differing = pairs.filter(|(a, b)| a.to_bits() != b.to_bits()).count();

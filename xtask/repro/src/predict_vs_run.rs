@@ -50,7 +50,8 @@ fn align(comm: &Communicator) -> Result<()> {
     Ok(())
 }
 
-/// Two pipelines of two machines: within a pipeline no link counts, between replicas each pair has one of its own.
+/// Two pipelines of two machines: within a pipeline no link counts, between replicas each pair has one of its
+/// own.
 fn replicas_topology() -> String {
     let mut text = "default = \"10gbit,1us\"\n".to_owned();
     for rank in 0..RANKS {

@@ -66,8 +66,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// One method at random sizes and costs. That its order is whole and ends, and that its messages pair, is checked
-/// where [`ComputeOrder`] and [`Schedule`] are made: a violation is an error here.
+/// One method at random sizes and costs. That its order is whole and ends, and that its messages pair, is
+/// checked where [`ComputeOrder`] and [`Schedule`] are made: a violation is an error here.
 fn one(method: Method, draw: &mut Draw, count: &mut Count) -> Result<()> {
     let p = 1 + draw.below(12);
     let m = if draw.below(2) == 0 { p * (1 + draw.below(4)) } else { 1 + draw.below(40) };

@@ -1,5 +1,5 @@
-//! SWARM's setting: unequal machines on lines of 200 Mbit/s, whose stages are pools, on the virtual clock with the
-//! trainer itself.
+//! SWARM's setting: unequal machines on lines of 200 Mbit/s, whose stages are pools, on the virtual clock with
+//! the trainer itself.
 
 use std::fmt::Write as _;
 
@@ -104,7 +104,8 @@ type Write<'a> = &'a dyn Fn(&str, String) -> Result<Option<std::path::PathBuf>>;
 
 /// Six machines in three pools, and in two pipelines of three.
 fn unequal(report: &mut Report<'_>, options: &Options, file: Write<'_>) -> Result<()> {
-    // Filling and draining the pipeline counts for less the longer a step is: the seeds take 4096 samples to one.
+    // Filling and draining the pipeline counts for less the longer a step is: the seeds take 4096 samples to
+    // one.
     let microbatches = if options.quick { 66 } else { 132 };
     let steps = 3;
     let speeds: Vec<f64> = POOLS.concat();
@@ -207,7 +208,8 @@ fn square_cube(report: &mut Report<'_>, options: &Options, file: Write<'_>) -> R
         };
         let job = job(base, Over::Simulated(link))?;
         let seen = measured(&job, 2)?;
-        // Forward and backward are three forwards, and hidden states and gradients have a direction of the line each.
+        // Forward and backward are three forwards, and hidden states and gradients have a direction of the line
+        // each.
         let (hidden, tokens) = (width as u64, job.model.context as u64);
         let flops = FLOPS / 3.0;
         let law = SquareCube { hidden, layers: 2, tokens, bits: 8, flops, bandwidth: 200e6, round_trip: 0.0 };

@@ -1,5 +1,5 @@
-//! One contract for every transport: what ranks get does not depend on what carries it, and neither does how they
-//! fail.
+//! One contract for every transport: what ranks get does not depend on what carries it, and neither does how
+//! they fail.
 
 #[path = "../../../crates/comm/tests/it/laws/mod.rs"]
 mod laws;

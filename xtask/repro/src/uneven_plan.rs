@@ -1,4 +1,5 @@
-//! Machines of unequal speed: what `farflung plan` gives each is what it trains on, in the time that was promised.
+//! Machines of unequal speed: what `farflung plan` gives each is what it trains on, in the time that was
+//! promised.
 
 use anyhow::{Context, Result};
 use farflung::TrainConfig;

@@ -36,8 +36,8 @@ const WARM: u64 = 2;
 const EQUAL: f64 = 60.0;
 /// The method whose loss is compared.
 const COMPARED: &str = "a step late, int4";
-/// The most that its held-out loss may be of what f32 has after as many steps as PyTorch's fastest hook takes. 0.98 was
-/// measured: 32 steps a minute against 21, where computing alone allows 33.
+/// The most that its held-out loss may be of what f32 has after as many steps as PyTorch's fastest hook takes.
+/// 0.98 was measured: 32 steps a minute against 21, where computing alone allows 33.
 const LOSS_MOST: f64 = 1.0;
 
 /// What is trained; each worker has one thread.
@@ -139,8 +139,8 @@ fn steps(job: &Job, count: u64) -> Result<Took> {
     })
 }
 
-/// The held-out loss after the steps that fit into [`EQUAL`] seconds. No clock decides it: workers are threads that share
-/// memory.
+/// The held-out loss after the steps that fit into [`EQUAL`] seconds. No clock decides it: workers are threads
+/// that share memory.
 fn loss_then(job: &Job, base: &str, flags: &str, step: f64) -> Result<f64> {
     let steps = (EQUAL / step) as u64;
     let config = resolved(&format!("{flags} --seed {} --steps {steps}", job.config.seed), base)?;

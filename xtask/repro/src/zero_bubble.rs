@@ -16,7 +16,8 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The longest span of a rank, and the most activations that one holds, in those of a rank's whole share of the model.
+/// The longest span of a rank, and the most activations that one holds, in those of a rank's whole share of the
+/// model.
 fn figures(method: Method, p: u32, m: u32) -> Result<(f64, f64)> {
     let order = method.order(&Settings::new(p, m))?;
     let chunks = u64::from(order.placement().depth() / p);
@@ -48,8 +49,8 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     let (v, _) = figures(Method::ZbV, p, m)?;
     report.row("zbv 8x24: speed over 1f1b", plain / v, "x", Mark::AtLeast(1.29))?;
 
-    // Chunks of half a stage that the fullest rank holds, by closed form; the fractions of the paper are their limits for
-    // many ranks.
+    // Chunks of half a stage that the fullest rank holds, by closed form; the fractions of the paper are their
+    // limits for many ranks.
     for p in [8_u32, 24] {
         let (_, whole) = figures(Method::OneFOneB, p, 4 * p)?;
         for (method, chunks) in [

@@ -39,7 +39,7 @@ impl std::fmt::Debug for CodedBuffer<'_> {
 /// | algorithm | coded form |
 /// |-|-|
 /// | `direct` | [`coded_exchange`]: a scatter-gather with equal shards |
-/// | `butterfly` | [`coded_exchange_of`]: a scatter-gather with shards weighted by access links, perhaps in chunks |
+/// | `butterfly` | [`coded_exchange_of`]: scatter-gather, shards weighted by access links, perhaps in chunks |
 /// | `hierarchical` | [`two_level`]: plain inside a region, coded between regions |
 /// | `ring` | [`coded_ring`]: encoded anew at each hop |
 /// | `all-gather` | [`coded_all_gather`]: every rank's encoded buffer goes to all, which add them up |

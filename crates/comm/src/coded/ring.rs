@@ -8,8 +8,8 @@ use crate::steps::{Code, CodedMessage, Coding, Merge, Phase, Program, Step};
 /// encodes. Whoever completes a block encodes it once more, and those bytes go round unchanged. Half of a
 /// scatter-gather's connections, and every link carries one block at a time.
 ///
-/// **A warning.** What a lossy codec loses is lost again at each of the `n - 1` hops, of values that are sums already, and no
-/// feedback of one rank can make up for another's. With anything but a codec of little loss,
+/// **A warning.** What a lossy codec loses is lost again at each of the `n - 1` hops, of values that are sums
+/// already, and no feedback of one rank can make up for another's. With anything but a codec of little loss,
 /// [`coded_exchange`](crate::coded_exchange) is what you want.
 #[must_use]
 pub fn coded_ring(rank: Rank, size: usize) -> Program {

@@ -11,10 +11,11 @@ use crate::steps::{Code, CodedMessage, Coding, Merge, Phase, Program, Step};
 /// the owners of a part in all regions exchange it through the codec; then members send their parts plainly to
 /// their region.
 ///
-/// - Two regions: each owner encodes its region's sum once, and both add up the two decoded sums in the order of regions. Each
-///   region's line carries the encoded buffer once each way, in one latency.
-/// - More: the part is cut into a block for each region, and goes by a scatter-gather between the owners, in two latencies.
-///   With `m` regions a line carries `2 (m - 1) / m` encoded buffers each way. A region's own share of its block is not coded.
+/// - Two regions: each owner encodes its region's sum once, and both add up the two decoded sums in the order
+///   of regions. Each region's line carries the encoded buffer once each way, in one latency.
+/// - More: the part is cut into a block for each region, and goes by a scatter-gather between the owners, in
+///   two latencies. With `m` regions a line carries `2 (m - 1) / m` encoded buffers each way. A region's own
+///   share of its block is not coded.
 ///
 /// However many members a region has, a value crosses its line once as a part of a sum, or once more as a
 /// result. Regions may differ in size. Each rank is in one region.

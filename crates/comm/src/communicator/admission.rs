@@ -20,8 +20,8 @@ const INVITATION: Tag = Tag::user(mix(0, 5), 0);
 type Invitation = (u64, Listed<u32>);
 
 impl Communicator {
-    /// The first `size` endpoints of the network: the others are spare, until they are [admitted](Self::admit). To be
-    /// called by each of the first, while each spare one [waits](Self::wait_for_admission).
+    /// The first `size` endpoints of the network: the others are spare, until they are [admitted](Self::admit).
+    /// To be called by each of the first, while each spare one [waits](Self::wait_for_admission).
     ///
     /// # Errors
     /// [`CommError::Argument`] if this endpoint is none of the first, or there are not so many.
@@ -40,11 +40,12 @@ impl Communicator {
         Ok(whole.among(&ranks, mix(0, size as u64)))
     }
 
-    /// The ranks of this communicator and behind them the `newcomers`, as a new one: the next epoch. A collective of this
-    /// communicator, in which all name the same newcomers, each of which [waits](Self::wait_for_admission).
+    /// The ranks of this communicator and behind them the `newcomers`, as a new one: the next epoch. A
+    /// collective of this communicator, in which all name the same newcomers, each of which
+    /// [waits](Self::wait_for_admission).
     ///
-    /// A newcomer that does not come costs its deadline and nothing else: this communicator stays good. The new one has
-    /// the ring and the default topology until all ranks, old and new, declare others alike.
+    /// A newcomer that does not come costs its deadline and nothing else: this communicator stays good. The new
+    /// one has the ring and the default topology until all ranks, old and new, declare others alike.
     ///
     /// # Errors
     /// What kept a newcomer away, on every rank; and what this communicator itself failed with.
@@ -80,8 +81,8 @@ impl Communicator {
         self.settle(Ok(new.with_cancel(&self.cancel)))
     }
 
-    /// What all make of a communicator that each has made, or tried to make, of this one and others: it, where all of
-    /// its ranks meet in it.
+    /// What all make of a communicator that each has made, or tried to make, of this one and others: it, where
+    /// all of its ranks meet in it.
     pub(crate) fn settle(&self, new: Result<Self, CommError>) -> Result<Self, CommError> {
         let met = new.as_ref().map_err(Clone::clone).and_then(Self::barrier);
         // A rank may have left the barrier before another was lost in it.
@@ -133,9 +134,9 @@ impl Communicator {
         }
     }
 
-    /// Ends this communicator on all ranks, from any thread: the collectives that wait in it fail, here and there, and
-    /// name this rank, which is not taken for lost: all can [shrink](Self::shrink) and go on. Messages go on; a
-    /// [`Cancel`](crate::Cancel) ends them too.
+    /// Ends this communicator on all ranks, from any thread: the collectives that wait in it fail, here and
+    /// there, and name this rank, which is not taken for lost: all can [shrink](Self::shrink) and go on.
+    /// Messages go on; a [`Cancel`](crate::Cancel) ends them too.
     pub fn abort(&self) {
         self.transport.run(&mut Abort(self.clone()));
     }

@@ -1,4 +1,5 @@
-//! Which of several messages is there first: for whoever goes on with what has arrived, not in an order of its own.
+//! Which of several messages is there first: for whoever goes on with what has arrived, not in an order of its
+//! own.
 
 use std::task::Poll;
 
@@ -42,11 +43,12 @@ impl<T: Send> Task for Watch<'_, '_, T> {
 }
 
 impl Communicator {
-    /// Which of some started operations is over, the first of them if several are; it can be waited for without blocking,
-    /// well or not. Under [`Look::Now`], `None` if none is; under [`Look::UntilOne`] if there are none.
+    /// Which of some started operations is over, the first of them if several are; it can be waited for without
+    /// blocking, well or not. Under [`Look::Now`], `None` if none is; under [`Look::UntilOne`] if there are
+    /// none.
     ///
-    /// On simulated links, what has arrived by now is what has arrived by this rank's clock, whatever the other ranks'
-    /// threads are at; the first arrival is the one with the earliest time.
+    /// On simulated links, what has arrived by now is what has arrived by this rank's clock, whatever the other
+    /// ranks' threads are at; the first arrival is the one with the earliest time.
     ///
     /// ```
     /// use farflung_base::Rank;

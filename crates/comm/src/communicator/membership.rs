@@ -1,4 +1,5 @@
-//! Who belongs to it: going on without those that are lost, and with those that come. The others agree in either case.
+//! Who belongs to it: going on without those that are lost, and with those that come. The others agree in
+//! either case.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -20,20 +21,21 @@ const SURVIVORS: u64 = 3;
 const DECIDED: u32 = u32::MAX;
 
 impl Communicator {
-    /// The ranks that are left, as a new communicator with numbers of its own; frames of this one are dropped from now
-    /// on. To be called by every survivor after a collective has failed.
+    /// The ranks that are left, as a new communicator with numbers of its own; frames of this one are dropped
+    /// from now on. To be called by every survivor after a collective has failed.
     ///
-    /// Everyone says whom it takes for lost, begins with the one that its failure named, and adds whoever does not
-    /// answer within the deadline, until all say the same. Whoever sees that tells the decision to all, and whoever is
-    /// told it takes it over and tells it on, so that survivors decide alike also where a rank is lost in the very round
-    /// in which some have seen all agree. (It is then a member of the new communicator, which fails with its first
-    /// collective, and shrinks.) A rank that is taken for lost while it lives finds itself alone.
+    /// Everyone says whom it takes for lost, begins with the one that its failure named, and adds whoever does
+    /// not answer within the deadline, until all say the same. Whoever sees that tells the decision to all, and
+    /// whoever is told it takes it over and tells it on, so that survivors decide alike also where a rank is
+    /// lost in the very round in which some have seen all agree. (It is then a member of the new communicator,
+    /// which fails with its first collective, and shrinks.) A rank that is taken for lost while it lives finds
+    /// itself alone.
     ///
     /// After a cancellation nobody is lost: all go on, with the same numbers, under a new epoch.
     ///
     /// # Errors
-    /// [`CommError::Ended`] if this endpoint is the one that was lost; [`CommError::Cancelled`] if this call was
-    /// cancelled; [`CommError::Fixed`] over MPI, unless no rank is lost.
+    /// [`CommError::Ended`] if this endpoint is the one that was lost; [`CommError::Cancelled`] if this call
+    /// was cancelled; [`CommError::Fixed`] over MPI, unless no rank is lost.
     pub fn shrink(&self) -> Result<Self, CommError> {
         let fixed = self.transport.fixed().map(|reason| CommError::Fixed { op: "shrink", reason });
         let members = &self.group.members;
@@ -124,7 +126,8 @@ fn poll_ranks(port: &mut dyn Port, incoming: &mut Incoming, from: PeerId, tag: T
     }
 }
 
-/// One round: what this rank holds goes to all that it takes for alive, and theirs comes back, or a decision from any.
+/// One round: what this rank holds goes to all that it takes for alive, and theirs comes back, or a decision
+/// from any.
 struct Ballot {
     me: PeerId,
     tag: Tag,

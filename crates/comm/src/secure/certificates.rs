@@ -50,7 +50,8 @@ impl Certificates {
     /// (PKCS #8, SEC 1 or PKCS #1).
     ///
     /// # Errors
-    /// [`CertificateFault`] for a text without what it should hold, and for a key that is not the certificate's.
+    /// [`CertificateFault`] for a text without what it should hold, and for a key that is not the
+    /// certificate's.
     pub fn from_pem(authority: &[u8], chain: &[u8], key: &[u8]) -> Result<Self, CertificateFault> {
         let fault = |what| move |problem: String| CertificateFault { what, problem };
         let all = |text| CertificateDer::pem_slice_iter(text).collect::<Result<Vec<_>, _>>();

@@ -1,5 +1,6 @@
 //! The secret by which processes join a job, and the proof of knowing it: a MAC over the TLS session's
-//! exporter. A proof is valid in one session only and does not reveal the secret. TLS itself is in `session.rs`.
+//! exporter. A proof is valid in one session only and does not reveal the secret. TLS itself is in
+//! `session.rs`.
 
 use std::fmt;
 

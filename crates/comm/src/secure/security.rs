@@ -114,10 +114,10 @@ impl Security {
         Self::sealed(identity, ticket.secret.clone(), ticket.expiry, Some(ticket.host))
     }
 
-    /// TLS with a site's certificates on both sides. The right to join is a certificate of the site's authority,
-    /// and the secret as well, where there is one. A server's certificate has to have the name by which it was
-    /// reached: its address, or the host of any of `places` (`host:port`) that is at this address; but not where
-    /// a member has told its key.
+    /// TLS with a site's certificates on both sides. The right to join is a certificate of the site's
+    /// authority, and the secret as well, where there is one. A server's certificate has to have the name by
+    /// which it was reached: its address, or the host of any of `places` (`host:port`) that is at this address;
+    /// but not where a member has told its key.
     #[must_use]
     pub fn by_certificates(own: &Certificates, secret: Option<&JoinSecret>, places: Vec<String>) -> Self {
         let tls = Tls::by_certificates(own).expect("certificates were tried when they were read");

@@ -183,7 +183,8 @@ impl fmt::Debug for Session {
 impl Session {
     /// The side that connects.
     ///
-    /// Of certificates one has to have any of these `names`; without any, that is left to whoever knows the key.
+    /// Of certificates one has to have any of these `names`; without any, that is left to whoever knows the
+    /// key.
     pub(super) fn client(tls: &tls::Tls, names: Vec<ServerName<'static>>) -> Result<Self, SessionError> {
         let secret = Arc::new(ExporterSecret::default());
         let mut config = tls.client_of(names);

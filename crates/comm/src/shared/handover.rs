@@ -1,6 +1,6 @@
-//! How a segment and the doorbells get from one process to another: over a unix socket with an abstract name that
-//! nobody can guess, which leaves no file. Nothing here blocks: each side looks once the other has said, over the
-//! connection that both have, that there is something.
+//! How a segment and the doorbells get from one process to another: over a unix socket with an abstract name
+//! that nobody can guess, which leaves no file. Nothing here blocks: each side looks once the other has said,
+//! over the connection that both have, that there is something.
 
 use std::fmt::Write as _;
 use std::io::{self, IoSlice, IoSliceMut};

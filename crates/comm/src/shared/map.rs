@@ -30,8 +30,8 @@ pub(super) const WORDS: usize = 5;
 #[repr(C, align(64))]
 pub(super) struct Line<T>(pub(super) T);
 
-/// The positions of a direction, and what is handed over. Every field is atomic, so that any bytes are valid and
-/// none is read twice by accident.
+/// The positions of a direction, and what is handed over. Every field is atomic, so that any bytes are valid
+/// and none is read twice by accident.
 #[repr(C, align(64))]
 pub(super) struct Ring {
     /// Entries written, by the producer.

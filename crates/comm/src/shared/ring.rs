@@ -1,5 +1,5 @@
-//! One direction: entries in order, and slots that come back in any order. The consumer uses what lies in a slot
-//! where it lies.
+//! One direction: entries in order, and slots that come back in any order. The consumer uses what lies in a
+//! slot where it lies.
 #![expect(unsafe_code, reason = "slots are used in place")]
 
 use std::array;

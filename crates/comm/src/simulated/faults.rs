@@ -171,8 +171,8 @@ impl At {
         self.with(Fault::Freeze(peer, until))
     }
 
-    /// The first frame that departs from one to the other from then on arrives spoilt: the receiver's checksum tells,
-    /// and it takes the sender for lost.
+    /// The first frame that departs from one to the other from then on arrives spoilt: the receiver's checksum
+    /// tells, and it takes the sender for lost.
     #[must_use]
     pub fn corrupt(self, from: PeerId, to: PeerId) -> Faults {
         self.with(Fault::Corrupt(from, to))

@@ -1,5 +1,5 @@
-//! A run on a simulated network as a file: its links, its faults, and all that reached any rank, so that the same program
-//! can be run on it again and be held to every bit. It knows no program.
+//! A run on a simulated network as a file: its links, its faults, and all that reached any rank, so that the
+//! same program can be run on it again and be held to every bit. It knows no program.
 
 use std::fmt;
 use std::sync::Arc;

@@ -1,25 +1,28 @@
-//! The event queue of a simulated network: what happens in which order, and what may happen while some ranks still run.
+//! The event queue of a simulated network: what happens in which order, and what may happen while some ranks
+//! still run.
 //!
-//! A *strict* queue lets an event happen only when every rank is blocked. That is right, but ranks that really compute
-//! take turns as soon as their clocks differ by a nanosecond. This queue also lets an event happen when nothing that
-//! the running ranks may still do can come before it. Times and bits are those of the strict queue:
+//! A *strict* queue lets an event happen only when every rank is blocked. That is right, but ranks that really
+//! compute take turns as soon as their clocks differ by a nanosecond. This queue also lets an event happen when
+//! nothing that the running ranks may still do can come before it. Times and bits are those of the strict
+//! queue:
 //!
 //! 1. What a rank does is a function of its *instants*: when it is woken, and what has arrived by then.
 //!    Operations are clocked by the frames that they take, and it is not told anything while it runs. It is
 //!    woken by frames that one of its operations has looked for in vain, by bad news and by its deadline. At
 //!    other arrivals its operations would find nothing new, so it is not woken: only its last instant moves.
-//! 2. An event belongs to one rank and touches nothing of any other: a departure its sender's uplink, a landing its
-//!    receiver's downlink, an arrival, a deadline and a crash the rank itself. So events of different ranks commute,
-//!    and those of one rank have to happen in the order of their keys.
-//! 3. A running rank `q` causes nothing before its *floor*: the least of its clock (what it starts), the first deadline
-//!    of what it has started, and the first arrival that is kept back because it runs (from which what it has started
-//!    goes on). What it causes reaches rank `r` over links alone, hence not before its floor plus the *distance* from
-//!    `q` to `r`: the least sum of latencies on any way there, and for `r = q` round any cycle.
-//! 4. The *bound* of `r` is the least such sum over all running ranks. An event of `r` before it may happen when all
-//!    earlier ones have been looked at: no running rank can put one before it, and neither can an event that was
-//!    passed over at time `t` at rank `p`. That one was passed over because of a running rank `q` with
-//!    `floor(q) + distance(q, p) <= t`, so that `t + distance(p, r) >= floor(q) + distance(q, r) >= bound(r)`. A
-//!    departure of a rank that runs must lie before that rank's floor, too.
+//! 2. An event belongs to one rank and touches nothing of any other: a departure its sender's uplink, a landing
+//!    its receiver's downlink, an arrival, a deadline and a crash the rank itself. So events of different ranks
+//!    commute, and those of one rank have to happen in the order of their keys.
+//! 3. A running rank `q` causes nothing before its *floor*: the least of its clock (what it starts), the first
+//!    deadline of what it has started, and the first arrival that is kept back because it runs (from which what
+//!    it has started goes on). What it causes reaches rank `r` over links alone, hence not before its floor
+//!    plus the *distance* from `q` to `r`: the least sum of latencies on any way there, and for `r = q` round
+//!    any cycle.
+//! 4. The *bound* of `r` is the least such sum over all running ranks. An event of `r` before it may happen
+//!    when all earlier ones have been looked at: no running rank can put one before it, and neither can an
+//!    event that was passed over at time `t` at rank `p`. That one was passed over because of a running rank
+//!    `q` with `floor(q) + distance(q, p) <= t`, so that `t + distance(p, r) >= floor(q) + distance(q, r) >=
+//!    bound(r)`. A departure of a rank that runs must lie before that rank's floor, too.
 //! 5. Since distances are positive, everything that arrives at `r` in one instant is known before any of it
 //!    happens, and arrives together, as in the strict queue. Where a latency is zero two ranks can wake each
 //!    other again and again within one instant, and who sees what in which round is the strict queue's to say:
@@ -126,8 +129,8 @@ struct State {
     wires: Vec<Wire>,
     /// From when on the next frame from one rank to another is spoilt, by the two.
     corruptions: BTreeMap<(usize, usize), VecDeque<Nanos>>,
-    /// Senders and receivers between whom nothing passes any more, because something spoilt was sent or has come back.
-    /// Each way is its sender's own, as everything is on which its departures depend.
+    /// Senders and receivers between whom nothing passes any more, because something spoilt was sent or has
+    /// come back. Each way is its sender's own, as everything is on which its departures depend.
     broken: BTreeSet<(usize, usize)>,
     /// What has reached the ranks, where that is recorded.
     record: Option<Vec<Happening>>,
@@ -336,8 +339,8 @@ impl World {
         let mut state = self.lock();
         let member = state.ranks[from];
         if !member.crashed {
-            // The others were promised that nothing departs before the floor, and of a blocked rank nothing at all: what
-            // a thread from outside sends on its behalf is in nobody's past.
+            // The others were promised that nothing departs before the floor, and of a blocked rank nothing at
+            // all: what a thread from outside sends on its behalf is in nobody's past.
             let earliest = if member.runs() { state.floor(from) } else { state.latest };
             let at = self.rules.thaw(PeerId(from as u32), at.max(earliest));
             state.push(from, to, tag, at, Cargo::Frame(frame));

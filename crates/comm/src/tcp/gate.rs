@@ -341,7 +341,8 @@ impl Asked {
         &self.members
     }
 
-    /// Whether members of this machine are reached through shared memory: what members say beside may decide it.
+    /// Whether members of this machine are reached through shared memory: what members say beside may decide
+    /// it.
     #[must_use]
     pub fn with_shared_memory(mut self, shared_memory: SharedMemory) -> Self {
         self.config.shared_memory = shared_memory;

@@ -24,8 +24,8 @@ pub(super) fn ask(socket: &TcpStream) -> Option<Connection> {
     let mut info = [0_u8; 512];
     let mut len = info.len() as libc::socklen_t;
     #[expect(unsafe_code, reason = "rustix has no call for this option")]
-    // SAFETY: the descriptor is open while `socket` is borrowed; the system writes at most `len` bytes to `info`,
-    // any of which are valid, and their number to `len`.
+    // SAFETY: the descriptor is open while `socket` is borrowed; the system writes at most `len` bytes to
+    // `info`, any of which are valid, and their number to `len`.
     let result = unsafe {
         libc::getsockopt(
             socket.as_raw_fd(),
@@ -43,8 +43,8 @@ pub(super) fn ask(_: &TcpStream) -> Option<Connection> {
     None
 }
 
-/// Reads `struct tcp_info` of `linux/tcp.h`, whose fields never move: newer kernels append. What an older kernel
-/// does not have is none, or 0.
+/// Reads `struct tcp_info` of `linux/tcp.h`, whose fields never move: newer kernels append. What an older
+/// kernel does not have is none, or 0.
 #[cfg_attr(not(target_os = "linux"), expect(dead_code, reason = "the layout is that of Linux"))]
 fn read(info: &[u8]) -> Connection {
     let field = |at: usize| {

@@ -1,6 +1,6 @@
 //! How a link to a process of the same machine goes over to shared memory, while it is used. Everything is said
-//! over the link itself, so its order holds: what comes before [`Near::Mapped`] comes from the socket, what comes
-//! after it from the memory. The socket stays, since its end says that the peer is gone.
+//! over the link itself, so its order holds: what comes before [`Near::Mapped`] comes from the socket, what
+//! comes after it from the memory. The socket stays, since its end says that the peer is gone.
 
 use std::collections::VecDeque;
 use std::os::unix::net::UnixStream;

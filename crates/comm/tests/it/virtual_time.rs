@@ -1,4 +1,5 @@
-//! The laws of virtual time: closed forms, overlap, shared links, faults, and independence of thread interleaving.
+//! The laws of virtual time: closed forms, overlap, shared links, faults, and independence of thread
+//! interleaving.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(clippy::float_cmp, reason = "these sums are exact")]
@@ -350,8 +351,8 @@ fn a_freeze_ends_and_a_partition_does_not_lose_what_comes_after() {
     assert!(parted.iter().all(|(time, error)| error.is_some() && *time <= ms(2_100)), "{parted:?}");
 }
 
-/// What eight ranks find when something happens at `at` to an all-reduce by `algorithm`, and whether those that are
-/// left after a shrink can go on.
+/// What eight ranks find when something happens at `at` to an all-reduce by `algorithm`, and whether those that
+/// are left after a shrink can go on.
 fn survive(algorithm: Algorithm, faults: &Faults, lost: &[u32]) -> Vec<(Nanos, Option<CommError>, bool)> {
     let deadline = Nanos::from_millis(2_000);
     on_ranks(faulty(&uniform(8, "100mbit,20ms"), faults), |comm| {

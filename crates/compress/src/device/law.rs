@@ -12,8 +12,9 @@ const LENGTHS: [usize; 12] = [0, 1, 2, 7, 31, 33, 255, 256, 257, 1000, 4101, 20_
 /// Standard deviations, from subnormals to what nearly overflows.
 const SIZES: [f32; 6] = [1e-41, 1e-30, 1e-3, 1.0, 3e4, 1e37];
 
-/// The law: on `device`, the codec gives the payloads, residuals, decoded values and refusals of the host, to the bit, over
-/// lengths and magnitudes of all kinds, alone and as a [`Stream`] with feedback. `false` if the device does not have the codec.
+/// The law: on `device`, the codec gives the payloads, residuals, decoded values and refusals of the host, to
+/// the bit, over lengths and magnitudes of all kinds, alone and as a [`Stream`] with feedback. `false` if the
+/// device does not have the codec.
 ///
 /// Errors: the device's; [`CompressError::Device`], which says where the first difference is.
 pub fn check<D: VectorDevice + Clone>(device: &D, spec: CodecSpec) -> Result<bool, D::Error> {

@@ -10,8 +10,8 @@ use crate::{
     StateMap, StateValue,
 };
 
-/// What [`CodecSpec::build`] gives on the host, with the residual in the device's memory: the same bytes, and the same state,
-/// so that what one saved the other continues.
+/// What [`CodecSpec::build`] gives on the host, with the residual in the device's memory: the same bytes, and
+/// the same state, so that what one saved the other continues.
 ///
 /// As with [`crate::ErrorFeedback`], a compress is only prepared: [`Self::commit`] makes it final.
 #[derive(Debug)]

@@ -12,8 +12,8 @@ use super::store::{SUM, open, read_slot, slot_at, slot_bytes, store_error, write
 use super::{Samples, Store};
 use crate::{CompressError, State};
 
-/// [`super::FileStore`]'s file, mapped: the same bytes at the same places, without a copy by the system. Either may open what the
-/// other has left.
+/// [`super::FileStore`]'s file, mapped: the same bytes at the same places, without a copy by the system. Either
+/// may open what the other has left.
 #[derive(Debug)]
 pub struct MappedStore {
     map: MmapMut,
@@ -26,7 +26,8 @@ impl MappedStore {
     ///
     /// # Safety
     ///
-    /// Nobody else writes to the file or shortens it while it is mapped: not through another store, and not from outside.
+    /// Nobody else writes to the file or shortens it while it is mapped: not through another store, and not
+    /// from outside.
     ///
     /// Errors: as of [`super::FileStore::open`].
     pub unsafe fn open(

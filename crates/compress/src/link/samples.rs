@@ -53,8 +53,9 @@ impl Samples {
         Self { len, held: Held::Int8 }
     }
 
-    /// Held as [`Int4`] in blocks of 64: about a quarter of the bytes. Changes never become smaller than what that loses,
-    /// 7 % of a block's largest, and the activation that is decoded is off by the codec's share of it.
+    /// Held as [`Int4`] in blocks of 64: about a quarter of the bytes. Changes never become smaller than what
+    /// that loses, 7 % of a block's largest, and the activation that is decoded is off by the codec's share of
+    /// it.
     #[must_use]
     pub const fn int4(len: usize) -> Self {
         Self { len, held: Held::Int4 }

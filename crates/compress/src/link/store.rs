@@ -1,4 +1,5 @@
-//! Where the activations of samples are held: in memory, or in a file that survives the process. Knows no codec.
+//! Where the activations of samples are held: in memory, or in a file that survives the process. Knows no
+//! codec.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -14,8 +15,8 @@ pub trait Store: State + std::fmt::Debug + Send {
     /// What a sample is.
     fn samples(&self) -> Samples;
 
-    /// Copies what is held of `id` to `out` ([`Samples::bytes`]) and answers with its [`checksum`]; 0 if nothing whole is
-    /// held, and then `out` is unspecified.
+    /// Copies what is held of `id` to `out` ([`Samples::bytes`]) and answers with its [`checksum`]; 0 if
+    /// nothing whole is held, and then `out` is unspecified.
     ///
     /// Errors: [`CompressError::Store`].
     fn read(&mut self, id: u64, out: &mut [u8]) -> Result<u32, CompressError>;
@@ -57,8 +58,8 @@ impl<S: Store + ?Sized> Store for Box<S> {
 
 /// Samples in memory, of any number.
 ///
-/// State: the bytes of each sample, under its number. There is nothing to commit; and to reshard only where samples move to
-/// other links, which find out by themselves that they do not hold them.
+/// State: the bytes of each sample, under its number. There is nothing to commit; and to reshard only where
+/// samples move to other links, which find out by themselves that they do not hold them.
 #[derive(Debug, Clone)]
 pub struct MemoryStore {
     samples: Samples,
@@ -131,18 +132,21 @@ impl Store for MemoryStore {
 
 /// The first bytes of a file of samples, and its version.
 const MAGIC: [u8; 5] = *b"ffaq\x01";
-/// Bytes before the first sample: the magic number, how samples are held, two zeros, and the values of a sample, u64.
+/// Bytes before the first sample: the magic number, how samples are held, two zeros, and the values of a
+/// sample, u64.
 const HEAD: u64 = 16;
 /// Bytes of the checksum before each sample.
 pub(super) const SUM: usize = 4;
 
-/// Samples in a file: a slot for each number below a capacity, `16 + capacity (4 + bytes)` bytes in all, of which the system
-/// gives disk blocks only to those that were written.
+/// Samples in a file: a slot for each number below a capacity, `16 + capacity (4 + bytes)` bytes in all, of
+/// which the system gives disk blocks only to those that were written.
 ///
-/// A slot is a checksum and the sample. One that was torn by a crash does not match its checksum, and counts as not held.
+/// A slot is a checksum and the sample. One that was torn by a crash does not match its checksum, and counts as
+/// not held.
 ///
-/// The file is read and written at an offset. With the feature `mmap`, `MappedStore` maps it instead, which saves the system's
-/// copies: a sample of 256 KiB in 16 bits is then encoded as fast as from memory, rather than in 1.6 times the time.
+/// The file is read and written at an offset. With the feature `mmap`, `MappedStore` maps it instead, which
+/// saves the system's copies: a sample of 256 KiB in 16 bits is then encoded as fast as from memory, rather
+/// than in 1.6 times the time.
 #[derive(Debug)]
 pub struct FileStore {
     file: File,

@@ -30,12 +30,13 @@ pub(super) const ROW: Row = Row {
 /// beyond the range of f32. All ranks decode the same mean, so they refuse it together.
 const TOO_LARGE: i32 = (127 + 126) << 23;
 
-/// `PowerSGD`: a matrix as the product of two of `rank` columns, by one step of a power iteration from where the last round
-/// ended, with feedback.
+/// `PowerSGD`: a matrix as the product of two of `rank` columns, by one step of a power iteration from where
+/// the last round ended, with feedback.
 ///
-/// `M = x + e; P = M Q`, averaged and made orthonormal; `Q = M^T P`, averaged; the mean is `P Q^T`, and `e = M - P Q^T` with this
-/// rank's own `M`. Each rank sends `4 rank (rows + columns)` bytes in an exchange of values. All ranks need the same seed. Sums
-/// have one order on the host; devices agree to rounding, and all decode the same means.
+/// `M = x + e; P = M Q`, averaged and made orthonormal; `Q = M^T P`, averaged; the mean is `P Q^T`, and `e =
+/// M - P Q^T` with this rank's own `M`. Each rank sends `4 rank (rows + columns)` bytes in an exchange of
+/// values. All ranks need the same seed. Sums have one order on the host; devices agree to rounding, and all
+/// decode the same means.
 ///
 /// The residual is made by the next round, as it reads `x`: a round's end does nothing but write the mean.
 /// Magnitudes from `2^126` on are refused, with the residual or in the mean.
@@ -61,8 +62,8 @@ pub struct PowerSgd {
     level: Level,
 }
 
-/// What a round leaves to the next one: `m - p q^T`, and `q` to begin from. Without a round `p` is empty, and so is `m` if there
-/// is no residual.
+/// What a round leaves to the next one: `m - p q^T`, and `q` to begin from. Without a round `p` is empty, and
+/// so is `m` if there is no residual.
 #[derive(Debug, Clone, Default)]
 struct Round {
     m: Vec<f32>,

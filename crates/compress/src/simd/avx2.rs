@@ -1,8 +1,9 @@
-//! Loops that compilers do not find: the hottest codecs, written in AVX2's and F16C's own instructions. They do what the
-//! kernels do, to the bit. Knows no blocks and no headers.
+//! Loops that compilers do not find: the hottest codecs, written in AVX2's and F16C's own instructions. They do
+//! what the kernels do, to the bit. Knows no blocks and no headers.
 //!
-//! Decoders take as many codes as `out` has elements, and say whether one is refused; to `STREAM` past the caches, `out` must
-//! be aligned to 16 bytes. Encoders take finite values; where they are to be `lost`, what the codes do not say takes their place.
+//! Decoders take as many codes as `out` has elements, and say whether one is refused; to `STREAM` past the
+//! caches, `out` must be aligned to 16 bytes. Encoders take finite values; where they are to be `lost`, what
+//! the codes do not say takes their place.
 #![expect(unsafe_code, reason = "loads and stores of whole registers")]
 
 use std::arch::x86_64::{
@@ -19,8 +20,8 @@ use std::arch::x86_64::{
 
 use crate::int::Scale;
 
-/// How far ahead of what is decoded the codes are asked for, in bytes: what a page of codes takes is longer than the memory's
-/// delay.
+/// How far ahead of what is decoded the codes are asked for, in bytes: what a page of codes takes is longer
+/// than the memory's delay.
 const AHEAD: usize = 4096;
 
 #[inline]

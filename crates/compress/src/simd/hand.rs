@@ -6,16 +6,16 @@ use super::avx2;
 use super::{Level, Stream};
 use crate::int::Scale;
 
-/// Leave to use the loops that are written for one processor, which are nothing but x86-64's with AVX2. They give the same
-/// bits as the kernels.
+/// Leave to use the loops that are written for one processor, which are nothing but x86-64's with AVX2. They
+/// give the same bits as the kernels.
 #[derive(Debug, Clone, Copy)]
 pub struct Hand {
     stream: bool,
 }
 
 impl Hand {
-    /// For values that begin at `out`, and are stored past the caches if there is a stream: `None` if the processor has no
-    /// such loops, or cannot store there.
+    /// For values that begin at `out`, and are stored past the caches if there is a stream: `None` if the
+    /// processor has no such loops, or cannot store there.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     pub(crate) fn new(level: Level, stream: Option<&Stream>, out: &[f32]) -> Option<Self> {
@@ -29,8 +29,8 @@ fn aligned(out: &[f32]) -> bool {
     out.as_ptr().addr().is_multiple_of(16)
 }
 
-/// Gives each decoder its method: how many elements it decoded, which are all but a run that is not full, and whether a code
-/// of these is refused.
+/// Gives each decoder its method: how many elements it decoded, which are all but a run that is not full, and
+/// whether a code of these is refused.
 macro_rules! decoders {
     ($($(#[$doc:meta])* $name:ident($fit:ty), $run:literal;)*) => {
         #[cfg(target_arch = "x86_64")]
@@ -39,7 +39,8 @@ macro_rules! decoders {
             pub(crate) fn $name(self, fit: $fit, codes: &[u8], out: &mut [f32]) -> (usize, bool) {
                 let stream = self.stream && aligned(out);
                 let out = out.as_chunks_mut::<$run>().0;
-                // SAFETY: a `Hand` is made only where the processor has AVX2 and F16C; what is streamed is aligned.
+                // SAFETY: a `Hand` is made only where the processor has AVX2 and F16C; what is streamed is
+                // aligned.
                 let refused = unsafe {
                     if stream {
                         avx2::$name::<true>(fit, codes, out)
@@ -73,7 +74,8 @@ decoders! {
     sign(f32), 256;
 }
 
-/// Gives each encoder its method, for finite values: how many it encoded, which are all but a run that is not full.
+/// Gives each encoder its method, for finite values: how many it encoded, which are all but a run that is not
+/// full.
 macro_rules! encoders {
     ($($name:ident, $lose:ident($fit:ty), $run:literal;)*) => {
         #[cfg(target_arch = "x86_64")]

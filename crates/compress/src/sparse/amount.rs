@@ -1,4 +1,5 @@
-//! How many elements are kept: a number, or a share of the vector, in whole multiples. A value that can be compared.
+//! How many elements are kept: a number, or a share of the vector, in whole multiples. A value that can be
+//! compared.
 
 use std::fmt;
 use std::str::FromStr;
@@ -92,8 +93,8 @@ impl fmt::Display for Amount {
 impl FromStr for Amount {
     type Err = CompressError;
 
-    /// A number (`64`) or a decimal share with at most six digits behind the point (`0.01`), and perhaps a multiple
-    /// (`x128`).
+    /// A number (`64`) or a decimal share with at most six digits behind the point (`0.01`), and perhaps a
+    /// multiple (`x128`).
     fn from_str(text: &str) -> Result<Self, CompressError> {
         let wrong = || CompressError::Amount { text: text.to_owned() };
         let (amount, multiple) = match text.split_once('x') {

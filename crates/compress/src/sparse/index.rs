@@ -1,5 +1,5 @@
-//! Where the kept elements are: ascending indices as bytes, in the coding that is smallest for them, and back. Knows no
-//! values.
+//! Where the kept elements are: ascending indices as bytes, in the coding that is smallest for them, and back.
+//! Knows no values.
 
 use super::bits::{BitReader, BitWriter};
 use crate::CompressError;
@@ -17,8 +17,8 @@ pub enum IndexCoding {
     Bitmask,
     /// The gap to the index before, seven bits a byte, the lowest first; the highest bit says that more follow.
     Varint,
-    /// The gap to the index before in a Golomb-Rice code, whose parameter is chosen by the density: within a few percent of
-    /// the entropy of positions without structure.
+    /// The gap to the index before in a Golomb-Rice code, whose parameter is chosen by the density: within a
+    /// few percent of the entropy of positions without structure.
     Rice,
 }
 
@@ -38,8 +38,8 @@ enum Kind {
     Rice,
 }
 
-/// A selection that keeps the same number in every chunk (the last may be short), so that an index needs only be told
-/// within its chunk.
+/// A selection that keeps the same number in every chunk (the last may be short), so that an index needs only
+/// be told within its chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Chunking {
     pub(crate) chunk: usize,

@@ -1,5 +1,5 @@
-//! Masks that all ranks know: nothing is sent but the values, and masks of equal keys can be summed as they are. Knows no
-//! magnitudes.
+//! Masks that all ranks know: nothing is sent but the values, and masks of equal keys can be summed as they
+//! are. Knows no magnitudes.
 
 pub use farflung_base::Pattern;
 
@@ -10,16 +10,16 @@ use crate::simd::Level;
 use crate::wire::CodecId;
 use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
 
-/// One of every `stride` elements, the same on all ranks. A short last stratum is a whole one whose end is missing, so that
-/// every element has the same share of rounds.
+/// One of every `stride` elements, the same on all ranks. A short last stratum is a whole one whose end is
+/// missing, so that every element has the same share of rounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Mask {
     /// Which.
     pub pattern: Pattern,
     /// One of how many; 0 counts as 1.
     pub stride: u32,
-    /// The number of elements is rounded down to a multiple of this (0 counts as 1). What is left out lies together, at
-    /// another place in each round.
+    /// The number of elements is rounded down to a multiple of this (0 counts as 1). What is left out lies
+    /// together, at another place in each round.
     pub multiple: u32,
 }
 
@@ -184,8 +184,9 @@ impl Drawn {
 /// vector has fewer than 2^32 elements. NaN and infinity are refused, masked or not, and values whose product
 /// with the stride overflows.
 ///
-/// Sources: Wangni et al. 2018, "Gradient Sparsification"; Wang et al. 2023, "`CocktailSGD`" (rolling and permuted masks).
-/// Differs: a random mask draws one of each stratum, so that its size is fixed and its indices are ascending.
+/// Sources: Wangni et al. 2018, "Gradient Sparsification"; Wang et al. 2023, "`CocktailSGD`" (rolling and
+/// permuted masks). Differs: a random mask draws one of each stratum, so that its size is fixed and its indices
+/// are ascending.
 ///
 /// ```
 /// use farflung_compress::{Amount, Compressor, Int4, Mask, Masked, Pattern, Select, Sparse};
@@ -212,8 +213,8 @@ impl<C: Memoryless> Masked<C> {
         Self { mask, inner, unbiased: false, level: Level::detect(), kept: Kept::default() }
     }
 
-    /// Sends `stride` times each element of a random mask, so that the mean of what is decoded is what was given. Not for
-    /// feedback, which would count the scale as an error.
+    /// Sends `stride` times each element of a random mask, so that the mean of what is decoded is what was
+    /// given. Not for feedback, which would count the scale as an error.
     #[must_use]
     pub fn unbiased(stride: u32, inner: C) -> Self {
         Self { unbiased: true, ..Self::new(Mask::one_in(Pattern::Random, stride), inner) }

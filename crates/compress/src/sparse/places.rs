@@ -92,8 +92,9 @@ pub(super) const DISORDER: CompressError =
 pub(super) const TOO_FEW: CompressError = CompressError::Indices { why: "are fewer than the values" };
 
 impl Select {
-    /// Appends what stands before the values of a sparse body: for encoders elsewhere than on the host. The indices are those
-    /// that the rule keeps of `len` elements, ascending; `inner` is the number of the values' codec.
+    /// Appends what stands before the values of a sparse body: for encoders elsewhere than on the host. The
+    /// indices are those that the rule keeps of `len` elements, ascending; `inner` is the number of the values'
+    /// codec.
     pub fn write(&self, coding: IndexCoding, indices: &[u32], len: usize, inner: CodecId, out: &mut Vec<u8>) {
         let (start, kept) = (out.len(), indices.len());
         let chunking = self.chunking(len, kept);

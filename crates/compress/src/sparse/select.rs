@@ -22,10 +22,11 @@ pub enum Select {
         /// Elements that are kept of it.
         kept: u32,
     },
-    /// All that reach the magnitude of a sample's largest: about the amount, and never over 1.3 times it, where the largest
-    /// of those found are kept. The sample is every 101st element.
+    /// All that reach the magnitude of a sample's largest: about the amount, and never over 1.3 times it, where
+    /// the largest of those found are kept. The sample is every 101st element.
     ///
-    /// Source: Lin et al. 2018, "Deep Gradient Compression", section 3.1. Differs: the threshold is not adapted again.
+    /// Source: Lin et al. 2018, "Deep Gradient Compression", section 3.1. Differs: the threshold is not adapted
+    /// again.
     Sampled(Amount),
     /// All whose magnitude is at least this. Any number may pass.
     Threshold(f32),
@@ -206,8 +207,8 @@ fn largest(
     Ok(())
 }
 
-/// Makes everything that reaches `threshold` a candidate of the first of `scratch`, as long as it can be one of the `most`
-/// largest.
+/// Makes everything that reaches `threshold` a candidate of the first of `scratch`, as long as it can be one of
+/// the `most` largest.
 fn scan(
     scratch: &mut [Scratch],
     level: Level,
@@ -305,8 +306,8 @@ fn nth_largest(sample: &mut [u32], n: usize) -> i32 {
     }
 }
 
-/// Appends the keys of elements that reach a threshold, until there are more than `room`; how many elements were looked at,
-/// and the largest magnitude among them.
+/// Appends the keys of elements that reach a threshold, until there are more than `room`; how many elements
+/// were looked at, and the largest magnitude among them.
 struct Scan<'a> {
     x: &'a [f32],
     /// The index of the first element.

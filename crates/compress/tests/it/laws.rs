@@ -22,7 +22,8 @@ fn is_selection(name: &str) -> bool {
 /// The stated bound on the error of each element of `x`.
 fn bounds(name: &str, x: &[f32]) -> Vec<f64> {
     if is_selection(name) {
-        // What is not kept is lost, and what is kept may be lost by its own codec. The laws of selections are below.
+        // What is not kept is lost, and what is kept may be lost by its own codec. The laws of selections are
+        // below.
         let max = x.iter().fold(0.0_f64, |m, x| m.max(f64::from(x.abs())));
         return vec![2.0 * max; x.len()];
     }
@@ -336,7 +337,8 @@ fn any_number_of_threads_selects_and_transforms_alike() {
 
 #[test]
 fn random_rounding_has_the_value_as_its_mean() {
-    // The law: within four standard errors over 1e5 draws. Values of one block share its scale; the first is the largest.
+    // The law: within four standard errors over 1e5 draws. Values of one block share its scale; the first is
+    // the largest.
     let mut x: Vec<f32> = normal(64, 1.0, 3);
     (x[0], x[1]) = (4.0, -4.0);
     for name in

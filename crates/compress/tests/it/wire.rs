@@ -1,5 +1,5 @@
-//! The bytes themselves. The snapshots were computed from WIRE.md by an independent program (Python's `struct` and
-//! `zlib`); a change of one is a change of the wire format.
+//! The bytes themselves. The snapshots were computed from WIRE.md by an independent program (Python's `struct`
+//! and `zlib`); a change of one is a change of the wire format.
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
 use farflung_compress::link::{AqSgd, LinkCodec, MemoryStore};

@@ -24,8 +24,8 @@ fn negative_numbers(command: Command) -> Command {
     command.mut_args(takes).mut_subcommands(negative_numbers)
 }
 
-/// Rewrites `--lr -1e-3` to `--lr=-1e-3`: clap does not recognise a negative number with a negative exponent. Arguments
-/// after `--` belong to another command and stay as they are.
+/// Rewrites `--lr -1e-3` to `--lr=-1e-3`: clap does not recognise a negative number with a negative exponent.
+/// Arguments after `--` belong to another command and stay as they are.
 fn joined(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let mut joined: Vec<OsString> = Vec::new();
     let mut args = args;

@@ -216,8 +216,8 @@ fn measure(spec: CodecSpec, x: &[f32]) -> Result<Row> {
     })
 }
 
-/// The least of some measurements, the first of which touches new memory: others may be interrupted by the machine's other
-/// work. Of slow ones there are two.
+/// The least of some measurements, the first of which touches new memory: others may be interrupted by the
+/// machine's other work. Of slow ones there are two.
 fn fastest(mut measure: impl FnMut() -> Result<f64>) -> Result<f64> {
     let (mut least, mut total) = (measure()?, 0.0);
     for _ in 0..9 {

@@ -24,8 +24,8 @@ pub(super) struct Logging {
     /// Form of the log and of errors on stderr; RUST_LOG says what is logged (default: warn).
     #[arg(long, global = true, value_enum, default_value_t = Format::Text, value_name = "FORMAT")]
     log_format: Format,
-    /// Send traces of steps, collectives and waits to an OpenTelemetry collector, such as http://127.0.0.1:4318.
-    /// Needs the feature `otlp`.
+    /// Send traces of steps, collectives and waits to an OpenTelemetry collector, such as
+    /// http://127.0.0.1:4318. Needs the feature `otlp`.
     #[arg(long, global = true, value_name = "URL", env = "FARFLUNG_OTLP")]
     otlp: Option<String>,
 }
@@ -50,8 +50,8 @@ impl Logging {
         FORMAT.get_or_init(|| self.log_format);
         let wanted = std::env::var(EnvFilter::DEFAULT_ENV).ok().filter(|wanted| !wanted.is_empty());
         let wanted = wanted.unwrap_or_else(|| UNLESS_TOLD.to_owned());
-        // The subscriber would report wrong directives, and writes that fail, by `eprintln!`, which panics where stderr is
-        // a closed pipe.
+        // The subscriber would report wrong directives, and writes that fail, by `eprintln!`, which panics
+        // where stderr is a closed pipe.
         let make_sense = |directive: &&str| {
             let parsed = directive.parse::<Directive>();
             if let Err(error) = &parsed {

@@ -6,7 +6,8 @@ use farflung::base::{Bandwidth, Nanos};
 use farflung::relay::{Carries, Relay};
 use farflung::{Error, Result, Stop};
 
-/// Pass on what comes to one address to another, over a link that is as slow and unreliable as you say, until a signal.
+/// Pass on what comes to one address to another, over a link that is as slow and unreliable as you say, until a
+/// signal.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung net relay --listen 127.0.0.1:9001 --to 127.0.0.1:29500 --rate 100mbit --delay 20ms

@@ -15,7 +15,8 @@ use farflung_base::{Bandwidth, Bytes, Link, Nanos};
 
 /// Print, draw or simulate a pipeline's schedule, or compare them all.
 ///
-/// NAME is a schedule of the list below, or `compare` for a table of all of them. Times are in the units of --cost.
+/// NAME is a schedule of the list below, or `compare` for a table of all of them. Times are in the units of
+/// --cost.
 #[derive(Debug, clap::Args)]
 #[command(after_help = help())]
 pub(crate) struct ScheduleCommand {
@@ -43,9 +44,9 @@ pub(crate) struct ScheduleCommand {
     /// Slices of each microbatch's tokens, for terapipe.
     #[arg(long, value_name = "N", default_value_t = 1)]
     slices: u16,
-    /// Time of a forward, an input gradient, a weight gradient, and a link's latency, of one chunk; entries joined by
-    /// `:` are for one stage each. For `compare`, of a rank's whole share of the model, and the last link is that back to
-    /// the first rank.
+    /// Time of a forward, an input gradient, a weight gradient, and a link's latency, of one chunk; entries
+    /// joined by `:` are for one stage each. For `compare`, of a rank's whole share of the model, and the last
+    /// link is that back to the first rank.
     #[arg(long, value_name = "F,I,W,C", default_value = "1,1,1,0", value_parser = costs)]
     cost: Costs,
     /// Time for which a message holds its link.
@@ -68,8 +69,8 @@ pub(crate) struct ScheduleCommand {
     /// Warm-up slope of 1f1b-mu; without it, the least that hides the link.
     #[arg(long, value_name = "N")]
     mu: Option<u32>,
-    /// Microbatches that a rank may hold, for 1f1b-mu, zb-auto, varuna, pools and compare; without it, P for zb-auto
-    /// and varuna, as many as keep ranks busy for pools, and no limit for the others.
+    /// Microbatches that a rank may hold, for 1f1b-mu, zb-auto, varuna, pools and compare; without it, P for
+    /// zb-auto and varuna, as many as keep ranks busy for pools, and no limit for the others.
     #[arg(long, value_name = "N")]
     memory: Option<u32>,
     /// Run gpipe's backwards from the first microbatch to the last.

@@ -12,8 +12,8 @@ use super::{TrainArgs, dashed};
 use crate::{Error, Result};
 
 impl TrainArgs {
-    /// Reads settings from a TOML file, whose keys are the flags' names (`eval-every`). A value with [`BY_DEFAULT`] behind it
-    /// is used, but does not count as given.
+    /// Reads settings from a TOML file, whose keys are the flags' names (`eval-every`). A value with
+    /// [`BY_DEFAULT`] behind it is used, but does not count as given.
     ///
     /// Errors: [`Error::Io`], [`Error::ConfigSyntax`], [`Error::UnknownKey`] with the nearest known key,
     /// [`Error::ConfigValue`] with what was expected; the last two with the line.

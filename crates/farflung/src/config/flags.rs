@@ -1,4 +1,5 @@
-//! The settings as a command takes them: every flag, `--config` and `--print-config`, with the defaults in `--help`.
+//! The settings as a command takes them: every flag, `--config` and `--print-config`, with the defaults in
+//! `--help`.
 
 use std::any::TypeId;
 use std::path::PathBuf;

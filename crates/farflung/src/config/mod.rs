@@ -332,8 +332,9 @@ settings! {
         /// fewer of --microbatches once that makes steps a tenth shorter, and one that is too slow for a
         /// single one leaves) or equal.
         balance: BalanceKind, "KIND", BalanceKind::BySpeed;
-        /// Share of a rank's link to the next for copies of its part, where one pipeline alone has members that may be
-        /// lost (farflung host --stages): they go back to the newest step that all have copied. 0 copies nothing.
+        /// Share of a rank's link to the next for copies of its part, where one pipeline alone has members that
+        /// may be lost (farflung host --stages): they go back to the newest step that all have copied. 0 copies
+        /// nothing.
         copy_share: f64, "X", 0.1;
         /// DiLoCo's outer learning rate.
         outer_lr: f64, "RATE", 0.7;
@@ -440,8 +441,9 @@ settings! {
         /// the default four make two with --stages 2. A step takes batch x microbatches x replicas sequences:
         /// with the default 2 P microbatches, twice as many as the same workers take without stages.
         stages: usize, "P", 1usize;
-        /// Ranks of each stage, such as 1,2: stages are pools of ranks, and each microbatch passes one rank of each
-        /// pool, by their speeds in turn. One copy of the model on as many workers; a pool's ranks average its part.
+        /// Ranks of each stage, such as 1,2: stages are pools of ranks, and each microbatch passes one rank of
+        /// each pool, by their speeds in turn. One copy of the model on as many workers; a pool's ranks average
+        /// its part.
         pools: Numbers, "N,N";
         /// How fast each rank of the pools is beside the others of its pool, such as 1,4,2; unless told by the
         /// machines' speeds of --topology.
@@ -463,7 +465,8 @@ settings! {
         /// in the host's memory for their backward passes, so that a GPU holds less. Nothing changes where a
         /// processor computes.
         offload: usize, "LAYERS", 0_usize;
-        /// Activations that a rank may hold, for the schedules that can be limited: 1f1b-mu, zb-auto, varuna, pools.
+        /// Activations that a rank may hold, for the schedules that can be limited: 1f1b-mu, zb-auto, varuna,
+        /// pools.
         memory: usize, "N";
         /// Tokens of which terapipe's slices are whole multiples, a divisor of the context: their lengths are
         /// chosen so that the pipeline takes least; unless told an eighth of the context.

@@ -1,5 +1,5 @@
-//! Traces by OpenTelemetry's protocol (OTLP over HTTP, protobuf): the spans that the crates make with `tracing`.
-//! A step holds collectives, and these hold their waits, each with the peer that was waited for.
+//! Traces by OpenTelemetry's protocol (OTLP over HTTP, protobuf): the spans that the crates make with
+//! `tracing`. A step holds collectives, and these hold their waits, each with the peer that was waited for.
 
 use std::future::Future;
 use std::io::{self, Read, Write};

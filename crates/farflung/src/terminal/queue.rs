@@ -67,7 +67,8 @@ impl Shared {
         state
     }
 
-    /// Writes out what comes, for ever. A text that fails is lost, and the next is tried: a disk may have room again.
+    /// Writes out what comes, for ever. A text that fails is lost, and the next is tried: a disk may have room
+    /// again.
     fn write_out(&self, mut to: impl Write) {
         let mut state = self.lock();
         loop {

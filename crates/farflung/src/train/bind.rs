@@ -54,8 +54,8 @@ impl ReplicaSchedule {
             let (from, to) = (Rank(first + from.0), Rank(first + to.0));
             Link { bandwidth: topology.rate(from, to), latency: topology.link(from, to).latency }
         };
-        // The links of neighbours stand for all of them: no schedule depends on more. Of pools all that microbatches
-        // may cross.
+        // The links of neighbours stand for all of them: no schedule depends on more. Of pools all that
+        // microbatches may cross.
         let links: Vec<Link> = match plan.pools() {
             Some(pools) => pools.neighbours().map(|(from, to)| link(from, to)).collect(),
             None => (1..ranks).map(|r| link(Rank(r - 1), Rank(r))).collect(),

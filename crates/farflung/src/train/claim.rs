@@ -1,5 +1,5 @@
-//! The folder of a run for which none was given: the first of `runs/MODEL-1`, `runs/MODEL-2`, ... that is free on every
-//! machine of the job. It is created at once, so that runs which start together take different ones.
+//! The folder of a run for which none was given: the first of `runs/MODEL-1`, `runs/MODEL-2`, ... that is free
+//! on every machine of the job. It is created at once, so that runs which start together take different ones.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -23,8 +23,8 @@ pub(super) struct Claim {
 }
 
 impl Claim {
-    /// The folder that was given, or a new one. `comm` joins the processes of a job, all of which must call it; `None` for
-    /// a job of one process.
+    /// The folder that was given, or a new one. `comm` joins the processes of a job, all of which must call it;
+    /// `None` for a job of one process.
     ///
     /// Errors: [`Error::Io`]; that a process is lost.
     pub(super) fn new(given: Option<&Path>, model: &str, comm: Option<&Communicator>) -> Result<Self> {
@@ -39,8 +39,8 @@ impl Claim {
             let Some(comm) = comm else {
                 return Ok(claim.or(given));
             };
-            // Rank 0 decides. The others look whether that folder is free where they are; ranks that share a disk have
-            // their own folders in it.
+            // Rank 0 decides. The others look whether that folder is free where they are; ranks that share a
+            // disk have their own folders in it.
             let number = tell(comm, first)?[0];
             let free = match given {
                 Some(_) => true,

@@ -81,7 +81,8 @@ impl Work<'_> {
         [blocks * 24.0 * d * d, blocks * 4.0 * d * context, head]
     }
 
-    /// Those of a part for a slice of a microbatch, forward and backward. Those of all slices are those of the whole.
+    /// Those of a part for a slice of a microbatch, forward and backward. Those of all slices are those of the
+    /// whole.
     pub(super) fn slice_flops(&self, layers: &Range<u32>, slice: &Range<usize>) -> f64 {
         let [matrices, attention, head] = self.token_flops(layers);
         let context = self.model.context;
@@ -90,7 +91,8 @@ impl Work<'_> {
         3.0 * self.batch as f64 * (slice.len() as f64 * (matrices + head) + seen * attention)
     }
 
-    /// The modelled times of a part for a microbatch on a machine of a rate. Together the parts are the whole model.
+    /// The modelled times of a part for a microbatch on a machine of a rate. Together the parts are the whole
+    /// model.
     ///
     /// Errors: a budget of memory in which the part's layers do not fit.
     pub(super) fn stage_cost(&self, part: &Part, rate: f64) -> Result<StageCost> {

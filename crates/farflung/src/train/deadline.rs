@@ -1,4 +1,5 @@
-//! Whether simulated links can keep a run's deadline, from what is declared of them: known before the first step.
+//! Whether simulated links can keep a run's deadline, from what is declared of them: known before the first
+//! step.
 
 use farflung_base::{Algorithm, Bandwidth, Bytes, Link, Nanos, Rank, Topology};
 use farflung_comm::{AllReduce, CodedAllReduce as _, CodedBuffer, Program, cost};
@@ -23,11 +24,13 @@ impl Slowest {
     }
 }
 
-/// Refuses a run on simulated links of which one operation of a step takes longer than the deadline: a collective's
-/// deadline is for all of it, from its start on each rank, and a message's is for its receiver's wait.
+/// Refuses a run on simulated links of which one operation of a step takes longer than the deadline: a
+/// collective's deadline is for all of it, from its start on each rank, and a message's is for its receiver's
+/// wait.
 ///
-/// The times are lower bounds, so that no run is refused that would work: an operation has the links to itself, computing
-/// takes no time, and a codec whose payload depends on the values sends nothing. Of real links nothing is known here.
+/// The times are lower bounds, so that no run is refused that would work: an operation has the links to itself,
+/// computing takes no time, and a codec whose payload depends on the values sends nothing. Of real links
+/// nothing is known here.
 ///
 /// Errors: [`Error::Setting`] with the time and the deadline; a topology that does not fit.
 pub(super) fn check(job: &Job, transport: TransportName) -> Result<()> {
@@ -109,9 +112,9 @@ fn average(
 
 /// What an average takes at least at the rank with the slowest link.
 ///
-/// Whatever the algorithm, each value leaves and reaches each rank once, as part of a sum or as a result. If a rank is the
-/// first to start, the others' values come in after its start; if it is not, its own go out after the start of one that
-/// waits for them. So one rank waits for at least the quicker of the two.
+/// Whatever the algorithm, each value leaves and reaches each rank once, as part of a sum or as a result. If a
+/// rank is the first to start, the others' values come in after its start; if it is not, its own go out after
+/// the start of one that waits for them. So one rank waits for at least the quicker of the two.
 fn least(topology: &Topology, bytes: Bytes) -> Nanos {
     let ranks = || (0..topology.size() as u32).map(Rank);
     let time = |rank: Rank| {
@@ -137,8 +140,8 @@ fn payload(codec: CodecSpec, values: usize) -> Bytes {
     Bytes(if fixed { codec.build().max_payload(values) as u64 } else { 0 })
 }
 
-/// The hidden states of a microbatch on the slowest way from a rank of a pipeline to the next, less the time by which the
-/// receiver may begin later than the sender: ranks begin behind a barrier.
+/// The hidden states of a microbatch on the slowest way from a rank of a pipeline to the next, less the time by
+/// which the receiver may begin later than the sender: ranks begin behind a barrier.
 fn message(job: &Job, topology: &Topology) -> Option<Slowest> {
     let (plan, model) = (&job.plan, &job.model);
     // Of slices, of pools and of a schedule of the user's own it is not known here what goes where.

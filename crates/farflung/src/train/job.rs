@@ -51,8 +51,8 @@ pub struct Job {
     pub since_members_changed: Option<LocalSteps>,
     /// Whether members come and leave while it trains.
     pub elastic: bool,
-    /// The settings that plans are made from when members of pipelines come and leave; none where each member holds the
-    /// whole model.
+    /// The settings that plans are made from when members of pipelines come and leave; none where each member
+    /// holds the whole model.
     pub pipelines: Option<Arc<TrainConfig>>,
     /// Ends the steps of a plan whose members are about to change.
     pub change: Option<Cancel>,

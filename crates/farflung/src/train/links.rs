@@ -97,8 +97,8 @@ pub(super) const fn pace(config: &TrainConfig) -> Pace {
     Pace { all: config.up, each: config.up_each }
 }
 
-/// Whether processes of one machine share memory: where nothing else is said, unless a rate is to be kept, which
-/// only sockets do.
+/// Whether processes of one machine share memory: where nothing else is said, unless a rate is to be kept,
+/// which only sockets do.
 pub(super) fn shared_memory(config: &TrainConfig) -> SharedMemory {
     match config.transport {
         TransportKind::Auto if pace(config) == Pace::default() => SharedMemory::WherePossible,

@@ -1,5 +1,6 @@
-//! Whether a device gives the same bits twice. No kernel here is chosen by timing and none adds in an order of its own, so that
-//! a run repeats itself on the same devices; what a driver or worn hardware makes of that is measured, not promised.
+//! Whether a device gives the same bits twice. No kernel here is chosen by timing and none adds in an order of
+//! its own, so that a run repeats itself on the same devices; what a driver or worn hardware makes of that is
+//! measured, not promised.
 
 use farflung_base::Philox;
 use farflung_tensor::{Device, Tensor};

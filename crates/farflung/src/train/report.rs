@@ -1,5 +1,5 @@
-//! What a run ends with: losses, bytes, time on the link, what plain synchronous all-reduce would have taken there, and a
-//! sample.
+//! What a run ends with: losses, bytes, time on the link, what plain synchronous all-reduce would have taken
+//! there, and a sample.
 
 use std::fmt;
 
@@ -68,7 +68,8 @@ pub struct Report {
     pub val_loss_before: Option<f64>,
     /// Validation loss at the end.
     pub val_loss: Option<f64>,
-    /// Mean training loss of the last tenth of the steps taken now, or of all steps where only the report was left to do.
+    /// Mean training loss of the last tenth of the steps taken now, or of all steps where only the report was
+    /// left to do.
     pub train_loss: Option<f64>,
     /// Bytes that one worker sent, frames and all.
     pub bytes_sent: u64,

@@ -1,6 +1,6 @@
-//! Copies of parameters on devices that round differently: they take the same update in other orders, and move apart by a
-//! rounding at each step. Now and then their hashes are compared, and where they differ all take the first holder's. It
-//! refuses to know how parameters are trained, and which copies there are.
+//! Copies of parameters on devices that round differently: they take the same update in other orders, and move
+//! apart by a rounding at each step. Now and then their hashes are compared, and where they differ all take the
+//! first holder's. It refuses to know how parameters are trained, and which copies there are.
 
 use std::ops::Range;
 
@@ -15,7 +15,8 @@ use crate::Result;
 /// What a comparison of all copies found.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Drift {
-    /// The largest relative l2 distance of a copy from its first holder's, before all had those parameters again.
+    /// The largest relative l2 distance of a copy from its first holder's, before all had those parameters
+    /// again.
     pub distance: f64,
     /// Bytes that this process sent to compare, and to make them equal.
     pub bytes: u64,
@@ -34,8 +35,8 @@ pub(super) struct Resync {
 }
 
 impl Resync {
-    /// There is nothing to compare where there are no `copies` in all of the job, nor where all ranks are on processors:
-    /// the update has the same bits on all of them.
+    /// There is nothing to compare where there are no `copies` in all of the job, nor where all ranks are on
+    /// processors: the update has the same bits on all of them.
     pub(super) fn new(job: &Job, comm: &Communicator, device: &str, copies: bool) -> Result<Self> {
         // Settings are the job's, but what `auto` found differs between machines.
         let unlike = copies && {
@@ -61,8 +62,8 @@ impl Resync {
         self.last = step;
     }
 
-    /// After a step that all agreed on: a comparison, where one is due. It is at the last step too. All ranks call it, and
-    /// carry the comparison out.
+    /// After a step that all agreed on: a comparison, where one is due. It is at the last step too. All ranks
+    /// call it, and carry the comparison out.
     pub(super) fn after_step<'a>(&mut self, step: u64, comm: &'a Communicator) -> Option<Comparison<'a>> {
         if self.every == 0 || step - self.last < self.every && step != self.steps {
             return None;

@@ -1,5 +1,5 @@
-//! The token table's two users: the embedding in the model's first part and the head in its last. Each holds the table;
-//! the gradient of both is the sum of the two.
+//! The token table's two users: the embedding in the model's first part and the head in its last. Each holds
+//! the table; the gradient of both is the sum of the two.
 
 use std::collections::BTreeMap;
 
@@ -24,8 +24,8 @@ pub(super) enum Tied {
     Across(Across),
 }
 
-/// One of the ranks that hold a user each: two, or in pools of ranks one of the smaller pool with those of the larger
-/// that it exchanges with.
+/// One of the ranks that hold a user each: two, or in pools of ranks one of the smaller pool with those of the
+/// larger that it exchanges with.
 #[derive(Debug)]
 pub(super) struct Across {
     /// These ranks.
@@ -51,7 +51,8 @@ pub(super) struct Exchange {
     sent: Vec<Pending<Result<(), CommError>>>,
 }
 
-/// The users of a token table that exchange its gradients, in a placement with [`Tie::Across`](farflung_parallel::pipeline::Tie).
+/// The users of a token table that exchange its gradients, in a placement with
+/// [`Tie::Across`](farflung_parallel::pipeline::Tie).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Exchanging {
     /// The ranks, in order.
@@ -61,9 +62,9 @@ pub(super) struct Exchanging {
 }
 
 impl Exchanging {
-    /// All groups of a placement. Each rank of the smaller of the two pools is in one group, with its share of the larger
-    /// pool: its gradients go to all of these, and the first of them sends its own back. All ranks of a pool have the same
-    /// gradients by then, so that each rank has one of both users.
+    /// All groups of a placement. Each rank of the smaller of the two pools is in one group, with its share of
+    /// the larger pool: its gradients go to all of these, and the first of them sends its own back. All ranks
+    /// of a pool have the same gradients by then, so that each rank has one of both users.
     pub(super) fn of(placement: &Placement) -> Vec<Self> {
         let (first, last) = (placement.holders(0), placement.holders(placement.depth() - 1));
         let (few, many) = if first.len() <= last.len() { (first, last) } else { (last, first) };
@@ -176,8 +177,8 @@ impl Tied {
 }
 
 impl Tied {
-    /// Both users of the table take what the first part has there, in a buffer that both have; nothing happens where they
-    /// have none.
+    /// Both users of the table take what the first part has there, in a buffer that both have; nothing happens
+    /// where they have none.
     pub(super) fn take_first(
         &mut self,
         parts: &mut BTreeMap<StageId, Part>,

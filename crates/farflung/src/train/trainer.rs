@@ -2,9 +2,9 @@
 //!
 //! A step: **pass** (the schedule: forward, backward, send, receive; gradients leave as they become final),
 //! **reduce** (wait for the averages), **prepare** (norms; nothing has changed yet), **agree** (one vote, the
-//! same on all ranks),
-//! **commit** (parameters, moments, residuals, counters), **after** (what the method of synchronisation does between
-//! steps; copies on unlike devices are compared). A failure or an overflow before the commit leaves no trace.
+//! same on all ranks), **commit** (parameters, moments, residuals, counters), **after** (what the method of
+//! synchronisation does between steps; copies on unlike devices are compared). A failure or an overflow before
+//! the commit leaves no trace.
 //!
 //! Copies of a part on several ranks, and the token table's two, take the same updates. Where their devices
 //! round differently they are compared between steps: the pipeline is empty then, with a flush or without

@@ -314,7 +314,8 @@ fn whoever_does_not_belong_is_refused_and_the_run_goes_on() {
     members(&run, &host, 1);
 }
 
-/// Two pipelines of two: whoever is lost, the other three go on, and a newcomer completes the second pipeline again.
+/// Two pipelines of two: whoever is lost, the other three go on, and a newcomer completes the second pipeline
+/// again.
 #[test]
 fn members_form_pipelines_that_survive_a_loss() {
     let run = Run::new();

@@ -1,5 +1,5 @@
-//! Members that form pipelines and come and leave: a pipeline that loses a stage goes on from a replica of that part,
-//! with the bits of a run that the lost one had left in peace.
+//! Members that form pipelines and come and leave: a pipeline that loses a stage goes on from a replica of that
+//! part, with the bits of a run that the lost one had left in peace.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 

@@ -1,5 +1,5 @@
-//! A pipeline that loses a rank which nobody replaces: all that are left go on, as pools of those that hold a part, with
-//! the sequences and the losses of a run that lost nobody.
+//! A pipeline that loses a rank which nobody replaces: all that are left go on, as pools of those that hold a
+//! part, with the sequences and the losses of a run that lost nobody.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 

@@ -1,5 +1,5 @@
-//! Whole runs in pipelines as a user starts them: over simulated links, over TCP, cut in another way when resumed, and
-//! refused.
+//! Whole runs in pipelines as a user starts them: over simulated links, over TCP, cut in another way when
+//! resumed, and refused.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -127,7 +127,8 @@ fn stages_that_do_not_flush_learn() {
     }
 }
 
-/// A pass ends with an empty pipeline, and so a checkpoint has one version of the weights, whoever goes on from it.
+/// A pass ends with an empty pipeline, and so a checkpoint has one version of the weights, whoever goes on from
+/// it.
 #[test]
 fn a_run_without_a_flush_resumes_on_other_stages() {
     let run = Run::new();

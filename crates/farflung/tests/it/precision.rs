@@ -1,4 +1,5 @@
-//! Training with products in 16 bits: near the run in f32, the same on all replicas, and what overflows is tried again.
+//! Training with products in 16 bits: near the run in f32, the same on all replicas, and what overflows is
+//! tried again.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::small::{job, on_all};

@@ -21,8 +21,8 @@ fn ask(port: u16, host: &str) -> Option<String> {
     Some(answer)
 }
 
-/// Samples by name and labels. The format, line by line: comments begin with `#`, a sample is a name with labels,
-/// a space and a number.
+/// Samples by name and labels. The format, line by line: comments begin with `#`, a sample is a name with
+/// labels, a space and a number.
 fn samples(answer: &str) -> BTreeMap<String, f64> {
     let (head, body) = answer.split_once("\r\n\r\n").unwrap();
     assert!(head.starts_with("HTTP/1.1 200") && head.contains("text/plain; version=0.0.4"), "{head}");

@@ -1,5 +1,5 @@
-//! A link in the middle, as a library and on the command line: bytes come through unharmed, cut and spoilt as told.
-//! How fast they come is for the bench to say.
+//! A link in the middle, as a library and on the command line: bytes come through unharmed, cut and spoilt as
+//! told. How fast they come is for the bench to say.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 

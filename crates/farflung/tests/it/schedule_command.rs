@@ -1,4 +1,5 @@
-//! `farflung schedule` as a user types it: every schedule in every format, files of all kinds, and what is refused.
+//! `farflung schedule` as a user types it: every schedule in every format, files of all kinds, and what is
+//! refused.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 

@@ -1,4 +1,5 @@
-//! Settings on the command line: negative numbers, notes about settings that change nothing, names of models, errors as JSON.
+//! Settings on the command line: negative numbers, notes about settings that change nothing, names of models,
+//! errors as JSON.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 

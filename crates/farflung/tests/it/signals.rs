@@ -1,4 +1,5 @@
-//! Signals as a terminal or a scheduler sends them, against this test's own binary as the process that gets them.
+//! Signals as a terminal or a scheduler sends them, against this test's own binary as the process that gets
+//! them.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -14,7 +15,8 @@ use rustix::process::{Pid, Signal, kill_process};
 
 const ROLE: &str = "FARFLUNG_TEST_ROLE";
 
-/// Not a test by itself: the process that the tests below signal. It prints what it sees and ends on SIGTERM's flag.
+/// Not a test by itself: the process that the tests below signal. It prints what it sees and ends on SIGTERM's
+/// flag.
 #[test]
 fn a_process_that_waits() {
     if env::var_os(ROLE).is_none() {

@@ -1,4 +1,5 @@
-//! Jobs of several processes with a site's certificates: the numbers of a run without, and refusals that say why.
+//! Jobs of several processes with a site's certificates: the numbers of a run without, and refusals that say
+//! why.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 

@@ -1,4 +1,5 @@
-//! Compares estimates of memory with measured peaks of the real binary, and starts runs that are too large for any machine.
+//! Compares estimates of memory with measured peaks of the real binary, and starts runs that are too large for
+//! any machine.
 
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
@@ -42,8 +43,8 @@ fn config(args: &str) -> TrainConfig {
     TrainFlags::from_arg_matches(&matches).unwrap().resolve().unwrap()
 }
 
-/// The estimates of these runs were 0.80 to 1.15 times the measured peaks, in debug builds on two Intel cores. Above 1.25 a
-/// run that fits could be refused.
+/// The estimates of these runs were 0.80 to 1.15 times the measured peaks, in debug builds on two Intel cores.
+/// Above 1.25 a run that fits could be refused.
 #[test]
 fn estimates_are_near_what_runs_take() {
     let folder = tempfile::tempdir().unwrap();

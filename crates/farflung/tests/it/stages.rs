@@ -276,7 +276,8 @@ fn averages_hide_behind_the_parts_that_still_compute() {
         let (took, predicted, third) = timed(&TrainConfig { schedule, ..config.clone() });
         assert!((took / predicted - 1.0).abs() < 0.01, "{schedule}: {took} s, predicted {predicted} s");
         if schedule == Method::BreadthFirst {
-            // The first rank holds the first part and the third: that one's average is over before the first is done.
+            // The first rank holds the first part and the third: that one's average is over before the first is
+            // done.
             let (after, ..) = timed(&TrainConfig { schedule, overlap: false, ..config.clone() });
             let hidden = (after - took) / third;
             assert!(

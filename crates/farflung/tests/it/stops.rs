@@ -1,4 +1,5 @@
-//! Runs that signals stop, whatever has become of their stderr and stdout: the checkpoint is there, and resuming works.
+//! Runs that signals stop, whatever has become of their stderr and stdout: the checkpoint is there, and
+//! resuming works.
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
@@ -26,7 +27,8 @@ impl Stops for Run {
         self.args(&format!("--out {} --steps {steps} --resume {resume}", self.at("run").display()))
     }
 
-    /// A run that never ends by itself, to be started. Its log is long, and has a directive that makes no sense.
+    /// A run that never ends by itself, to be started. Its log is long, and has a directive that makes no
+    /// sense.
     fn endless(&self, mut program: Command) -> Command {
         program.args(self.args_in(1_000_000, "no")).env("RUST_LOG", "debug,x=y");
         program.stdin(Stdio::null()).stdout(Stdio::null());

@@ -178,7 +178,8 @@ impl Bucket {
         &self.pieces
     }
 
-    /// Starts to fetch its elements of `flat`, into the buffers of the last round if these came back, else into `new` ones.
+    /// Starts to fetch its elements of `flat`, into the buffers of the last round if these came back, else into
+    /// `new` ones.
     pub(super) fn fetch(
         &mut self,
         flat: &Tensor,

@@ -20,8 +20,8 @@ use super::coding::Streams;
 use crate::OptimError;
 use crate::device_codec::Vectors;
 
-/// The codecs of a bucket. They stay here while a collective uses them, so that one that fails or is cancelled cannot
-/// take their residuals along.
+/// The codecs of a bucket. They stay here while a collective uses them, so that one that fails or is cancelled
+/// cannot take their residuals along.
 #[derive(Debug, Clone)]
 pub(super) struct Codecs {
     /// How the bucket is reduced.

@@ -1,5 +1,5 @@
-//! What a vector goes through on a device: selections and transforms, then values. It mirrors the host's compositions stage by
-//! stage, and refuses to know frames.
+//! What a vector goes through on a device: selections and transforms, then values. It mirrors the host's
+//! compositions stage by stage, and refuses to know frames.
 
 use farflung_compress::device::VectorDevice as _;
 use farflung_compress::sparse::{Drawn, Places};
@@ -162,7 +162,8 @@ impl Path {
         Ok(encoded)
     }
 
-    /// Decodes a body, which is untrusted, of a codec into all of `out`; false if it is not of this path, or refused.
+    /// Decodes a body, which is untrusted, of a codec into all of `out`; false if it is not of this path, or
+    /// refused.
     pub(super) fn decode(&self, device: &Device, id: CodecId, body: &[u8], out: &mut Tensor) -> Result<bool> {
         let len = out.shape().len();
         if id != self.id() {

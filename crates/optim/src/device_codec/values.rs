@@ -78,8 +78,8 @@ impl Values {
         id == self.id() && body.len() == self.bytes(len) && begins
     }
 
-    /// Adds to `body` that of `x`, or in blocks of `x + before`, and writes to `lost` what it loses; false if something is
-    /// refused.
+    /// Adds to `body` that of `x`, or in blocks of `x + before`, and writes to `lost` what it loses; false if
+    /// something is refused.
     pub(super) fn encode(
         self,
         device: &Device,
@@ -93,7 +93,8 @@ impl Values {
             let mut out = device.empty(DType::U32, 1 + codec.words(x.len()))?;
             codecs(device).encode(codec, x, before, lost, out.view_mut())?;
             let mut words = out.to_vec::<u32>()?;
-            // Copied within the host's memory rather than fetched in two parts, each of which would wait for the device.
+            // Copied within the host's memory rather than fetched in two parts, each of which would wait for
+            // the device.
             refused = words.remove(0);
             words
         } else {

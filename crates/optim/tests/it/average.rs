@@ -1,5 +1,5 @@
-//! `Average` over endpoints in one process: exact means, exact bytes, replicas alike, feedback that loses nothing, and
-//! rounds that never were.
+//! `Average` over endpoints in one process: exact means, exact bytes, replicas alike, feedback that loses
+//! nothing, and rounds that never were.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -33,7 +33,8 @@ fn on_ranks<T: Send>(n: usize, rank: impl Fn(Communicator) -> T + Sync) -> Vec<T
     })
 }
 
-/// Matrices, vectors, a parameter larger than most buckets here, one of a single element, and padding after most.
+/// Matrices, vectors, a parameter larger than most buckets here, one of a single element, and padding after
+/// most.
 fn layout() -> ParamLayout {
     let shapes = [vec![7, 11], vec![7], vec![40, 50], vec![50], vec![1], vec![64], vec![3, 3]];
     ParamLayout::new(shapes.iter().enumerate().map(|(i, s)| (format!("p{i}"), Shape::new(s).unwrap())))
@@ -187,8 +188,8 @@ fn replicas_have_the_same_bits_near_the_mean_with_every_codec() {
 
 #[test]
 fn feedback_telescopes_over_rounds() {
-    // The sum of what was applied is the sum of the exact means, less what the residuals still hold; so after many
-    // rounds the distance is bounded, where without feedback it grows.
+    // The sum of what was applied is the sum of the exact means, less what the residuals still hold; so after
+    // many rounds the distance is bounded, where without feedback it grows.
     let layout = layout();
     let rounds = 60;
     let drift = |codec: &str| {

@@ -1,4 +1,5 @@
-//! Chains against PyTorch's optimizers, each transform against plain f64 loops, and the laws that all chains keep.
+//! Chains against PyTorch's optimizers, each transform against plain f64 loops, and the laws that all chains
+//! keep.
 #![expect(
     clippy::float_cmp,
     clippy::unwrap_used,
@@ -388,8 +389,8 @@ fn settings_outside_their_domain_are_refused() {
 
 #[test]
 fn diloco_follows_the_trace_of_torchft() {
-    // torchft/test_fixtures, streaming_diloco regression test 0, fragment 0: weights 1, gradients 2, inner rate 1, outer
-    // rate 2, the fragment synchronised after three steps.
+    // torchft/test_fixtures, streaming_diloco regression test 0, fragment 0: weights 1, gradients 2, inner rate
+    // 1, outer rate 2, the fragment synchronised after three steps.
     let layout = ParamLayout::new([("w".to_owned(), Shape::from([2, 3]))]);
     let settings = Sgd { schedule: LrSchedule::constant(1.0), ..Sgd::default() };
     let mut inner = sgd(settings).build(&CPU, &layout).unwrap();

@@ -32,7 +32,8 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| v.to_bits()).collect()
 }
 
-/// Four rounds, of which one has a value that is not finite and is given up; half of them continue what was saved.
+/// Four rounds, of which one has a value that is not finite and is given up; half of them continue what was
+/// saved.
 fn rounds(comm: &Communicator, device: &Device, codec: &str) -> Seen {
     let layout = layout();
     let config = AverageConfig {

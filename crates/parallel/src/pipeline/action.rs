@@ -1,5 +1,5 @@
-//! What one rank does at one moment of a pipeline, and how it is written: `2F0` is stage 2's forward of microbatch 0.
-//! It knows neither who runs a stage nor when.
+//! What one rank does at one moment of a pipeline, and how it is written: `2F0` is stage 2's forward of
+//! microbatch 0. It knows neither who runs a stage nor when.
 
 use std::fmt;
 use std::str::FromStr;
@@ -57,7 +57,8 @@ impl ComputeKind {
 /// let action: Action = "2F0".parse()?;
 /// assert_eq!(action, Action::forward(2, 0));
 /// let sliced: Action = "12I7.3".parse()?;
-/// assert_eq!((sliced.kind, sliced.stage.0, sliced.microbatch, sliced.slice), (ComputeKind::BackwardInput, 12, 7, 3));
+/// assert_eq!((sliced.kind, sliced.stage.0), (ComputeKind::BackwardInput, 12));
+/// assert_eq!((sliced.microbatch, sliced.slice), (7, 3));
 /// assert_eq!(sliced.to_string(), "12I7.3");
 /// # Ok::<(), farflung_parallel::ParallelError>(())
 /// ```

@@ -1,5 +1,5 @@
-//! Ranks that follow arrivals instead of lists: the rule, what it comes to where all times are known, and its executor.
-//! It knows no clock: a worker says what has arrived.
+//! Ranks that follow arrivals instead of lists: the rule, what it comes to where all times are known, and its
+//! executor. It knows no clock: a worker says what has arrived.
 
 use std::collections::VecDeque;
 
@@ -13,11 +13,12 @@ use super::{
 };
 use crate::ParallelError;
 
-/// The opportunistic rule: a rank that is free runs the backward whose gradient is there, or else the forward whose input
-/// is there, or else waits for whichever is first. Microbatches keep their order in each direction, so that gradients are
-/// summed in the same order whatever arrives when.
+/// The opportunistic rule: a rank that is free runs the backward whose gradient is there, or else the forward
+/// whose input is there, or else waits for whichever is first. Microbatches keep their order in each direction,
+/// so that gradients are summed in the same order whatever arrives when.
 ///
-/// Nobody waits for ever: sending waits for nothing, and a microbatch that is furthest back or ahead finds its rank free.
+/// Nobody waits for ever: sending waits for nothing, and a microbatch that is furthest back or ahead finds its
+/// rank free.
 ///
 /// Source: Athlur et al. 2022, "Varuna", section 3.2.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,11 +49,12 @@ impl Arrivals {
 
 /// A worker that can tell what has arrived.
 pub trait Watch: Worker {
-    /// Which of some messages is there by now, the first of them if several are. What is there is waited for without
-    /// blocking, also where it is an error.
+    /// Which of some messages is there by now, the first of them if several are. What is there is waited for
+    /// without blocking, also where it is an error.
     fn arrived(&mut self, awaited: &mut [&mut Self::Pending]) -> Option<usize>;
 
-    /// Waits until one of some messages, at least one, is there, and says which, the first of them if several are.
+    /// Waits until one of some messages, at least one, is there, and says which, the first of them if several
+    /// are.
     fn first(&mut self, awaited: &mut [&mut Self::Pending]) -> usize;
 }
 
@@ -95,8 +97,8 @@ pub struct Follower<'a> {
 impl<'a> Follower<'a> {
     /// For the work of `rank`'s list of `schedule`.
     ///
-    /// Errors: [`ParallelError::NotFollowed`] unless the rank has one stage, microbatches are whole, backwards too, and
-    /// all stages step at the end.
+    /// Errors: [`ParallelError::NotFollowed`] unless the rank has one stage, microbatches are whole, backwards
+    /// too, and all stages step at the end.
     ///
     /// # Panics
     /// If the schedule has no such rank.

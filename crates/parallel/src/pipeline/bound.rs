@@ -6,12 +6,14 @@ use farflung_base::{Nanos, Rank, StageId};
 
 use super::{ComputeKind, ComputeOrder, Content, Message, PipelineCost};
 
-/// The least makespan of any order with the placement and sizes of `order`: the most that some rank or wire needs.
+/// The least makespan of any order with the placement and sizes of `order`: the most that some rank or wire
+/// needs.
 ///
-/// A rank starts when the first microbatch can have reached one of its stages, has all its work to do, and is followed
-/// by the way of the last gradient from it to the model's input. A wire likewise: the first message can be there at a
-/// certain time, all take their time, and after the last one its microbatch has its way to go. Overlapped pairs are
-/// taken to be free in the part that the cost says. Orders that reach the bound are optimal.
+/// A rank starts when the first microbatch can have reached one of its stages, has all its work to do, and is
+/// followed by the way of the last gradient from it to the model's input. A wire likewise: the first message
+/// can be there at a certain time, all take their time, and after the last one its microbatch has its way to
+/// go. Overlapped pairs are taken to be free in the part that the cost says. Orders that reach the bound are
+/// optimal.
 #[must_use]
 pub fn lower_bound(order: &ComputeOrder, cost: &PipelineCost) -> Nanos {
     let ways = Ways::new(order, cost);
@@ -55,7 +57,8 @@ impl<'a> Ways<'a> {
         ways
     }
 
-    /// From part to the next, or back; copies of the model may cross ranks at different parts, the least counts.
+    /// From part to the next, or back; copies of the model may cross ranks at different parts, the least
+    /// counts.
     fn hop(&self, part: u32, kind: ComputeKind) -> Nanos {
         let placement = self.order.placement();
         let depth = placement.depth();

@@ -1,4 +1,5 @@
-//! All schedules side by side for one pipeline: time, bubble, memory, links, and how far from the best possible.
+//! All schedules side by side for one pipeline: time, bubble, memory, links, and how far from the best
+//! possible.
 
 use std::fmt;
 
@@ -18,7 +19,8 @@ pub struct Comparison {
     pub microbatches: u32,
     /// Slices of each microbatch's tokens, for [`Method::TeraPipe`]; with one it is [`Method::GPipe`].
     pub slices: u16,
-    /// Each rank's whole share of the model, a part of it where it holds several chunks; one entry or one a rank.
+    /// Each rank's whole share of the model, a part of it where it holds several chunks; one entry or one a
+    /// rank.
     pub cost: Vec<StageCost>,
     /// What joins ranks: one entry, or what each rank has behind it, the last one's joining it to the first.
     pub boundaries: Vec<Boundary>,
@@ -64,7 +66,8 @@ pub struct Compared {
 impl Comparison {
     /// Simulates every method.
     ///
-    /// Errors: [`ParallelError::Zero`]; [`ParallelError::PerStage`]; that a method does not admit the sizes is its row.
+    /// Errors: [`ParallelError::Zero`]; [`ParallelError::PerStage`]; that a method does not admit the sizes is
+    /// its row.
     pub fn run(&self) -> Result<Compared, ParallelError> {
         for (field, value) in [("stages", self.ranks), ("microbatches", self.microbatches)] {
             if value == 0 {
@@ -152,8 +155,8 @@ fn part(whole: StageCost, chunks: u64) -> StageCost {
 }
 
 impl Compared {
-    /// The synchronous schedule that trains fastest within the memory and with one copy of the model; of equals the
-    /// one that holds least.
+    /// The synchronous schedule that trains fastest within the memory and with one copy of the model; of equals
+    /// the one that holds least.
     #[must_use]
     pub fn best(&self) -> Option<(Method, &Figures)> {
         let rows = self.rows.iter().filter_map(|(method, row)| Some((*method, row.as_ref().ok()?)));

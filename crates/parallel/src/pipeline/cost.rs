@@ -30,8 +30,8 @@ pub struct StageMemory {
     pub activations: Bytes,
     /// The part of it that `W` still needs when `I` is done.
     pub for_weight: Bytes,
-    /// What is held from `F` to `R` where the stage recomputes: its input alone, or with selective recomputation also
-    /// what it keeps of the layers that do not run again.
+    /// What is held from `F` to `R` where the stage recomputes: its input alone, or with selective
+    /// recomputation also what it keeps of the layers that do not run again.
     pub input: Bytes,
 }
 
@@ -68,8 +68,8 @@ impl StageCost {
 
 /// What joins a stage and the next, and what travels there for one microbatch.
 ///
-/// Messages from one rank to another take their turns on the wire, whichever boundary they cross; the two directions
-/// do not disturb each other.
+/// Messages from one rank to another take their turns on the wire, whichever boundary they cross; the two
+/// directions do not disturb each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Boundary {
     /// The link, each way.
@@ -94,8 +94,8 @@ impl Boundary {
     }
 }
 
-/// What a slice of a microbatch's tokens is, beside the other slices: its attention looks at those before it, so the last
-/// of equally long slices takes longest.
+/// What a slice of a microbatch's tokens is, beside the other slices: its attention looks at those before it,
+/// so the last of equally long slices takes longest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SliceShare {
     /// Of the tokens: what stages hold and boundaries carry is cut so.
@@ -111,7 +111,8 @@ impl SliceShare {
 /// What a pipeline takes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PipelineCost {
-    /// By stage of one copy of the model; or of all copies, where ranks that hold the same part are unequally fast.
+    /// By stage of one copy of the model; or of all copies, where ranks that hold the same part are unequally
+    /// fast.
     pub stages: Vec<StageCost>,
     /// By the stage before the boundary: one fewer than stages.
     pub boundaries: Vec<Boundary>,

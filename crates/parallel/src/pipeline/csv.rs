@@ -1,4 +1,5 @@
-//! `PyTorch`'s form of a schedule: a line per rank, a cell per action, as `_PipelineScheduleRuntime` loads and dumps it.
+//! `PyTorch`'s form of a schedule: a line per rank, a cell per action, as `_PipelineScheduleRuntime` loads and
+//! dumps it.
 
 use super::{ComputeOrder, Lowered, Op};
 use crate::ParallelError;
@@ -7,9 +8,9 @@ use crate::ParallelError;
 const OVERLAP: &str = "OVERLAP_F_B";
 
 impl ComputeOrder {
-    /// Reads the compute-only form, or the one with communication, whose messages, reductions and gathers are left
-    /// out: [`Schedule::new`](super::Schedule::new) makes its own. Cells without an action are time in which the rank
-    /// waits.
+    /// Reads the compute-only form, or the one with communication, whose messages, reductions and gathers are
+    /// left out: [`Schedule::new`](super::Schedule::new) makes its own. Cells without an action are time in
+    /// which the rank waits.
     ///
     /// Errors: as [`ComputeOrder::from_lists`], with the line.
     ///

@@ -30,9 +30,9 @@ impl Clock for Timeless {
 
 /// Walks `order` to its end. Actions must be in range, on their ranks, and each at most once.
 ///
-/// A forward waits for the activation of the stage before, a backward for the gradient of the stage behind; at the
-/// model's end the gradient is there with the forward's end. All else waits for its rank alone. Each rank's clock runs
-/// in the order of its list, so the order in which ranks are visited does not matter.
+/// A forward waits for the activation of the stage before, a backward for the gradient of the stage behind; at
+/// the model's end the gradient is there with the forward's end. All else waits for its rank alone. Each rank's
+/// clock runs in the order of its list, so the order in which ranks are visited does not matter.
 ///
 /// Errors: [`ParallelError::Deadlock`] with the ops that the ranks stand at.
 pub(super) fn flow(order: &ComputeOrder, clock: &mut impl Clock) -> Result<(), ParallelError> {

@@ -11,8 +11,8 @@ use super::{Action, ComputeKind, ComputeOrder, Lowered, LoweredKind, Message, Op
 pub struct Lowering {
     /// How many computations before its use a message is awaited, so that it can arrive meanwhile.
     pub ahead: u32,
-    /// Whether stages have replicas whose gradients are averaged. Where the pipeline has two copies of the model they
-    /// are in any case.
+    /// Whether stages have replicas whose gradients are averaged. Where the pipeline has two copies of the
+    /// model they are in any case.
     pub replicas: bool,
     /// Whether the first and the last stage share weights.
     pub tied: bool,
@@ -31,9 +31,9 @@ impl Default for Lowering {
 
 /// The lists of all ranks.
 ///
-/// A message is sent right after the computation that makes it. Messages from a rank to another are awaited in the
-/// order in which they are sent, so that one ordered channel for each direction is enough; each as late as that order
-/// lets it, less [`Lowering::ahead`].
+/// A message is sent right after the computation that makes it. Messages from a rank to another are awaited in
+/// the order in which they are sent, so that one ordered channel for each direction is enough; each as late as
+/// that order lets it, less [`Lowering::ahead`].
 pub(super) fn lower(order: &ComputeOrder, lowering: &Lowering) -> Vec<Vec<Lowered>> {
     let mut before: Vec<Vec<Vec<Lowered>>> =
         order.lists().iter().map(|list| vec![Vec::new(); list.len()]).collect();

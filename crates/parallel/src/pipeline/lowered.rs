@@ -1,4 +1,5 @@
-//! The lists that ranks carry out: computations, and between them what is sent, received, reduced, gathered and moved.
+//! The lists that ranks carry out: computations, and between them what is sent, received, reduced, gathered and
+//! moved.
 
 use std::fmt;
 use std::str::FromStr;
@@ -20,7 +21,8 @@ pub enum LoweredKind {
     SendBackward,
     /// `RECV_B`: the gradient of a stage's output is awaited from now on.
     ReceiveBackward,
-    /// `REDUCE_GRAD`: a stage's gradients are complete here and are averaged with those of its replicas from now on.
+    /// `REDUCE_GRAD`: a stage's gradients are complete here and are averaged with those of its replicas from
+    /// now on.
     Reduce,
     /// `REDUCE_TIED`: the gradients that the first and the last stage share are summed from now on.
     ReduceTied,
@@ -76,8 +78,8 @@ impl LoweredKind {
 pub enum Lowered {
     /// A computation.
     Compute(Op),
-    /// Anything else. Only a [`LoweredKind::SendForward`] and the like have a microbatch and slice; for others they
-    /// are 0.
+    /// Anything else. Only a [`LoweredKind::SendForward`] and the like have a microbatch and slice; for others
+    /// they are 0.
     Move {
         /// What.
         kind: LoweredKind,

@@ -1,5 +1,5 @@
-//! What a pipeline's ranks hold: activations from their forward to the end of their backward. Order alone decides it,
-//! not time.
+//! What a pipeline's ranks hold: activations from their forward to the end of their backward. Order alone
+//! decides it, not time.
 
 use farflung_base::{Bytes, StageId};
 
@@ -7,10 +7,11 @@ use super::cost::CostTable;
 use super::{Action, ComputeKind, ComputeOrder, Lowered, LoweredKind, Op, PipelineCost, Schedule};
 use crate::ParallelError;
 
-/// The most chunk activations that each rank holds at once: forwards done, the last part of their backward not yet.
+/// The most chunk activations that each rank holds at once: forwards done, the last part of their backward not
+/// yet.
 ///
-/// A slice of a microbatch counts as one. An overlapped pair holds both of its microbatches. Without backwards nothing
-/// outlasts its forward.
+/// A slice of a microbatch counts as one. An overlapped pair holds both of its microbatches. Without backwards
+/// nothing outlasts its forward.
 #[must_use]
 pub fn peaks(order: &ComputeOrder) -> Vec<u32> {
     if order.is_forward_only() {
@@ -33,7 +34,8 @@ pub fn peaks(order: &ComputeOrder) -> Vec<u32> {
 
 /// The most bytes of activations that each rank holds at once.
 ///
-/// A stage that recomputes holds [`StageMemory::input`](super::StageMemory::input) from `F` to `R` and all from `R` on.
+/// A stage that recomputes holds [`StageMemory::input`](super::StageMemory::input) from `F` to `R` and all from
+/// `R` on.
 ///
 /// Errors: as [`PipelineCost::check`].
 pub fn peak_bytes(order: &ComputeOrder, cost: &PipelineCost) -> Result<Vec<Bytes>, ParallelError> {

@@ -59,7 +59,8 @@ macro_rules! methods {
 methods! {
     /// All forwards, then all backwards. Source: Huang et al. 2019.
     GPipe => gpipe::ROW,
-    /// One forward, one backward, with a flush. Source: Narayanan et al. 2021 (Megatron), Fan et al. 2021 (DAPPLE).
+    /// One forward, one backward, with a flush. Source: Narayanan et al. 2021 (Megatron), Fan et al. 2021
+    /// (DAPPLE).
     OneFOneB => one_f_one_b::ROW,
     /// 1F1B with a steeper warm-up, so that slow links stay hidden.
     OneFOneBSlope => one_f_one_b::SLOPE,
@@ -119,10 +120,11 @@ pub struct Settings {
     pub cost: Vec<StageCost>,
     /// From the end of a stage on one rank to the start of its successor on the next, for the same methods.
     pub hop: Nanos,
-    /// Warm-up slope of [`Method::OneFOneBSlope`]; `None`: [`slope`] of the costs, within `memory` if that is given.
+    /// Warm-up slope of [`Method::OneFOneBSlope`]; `None`: [`slope`] of the costs, within `memory` if that is
+    /// given.
     pub slope: Option<u32>,
-    /// Chunk activations that a rank may hold, where `I` gives back half of one ([`Method::ZbAuto`]), or microbatches
-    /// in flight ([`Method::Varuna`]); `None` is as many as ranks, what 1F1B takes.
+    /// Chunk activations that a rank may hold, where `I` gives back half of one ([`Method::ZbAuto`]), or
+    /// microbatches in flight ([`Method::Varuna`]); `None` is as many as ranks, what 1F1B takes.
     pub memory: Option<u32>,
 }
 
@@ -228,8 +230,8 @@ impl Method {
 
     /// The order for these sizes.
     ///
-    /// Errors: [`ParallelError::NotAdmitted`] with the setting that the method cannot do and what it needs instead;
-    /// [`ParallelError::TooLarge`].
+    /// Errors: [`ParallelError::NotAdmitted`] with the setting that the method cannot do and what it needs
+    /// instead; [`ParallelError::TooLarge`].
     pub fn order(self, settings: &Settings) -> Result<ComputeOrder, ParallelError> {
         let row = self.row();
         let chunks = settings.chunks.unwrap_or(self.default_chunks());
@@ -280,7 +282,8 @@ impl Method {
         Ok(())
     }
 
-    /// The most chunk activations that a rank of an order by this method holds at once, where the method promises one.
+    /// The most chunk activations that a rank of an order by this method holds at once, where the method
+    /// promises one.
     #[must_use]
     pub fn peak_bound(self, settings: &Settings, rank: u32) -> Option<u64> {
         let chunks = u64::from(settings.chunks.unwrap_or(self.default_chunks()));

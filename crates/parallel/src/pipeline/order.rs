@@ -1,4 +1,5 @@
-//! A pipeline schedule as its author writes it: for each rank, its computations in order. Times are not part of it.
+//! A pipeline schedule as its author writes it: for each rank, its computations in order. Times are not part of
+//! it.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,8 +12,9 @@ use crate::ParallelError;
 
 /// What every rank computes, in which order.
 ///
-/// There is no value of this type that could not run: each microbatch passes each stage of one copy of the model once,
-/// forward and (unless no rank has any) backward, on the rank that holds the stage, and nobody waits for ever.
+/// There is no value of this type that could not run: each microbatch passes each stage of one copy of the
+/// model once, forward and (unless no rank has any) backward, on the rank that holds the stage, and nobody
+/// waits for ever.
 ///
 /// It prints a line per rank and reads back; text after `#` is left out.
 ///
@@ -59,11 +61,11 @@ impl ComputeOrder {
 
     /// Checks `lists`, one for each rank of `placement`.
     ///
-    /// `slices` is the number of parts that each microbatch's tokens are cut into: a slice's forward follows that of
-    /// the slice before it, its backward that of the slice behind it, on the same stage.
+    /// `slices` is the number of parts that each microbatch's tokens are cut into: a slice's forward follows
+    /// that of the slice before it, its backward that of the slice behind it, on the same stage.
     ///
-    /// Errors: [`ParallelError::Action`] with the first action that has no place, stands on the wrong rank, comes a
-    /// second time or before what it needs; [`ParallelError::Missing`] with one that never comes;
+    /// Errors: [`ParallelError::Action`] with the first action that has no place, stands on the wrong rank,
+    /// comes a second time or before what it needs; [`ParallelError::Missing`] with one that never comes;
     /// [`ParallelError::Deadlock`]; [`ParallelError::PerRank`]; [`ParallelError::TooLarge`].
     pub fn new(
         placement: Placement,
@@ -275,7 +277,8 @@ impl ComputeOrder {
         at_the_input.dedup();
         let halves = at_the_input.len() as u64 != microbatches && stages.is_multiple_of(2);
         let copies = if halves { 2 } else { 1 };
-        // Numbers in a file are claims: there must be a forward for each before anything is as large as they say.
+        // Numbers in a file are claims: there must be a forward for each before anything is as large as they
+        // say.
         let forwards = u128::from(stages) * u128::from(microbatches) * u128::from(slices) / copies;
         if forwards > count as u128 || count == 0 {
             return Err(ParallelError::Incomplete { stages, microbatches, actions: count });

@@ -6,8 +6,8 @@ use crate::ParallelError;
 
 /// The stages of a pipeline on their ranks.
 ///
-/// Stages count from the model's input. A method that sends microbatches through the ranks both ways holds two copies
-/// of the model; the second copy's stages follow the first's: with 4 ranks, 0 to 3 and 4 to 7.
+/// Stages count from the model's input. A method that sends microbatches through the ranks both ways holds two
+/// copies of the model; the second copy's stages follow the first's: with 4 ranks, 0 to 3 and 4 to 7.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Placement {
     ranks: u32,
@@ -18,7 +18,8 @@ pub struct Placement {
 impl Placement {
     /// Stages on the ranks of `rank_of`, in order, in `copies` equal parts.
     ///
-    /// Errors: [`ParallelError::Placement`] if there are no stages, a rank without one, or copies of unequal length.
+    /// Errors: [`ParallelError::Placement`] if there are no stages, a rank without one, or copies of unequal
+    /// length.
     pub fn new(rank_of: Vec<Rank>, copies: u32) -> Result<Self, ParallelError> {
         let ranks = rank_of.iter().map(|r| r.index() + 1).max().unwrap_or_default();
         let stages = rank_of.len();
@@ -105,8 +106,9 @@ impl Placement {
         self.rank_of.iter().zip(0..).filter(move |(r, _)| **r == rank).map(|(_, stage)| StageId(stage))
     }
 
-    /// The stage under which its rank keeps the part of the model that `stage` is: the first of that part there. Where the
-    /// ways of microbatches part, a rank's part belongs to several copies of the model, and there is one of it.
+    /// The stage under which its rank keeps the part of the model that `stage` is: the first of that part
+    /// there. Where the ways of microbatches part, a rank's part belongs to several copies of the model, and
+    /// there is one of it.
     #[must_use]
     pub fn home(&self, stage: StageId) -> StageId {
         let (rank, part) = (self.rank(stage), self.part(stage));
@@ -129,8 +131,8 @@ impl Placement {
         ranks
     }
 
-    /// Whether stages are pools of ranks: there are several ways through the ranks, and a rank holds one part. A method
-    /// that sends microbatches both ways gives each rank the two users of the token table together.
+    /// Whether stages are pools of ranks: there are several ways through the ranks, and a rank holds one part.
+    /// A method that sends microbatches both ways gives each rank the two users of the token table together.
     #[must_use]
     pub fn is_pooled(&self) -> bool {
         self.copies > 1 && self.tie() == Tie::Across

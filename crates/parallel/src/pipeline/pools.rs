@@ -117,11 +117,11 @@ impl Pools {
         None
     }
 
-    /// The rank that each microbatch of a step passes at each stage: in each pool by interleaved weighted round robin over
-    /// the rates. Every rank has a microbatch if there are [`Pools::fewest`].
+    /// The rank that each microbatch of a step passes at each stage: in each pool by interleaved weighted round
+    /// robin over the rates. Every rank has a microbatch if there are [`Pools::fewest`].
     ///
-    /// Source: Ryabinin et al. 2023, "SWARM", algorithm 1. Differs: all of a step is decided before it begins, as part of
-    /// the plan, so that each microbatch counts once whoever is late.
+    /// Source: Ryabinin et al. 2023, "SWARM", algorithm 1. Differs: all of a step is decided before it begins,
+    /// as part of the plan, so that each microbatch counts once whoever is late.
     ///
     /// Errors: [`ParallelError::Plan`] for [`Pools::fault`].
     pub fn routes(&self, microbatches: u32) -> Result<Vec<Vec<Rank>>, ParallelError> {
@@ -145,10 +145,11 @@ impl Pools {
 
     /// The order of a step's work: a list schedule over the routes.
     ///
-    /// `cost` is what each stage takes on the slowest rank of its pool, or one cost for all; `hop` what a message takes. A
-    /// rank holds at most `memory` microbatches; unless told as many as keep the ranks of its stage and of those behind it
-    /// busy, messages' way included, shared out by its microbatches. Where a pool's ranks are unequally fast it is twice as
-    /// many: microbatches do not come back in the order in which they left.
+    /// `cost` is what each stage takes on the slowest rank of its pool, or one cost for all; `hop` what a
+    /// message takes. A rank holds at most `memory` microbatches; unless told as many as keep the ranks of its
+    /// stage and of those behind it busy, messages' way included, shared out by its microbatches. Where a
+    /// pool's ranks are unequally fast it is twice as many: microbatches do not come back in the order in which
+    /// they left.
     ///
     /// Errors: those of [`Pools::routes`]; [`ParallelError::PerStage`]; those of [`ComputeOrder::new`].
     pub fn order(
@@ -182,7 +183,8 @@ impl Pools {
         })
     }
 
-    /// What each stage of a placement over these pools takes on its own rank, where `cost` is what it takes on the slowest.
+    /// What each stage of a placement over these pools takes on its own rank, where `cost` is what it takes on
+    /// the slowest.
     #[must_use]
     pub fn own_costs(&self, placement: &Placement, cost: &[StageCost]) -> Vec<StageCost> {
         let times = self.times(cost);

@@ -5,11 +5,12 @@ use super::{Action, ComputeKind, ComputeOrder, Op};
 impl ComputeOrder {
     /// The same order with each microbatch's forward run again right before its backward.
     ///
-    /// Where the backward follows its forward at once, as on the last stage of 1F1B, nothing was let go of and nothing
-    /// is run again. Where a rank would wait for a gradient, the recomputation needs no gradient and fills the wait.
+    /// Where the backward follows its forward at once, as on the last stage of 1F1B, nothing was let go of and
+    /// nothing is run again. Where a rank would wait for a gradient, the recomputation needs no gradient and
+    /// fills the wait.
     ///
-    /// Source: Huang et al. 2019, "`GPipe`", section 2.3; that it is issued ahead of the gradient is Varuna's (Athlur
-    /// et al. 2022). An order that recomputes already is not changed, nor is one without backwards.
+    /// Source: Huang et al. 2019, "`GPipe`", section 2.3; that it is issued ahead of the gradient is Varuna's
+    /// (Athlur et al. 2022). An order that recomputes already is not changed, nor is one without backwards.
     ///
     /// ```
     /// use farflung_parallel::pipeline::{Method, Settings};

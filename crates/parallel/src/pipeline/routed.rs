@@ -1,4 +1,5 @@
-//! An order for microbatches that take different ways through a pipeline's ranks: a list schedule over the routes.
+//! An order for microbatches that take different ways through a pipeline's ranks: a list schedule over the
+//! routes.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -16,7 +17,8 @@ pub(crate) struct Routed<'a> {
     pub(crate) times: &'a [RankTimes],
     /// From each stage to the next: activations, and gradients on the way back.
     pub(crate) hops: &'a [Hop],
-    /// Microbatches that each rank may hold, from their forwards to their weights' gradients; at least 1. By rank.
+    /// Microbatches that each rank may hold, from their forwards to their weights' gradients; at least 1. By
+    /// rank.
     pub(crate) held: &'a [u32],
 }
 
@@ -36,11 +38,12 @@ pub(crate) struct Hop {
 }
 
 impl Routed<'_> {
-    /// Each rank does what is ready first, and of that gradients before forwards, since other ranks wait for them.
-    /// Backwards are split: `I` as soon as its gradient is there, `W` where the rank would stand still otherwise.
+    /// Each rank does what is ready first, and of that gradients before forwards, since other ranks wait for
+    /// them. Backwards are split: `I` as soon as its gradient is there, `W` where the rank would stand still
+    /// otherwise.
     ///
-    /// Nobody waits for ever: a rank that holds all that it may has handed these microbatches on, and the last stage
-    /// never waits for another with the gradient of what it has.
+    /// Nobody waits for ever: a rank that holds all that it may has handed these microbatches on, and the last
+    /// stage never waits for another with the gradient of what it has.
     ///
     /// Each way through the ranks is a copy of the model in the order's placement, numbered by first use.
     ///

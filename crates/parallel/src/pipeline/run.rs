@@ -1,5 +1,5 @@
-//! Carries a schedule out: one rank's list, entry by entry, with a worker that knows what computing and sending are.
-//! No threads, no waiting of its own, no clock: the worker brings them.
+//! Carries a schedule out: one rank's list, entry by entry, with a worker that knows what computing and sending
+//! are. No threads, no waiting of its own, no clock: the worker brings them.
 
 use std::collections::BTreeMap;
 
@@ -16,9 +16,9 @@ pub trait Worker {
     /// Why something failed.
     type Error;
 
-    /// Runs `action` on `input`: the output of the stage before for a forward, the gradient from the stage behind for
-    /// a backward; `None` at the model's input and output, and for `W`, `R` and `STEP`. Answers with what another
-    /// stage needs of it; what it answers when none does is let go.
+    /// Runs `action` on `input`: the output of the stage before for a forward, the gradient from the stage
+    /// behind for a backward; `None` at the model's input and output, and for `W`, `R` and `STEP`. Answers with
+    /// what another stage needs of it; what it answers when none does is let go.
     ///
     /// Errors: the worker's own.
     fn compute(
@@ -82,9 +82,9 @@ pub enum Progress {
 
 /// One rank's way through a schedule.
 ///
-/// Where it stands is one number, [`Executor::at`]: save it between two steps with what the worker holds, and go on
-/// from there later, after a lost peer is whole again for example. A step that fails leaves the number as it was, but
-/// its input is gone: go on with a new executor.
+/// Where it stands is one number, [`Executor::at`]: save it between two steps with what the worker holds, and
+/// go on from there later, after a lost peer is whole again for example. A step that fails leaves the number as
+/// it was, but its input is gone: go on with a new executor.
 #[derive(Debug)]
 pub struct Executor<'a, W: Worker> {
     schedule: &'a Schedule,
@@ -107,8 +107,8 @@ impl<'a, W: Worker> Executor<'a, W> {
         Self { schedule, rank, at: 0, awaited: BTreeMap::new(), made: BTreeMap::new() }
     }
 
-    /// Where an executor of the same schedule and rank stood: what was on its way is asked for again, in order, and
-    /// what was made here and not used is [recalled](Worker::recall).
+    /// Where an executor of the same schedule and rank stood: what was on its way is asked for again, in order,
+    /// and what was made here and not used is [recalled](Worker::recall).
     ///
     /// Errors: the worker's own.
     ///

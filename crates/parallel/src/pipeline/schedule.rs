@@ -11,9 +11,10 @@ use crate::ParallelError;
 
 /// Lists that ranks can carry out as they stand.
 ///
-/// There is no value of this type whose messages do not pair or whose ranks could wait for each other for ever: every
-/// message that crosses ranks is sent once, after it is made, and awaited once, before it is used, in the same order
-/// at both ends of a wire; and with [`Schedule::buffers`] messages on a wire that nobody awaits yet, all lists end.
+/// There is no value of this type whose messages do not pair or whose ranks could wait for each other for ever:
+/// every message that crosses ranks is sent once, after it is made, and awaited once, before it is used, in the
+/// same order at both ends of a wire; and with [`Schedule::buffers`] messages on a wire that nobody awaits yet,
+/// all lists end.
 ///
 /// ```
 /// use farflung_parallel::pipeline::{Lowering, Method, Schedule, Settings};
@@ -38,7 +39,8 @@ pub struct Schedule {
 impl Schedule {
     /// Lowers `order`, checks the result, and finds the fewest buffers with which it ends.
     ///
-    /// Errors: [`ParallelError::Schedule`] and [`ParallelError::Deadlock`]; no order of this crate's methods gives one.
+    /// Errors: [`ParallelError::Schedule`] and [`ParallelError::Deadlock`]; no order of this crate's methods
+    /// gives one.
     pub fn new(order: ComputeOrder, lowering: &Lowering) -> Result<Self, ParallelError> {
         let lists = lower(&order, lowering);
         Self::check(order, lists)
@@ -46,8 +48,8 @@ impl Schedule {
 
     /// Checks lists that were lowered elsewhere, and finds the fewest buffers with which they end.
     ///
-    /// Errors: [`ParallelError::Schedule`] with the first entry that is out of place; [`ParallelError::Deadlock`] if
-    /// no number of buffers is enough.
+    /// Errors: [`ParallelError::Schedule`] with the first entry that is out of place;
+    /// [`ParallelError::Deadlock`] if no number of buffers is enough.
     pub fn check(order: ComputeOrder, lists: Vec<Vec<Lowered>>) -> Result<Self, ParallelError> {
         pairing(&order, &lists)?;
         let ends = |buffers| walk(&order, &lists, buffers);
@@ -78,8 +80,8 @@ impl Schedule {
         &self.lists
     }
 
-    /// Messages on a wire that a sender must be able to be ahead of its receiver: 0 where each send may wait until
-    /// the message is awaited.
+    /// Messages on a wire that a sender must be able to be ahead of its receiver: 0 where each send may wait
+    /// until the message is awaited.
     #[must_use]
     pub const fn buffers(&self) -> u32 {
         self.buffers
@@ -217,8 +219,8 @@ fn one_rank(
     }
 }
 
-/// Runs the lists without time: a send waits until fewer than `buffers` messages on its wire are not yet awaited (or,
-/// with none, until its own is), a computation until what it takes is sent.
+/// Runs the lists without time: a send waits until fewer than `buffers` messages on its wire are not yet
+/// awaited (or, with none, until its own is), a computation until what it takes is sent.
 fn walk(order: &ComputeOrder, lists: &[Vec<Lowered>], buffers: u32) -> Result<(), ParallelError> {
     let placement = order.placement();
     let mut at = vec![0; lists.len()];

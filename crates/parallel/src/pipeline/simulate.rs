@@ -1,5 +1,5 @@
-//! Predicts when every computation of a pipeline starts and ends: an order and its costs in, times out. Integers
-//! throughout, so every machine predicts the same.
+//! Predicts when every computation of a pipeline starts and ends: an order and its costs in, times out.
+//! Integers throughout, so every machine predicts the same.
 
 use std::collections::BTreeMap;
 
@@ -43,9 +43,9 @@ pub struct Simulation<'a> {
 
 /// Runs `order` at `cost`.
 ///
-/// A rank runs its list in order, each op as soon as the rank is free and its inputs are there. A message leaves with
-/// its computation's end or when the wire from rank to rank is free, holds the wire for its bytes over the bandwidth,
-/// and arrives the latency later; sending and receiving take no computing time.
+/// A rank runs its list in order, each op as soon as the rank is free and its inputs are there. A message
+/// leaves with its computation's end or when the wire from rank to rank is free, holds the wire for its bytes
+/// over the bandwidth, and arrives the latency later; sending and receiving take no computing time.
 ///
 /// With the costs of a run under virtual time this predicts what it takes.
 ///
@@ -191,8 +191,8 @@ impl Simulation<'_> {
         self.makespan - self.busy(rank)
     }
 
-    /// How long a rank stands still between its first op and its last: what remains of the bubble when the next step
-    /// starts as soon as the rank is done. Source: Qi et al. 2023.
+    /// How long a rank stands still between its first op and its last: what remains of the bubble when the next
+    /// step starts as soon as the rank is done. Source: Qi et al. 2023.
     #[must_use]
     pub fn span_bubble(&self, rank: Rank) -> Nanos {
         let slots = self.slots(rank);

@@ -1,5 +1,5 @@
-//! A whole step of a pipeline: its computations with the collectives between them and the optimizer behind them. What a
-//! collective takes is an input: nothing here knows algorithms or links of collectives.
+//! A whole step of a pipeline: its computations with the collectives between them and the optimizer behind
+//! them. What a collective takes is an input: nothing here knows algorithms or links of collectives.
 
 use std::collections::BTreeMap;
 
@@ -107,11 +107,11 @@ impl StepSimulation<'_> {
 impl Schedule {
     /// Runs a step at `cost`, with collectives at `prices`.
     ///
-    /// Computations and messages go as in [`simulate`](super::simulate()). A part's gradients are averaged as soon as all
-    /// that hold it have them complete, beside what their ranks compute on; a rank takes part in one reduction at a time.
-    /// With a flush a rank steps when its gradients are all there. Without one it waits for each update's average before
-    /// it goes on. Weights are gathered where the list says, and waited for. What moves to slower memory and back is taken
-    /// to be hidden.
+    /// Computations and messages go as in [`simulate`](super::simulate()). A part's gradients are averaged as
+    /// soon as all that hold it have them complete, beside what their ranks compute on; a rank takes part in
+    /// one reduction at a time. With a flush a rank steps when its gradients are all there. Without one it
+    /// waits for each update's average before it goes on. Weights are gathered where the list says, and waited
+    /// for. What moves to slower memory and back is taken to be hidden.
     ///
     /// Errors: as [`PipelineCost::check`]; [`ParallelError::PerStage`] for prices of another number of parts.
     ///
@@ -126,7 +126,8 @@ impl Schedule {
     /// let schedule = Schedule::new(order, &Lowering { replicas: true, ..Lowering::default() })?;
     /// let prices = CollectivePrices { reduce: vec![Nanos::from_millis(5); 4], ..CollectivePrices::default() };
     /// let step = schedule.simulate(&cost, &prices)?;
-    /// // The last stage is done 6 ms before the first, and its average before it too; only the first one's is seen.
+    /// // The last stage is done 6 ms before the first, and its average before it too. Only the first one's is
+    /// // seen.
     /// assert_eq!(step.reductions()[0].rank, Rank(3));
     /// assert_eq!(step.reductions()[0].slot.end, Nanos::from_millis(27 + 5));
     /// assert_eq!((step.makespan(), step.exposed()), (Nanos::from_millis(33 + 5), Nanos::from_millis(5)));
@@ -220,7 +221,8 @@ impl Marks {
         let pooled = placement.is_pooled();
         let mut line = Line { free: vec![Nanos::ZERO; schedule.lists().len()], done: Vec::new() };
         let of = |kind| {
-            // Those that take part, update by update: all holders of a part, or the tied weights' two users in a copy.
+            // Those that take part, update by update: all holders of a part, or the tied weights' two users in
+            // a copy.
             let mut groups: BTreeMap<(u32, u32), Vec<Reduction>> = BTreeMap::new();
             let mut updates: BTreeMap<StageId, u32> = BTreeMap::new();
             for &(rank, _, stage, after) in self.gradients.iter().filter(|mark| mark.1 == kind) {
@@ -326,7 +328,8 @@ mod tests {
         assert_eq!(step(Method::OneFOneB, &REPLICAS, &prices).2, 27 + 20 + 1);
     }
 
-    /// Breadth-first's second chunks are done while the first ones still compute: two averages, one after the other.
+    /// Breadth-first's second chunks are done while the first ones still compute: two averages, one after the
+    /// other.
     #[test]
     fn a_rank_averages_one_chunk_at_a_time() {
         let prices = CollectivePrices { reduce: vec![ms(20); 8], ..CollectivePrices::default() };

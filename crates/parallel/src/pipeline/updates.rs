@@ -1,4 +1,5 @@
-//! When a pipeline's weights change, and which version of them each microbatch sees. Versions are counted, not held.
+//! When a pipeline's weights change, and which version of them each microbatch sees. Versions are counted, not
+//! held.
 
 use std::fmt;
 
@@ -11,12 +12,12 @@ pub enum Updates {
     /// A stage steps after each of its backwards and keeps the version that each microbatch went forward with.
     /// Source: Narayanan et al. 2019, "`PipeDream`", section 3.3.
     Stashed {
-        /// Whether every stage takes the version that stage 0 had when the microbatch entered, and so all take the
-        /// same one; else each takes its newest.
+        /// Whether every stage takes the version that stage 0 had when the microbatch entered, and so all take
+        /// the same one; else each takes its newest.
         sync: VersionSync,
     },
-    /// A stage steps after each `every` microbatches and keeps two versions; all take the one before the newest.
-    /// Source: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3.1.
+    /// A stage steps after each `every` microbatches and keeps two versions; all take the one before the
+    /// newest. Source: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3.1.
     TwoVersions {
         /// Microbatches of one update, at least as many as stages.
         every: u32,
@@ -33,7 +34,8 @@ pub enum VersionSync {
 }
 
 impl Updates {
-    /// The version, as the number of updates before it, that `microbatch` sees on part `part` of a model of `depth`.
+    /// The version, as the number of updates before it, that `microbatch` sees on part `part` of a model of
+    /// `depth`.
     ///
     /// Forward and backward see the same one.
     #[must_use]

@@ -25,11 +25,12 @@ fn ensure(
 }
 
 impl Plan {
-    /// Whether all of the plan can be carried out. Names of codecs and methods of synchronisation are checked by the crates
-    /// that have their tables.
+    /// Whether all of the plan can be carried out. Names of codecs and methods of synchronisation are checked
+    /// by the crates that have their tables.
     ///
-    /// Errors: [`ParallelError::Plan`] with the field that is wrong, [`ParallelError::NotBuilt`] for a mesh with other axes
-    /// than data and pipeline, and what [`Method::order`](crate::pipeline::Method::order) refuses.
+    /// Errors: [`ParallelError::Plan`] with the field that is wrong, [`ParallelError::NotBuilt`] for a mesh
+    /// with other axes than data and pipeline, and what [`Method::order`](crate::pipeline::Method::order)
+    /// refuses.
     pub fn check(&self) -> Result<(), ParallelError> {
         self.check_mesh()?;
         self.check_parts()?;
@@ -267,10 +268,11 @@ impl Plan {
         ensure(copies == 1, "level", "given 2 times", expected)
     }
 
-    /// The order of a replica's work with so many microbatches, given what stages and hops take; methods that do not look
-    /// at costs give the same order for any.
+    /// The order of a replica's work with so many microbatches, given what stages and hops take; methods that
+    /// do not look at costs give the same order for any.
     ///
-    /// Errors: as [`Method::order`](crate::pipeline::Method::order); [`ParallelError::Plan`] for lists of the author's own that do not fit the plan.
+    /// Errors: as [`Method::order`](crate::pipeline::Method::order); [`ParallelError::Plan`] for lists of the
+    /// author's own that do not fit the plan.
     pub fn order_with(
         &self,
         microbatches: u32,

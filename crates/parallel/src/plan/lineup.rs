@@ -13,29 +13,29 @@ pub struct Stood {
 
 /// Which members form the pipelines of the next plan, and who is left over.
 ///
-/// With fewer members than the run's pipelines should have stages, all of them form one pipeline of as many stages as
-/// there are members, so that the model is cut anew. With more, there are as many whole pipelines as there can be, and
-/// the others are spares: members that hold no part until somebody is lost or others come. Or, where a pipeline is not
-/// whole, each stage is the pool of all that hold its part.
+/// With fewer members than the run's pipelines should have stages, all of them form one pipeline of as many
+/// stages as there are members, so that the model is cut anew. With more, there are as many whole pipelines as
+/// there can be, and the others are spares: members that hold no part until somebody is lost or others come.
+/// Or, where a pipeline is not whole, each stage is the pool of all that hold its part.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lineup {
     /// Stages of a pipeline.
     pub stages: u32,
     /// Members of each stage, where stages are pools of members; empty where pipelines are whole.
     pub pools: Vec<u32>,
-    /// The member at each rank of the plan: rank `replica * stages + position`, or pool by pool. Numbers count the members
-    /// of the view.
+    /// The member at each rank of the plan: rank `replica * stages + position`, or pool by pool. Numbers count
+    /// the members of the view.
     pub ranks: Vec<usize>,
     /// The others, in the view's order.
     pub spares: Vec<usize>,
 }
 
 impl Lineup {
-    /// Of a view's members with where each of them stands in a plan of pipelines of `before` stages; `None` of one that
-    /// holds no part. `stages` is what the run's pipelines should have.
+    /// Of a view's members with where each of them stands in a plan of pipelines of `before` stages; `None` of
+    /// one that holds no part. `stages` is what the run's pipelines should have.
     ///
-    /// Pipelines of which most ranks are left stay together, and holes are filled by those that hold that part, so that
-    /// as few values move as can be. A pure function: members that are told the same decide the same.
+    /// Pipelines of which most ranks are left stay together, and holes are filled by those that hold that part,
+    /// so that as few values move as can be. A pure function: members that are told the same decide the same.
     ///
     /// ```
     /// use farflung_parallel::plan::{Lineup, Stood};
@@ -70,12 +70,13 @@ impl Lineup {
         Self { stages, pools: Vec::new(), ranks: places.into_iter().flatten().collect(), spares }
     }
 
-    /// As [`Lineup::new`], but all that hold a part go on with it where whole pipelines would leave some of them out:
-    /// each stage is a pool of members then, which share its microbatches. Members without a part fill the places of
-    /// those that are lost. It ends as soon as there are members enough for whole pipelines, and does not begin where the
-    /// smallest pool would be smaller than the number of whole pipelines.
+    /// As [`Lineup::new`], but all that hold a part go on with it where whole pipelines would leave some of
+    /// them out: each stage is a pool of members then, which share its microbatches. Members without a part
+    /// fill the places of those that are lost. It ends as soon as there are members enough for whole pipelines,
+    /// and does not begin where the smallest pool would be smaller than the number of whole pipelines.
     ///
-    /// Source: Gandhi et al. 2024, "ReCycle": microbatches of a lost worker go to those that hold the same stage.
+    /// Source: Gandhi et al. 2024, "ReCycle": microbatches of a lost worker go to those that hold the same
+    /// stage.
     ///
     /// ```
     /// use farflung_parallel::plan::{Lineup, Stood};
@@ -111,7 +112,8 @@ impl Lineup {
         }
         let fewest = pools.iter().map(Vec::len).min().unwrap_or(0);
         if fewest == most || fewest < whole.replicas() {
-            // Nobody is left out by whole pipelines, or more of them can be made of those that hold another part.
+            // Nobody is left out by whole pipelines, or more of them can be made of those that hold another
+            // part.
             return whole;
         }
         let sizes = pools.iter().map(|pool| pool.len() as u32).collect();
@@ -228,8 +230,8 @@ pub struct Move {
     pub to: usize,
 }
 
-/// The newest step of which the members together have all of these tensors; otherwise one that nobody has at the newest
-/// step of any.
+/// The newest step of which the members together have all of these tensors; otherwise one that nobody has at
+/// the newest step of any.
 ///
 /// Errors: the name of a tensor that is missing.
 pub fn newest_whole<'a>(holdings: &[Holding], needed: &'a [Needed]) -> Result<u64, &'a str> {
@@ -249,8 +251,9 @@ pub fn newest_whole<'a>(holdings: &[Holding], needed: &'a [Needed]) -> Result<u6
     Err(missing)
 }
 
-/// What moves so that each member has what it needs at a step: the difference of two plans, in tensors and bytes. Those
-/// that several members have are shared out among them, so that none gives much more than the others.
+/// What moves so that each member has what it needs at a step: the difference of two plans, in tensors and
+/// bytes. Those that several members have are shared out among them, so that none gives much more than the
+/// others.
 ///
 /// `needs` are the tensors that each member needs. What nobody has at that step does not move.
 #[must_use]

@@ -7,7 +7,8 @@ use farflung_base::Bytes;
 /// A range of layers that one stage holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Part {
-    /// Its layers. The first part also has the embeddings, the last the head. A part between two others may be empty.
+    /// Its layers. The first part also has the embeddings, the last the head. A part between two others may be
+    /// empty.
     pub layers: Range<u32>,
     /// What is computed again for the backward pass.
     pub recompute: Recompute,
@@ -41,8 +42,8 @@ impl Recompute {
     }
 }
 
-/// Layers cut into parts as equal as they can be, of which the first and the last have one at least; `None` if there are
-/// fewer than two layers for several parts.
+/// Layers cut into parts as equal as they can be, of which the first and the last have one at least; `None` if
+/// there are fewer than two layers for several parts.
 #[must_use]
 pub fn even_parts(layers: u32, parts: u32) -> Option<Vec<Range<u32>>> {
     if parts == 0 || parts > 1 && layers < 2 {

@@ -187,8 +187,8 @@ struct Version {
 impl FromStr for Plan {
     type Err = ParallelError;
 
-    /// Reads a plan; fields that are left out have the defaults of [`Pipeline`], [`BoundaryCodecs`] and [`Level`]. Only its
-    /// form is looked at: see [`Plan::check`].
+    /// Reads a plan; fields that are left out have the defaults of [`Pipeline`], [`BoundaryCodecs`] and
+    /// [`Level`]. Only its form is looked at: see [`Plan::check`].
     fn from_str(text: &str) -> Result<Self, ParallelError> {
         let wrong = |e: &toml::de::Error| {
             let at = e.span().map_or(0, |span| span.start.min(text.len()));

@@ -29,7 +29,8 @@ fn a_fast_link_is_synchronous_and_a_slow_one_is_not() {
 
     let slow = plan(&shape(), &homes(4, "20mbit,25ms"), &limits).unwrap();
     let Sync::DiLoCo { every } = slow.replicas.sync else { panic!("{slow}") };
-    // 1.5 * 40 MB at 20 Mbit/s are 24 s and 0.1 to 0.15 s of latency; a step computes 16 * 256 / 4000 = 1.024 s.
+    // 1.5 * 40 MB at 20 Mbit/s are 24 s and 0.1 to 0.15 s of latency; a step computes 16 * 256 / 4000 = 1.024
+    // s.
     assert_eq!(u64::from(every), (24_100_u64 * 100).div_ceil(1_024 * 20));
     // One local step fewer would exceed the limit, by simulation.
     let chosen = slow.candidates.iter().find(|c| c.sync == slow.replicas.sync).unwrap();

@@ -29,13 +29,14 @@ enum Choice {
     KeepInput(u32),
 }
 
-/// The fastest plan for `layers` whose kept bytes never exceed `budget`, the chain's input of `input` bytes among them.
+/// The fastest plan for `layers` whose kept bytes never exceed `budget`, the chain's input of `input` bytes
+/// among them.
 ///
-/// Sizes are counted in `budget / units`, rounded up: more units, a finer answer, a slower search (layers² · layers ·
-/// units). Either all of a layer is kept, or nothing until the next input that is.
+/// Sizes are counted in `budget / units`, rounded up: more units, a finer answer, a slower search (layers² ·
+/// layers · units). Either all of a layer is kept, or nothing until the next input that is.
 ///
-/// Errors: [`ParallelError::Budget`] if no plan fits; [`ParallelError::Zero`] without layers or units.
-/// Source: Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains", theorem 1. Differs: what a running
+/// Errors: [`ParallelError::Budget`] if no plan fits; [`ParallelError::Zero`] without layers or units. Source:
+/// Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains", theorem 1. Differs: what a running
 /// layer needs besides what it keeps is not counted.
 ///
 /// ```

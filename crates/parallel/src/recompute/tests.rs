@@ -7,8 +7,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Carries a plan out: every backward once, from the last layer to the first, each with what it needs. Answers with
-/// the time and the most bytes of inputs and of layers' full activations held at once.
+/// Carries a plan out: every backward once, from the last layer to the first, each with what it needs. Answers
+/// with the time and the most bytes of inputs and of layers' full activations held at once.
 fn carry_out(plan: &RecomputePlan, layers: &[Layer], input: u64) -> (u64, u64) {
     let mut kept: BTreeSet<u32> = BTreeSet::new();
     let mut all: BTreeSet<u32> = BTreeSet::new();

@@ -7,11 +7,11 @@ use farflung_base::{Nanos, Rank};
 use crate::pipeline::Op;
 use crate::{Kind, Lane, Span, Timeline};
 
-/// Draws when each rank's processor runs which op, a column per unit of time: the largest in which every start and end
-/// is whole. `None` if that takes lines of more than `width` characters.
+/// Draws when each rank's processor runs which op, a column per unit of time: the largest in which every start
+/// and end is whole. `None` if that takes lines of more than `width` characters.
 ///
-/// An op stands in its first column, `=` in the others, `.` where the rank waits; an overlapped pair has its forward in
-/// the first column and its backward in the next. Stages are left out where each rank has one.
+/// An op stands in its first column, `=` in the others, `.` where the rank waits; an overlapped pair has its
+/// forward in the first column and its backward in the next. Stages are left out where each rank has one.
 #[must_use]
 pub fn cells(timeline: &Timeline, width: usize) -> Option<String> {
     let spans = || timeline.spans.iter().filter(|s| s.lane == Lane::Compute);

@@ -29,8 +29,8 @@ const fn colour(kind: Kind) -> &'static str {
 
 /// Draws a timeline as a standalone SVG, 960 units wide; hovering over a bar says what it is.
 ///
-/// Each rank has a row for its processor and one for each kind of link that is used. Bars of a pipeline that are wide
-/// enough say which op they are. Times on the axis are milliseconds.
+/// Each rank has a row for its processor and one for each kind of link that is used. Bars of a pipeline that
+/// are wide enough say which op they are. Times on the axis are milliseconds.
 #[must_use]
 pub fn svg(timeline: &Timeline) -> String {
     let lanes: Vec<_> = timeline.lanes().collect();

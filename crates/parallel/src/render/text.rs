@@ -9,8 +9,8 @@ use crate::{Kind, Lane, Timeline};
 /// Draws a timeline at most `width` columns wide (at least 24): a line for each rank's processor, one
 /// for each of its links that is used.
 ///
-/// A cell has the letter of the kind that filled most of its time ([`Kind::letter`]), or `.` where nothing did for half
-/// of it. The lines end with an axis and a legend.
+/// A cell has the letter of the kind that filled most of its time ([`Kind::letter`]), or `.` where nothing did
+/// for half of it. The lines end with an axis and a legend.
 #[must_use]
 pub fn grid(timeline: &Timeline, width: usize) -> String {
     let label = format!("r{}", timeline.ranks.saturating_sub(1)).len();

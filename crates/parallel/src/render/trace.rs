@@ -6,8 +6,8 @@ use farflung_base::Rank;
 
 use crate::{Kind, Timeline};
 
-/// Writes a timeline as a JSON object of complete (`X`) events: pid is the rank, tid 0 its processor and the others
-/// its links; times are microseconds with three decimals, so nothing is rounded.
+/// Writes a timeline as a JSON object of complete (`X`) events: pid is the rank, tid 0 its processor and the
+/// others its links; times are microseconds with three decimals, so nothing is rounded.
 #[must_use]
 pub fn trace(timeline: &Timeline) -> String {
     let lanes: Vec<_> = timeline.lanes().collect();

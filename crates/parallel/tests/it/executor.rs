@@ -1,5 +1,5 @@
-//! The executor: a worker that computes numbers finds what one process finds, however the work is ordered; and one that
-//! counts virtual time needs exactly what the simulator predicts.
+//! The executor: a worker that computes numbers finds what one process finds, however the work is ordered; and
+//! one that counts virtual time needs exactly what the simulator predicts.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, Sender, channel};

@@ -116,7 +116,8 @@ proptest! {
         }
     }
 
-    /// Averages start when a stage's last backward is done everywhere and end with the step; free ones change nothing.
+    /// Averages start when a stage's last backward is done everywhere and end with the step; free ones change
+    /// nothing.
     #[test]
     fn collectives_only_add((method, settings) in settings(), price in 0_u64..200, replicas in any::<bool>()) {
         let Some(order) = admitted(method, &settings) else { return Ok(()) };

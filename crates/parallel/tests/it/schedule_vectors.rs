@@ -1,4 +1,5 @@
-//! The schedules against lists and figures that others published or computed: 4 ranks, 8 microbatches, unless said.
+//! The schedules against lists and figures that others published or computed: 4 ranks, 8 microbatches, unless
+//! said.
 
 use farflung_base::{Nanos, Rank};
 use farflung_parallel::pipeline::{
@@ -48,8 +49,8 @@ fn lists_are_the_published_ones() {
     }
 }
 
-/// Odd numbers of ranks, fewer microbatches than ranks, three chunks: by a program that has the rules from the papers and
-/// nothing from here. Above each list its name, ranks, microbatches and chunks.
+/// Odd numbers of ranks, fewer microbatches than ranks, three chunks: by a program that has the rules from the
+/// papers and nothing from here. Above each list its name, ranks, microbatches and chunks.
 #[test]
 fn lists_of_other_sizes_are_those_of_an_independent_program() {
     let text = include_str!("../vectors/other-sizes.txt");
@@ -115,7 +116,8 @@ fn hanayo_has_the_computed_bubbles() {
     }
 }
 
-/// The table of slow links: makespans of 4 ranks and 8 microbatches, chunks of half the size where there are two.
+/// The table of slow links: makespans of 4 ranks and 8 microbatches, chunks of half the size where there are
+/// two.
 #[test]
 fn slow_links_cost_what_the_table_says() {
     let hops = [0, 5, 10, 20, 40];

@@ -1,5 +1,6 @@
-//! The codecs of a device against the wire format's text, as plain arithmetic of the host: bytes, what is lost, what is decoded,
-//! and what is refused. It runs on whatever adapter comes first, in CI on a software rasteriser.
+//! The codecs of a device against the wire format's text, as plain arithmetic of the host: bytes, what is lost,
+//! what is decoded, and what is refused. It runs on whatever adapter comes first, in CI on a software
+//! rasteriser.
 #![cfg(feature = "wgpu")]
 #![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
 

@@ -1,5 +1,5 @@
-//! The wgpu backend against the cpu backend: every op, in shapes that fit no tile; what a device says when it is used wrongly.
-//! It runs on whatever adapter comes first, in CI on a software rasteriser.
+//! The wgpu backend against the cpu backend: every op, in shapes that fit no tile; what a device says when it
+//! is used wrongly. It runs on whatever adapter comes first, in CI on a software rasteriser.
 #![cfg(feature = "wgpu")]
 
 use std::future::Future;
@@ -10,7 +10,8 @@ use std::task::{Context, Poll, Waker};
 use crate::parity::{cases, distance, same};
 use farflung_tensor::{Device, Op, Precision, TensorError};
 
-/// One test at a time: threads that wait for the same device spin, and take its processor away where it is software.
+/// One test at a time: threads that wait for the same device spin, and take its processor away where it is
+/// software.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)

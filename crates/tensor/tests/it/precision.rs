@@ -33,7 +33,8 @@ fn rounded(device: &Device, x: &Tensor, to: DType) -> Tensor {
 #[test]
 fn a_product_in_16_bits_is_the_product_of_rounded_operands() {
     let device = Device::cpu(2).unwrap();
-    // Enough for several tasks of rounding, with values that only one of the types holds: 1e5 is infinite in f16.
+    // Enough for several tasks of rounding, with values that only one of the types holds: 1e5 is infinite in
+    // f16.
     let values = |n: usize, scale: f32| -> Vec<f32> {
         (0..n).map(|i| (i as f32 * 0.37).sin() * scale + 1e-3 * i as f32 / n as f32).collect()
     };

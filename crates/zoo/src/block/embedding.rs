@@ -29,8 +29,8 @@ impl Embedding {
         Ok(y)
     }
 
-    /// The gradients of both tables, for the `start` of the forward pass. A head that shares the token table (`tied_head_wrote`) wrote its part before; this
-    /// adds to it.
+    /// The gradients of both tables, for the `start` of the forward pass. A head that shares the token table
+    /// (`tied_head_wrote`) wrote its part before; this adds to it.
     pub fn backward(
         &self,
         cx: &Cx<'_>,

@@ -1,5 +1,5 @@
-//! The last block: final norm, logits by the tied embedding, and the loss. There is one buffer of logits; the loss
-//! overwrites it by its gradient.
+//! The last block: final norm, logits by the tied embedding, and the loss. There is one buffer of logits; the
+//! loss overwrites it by its gradient.
 
 use farflung_tensor::{Fuse, Op, Result, Tensor};
 
@@ -72,7 +72,8 @@ impl Head {
         Ok(losses)
     }
 
-    /// Losses `[B T]` of each token, and what the backward pass needs; the gradient is that of `scale` times their sum.
+    /// Losses `[B T]` of each token, and what the backward pass needs; the gradient is that of `scale` times
+    /// their sum.
     pub fn forward(
         &self,
         cx: &Cx<'_>,

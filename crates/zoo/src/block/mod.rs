@@ -1,5 +1,5 @@
-//! The blocks of a GPT, each with an explicit vector-Jacobian product in two halves, so that a pipeline can send, split
-//! the backward pass, or run a forward pass again. There is no tape.
+//! The blocks of a GPT, each with an explicit vector-Jacobian product in two halves, so that a pipeline can
+//! send, split the backward pass, or run a forward pass again. There is no tape.
 //!
 //! Shapes: `B` sequences of `T` tokens, width `C`, vocabulary `V`; hidden states are `[B, T, C]`.
 //!
@@ -25,7 +25,8 @@ pub struct Cx<'a> {
     pub layout: &'a ParamLayout,
     /// The stage's parameters.
     pub params: &'a Tensor,
-    /// What gradients are multiplied with where a product rounds them, and the product divided by; a power of two.
+    /// What gradients are multiplied with where a product rounds them, and the product divided by; a power of
+    /// two.
     pub gradient_scale: f32,
 }
 

@@ -86,8 +86,8 @@ impl Transformer {
         })
     }
 
-    /// As [`Transformer::forward`] for a slice of the tokens, behind `past` others whose keys and values are in `seen`, to
-    /// which those of the slice are added. All slices together give the bits of the whole.
+    /// As [`Transformer::forward`] for a slice of the tokens, behind `past` others whose keys and values are in
+    /// `seen`, to which those of the slice are added. All slices together give the bits of the whole.
     pub fn forward_slice(
         &self,
         cx: &Cx<'_>,
@@ -108,7 +108,8 @@ impl Transformer {
         })
     }
 
-    /// The forward pass with `attend` from queries, keys and values to outputs and logs of sums of exponentials.
+    /// The forward pass with `attend` from queries, keys and values to outputs and logs of sums of
+    /// exponentials.
     fn forward_by(
         &self,
         cx: &Cx<'_>,
@@ -182,8 +183,8 @@ impl Transformer {
         })
     }
 
-    /// As [`Transformer::backward_input`] for a slice of the tokens, from the last slice to the first: what a slice gives to
-    /// the keys and values before it waits in `gradients`, which begin as zeros.
+    /// As [`Transformer::backward_input`] for a slice of the tokens, from the last slice to the first: what a
+    /// slice gives to the keys and values before it waits in `gradients`, which begin as zeros.
     pub fn backward_input_slice(
         &self,
         cx: &Cx<'_>,
@@ -209,8 +210,8 @@ impl Transformer {
         })
     }
 
-    /// The input half of the backward pass with `attend` from the gradient of what attention gave to that of queries, keys
-    /// and values.
+    /// The input half of the backward pass with `attend` from the gradient of what attention gave to that of
+    /// queries, keys and values.
     fn backward_input_by(
         &self,
         cx: &Cx<'_>,
@@ -298,8 +299,8 @@ impl Transformer {
         Ok(())
     }
 
-    /// The block on new tokens alone, with the keys and values of the `past` tokens before them in a cache, to which
-    /// those of the new ones are added.
+    /// The block on new tokens alone, with the keys and values of the `past` tokens before them in a cache, to
+    /// which those of the new ones are added.
     pub fn decode(&self, cx: &Cx<'_>, x: &Tensor, past: usize, seen: &mut KeyValues) -> Result<Tensor> {
         let [ln_1, ln_1_b, w_qkv, b_qkv, w_proj, b_proj, ln_2, ln_2_b, w_fc, b_fc, w_out, b_out] =
             cx.layout.views::<PARAMS>(cx.params, self.first)?;

@@ -91,14 +91,15 @@ impl Corpus {
     ///
     /// - a file ending in `.bin`: tokens, nanoGPT's or llm.c's;
     /// - any other file: text;
-    /// - a folder with `.bin` files directly in it: these and nothing else, in the order of their names; those with
-    ///   `val` in the name are the held-out part (`train.bin` and `val.bin`, `fineweb_val_000000.bin`);
-    /// - any other folder: every text file below it, in the order of their relative paths. Links are not followed, and
-    ///   files with a zero byte in their first 8 KiB are not text. After each file stands the tokenizer's end of text,
-    ///   if it has one.
+    /// - a folder with `.bin` files directly in it: these and nothing else, in the order of their names; those
+    ///   with `val` in the name are the held-out part (`train.bin` and `val.bin`, `fineweb_val_000000.bin`);
+    /// - any other folder: every text file below it, in the order of their relative paths. Links are not
+    ///   followed, and files with a zero byte in their first 8 KiB are not text. After each file stands the
+    ///   tokenizer's end of text, if it has one.
     ///
-    /// Errors: [`ZooError::Io`], [`ZooError::EmptyCorpus`], [`ZooError::NotUtf8`] for a tokenizer that needs text,
-    /// [`ZooError::TokenFile`], [`ZooError::TokenOutOfRange`] for a token that is not in the tokenizer's vocabulary.
+    /// Errors: [`ZooError::Io`], [`ZooError::EmptyCorpus`], [`ZooError::NotUtf8`] for a tokenizer that needs
+    /// text, [`ZooError::TokenFile`], [`ZooError::TokenOutOfRange`] for a token that is not in the tokenizer's
+    /// vocabulary.
     pub fn open(path: &Path, tokenizer: &dyn Tokenizer) -> Result<Self, ZooError> {
         if !fs::metadata(path).map_err(ZooError::io("read", path))?.is_dir() {
             let mut builder = Builder::new(tokenizer);
@@ -145,7 +146,8 @@ impl Corpus {
         builder.finish(folder, boundary)
     }
 
-    /// The texts of exactly these files, in this order, each followed by the tokenizer's end of text, if it has one.
+    /// The texts of exactly these files, in this order, each followed by the tokenizer's end of text, if it has
+    /// one.
     ///
     /// Errors: as [`Corpus::open`].
     pub fn from_text_files<P: AsRef<Path>>(files: &[P], tokenizer: &dyn Tokenizer) -> Result<Self, ZooError> {

@@ -1,5 +1,5 @@
-//! Which sequences a rank trains on at a step: a pure function of (seed, step, rank), so that a run resumes from its
-//! step counter alone, and any number of workers sees what one worker with the whole batch would see.
+//! Which sequences a rank trains on at a step: a pure function of (seed, step, rank), so that a run resumes
+//! from its step counter alone, and any number of workers sees what one worker with the whole batch would see.
 
 use std::fs;
 use std::ops::Range;
@@ -52,7 +52,8 @@ impl Shard {
     }
 }
 
-/// A recorded list of offsets, one row of `columns` sequences per step, to replay the batches of another program.
+/// A recorded list of offsets, one row of `columns` sequences per step, to replay the batches of another
+/// program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Offsets {
     columns: usize,
@@ -261,8 +262,8 @@ impl Sampler {
         Ok(sampler)
     }
 
-    /// `steps` batches of windows spread evenly over the split from its first to its last, the same at every call:
-    /// what a validation loss is measured on. Window `i` of all `count = steps * world * batch` begins at
+    /// `steps` batches of windows spread evenly over the split from its first to its last, the same at every
+    /// call: what a validation loss is measured on. Window `i` of all `count = steps * world * batch` begins at
     /// `floor(i * (len - context - 1) / (count - 1))`, a single one at 0.
     ///
     /// Errors: as [`Sampler::random`].
@@ -350,8 +351,8 @@ impl Sampler {
         }
     }
 
-    /// This worker's batch of a step: `inputs` and `targets` become `[batch, context]` tokens, row after row, the
-    /// targets one token ahead.
+    /// This worker's batch of a step: `inputs` and `targets` become `[batch, context]` tokens, row after row,
+    /// the targets one token ahead.
     ///
     /// Errors: [`ZooError::StepNotRecorded`] for a step past the end of recorded or evaluation offsets.
     pub fn batch(&self, step: u64, inputs: &mut Vec<u32>, targets: &mut Vec<u32>) -> Result<(), ZooError> {
@@ -361,8 +362,8 @@ impl Sampler {
     }
 
     /// `count` sequences from number `first` on, whichever rank they belong to: `inputs` and `targets` become
-    /// `[count, context]` tokens, row after row, the targets one token ahead. Sequences are numbered from 0 at step 0,
-    /// over all ranks of a step and then step by step.
+    /// `[count, context]` tokens, row after row, the targets one token ahead. Sequences are numbered from 0 at
+    /// step 0, over all ranks of a step and then step by step.
     ///
     /// Errors: [`ZooError::StepNotRecorded`] for a sequence past the end of recorded or evaluation offsets.
     pub fn sequences(

@@ -1,7 +1,8 @@
-//! `.bin` token files: nanoGPT's (bare little-endian `u16`) and llm.c's (a header of 256 `i32`, then the tokens).
+//! `.bin` token files: nanoGPT's (bare little-endian `u16`) and llm.c's (a header of 256 `i32`, then the
+//! tokens).
 //!
-//! A file whose first word is one of llm.c's magic numbers is llm.c's; any other is nanoGPT's. (Read as tokens, the
-//! magic numbers are ids that GPT-2 does not have.)
+//! A file whose first word is one of llm.c's magic numbers is llm.c's; any other is nanoGPT's. (Read as tokens,
+//! the magic numbers are ids that GPT-2 does not have.)
 
 use std::path::Path;
 

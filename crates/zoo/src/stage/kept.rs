@@ -1,5 +1,5 @@
-//! What is kept of a block between its forward and its backward pass: all of it on the device, all of it in the host's memory,
-//! or what it takes to compute it again.
+//! What is kept of a block between its forward and its backward pass: all of it on the device, all of it in the
+//! host's memory, or what it takes to compute it again.
 
 use std::sync::Arc;
 
@@ -8,15 +8,15 @@ use farflung_tensor::{Offloaded, Result, Tensor};
 
 use crate::block::TransformerSaved;
 
-/// How a stage holds less on its device between the forward and the backward pass of a microbatch. The gradients are the same
-/// to the bit.
+/// How a stage holds less on its device between the forward and the backward pass of a microbatch. The
+/// gradients are the same to the bit.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Keeping {
-    /// So many blocks, from the first on, keep their input alone, and run their forward pass again right before their
-    /// backward pass (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
+    /// So many blocks, from the first on, keep their input alone, and run their forward pass again right before
+    /// their backward pass (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
     pub recompute: usize,
-    /// What so many blocks behind these keep goes to the host's memory, and comes back right before their backward pass (Rhu
-    /// et al. 2016, "vDNN"). Where the device's memory is the host's, nothing moves.
+    /// What so many blocks behind these keep goes to the host's memory, and comes back right before their
+    /// backward pass (Rhu et al. 2016, "vDNN"). Where the device's memory is the host's, nothing moves.
     pub offload: usize,
     /// Instead of both: what is kept and computed again, step by step, with every block once forward and once
     /// backward at least. Blocks are counted from the stage's first.

@@ -1,6 +1,6 @@
-//! A microbatch whose tokens pass a stage slice by slice: forward from the first slice to the last, backward from the last
-//! to the first. A slice's queries look at the keys and values of the slices before it, which therefore get gradients from
-//! it.
+//! A microbatch whose tokens pass a stage slice by slice: forward from the first slice to the last, backward
+//! from the last to the first. A slice's queries look at the keys and values of the slices before it, which
+//! therefore get gradients from it.
 //!
 //! Source: Li et al. 2021, "`TeraPipe`", section 3.2.
 
@@ -11,8 +11,8 @@ use farflung_tensor::Tensor;
 use super::{Cache, Input, Keeping, Output, Saved, Stage};
 use crate::ZooError;
 
-/// What the slices of a microbatch's tokens leave for each other on a stage: keys and values on the way forward, the
-/// gradients of those on the way back.
+/// What the slices of a microbatch's tokens leave for each other on a stage: keys and values on the way
+/// forward, the gradients of those on the way back.
 #[derive(Debug)]
 pub struct Slices {
     batch: usize,
@@ -53,13 +53,15 @@ impl Slices {
 }
 
 impl Stage {
-    /// For the slices of a microbatch of `batch` sequences of up to the model's context, none of which was here yet.
+    /// For the slices of a microbatch of `batch` sequences of up to the model's context, none of which was here
+    /// yet.
     pub fn slices(&self, batch: usize) -> Result<Slices, ZooError> {
         Ok(Slices { batch, seen: self.cache(batch)?, gradients: None })
     }
 
-    /// As [`Stage::forward`] for a slice of a microbatch's tokens, the first of each sequence at position `start`, after
-    /// those before it: the slices together give the bits of the whole. One may run again, with the same bits.
+    /// As [`Stage::forward`] for a slice of a microbatch's tokens, the first of each sequence at position
+    /// `start`, after those before it: the slices together give the bits of the whole. One may run again, with
+    /// the same bits.
     ///
     /// Errors: [`ZooError::StageInput`] if a slice before it has not been here.
     pub fn forward_slice(

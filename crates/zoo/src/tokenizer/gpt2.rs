@@ -15,16 +15,16 @@ pub struct Gpt2;
 const VOCAB: usize = 50257;
 const END_OF_TEXT: u32 = 50256;
 
-/// White space longer than this is handed over in pieces: the expression that splits words keeps a stack entry for each
-/// character of a run and gives up (with a panic) at a million.
+/// White space longer than this is handed over in pieces: the expression that splits words keeps a stack entry
+/// for each character of a run and gives up (with a panic) at a million.
 const LONGEST_RUN: usize = 1 << 17;
 
 fn bpe() -> &'static CoreBPE {
     r50k_base_singleton()
 }
 
-/// The end of the first part of `text` that is safe to split into words at once: all of it, or up to a cut inside a run
-/// of white space that is too long.
+/// The end of the first part of `text` that is safe to split into words at once: all of it, or up to a cut
+/// inside a run of white space that is too long.
 fn safe_prefix(text: &str) -> usize {
     let mut run = 0;
     for (at, c) in text.char_indices() {
@@ -49,7 +49,8 @@ impl Tokenizer for Gpt2 {
         Some(END_OF_TEXT)
     }
 
-    /// Runs of more than 131072 white-space characters are encoded in pieces, everything else as in the original.
+    /// Runs of more than 131072 white-space characters are encoded in pieces, everything else as in the
+    /// original.
     fn encode(&self, text: &str) -> Vec<u32> {
         let mut tokens = Vec::new();
         let mut rest = text;

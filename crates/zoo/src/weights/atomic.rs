@@ -6,7 +6,8 @@ use std::path::Path;
 
 use crate::ZooError;
 
-/// Writes `path` through `fill`: to `NAME.tmp` beside it, synced, then renamed over it. On an error nothing is left.
+/// Writes `path` through `fill`: to `NAME.tmp` beside it, synced, then renamed over it. On an error nothing is
+/// left.
 pub(super) fn write_file<E: From<ZooError>>(
     path: &Path,
     fill: impl FnOnce(&mut dyn Write) -> Result<(), E>,

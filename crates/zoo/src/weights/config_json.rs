@@ -9,7 +9,8 @@ use super::atomic::write_file;
 use super::dtype::Dtype;
 use crate::{GptConfig, ZooError};
 
-/// Fields that change what the model computes, and the values of ours. A field that is missing or null has its default.
+/// Fields that change what the model computes, and the values of ours. A field that is missing or null has its
+/// default.
 fn supported() -> [(&'static str, Vec<Value>); 8] {
     [
         ("model_type", vec![json!("gpt2")]),

@@ -1,8 +1,9 @@
-//! Parameters on disk: Hugging Face's GPT-2 layout (`config.json`, `model.safetensors` single or in shards), and plain
-//! named tensors for everything else a checkpoint holds.
+//! Parameters on disk: Hugging Face's GPT-2 layout (`config.json`, `model.safetensors` single or in shards),
+//! and plain named tensors for everything else a checkpoint holds.
 //!
-//! Files are untrusted: lengths are checked against the file before anything is allocated, and every error names the
-//! file and the tensor or field. Files are written beside, synced, then renamed. It refuses to know models and optimizers.
+//! Files are untrusted: lengths are checked against the file before anything is allocated, and every error
+//! names the file and the tensor or field. Files are written beside, synced, then renamed. It refuses to know
+//! models and optimizers.
 
 mod atomic;
 mod config_json;

@@ -26,10 +26,11 @@ struct Index {
 }
 
 impl Weights {
-    /// Opens a folder with `config.json` and `model.safetensors`, or shards under `model.safetensors.index.json`.
+    /// Opens a folder with `config.json` and `model.safetensors`, or shards under
+    /// `model.safetensors.index.json`.
     ///
-    /// Names may carry the prefix `transformer.`; the buffers `attn.bias` and `attn.masked_bias` are ignored; an
-    /// `lm_head.weight` is accepted if it equals the token table.
+    /// Names may carry the prefix `transformer.`; the buffers `attn.bias` and `attn.masked_bias` are ignored;
+    /// an `lm_head.weight` is accepted if it equals the token table.
     ///
     /// Errors: what is wrong with which file, field or tensor.
     pub fn open(folder: &Path) -> Result<Self, ZooError> {
@@ -95,7 +96,8 @@ impl Weights {
     /// Checks that a separate head is the token table, bit for bit.
     fn check_tied(&mut self, file: usize, stored: &str) -> Result<(), ZooError> {
         let shape = [self.config.vocab, self.config.dim];
-        // Both sizes are those of data that is in the files: the table's was checked, the head's is by `read_f32`.
+        // Both sizes are those of data that is in the files: the table's was checked, the head's is by
+        // `read_f32`.
         let (mut table, mut head) = (vec![0.0; shape[0] * shape[1]], vec![0.0; shape[0] * shape[1]]);
         self.tensor("wte.weight", &mut table)?;
         self.files[file].read_f32(stored, &shape, &mut head)?;

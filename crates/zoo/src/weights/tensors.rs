@@ -1,7 +1,7 @@
 //! Named tensors in one safetensors file: 8 bytes of header length, a JSON header, the data.
 //!
-//! Reads exact ranges from the file rather than mapping it: a file that someone truncates meanwhile is then an error,
-//! not a signal, and no unsafe code is needed.
+//! Reads exact ranges from the file rather than mapping it: a file that someone truncates meanwhile is then an
+//! error, not a signal, and no unsafe code is needed.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -54,8 +54,8 @@ pub struct TensorView<'a> {
     pub data: TensorData<'a>,
 }
 
-/// An open safetensors file whose header has been checked: no tensor lies outside the file or over another, none is
-/// longer or shorter than its shape, and no byte is unaccounted for.
+/// An open safetensors file whose header has been checked: no tensor lies outside the file or over another,
+/// none is longer or shorter than its shape, and no byte is unaccounted for.
 #[derive(Debug)]
 pub struct TensorFile {
     path: PathBuf,
@@ -191,8 +191,8 @@ impl TensorFile {
 
     /// Reads a tensor of F32, F16 or BF16 as `f32`.
     ///
-    /// Errors: [`ZooError::NoTensor`], [`ZooError::TensorShape`] (also if `out` has another length than the shape),
-    /// [`ZooError::TensorDtype`], [`ZooError::Io`].
+    /// Errors: [`ZooError::NoTensor`], [`ZooError::TensorShape`] (also if `out` has another length than the
+    /// shape), [`ZooError::TensorDtype`], [`ZooError::Io`].
     pub fn read_f32(&mut self, name: &str, shape: &[usize], out: &mut [f32]) -> Result<(), ZooError> {
         self.expect_shape(name, shape)?;
         let info = self.info(name)?;
@@ -281,8 +281,8 @@ pub(super) fn header<'a>(
 
 /// Writes named tensors and metadata to one safetensors file, which appears whole or not at all.
 ///
-/// Errors: [`ZooError::Io`]; [`ZooError::TensorEntry`] for a name that occurs twice or a shape that is not the length
-/// of its data.
+/// Errors: [`ZooError::Io`]; [`ZooError::TensorEntry`] for a name that occurs twice or a shape that is not the
+/// length of its data.
 pub fn write_tensors(
     path: &Path,
     tensors: &[TensorView<'_>],
@@ -304,8 +304,8 @@ pub fn write_tensors(
     write_file(path, |out| write_tensors_to(out, tensors, metadata).map_err(ZooError::io("write", path)))
 }
 
-/// Writes named tensors and metadata as safetensors to any writer, a chunk at a time. Names must differ, and each shape
-/// must be the length of its data; [`write_tensors`] checks that.
+/// Writes named tensors and metadata as safetensors to any writer, a chunk at a time. Names must differ, and
+/// each shape must be the length of its data; [`write_tensors`] checks that.
 ///
 /// Errors: those of the writer.
 pub fn write_tensors_to(

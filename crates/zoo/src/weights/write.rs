@@ -23,9 +23,10 @@ pub struct WriteOptions {
 
 /// Writes `config.json` and the tensors of a model into `folder`, which is made if it is not there.
 ///
-/// `fill` is asked for each tensor of [`GptConfig::tensors`] in order, with its index, and fills it; so only one tensor
-/// is in memory at a time. Each file appears whole or not at all, `config.json` last. The other form of an older
-/// checkpoint in the same folder (single or sharded) is removed, since readers would take it for this one.
+/// `fill` is asked for each tensor of [`GptConfig::tensors`] in order, with its index, and fills it; so only
+/// one tensor is in memory at a time. Each file appears whole or not at all, `config.json` last. The other form
+/// of an older checkpoint in the same folder (single or sharded) is removed, since readers would take it for
+/// this one.
 ///
 /// Errors: [`ZooError::Config`], [`ZooError::Io`], and what `fill` returns.
 pub fn write<E: From<ZooError>>(

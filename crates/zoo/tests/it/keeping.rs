@@ -1,4 +1,5 @@
-//! Ways to hold less on a device between forward and backward passes: the gradients keep their bits, and memory falls.
+//! Ways to hold less on a device between forward and backward passes: the gradients keep their bits, and memory
+//! falls.
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
 use farflung_base::ChainStep::{self, Backward, Drop, Forward, ForwardAll, Keep, Restore};

@@ -1,4 +1,5 @@
-//! Stages against each other: microbatches, splits, threads, ranges, memory; and each block against central differences.
+//! Stages against each other: microbatches, splits, threads, ranges, memory; and each block against central
+//! differences.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test fails where it panics")]
 
 use std::ops::Range;
@@ -251,7 +252,8 @@ fn what_a_stage_does_not_take_is_refused() {
     );
 }
 
-/// A stage for each part of a cut, some of them without layers; recomputed, and backward in halves, all inputs first.
+/// A stage for each part of a cut, some of them without layers; recomputed, and backward in halves, all inputs
+/// first.
 #[test]
 fn halves_recomputation_and_empty_stages_change_no_bit() {
     let cpu = Device::cpu(1).unwrap();
@@ -322,8 +324,9 @@ fn halves_recomputation_and_empty_stages_change_no_bit() {
     assert!(whole.backward_input(&whole.init(5).unwrap(), &mut saved, None).is_err());
 }
 
-/// The slope of `loss` along a direction, by central differences with Richardson's extrapolation, against what the
-/// gradient says. The outputs are f32, the sums f64: the step is wide enough that rounding is below the tolerance.
+/// The slope of `loss` along a direction, by central differences with Richardson's extrapolation, against what
+/// the gradient says. The outputs are f32, the sums f64: the step is wide enough that rounding is below the
+/// tolerance.
 #[track_caller]
 fn slopes_agree(what: &str, at: &[f32], grad: &[f32], loss: impl Fn(&[f32]) -> f64) {
     for seed in 0..3 {

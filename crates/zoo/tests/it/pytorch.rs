@@ -1,5 +1,5 @@
-//! Logits, losses and every gradient of a tiny GPT-2 against `PyTorch`'s in float64. The numbers and the script that made
-//! them are in `fixtures/`.
+//! Logits, losses and every gradient of a tiny GPT-2 against `PyTorch`'s in float64. The numbers and the script
+//! that made them are in `fixtures/`.
 
 use std::collections::BTreeMap;
 

@@ -58,7 +58,8 @@ fn whole(cuts: &[usize]) -> Outcome {
     Outcome { losses, grads }
 }
 
-/// The slices one after the other through all stages, and back; where `again`, each is computed anew in between.
+/// The slices one after the other through all stages, and back; where `again`, each is computed anew in
+/// between.
 fn sliced(threads: usize, cuts: &[usize], lengths: &[usize], again: bool) -> Outcome {
     let (parts, params) = parts(threads, cuts);
     let mut carried: Vec<Slices> = parts.iter().map(|s| s.slices(BATCH).unwrap()).collect();

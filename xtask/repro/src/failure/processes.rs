@@ -1,4 +1,5 @@
-//! The same blows to real processes: killed, stopped, and a link between two of them that is cut or turns a bit.
+//! The same blows to real processes: killed, stopped, and a link between two of them that is cut or turns a
+//! bit.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
@@ -20,8 +21,9 @@ pub(crate) const CHILD: &str = "--failure-rank";
 /// A process that says nothing for so long hangs.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// One rank: its number, the addresses of all, and its algorithm's. Says that it is ready, then what it saw: seconds of
-/// the call that failed, the culprit, whether a result was half-reduced, and whether it went on with the others.
+/// One rank: its number, the addresses of all, and its algorithm's. Says that it is ready, then what it saw:
+/// seconds of the call that failed, the culprit, whether a result was half-reduced, and whether it went on with
+/// the others.
 pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
     let [rank, peers, algorithm] = args else { bail!("three arguments wanted") };
     let algorithm: usize = algorithm.parse()?;

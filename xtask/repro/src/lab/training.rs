@@ -103,8 +103,8 @@ fn watch(rank: &mut Trainer, steps: u64) -> Result<Seen> {
     Ok(Seen { points, payload: payload.saturating_sub(voting) as f64 })
 }
 
-/// Bytes of steps that left while the model was evaluated, from all that left in each evaluation. After the last step nothing
-/// is under way, so the last evaluation sends what is its own.
+/// Bytes of steps that left while the model was evaluated, from all that left in each evaluation. After the
+/// last step nothing is under way, so the last evaluation sends what is its own.
 fn left_meanwhile(evaluating: &[u64]) -> u64 {
     let own = evaluating.last().copied().unwrap_or(0);
     evaluating.iter().map(|sent| sent.saturating_sub(own)).sum()

@@ -45,7 +45,8 @@ impl Drop for Member {
     }
 }
 
-/// How many members there were when a folder's member last told of a change, and how many changes there have been.
+/// How many members there were when a folder's member last told of a change, and how many changes there have
+/// been.
 pub(super) fn told(folder: &Path) -> (u64, usize) {
     let text = fs::read_to_string(folder.join("events.jsonl")).unwrap_or_default();
     let changes: Vec<serde_json::Value> = text

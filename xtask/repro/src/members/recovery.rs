@@ -22,8 +22,8 @@ pub(crate) const BENCH: Bench = Bench {
 const MEMBERS: usize = 4;
 /// How long a member is asked whether it is there.
 const ROLL_CALL: f64 = 0.8;
-/// Messages one after another from the loss to the next step: who is there, promises, votes, the view; votes, what all hold,
-/// and hashes, each around a ring of four; the groups of the next plan.
+/// Messages one after another from the loss to the next step: who is there, promises, votes, the view; votes,
+/// what all hold, and hashes, each around a ring of four; the groups of the next plan.
 const MESSAGES: f64 = 32.0;
 
 /// Pipelines of which each part has about so many bytes of state, 12 a parameter.

@@ -17,7 +17,8 @@ const LIFE: f64 = 7200.0;
 const ABSENCE: f64 = 600.0;
 /// What a step takes, in seconds.
 const STEP: f64 = 20.0;
-/// Of a job that begins again from checkpoints: writing one, and everything from a loss to the first step after it.
+/// Of a job that begins again from checkpoints: writing one, and everything from a loss to the first step after
+/// it.
 const SAVE: f64 = 1.0;
 const RESTART: f64 = 30.0;
 
@@ -134,7 +135,8 @@ fn soak(seed: u64, trace: &Trace) -> Result<Soaked> {
     })
 }
 
-/// Machines that are taken away and given back in groups, as spot machines are: of each group two to four at once.
+/// Machines that are taken away and given back in groups, as spot machines are: of each group two to four at
+/// once.
 fn spot(seed: u64, time: Nanos) -> Trace {
     let groups = Trace::drawn(MACHINES / 4, 2400.0, 600.0, time, seed);
     let machines = |groups: &[u32], at: Nanos| -> Vec<u32> {
@@ -161,8 +163,9 @@ fn spot(seed: u64, time: Nanos) -> Trace {
     Trace { machines: MACHINES, time, changes }
 }
 
-/// Part of what living machines could have done that a job gets done which begins again at its newest checkpoint after
-/// each loss, and takes newcomers in then: at the best interval between checkpoints, with the same steps.
+/// Part of what living machines could have done that a job gets done which begins again at its newest
+/// checkpoint after each loss, and takes newcomers in then: at the best interval between checkpoints, with the
+/// same steps.
 fn restarting(trace: &Trace) -> f64 {
     let losses: Vec<Nanos> = trace.changes.iter().filter(|c| !c.lost.is_empty()).map(|c| c.at).collect();
     let between = trace.time.as_secs_f64() / losses.len().max(1) as f64;

@@ -34,8 +34,8 @@ struct Pair {
 }
 
 /// Gives each rank its files of a step: its own, or for those that have none another's. `None` where a rank had
-/// not got as far as its first checkpoint and no other rank has its parts: all begin anew. Ranks of which `place` is the
-/// same hold the same parts. A collective.
+/// not got as far as its first checkpoint and no other rank has its parts: all begin anew. Ranks of which
+/// `place` is the same hold the same parts. A collective.
 ///
 /// Errors: [`Error::NoCopy`] on all ranks, for a rank whose state nobody else holds.
 pub(super) fn share(

@@ -1,4 +1,5 @@
-//! What a checkpoint holds, read back: one rank's own, or those of all ranks of a run that was cut in another way.
+//! What a checkpoint holds, read back: one rank's own, or those of all ranks of a run that was cut in another
+//! way.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -217,8 +218,8 @@ impl Source {
         (kinds.len(), self.weights.iter().filter_map(whole).collect())
     }
 
-    /// A state of an optimizer as a flat buffer of a layout, put together tensor by tensor: ranks with stages write each
-    /// tensor's by its name, ranks with the whole model one flat buffer.
+    /// A state of an optimizer as a flat buffer of a layout, put together tensor by tensor: ranks with stages
+    /// write each tensor's by its name, ranks with the whole model one flat buffer.
     pub(in super::super) fn flat(&self, name: &str, layout: &ParamLayout) -> Option<Vec<f32>> {
         let mut flat = vec![0.0; layout.len()];
         let all = self.state(name).filter(|all| all.len() == self.whole.len());

@@ -57,7 +57,8 @@ pub struct Changed {
     pub lost_steps: u64,
     /// Whether they go on from their checkpoints: nobody has all of the model in memory.
     pub from_checkpoints: bool,
-    /// Of members in pipelines: how many pipelines there are now, of how many stages, and members without a part.
+    /// Of members in pipelines: how many pipelines there are now, of how many stages, and members without a
+    /// part.
     pub pipelines: Option<(u32, u32, usize)>,
     /// Members of each stage, where a pipeline is not whole and stages are pools of members; else empty.
     pub pools: Vec<u32>,

@@ -1,6 +1,6 @@
-//! Copies of parts that nobody else holds: where there is one pipeline alone, each rank streams what it has after some
-//! step to the next one, beside the training and at a stated share of the link. All ranks copy the same step and keep
-//! what they had then themselves, so that all can go back to it when one is lost.
+//! Copies of parts that nobody else holds: where there is one pipeline alone, each rank streams what it has
+//! after some step to the next one, beside the training and at a stated share of the link. All ranks copy the
+//! same step and keep what they had then themselves, so that all can go back to it when one is lost.
 
 use farflung_base::{Nanos, Pending, Rank};
 use farflung_comm::{CommError, Communicator};
@@ -56,19 +56,19 @@ impl Copies {
         self.leaving.is_some() || self.coming.is_some()
     }
 
-    /// Members have changed and go on from `step`: what was on its way is dropped, and so is what belongs to steps that
-    /// are lost.
+    /// Members have changed and go on from `step`: what was on its way is dropped, and so is what belongs to
+    /// steps that are lost.
     pub(super) fn begin_anew(&mut self, step: u64) {
         (self.leaving, self.coming) = (None, None);
         self.own.retain(|kept| kept.counted.step <= step);
         self.held.retain(|kept| kept.counted.step <= step);
     }
 
-    /// A step is done: sends and receives as much as the link's share allows, and begins the next copy where all ranks
-    /// have the last one.
+    /// A step is done: sends and receives as much as the link's share allows, and begins the next copy where
+    /// all ranks have the last one.
     ///
-    /// Errors: the device's; [`Error::Message`] for a copy that does not read as one. A rank that is lost is noticed by
-    /// the next step.
+    /// Errors: the device's; [`Error::Message`] for a copy that does not read as one. A rank that is lost is
+    /// noticed by the next step.
     pub(super) fn after_step(&mut self, trainer: &Trainer, job: &Job) -> Result<()> {
         let comm = trainer.comm();
         if job.config.copy_share <= 0.0 || job.plan.replicas() > 1 || comm.size() < 2 {

@@ -183,8 +183,9 @@ impl Place {
         })
     }
 
-    /// The next view after a step at which some member asked for one: all members that take steps are well, and call this
-    /// together over their `comm`, in which they are `working`. `None` where there is nothing to change after all.
+    /// The next view after a step at which some member asked for one: all members that take steps are well, and
+    /// call this together over their `comm`, in which they are `working`. `None` where there is nothing to
+    /// change after all.
     ///
     /// Errors: as [`Place::decide`]; a member that is lost meanwhile.
     pub(super) fn between_steps(

@@ -23,10 +23,11 @@ enum Word {
     Ping(Option<Message>),
     /// The answer.
     Pong(Option<Message>),
-    /// By another member of pipelines: its step in the view of this epoch cannot be done, since somebody is lost.
+    /// By another member of pipelines: its step in the view of this epoch cannot be done, since somebody is
+    /// lost.
     GivenUp { epoch: u64 },
-    /// By a member that takes steps in the view of this epoch, to one that takes none: what those that take steps have
-    /// agreed on.
+    /// By a member that takes steps in the view of this epoch, to one that takes none: what those that take
+    /// steps have agreed on.
     Agreed { epoch: u64, events: Vec<Event> },
 }
 

@@ -1,5 +1,5 @@
-//! A newcomer measures itself before it comes in: two steps of its own, of which the first warms up, and which count for
-//! nothing. What a microbatch took decides its first share.
+//! A newcomer measures itself before it comes in: two steps of its own, of which the first warms up, and which
+//! count for nothing. What a microbatch took decides its first share.
 
 use farflung_base::Nanos;
 use farflung_comm::Communicator;

@@ -75,8 +75,8 @@ fn pipelines(config: &TrainConfig) -> Result<Option<Arc<TrainConfig>>> {
     Ok(Some(Arc::new(TrainConfig { workers: 1, ..config.clone() })))
 }
 
-/// Opens the data, and makes the plan of a member alone that others can come to: with `stages`, it holds the whole model
-/// until they do.
+/// Opens the data, and makes the plan of a member alone that others can come to: with `stages`, it holds the
+/// whole model until they do.
 ///
 /// Errors: settings with which members cannot come and leave; as [`Job::new`].
 pub fn founder(config: TrainConfig, stop: &Stop) -> Result<Job> {

@@ -1,5 +1,5 @@
-//! Going over to another view where members form pipelines: whoever has a place goes on with its part, and whoever has
-//! none waits as a spare.
+//! Going over to another view where members form pipelines: whoever has a place goes on with its part, and
+//! whoever has none waits as a spare.
 
 use farflung_base::{Nanos, PeerId};
 use farflung_comm::Cancel;

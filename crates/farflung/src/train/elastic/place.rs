@@ -197,8 +197,8 @@ impl Place {
         self.caller(others).call()
     }
 
-    /// Tells the other members that the steps of the view in force cannot be done, so that none of them waits for its
-    /// deadline.
+    /// Tells the other members that the steps of the view in force cannot be done, so that none of them waits
+    /// for its deadline.
     pub(super) fn give_up(&mut self) -> Vec<Pending<std::result::Result<(), CommError>>> {
         let Some(epoch) = self.view.as_ref().map(|view| view.epoch) else { return Vec::new() };
         self.renew();

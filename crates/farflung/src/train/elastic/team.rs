@@ -1,9 +1,10 @@
-//! Members in pipelines: who of a view takes which place, the plan for them, and what each of them lacks of its part.
+//! Members in pipelines: who of a view takes which place, the plan for them, and what each of them lacks of its
+//! part.
 //!
 //! All members of a new view tell each other what they hold: the places follow by [`Lineup::new`], the step by
-//! [`newest_whole`], what moves by [`moves`], all of them pure functions of what was told. Where a pipeline has lost a rank
-//! that nobody replaces, stages are pools of those that hold their part ([`Lineup::rerouted`]). Whoever is left over is a
-//! spare: a member without a part.
+//! [`newest_whole`], what moves by [`moves`], all of them pure functions of what was told. Where a pipeline has
+//! lost a rank that nobody replaces, stages are pools of those that hold their part ([`Lineup::rerouted`]).
+//! Whoever is left over is a spare: a member without a part.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -82,8 +83,9 @@ impl Team {
         Rank(self.lineup.ranks.first().copied().unwrap_or(0) as u32)
     }
 
-    /// A communicator of those that work, in the order of the plan's ranks. All members call it, and wait for those that
-    /// have so many bytes to give or to get first: whoever has them to itself notices if the other falls silent.
+    /// A communicator of those that work, in the order of the plan's ranks. All members call it, and wait for
+    /// those that have so many bytes to give or to get first: whoever has them to itself notices if the other
+    /// falls silent.
     pub(super) fn split(&self, deadline: Nanos, bytes: u64) -> Result<Communicator> {
         let rank = self.rank();
         let patience = deadline.saturating_add(SLOWEST.time(Bytes(bytes)));
@@ -169,7 +171,8 @@ fn wished(job: &Job) -> Result<&TrainConfig> {
     job.pipelines.as_deref().ok_or_else(|| wrong("is a place in a pipeline, and this run has none"))
 }
 
-/// The members of a view agree on their places and on the step, and give each other what they lack. All call it.
+/// The members of a view agree on their places and on the step, and give each other what they lack. All call
+/// it.
 ///
 /// Errors: a member that is lost meanwhile; [`Error::PartLost`] where nobody is left who has some of the model.
 pub(super) fn form(view: &View, all: &Communicator, brings: Brings<'_>) -> Result<Formed> {
@@ -281,15 +284,16 @@ fn stood_in(plan: &Plan, rank: u32) -> Option<Stood> {
     }
 }
 
-/// Whether pipelines of these settings can be re-routed: each rank holds one part, and microbatches pass it whole.
+/// Whether pipelines of these settings can be re-routed: each rank holds one part, and microbatches pass it
+/// whole.
 fn can_be_rerouted(wished: &TrainConfig) -> bool {
     let method = wished.schedule;
     let parts = wished.chunks.unwrap_or(method.default_chunks() as usize);
     wished.schedule_file.is_none() && method.copies() == 1 && parts == 1 && !method.slices()
 }
 
-/// The plan of a team: what the settings give for so many pipelines of so many stages, with the averages and machines of
-/// the plan before. A pure function.
+/// The plan of a team: what the settings give for so many pipelines of so many stages, with the averages and
+/// machines of the plan before. A pure function.
 fn plan_for(job: &Job, team: &Team, (before, ranks): (&Plan, &[u32])) -> Result<Plan> {
     let wished = wished(job)?;
     let (stages, workers) = (team.lineup.stages as usize, team.lineup.ranks.len());

@@ -105,9 +105,9 @@ pub(super) fn stand(view: &View, comm: &Communicator, brings: Brings<'_>) -> Res
     Ok(Stood { job: next, exchange, last: furthest.last })
 }
 
-/// The plan of a view's members, from the one that the furthest of them carried out. Where shares follow
-/// speed, those that have come or left change everyone's, once the shares of all are not the same anyway or steps become
-/// shorter by it; `newcomers` have measured themselves.
+/// The plan of a view's members, from the one that the furthest of them carried out. Where shares follow speed,
+/// those that have come or left change everyone's, once the shares of all are not the same anyway or steps
+/// become shorter by it; `newcomers` have measured themselves.
 fn plan_for(
     view: &View,
     furthest: &Standing,

@@ -55,8 +55,8 @@ impl Group {
     }
 }
 
-/// The control groups of this process and all their ancestors, for cgroup v1 and v2. In a container the limit may be at the
-/// root of the mount instead of at the listed path.
+/// The control groups of this process and all their ancestors, for cgroup v1 and v2. In a container the limit
+/// may be at the root of the mount instead of at the listed path.
 fn groups(root: &Path) -> Vec<Group> {
     let list = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let mut groups = Vec::new();

@@ -1,5 +1,5 @@
-//! Estimates the memory of the training data from the sizes of its files. A file that cannot be read counts as empty here;
-//! opening it later reports the error.
+//! Estimates the memory of the training data from the sizes of its files. A file that cannot be read counts as
+//! empty here; opening it later reports the error.
 
 use std::fs::{self, File};
 use std::io::Read;

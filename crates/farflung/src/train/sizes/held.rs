@@ -1,5 +1,6 @@
-//! Counts the f32 values that each rank holds: parameters, and activations per token of a microbatch at the peak. Without a
-//! pipeline the model's shape decides both; in a pipeline, the order of its forward and backward passes does too.
+//! Counts the f32 values that each rank holds: parameters, and activations per token of a microbatch at the
+//! peak. Without a pipeline the model's shape decides both; in a pipeline, the order of its forward and
+//! backward passes does too.
 
 use std::collections::BTreeSet;
 
@@ -47,8 +48,8 @@ const fn padded(count: u128) -> u128 {
     count.next_multiple_of(64)
 }
 
-/// f32 values of the parameters of a part of the model, padding included: `blocks` blocks, the embeddings if it is the
-/// `first` part, the head if it is the `last`.
+/// f32 values of the parameters of a part of the model, padding included: `blocks` blocks, the embeddings if it
+/// is the `first` part, the head if it is the `last`.
 fn parameters(model: &GptConfig, blocks: usize, first: bool, last: bool) -> u128 {
     let c = model.dim as u128;
     let block = padded(3 * c * c)

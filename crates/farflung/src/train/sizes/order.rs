@@ -9,7 +9,8 @@ use super::held::{self, Position};
 use crate::{Error, Result, TrainConfig};
 use farflung_parallel::Recompute;
 
-/// The most forward passes of an order that is made for the estimate. Longer orders are extrapolated from a shorter one.
+/// The most forward passes of an order that is made for the estimate. Longer orders are extrapolated from a
+/// shorter one.
 const MOST_CELLS: u128 = 1 << 18;
 
 /// A pipeline, as far as its memory is concerned.

@@ -214,8 +214,8 @@ fn build_part(
         recompute,
         offload,
         shares_table,
-        // Where gradients are averaged in each step, losses are weighted by the tokens of all. What a pool's ranks have
-        // adds up to the gradient, and the mean of them is taken.
+        // Where gradients are averaged in each step, losses are weighted by the tokens of all. What a pool's
+        // ranks have adds up to the gradient, and the mean of them is taken.
         weight: match job.averages_each_step() {
             true if placement.is_pooled() => placement.holders(number as u32).len() as f64,
             true => 1.0,

@@ -47,8 +47,8 @@ impl Trainer {
         self.base = base;
     }
 
-    /// Drops what is in flight, so that the rank stands behind its last step. A step of a pipeline that others may have
-    /// committed waits for [`Trainer::settle_vote`].
+    /// Drops what is in flight, so that the rank stands behind its last step. A step of a pipeline that others
+    /// may have committed waits for [`Trainer::settle_vote`].
     pub(in crate::train) fn drop_step(&mut self) {
         self.voting = None;
         if self.undecided.is_open() {

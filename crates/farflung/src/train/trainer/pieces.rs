@@ -1,5 +1,5 @@
-//! What a rank of a pipeline has, tensor by tensor: parameters and the optimizer's states of each, so that they can go to
-//! any rank of any plan that needs them.
+//! What a rank of a pipeline has, tensor by tensor: parameters and the optimizer's states of each, so that they
+//! can go to any rank of any plan that needs them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -48,7 +48,8 @@ impl Pieces {
 }
 
 impl Pieces {
-    /// As bytes behind their number: where the run stood and the names, behind the length of that, then all values.
+    /// As bytes behind their number: where the run stood and the names, behind the length of that, then all
+    /// values.
     pub(in crate::train) fn to_bytes(&self) -> Vec<u8> {
         let names: Vec<(&String, u64)> =
             self.tensors.iter().map(|(name, values)| (name, values.len() as u64)).collect();
@@ -64,8 +65,8 @@ impl Pieces {
         bytes
     }
 
-    /// Reads what [`Pieces::to_bytes`] wrote, without the number in front. `None` for bytes that are not that: nothing is
-    /// allocated by a length that they claim.
+    /// Reads what [`Pieces::to_bytes`] wrote, without the number in front. `None` for bytes that are not that:
+    /// nothing is allocated by a length that they claim.
     pub(in crate::train) fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (len, rest) = bytes.split_first_chunk::<8>()?;
         let (head, mut rest) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)?;
@@ -140,7 +141,8 @@ impl Trainer {
         }
     }
 
-    /// Takes values in the place of its own. Residuals of codecs belong to another plan's blocks, and begin without.
+    /// Takes values in the place of its own. Residuals of codecs belong to another plan's blocks, and begin
+    /// without.
     ///
     /// Errors: [`Error::Message`] where a tensor is missing or has another length; those of the optimizer.
     pub(in crate::train) fn take_pieces<'a>(

@@ -79,8 +79,8 @@ fn equal(ranks: &[Values]) -> bool {
     ranks.iter().flatten().all(|(name, values)| seen.entry(name).or_insert(values) == &values)
 }
 
-/// Replicas of parts, the table's two users on two ranks and on one, two copies of the model, several parts a rank, and
-/// weights in several versions.
+/// Replicas of parts, the table's two users on two ranks and on one, two copies of the model, several parts a
+/// rank, and weights in several versions.
 const SHARED: [(Method, usize, usize); 7] = [
     (Method::OneFOneB, 2, 2),
     (Method::OneFOneB, 2, 4),

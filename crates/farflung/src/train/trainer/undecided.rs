@@ -1,6 +1,6 @@
-//! A step of a pipeline that this rank has voted on without hearing the outcome. Whoever commits a step has every rank's
-//! vote, so all ranks have their averaged gradients by then: when the others say that it was committed, this rank
-//! commits it too, and all stand behind the same step.
+//! A step of a pipeline that this rank has voted on without hearing the outcome. Whoever commits a step has
+//! every rank's vote, so all ranks have their averaged gradients by then: when the others say that it was
+//! committed, this rank commits it too, and all stand behind the same step.
 
 use farflung_optim::Prepared;
 
@@ -56,8 +56,8 @@ impl Trainer {
         !self.undecided.copies
     }
 
-    /// Takes the outcome of a vote from the others: the newest step that any of them has committed, with its squares.
-    /// The step in flight is committed if it is that one, and dropped otherwise.
+    /// Takes the outcome of a vote from the others: the newest step that any of them has committed, with its
+    /// squares. The step in flight is committed if it is that one, and dropped otherwise.
     ///
     /// Errors: those of the optimizer.
     pub(in crate::train) fn settle_vote(&mut self, newest: (u64, Option<f64>)) -> Result<()> {

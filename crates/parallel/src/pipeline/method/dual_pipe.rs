@@ -1,4 +1,5 @@
-//! `DualPipe` and `DualPipeV`: microbatches that enter at both ends, forwards and backwards in overlapping pairs.
+//! `DualPipe` and `DualPipeV`: microbatches that enter at both ends, forwards and backwards in overlapping
+//! pairs.
 
 use std::collections::VecDeque;
 
@@ -58,11 +59,11 @@ impl Lane {
     }
 }
 
-/// The eight steps that both methods share: `lanes[0]` starts, `before` ranks are nearer to its end of the pipe,
-/// `span` ranks in all.
+/// The eight steps that both methods share: `lanes[0]` starts, `before` ranks are nearer to its end of the
+/// pipe, `span` ranks in all.
 ///
-/// `pairs` is how often step 4 runs besides `before` and one times. On the rank in the middle its first pair is not
-/// one, so that the halves' outputs leave as soon as each is done.
+/// `pairs` is how often step 4 runs besides `before` and one times. On the rank in the middle its first pair is
+/// not one, so that the halves' outputs leave as soon as each is done.
 fn steps(mut lanes: [Lane; 2], before: u32, span: u32, pairs: u32) -> Vec<Op> {
     let [near, far] = &mut lanes;
     let mut list: Vec<Op> = Vec::new();
@@ -110,8 +111,8 @@ fn steps(mut lanes: [Lane; 2], before: u32, span: u32, pairs: u32) -> Vec<Op> {
     list
 }
 
-/// Two copies of the model: stages 0 to p-1 on ranks 0 to p-1, and p to 2p-1 on ranks p-1 to 0; each takes half of
-/// the microbatches.
+/// Two copies of the model: stages 0 to p-1 on ranks 0 to p-1, and p to 2p-1 on ranks p-1 to 0; each takes half
+/// of the microbatches.
 ///
 /// Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.2.1, and its `DualPipe` repository.
 pub(super) fn two_copies(p: u32, m: u32) -> Lists {

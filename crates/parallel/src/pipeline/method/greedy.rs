@@ -40,8 +40,8 @@ impl Clock for Even<'_> {
     }
 }
 
-/// In which order ready actions are taken: start, backward before forward, then the forward nearest to the output
-/// and the backward nearest to the input.
+/// In which order ready actions are taken: start, backward before forward, then the forward nearest to the
+/// output and the backward nearest to the input.
 type Key = (Nanos, bool, i64, u32, StageId);
 
 struct State<'a> {

@@ -19,7 +19,8 @@ pub(super) const ROW: Row = Row {
 
 /// `v` chunks a rank, `m` a multiple of `p`: microbatches go in rounds of `p` through all chunks.
 ///
-/// Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2.2, and Megatron-LM.
+/// Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2.2, and
+/// Megatron-LM.
 pub(super) fn lists(p: u32, m: u32, v: u32) -> Vec<Vec<Op>> {
     let total = m * v;
     let chunk = |k: u32| k % (p * v) / p;

@@ -55,8 +55,9 @@ pub(super) const PIPE_DREAM_2BW: Row = Row {
 
 /// 1F1B whose warm-up on stage s is `slope` (p-1-s) forwards; slope 1 is Megatron's and DAPPLE's.
 ///
-/// A microbatch's gradient is back on stage s after 2 (p-1-s) hops; with one forward per stage behind, only as many
-/// forwards are under way as computing hides, and each period waits for the links. A steeper warm-up has more.
+/// A microbatch's gradient is back on stage s after 2 (p-1-s) hops; with one forward per stage behind, only as
+/// many forwards are under way as computing hides, and each period waits for the links. A steeper warm-up has
+/// more.
 ///
 /// Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2.1; slope 1.
 pub(super) fn lists(p: u32, m: u32, slope: u32) -> Vec<Vec<Op>> {

@@ -21,8 +21,8 @@ pub(super) const ROW: Row = Row {
     ..Row::PLAIN
 };
 
-/// All slices of all microbatches forward in order, then backward in reverse: a slice's attention looks at the slices
-/// before it, so its keys' gradients are complete only when those behind it are done.
+/// All slices of all microbatches forward in order, then backward in reverse: a slice's attention looks at the
+/// slices before it, so its keys' gradients are complete only when those behind it are done.
 ///
 /// Source: Li et al. 2021, "`TeraPipe`", section 3.2.
 pub(super) fn lists(p: u32, m: u32, slices: u16) -> Lists {
@@ -50,10 +50,11 @@ pub struct Slicing {
 
 /// Cuts `tokens` into slices of whole `grain`s so that a pipeline of `stages` takes least.
 ///
-/// `time(length, before)` is what a stage takes for a slice of `length` tokens behind `before` others. The total is
-/// the sum over slices and `stages - 1` times the longest one. Dynamic programming finds the least sum under a bound on
-/// the longest slice, at first under none; the next bound lies below the longest slice found, since under all between the
-/// same slices are best. With a `tolerance` it lies so far below, which costs at most `stages` times as much.
+/// `time(length, before)` is what a stage takes for a slice of `length` tokens behind `before` others. The
+/// total is the sum over slices and `stages - 1` times the longest one. Dynamic programming finds the least sum
+/// under a bound on the longest slice, at first under none; the next bound lies below the longest slice found,
+/// since under all between the same slices are best. With a `tolerance` it lies so far below, which costs at
+/// most `stages` times as much.
 ///
 /// Errors: [`ParallelError::Zero`]; tokens that are no multiple of the grain.
 /// Source: Li et al. 2021, "`TeraPipe`", section 3.3, algorithm 1.
@@ -103,7 +104,8 @@ pub fn slice_tokens(
             let lengths = lengths.into_iter().map(|k| k as u64 * grain).collect();
             best = Some(Slicing { lengths, total, longest });
         }
-        // Lower bounds have no lesser sums: what may still be better has its longest slice below what is left of the best.
+        // Lower bounds have no lesser sums: what may still be better has its longest slice below what is left
+        // of the best.
         let least = best.as_ref().map_or(Nanos::MAX, |b| b.total);
         let left = least.saturating_sub(sum).0.checked_div(others).filter(|&left| left > 0);
         let lower = longest.0.checked_sub(tolerance.0.max(1));

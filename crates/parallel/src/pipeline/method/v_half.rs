@@ -22,8 +22,8 @@ pub(super) const MIN: Method = Method {
     ..Method::VEE
 };
 
-/// The slots in which one rank runs a microbatch: F of a, F of z, I of z, I of a, where a is its stage on the way down
-/// and z the one on the way back.
+/// The slots in which one rank runs a microbatch: F of a, F of z, I of z, I of a, where a is its stage on the
+/// way down and z the one on the way back.
 pub(super) type Block = [u32; 4];
 
 /// Slots between a microbatch and the next: a rank does six things with each.
@@ -41,11 +41,11 @@ pub(super) fn min(p: u32) -> Vec<Block> {
     (0..p).map(|i| [i, 2 * p - i - 1, 2 * p + gap + i, 4 * p + gap - i - 1]).collect()
 }
 
-/// Repeats the block for each microbatch, moves what can start earlier without more memory, and puts W where a rank
-/// is idle.
+/// Repeats the block for each microbatch, moves what can start earlier without more memory, and puts W where a
+/// rank is idle.
 ///
-/// Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", sections 3 and 4 and appendix; the moves
-/// are those of the authors' `zbv_greedy.py`.
+/// Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", sections 3 and 4 and appendix; the
+/// moves are those of the authors' `zbv_greedy.py`.
 pub(super) fn lists(p: u32, m: u32, blocks: &[Block]) -> Lists {
     let repeat = |first: u32| (0..m).map(|i| first + PERIOD * i).collect();
     let plan: Vec<Row> = blocks.iter().map(|block| block.map(repeat).to_vec()).collect();
@@ -74,8 +74,8 @@ pub(super) fn lists(p: u32, m: u32, blocks: &[Block]) -> Lists {
 /// The slots of a rank by type (the four of [`Block`], and perhaps W of both stages together), by microbatch.
 type Row = Vec<Vec<u32>>;
 
-/// The slots that W takes after the four others of `row`: the first idle ones. In two queues, the first before the
-/// second, or in one.
+/// The slots that W takes after the four others of `row`: the first idle ones. In two queues, the first before
+/// the second, or in one.
 fn idle_slots(row: &Row, queues: usize) -> Vec<Vec<u32>> {
     let bound = row[..4].iter().filter_map(|slots| slots.last()).max().copied().unwrap_or_default();
     let mut kinds = vec![None; bound as usize + 1];
@@ -195,10 +195,11 @@ impl Memory {
     }
 }
 
-/// Moves the actions outside the steady state, in the order of time, each to the first idle slot after what it depends
-/// on at which its rank's peak does not rise; then closes the gaps.
+/// Moves the actions outside the steady state, in the order of time, each to the first idle slot after what it
+/// depends on at which its rank's peak does not rise; then closes the gaps.
 ///
-/// With W among the types the start is reordered too; without, only what follows the last forward of the first rank.
+/// With W among the types the start is reordered too; without, only what follows the last forward of the first
+/// rank.
 fn reorder(mut plan: Vec<Row>) -> Vec<Row> {
     #[derive(PartialEq)]
     enum Phase {
@@ -268,7 +269,8 @@ fn nth_of_two(a: &[u32], b: &[u32], n: usize) -> u32 {
     }
 }
 
-/// Runs a plan in its order, each action as early as the rank and what it depends on let it, all of them one slot long.
+/// Runs a plan in its order, each action as early as the rank and what it depends on let it, all of them one
+/// slot long.
 fn squeeze(plan: &[Row]) -> Vec<Row> {
     let mut squeezed: Vec<Row> = plan.to_vec();
     let mut free = vec![0_u32; plan.len()];

@@ -3,7 +3,8 @@
 use super::Lists;
 use crate::pipeline::{Action, Op};
 
-/// What stands in a slot: forward of the stage on the way down (a) or back (z), and the two slots of their backwards.
+/// What stands in a slot: forward of the stage on the way down (a) or back (z), and the two slots of their
+/// backwards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Cell {
     ForwardA,
@@ -37,11 +38,11 @@ const PERIOD: usize = 6;
 
 type Slots = Vec<Option<Cell>>;
 
-/// The order of `m` microbatches on `p` ranks: the building block repeated, what there is no microbatch for taken out,
-/// and the start and end moved as early as the peak allows.
+/// The order of `m` microbatches on `p` ranks: the building block repeated, what there is no microbatch for
+/// taken out, and the start and end moved as early as the peak allows.
 ///
-/// Source: the zero-bubble authors' `v1f1b.py` (zbpp), for Qi et al. 2024, "Pipeline Parallelism with Controllable
-/// Memory".
+/// Source: the zero-bubble authors' `v1f1b.py` (zbpp), for Qi et al. 2024, "Pipeline Parallelism with
+/// Controllable Memory".
 pub(super) fn lists(p: u32, m: u32) -> Lists {
     let (ranks, microbatches) = (p as usize, m as usize);
     let repeats = 4 * ranks + microbatches + 1;
@@ -148,8 +149,8 @@ fn keep(slots: &mut Slots, first: usize, count: usize) {
     }
 }
 
-/// Moves every cell, in the order of time, to the first fitting slot after what it depends on, forwards only as far as
-/// the peak of the plan does not rise.
+/// Moves every cell, in the order of time, to the first fitting slot after what it depends on, forwards only as
+/// far as the peak of the plan does not rise.
 fn compact(plan: &mut [Slots]) {
     let p = plan.len();
     let mut held: Vec<Vec<i64>> = plan.iter().map(held).collect();

@@ -28,8 +28,8 @@ pub(super) const H2: Row = Row {
 
 /// With `k` 1 (H1) the activations of 1F1B on every rank, with `k` 2 (H2) twice as many and no bubble inside.
 ///
-/// Stage s warms up with k (p-1-s) forwards and runs each W k s microbatches behind its I. Stage 0 delays nothing and
-/// has nobody to send to: its backwards stay whole.
+/// Stage s warms up with k (p-1-s) forwards and runs each W k s microbatches behind its I. Stage 0 delays
+/// nothing and has nobody to send to: its backwards stay whole.
 ///
 /// Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.2.
 pub(super) fn lists(p: u32, m: u32, k: u32) -> Vec<Vec<Op>> {

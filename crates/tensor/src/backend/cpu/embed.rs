@@ -1,4 +1,5 @@
-//! Gather and scatter of embedding rows. The scatter sums each row's contributions in token order, whoever does it.
+//! Gather and scatter of embedding rows. The scatter sums each row's contributions in token order, whoever does
+//! it.
 
 use super::parts::rows_per_task;
 use super::pool::Pool;

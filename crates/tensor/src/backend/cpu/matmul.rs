@@ -1,5 +1,5 @@
-//! Matrix products of whole ops: operand forms, and the epilogues that work on rows of the result while they are in
-//! the first-level cache.
+//! Matrix products of whole ops: operand forms, and the epilogues that work on rows of the result while they
+//! are in the first-level cache.
 #![expect(clippy::inline_always, reason = "inlined into the function that enables the vectors")]
 
 use super::gelu::bias_gelu;

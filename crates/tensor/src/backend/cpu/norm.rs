@@ -9,8 +9,8 @@ use crate::op::Op;
 /// Partial sums that a row's reduction runs in: fixed, so that the order of additions is.
 const LANES: usize = 16;
 
-/// Sums `f` of the elements of three slices of one length, in [`LANES`] chains. Zipped chunks leave no bounds checks, which
-/// would keep the loop from being vectorised.
+/// Sums `f` of the elements of three slices of one length, in [`LANES`] chains. Zipped chunks leave no bounds
+/// checks, which would keep the loop from being vectorised.
 #[inline(always)]
 #[expect(clippy::inline_always, reason = "inlined into the function that enables the vectors")]
 fn sum_by(a: &[f32], b: &[f32], c: &[f32], f: impl Fn(f32, f32, f32) -> f32) -> f32 {

@@ -13,12 +13,13 @@ struct Chunks<'a> {
 }
 
 #[expect(unsafe_code, reason = "tasks write disjoint chunks of one slice")]
-// SAFETY: shared between tasks only inside `Pool::for_chunks`, each of which takes chunks of its own index alone.
+// SAFETY: shared between tasks only inside `Pool::for_chunks`, each of which takes chunks of its own index
+// alone.
 unsafe impl Sync for Chunks<'_> {}
 
 impl Pool {
-    /// Calls `task(i, [chunk i of each slice])` for all `i`, in parallel. Each entry is a slice and its chunk length;
-    /// all must have the same number of chunks.
+    /// Calls `task(i, [chunk i of each slice])` for all `i`, in parallel. Each entry is a slice and its chunk
+    /// length; all must have the same number of chunks.
     pub(super) fn for_chunks<const N: usize>(
         &self,
         slices: [(&mut [f32], usize); N],
@@ -40,8 +41,8 @@ impl Pool {
                 let start = i * c.chunk;
                 let len = c.chunk.min(c.len - start);
                 #[expect(unsafe_code, reason = "tasks write disjoint chunks of one slice")]
-                // SAFETY: chunk i lies within the slice, which is borrowed exclusively for this call; `run` calls each
-                // i once, and no other i overlaps it.
+                // SAFETY: chunk i lies within the slice, which is borrowed exclusively for this call; `run`
+                // calls each i once, and no other i overlaps it.
                 unsafe {
                     std::slice::from_raw_parts_mut(c.pointer.add(start), len)
                 }

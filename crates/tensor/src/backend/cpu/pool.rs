@@ -1,5 +1,5 @@
-//! Threads of one cpu device. Work is cut into tasks by shape alone, never by the number of threads, so that a result
-//! has the same bits with 1 thread or N.
+//! Threads of one cpu device. Work is cut into tasks by shape alone, never by the number of threads, so that a
+//! result has the same bits with 1 thread or N.
 
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -30,8 +30,8 @@ impl Pool {
         self.threads
     }
 
-    /// Calls `task` once for each index below `tasks`, in any order, and returns when all are done. Whoever is free
-    /// takes the next index, so tasks may be of unequal length.
+    /// Calls `task` once for each index below `tasks`, in any order, and returns when all are done. Whoever is
+    /// free takes the next index, so tasks may be of unequal length.
     pub(crate) fn run(&self, tasks: usize, task: impl Fn(usize) + Sync) {
         let Some(helpers) = self.helpers.as_ref().filter(|_| tasks > 1) else {
             return (0..tasks).for_each(task);

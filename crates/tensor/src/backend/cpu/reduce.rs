@@ -1,4 +1,5 @@
-//! Reductions in an order that the shape fixes: blocks of rows are summed on their own, then the blocks in order.
+//! Reductions in an order that the shape fixes: blocks of rows are summed on their own, then the blocks in
+//! order.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -15,8 +16,8 @@ thread_local! {
     static PARTIALS: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
-/// Sums rows of a matrix that `add(rows, sums)` produces, `width` wide, and writes (or adds) the total to `out`, whose
-/// slices together are `width` long.
+/// Sums rows of a matrix that `add(rows, sums)` produces, `width` wide, and writes (or adds) the total to
+/// `out`, whose slices together are `width` long.
 pub(super) fn sum_rows_of<const N: usize>(
     pool: &Pool,
     rows: usize,

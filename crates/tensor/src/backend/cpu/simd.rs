@@ -1,12 +1,13 @@
-//! Instruction sets, chosen at run time. A kernel is written once, generic over [`Level`], and [`simd!`] compiles it for
-//! every level; an [`Isa`] says which copy to run. Register tiles have AVX-512 as well; all else runs as AVX2 there, which
-//! was measured to be as fast. It refuses to know what the kernels compute.
+//! Instruction sets, chosen at run time. A kernel is written once, generic over [`Level`], and [`simd!`]
+//! compiles it for every level; an [`Isa`] says which copy to run. Register tiles have AVX-512 as well; all
+//! else runs as AVX2 there, which was measured to be as fast. It refuses to know what the kernels compute.
 
 /// The instruction set that kernels run with on this machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Isa(Tag);
 
-/// Which it is. The field of [`Isa`] is private, so that only [`Isa::available`] can claim what the machine has.
+/// Which it is. The field of [`Isa`] is private, so that only [`Isa::available`] can claim what the machine
+/// has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Tag {
     Portable,
@@ -50,9 +51,11 @@ impl Isa {
     }
 }
 
-/// What a kernel may ask of the instruction set that it is compiled for. Everything else is left to the vectoriser.
+/// What a kernel may ask of the instruction set that it is compiled for. Everything else is left to the
+/// vectoriser.
 pub(crate) trait Level {
-    /// `a * b + c`, with one rounding where the hardware has it, else with two (never a call of a software `fma`).
+    /// `a * b + c`, with one rounding where the hardware has it, else with two (never a call of a software
+    /// `fma`).
     fn mul_add(a: f32, b: f32, c: f32) -> f32;
 }
 
@@ -114,7 +117,8 @@ macro_rules! simd {
             #[cfg(target_arch = "x86_64")]
             if isa.has_avx2() {
                 #[expect(unsafe_code, reason = "calls a function compiled for instructions that the machine has")]
-                // SAFETY: only `Isa::available` makes an `Isa` with AVX2 or more, after it has found AVX2 and FMA.
+                // SAFETY: only `Isa::available` makes an `Isa` with AVX2 or more, after it has found AVX2 and
+                // FMA.
                 return unsafe { avx2($($arg),*) };
             }
             kernel::<$crate::backend::cpu::simd::Portable>($($arg),*)

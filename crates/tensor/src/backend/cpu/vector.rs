@@ -13,8 +13,8 @@ const ROUND: f32 = 12_582_912.0;
 /// Vectors of eight floats.
 ///
 /// # Safety
-/// Methods may only be inlined into the copy that [`simd!`](super::simd::simd) compiles for this level; pointers
-/// must be valid for eight floats.
+/// Methods may only be inlined into the copy that [`simd!`](super::simd::simd) compiles for this level;
+/// pointers must be valid for eight floats.
 pub(super) trait Vector: Level {
     type V: Copy;
     unsafe fn splat(x: f32) -> Self::V;
@@ -42,7 +42,8 @@ pub(super) trait Vector: Level {
     unsafe fn transpose(src: *const f32, stride: usize, dst: *mut f32, pitch: usize);
 }
 
-/// `2^x` of each lane of some vectors, side by side, within 1.5 ulp (2 without FMA) for `x <= 127`; below -126.5 it is 0. NaN stays NaN.
+/// `2^x` of each lane of some vectors, side by side, within 1.5 ulp (2 without FMA) for `x <= 127`; below
+/// -126.5 it is 0. NaN stays NaN.
 ///
 /// Source: the coefficients minimise the greatest relative error, 2.6e-9, of a polynomial that is 1 at 0.
 ///

@@ -1,5 +1,5 @@
-//! Elementary functions that the vectoriser can see through: straight-line f32 code without branches, calls or tables.
-//! It refuses to know about slices; the loops are the caller's (inside [`super::simd::simd`]).
+//! Elementary functions that the vectoriser can see through: straight-line f32 code without branches, calls or
+//! tables. It refuses to know about slices; the loops are the caller's (inside [`super::simd::simd`]).
 #![expect(clippy::inline_always, reason = "the loop around a call is vectorised only if the call is inlined")]
 
 use std::f32::consts::LOG2_E;
@@ -27,7 +27,8 @@ fn reduce<L: Level>(x: f32) -> (i32, f32) {
     (t.to_bits().wrapping_sub(ROUND.to_bits()).cast_signed(), L::mul_add(r * r, p, r))
 }
 
-/// `e^x` within 1 ulp with FMA, 2 without. Results below [`f32::MIN_POSITIVE`] are 0; `e^inf = inf`; NaN stays NaN.
+/// `e^x` within 1 ulp with FMA, 2 without. Results below [`f32::MIN_POSITIVE`] are 0; `e^inf = inf`; NaN stays
+/// NaN.
 #[inline(always)]
 pub(crate) fn exp<L: Level>(x: f32) -> f32 {
     /// The least and the greatest argument whose result is a normal number.
@@ -40,8 +41,8 @@ pub(crate) fn exp<L: Level>(x: f32) -> f32 {
     if x <= MAX { y } else { x * f32::INFINITY }
 }
 
-/// The natural logarithm of a normal positive number, within 1 ulp of the larger of 1 and its own size; infinity and NaN
-/// stay. Anything for other arguments. Source: the coefficients of Cephes' `logf`.
+/// The natural logarithm of a normal positive number, within 1 ulp of the larger of 1 and its own size;
+/// infinity and NaN stay. Anything for other arguments. Source: the coefficients of Cephes' `logf`.
 #[inline(always)]
 pub(crate) fn ln<L: Level>(x: f32) -> f32 {
     /// The bits of the square root of 1/2: what is between it and its double has the exponent 0.

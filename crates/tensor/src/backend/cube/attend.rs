@@ -1,4 +1,5 @@
-//! An attention as its kernels: shapes, the layouts of packed and of cached keys, and the passes of the gradient.
+//! An attention as its kernels: shapes, the layouts of packed and of cached keys, and the passes of the
+//! gradient.
 
 use cubecl::prelude::*;
 

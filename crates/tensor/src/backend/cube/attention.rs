@@ -1,7 +1,8 @@
-//! Causal attention and its gradients without the matrix of scores (Dao 2022): a unit keeps a row of queries or keys to
-//! itself and walks the rows of the other side, which its neighbours read at the same time. Sums run in the order of the
-//! tokens, and nothing is added atomically, so that the same inputs give the same bits. No unit waits for another: a
-//! rasteriser on a processor takes minutes to compile barriers between this many values.
+//! Causal attention and its gradients without the matrix of scores (Dao 2022): a unit keeps a row of queries or
+//! keys to itself and walks the rows of the other side, which its neighbours read at the same time. Sums run in
+//! the order of the tokens, and nothing is added atomically, so that the same inputs give the same bits. No
+//! unit waits for another: a rasteriser on a processor takes minutes to compile barriers between this many
+//! values.
 
 #![expect(
     clippy::trivially_copy_pass_by_ref,
@@ -11,7 +12,8 @@
 
 use cubecl::prelude::*;
 
-/// Where queries and keys lie: `[batch, token, head, dim]`, with rows of some stride and a first element; in vectors.
+/// Where queries and keys lie: `[batch, token, head, dim]`, with rows of some stride and a first element; in
+/// vectors.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(super) struct Rows {
     /// Elements from a token to the next.
@@ -53,7 +55,8 @@ impl Seat {
     }
 }
 
-/// A score that no softmax sees: small enough to vanish, and finite, because not every device computes with infinities.
+/// A score that no softmax sees: small enough to vanish, and finite, because not every device computes with
+/// infinities.
 const MASKED: f32 = -1e30;
 
 /// Keys whose scores a unit holds at a time: the sum so far is rescaled once for all of them.

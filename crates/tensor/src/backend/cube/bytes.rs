@@ -1,5 +1,5 @@
-//! Kernels over raw words: copies of bytes at any offset, and conversion between f32 and the 16-bit floats, two of which
-//! share a word because not every device has such types.
+//! Kernels over raw words: copies of bytes at any offset, and conversion between f32 and the 16-bit floats, two
+//! of which share a word because not every device has such types.
 
 #![expect(
     clippy::manual_is_multiple_of,
@@ -14,7 +14,8 @@ pub(super) fn byte(x: &[u32], at: u32) -> u32 {
     (x[(at / 4) as usize] >> (at % 4 * 8)) & 0xff
 }
 
-/// `to[to_at..][..len] = from[from_at..][..len]` in bytes; a unit writes one word and keeps the bytes beside the range.
+/// `to[to_at..][..len] = from[from_at..][..len]` in bytes; a unit writes one word and keeps the bytes beside
+/// the range.
 #[cube(launch)]
 pub(super) fn copy_words(from: &[u32], to: &mut [u32], from_at: u32, to_at: u32, len: u32) {
     let word = ABSOLUTE_POS as u32 + to_at / 4;

@@ -2,7 +2,8 @@
 
 use cubecl::prelude::*;
 
-/// The first id that is not below `bound`, as `[1, id, position, bound]`, unless an earlier op left one. One cube.
+/// The first id that is not below `bound`, as `[1, id, position, bound]`, unless an earlier op left one. One
+/// cube.
 #[cube(launch)]
 pub(super) fn check_ids(
     ids: &[u32],

@@ -8,7 +8,8 @@ fn gate(x: f32) -> f32 {
     1.0 / (1.0 + f32::exp(-(x * (1.595_769 + 0.071_354_814 * x * x))))
 }
 
-/// `gelu'(x)`, given the gate. Where the gate is 0 or 1 so is the slope: no product of nothing with something large.
+/// `gelu'(x)`, given the gate. Where the gate is 0 or 1 so is the slope: no product of nothing with something
+/// large.
 #[cube]
 fn bend(x: f32, s: f32) -> f32 {
     s + x * s * (1.0 - s) * (1.595_769 + 0.214_064_44 * x * x)

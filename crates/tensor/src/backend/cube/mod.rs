@@ -1,6 +1,7 @@
-//! Devices that cubecl reaches: GPUs of all makers through wgpu, NVIDIA's through CUDA. One source of kernels for all.
-//! Kernels take their cube size as a constant, use no planes and no atomics, and see whole words from aligned starts.
-//! It refuses to know which framework asked, and never tunes by timing: the same shapes run the same kernels.
+//! Devices that cubecl reaches: GPUs of all makers through wgpu, NVIDIA's through CUDA. One source of kernels
+//! for all. Kernels take their cube size as a constant, use no planes and no atomics, and see whole words from
+//! aligned starts. It refuses to know which framework asked, and never tunes by timing: the same shapes run the
+//! same kernels.
 
 mod attend;
 mod attention;
@@ -114,7 +115,8 @@ impl Cube {
     }
 }
 
-/// A buffer of at least `bytes`, kept or new. A new one is asked for at once, so that a full device says so here.
+/// A buffer of at least `bytes`, kept or new. A new one is asked for at once, so that a full device says so
+/// here.
 fn allocate(name: &str, client: &Client, pool: &Pool, bytes: usize) -> Result<Buffer> {
     let out_of_memory = |bytes| TensorError::OutOfMemory { device: name.to_owned(), bytes };
     let bytes = bytes.max(1).checked_next_multiple_of(ALIGN).ok_or_else(|| out_of_memory(bytes))?;

@@ -1,5 +1,5 @@
-//! Views as kernels see them: whole words from an aligned start. A view that starts elsewhere is copied to a place of its
-//! own for the time of the op, and back.
+//! Views as kernels see them: whole words from an aligned start. A view that starts elsewhere is copied to a
+//! place of its own for the time of the op, and back.
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;

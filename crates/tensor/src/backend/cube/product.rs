@@ -1,5 +1,5 @@
-//! Matrix products: operands in the precision asked for, cubek's kernels, and what follows them. The strategy is named,
-//! never tuned by timing: the same shapes run the same kernel every time.
+//! Matrix products: operands in the precision asked for, cubek's kernels, and what follows them. The strategy
+//! is named, never tuned by timing: the same shapes run the same kernel every time.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
@@ -64,7 +64,8 @@ impl Cube {
             .map_err(|e| self.failed("matmul", format!("{e:?}")))
     }
 
-    /// An operand in a precision: as its 16-bit type where the device has that, else rounded to f32s that it holds.
+    /// An operand in a precision: as its 16-bit type where the device has that, else rounded to f32s that it
+    /// holds.
     fn in_precision(
         &self,
         x: &Operand,

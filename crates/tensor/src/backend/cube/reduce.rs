@@ -4,7 +4,8 @@ use cubecl::prelude::*;
 
 use super::block::block_sum;
 
-/// Sums `chunk` rows of each column: `y[part, col]`. `x` has rows of `stride`, of which `cols` from `start` on are summed.
+/// Sums `chunk` rows of each column: `y[part, col]`. `x` has rows of `stride`, of which `cols` from `start` on
+/// are summed.
 #[cube(launch)]
 pub(super) fn sum_columns(
     x: &[f32],

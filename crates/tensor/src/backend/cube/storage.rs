@@ -1,4 +1,5 @@
-//! Buffers of a device: kept for reuse by size, so that a steady-state training step asks the driver for nothing.
+//! Buffers of a device: kept for reuse by size, so that a steady-state training step asks the driver for
+//! nothing.
 
 use std::collections::BTreeMap;
 use std::ptr::NonNull;

@@ -1,6 +1,6 @@
-//! Every op as a case that any device can run: what a device gives is compared with what the cpu gives. Shapes are drawn
-//! from a seed, and are not multiples of any tile. The bench `device-parity` has this file too: whoever includes it says
-//! where the crates are.
+//! Every op as a case that any device can run: what a device gives is compared with what the cpu gives. Shapes
+//! are drawn from a seed, and are not multiples of any tile. The bench `device-parity` has this file too:
+//! whoever includes it says where the crates are.
 
 use half::{bf16, f16};
 

@@ -1,4 +1,5 @@
-//! The backward pass of one head: probabilities and gradients of scores are made again, a tile of them at a time.
+//! The backward pass of one head: probabilities and gradients of scores are made again, a tile of them at a
+//! time.
 //!
 //! Source: Dao et al. 2022, "`FlashAttention`", algorithm 4.
 
@@ -12,8 +13,8 @@ use super::softmax::{Block, dots, softmax_grad};
 
 /// Keys of a tile.
 const KEYS: usize = 128;
-/// Queries of a tile: whole blocks of them with tiles of 6 or 8 rows, so that blocks of keys begin where blocks of queries
-/// do.
+/// Queries of a tile: whole blocks of them with tiles of 6 or 8 rows, so that blocks of keys begin where blocks
+/// of queries do.
 const QUERIES: usize = 144;
 
 /// Where gradients go.
@@ -52,8 +53,8 @@ struct Pass<'a> {
 }
 
 impl Head {
-    /// Writes the gradients of queries, keys and values from what the forward pass read and wrote and the gradient of `y`.
-    /// Asks for rows of the `next` head, as many as there are queries.
+    /// Writes the gradients of queries, keys and values from what the forward pass read and wrote and the
+    /// gradient of `y`. Asks for rows of the `next` head, as many as there are queries.
     pub(super) fn backward(
         self,
         [q, k, v, y, dy]: [Rows<'_>; 5],
@@ -137,8 +138,8 @@ impl Pass<'_> {
         }
     }
 
-    /// A block of queries, of a tile of them, meets a tile of keys: its rows of `p` and `ds`, and what these keys add to the
-    /// gradients of the queries.
+    /// A block of queries, of a tile of them, meets a tile of keys: its rows of `p` and `ds`, and what these
+    /// keys add to the gradients of the queries.
     fn block_of_queries(&mut self, block: &Range<usize>, queries: &Range<usize>, tile: &Range<usize>) {
         let Head { isa, width, .. } = self.head;
         if tile.start == 0 {

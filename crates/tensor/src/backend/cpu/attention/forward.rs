@@ -1,6 +1,7 @@
 //! The forward pass of one head: a block of queries at a time, whose scores never leave the first-level cache.
 //!
-//! Source: Dao et al. 2022, "`FlashAttention`", algorithm 1: keys are the outer loop, and the output is kept normalised.
+//! Source: Dao et al. 2022, "`FlashAttention`", algorithm 1: keys are the outer loop, and the output is kept
+//! normalised.
 
 use std::ops::Range;
 

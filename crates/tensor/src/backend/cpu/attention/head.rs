@@ -1,5 +1,5 @@
-//! What both directions of one head's attention share: its sizes, its mask and its scratch. It refuses to know batches,
-//! threads and who owns the rows that are written.
+//! What both directions of one head's attention share: its sizes, its mask and its scratch. It refuses to know
+//! batches, threads and who owns the rows that are written.
 
 use std::ops::Range;
 
@@ -76,8 +76,8 @@ pub(super) fn pieces(of: Range<usize>, len: usize) -> impl Iterator<Item = Range
     of.clone().step_by(len).map(move |i| i..of.end.min(i + len))
 }
 
-/// Cuts the scratch into panels of the given lengths, each beginning with a cache line; what they hold is left over from
-/// earlier calls.
+/// Cuts the scratch into panels of the given lengths, each beginning with a cache line; what they hold is left
+/// over from earlier calls.
 pub(super) fn panels<const N: usize>(scratch: &mut Vec<f32>, lengths: [usize; N]) -> [&mut [f32]; N] {
     let lengths = lengths.map(|len| len.next_multiple_of(LINE));
     let total = lengths.iter().sum::<usize>() + LINE;

@@ -1,11 +1,11 @@
 //! Causal attention of all heads, forward and backward, in tiles: never a matrix of all scores.
 //!
-//! One task owns one head of one sequence, so no sum crosses tasks and the bits do not depend on the number of threads.
-//! A task goes over the keys tile by tile and, for each, over the blocks of queries that see it, a register tile high. Rows
-//! of queries are read where they are; keys and values are packed into panels of the thread's scratch, which products
-//! want them in. Meanwhile the rows of the thread's next head are asked for: they lie apart, and no CPU guesses where.
-//! Masked weights are multiplied as zeros within a register tile, so a NaN in a value may reach the seven queries before
-//! it. It refuses to know projections, tensors and devices.
+//! One task owns one head of one sequence, so no sum crosses tasks and the bits do not depend on the number of
+//! threads. A task goes over the keys tile by tile and, for each, over the blocks of queries that see it, a
+//! register tile high. Rows of queries are read where they are; keys and values are packed into panels of the
+//! thread's scratch, which products want them in. Meanwhile the rows of the thread's next head are asked for:
+//! they lie apart, and no CPU guesses where. Masked weights are multiplied as zeros within a register tile, so
+//! a NaN in a value may reach the seven queries before it. It refuses to know projections, tensors and devices.
 
 mod backward;
 mod forward;
@@ -59,8 +59,8 @@ impl Layout {
         (task / self.heads, task % self.heads)
     }
 
-    /// The task whose rows are asked for while `task` runs: that which the same thread does next, if all take as long.
-    /// None where its rows of so many `operands` would fill much of a second-level cache.
+    /// The task whose rows are asked for while `task` runs: that which the same thread does next, if all take
+    /// as long. None where its rows of so many `operands` would fill much of a second-level cache.
     fn next(self, task: usize, threads: usize, operands: usize) -> Option<usize> {
         /// Half a MiB.
         const MOST: usize = 128 * 1024;
@@ -74,7 +74,8 @@ impl Layout {
     }
 }
 
-/// Where a head's rows lie in a buffer: token `t` of sequence `b` begins at `start + (b * tokens + t) * stride`.
+/// Where a head's rows lie in a buffer: token `t` of sequence `b` begins at
+/// `start + (b * tokens + t) * stride`.
 #[derive(Debug, Clone, Copy)]
 struct Place {
     start: usize,
@@ -264,8 +265,8 @@ fn forward(isa: Isa, pool: &Pool, l: Layout, qkv: &[f32], y: &mut [f32], lse: &m
     Forward { isa, layout: l, keys: l.tokens, q, k, v }.run(pool, y, Some(lse));
 }
 
-/// Gradient of [`train_forward`]: writes `d_qkv` `[B, T, 3 C]` from `dy` `[B, T, C]` and what the forward pass read and
-/// wrote.
+/// Gradient of [`train_forward`]: writes `d_qkv` `[B, T, 3 C]` from `dy` `[B, T, C]` and what the forward pass
+/// read and wrote.
 pub(super) fn train_backward(
     pool: &Pool,
     l: Layout,
@@ -308,8 +309,8 @@ impl Cache {
     }
 }
 
-/// Attention of `qkv` `[B, T, 3 C]` of new tokens over caches of keys and values `[B, capacity, C]`: appends the new ones,
-/// then writes `y` `[B, T, C]`, and `lse` as [`train_forward`] does, if it is wanted.
+/// Attention of `qkv` `[B, T, 3 C]` of new tokens over caches of keys and values `[B, capacity, C]`: appends
+/// the new ones, then writes `y` `[B, T, C]`, and `lse` as [`train_forward`] does, if it is wanted.
 pub(super) fn cached_forward(
     pool: &Pool,
     l: Layout,
@@ -341,8 +342,9 @@ fn forward_over(
     Forward { isa, layout: l, keys: cache.past + l.tokens, q, k, v }.run(pool, y, lse);
 }
 
-/// Gradient of [`cached_forward`], from `dy` `[B, T, C]` and what it read and wrote: adds to the gradients of the keys and
-/// values that were seen, and writes `d_qkv` `[B, T, 3 C]`, those of the new tokens' keys and values among it.
+/// Gradient of [`cached_forward`], from `dy` `[B, T, C]` and what it read and wrote: adds to the gradients of
+/// the keys and values that were seen, and writes `d_qkv` `[B, T, 3 C]`, those of the new tokens' keys and
+/// values among it.
 pub(super) fn cached_backward(
     pool: &Pool,
     l: Layout,

@@ -1,5 +1,5 @@
-//! Matrix products of a row of tiles, and the panels that they read. It refuses to know heads, masks and where tensors
-//! live.
+//! Matrix products of a row of tiles, and the panels that they read. It refuses to know heads, masks and where
+//! tensors live.
 #![expect(
     unsafe_code,
     reason = "vector instructions and unchecked indexing; each entry point checks its bounds"
@@ -20,7 +20,8 @@ pub(super) struct Left<'a> {
     pub(super) col: usize,
 }
 
-/// The right operand, in panels as wide as a tile: element (k, j) is at `j / width * panel + k * width + j % width`.
+/// The right operand, in panels as wide as a tile: element (k, j) is at `j / width * panel + k * width + j %
+/// width`.
 #[derive(Clone, Copy)]
 pub(super) struct Right<'a> {
     pub(super) data: &'a [f32],
@@ -71,13 +72,13 @@ pub(super) fn multiply(isa: Isa, size: Size, a: Left<'_>, b: Right<'_>, c: RowsM
     }
 }
 
-/// Rows between the one that is copied and the one that is asked for: rows of a head lie apart, and the CPU does not see
-/// that they follow.
+/// Rows between the one that is copied and the one that is asked for: rows of a head lie apart, and the CPU
+/// does not see that they follow.
 const AHEAD: usize = 12;
 
 simd! {
-    /// Copies rows into panels of a right operand, `wide` columns each and `panel` apart; columns that are missing from the
-    /// last panel are zero.
+    /// Copies rows into panels of a right operand, `wide` columns each and `panel` apart; columns that are
+    /// missing from the last panel are zero.
     pub(super) fn pack<L: Level + Vector>(
         from: Rows<'_>, rows: &Range<usize>, panels: &mut [f32], wide: usize, panel: usize,
     ) {
@@ -91,7 +92,8 @@ simd! {
             for (p, start) in (0..width).step_by(wide).enumerate() {
                 for j in (0..wide).step_by(LANES) {
                     let here = width.saturating_sub(start + j).min(LANES);
-                    // SAFETY: the rows are there, and the panels hold them; this function is compiled for the level.
+                    // SAFETY: the rows are there, and the panels hold them; this function is compiled for the
+                    // level.
                     unsafe {
                         let src = src.as_ptr().wrapping_add(t * stride + start + j);
                         let dst = dst.add(p * panel + t * wide + j);
@@ -109,7 +111,8 @@ simd! {
 }
 
 simd! {
-    /// Copies at most `wide` rows into the columns of one panel of a right operand; columns that are missing are zero.
+    /// Copies at most `wide` rows into the columns of one panel of a right operand; columns that are missing
+    /// are zero.
     pub(super) fn pack_transposed<L: Level + Vector>(from: Rows<'_>, rows: &Range<usize>, panel: &mut [f32], wide: usize) {
         let Rows { stride, width, .. } = from;
         let src = from.span(rows);
@@ -122,8 +125,8 @@ simd! {
             }
             let whole = if here == LANES { width / LANES * LANES } else { 0 };
             for j in (0..whole).step_by(LANES) {
-                // SAFETY: eight rows from `t` on are there, and the panel has `width` of them; this function is compiled
-                // for the level.
+                // SAFETY: eight rows from `t` on are there, and the panel has `width` of them; this function is
+                // compiled for the level.
                 unsafe {
                     L::transpose(src.as_ptr().add(t * stride + j), stride, panel.as_mut_ptr().add(j * wide + t), wide);
                 }

@@ -50,8 +50,8 @@ unsafe fn exponentials<L: Vector>(x: *const f32, scale: f32, shift: f32) -> L::V
 }
 
 simd! {
-    /// Replaces products by their exponentials relative to the greatest so far, and masked ones by 0. Returns what becomes
-    /// of weighted sums of values; if this tile is the first, what `running` holds is not read.
+    /// Replaces products by their exponentials relative to the greatest so far, and masked ones by 0. Returns
+    /// what becomes of weighted sums of values; if this tile is the first, what `running` holds is not read.
     pub(super) fn softmax<L: Level + Vector>(block: Block<'_>, running: Running<'_>, first: bool) -> [Share; MOST_ROWS] {
         let Running { tops, sums } = running;
         let rows = tops.len();
@@ -106,7 +106,8 @@ simd! {
 }
 
 simd! {
-    /// The log of the sum of exponentials of each query, from its greatest product and the sum relative to that.
+    /// The log of the sum of exponentials of each query, from its greatest product and the sum relative to
+    /// that.
     pub(super) fn logs<L: Level>(tops: &[f32], sums: &[f32], scale: f32, lse: &mut [f32]) {
         for ((lse, top), sum) in lse.iter_mut().zip(tops).zip(sums) {
             *lse = L::mul_add(LN_2 * scale, *top, vmath::ln::<L>(*sum));
@@ -115,8 +116,8 @@ simd! {
 }
 
 simd! {
-    /// Replaces products by probabilities `p`, and gradients of probabilities `dp` by those of scores, `p (dp - mean)`;
-    /// masked ones by 0. `lse` is the log of the sum of exponentials of each query.
+    /// Replaces products by probabilities `p`, and gradients of probabilities `dp` by those of scores, `p
+    /// (dp - mean)`; masked ones by 0. `lse` is the log of the sum of exponentials of each query.
     pub(super) fn softmax_grad<L: Level + Vector>(block: Block<'_>, dp: &mut [f32], lse: &[f32], means: &[f32]) {
         block.check(lse.len());
         let Block { meeting, products, pitch, scale } = block;

@@ -256,8 +256,8 @@ fn a_nan_stays_close_and_does_not_outlive_its_call() {
     let (t, d) = (70, 8);
     let l = layout(1, 2, t, d);
     let mut qkv = noise(t * 6 * d, 10);
-    // The last token's value, first head. Masked weights are zeros, and zero times NaN is NaN, so the queries that share
-    // its register tile may see it; no others.
+    // The last token's value, first head. Masked weights are zeros, and zero times NaN is NaN, so the queries
+    // that share its register tile may see it; no others.
     qkv[((t - 1) * 3 + 2) * 2 * d] = f32::NAN;
     let [y, ..] = run(Isa::detect(), 1, l, &qkv, &vec![0.0; t * 2 * d]);
     let nans: Vec<usize> = (0..y.len()).filter(|&i| y[i].is_nan()).collect();

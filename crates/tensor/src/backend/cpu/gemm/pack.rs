@@ -1,5 +1,5 @@
-//! Copies a block of A or B into panels: `width` lanes side by side (rows of A, columns of B) for each k, so that the
-//! kernel reads one ascending stream. It refuses to know which of the two it packs.
+//! Copies a block of A or B into panels: `width` lanes side by side (rows of A, columns of B) for each k, so
+//! that the kernel reads one ascending stream. It refuses to know which of the two it packs.
 
 use super::super::tile::{BLOCK, Registers};
 
@@ -13,14 +13,14 @@ pub(super) struct Block {
     pub(super) k: usize,
 }
 
-/// Panel `p` starts at `p * pitch`; in it, element (lane, k) is at `k * width + lane`. Lanes that the last panel
-/// lacks are zero.
+/// Panel `p` starts at `p * pitch`; in it, element (lane, k) is at `k * width + lane`. Lanes that the last
+/// panel lacks are zero.
 ///
 /// A pitch leaves room for [`BLOCK`] elements after a panel, unless `width` is a multiple of [`BLOCK`].
 ///
 /// # Safety
-/// `block` is readable, and `dst` writable for all panels and [`BLOCK`] elements more; `width` is 6 or a multiple
-/// of [`BLOCK`].
+/// `block` is readable, and `dst` writable for all panels and [`BLOCK`] elements more; `width` is 6 or a
+/// multiple of [`BLOCK`].
 #[inline(always)]
 pub(super) unsafe fn pack<I: Registers>(block: Block, width: usize, pitch: usize, dst: *mut f32) {
     if block.k_stride == 1 && block.lane_stride != 1 {
@@ -57,10 +57,11 @@ unsafe fn pack_across<I: Registers>(block: Block, width: usize, pitch: usize, ds
     }
 }
 
-/// Lanes are contiguous: copies. Some k at a time over all panels, so that what is read is read in long rows, but no
-/// more than fit the ways of the first-level cache where rows lie a power of two apart.
+/// Lanes are contiguous: copies. Some k at a time over all panels, so that what is read is read in long rows,
+/// but no more than fit the ways of the first-level cache where rows lie a power of two apart.
 ///
-/// A lane group of 6 is copied as 8: what follows it in the panel is written next, or is the room between panels.
+/// A lane group of 6 is copied as 8: what follows it in the panel is written next, or is the room between
+/// panels.
 #[inline(always)]
 unsafe fn pack_along(block: Block, width: usize, pitch: usize, dst: *mut f32) {
     const STRIP: usize = 4;

@@ -1,5 +1,5 @@
-//! The interpreter of elementwise programs: an instruction at a time over blocks that stay in the first-level cache, so
-//! that a program of many instructions costs little more than the memory it moves.
+//! The interpreter of elementwise programs: an instruction at a time over blocks that stay in the first-level
+//! cache, so that a program of many instructions costs little more than the memory it moves.
 
 use std::cell::RefCell;
 

@@ -1,9 +1,11 @@
-//! Loops compiled ahead for the programs that training spends its time in: AdamW's step, with or without clipping and
-//! weight decay. A loop of one pass keeps values in registers, where the interpreter goes through the first-level cache
-//! at each instruction: 0.7 ns an element against 2.5, which is a tenth of a training step of GPT-2.
+//! Loops compiled ahead for the programs that training spends its time in: AdamW's step, with or without
+//! clipping and weight decay. A loop of one pass keeps values in registers, where the interpreter goes through
+//! the first-level cache at each instruction: 0.7 ns an element against 2.5, which is a tenth of a training
+//! step of GPT-2.
 //!
-//! A program is known by its arithmetic, not by a name: it must store the same expressions of the same buffers, each of
-//! its scalars and constants standing for a parameter of the loop. It refuses to know optimizers' settings.
+//! A program is known by its arithmetic, not by a name: it must store the same expressions of the same buffers,
+//! each of its scalars and constants standing for a parameter of the loop. It refuses to know optimizers'
+//! settings.
 
 use std::sync::OnceLock;
 
@@ -124,7 +126,8 @@ impl<'a> Match<'a> {
         Self { pattern, program, scalars, parameters: [None; PARAMETERS] }
     }
 
-    /// The value of each of the pattern's scalars (1 where it has none), if the programs store the same expressions.
+    /// The value of each of the pattern's scalars (1 where it has none), if the programs store the same
+    /// expressions.
     fn whole(mut self) -> Option<[f32; PARAMETERS]> {
         let (pattern, program) = (self.pattern, self.program);
         if pattern.stores().len() != program.stores().len() || pattern.reads() != program.reads() {
@@ -139,7 +142,8 @@ impl<'a> Match<'a> {
         Some(self.parameters.map(|p| p.unwrap_or(1.0)))
     }
 
-    /// Whether instruction `of` of the pattern and `as_` of the program compute the same, parameters bound on the way.
+    /// Whether instruction `of` of the pattern and `as_` of the program compute the same, parameters bound on
+    /// the way.
     fn same(&mut self, of: u16, as_: u16) -> bool {
         let (pattern, program) =
             (self.pattern.instrs()[usize::from(of)], self.program.instrs()[usize::from(as_)]);

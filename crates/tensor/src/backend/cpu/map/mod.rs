@@ -1,5 +1,5 @@
-//! Elementwise programs over flat buffers, a part at a time: by a loop compiled ahead where the program is a known one,
-//! else by the interpreter. Both give the bits of [`Program::eval`].
+//! Elementwise programs over flat buffers, a part at a time: by a loop compiled ahead where the program is a
+//! known one, else by the interpreter. Both give the bits of [`Program::eval`].
 
 mod interpret;
 mod known;

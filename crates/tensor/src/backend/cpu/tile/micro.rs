@@ -1,7 +1,7 @@
 //! The innermost kernel: one tile of C, held in registers over a block of k.
 //!
-//! Each element is one chain of multiply-adds in ascending k, whatever the tile: that is why the bits of a product do
-//! not depend on how it was cut. It refuses to know whether A was packed or is read where it lies.
+//! Each element is one chain of multiply-adds in ascending k, whatever the tile: that is why the bits of a
+//! product do not depend on how it was cut. It refuses to know whether A was packed or is read where it lies.
 #![expect(clippy::needless_range_loop, reason = "indices are those of the formula")]
 
 use super::registers::Registers;
@@ -55,8 +55,8 @@ pub(in super::super) struct Share {
 /// The CPU has the kernel's instructions, and the tile's pointers are valid for its shape.
 pub(in super::super) type Kernel = unsafe fn(&Tile<'_>);
 
-/// `A B` for a tile of `R` rows and `N` vectors, and what becomes of C. With `PACKS`, B is read where it lies and packed on the way: the
-/// multipliers hide what that takes.
+/// `A B` for a tile of `R` rows and `N` vectors, and what becomes of C. With `PACKS`, B is read where it lies
+/// and packed on the way: the multipliers hide what that takes.
 ///
 /// No closure here holds an instruction: it would not inherit the caller's features.
 #[inline(always)]

@@ -1,5 +1,5 @@
-//! Tiles of a matrix product that are held in registers: what products of any size and attention are made of. It refuses
-//! to know blocks, threads and what a tile is part of.
+//! Tiles of a matrix product that are held in registers: what products of any size and attention are made of.
+//! It refuses to know blocks, threads and what a tile is part of.
 #![expect(unsafe_code, reason = "vector instructions")]
 #![expect(unsafe_op_in_unsafe_fn, reason = "kernels are unsafe throughout; each states what it relies on")]
 #![expect(clippy::inline_always, reason = "instructions must end up inside the function that enables them")]

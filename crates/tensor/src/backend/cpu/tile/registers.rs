@@ -1,7 +1,8 @@
-//! The vector instructions that the kernels are written in: AVX2, AVX-512, and plain arrays for every other CPU.
+//! The vector instructions that the kernels are written in: AVX2, AVX-512, and plain arrays for every other
+//! CPU.
 //!
-//! Every method is inlined into a function that enables the features of its instruction set, so that generic code
-//! over [`Registers`] compiles to that set. It refuses to know matrices.
+//! Every method is inlined into a function that enables the features of its instruction set, so that generic
+//! code over [`Registers`] compiles to that set. It refuses to know matrices.
 
 use super::micro::{Kernel, Tile, micro};
 use crate::backend::cpu::simd;
@@ -22,8 +23,9 @@ pub(in super::super) trait Registers {
     type Level: Vector;
     /// Rows of a full tile: at most 8, and 6 or 8 because of [`Registers::transpose`].
     const MR: usize;
-    /// Elements from one column of A to the next up to which contiguous columns are read in place rather than packed.
-    /// Farther apart, they fall into too few lines of the first-level cache; narrower tiles read each line more often.
+    /// Elements from one column of A to the next up to which contiguous columns are read in place rather than
+    /// packed. Farther apart, they fall into too few lines of the first-level cache; narrower tiles read each
+    /// line more often.
     const NEAR_COLUMNS: usize = 0;
     /// Columns of a full tile: two vectors.
     const NR: usize = 2 * Self::LANES;
@@ -247,7 +249,8 @@ mod x86 {
         micro::<Avx2, R, N, C, P>(tile);
     }
 
-    /// 32 registers of 16 floats: 8 rows of 2 vectors keep both multipliers busy, and suit a transpose of 8 by 8.
+    /// 32 registers of 16 floats: 8 rows of 2 vectors keep both multipliers busy, and suit a transpose of 8 by
+    /// 8.
     pub(in super::super::super) struct Avx512;
 
     impl Registers for Avx512 {
@@ -277,7 +280,8 @@ mod x86 {
         micro::<Avx512, R, N, C, P>(tile);
     }
 
-    /// [`Registers::transpose`] with AVX: half rows are loaded into place, so that only unpacks and shuffles are left.
+    /// [`Registers::transpose`] with AVX: half rows are loaded into place, so that only unpacks and shuffles
+    /// are left.
     #[inline(always)]
     unsafe fn transpose_8x8(src: *const f32, stride: usize, rows: usize, dst: *mut f32, pitch: usize) {
         let row: [*const f32; 8] =

@@ -1,5 +1,5 @@
-//! Arithmetic with the bits of IEEE 754 on every device: some flush subnormals, round quotients and roots a little off, or fuse
-//! a product with the sum after it.
+//! Arithmetic with the bits of IEEE 754 on every device: some flush subnormals, round quotients and roots a
+//! little off, or fuse a product with the sum after it.
 
 use cubecl::prelude::*;
 
@@ -10,8 +10,8 @@ pub(super) const INFINITE: u32 = 0x7f80_0000;
 const SIGN: u32 = 0x8000_0000;
 /// The bits of the smallest normal number, and of an exponent's unit.
 const NORMAL: u32 = 0x0080_0000;
-/// The bits of 2^-60: sums of magnitudes below it are made 2^64 times as large, and any other sum has no subnormal in it
-/// that matters.
+/// The bits of 2^-60: sums of magnitudes below it are made 2^64 times as large, and any other sum has no
+/// subnormal in it that matters.
 pub(super) const SMALL: u32 = (127 - 60) << 23;
 /// The exponent of 2^64, as bits.
 pub(super) const LIFT: u32 = 64 << 23;
@@ -52,8 +52,8 @@ pub(super) fn sum(a: u32, b: u32) -> u32 {
     bits
 }
 
-/// The bits of `a * b`, not fused with the sum after it, for an `a` below 2 in magnitude: a subnormal `b` makes no product that
-/// is normal.
+/// The bits of `a * b`, not fused with the sum after it, for an `a` below 2 in magnitude: a subnormal `b` makes
+/// no product that is normal.
 #[cube]
 pub(super) fn product(a: u32, b: u32, zero: u32) -> u32 {
     let mut bits = u32::reinterpret(f32::reinterpret(a) * f32::reinterpret(b)) ^ zero;
@@ -65,8 +65,8 @@ pub(super) fn product(a: u32, b: u32, zero: u32) -> u32 {
     bits
 }
 
-/// The bits of a product of two magnitudes whose exponents' fields add up to less than 128: it is hardly above the subnormals,
-/// where bits count multiples of 2^-149.
+/// The bits of a product of two magnitudes whose exponents' fields add up to less than 128: it is hardly above
+/// the subnormals, where bits count multiples of 2^-149.
 #[cube]
 fn counted(m: u32, n: u32) -> u32 {
     let a = (m & (NORMAL - 1)) | select(m >= NORMAL, NORMAL, 0u32);

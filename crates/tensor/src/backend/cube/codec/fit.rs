@@ -102,7 +102,8 @@ pub(super) fn fit(
     }
 }
 
-/// The sum of magnitudes or squares, in the format's order, for all units. As many runs at once as there are units for.
+/// The sum of magnitudes or squares, in the format's order, for all units. As many runs at once as there are
+/// units for.
 #[cube]
 fn magnitudes(
     x: &[u32],

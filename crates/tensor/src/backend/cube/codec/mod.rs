@@ -1,5 +1,5 @@
-//! Codecs with the host's bytes. Blocks: first what each header says, then every word of the body by a unit of its own, for a
-//! block need not fill whole words. Masks and the largest: their indices are found here.
+//! Codecs with the host's bytes. Blocks: first what each header says, then every word of the body by a unit of
+//! its own, for a block need not fill whole words. Masks and the largest: their indices are found here.
 #![expect(
     clippy::manual_range_contains,
     clippy::manual_div_ceil,
@@ -60,7 +60,8 @@ fn value(x: &[u32], before: &[u32], at: u32, #[comptime] form: Form) -> u32 {
     bits
 }
 
-/// Elements that one cube can look through eight times, and into how many parts of at least as many a chunk is cut.
+/// Elements that one cube can look through eight times, and into how many parts of at least as many a chunk is
+/// cut.
 const TILE: usize = 4096;
 const MOST_TILES: usize = 1024;
 
@@ -77,7 +78,8 @@ impl Cube {
         let tile = chunk.div_ceil(tiles);
         let chunks = || chunks(len, chunk, kept);
         let tiling = || top::TilesLaunch::new(u32_of(tile), u32_of(tiles), u32_of(count * tiles));
-        // For each round and behind the last one: the least that is kept, and how many of those that begin like it.
+        // For each round and behind the last one: the least that is kept, and how many of those that begin like
+        // it.
         let mut cuts = vec![0; 8 * count * (top::ROUNDS as usize + 1)];
         for (cut, start) in cuts.as_chunks_mut().0.iter_mut().zip((0..len).step_by(chunk)) {
             *cut = (u64::from(u32_of(kept.min(len - start))) << 32).to_le_bytes();

@@ -44,7 +44,8 @@ fn meaning(code: u32, scale: u32, #[comptime] form: Form) -> u32 {
     bits
 }
 
-/// Writes a word of the body a unit, and what is lost of the elements in it. The word before the body becomes 0.
+/// Writes a word of the body a unit, and what is lost of the elements in it. The word before the body becomes
+/// 0.
 #[cube(launch)]
 pub(super) fn encode(
     x: &[u32],
@@ -163,7 +164,8 @@ pub(super) fn decode(body: &[u32], y: &mut [u32], verdict: &mut [u32], len: u32,
             let full = count / run;
             let inside = element / run < full;
             let within = element % run;
-            // In a full run, code `8 i + j` is bits `width i ..` of word `j`; behind the runs, codes stand in order.
+            // In a full run, code `8 i + j` is bits `width i ..` of word `j`; behind the runs, codes stand in
+            // order.
             let bit = within / 8 * width;
             let tail = element - full * run;
             place =

@@ -5,7 +5,8 @@ use cubecl::prelude::*;
 use super::exact::{INFINITE, MAGNITUDE, sum};
 use crate::codec::Pattern;
 
-/// `y = x + with`, or `x - with`, or only a look at `x`; `verdict` becomes 1 if something is not finite, by whoever sees it.
+/// `y = x + with`, or `x - with`, or only a look at `x`; `verdict` becomes 1 if something is not finite, by
+/// whoever sees it.
 #[cube(launch)]
 pub(super) fn sums(
     x: &[u32],

@@ -4,8 +4,8 @@ use cubecl::prelude::*;
 
 use super::exact::{product, sum};
 
-/// Of each full square `X` of `x` the element of `A X`, or of `X A^T` unless by `columns`, a unit; with `A` transposed if
-/// `inverse`. Sums in the order of the index. What fills no square is copied.
+/// Of each full square `X` of `x` the element of `A X`, or of `X A^T` unless by `columns`, a unit; with `A`
+/// transposed if `inverse`. Sums in the order of the index. What fills no square is copied.
 #[cube(launch)]
 pub(super) fn turn(
     x: &[u32],

@@ -1,6 +1,6 @@
-//! Where the largest magnitudes are. Counts of their digits, the highest first, lead to the least one that is kept, and to how
-//! many of its equals are; then units write what they find where it belongs, for each knows how much is found before it. A
-//! chunk is one cube's work, or that of as many as it has tiles.
+//! Where the largest magnitudes are. Counts of their digits, the highest first, lead to the least one that is
+//! kept, and to how many of its equals are; then units write what they find where it belongs, for each knows
+//! how much is found before it. A chunk is one cube's work, or that of as many as it has tiles.
 
 use cubecl::prelude::*;
 
@@ -209,8 +209,8 @@ pub(super) fn small(x: &[u32], indices: &mut [u32], chunks: &Chunks, #[comptime]
     }
 }
 
-/// Counts the digits in a tile. In `cuts`, a chunk has for each round the least magnitude so far, and how many are kept of
-/// those that begin like it.
+/// Counts the digits in a tile. In `cuts`, a chunk has for each round the least magnitude so far, and how many
+/// are kept of those that begin like it.
 #[cube(launch)]
 pub(super) fn count(
     x: &[u32],
