@@ -1,7 +1,7 @@
 //! Whom the ranks of a launched job name when one of them is lost. (`cargo xtask bench blame` tries all of
 //! them.)
 
-#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::process::Stdio;
 

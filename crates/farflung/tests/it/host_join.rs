@@ -2,7 +2,7 @@
 //! included, and whoever may go on does, with the bits of all.
 
 #![cfg(unix)]
-#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::collections::BTreeMap;
 use std::fs;

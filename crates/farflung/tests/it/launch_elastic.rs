@@ -1,7 +1,7 @@
 //! Jobs of one machine whose processes come and go.
 
 #![cfg(target_os = "linux")]
-#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::cell::RefCell;
 use std::fs;

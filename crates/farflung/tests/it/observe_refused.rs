@@ -1,7 +1,5 @@
 //! Builds without a feature say which one a flag needs, before the run.
 
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
-
 use crate::tiny::{Run, farflung};
 
 #[test]

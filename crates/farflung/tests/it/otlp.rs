@@ -1,6 +1,6 @@
 //! Traces of a run, as a collector on the loopback gets them.
 #![cfg(feature = "otlp")]
-#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Read, Write};

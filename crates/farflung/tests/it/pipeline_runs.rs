@@ -1,8 +1,6 @@
 //! Whole runs in pipelines as a user starts them: over simulated links, over TCP, cut in another way when
 //! resumed, and refused.
 
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
-
 use std::process::Command;
 
 use crate::pipeline::{Run, model, same, saved};

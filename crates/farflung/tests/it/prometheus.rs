@@ -1,6 +1,6 @@
 //! A run's numbers, as Prometheus fetches them.
 #![cfg(feature = "prometheus")]
-#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};

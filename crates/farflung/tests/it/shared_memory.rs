@@ -1,6 +1,6 @@
 //! `launch` with processes that share memory: the bits of sockets, a killed peer, and what is left behind.
 
-#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::fs;
 use std::path::Path;

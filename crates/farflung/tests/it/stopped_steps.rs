@@ -1,7 +1,7 @@
 //! Runs that signals stop within a step: it is dropped, what was done before is saved at once, and the run that
 //! goes on has the bits of one that was never stopped.
 
-#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};

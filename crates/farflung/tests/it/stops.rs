@@ -1,7 +1,7 @@
 //! Runs that signals stop, whatever has become of their stderr and stdout: the checkpoint is there, and
 //! resuming works.
 
-#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::fs::File;
 use std::io::{PipeReader, Write};

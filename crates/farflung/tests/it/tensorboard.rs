@@ -1,6 +1,6 @@
 //! Event files, read back by the definition of their format.
 #![cfg(feature = "tensorboard")]
-#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::collections::BTreeMap;
 use std::path::Path;

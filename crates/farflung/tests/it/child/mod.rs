@@ -1,5 +1,7 @@
 //! Processes that a test starts, signals and waits for.
 
+#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
+
 use std::thread;
 use std::time::Duration;
 

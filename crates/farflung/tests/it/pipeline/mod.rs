@@ -1,5 +1,7 @@
 //! Whole runs of a small model of four layers, as a user starts them.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
 use std::path::Path;
 use std::process::{Command, Output};
 

@@ -1,5 +1,7 @@
 //! Protobuf's wire format, read by its definition: for messages that this project writes by other means.
 
+#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
+
 /// A field's value.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(dead_code, reason = "each test reads its messages")]

@@ -1,5 +1,7 @@
 //! A GPT small enough to be trained in a test, and its ranks as threads.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
 use farflung::config::choice::{LrScheduleKind, TransportKind};
 use farflung::train::{Job, Seat, seats};
 use farflung::transports::MEMORY;

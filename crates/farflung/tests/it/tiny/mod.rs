@@ -1,5 +1,7 @@
 //! The binary on a run of moments: two workers with a tiny model.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
 use std::path::PathBuf;
 use std::process::Command;
 
