@@ -310,6 +310,19 @@ pub enum Error {
         /// What is not finite.
         cause: Box<OptimError>,
     },
+    /// Members of a pipeline saved parts of the model, and some are not on this disk.
+    #[error(
+        "the checkpoint {path} was saved by members that each held a part of the model, and none on this disk has layers \
+         {} to {}: copy the folders of the other members into `members` of the run's folder, or name an older checkpoint \
+         by --resume",
+        layers.start, layers.end - 1
+    )]
+    PartsElsewhere {
+        /// The checkpoint of the member that is to go on.
+        path: PathBuf,
+        /// From the first to the last layer that is missing.
+        layers: std::ops::Range<usize>,
+    },
     /// A rank's folder holds another rank's checkpoint.
     #[error("{path} is a checkpoint of rank {}, expected one of rank {}: are folders swapped?", owner.0, rank.0)]
     ForeignFolder {

@@ -31,6 +31,7 @@ impl Error {
             | Self::TooSlow { .. }
             | Self::StillRuns { .. }
             | Self::ForeignFolder { .. }
+            | Self::PartsElsewhere { .. }
             | Self::NoCopy { .. }
             | Self::TooLarge(_)
             | Self::UnknownKey { .. }

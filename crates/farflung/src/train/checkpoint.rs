@@ -6,10 +6,12 @@
 //! `samples.safetensors` where boundaries hold samples in memory, `trainer.json`, and the run's settings and
 //! plan as they were then. A run that cuts the model in another way reads the folders of all ranks, which it
 //! must be able to reach; a rank whose folder is lost takes its state from a rank that holds the same parts.
+//! Members that come and leave have folders of their own: what they saved in one view belongs together.
 
 mod choose;
 mod compare;
 mod lost;
+mod neighbours;
 mod pieces;
 mod samples;
 mod source;
@@ -30,6 +32,7 @@ use super::together::together;
 use super::trainer::Trainer;
 use crate::config::shared::Fact;
 use crate::{Error, Packing, Result, RunDir, run_dir};
+pub(super) use neighbours::beside;
 pub(super) use pieces::{Saved, saved};
 pub(super) use source::{Residuals, Source};
 

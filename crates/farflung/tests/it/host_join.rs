@@ -348,3 +348,48 @@ fn members_form_pipelines_that_survive_a_loss() {
     assert!(plan().contains("data=2,pipeline=2"), "{}", plan());
     drop(d);
 }
+
+#[test]
+fn a_host_goes_on_from_the_folders_of_all_that_held_parts() {
+    let run = Run::new();
+    let flags = "--steps 1000000 --out host --stages 2 --checkpoint-every 20";
+    let first = host(&run, flags);
+    let a = join(&run, "host/members/a", "host/run.ticket", &[]);
+    let both = || {
+        let theirs = saved(&run, &first);
+        saved(&run, &a).into_keys().rev().find(|step| theirs.contains_key(step))
+    };
+    trains(&run, &a);
+    let step = wait_until_or(|| said_by(&first), both);
+    first.send(Signal::KILL);
+    a.send(Signal::KILL);
+    drop((first, a));
+    let flags = format!("{flags} --resume auto");
+    // The other half of the model is out of reach.
+    fs::rename(run.at("host/members"), run.at("elsewhere")).unwrap();
+    let alone =
+        on(&run, "host").arg("host").args(run.flags(&format!("--listen 127.0.0.1:0 {flags}"))).output();
+    let alone = alone.unwrap();
+    assert_eq!(alone.status.code(), Some(2), "{}", said(&alone));
+    assert!(said(&alone).contains("none on this disk has layers"), "{}", said(&alone));
+    fs::rename(run.at("elsewhere"), run.at("host/members")).unwrap();
+    let again = host(&run, &flags);
+    let resumed = || {
+        let events = fs::read_to_string(run.at("host/events.jsonl")).unwrap();
+        let line = events.lines().find(|line| line.contains("\"event\":\"resumed\""))?.to_owned();
+        Some(line)
+    };
+    let line = wait_until_or(|| said_by(&again), resumed);
+    // At least the step that both had, and it trains on.
+    let number = |name: &str| name.rsplit('-').next().unwrap().parse::<u64>().unwrap();
+    let from = line.split_once("step-").unwrap().1;
+    let from: String = from.chars().take_while(char::is_ascii_digit).collect();
+    assert!(number(&from) >= number(&step), "{line}, and both had {step}");
+    let steps = || {
+        let rows = fs::read_to_string(run.at("host/metrics.jsonl")).unwrap_or_default();
+        let last =
+            rows.lines().next_back()?.split_once("\"step\":")?.1.split(',').next()?.parse::<u64>().ok()?;
+        (last > number(&from) + 5).then_some(())
+    };
+    wait_until_or(|| said_by(&again), steps);
+}

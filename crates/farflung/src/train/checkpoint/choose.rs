@@ -1,5 +1,6 @@
 //! Which checkpoint each rank of a job goes on from.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use farflung_base::Rank;
@@ -9,7 +10,7 @@ use super::super::job::Job;
 use super::super::together::together;
 use super::super::trainer::Trainer;
 use super::source::{self, Files, Residuals};
-use super::{Source, folder, lost, tell};
+use super::{Record, Source, beside, folder, lost, tell};
 use crate::config::choice::Resume;
 use crate::{Checkpoint, Error, Result, RunDir, run_dir};
 
@@ -54,7 +55,7 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
             let all_have = tell(comm, u64::from(own.is_some()))?.iter().all(|&has| has == 1);
             let source = match own.filter(|_| all_have) {
                 Some(own) => read(vec![own], Residuals::Own),
-                None => all_of(path).and_then(|all| read(all, Residuals::None)),
+                None => all_of(path, job).and_then(|all| read(all, Residuals::None)),
             };
             together(comm, source).map(|source| Some(chosen(source)))
         }
@@ -153,11 +154,15 @@ fn cut_otherwise(comm: &Communicator, run: &RunDir, job: &Job) -> Result<Option<
     if comm.rank().0 == 0 {
         for at in run.checkpoints()?.into_iter().rev() {
             let path = root.join(run_dir::folder(at));
-            match all_of(&path) {
+            match all_of(&path, job) {
+                // Not one from before the model was cut, which would lose steps that others have.
+                Ok(all) if all.len() == 1 && matches!(missing, Some(Error::PartsElsewhere { .. })) => break,
                 Ok(_) => {
                     step = at;
                     break;
                 }
+                // Members that are cut off while they save may be one checkpoint apart.
+                Err(error @ Error::PartsElsewhere { .. }) => missing = missing.or(Some(error)),
                 // The same ranks as now: they never all had it. Others must be somewhere else.
                 Err(error) => {
                     let same = Checkpoint::open(&path).and_then(|c| source::record(&c));
@@ -172,18 +177,49 @@ fn cut_otherwise(comm: &Communicator, run: &RunDir, job: &Job) -> Result<Option<
     match (agreed, missing) {
         (0, Some(error)) => Err(error),
         (0, None) => Ok(None),
-        (step, _) => all_of(&root.join(run_dir::folder(step))).map(Some),
+        (step, _) => all_of(&root.join(run_dir::folder(step)), job).map(Some),
     }
 }
 
 /// The checkpoints that together hold a model and its states: rank 0's at `path`, and those of the other ranks
-/// of its first pipeline beside it.
-fn all_of(path: &Path) -> Result<Vec<Checkpoint>> {
+/// of its first pipeline beside it; or those of the members that saved in the same view.
+fn all_of(path: &Path, job: &Job) -> Result<Vec<Checkpoint>> {
     let first = Checkpoint::open(path)?;
-    let ranks = source::record(&first)?.stages as u32;
+    let record = source::record(&first)?;
+    if record.view.is_some() {
+        return of_view(first, &record, job.model.layers);
+    }
+    let ranks = record.stages as u32;
     let open = |rank| checked_owner(Checkpoint::open(&of_rank(path, rank))?, rank);
     let others = (1..ranks).map(|rank| open(Rank(rank)));
     std::iter::once(Ok(first)).chain(others).collect()
+}
+
+/// A member's checkpoint, and those of others on the same disk that hold the rest of the model's `layers`.
+///
+/// Errors: [`Error::PartsElsewhere`] where some layers are in none.
+fn of_view(first: Checkpoint, record: &Record, layers: usize) -> Result<Vec<Checkpoint>> {
+    let path = first.path().to_owned();
+    let here = path.parent().unwrap_or(&path);
+    let mut left: BTreeSet<usize> = (0..layers).collect();
+    let mut without = |record: &Record| {
+        let before = left.len();
+        record.parts.iter().for_each(|&(start, end)| left.retain(|layer| !(start..end).contains(layer)));
+        left.len() < before
+    };
+    without(record);
+    let mut all = vec![first];
+    for folder in beside(here).into_iter().filter(|folder| folder != here) {
+        let Ok(other) = Checkpoint::open(&folder.join(run_dir::folder(record.step))) else { continue };
+        let theirs = source::record(&other)?;
+        if theirs.view == record.view && without(&theirs) {
+            all.push(other);
+        }
+    }
+    match (left.first(), left.last()) {
+        (Some(&first), Some(&last)) => Err(Error::PartsElsewhere { path, layers: first..last + 1 }),
+        _ => Ok(all),
+    }
 }
 
 /// The checkpoint of another rank beside rank 0's.

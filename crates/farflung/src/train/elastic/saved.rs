@@ -14,12 +14,10 @@ use serde::{Deserialize, Serialize};
 use super::team::{Held, tell_all};
 use crate::Result;
 use crate::events::causes;
-use crate::train::checkpoint::{Saved, saved};
+use crate::train::checkpoint::{Saved, beside, saved};
 use crate::train::job::Job;
 use crate::train::trainer::Pieces;
 
-/// The folder of the folders of members that share a disk, in that of the member that began the run.
-const MEMBERS: &str = "members";
 /// The slowest disk from which the others wait for a checkpoint to be read: 20 MB a second.
 const SLOWEST: Link = Link { bandwidth: Bandwidth(160_000_000), latency: Nanos::ZERO };
 
@@ -86,18 +84,6 @@ pub(super) fn newest(
     Ok(None)
 }
 
-/// A member's folder, and those of others on the same disk: that of the one that began the run, and those in
-/// `members` of it.
-fn beside(folder: &Path) -> Vec<PathBuf> {
-    let parent = folder.parent().filter(|parent| parent.file_name().is_some_and(|name| name == MEMBERS));
-    let first = parent.and_then(Path::parent).unwrap_or(folder);
-    let mut folders = vec![first.to_owned()];
-    let entries = fs::read_dir(first.join(MEMBERS)).into_iter().flatten().flatten();
-    folders.extend(entries.map(|entry| entry.path()));
-    folders.sort_unstable();
-    folders
-}
-
 /// The checkpoints in some folders, by their steps.
 fn steps(folders: &[PathBuf]) -> BTreeMap<u64, Vec<PathBuf>> {
     let mut found: BTreeMap<u64, Vec<PathBuf>> = BTreeMap::new();
@@ -129,19 +115,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn folders_of_one_disk_lie_in_that_of_the_first_member() {
+    fn a_folder_without_checkpoints_has_no_steps() {
         let root = tempfile::tempdir().unwrap();
-        let run = root.path().join("run");
-        for member in ["1", "2"] {
-            fs::create_dir_all(run.join(MEMBERS).join(member)).unwrap();
-        }
-        let all = [run.clone(), run.join("members/1"), run.join("members/2")];
-        for folder in &all {
-            assert_eq!(beside(folder), all, "{}", folder.display());
-        }
-        // A folder elsewhere has nothing beside it.
         let alone = root.path().join("alone");
-        assert_eq!(beside(&alone), std::slice::from_ref(&alone));
         assert_eq!(steps(&[alone]), BTreeMap::new());
     }
 }
