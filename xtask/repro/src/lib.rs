@@ -132,6 +132,7 @@ mod swarm;
 mod swarm_rebalance;
 mod uneven;
 mod uneven_plan;
+mod utilisation;
 mod zero_bubble;
 
 use std::io::Write;
@@ -240,6 +241,7 @@ pub const BENCHES: &[Bench] = &[
     sim_scale::BENCH,
     trainer_cost::BENCH,
     tune::BENCH,
+    utilisation::BENCH,
     zero_bubble::BENCH,
 ];
 

@@ -128,6 +128,7 @@ short! {
     uneven_plan: "uneven-plan",
     trainer_cost: "trainer-cost",
     tune: "tune",
+    utilisation: "utilisation",
     zero_bubble: "zero-bubble",
 }
 

@@ -1,0 +1,179 @@
+//! What share of the time eight machines on several continents compute with `DiLoCo`, on the virtual clock.
+
+use anyhow::{Context, Result};
+use farflung::TrainConfig;
+use farflung::base::{Bandwidth, Link, Nanos};
+use farflung::config::choice::SyncKind;
+use farflung::optim::sync::DILOCO;
+use farflung::train::{Job, Synced};
+
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::lab::Published;
+use crate::workers::{Over, again, config, job, on_all};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "utilisation",
+    claim: "machines on several continents that average every 500 steps in 16 bits, or every 100 steps in 8 bits, compute \
+            for 83 to 96% of the time, as published; the share is its closed form",
+    source: "Jaghouar et al. 2024, OpenDiLoCo; Jaghouar et al. 2024, INTELLECT-1",
+    seed: 1337,
+    run,
+};
+
+const WORKERS: usize = 8;
+/// One way between any two machines.
+const LATENCY: f64 = 0.06;
+/// Steps before the first average, which computing alone is measured in.
+const ALONE: u64 = 8;
+
+/// A model on real machines. The small model that is trained has the same ratio of a step to an average.
+struct Large {
+    name: &'static str,
+    parameters: f64,
+    /// Seconds that a machine computes in a step.
+    step: f64,
+    /// Bits a second that a machine sends.
+    line: f64,
+    every: u64,
+    codec: &'static str,
+    /// Bytes that this codec has for a parameter.
+    bytes: f64,
+    /// The share of the time that is to be computed.
+    least: Option<f64>,
+}
+
+/// How long steps take and how fast lines are is our choice, within what the papers say of their machines.
+const LARGE: [Large; 4] = [
+    Large {
+        name: "1.1 B, H=500, f16",
+        parameters: 1.1e9,
+        step: 8.0,
+        line: 127e6,
+        every: 500,
+        codec: "f16",
+        bytes: 2.0,
+        least: Some(0.9),
+    },
+    Large {
+        name: "1.1 B, H=50, f16",
+        parameters: 1.1e9,
+        step: 8.0,
+        line: 127e6,
+        every: 50,
+        codec: "f16",
+        bytes: 2.0,
+        least: None,
+    },
+    Large {
+        name: "1.1 B, H=1, f32",
+        parameters: 1.1e9,
+        step: 8.0,
+        line: 127e6,
+        every: 1,
+        codec: "none",
+        bytes: 4.0,
+        least: None,
+    },
+    Large {
+        name: "10 B, H=100, int8",
+        parameters: 1e10,
+        step: 23.0,
+        line: 500e6,
+        every: 100,
+        codec: "int8",
+        bytes: 1.0,
+        least: Some(0.83),
+    },
+];
+
+impl Large {
+    /// Seconds of an average: each machine sends and gets `2 (n - 1) / n` of the model.
+    fn average(&self) -> f64 {
+        let n = WORKERS as f64;
+        2.0 * (n - 1.0) / n * self.parameters * self.bytes * 8.0 / self.line
+    }
+
+    /// The share of the time that is computed.
+    fn share(&self) -> f64 {
+        let computing = self.every as f64 * self.step;
+        computing / (computing + self.average())
+    }
+
+    /// Its line for a model of so many parameters whose step takes so many seconds.
+    fn scaled(&self, parameters: f64, step: f64) -> Link {
+        let faster = self.step / step;
+        Link {
+            bandwidth: Bandwidth((self.line * parameters / self.parameters * faster) as u64),
+            latency: Nanos((LATENCY / faster * 1e9) as u64),
+        }
+    }
+}
+
+/// The small model's settings with another time between averages.
+fn small(report: &Report<'_>, every: u64, codec: &str) -> Result<TrainConfig> {
+    Ok(TrainConfig {
+        workers: WORKERS,
+        sync: SyncKind::of(&DILOCO),
+        sync_every: every,
+        codec: codec.parse()?,
+        steps: every + 1,
+        eval_batches: 1,
+        batch: 1,
+        ..config(report.seed(), false)
+    })
+}
+
+/// Seconds of a step without any average, by the virtual clock.
+fn alone(job: &Job) -> Result<f64> {
+    let times = on_all(job, |rank| {
+        let begun = rank.comm().now();
+        for _ in 0..ALONE {
+            rank.step(false)?;
+        }
+        Ok(rank.comm().now().saturating_sub(begun).as_secs_f64() / ALONE as f64)
+    })?;
+    times.into_iter().reduce(f64::max).context("there are workers")
+}
+
+/// Seconds of the steps up to an average and of that average, for the slowest machine.
+fn period(job: &Job) -> Result<f64> {
+    let times = on_all(job, |rank| {
+        let begun = rank.comm().now();
+        while rank.step(false)?.synced == Synced::No {}
+        Ok(rank.comm().now().saturating_sub(begun).as_secs_f64())
+    })?;
+    times.into_iter().reduce(f64::max).context("there are workers")
+}
+
+fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
+    let still = small(report, 1000, "none")?;
+    let first = job(still, Over::Simulated(Link { bandwidth: Bandwidth(1_000_000_000), latency: Nanos(0) }))?;
+    let (step, parameters) = (alone(&first)?, first.model.parameters() as f64);
+    let (mut said, mut holds) = (Vec::new(), true);
+    for large in &LARGE {
+        let link = large.scaled(parameters, step);
+        let settings = small(report, large.every, large.codec)?;
+        let period = period(&again(&first, settings, Over::Simulated(link)))?;
+        let share = large.every as f64 * step / period;
+        let mark = large.least.map_or(Mark::None, Mark::AtLeast);
+        report.row(&format!("{}: share of the time that is computed", large.name), share, "", mark)?;
+        let off = (share / large.share() - 1.0).abs() * 100.0;
+        report.row(&format!("{}: that off its closed form", large.name), off, "%", Mark::AtMost(2.0))?;
+        holds &= large.least.is_none_or(|least| share >= least);
+        said.push(format!("{} {:.1} %", large.name, share * 100.0));
+    }
+    Published {
+        what: "share of the time that machines on several continents compute with DiLoCo",
+        paper: "90 to 95 % (1.1 B, H=500, f16, two continents); 83 to 96 % (10 B, H=100, int8, three continents)",
+        ours: said.join("; "),
+        setting: format!(
+            "eight machines, 60 ms apart; a step of 8 s and lines of 127 Mbit/s (1.1 B), 23 s and 500 Mbit/s (10 B); \
+             `farflung train --sync diloco --sync-every {} --codec f16` on a small model over lines that are scaled alike",
+            LARGE[0].every
+        ),
+        holds,
+        note: "how long a step takes and how fast the lines are is our choice",
+    }
+    .record(report);
+    Ok(())
+}
