@@ -161,6 +161,9 @@ impl Fixtures {
         if setting == "out" {
             return Some(self.path(&format!("other-out-{case}")).display().to_string());
         }
+        if setting == "pools" {
+            return Some("1,2".to_owned());
+        }
         if setting == "group" {
             return Some("*.bias:lr=0.5".to_owned());
         }

@@ -234,6 +234,7 @@ impl TrainConfig {
         let order = "`schedule-file` sets the order";
         notes.idle(file, &["schedule", "chunks", "memory", "slice-grain"], order);
         let pooled = self.pools.is_some();
+        notes.idle(!pooled, &["pool-rates"], "there are no `pools`");
         let order = "`pools` sets the order";
         notes.idle(pooled, &["schedule", "chunks", "slice-grain"], order);
         let method = self.schedule;

@@ -50,11 +50,7 @@ impl TrainConfig {
     }
 
     pub(super) fn validate_pools(&self) -> Result<()> {
-        let Some(Numbers(sizes)) = &self.pools else {
-            let rates = self.pool_rates.as_ref().map(Setting::value);
-            let shown = rates.map_or_else(String::new, |rates| rates.to_string());
-            return check("pool-rates", &shown, self.pool_rates.is_none(), "nothing without `pools`");
-        };
+        let Some(Numbers(sizes)) = &self.pools else { return Ok(()) };
         let shown =
             self.pools.as_ref().map(Setting::value).map_or_else(String::new, |value| value.to_string());
         check("pools", &shown, sizes.len() > 1, "two numbers or more, the ranks of each stage")?;
@@ -115,7 +111,8 @@ mod tests {
         assert!(refused(Some(4), "1,2", None).contains("`stages` is 4, expected 2, the stages of `pools`"));
         assert!(refused(None, "3", None).contains("`pools` is"));
         assert!(refused(None, "1,2", Some("1,2")).contains("`pool-rates` is"));
-        assert!(refused(None, "", Some("1,2")).contains("nothing without `pools`"));
+        // Rates alone change nothing, and that is said.
+        assert_eq!(resolved(None, "", Some("1,2")).unwrap().pools(), None);
         for wrong in ["", "1,0", "1,,2", "a"] {
             assert_eq!(Numbers::parse(wrong), None, "{wrong}");
         }

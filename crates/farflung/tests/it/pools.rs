@@ -203,7 +203,6 @@ fn what_pools_do_not_go_with_is_refused_with_the_reason() {
         ("--pools 1,2 --optimizer onebit-adam", "with pools, another such as adamw"),
         ("--pools 1,2 --boundary aqsgd:4 --sampling epochs", "a codec without memory with pools"),
         ("--pools 4", "`pools` is"),
-        ("--pool-rates 1,2", "nothing without `pools`"),
     ] {
         let output = run.farflung(&[], "refused", args);
         let text = String::from_utf8_lossy(&output.stderr).into_owned();

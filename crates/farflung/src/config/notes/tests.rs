@@ -5,7 +5,7 @@ use super::*;
 use std::path::Path;
 
 /// Settings that change a run whatever the others are.
-const ALWAYS: [&str; 41] = [
+const ALWAYS: [&str; 40] = [
     "plan",
     "layers",
     "heads",
@@ -34,7 +34,6 @@ const ALWAYS: [&str; 41] = [
     "transport",
     "stages",
     "pools",
-    "pool-rates",
     "microbatches",
     "recompute",
     "device",
@@ -330,6 +329,7 @@ const CASES: &[Case] = &[
         true,
         "`version-sync` changes nothing: `schedule` 1f1b keeps no versions",
     ),
+    ("pool-rates = '1,2'", 4, true, "`pool-rates` changes nothing: there are no `pools`"),
     ("recompute = 9", 4, true, "`recompute` is 9 and the model has 4 layers: all of them are recomputed"),
     ("recompute = 2\nstages = 4", 4, true, "`recompute` is 2 and a stage has at most 1 layers"),
     ("offload = 1", 4, true, "`offload` changes nothing: a processor's memory is the host's"),
