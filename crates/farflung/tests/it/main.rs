@@ -51,5 +51,6 @@ mod stopped_steps;
 mod stops;
 mod tensorboard;
 mod tiny;
+mod virtual_members;
 mod watch;
 mod wrong_values;

@@ -4,39 +4,27 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::path::Path;
-use std::sync::Arc;
 
-use farflung::comm::Transport;
-use farflung::comm::simulated::{Faults, cluster_with};
-use farflung::config::choice::{BalanceKind, LrScheduleKind, OptimizerKind, SyncKind};
+use crate::virtual_members::{Told, fox, seats, tiny};
+use farflung::comm::simulated::Faults;
+use farflung::config::choice::{BalanceKind, OptimizerKind, SyncKind};
 use farflung::optim::sync::{DES_LOC, DILOCO, METHODS, Missing};
-use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, Watch, elastic, run_seats};
+use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, Watch, run_seats};
 use farflung::{Error, Result, StepMetrics, Stop, TrainConfig};
-use farflung_base::{Link, Nanos, PeerId, Topology};
+use farflung_base::{Nanos, PeerId};
 
 const STEPS: u64 = 6;
 
 /// A job of six small steps of some workers.
 fn job(folder: &Path, workers: usize, config: TrainConfig) -> Job {
-    let data = folder.join("text.txt");
-    std::fs::write(&data, "the quick brown fox ".repeat(500)).unwrap();
     let config = TrainConfig {
         layers: Some(2),
-        heads: Some(2),
-        dim: Some(8),
-        context: Some(8),
-        batch: 1,
         steps: STEPS,
-        warmup: 0,
-        lr_schedule: LrScheduleKind::Constant,
         workers,
-        threads: 1,
         eval_every: 2,
         eval_batches: 1,
-        sample_tokens: 0,
         deadline: Nanos::from_millis(2000),
-        data: Some(data),
-        ..config
+        ..tiny(folder, &fox(), config)
     };
     Job::new(config, workers, Stop::manual()).unwrap()
 }
@@ -53,10 +41,7 @@ fn watched(
     faults: &Faults,
     watch: &mut dyn Watch,
 ) -> Vec<Result<Option<Report>>> {
-    let link = Link { latency: Nanos::from_millis(1), ..job.config.link };
-    let ends = cluster_with(&Topology::uniform(ends, link), faults);
-    let ends = ends.into_iter().map(|end| end as Arc<dyn Transport>).collect();
-    run_seats(job, elastic::seats(job, ends, come, true).unwrap(), watch)
+    run_seats(job, seats(job, ends, come, faults), watch)
 }
 
 fn hash(result: &Result<Option<Report>>) -> String {
@@ -256,22 +241,6 @@ fn unequal(folder: &Path, speeds: &[u32]) -> TrainConfig {
 fn long(job: Job) -> Job {
     let config = TrainConfig { steps: 60, deadline: Nanos::from_millis(600_000), ..job.config };
     Job { config, elastic: true, ..job }
-}
-
-/// What a run says, and when its steps were done.
-#[derive(Default)]
-struct Told {
-    notes: Vec<String>,
-    times: Vec<f64>,
-}
-
-impl Watch for Told {
-    fn step(&mut self, metrics: &StepMetrics, _: Option<f64>) {
-        self.times.push(metrics.time_s);
-    }
-    fn note(&mut self, note: &str) {
-        self.notes.push(note.to_owned());
-    }
 }
 
 #[test]

@@ -5,15 +5,13 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
-use farflung::comm::Transport;
-use farflung::comm::simulated::{Faults, cluster_with};
-use farflung::config::choice::LrScheduleKind;
+use crate::virtual_members::{Ended, fox, seats, tiny};
+use farflung::comm::simulated::Faults;
 use farflung::events::{self, What};
-use farflung::train::{Job, Report, Watch, elastic, run_seats};
-use farflung::{Error, Existing, Result, RunDir, StepMetrics, Stop, TrainConfig};
-use farflung_base::{Link, Nanos, PeerId, Topology};
+use farflung::train::{Job, Report, Watch, run_seats};
+use farflung::{Error, Existing, RunDir, StepMetrics, Stop, TrainConfig};
+use farflung_base::{Nanos, PeerId};
 
 const STEPS: u64 = 12;
 const STAGES: usize = 2;
@@ -25,30 +23,19 @@ const LOSS: u64 = 9;
 
 /// A job of small steps in a pipeline of two, which is saved every three steps and copied nowhere.
 fn job(folder: &Path) -> Job {
-    let data = folder.join("text.txt");
-    fs::write(&data, "the quick brown fox ".repeat(500)).unwrap();
     let config = TrainConfig {
         layers: Some(2),
-        heads: Some(2),
-        dim: Some(8),
-        context: Some(8),
-        batch: 1,
         microbatches: Some(2),
         steps: STEPS,
-        warmup: 0,
-        lr_schedule: LrScheduleKind::Constant,
         stages: STAGES,
         workers: STAGES,
-        threads: 1,
         eval_every: 2,
         eval_batches: 1,
-        sample_tokens: 0,
         checkpoint_every: 3,
         copy_share: 0.0,
         codec: "none".parse().unwrap(),
         deadline: Nanos::from_millis(2000),
-        data: Some(data),
-        ..TrainConfig::default()
+        ..tiny(folder, &fox(), TrainConfig::default())
     };
     Job { elastic: true, ..Job::new(config, STAGES, Stop::manual()).unwrap() }
 }
@@ -73,8 +60,6 @@ impl Watch for Notes {
     }
 }
 
-type Ended = Result<Option<Report>>;
-
 /// Folders on one disk, as `launch --elastic` has them.
 fn shared(run: &Path) -> Vec<PathBuf> {
     let others = (1..MEMBERS).map(|member| run.join("members").join(member.to_string()));
@@ -93,11 +78,8 @@ fn watched(
     (spare, faults): (bool, &Faults),
     mut notes: Notes,
 ) -> (Vec<Ended>, Vec<String>) {
-    let link = Link { latency: Nanos::from_millis(1), ..job.config.link };
-    let ends = cluster_with(&Topology::uniform(MEMBERS, link), faults);
-    let ends = ends.into_iter().map(|end| end as Arc<dyn Transport>).collect();
     let come = [(PeerId(STAGES as u32), Nanos(1))];
-    let mut seats = elastic::seats(job, ends, if spare { &come } else { &[] }, true).unwrap();
+    let mut seats = seats(job, MEMBERS, if spare { &come } else { &[] }, faults);
     for (seat, folder) in seats.iter_mut().zip(folders) {
         let own = RunDir::open(folder, Existing::Continue).unwrap();
         seat.place = seat.place.take().map(|place| place.saves_in(own));

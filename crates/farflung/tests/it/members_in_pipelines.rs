@@ -4,62 +4,31 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::path::Path;
-use std::sync::Arc;
 
-use farflung::comm::Transport;
-use farflung::comm::simulated::{Faults, cluster_with};
-use farflung::config::choice::LrScheduleKind;
+use crate::virtual_members::{Ended, Told, fox, seats, tiny};
+use farflung::comm::simulated::Faults;
 use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, Watch, elastic, run_seats};
-use farflung::{Error, Result, StepMetrics, Stop, TrainConfig};
-use farflung_base::{Link, Nanos, PeerId, Topology};
+use farflung::{Error, Stop, TrainConfig};
+use farflung_base::{Nanos, PeerId};
 
 const STEPS: u64 = 6;
 const STAGES: usize = 4;
 
 /// A job of six small steps in pipelines of four.
 fn job(folder: &Path, workers: usize, config: TrainConfig) -> Job {
-    let data = folder.join("text.txt");
-    std::fs::write(&data, "the quick brown fox ".repeat(500)).unwrap();
     let config = TrainConfig {
         layers: Some(4),
-        heads: Some(2),
-        dim: Some(8),
-        context: Some(8),
-        batch: 1,
         microbatches: Some(4),
         steps: STEPS,
-        warmup: 0,
-        lr_schedule: LrScheduleKind::Constant,
         stages: STAGES,
         workers,
-        threads: 1,
         eval_every: 2,
         eval_batches: 2,
-        sample_tokens: 0,
         codec: "none".parse().unwrap(),
         deadline: Nanos::from_millis(2000),
-        data: Some(data),
-        ..config
+        ..tiny(folder, &fox(), config)
     };
     Job { elastic: true, ..Job::new(config, workers, Stop::manual()).unwrap() }
-}
-
-type Ended = Result<Option<Report>>;
-
-/// What a run says, and when its steps were done.
-#[derive(Default)]
-struct Told {
-    notes: Vec<String>,
-    times: Vec<f64>,
-}
-
-impl Watch for Told {
-    fn step(&mut self, metrics: &StepMetrics, _: Option<f64>) {
-        self.times.push(metrics.time_s);
-    }
-    fn note(&mut self, note: &str) {
-        self.notes.push(note.to_owned());
-    }
 }
 
 /// What becomes of each seat in a network of so many endpoints.
@@ -70,10 +39,7 @@ fn run(
     faults: &Faults,
     watch: &mut dyn Watch,
 ) -> Vec<Ended> {
-    let link = Link { latency: Nanos::from_millis(1), ..job.config.link };
-    let ends = cluster_with(&Topology::uniform(ends, link), faults);
-    let ends = ends.into_iter().map(|end| end as Arc<dyn Transport>).collect();
-    run_seats(job, elastic::seats(job, ends, come, true).unwrap(), watch)
+    run_seats(job, seats(job, ends, come, faults), watch)
 }
 
 /// The report of the one member that has the whole model at the end.

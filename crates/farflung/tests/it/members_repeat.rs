@@ -3,16 +3,15 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::path::Path;
-use std::sync::Arc;
 
-use farflung::comm::Transport;
-use farflung::comm::simulated::{Faults, cluster_with};
-use farflung::config::choice::{BalanceKind, LrScheduleKind, SyncKind};
+use crate::virtual_members::{Ended, fox, seats, tiny};
+use farflung::comm::simulated::Faults;
+use farflung::config::choice::{BalanceKind, SyncKind};
 use farflung::events::{self, What};
 use farflung::optim::sync::DILOCO;
-use farflung::train::{Job, Quiet, Report, elastic, run_seats};
-use farflung::{Existing, Result, RunDir, Stop, TrainConfig};
-use farflung_base::{Link, Nanos, Topology};
+use farflung::train::{Job, Quiet, Report, run_seats};
+use farflung::{Existing, RunDir, Stop, TrainConfig};
+use farflung_base::Nanos;
 
 const STEPS: u64 = 6;
 const MEMBERS: usize = 3;
@@ -20,8 +19,6 @@ const MEMBERS: usize = 3;
 /// Three machines, of which the last one computes a microbatch of eight tokens in so many milliseconds, and the
 /// others in a tenth of a second.
 fn job(folder: &Path, slow_ms: u32, deadline_ms: u64, config: TrainConfig) -> Job {
-    let data = folder.join("text.txt");
-    std::fs::write(&data, "the quick brown fox ".repeat(500)).unwrap();
     let device = |(n, ms): (usize, u32)| {
         let speed = 8000 / ms;
         format!("[[device]]\nname = \"m{n}\"\ntokens_per_second = {speed}\nmemory = \"8GB\"\n")
@@ -31,36 +28,22 @@ fn job(folder: &Path, slow_ms: u32, deadline_ms: u64, config: TrainConfig) -> Jo
     std::fs::write(&topology, format!("default = \"1gbit,1ms\"\n{devices}")).unwrap();
     let config = TrainConfig {
         layers: Some(3),
-        heads: Some(2),
-        dim: Some(8),
-        context: Some(8),
-        batch: 1,
         steps: STEPS,
-        warmup: 0,
-        lr_schedule: LrScheduleKind::Constant,
         workers: MEMBERS,
-        threads: 1,
         eval_every: 100,
         eval_batches: 1,
-        sample_tokens: 0,
         codec: "none".parse().unwrap(),
         balance: BalanceKind::Equal,
         deadline: Nanos::from_millis(deadline_ms),
         topology: Some(topology),
-        data: Some(data),
-        ..config
+        ..tiny(folder, &fox(), config)
     };
     Job { elastic: true, ..Job::new(config, MEMBERS, Stop::manual()).unwrap() }
 }
 
-type Ended = Result<Option<Report>>;
-
 /// What becomes of each member, and what the first one's record tells.
 fn run(job: &Job, folder: &Path) -> (Vec<Ended>, Vec<What>) {
-    let link = Link { latency: Nanos::from_millis(1), ..job.config.link };
-    let ends = cluster_with(&Topology::uniform(MEMBERS, link), &Faults::new());
-    let ends = ends.into_iter().map(|end| end as Arc<dyn Transport>).collect();
-    let mut seats = elastic::seats(job, ends, &[], true).unwrap();
+    let mut seats = seats(job, MEMBERS, &[], &Faults::new());
     for (n, seat) in seats.iter_mut().enumerate() {
         let own = RunDir::open(&folder.join(format!("member-{n}")), Existing::Refuse).unwrap();
         seat.place = seat.place.take().map(|place| place.saves_in(own));

@@ -4,41 +4,29 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::path::Path;
-use std::sync::Arc;
 
-use farflung::comm::Transport;
-use farflung::comm::simulated::{Faults, cluster_with};
-use farflung::config::choice::{LrScheduleKind, OptimizerKind};
+use crate::virtual_members::{Ended, Told, seats, tiny};
+use farflung::comm::simulated::Faults;
+use farflung::config::choice::OptimizerKind;
 use farflung::config::value::Setting as _;
-use farflung::train::{Departure, Failure, Job, Moment, Report, Watch, elastic, run_seats};
-use farflung::{Error, Result, StepMetrics, Stop, TrainConfig};
-use farflung_base::{Link, Nanos, PeerId, Topology};
+use farflung::train::{Departure, Failure, Job, Moment, Report, run_seats};
+use farflung::{Error, Stop, TrainConfig};
+use farflung_base::{Nanos, PeerId};
 
 const STAGES: usize = 2;
 
 /// A job of small steps in pipelines of two, whose copies of each part are compared after each step.
 fn job(folder: &Path, workers: usize, config: TrainConfig) -> Job {
-    let data = folder.join("text.txt");
-    std::fs::write(&data, "the quick brown fox jumps over the lazy dog ".repeat(300)).unwrap();
     let config = TrainConfig {
         layers: Some(4),
-        heads: Some(2),
-        dim: Some(8),
-        context: Some(8),
-        batch: 1,
         microbatches: config.microbatches.or(Some(3)),
-        warmup: 0,
-        lr_schedule: LrScheduleKind::Constant,
         stages: STAGES,
         workers,
-        threads: 1,
         eval_every: 2,
         eval_batches: 2,
         check_every: 1,
-        sample_tokens: 0,
         deadline: Nanos::from_millis(2000),
-        data: Some(data),
-        ..config
+        ..tiny(folder, &"the quick brown fox jumps over the lazy dog ".repeat(300), config)
     };
     Job { elastic: true, ..Job::new(config, workers, Stop::manual()).unwrap() }
 }
@@ -48,31 +36,10 @@ fn plain(steps: u64) -> TrainConfig {
     TrainConfig { steps, codec: "none".parse().unwrap(), ..TrainConfig::default() }
 }
 
-type Ended = Result<Option<Report>>;
-
-#[derive(Default)]
-struct Notes(Vec<String>);
-
-impl Watch for Notes {
-    fn step(&mut self, _: &StepMetrics, _: Option<f64>) {}
-    fn note(&mut self, note: &str) {
-        self.0.push(note.to_owned());
-    }
-}
-
-impl Notes {
-    fn have(&self, text: &str) -> bool {
-        self.0.iter().any(|note| note.contains(text))
-    }
-}
-
 /// What becomes of each seat in a network of so many endpoints, and what is noted.
-fn run(job: &Job, ends: usize, come: &[(PeerId, Nanos)], faults: &Faults) -> (Vec<Ended>, Notes) {
-    let link = Link { latency: Nanos::from_millis(1), ..job.config.link };
-    let ends = cluster_with(&Topology::uniform(ends, link), faults);
-    let ends = ends.into_iter().map(|end| end as Arc<dyn Transport>).collect();
-    let mut notes = Notes::default();
-    let ended = run_seats(job, elastic::seats(job, ends, come, true).unwrap(), &mut notes);
+fn run(job: &Job, ends: usize, come: &[(PeerId, Nanos)], faults: &Faults) -> (Vec<Ended>, Told) {
+    let mut notes = Told::default();
+    let ended = run_seats(job, seats(job, ends, come, faults), &mut notes);
     (ended, notes)
 }
 
@@ -117,9 +84,9 @@ fn three_of_two_pipelines_of_two_go_on_with_the_losses_of_four() {
                 // Rank 0's notes: it is there all along.
                 let sizes = if rank % 2 == 0 { "1, 2" } else { "2, 1" };
                 assert!(
-                    notes.have(&format!("; stages of {sizes} members, re-routed")),
+                    notes.has(&format!("; stages of {sizes} members, re-routed")),
                     "{what}: {:?}",
-                    notes.0
+                    notes.notes
                 );
                 assert_eq!(left.rows.len(), 8, "{what}");
             }
@@ -166,8 +133,8 @@ fn pools_last_until_there_are_members_for_whole_pipelines() {
         let faults = Faults::new().at(Nanos::from_millis(30)).crash(PeerId(3));
         let (ended, notes) = run(&job, 5, &[(PeerId(4), Nanos::from_millis(100))], &faults);
         let left = report(&ended, Some(3), codec);
-        assert!(notes.have("; stages of 2, 1 members, re-routed"), "{:?}", notes.0);
-        assert!(notes.have("4 members go on") && notes.have("; 2 pipelines of 2"), "{:?}", notes.0);
+        assert!(notes.has("; stages of 2, 1 members, re-routed"), "{:?}", notes.notes);
+        assert!(notes.has("4 members go on") && notes.has("; 2 pipelines of 2"), "{:?}", notes.notes);
         assert_eq!((left.rows.len(), left.workers), (14, 4));
         if codec == "none" {
             same_losses(codec, &rows(left), &calm);
@@ -182,8 +149,8 @@ fn a_spare_takes_the_place_of_a_lost_rank_before_anything_is_rerouted() {
     let faults = Faults::new().at(Nanos::from_millis(100)).crash(PeerId(2));
     let (ended, notes) = run(&job, 5, &[(PeerId(4), Nanos(1))], &faults);
     assert_eq!(report(&ended, Some(2), "a spare").rows.len(), 14);
-    assert!(notes.have("; 2 pipelines of 2, and 1 without a part"), "{:?}", notes.0);
-    assert!(!notes.have("re-routed"), "{:?}", notes.0);
+    assert!(notes.has("; 2 pipelines of 2, and 1 without a part"), "{:?}", notes.notes);
+    assert!(!notes.has("re-routed"), "{:?}", notes.notes);
 }
 
 #[test]
@@ -198,6 +165,6 @@ fn what_does_not_go_with_pools_trains_in_the_pipelines_that_are_whole() {
         let job = Job { failure: Some(Failure { rank: 3, step: 4, moment: Moment::Begun }), ..job };
         let (ended, notes) = run(&job, 4, &[], &Faults::new());
         assert_eq!(report(&ended, Some(3), "whole").workers, 2);
-        assert!(notes.have("; 1 pipeline of 2, and 1 without a part"), "{:?}", notes.0);
+        assert!(notes.has("; 1 pipeline of 2, and 1 without a part"), "{:?}", notes.notes);
     }
 }

@@ -3,14 +3,12 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::path::Path;
-use std::sync::Arc;
 
-use farflung::comm::Transport;
-use farflung::comm::simulated::{Faults, cluster_with};
-use farflung::config::choice::LrScheduleKind;
-use farflung::train::{Job, Report, Watch, elastic, run_seats};
-use farflung::{Result, StepMetrics, Stop, TrainConfig};
-use farflung_base::{Link, Nanos, PeerId, Topology};
+use crate::virtual_members::{Ended, fox, seats, tiny};
+use farflung::comm::simulated::Faults;
+use farflung::train::{Job, Watch, run_seats};
+use farflung::{StepMetrics, Stop, TrainConfig};
+use farflung_base::{Nanos, PeerId};
 
 const STAGES: usize = 2;
 const SPARE: u32 = 2;
@@ -18,29 +16,18 @@ const SPARE: u32 = 2;
 const DEADLINE: Nanos = Nanos::from_millis(100);
 
 fn job(folder: &Path) -> Job {
-    let data = folder.join("text.txt");
-    std::fs::write(&data, "the quick brown fox ".repeat(500)).unwrap();
     let config = TrainConfig {
         layers: Some(2),
-        heads: Some(2),
-        dim: Some(8),
-        context: Some(8),
-        batch: 1,
         microbatches: Some(2),
         steps: 200,
-        warmup: 0,
-        lr_schedule: LrScheduleKind::Constant,
         stages: STAGES,
         workers: STAGES,
-        threads: 1,
         eval_every: 1000,
         eval_batches: 1,
-        sample_tokens: 0,
         copy_share: 0.0,
         codec: "none".parse().unwrap(),
         deadline: DEADLINE,
-        data: Some(data),
-        ..TrainConfig::default()
+        ..tiny(folder, &fox(), TrainConfig::default())
     };
     Job { elastic: true, ..Job::new(config, STAGES, Stop::manual()).unwrap() }
 }
@@ -61,15 +48,10 @@ impl Watch for Told {
     }
 }
 
-type Ended = Result<Option<Report>>;
-
 fn run(faults: &Faults) -> (Vec<Ended>, Told) {
     let folder = tempfile::tempdir().unwrap();
     let job = job(folder.path());
-    let link = Link { latency: Nanos::from_millis(1), ..job.config.link };
-    let ends = cluster_with(&Topology::uniform(STAGES + 1, link), faults);
-    let ends = ends.into_iter().map(|end| end as Arc<dyn Transport>).collect();
-    let seats = elastic::seats(&job, ends, &[(PeerId(SPARE), Nanos(1))], true).unwrap();
+    let seats = seats(&job, STAGES + 1, &[(PeerId(SPARE), Nanos(1))], faults);
     let mut told = Told::default();
     let ended = run_seats(&job, seats, &mut told);
     (ended, told)
