@@ -23,6 +23,7 @@ use farflung::base::Link;
 use crate::harness::{Options, Report};
 
 pub(crate) use arms::Arm;
+pub(crate) use clock::to_meeting;
 pub(crate) use outcome::{Outcome, spread};
 pub(crate) use published::Published;
 pub(crate) use setting::{Setting, Sizes, resolved};

@@ -5,10 +5,10 @@ use farflung::TrainConfig;
 use farflung::base::{Bandwidth, Link, Nanos};
 use farflung::config::choice::SyncKind;
 use farflung::optim::sync::DILOCO;
-use farflung::train::{Job, Synced};
+use farflung::train::Job;
 
 use crate::harness::{Bench, Mark, Options, Report};
-use crate::lab::Published;
+use crate::lab::{Published, to_meeting};
 use crate::workers::{Over, again, config, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -137,11 +137,7 @@ fn alone(job: &Job) -> Result<f64> {
 
 /// Seconds of the steps up to an average and of that average, for the slowest machine.
 fn period(job: &Job) -> Result<f64> {
-    let times = on_all(job, |rank| {
-        let begun = rank.comm().now();
-        while rank.step(false)?.synced == Synced::No {}
-        Ok(rank.comm().now().saturating_sub(begun).as_secs_f64())
-    })?;
+    let times = on_all(job, |rank| Ok(to_meeting(rank)?.as_secs_f64()))?;
     times.into_iter().reduce(f64::max).context("there are workers")
 }
 

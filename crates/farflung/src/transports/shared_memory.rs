@@ -9,7 +9,9 @@ pub const SHARED_MEMORY: TransportMethod = TransportMethod {
     name: "shared-memory",
     summary: "memory shared by all processes, which are on one machine; without --up",
     simulated: false,
-    fixed: None,
+    fixed: Some(
+        "with auto members of one machine share memory by themselves, and others may come from elsewhere",
+    ),
     ends: Ends::Processes(|meeting| {
         tcp::meet(&Meeting { shared_memory: SharedMemory::Always, ..meeting.clone() })
     }),

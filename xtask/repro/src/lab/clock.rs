@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use anyhow::Result;
 use farflung::TrainConfig;
 use farflung::base::{Link, Nanos};
-use farflung::train::{Job, Synced};
+use farflung::train::{Job, Synced, Trainer};
 
 use super::{Arm, Setting};
 use crate::harness::Report;
@@ -39,13 +39,20 @@ pub(super) fn step_time(report: &mut Report<'_>, setting: &Setting, arm: &Arm, l
 /// Errors: a run that fails.
 pub(super) fn period(job: &Job) -> Result<f64> {
     let times = on_all(job, |rank| {
-        while rank.step(false)?.synced == Synced::No {}
-        let (begun, before) = (rank.comm().now(), rank.steps_done());
-        while rank.step(false)?.synced == Synced::No {}
-        let steps = rank.steps_done() - before;
-        Ok((rank.comm().now().saturating_sub(begun), steps))
+        to_meeting(rank)?;
+        let before = rank.steps_done();
+        Ok((to_meeting(rank)?, rank.steps_done() - before))
     })?;
     let slowest = times.iter().map(|(time, _)| *time).max().unwrap_or(Nanos::ZERO);
     let steps = times.first().map_or(1, |(_, steps)| *steps);
     Ok(slowest.as_secs_f64() / steps as f64)
+}
+
+/// Takes steps until all replicas have met; how long that took on this rank.
+///
+/// Errors: a step that fails.
+pub(crate) fn to_meeting(rank: &mut Trainer) -> Result<Nanos> {
+    let begun = rank.comm().now();
+    while rank.step(false)?.synced == Synced::No {}
+    Ok(rank.comm().now().saturating_sub(begun))
 }

@@ -23,7 +23,6 @@ use crate::train::report::Report;
 use crate::train::run::{Watch, run_job};
 use crate::train::sizes;
 use crate::train::trainer::check_pipelines;
-use crate::transports::SHARED_MEMORY;
 use crate::{Error, Existing, Result, RunDir, Stop, TrainArgs, TrainConfig, model_name};
 
 /// Refuses settings with which members cannot come and leave.
@@ -53,13 +52,8 @@ fn check(config: &TrainConfig) -> Result<()> {
 /// Refuses a transport whose members are those that it began with.
 fn check_transport(transport: TransportKind) -> Result<()> {
     let TransportKind::Named(row) = transport else { return Ok(()) };
-    let expected = match row.fixed {
-        Some(reason) => format!("another, since {reason}"),
-        None if row.name == SHARED_MEMORY.name => {
-            "auto: members of one machine share memory, and others may come from elsewhere".to_owned()
-        }
-        None => return Ok(()),
-    };
+    let Some(reason) = row.fixed else { return Ok(()) };
+    let expected = format!("another, since {reason}");
     Err(Error::Setting { field: "transport", value: row.to_string(), expected })
 }
 

@@ -74,11 +74,7 @@ pub(super) fn newest(
             let most = of_view().map(|(_, readable)| &readable.held).max_by_key(|held| held.counted.states);
             let Some(held) = most.filter(|_| newest_whole(&holdings, needed) == Ok(step)) else { continue };
             let own = here.into_iter().filter(|saved| saved.view == view).map(|saved| saved.pieces);
-            let own = own.reduce(|mut all, more| {
-                all.tensors.extend(more.tensors);
-                all
-            });
-            return Ok(Some(Whole { holdings, held: held.clone(), own }));
+            return Ok(Some(Whole { holdings, held: held.clone(), own: Pieces::together(own) }));
         }
     }
     Ok(None)

@@ -269,10 +269,7 @@ fn in_memory_at(
 ) -> Result<Whole> {
     let at_step = told.iter().flat_map(|told| &told.held).find(|held| held.counted.step == step);
     let at_step = at_step.ok_or_else(|| wrong("is at no step"))?.clone();
-    let own = held.into_iter().filter(|held| held.counted.step == step).reduce(|mut all, held| {
-        all.tensors.extend(held.tensors);
-        all
-    });
+    let own = Pieces::together(held.into_iter().filter(|held| held.counted.step == step));
     Ok(Whole { holdings, held: at_step, own })
 }
 

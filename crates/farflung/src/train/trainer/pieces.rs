@@ -45,6 +45,14 @@ impl Pieces {
     pub(in crate::train) fn names(&self) -> BTreeSet<String> {
         self.tensors.keys().cloned().collect()
     }
+
+    /// The tensors of some that stand behind the same step; `None` of none.
+    pub(in crate::train) fn together(all: impl IntoIterator<Item = Self>) -> Option<Self> {
+        all.into_iter().reduce(|mut all, more| {
+            all.tensors.extend(more.tensors);
+            all
+        })
+    }
 }
 
 impl Pieces {
