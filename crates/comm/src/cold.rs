@@ -1,5 +1,5 @@
-//! Copies to where nobody looks for a while: past the caches, so that what is in use stays there and memory is
-//! not read only to be overwritten.
+//! Copies into memory that is not read again soon. They bypass the caches, which keep what is in use, and
+//! memory is not read only to be overwritten.
 
 /// Bytes of a buffer from which on its parts are gone from the caches by the time that all of it is there.
 const COLD: usize = 8 << 20;

@@ -45,7 +45,8 @@ pub enum Error {
     },
     /// Nobody is left who has some of the model: its holders were lost, and nobody has a copy.
     #[error(
-        "{tensor} of the model is lost with its member: no other member holds it, or can read a checkpoint of it"
+        "{tensor} of the model is lost with its member: no other member holds it, or can read a checkpoint \
+         of it"
     )]
     PartLost {
         /// The first tensor that is missing.
@@ -312,9 +313,9 @@ pub enum Error {
     },
     /// Members of a pipeline saved parts of the model, and some are not on this disk.
     #[error(
-        "the checkpoint {path} was saved by members that each held a part of the model, and none on this disk has layers \
-         {} to {}: copy the folders of the other members into `members` of the run's folder, or name an older checkpoint \
-         by --resume",
+        "the checkpoint {path} was saved by members that each held a part of the model, and none on this disk \
+         has layers {} to {}: copy the folders of the other members into `members` of the run's folder, or name \
+         an older checkpoint by --resume",
         layers.start, layers.end - 1
     )]
     PartsElsewhere {

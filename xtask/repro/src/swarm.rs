@@ -16,8 +16,8 @@ use crate::workers::{Over, again, config, job, on_all, plain_sgd};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "swarm",
-    claim: "stages as pools of six unequal machines on 200 Mbit/s with boundaries in 8 bits: the slowest pool computes for \
-        90% of a pass at least, and a pass takes less than in whole pipelines of the same machines, with the same \
+    claim: "stages as pools of six unequal machines on 200 Mbit/s with boundaries in 8 bits: the slowest pool \
+        computes for 90% of a pass at least, and a pass takes less than in whole pipelines of the same machines, with the same \
         losses; the use of a stage by its width is that of the square-cube law",
     source: "Ryabinin et al. 2023, SWARM: less than 200 Mbit/s between preemptible devices, 8 bits, square-cube law",
     seed: 1337,

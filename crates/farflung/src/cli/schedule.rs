@@ -129,7 +129,8 @@ Schedules:\n"
     for method in Method::ALL {
         let _ = writeln!(text, "  {method:<14} {}", method.summary());
     }
-    let pools = "Stages are pools of ranks (--pools): a list schedule over each microbatch's way. After Ryabinin et al. 2023.";
+    let pools = "Stages are pools of ranks (--pools): a list schedule over each microbatch's way. \
+                 After Ryabinin et al. 2023.";
     let _ = writeln!(text, "  {POOLS:<14} {pools}");
     text
 }

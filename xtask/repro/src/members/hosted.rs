@@ -233,7 +233,8 @@ fn run_in(report: &mut Report<'_>, options: &Options, folder: &Path) -> Result<(
     let (listen, address) = (slots[0].listen.clone(), slots[0].link.address().to_string());
     // By sockets, so that everything passes the relays.
     let text = format!(
-        "host --transport tcp --listen {listen} --address {address} --deadline 10s --steps 100000000 --digest-every 10 --out 0 {SETTINGS}"
+        "host --transport tcp --listen {listen} --address {address} --deadline 10s --steps 100000000 \
+         --digest-every 10 --out 0 {SETTINGS}"
     );
     let args: Vec<&str> = text.split_whitespace().collect();
     let host = start(folder, 0, farflung(&args)?)?;

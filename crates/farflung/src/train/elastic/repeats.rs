@@ -4,7 +4,7 @@
 
 use farflung_parallel::membership::View;
 
-/// How often a step is done again. After that, whoever kept the others waiting is given up.
+/// How often a step is done again. After that, the member for which the others waited is removed.
 const MOST: u32 = 3;
 
 /// How often steps were done again since the members last changed.
