@@ -1,5 +1,5 @@
-//! Plans four homes on 20 Mbit/s uplinks and prints the report, the timeline and what plain all-reduce would
-//! take.
+//! Plans training on four homes with 20 Mbit/s uplinks. Prints the plan's report, a timeline, and the time that
+//! plain all-reduce would take.
 #![expect(clippy::print_stdout, reason = "an example prints")]
 
 use farflung_base::{Algorithm, Link, Nanos, Rank};
@@ -13,7 +13,8 @@ fn main() -> Result<(), ParallelError> {
     let shape = ModelShape::dense(10_000_000, 256, 64 * 256);
     let topology = homes.topology()?;
     let link = Link { bandwidth: topology.rate(Rank(0), Rank(1)), latency: Nanos::from_millis(25) };
-    // The closed forms of a ring and of an exchange; `farflung plan` has the prices of what it runs.
+    // Closed forms of a ring and of a direct exchange. `farflung plan` uses the prices of the collectives that
+    // it runs.
     let price = |algorithm, codec: &Codec, values| {
         let messages = match algorithm {
             Algorithm::Ring if *codec == Codec::F32 => 6,

@@ -1,16 +1,16 @@
-//! What averages cost, as data from outside: this crate prices no collective. `farflung-comm` prices the step
-//! lists that it runs, and `farflung` passes its prices on.
+//! The price of an average: a function that the caller passes in. This crate computes no price of a collective
+//! itself: `farflung-comm` prices the step lists that it runs, and `farflung` passes those prices on.
 
 use farflung_base::{Algorithm, Bytes, Nanos};
 
 use crate::Codec;
 
-/// The time of an average of so many values that travel as a codec over all ranks; `None` for an algorithm that
-/// has no form for that codec, or that is not to be considered.
+/// Returns the time that all ranks take to average this number of values, encoded by this codec, with this
+/// algorithm. `None` if the algorithm has no form for the codec or must not be considered.
 pub type AveragePrice<'a> = &'a dyn Fn(Algorithm, &Codec, u64) -> Option<Nanos>;
 
-/// Bytes that one rank sends for an all-reduce of `bytes` over `n` ranks: 2(n-1)/n of them, rounded up. It is
-/// the least that any can.
+/// Returns the bytes that one rank sends in an all-reduce of `bytes` over `n` ranks: 2(n-1)/n of them, rounded
+/// up. No algorithm sends less.
 #[must_use]
 pub fn all_reduce_bytes(n: u32, bytes: Bytes) -> Bytes {
     let n = u64::from(n.max(1));
@@ -20,7 +20,7 @@ pub fn all_reduce_bytes(n: u32, bytes: Bytes) -> Bytes {
 
 #[cfg(test)]
 pub(crate) mod closed_forms {
-    //! Prices for tests: `n` ranks, every pair joined by one link, in the alpha-beta model.
+    //! Prices for tests: `n` ranks, every pair joined by the same link, in the alpha-beta model.
     //!
     //! Source: Thakur et al. 2005, "Optimization of collective communication operations in MPICH"; Patarasuk
     //! and Yuan 2009.
@@ -29,8 +29,8 @@ pub(crate) mod closed_forms {
 
     use super::*;
 
-    /// A ring, halving and doubling among a power of two of ranks, and an exchange of equal shards for all
-    /// codecs.
+    /// Returns the prices of a ring, of recursive halving and doubling (for a power of two of ranks), and of a
+    /// direct exchange of equal shards (for all codecs).
     pub(crate) fn price(n: u32, link: Link) -> impl Fn(Algorithm, &Codec, u64) -> Option<Nanos> {
         move |algorithm, codec, values| {
             let messages = match algorithm {

@@ -1,8 +1,8 @@
-//! Training while machines are lost and come back: how often to save, how many copies to hold, and what each
-//! published way of going on gets done under one trace of preemptions.
+//! Training while machines fail and come back: how often to save a checkpoint, how many copies of each stage to
+//! keep, and how many steps each published recovery policy completes under the same trace of preemptions.
 //!
-//! Pure functions: traces are data, or drawn from a seed. Machines are all alike here ([`Fleet`]); a plan for
-//! unlike machines takes the slowest of each.
+//! Everything here is a pure function. Traces are data, or drawn from a seed. All machines are assumed equal
+//! ([`Fleet`]); for unequal machines, describe the slowest.
 
 mod copies;
 mod fleet;

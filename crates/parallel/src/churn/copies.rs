@@ -1,10 +1,10 @@
-//! How many copies of each stage keep a model whole while machines come and go.
+//! Number of copies of each stage that keeps a model complete while machines come and go.
 
-/// The part of the time in which every stage of a model has a machine, where each has `copies` machines that
-/// are lost and replaced independently.
+/// Returns the fraction of time in which every stage of a model has at least one machine. Each stage is held by
+/// `copies` machines, which fail and return independently.
 ///
-/// A machine works for `lifetime` in the mean and is away for `absence`, so that it is there for `lifetime /
-/// (lifetime + absence)` of the time: `(1 - away^copies)^stages`.
+/// A machine works for `lifetime` on average and is then away for `absence`, in the same unit. It is present
+/// for `p = lifetime / (lifetime + absence)` of the time, and the result is `(1 - (1 - p)^copies)^stages`.
 ///
 /// ```
 /// use farflung_parallel::churn::alive;
@@ -19,8 +19,8 @@ pub fn alive(stages: u32, copies: u32, lifetime: f64, absence: f64) -> f64 {
         .powi(i32::try_from(stages).unwrap_or(i32::MAX))
 }
 
-/// The fewest copies of each stage with which the model is whole for `share` of the time or more; `None` where
-/// 1,024 are not enough.
+/// Returns the smallest number of copies of each stage with which the model is complete for at least `share` of
+/// the time. `None` if 1,024 copies are not enough.
 #[must_use]
 pub fn copies_for(share: f64, stages: u32, lifetime: f64, absence: f64) -> Option<u32> {
     (1..=1024).find(|&copies| alive(stages, copies, lifetime, absence) >= share)

@@ -1,4 +1,4 @@
-//! A model on machines that are all alike, and what a step takes in any number of pipelines and stages.
+//! A model on equal machines, and the time of a training step for any number of pipelines and stages.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,48 +12,49 @@ use crate::pipeline::{
 use crate::planner::regional::ring_time;
 use crate::planner::uneven::{ChainLayer, ChainMachine};
 
-/// A model, and the machines that train it.
+/// A model and the machines that train it. All machines are equal.
 #[derive(Debug, Clone)]
 pub struct Fleet {
-    /// The layers, for one microbatch. A third of the operations is the forward's.
+    /// The layers, with costs for one microbatch. The forward pass takes a third of a layer's operations.
     pub layers: Vec<ChainLayer>,
-    /// Each machine.
+    /// The type of all machines.
     pub machine: ChainMachine,
-    /// What joins any two of them.
+    /// Link between any two machines.
     pub link: Link,
-    /// What the first and the last stage tell each other in a step: the gradients of a shared table.
+    /// Bytes that the first and the last stage exchange in each step: the gradients of a shared embedding
+    /// table.
     pub tied: Bytes,
-    /// Microbatches of a step, over all pipelines.
+    /// Number of microbatches in a step, over all pipelines.
     pub microbatches: u32,
 }
 
-/// Pipelines side by side, each of so many stages.
+/// A number of pipelines side by side, all with the same number of stages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Shape {
-    /// Stages of a pipeline.
+    /// Number of stages of each pipeline.
     pub stages: u32,
-    /// Pipelines.
+    /// Number of pipelines.
     pub pipelines: u32,
 }
 
 impl Shape {
-    /// Machines that it takes.
+    /// Returns the number of machines that the shape uses.
     #[must_use]
     pub const fn machines(self) -> u32 {
         self.stages * self.pipelines
     }
 }
 
-/// The layers divided into stages.
+/// The layers of a model, divided into stages.
 #[derive(Debug, Clone)]
 pub(super) struct Division {
     pub(super) layers: Vec<Range<usize>>,
     pub(super) cost: PipelineCost,
-    /// State of the stage that has most.
+    /// State of the stage that has most, in bytes.
     pub(super) state: Bytes,
 }
 
-/// What steps of a fleet take, computed once each.
+/// Times of a fleet's steps. Each is computed once and cached.
 #[derive(Debug)]
 pub struct Prices<'a> {
     fleet: &'a Fleet,
@@ -62,7 +63,10 @@ pub struct Prices<'a> {
 }
 
 impl<'a> Prices<'a> {
-    /// Errors: [`ParallelError::Zero`] for no layers, no microbatches or machines that compute nothing.
+    /// Creates an empty cache for `fleet`.
+    ///
+    /// Errors: [`ParallelError::Zero`] if the fleet has no layers, no microbatches, or a speed or a bandwidth
+    /// of zero.
     pub fn new(fleet: &'a Fleet) -> Result<Self, ParallelError> {
         let zero = |field| Err(ParallelError::Zero { of: "the fleet".to_owned(), field });
         if fleet.layers.is_empty() {
@@ -80,19 +84,20 @@ impl<'a> Prices<'a> {
         Ok(Self { fleet, divisions: BTreeMap::new(), passes: BTreeMap::new() })
     }
 
-    /// Whose they are.
+    /// Returns the fleet that the times are for.
     #[must_use]
     pub const fn fleet(&self) -> &'a Fleet {
         self.fleet
     }
 
-    /// The division into so many stages whose slowest is fastest, under memory as 1F1B needs it.
+    /// Returns the division into this number of stages whose slowest stage is fastest, within the memory that
+    /// 1F1B needs.
     pub(super) fn division(&mut self, stages: u32) -> Option<&Division> {
         let fleet = self.fleet;
         self.divisions.entry(stages).or_insert_with(|| divide(fleet, stages)).as_ref()
     }
 
-    /// Why so many machines are too few.
+    /// Builds the error that says why this number of machines is too small.
     pub(super) fn too_small(&self, machines: u32) -> ParallelError {
         let all = |of: fn(&ChainLayer) -> u64| self.fleet.layers.iter().map(of).fold(0, u64::saturating_add);
         let needs = all(|layer| layer.state.0).saturating_add(all(|layer| layer.activations.0));
@@ -105,12 +110,12 @@ impl<'a> Prices<'a> {
         }
     }
 
-    /// The state of a stage, of the one that has most.
+    /// Returns the state in bytes of the stage that has most.
     pub fn state(&mut self, stages: u32) -> Option<Bytes> {
         self.division(stages).map(|division| division.state)
     }
 
-    /// One pipeline's pass under 1F1B, simulated. `None` where it does not fit.
+    /// Returns the simulated time of one pipeline's pass under 1F1B. `None` if a stage does not fit in memory.
     pub fn pass(&mut self, stages: u32, microbatches: u32) -> Option<Nanos> {
         if let Some(&known) = self.passes.get(&(stages, microbatches)) {
             return known;
@@ -123,17 +128,19 @@ impl<'a> Prices<'a> {
         time
     }
 
-    /// Averages over `copies` of each stage, and the shared table.
+    /// Returns the time to average gradients over `copies` of each stage and to exchange those of the shared
+    /// table.
     pub fn averages(&mut self, stages: u32, copies: u32) -> Option<Nanos> {
         let link = self.fleet.link;
         let tied = if stages > 1 { link.time(self.fleet.tied) } else { Nanos::ZERO };
-        // A quarter of the state: weights, gradients and two moments.
+        // The state has four equal parts: weights, gradients and two moments.
         let gradients = Bytes(self.state(stages)?.0 / 4);
         let ring = if copies > 1 { ring_time(&vec![link; copies as usize], gradients) } else { Nanos::ZERO };
         Some(ring.saturating_add(tied))
     }
 
-    /// A step of all microbatches. `None` where a stage does not fit, or a pipeline would have no microbatch.
+    /// Returns the time of a step of all microbatches. `None` if a stage does not fit in memory or a pipeline
+    /// would get no microbatch.
     pub fn step(&mut self, shape: Shape) -> Option<Nanos> {
         if shape.pipelines == 0 || shape.pipelines > self.fleet.microbatches {
             return None;
@@ -143,7 +150,8 @@ impl<'a> Prices<'a> {
         Some(pass.saturating_add(self.averages(shape.stages, shape.pipelines)?))
     }
 
-    /// A step of an order of all pipelines' work on stages of the division into as many as it has.
+    /// Returns the time of a step with the work of all pipelines in one order. The order's number of stages
+    /// selects the division.
     pub(super) fn ordered(&mut self, order: &ComputeOrder, copies: u32) -> Option<Nanos> {
         let stages = order.placement().depth();
         let pass = simulate(order, &self.division(stages)?.cost).ok()?.makespan();
@@ -151,7 +159,8 @@ impl<'a> Prices<'a> {
     }
 }
 
-/// Exactly, by dynamic programming over the first layer and the number of stages to the end.
+/// Finds the exact best division by dynamic programming over the first layer and the number of stages to the
+/// end.
 fn divide(fleet: &Fleet, stages: u32) -> Option<Division> {
     let (count, stages) = (fleet.layers.len(), stages as usize);
     if stages == 0 || stages > count {
@@ -172,7 +181,7 @@ fn divide(fleet: &Fleet, stages: u32) -> Option<Division> {
         let needs = sum(layers, |layer| layer.state.0).saturating_add(activations);
         fleet.machine.memory.is_none_or(|memory| needs <= memory.0)
     };
-    // `best[stages - 1][first]`: the slowest stage, and the end of the first.
+    // `best[stages - 1][first]`: time of the slowest stage, and the end of the first stage.
     let mut best: Vec<Vec<Option<(u64, usize)>>> = Vec::with_capacity(stages);
     for to_end in 1..=stages {
         let row = (0..count).map(|first| {
@@ -226,7 +235,7 @@ pub(super) mod tests {
     use crate::planner::uneven::{Chain, uneven};
     use farflung_base::{Bandwidth, Topology};
 
-    /// Layers of unlike work on machines that hold two or three of them.
+    /// Layers of unequal work, on machines whose memory holds two or three of them.
     pub(in crate::churn) fn fleet() -> Fleet {
         let layer = |at: u64| ChainLayer {
             operations: 3_000_000 * (4 + at % 3),
@@ -260,7 +269,7 @@ pub(super) mod tests {
             };
             let found = prices.division(stages).unwrap();
             let most = found.layers.iter().map(slowest).max().unwrap();
-            // That planner may leave machines out; with all of them none is better.
+            // `uneven` may leave machines out. If it uses all of them, both must find the same slowest stage.
             let planned = uneven(&chain).unwrap();
             if planned.stages.len() == stages as usize {
                 let best = planned.stages.iter().map(|stage| slowest(&stage.layers)).max().unwrap();
@@ -277,7 +286,7 @@ pub(super) mod tests {
         let shape = Shape { stages: 4, pipelines: 3 };
         let (pass, averages) = (prices.pass(4, 8).unwrap(), prices.averages(4, 3).unwrap());
         assert_eq!(prices.step(shape), Some(pass.saturating_add(averages)));
-        // The slowest stage has 2 of the layers of 18 ms, and works for each microbatch.
+        // The slowest stage has two layers that together take at least 30 ms, and processes 8 microbatches.
         assert!(pass.0 >= 8 * 30_000_000, "{pass}");
         assert!(prices.step(Shape { stages: 4, pipelines: 25 }).is_none());
         assert!(Prices::new(&Fleet { microbatches: 0, ..fleet.clone() }).is_err());

@@ -1,11 +1,12 @@
-//! How often to save: Young's and Daly's intervals, and what a run gets done at any interval.
+//! Time between checkpoints: Young's and Daly's intervals, and the work that a run gets done at any interval.
 
 use crate::draw::Draw;
 
-/// Young's interval: the time of work between two checkpoints, in seconds, that loses least to first order.
+/// Returns Young's interval: the working time between two checkpoints, in seconds, that loses least, to first
+/// order.
 ///
-/// `save` is what a checkpoint takes and `between` the mean time between failures of the job, in seconds.
-/// Source: Young 1974, `sqrt(2 save between)`.
+/// `save` is the time that a checkpoint takes, `between` the mean time between failures of the job, both in
+/// seconds. Source: Young 1974, `sqrt(2 save between)`.
 ///
 /// ```
 /// use farflung_parallel::churn::young;
@@ -17,7 +18,7 @@ pub fn young(save: f64, between: f64) -> f64 {
     (2.0 * save * between).sqrt()
 }
 
-/// Daly's interval: the same to a higher order.
+/// Returns Daly's interval: the same quantity to a higher order.
 ///
 /// Source: Daly 2006, equation 37: `sqrt(2 s m) (1 + sqrt(s / 2m) / 3 + (s / 2m) / 9) - s` for `s < 2m`, else
 /// `m`.
@@ -30,39 +31,40 @@ pub fn daly(save: f64, between: f64) -> f64 {
     young(save, between) * (1.0 + ratio.sqrt() / 3.0 + ratio / 9.0) - save
 }
 
-/// A job that saves at intervals, and begins again at the newest checkpoint after each failure. All in seconds.
+/// A job that saves checkpoints at a fixed interval and restarts from the newest one after each failure. All
+/// times are in seconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Checkpoints {
-    /// Work between two checkpoints.
+    /// Working time between two checkpoints.
     pub every: f64,
-    /// What a checkpoint takes; the job stands still.
+    /// Time that a checkpoint takes. The job does not work meanwhile.
     pub save: f64,
-    /// From a failure to where the job works again. It can fail in this time too.
+    /// Time from a failure until the job works again. The job can fail in this time too.
     pub restart: f64,
-    /// Mean time between failures of the job, whose times have no memory.
+    /// Mean time between failures of the job. Failure times are exponentially distributed.
     pub between: f64,
 }
 
-/// Where the time of a job goes, in parts of all of it.
+/// How the time of a job is spent, as fractions of the whole.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Lost {
     /// Work that counts: the goodput.
     pub work: f64,
-    /// Saving.
+    /// Saving checkpoints that count.
     pub saving: f64,
-    /// Work, saving and starting again that a failure made vain, and starting again.
+    /// Restarts, and work, saving and restarts that a failure made useless.
     pub failures: f64,
 }
 
 impl Checkpoints {
-    /// The interval at which the goodput is highest, by golden section over [`Checkpoints::expected`]; what
-    /// `self.every` is does not matter.
+    /// Returns the interval with the highest goodput, found by golden-section search over
+    /// [`Checkpoints::expected`]. The value of `self.every` is not used.
     #[must_use]
     pub fn best(self) -> Self {
         let at = |every: f64| Self { every, ..self };
         let ratio = f64::midpoint(5.0_f64.sqrt(), -1.0);
-        // Logarithms: the best lies between a fraction of a checkpoint and many times the time between
-        // failures.
+        // Searches over logarithms: the best interval lies anywhere between a fraction of a checkpoint's time
+        // and many times the time between failures.
         let (mut low, mut high) =
             ((self.save.min(self.between) * 1e-3).max(1e-9).ln(), (self.between * 10.0).ln());
         for _ in 0..200 {
@@ -72,10 +74,10 @@ impl Checkpoints {
         at(f64::midpoint(low, high).exp())
     }
 
-    /// What is expected of a long run.
+    /// Returns the expected fractions for a long run.
     ///
-    /// A segment of work and its checkpoint, `t = every + save`, takes `between e^(restart / between) (e^(t /
-    /// between) - 1)` in the mean. Source: Daly 2006, equation 20.
+    /// A segment is `every` of work and its checkpoint: `t = every + save`. On average it takes `between
+    /// e^(restart / between) (e^(t / between) - 1)`. Source: Daly 2006, equation 20.
     #[must_use]
     pub fn expected(self) -> Lost {
         let Self { every, save, restart, between } = self;
@@ -86,16 +88,16 @@ impl Checkpoints {
         Lost { work: every / all, saving: save / all, failures: 1.0 - (every + save) / all }
     }
 
-    /// The mean work that one failure makes vain: what was done since the newest checkpoint.
+    /// Returns the mean work that one failure loses: the work since the newest checkpoint.
     ///
-    /// Of a failure inside of a segment of `t` seconds: `between - t / (e^(t / between) - 1)`, about `t / 2`.
+    /// A failure within a segment of `t` seconds loses `between - t / (e^(t / between) - 1)`, about `t / 2`.
     #[must_use]
     pub fn vain(self) -> f64 {
         let t = self.every + self.save;
         self.between - t / (t / self.between).exp_m1()
     }
 
-    /// What a simulated run of `segments` checkpoints does, failure by failure.
+    /// Simulates a run of `segments` checkpoints, failure by failure, and returns its fractions.
     #[must_use]
     pub fn simulated(self, segments: u64, seed: u64) -> Lost {
         let mut draw = Draw::new(seed, 21);
@@ -141,7 +143,7 @@ mod tests {
             let job = Checkpoints { save, between, ..JOB };
             let best = job.best();
             let at = |every: f64| Checkpoints { every, ..job }.expected().work;
-            // Nothing on a fine grid is better.
+            // No interval on a fine grid is better.
             let grid = (1..4000).map(|i| at(f64::from(i) * between / 1000.0)).fold(0.0, f64::max);
             assert!(best.expected().work >= grid - 1e-9);
             assert!(at(daly(save, between)) > 0.999 * best.expected().work, "{save} {between}");

@@ -1,5 +1,5 @@
-//! Oobleck's templates: pipelines of several lengths, planned ahead, from which any number of machines is made
-//! up.
+//! Oobleck's templates: pipelines of several lengths, planned in advance, that together use up any number of
+//! machines.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -9,7 +9,7 @@ use farflung_base::{Bytes, Nanos};
 use super::Prices;
 use super::policy::{Now, Policy, Reaction, Row, Saves};
 
-/// The table's row.
+/// Row of [`POLICIES`](super::POLICIES).
 pub(super) const ROW: Row = Row {
     name: "oobleck",
     summary: "two copies of each layer at least, in pipelines of planned lengths; missing layers come from another copy",
@@ -17,21 +17,22 @@ pub(super) const ROW: Row = Row {
     begin: || Box::new(Oobleck::default()),
 };
 
-/// Failures at a time that must leave a copy of each layer.
+/// Number of simultaneous failures after which every layer must still have a copy.
 const FAILURES: u32 = 1;
 
-/// The lengths of pipelines that make up any number of machines from `(failures + 1) least` on: `least..2
-/// least`, and two more at least to choose from, up to `most`.
+/// Returns the lengths of pipelines with which any number of machines from `(failures + 1) least` on can be
+/// used up: `least..2 least`, but at least up to `least + 2`, and not above `most`.
 ///
-/// Source: Jang et al. 2023, "Oobleck", section 4.1: consecutive lengths, so that `sum x_i n_i = N` has a
-/// solution for each `N`. Theirs go up to `N - failures least`, of which there are too many mixes to try:
-/// [`best_mix`] adds those of any two lengths.
+/// Source: Jang et al. 2023, "Oobleck", section 4.1: the lengths are consecutive, so that `sum x_i n_i = N` has
+/// a solution for each `N`. Differs: theirs go up to `N - failures least`, which gives too many mixes to try;
+/// [`best_mix`] also tries the mixes of any two lengths.
 #[must_use]
 pub fn templates(least: u32, most: u32) -> Vec<u32> {
     (least..=(2 * least).saturating_sub(1).max(least + 2).min(most)).collect()
 }
 
-/// Every way to make up `machines` from `templates`, as the number of pipelines of each.
+/// Returns every way to use up exactly `machines` with `templates`, as the number of pipelines of each
+/// template.
 ///
 /// ```
 /// use farflung_parallel::churn::mixes;
@@ -53,19 +54,21 @@ pub fn mixes(templates: &[u32], machines: u32) -> Vec<Vec<u32>> {
     found
 }
 
-/// What a pipeline takes: the first microbatch, and each further one.
+/// Time that a pipeline takes: for the first microbatch, and for each further one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pace {
-    /// The first microbatch.
+    /// Time of the first microbatch.
     pub first: Nanos,
-    /// Each further one.
+    /// Time of each further microbatch.
     pub each: Nanos,
 }
 
-/// Microbatches for each of some pipelines, one at least, so that the slowest is as fast as it can be.
+/// Divides `microbatches` over pipelines, at least one each, so that the slowest pipeline is as fast as
+/// possible.
 ///
-/// `None` where there are fewer microbatches than pipelines. Source: the same, section 4.2.2; theirs is an
-/// integer program for equal `b_i T_i`, this one is exact by bisection on the time.
+/// `None` if there are fewer microbatches than pipelines, or no pipelines. Source: Jang et al. 2023, section
+/// 4.2.2. Differs: theirs is an integer program for equal `b_i T_i`; this one is exact, by bisection on the
+/// time.
 #[must_use]
 pub fn shares(pipelines: &[Pace], microbatches: u32) -> Option<Vec<u32>> {
     if pipelines.is_empty() || pipelines.len() > microbatches as usize {
@@ -87,7 +90,7 @@ pub fn shares(pipelines: &[Pace], microbatches: u32) -> Option<Vec<u32>> {
     }
     let mut shares: Vec<u64> = pipelines.iter().map(|pace| within(pace, low)).collect();
     let mut over = shares.iter().sum::<u64>().checked_sub(most)?;
-    // What is too much is taken from the slowest first.
+    // Takes the surplus from the slowest pipelines first.
     let mut slowest: Vec<usize> = (0..pipelines.len()).collect();
     slowest.sort_by_key(|&at| std::cmp::Reverse(pipelines[at].each));
     for at in slowest {
@@ -98,25 +101,25 @@ pub fn shares(pipelines: &[Pace], microbatches: u32) -> Option<Vec<u32>> {
     (over == 0).then(|| shares.into_iter().map(|share| share as u32).collect())
 }
 
-/// Pipelines of several lengths.
+/// A set of pipelines of several lengths.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mix {
-    /// Machines of each pipeline.
+    /// Number of machines of each pipeline.
     pub sizes: Vec<u32>,
-    /// By pipeline.
+    /// Number of microbatches of each pipeline.
     pub microbatches: Vec<u32>,
-    /// Of a step.
+    /// Time of a step.
     pub step: Nanos,
 }
 
-/// Mixes that are simulated once the closed form has ranked all.
+/// Number of mixes to simulate, after a closed form has ranked all mixes.
 const FINALISTS: usize = 8;
 
-/// The mix of the fastest step on at most `machines`, with at least `copies` pipelines. Fewer machines than the
-/// shortest template has are left out where that is faster.
+/// Returns the mix with the fastest step on at most `machines` machines, with at least `copies` pipelines.
+/// Leaves out some machines if that is faster, but fewer than the shortest template has.
 ///
-/// A step is the slowest pipeline's pass, simulated under 1F1B, and the averages of the shortest template.
-/// Source: the same, section 4.2.
+/// The time of a step is the pass of the slowest pipeline, simulated under 1F1B, plus the averages of the
+/// shortest pipeline's stages. Source: Jang et al. 2023, section 4.2.
 pub fn best_mix(prices: &mut Prices<'_>, machines: u32, copies: u32) -> Option<Mix> {
     let layers = prices.fleet().layers.len() as u32;
     let least = (1..=layers).find(|&stages| prices.division(stages).is_some())?;
@@ -160,22 +163,22 @@ pub fn best_mix(prices: &mut Prices<'_>, machines: u32, copies: u32) -> Option<M
     ranked.into_iter().min_by_key(|mix| mix.step)
 }
 
-/// The length of each pipeline of a mix.
+/// Returns the length of each pipeline of a mix.
 fn sizes(templates: &[u32], mix: &[u32]) -> Vec<u32> {
     templates.iter().zip(mix).flat_map(|(&size, &count)| vec![size; count as usize]).collect()
 }
 
-/// From simulated passes: links make the period longer than the slowest stage.
+/// Measures a pace from simulated passes, because links can make the period longer than the slowest stage.
 fn pace(prices: &mut Prices<'_>, stages: u32) -> Option<Pace> {
     let first = prices.pass(stages, 1)?;
     let (fewer, more) = (prices.pass(stages, 2 * stages)?, prices.pass(stages, 4 * stages)?);
     let each = Nanos(more.saturating_sub(fewer).0 / u64::from(2 * stages));
-    // The first microbatches fill the pipeline.
+    // Time of the first microbatches, which fill the pipeline.
     let fill = fewer.saturating_sub(Nanos(each.0.saturating_mul(u64::from(2 * stages - 1))));
     Some(Pace { first: first.max(fill), each })
 }
 
-/// The layers that each machine holds.
+/// The policy's state: the layers that each machine holds.
 #[derive(Default)]
 struct Oobleck {
     held: Vec<Option<Range<usize>>>,
@@ -183,8 +186,8 @@ struct Oobleck {
 }
 
 impl Oobleck {
-    /// Puts the pipelines of a mix on the machines that hold most of their layers; says what the machine that
-    /// lacks most lacks.
+    /// Assigns the stages of a mix to the machines that already hold most of their layers. Returns the bytes
+    /// that the machine with most missing state must copy.
     fn place(&mut self, mix: &Mix, live: &[u32], prices: &mut Prices<'_>) -> Bytes {
         let state = |layers: Range<usize>, prices: &Prices<'_>| -> u64 {
             prices.fleet().layers[layers].iter().map(|layer| layer.state.0).sum()
@@ -215,7 +218,7 @@ impl Oobleck {
         Bytes(most)
     }
 
-    /// Whether each layer is on a machine that is there.
+    /// Returns whether each layer is on a machine that is present.
     fn is_whole(&self, layers: usize) -> bool {
         (0..layers).all(|layer| self.held.iter().flatten().any(|held| held.contains(&layer)))
     }

@@ -1,12 +1,11 @@
-//! Parcae's liveput: shapes are chosen by what is left of their throughput after the losses that are to be
-//! expected.
+//! Parcae's liveput: chooses the shape with the highest expected throughput after the losses to be expected.
 
 use farflung_base::Nanos;
 
 use super::policy::{Now, Policy, Reaction, Row, Saves};
 use super::{Prices, Shape};
 
-/// The table's row.
+/// Row of [`POLICIES`](super::POLICIES).
 pub(super) const ROW: Row = Row {
     name: "parcae",
     summary: "the pipelines and stages whose expected throughput under the losses ahead is highest, with spare machines",
@@ -17,15 +16,18 @@ pub(super) const ROW: Row = Row {
 /// Time between two decisions.
 const INTERVAL: Nanos = Nanos(60_000_000_000);
 
-/// Intervals that a decision looks ahead.
+/// Number of intervals that a decision looks ahead.
 const AHEAD: u32 = 12;
 
-/// Chances of how many pipelines are left whole, index by number, once `lost` of `machines` machines, each as
-/// likely, are gone. The shape takes some of them, and a machine of one pipeline may take the same stage's
-/// place in another (their intra-stage migration), so that the stage with the fewest machines decides.
+/// Returns the probability of each number of complete pipelines, indexed by that number, after `lost` of
+/// `machines` machines fail. Every machine is equally likely to fail.
 ///
-/// Exact: the machines lost by stage are counted as independent draws under the condition that `lost` are lost
-/// in all. Source: Duan et al. 2024, "Parcae", section 5.
+/// The shape uses some of the machines; the others are spares. A machine of one pipeline may take the place of
+/// the same stage in another pipeline (their intra-stage migration), so the stage with the fewest machines left
+/// decides.
+///
+/// Exact: the machines lost in each stage are independent draws, under the condition that `lost` are lost in
+/// all. Source: Duan et al. 2024, "Parcae", section 5.
 ///
 /// ```
 /// use farflung_parallel::churn::{Shape, survivors};
@@ -48,7 +50,7 @@ pub fn survivors(shape: Shape, machines: u32, lost: u32) -> Vec<f64> {
     let stage = binomial(shape.pipelines, chance);
     let spare = binomial(machines - used, chance);
     let all = binomial(machines, chance)[lost as usize];
-    // At most so many lost in each stage, and `lost` in all.
+    // Probability that each stage loses at most `most`, given that `lost` are lost in all.
     let at_most = |most: usize| {
         let mut sum = vec![1.0];
         for _ in 0..shape.stages {
@@ -61,7 +63,7 @@ pub fn survivors(shape: Shape, machines: u32, lost: u32) -> Vec<f64> {
     (0..=pipelines).map(|left| exactly(pipelines - left).max(0.0)).collect()
 }
 
-/// Chances of 0 to `n` successes.
+/// Returns the probabilities of 0 to `n` successes.
 fn binomial(n: u32, chance: f64) -> Vec<f64> {
     let mut chances = vec![1.0];
     for _ in 0..n {
@@ -70,7 +72,7 @@ fn binomial(n: u32, chance: f64) -> Vec<f64> {
     chances
 }
 
-/// Of the sum of two counts, up to `most`.
+/// Returns the distribution of the sum of two counts, up to `most`.
 fn convolved(a: &[f64], b: &[f64], most: usize) -> Vec<f64> {
     let mut sum = vec![0.0; (a.len() + b.len() - 1).min(most + 1)];
     for (i, x) in a.iter().enumerate() {
@@ -81,7 +83,7 @@ fn convolved(a: &[f64], b: &[f64], most: usize) -> Vec<f64> {
     sum
 }
 
-/// Steps a second that are expected of a shape once `lost` of `machines` machines are gone.
+/// Returns the expected steps per second of a shape after `lost` of `machines` machines fail.
 pub fn liveput(prices: &mut Prices<'_>, shape: Shape, machines: u32, lost: u32) -> f64 {
     let chances = survivors(shape, machines, lost);
     let mut rate = 0.0;
@@ -93,18 +95,19 @@ pub fn liveput(prices: &mut Prices<'_>, shape: Shape, machines: u32, lost: u32) 
     rate
 }
 
-/// The stages that machines hold, and the losses that were seen.
+/// The policy's state: the stage that each machine holds, and the losses seen so far.
 #[derive(Default)]
 struct Parcae {
     shape: Option<Shape>,
-    /// By machine.
+    /// Stage of each machine.
     stage: Vec<Option<u32>>,
-    /// When each of the last losses was.
+    /// Time of each loss so far.
     losses: Vec<Nanos>,
 }
 
 impl Parcae {
-    /// The shape of the most work over the intervals ahead, the time of changing to it left out.
+    /// Returns the shape that does the most work over the intervals ahead. The time to change to the shape does
+    /// not count as work.
     fn best(&self, now: Now<'_>, prices: &mut Prices<'_>, machines: u32) -> Option<Shape> {
         let seen = Nanos(INTERVAL.0 * u64::from(AHEAD));
         let recent = self.losses.iter().filter(|&&at| at.saturating_add(seen) > now.at).count() as u32;
@@ -114,7 +117,7 @@ impl Parcae {
         let layers = prices.fleet().layers.len() as u32;
         for stages in 1..=machines.min(layers) {
             let most = (machines / stages).min(prices.fleet().microbatches);
-            // Spare machines are worth something: one pipeline fewer is tried too.
+            // Also tries one pipeline fewer, because spare machines can be worth more.
             for pipelines in most.saturating_sub(1).max(1)..=most {
                 let shape = Shape { stages, pipelines };
                 if prices.division(stages).is_none() {
@@ -130,7 +133,8 @@ impl Parcae {
         best.filter(|(work, _)| *work > 0.0).map(|(_, shape)| shape)
     }
 
-    /// What changing to a shape takes: machines meet anew, and copy a stage where the stages change.
+    /// Returns the seconds that a change to a shape takes: machines regroup, and copy a stage if the stages
+    /// change.
     fn migration(&self, now: Now<'_>, prices: &mut Prices<'_>, shape: Shape) -> f64 {
         let is_same = self
             .shape
@@ -140,7 +144,8 @@ impl Parcae {
         now.recovery.regroup.as_secs_f64() + copying
     }
 
-    /// Gives the machines the stages of a shape; those that hold a stage of as many keep it.
+    /// Assigns the stages of a shape to machines. If the number of stages is the same, machines keep their
+    /// stage.
     fn place(&mut self, shape: Option<Shape>, live: &[u32]) {
         let is_same = |before: Option<Shape>| before.map(|s| s.stages) == shape.map(|s| s.stages);
         let nothing = vec![None; self.stage.len()];
@@ -167,7 +172,7 @@ impl Parcae {
         }
     }
 
-    /// Machines of the stage that has fewest.
+    /// Returns the number of machines of the stage that has fewest.
     fn fewest(&self) -> u32 {
         let Some(shape) = self.shape else { return 0 };
         let of = |stage: u32| self.stage.iter().filter(|held| **held == Some(stage)).count() as u32;
@@ -201,7 +206,7 @@ impl Policy for Parcae {
             let step = before.and_then(|shape| prices.step(shape));
             return Reaction { wake, ..Reaction::same(step) };
         }
-        // Machines of the same stage take each other's place at once; any other change copies a stage.
+        // Machines of the same stage replace each other without a copy. Any other change copies a stage.
         let is_moved =
             best.zip(before).is_none_or(|(to, from)| to.stages != from.stages || to.pipelines > left);
         let state = best.filter(|_| is_moved).and_then(|shape| prices.state(shape.stages));
@@ -250,11 +255,11 @@ mod tests {
         let mut before = rate;
         for lost in 1..=12 {
             let now = liveput(&mut prices, shape, 12, lost);
-            // Fewer than four machines are no pipeline.
+            // A pipeline needs four machines.
             assert!(if lost <= 8 { now < before } else { now < 1e-12 }, "{lost}");
             before = now;
         }
-        // Spares are not part of the shape, and losing one costs nothing.
+        // Spares are outside the shape. Losing a spare costs nothing.
         assert!(liveput(&mut prices, shape, 24, 1) > liveput(&mut prices, shape, 12, 1));
     }
 }

@@ -1,41 +1,42 @@
-//! What a job does when machines are lost or come back: the table of ways, and what a way answers.
+//! Recovery policies: what a job does when machines fail or come back. Table of the policies and the type of
+//! their reactions.
 
 use farflung_base::Nanos;
 
 use super::{Prices, oobleck, parcae, recycle, restart, varuna};
 
-/// What changes of a job take.
+/// Times that recovery steps of a job take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Recovery {
-    /// A checkpoint; the job stands still.
+    /// Time to save a checkpoint. The job does not work meanwhile.
     pub save: Nanos,
-    /// Starting again from a checkpoint: processes, data, weights from disk.
+    /// Time to restart from a checkpoint: start processes, load data, read weights from disk.
     pub restart: Nanos,
-    /// Going on without starting again: the loss is noticed and the others meet anew.
+    /// Time to continue without a restart: detect the loss and connect the remaining machines again.
     pub regroup: Nanos,
-    /// Mean time until a machine is lost.
+    /// Mean time until a machine fails.
     pub lifetime: Nanos,
 }
 
-/// What there is, and what has changed.
+/// The machines that are present, and the change that a policy must react to.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Now<'a> {
-    /// By machine: whether it is there.
+    /// Whether each machine is present.
     pub(super) there: &'a [bool],
-    /// Lost just now.
+    /// Machines that failed in this change.
     pub(super) lost: &'a [u32],
     pub(super) at: Nanos,
     pub(super) recovery: &'a Recovery,
 }
 
 impl Now<'_> {
-    /// The machines that are there.
+    /// Returns the machines that are present.
     pub(super) fn live(&self) -> Vec<u32> {
         (0..).zip(self.there).filter(|(_, there)| **there).map(|(machine, _)| machine).collect()
     }
 
-    /// Whether a step that is shorter from now on is worth a pause: before the next loss of one of so many
-    /// machines, in the mean.
+    /// Returns whether a shorter step is worth a pause. The gain counts up to the mean time of the next loss of
+    /// one of `machines` machines.
     pub(super) fn is_worth(&self, pause: Nanos, before: Nanos, after: Nanos, machines: u32) -> bool {
         let time = self.recovery.lifetime.as_secs_f64() / f64::from(machines.max(1));
         let gain = 1.0 - after.as_secs_f64() / before.as_secs_f64().max(1e-12);
@@ -43,73 +44,74 @@ impl Now<'_> {
     }
 }
 
-/// What is gone with a change.
+/// Work that a change loses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Gone {
     Nothing,
-    /// The step that was under way.
+    /// The step under way.
     Step,
-    /// Everything since the newest checkpoint.
+    /// All work since the newest checkpoint.
     SinceSaved,
 }
 
-/// What a way does.
+/// A policy's reaction to a change.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Reaction {
-    /// A step from now on; `None`: the job stands still.
+    /// Time of a step from now on. `None`: the job does not work.
     pub(super) step: Option<Nanos>,
-    /// Before the first step.
+    /// Pause before the next step.
     pub(super) pause: Nanos,
     pub(super) gone: Gone,
     /// Whether the pause contains a checkpoint.
     pub(super) has_saved: bool,
-    /// The way is asked again at this time, if nothing changes before.
+    /// Time at which the policy is called again if nothing changes before.
     pub(super) wake: Option<Nanos>,
 }
 
 impl Reaction {
-    /// It goes on as it was.
+    /// Continues unchanged.
     pub(super) const fn same(step: Option<Nanos>) -> Self {
         Self { step, pause: Nanos::ZERO, gone: Gone::Nothing, has_saved: false, wake: None }
     }
 
-    /// It goes on with other machines; the step under way is lost.
+    /// Continues with other machines. The step under way is lost.
     pub(super) const fn regrouped(step: Option<Nanos>, pause: Nanos) -> Self {
         Self { pause, gone: Gone::Step, ..Self::same(step) }
     }
 
-    /// It begins again at the newest checkpoint.
+    /// Restarts from the newest checkpoint.
     pub(super) const fn restarted(step: Option<Nanos>, pause: Nanos) -> Self {
         Self { pause, gone: Gone::SinceSaved, ..Self::same(step) }
     }
 }
 
-/// A way to go on.
+/// A recovery policy.
 pub(super) trait Policy {
-    /// Called at the start, and after each change. Machines that come back hold nothing.
+    /// Reacts to the start of the job, to a change, or to a requested wake-up. Machines that come back hold no
+    /// state.
     fn change(&mut self, now: Now<'_>, prices: &mut Prices<'_>) -> Reaction;
 }
 
-/// How often a way saves.
+/// How often a policy saves checkpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Saves {
     /// At Daly's interval for the loss of any machine.
     Daly,
-    /// Every hour: only the loss of all copies of a layer goes back to a checkpoint.
+    /// Every hour. Only the loss of all copies of a layer requires a checkpoint.
     Hourly,
 }
 
-/// A way to go on, by name.
+/// A recovery policy, by name.
 #[derive(Debug, Clone, Copy)]
 pub struct Row {
-    /// Its name.
+    /// Name of the policy.
     pub name: &'static str,
-    /// What it does, in a line.
+    /// What the policy does, in one line.
     pub summary: &'static str,
-    /// How often it saves.
+    /// How often the policy saves checkpoints.
     pub saves: Saves,
     pub(super) begin: fn() -> Box<dyn Policy>,
 }
 
-/// All ways, the plain one first.
+/// All recovery policies, the simplest first.
 pub const POLICIES: [Row; 5] = [restart::ROW, varuna::ROW, oobleck::ROW, recycle::ROW, parcae::ROW];

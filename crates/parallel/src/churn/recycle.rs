@@ -1,5 +1,5 @@
-//! ReCycle's re-routing: the microbatches of a lost machine go through the machines that hold the same stage in
-//! other pipelines, and fill their bubbles.
+//! ReCycle's re-routing: machines that hold the same stage in other pipelines process the microbatches of a
+//! lost machine, in their bubbles.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use super::{Prices, Shape};
 use crate::ParallelError;
 use crate::pipeline::{Action, ComputeKind, ComputeOrder, Op, PipelineCost, Placement, peak_bytes, simulate};
 
-/// The table's row.
+/// Row of [`POLICIES`](super::POLICIES).
 pub(super) const ROW: Row = Row {
     name: "recycle",
     summary: "microbatches of a lost machine go through those of the same stage in other pipelines",
@@ -19,40 +19,40 @@ pub(super) const ROW: Row = Row {
     begin: || Box::new(Recycle::default()),
 };
 
-/// A machine's place.
+/// The position of a machine: one stage of one pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Seat {
-    /// Its pipeline.
+    /// Index of the pipeline.
     pub pipeline: u32,
-    /// Its stage.
+    /// Index of the stage.
     pub stage: u32,
 }
 
-/// An order of all pipelines together, without the lost machines.
+/// One order for all pipelines together, without the lost machines.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct Rerouted {
-    /// Microbatch `i` of pipeline `d` is number `d m + i`. Each way through the machines is a copy of the
-    /// model.
+    /// The order. Microbatch `i` of pipeline `d` has number `d m + i`, where `m` is the number of microbatches
+    /// per pipeline. Each distinct route through the machines is one copy of the model.
     pub order: ComputeOrder,
-    /// The place of each rank of the order.
+    /// Seat of each rank of the order.
     pub seats: Vec<Seat>,
 }
 
-/// Several pipelines of `base` side by side, where the machines at `lost` are gone.
+/// Builds the order of several pipelines of `base` side by side without the machines at `lost`.
 ///
-/// Each seat does its work in the order of `base`; a machine that has work of several seats takes what is
-/// ready, in the order of the times that `base` has at `cost`. Whole backwards are split: `I`, which others
-/// wait for, comes before `W`, which fills the time in which nothing else is ready. A lost seat's microbatches
-/// go in turn to the machines of its stage. The result is a [`ComputeOrder`], so that each microbatch passes
-/// each stage once and nobody waits for ever.
+/// Each seat does its work in the order of `base`. The microbatches of a lost seat go in turn to the remaining
+/// machines of its stage. A machine with the work of several seats takes what is ready, ordered by the times
+/// that `base` has at `cost`. Whole backwards are split: `I` runs first because other machines wait for its
+/// result; `W` fills the time in which nothing else is ready. [`ComputeOrder::new`] checks the result: each
+/// microbatch passes each stage once, and there is no deadlock.
 ///
-/// Source: Gandhi et al. 2024, "ReCycle", section 3. Theirs finds the order by an integer program and staggers
-/// the optimizer's steps; this one is a list schedule and has no steps.
+/// Source: Gandhi et al. 2024, "ReCycle", section 3. Differs: theirs finds the order by an integer program and
+/// staggers the optimizer's steps; this one is a list schedule without optimizer steps.
 ///
-/// Errors: [`ParallelError::Zero`] for no pipelines or a stage that has no machine left, or a seat that does
-/// not exist; an order of several copies or slices ([`ParallelError::NotBuilt`]); those of [`simulate`] and
-/// [`ComputeOrder::new`].
+/// Errors: [`ParallelError::Zero`] for no pipelines, for a stage with no machine left, or for a seat that does
+/// not exist; [`ParallelError::NotBuilt`] for an order with several copies or slices, or with several stages
+/// per rank; errors of [`simulate`] and [`ComputeOrder::new`].
 pub fn reroute(
     base: &ComputeOrder,
     pipelines: u32,
@@ -89,13 +89,13 @@ pub fn reroute(
     Ok(Rerouted { order, seats: routes.seats })
 }
 
-/// The way of each microbatch through the machines.
+/// The route of each microbatch through the machines.
 struct Routes {
-    /// The machines that are left, in order.
+    /// Seats of the machines that are left, sorted.
     seats: Vec<Seat>,
-    /// Different ways: the pipeline whose machine is passed at each stage.
+    /// Distinct routes: for each stage, the pipeline whose machine is used.
     copies: Vec<Vec<u32>>,
-    /// By microbatch of all pipelines.
+    /// Index into `copies` for each microbatch of all pipelines.
     copy_of: Vec<usize>,
 }
 
@@ -105,7 +105,7 @@ impl Routes {
         let left: Vec<Vec<u32>> = (0..stages)
             .map(|stage| (0..pipelines).filter(|&pipeline| !is_lost(pipeline, stage)).collect())
             .collect();
-        // Work of several lost seats of a stage is shared out from where the last one's ended.
+        // Each further lost seat of a stage continues the turns where the one before it ended.
         let mut turns = vec![0_usize; stages as usize];
         let mut numbers: BTreeMap<Vec<u32>, usize> = BTreeMap::new();
         let (mut copies, mut copy_of) = (Vec::new(), Vec::new());
@@ -132,33 +132,33 @@ impl Routes {
         Self { seats: all.filter(|seat| !lost.contains(seat)).collect(), copies, copy_of }
     }
 
-    /// Which machine has a microbatch at a stage.
+    /// Returns the machine that processes a microbatch at a stage.
     fn machine(&self, microbatch: usize, stage: u32) -> usize {
         let pipeline = self.copies[self.copy_of[microbatch]][stage as usize];
         self.seats.binary_search(&Seat { pipeline, stage }).unwrap_or(0)
     }
 }
 
-/// A forward or the gradient of an input, waiting for its turn on its seat.
+/// A forward or an input gradient that waits for its turn on its seat.
 #[derive(Debug, Clone, Copy)]
 struct Job {
-    /// Of all pipelines.
+    /// Number among the microbatches of all pipelines.
     microbatch: usize,
     is_forward: bool,
-    /// In the base order.
+    /// Start time in the base order.
     start: Nanos,
 }
 
-/// Machines take ready work, event by event.
+/// List scheduler: machines take work that is ready, event by event.
 struct Merge<'a> {
     cost: &'a PipelineCost,
     routes: &'a Routes,
     stages: u32,
-    /// By machine: the jobs of each seat's share, in order, and how many are done.
+    /// For each machine, one queue per seat whose work it does.
     queues: Vec<Vec<Queue>>,
-    /// By machine: weights' gradients that wait.
+    /// For each machine, the microbatches whose weight gradients wait.
     weights: Vec<Vec<usize>>,
-    /// When the input of each stage and microbatch is there: activations, gradients.
+    /// Times at which the input of each stage and microbatch arrives: activations, then gradients.
     ready: [Vec<Option<Nanos>>; 2],
     free: Vec<Nanos>,
     lists: Vec<Vec<Op>>,
@@ -180,7 +180,7 @@ impl<'a> Merge<'a> {
         for stage in 0..stages {
             let rank = base.placement().rank(farflung_base::StageId(stage));
             for pipeline in 0..all / m {
-                // A seat's list, dealt out to the machines that do its work.
+                // Distributes a seat's list over the machines that do its work.
                 let mut dealt: BTreeMap<usize, Vec<Job>> = BTreeMap::new();
                 for (op, slot) in base.lists()[rank.index()].iter().zip(simulation.slots(rank)) {
                     for action in op.actions() {
@@ -213,7 +213,7 @@ impl<'a> Merge<'a> {
         })
     }
 
-    /// The stage of a machine is one for all of its seats' shares.
+    /// Returns the stage of a machine. All seats whose work it does have the same stage.
     fn stage(&self, machine: usize) -> u32 {
         self.routes.seats[machine].stage
     }
@@ -222,26 +222,26 @@ impl<'a> Merge<'a> {
         stage as usize * self.routes.copy_of.len() + microbatch
     }
 
-    /// The head of a queue of a machine that can start first, and its start.
+    /// Returns the earliest start among the heads of a machine's queues, and the index of that queue.
     fn head(&self, machine: usize) -> Option<(Nanos, usize)> {
         let stage = self.stage(machine);
         let of = |(at, queue): (usize, &Queue)| {
             let job = queue.jobs.get(queue.done)?;
             let ready = self.ready[usize::from(!job.is_forward)][self.cell(stage, job.microbatch)]?;
-            // Gradients first: others wait for them.
+            // Gradients sort first because other machines wait for them.
             Some((ready.max(self.free[machine]), job.is_forward, job.start, job.microbatch, at))
         };
         let found = self.queues[machine].iter().enumerate().filter_map(of).min()?;
         Some((found.0, found.4))
     }
 
-    /// Runs all of it; the machine that can start first does.
+    /// Schedules everything: in each round, the machine that can start first takes its next action.
     fn run(&mut self) -> Vec<Vec<Op>> {
         loop {
             let next = (0..self.free.len()).filter_map(|machine| {
                 let head = self.head(machine);
                 let weight = (!self.weights[machine].is_empty()).then_some(self.free[machine]);
-                // A weight's gradient goes first where it is done before anything else could start.
+                // Runs a weight gradient first if it ends before anything else could start.
                 let start = [head.map(|(start, _)| start), weight].into_iter().flatten().min()?;
                 Some((start, machine, head))
             });
@@ -298,14 +298,14 @@ impl<'a> Merge<'a> {
     }
 }
 
-/// Which machine sits where.
+/// The policy's state: the machine in each seat.
 #[derive(Default)]
 struct Recycle {
     shape: Option<Shape>,
     seats: BTreeMap<Seat, u32>,
-    /// Machines that copy a seat's stage, and when they have it.
+    /// Machines that copy a seat's stage, each with the time at which the copy is complete.
     coming: Vec<(Nanos, Seat, u32)>,
-    /// Steps without some seats.
+    /// Cached step times by list of empty seats.
     known: BTreeMap<Vec<Seat>, Option<Nanos>>,
 }
 
@@ -317,7 +317,8 @@ impl Recycle {
         all.filter(|seat| !self.seats.contains_key(seat)).collect()
     }
 
-    /// A step without the empty seats; where the others do not hold the microbatches, without the pipelines.
+    /// Returns the time of a step without the empty seats. If the other machines cannot hold the microbatches,
+    /// the pipelines with empty seats are left out.
     fn step(&mut self, prices: &mut Prices<'_>) -> Option<Nanos> {
         let (shape, empty) = (self.shape?, self.empty());
         if empty.is_empty() {
@@ -334,7 +335,8 @@ impl Recycle {
         })
     }
 
-    /// Begins anew, in the best shape of at least two pipelines if there is one.
+    /// Starts again in the best shape with at least two pipelines, or in the best shape of all if there is
+    /// none.
     fn begin(&mut self, live: &[u32], prices: &mut Prices<'_>) {
         let machines = live.len() as u32;
         self.shape = best_shape(prices, machines, 2).or_else(|| best_shape(prices, machines, 1));
@@ -345,7 +347,7 @@ impl Recycle {
         self.seats.extend(empty.into_iter().zip(live.iter().copied()));
     }
 
-    /// Sends machines that have nothing to do to empty seats.
+    /// Assigns idle machines to empty seats and starts their copies.
     fn call(&mut self, now: Now<'_>, live: &[u32], prices: &mut Prices<'_>) {
         let Some(state) = self.shape.and_then(|shape| prices.state(shape.stages)) else { return };
         let has = prices.fleet().link.time(state).saturating_add(now.at);
@@ -397,7 +399,7 @@ impl Policy for Recycle {
     }
 }
 
-/// A step of a shape without some seats; `None` where a machine does not hold what it would have to.
+/// Returns the time of a step of a shape without some seats. `None` if a machine's memory would not be enough.
 fn rerouted(prices: &mut Prices<'_>, shape: Shape, empty: &[Seat]) -> Option<Nanos> {
     let each = prices.fleet().microbatches.div_ceil(shape.pipelines);
     let memory = prices.fleet().machine.memory;
@@ -440,7 +442,7 @@ mod tests {
             forwards[part as usize] += u32::from(action.kind == ComputeKind::Forward);
         }
         assert_eq!(forwards, [32; 4]);
-        // The two that are left of stage 2 have 16 microbatches each.
+        // The two machines left of stage 2 process 16 microbatches each.
         for (rank, seat) in (0..).map(Rank).zip(&found.seats).filter(|(_, seat)| seat.stage == 2) {
             let count = found.order.actions().filter(|(of, a)| *of == rank && a.kind == ComputeKind::Forward);
             assert_eq!(count.count(), 16, "{seat:?}");
@@ -453,7 +455,7 @@ mod tests {
             let (base, cost) = base(stages, microbatches);
             let whole = reroute(&base, pipelines, &[], &cost).unwrap();
             let whole = simulate(&whole.order, &cost).unwrap().makespan();
-            // Without losses it is no slower than the order that it is made from.
+            // Without losses, the merged order is no slower than the order that it is made from.
             assert!(whole <= simulate(&base, &cost).unwrap().makespan());
             for stage in 0..stages {
                 let found = reroute(&base, pipelines, &[Seat { pipeline: 0, stage }], &cost).unwrap();

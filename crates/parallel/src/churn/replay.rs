@@ -1,4 +1,4 @@
-//! What a way of going on gets done under a trace: steps, checkpoints, pauses and losses, one after the other.
+//! Replays a trace of losses against a recovery policy: steps, checkpoints and pauses, one after the other.
 
 use farflung_base::Nanos;
 
@@ -7,37 +7,38 @@ use super::varuna::best_shape;
 use super::{Prices, Recovery, Trace, daly};
 use crate::ParallelError;
 
-/// What was done.
+/// Result of a replay.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Replay {
     /// Steps that count at the end.
     pub steps: u64,
-    /// Steps over those of a job that always has the best shape for the machines there are, and changes in no
-    /// time.
+    /// `steps` divided by those of an ideal job, which always has the best shape for the machines present and
+    /// changes shape in no time.
     pub share: f64,
-    /// Steps that were done and lost again, going back to a checkpoint.
+    /// Steps that were done and then lost by going back to a checkpoint.
     pub lost: u64,
-    /// Times that it went back to a checkpoint.
+    /// Number of restarts from a checkpoint.
     pub restarts: u32,
-    /// Times that it went on without.
+    /// Number of times that the job continued without a restart.
     pub regroups: u32,
-    /// Time in checkpoints.
+    /// Time spent saving checkpoints.
     pub saving: Nanos,
-    /// Time between a change and the next step.
+    /// Time between changes and the next steps.
     pub paused: Nanos,
-    /// Time without a plan that fits the machines that are there.
+    /// Time in which no plan fits the machines that are present.
     pub idle: Nanos,
 }
 
 const HOUR: Nanos = Nanos(3_600_000_000_000);
 
-/// Runs `row` under `trace`.
+/// Replays `trace` with the policy `row`.
 ///
-/// Each step has the same microbatches, whatever the shape. Checkpoints come at the row's interval of working
-/// time, and the job stands still in them. A loss while the job starts again starts that anew.
+/// Each step has the same microbatches, whatever the shape. The job saves a checkpoint after each interval of
+/// working time, as the policy's row says, and does not work meanwhile. A loss during a restart begins the
+/// restart again.
 ///
-/// Errors: [`ParallelError::Zero`] for a recovery without lifetime; [`ParallelError::TooSmall`] where all
-/// machines together do not hold the model.
+/// Errors: [`ParallelError::Zero`] if `recovery.lifetime` is zero; [`ParallelError::TooSmall`] if all machines
+/// together cannot hold the model.
 pub fn replay(
     row: &Row,
     trace: &Trace,
@@ -59,7 +60,7 @@ pub fn replay(
     let mut there = vec![true; trace.machines as usize];
     let first = Now { there: &there, lost: &[], at: Nanos::ZERO, recovery };
     job.react(first, prices);
-    // The job starts with its machines there and its program running.
+    // At the start, all machines are present and the program already runs: no pause, no restart.
     (job.pause, job.done) = (Nanos::ZERO, Replay { restarts: 0, regroups: 0, ..job.done });
     let mut possible = Possible::default();
     for change in &trace.changes {
@@ -81,7 +82,7 @@ pub fn replay(
     Ok(done)
 }
 
-/// Steps of a job that changes in no time.
+/// Steps of the ideal job, which changes shape in no time.
 #[derive(Default)]
 struct Possible {
     at: Nanos,
@@ -98,7 +99,7 @@ impl Possible {
     }
 }
 
-/// What a job works at.
+/// Kind of work under way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Work {
     Step,
@@ -113,7 +114,7 @@ struct Job {
     step: Option<Nanos>,
     pause: Nanos,
     work: Work,
-    /// Of the work.
+    /// Time left of the work under way.
     left: Nanos,
     /// Working time since the newest checkpoint.
     since: Nanos,
@@ -183,7 +184,7 @@ impl Job {
         (self.work, self.left) = (Work::Step, step.unwrap_or_default());
     }
 
-    /// Works until `end`, asking the policy whenever it wants to be.
+    /// Advances to `end` and calls the policy at each wake-up that it requested.
     fn until(&mut self, end: Nanos, there: &[bool], recovery: &Recovery, prices: &mut Prices<'_>) {
         while let Some(wake) = self.wake.filter(|&wake| wake < end) {
             self.go(wake.max(self.at));
@@ -220,7 +221,7 @@ impl Job {
             }
             let is_due = self.work == Work::Step && self.since >= self.every;
             (self.work, self.left) = if is_due { (Work::Save, self.save) } else { (Work::Step, step) };
-            // Steps of no time would never end.
+            // A step of zero time would make this loop endless.
             self.left = self.left.max(Nanos(1));
         }
     }
@@ -256,7 +257,8 @@ mod tests {
 
     #[test]
     fn restarting_is_what_the_closed_form_says() {
-        // One pipeline of all machines, each loss replaced at once: any loss is a failure of the job.
+        // A single pipeline uses all machines and each lost machine is replaced at once, so any loss is a
+        // failure of the job.
         let fleet =
             Fleet { machine: ChainMachine { memory: Some(Bytes(60_000_000)), ..fleet().machine }, ..fleet() };
         let mut prices = Prices::new(&fleet).unwrap();

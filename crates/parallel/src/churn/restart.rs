@@ -1,4 +1,4 @@
-//! Restart from checkpoints: any loss of a machine that is in use stops the job.
+//! Restart from checkpoints: the loss of any machine in use stops the job.
 
 use farflung_base::Nanos;
 
@@ -6,7 +6,7 @@ use super::policy::{Now, Policy, Reaction, Row, Saves};
 use super::varuna::best_shape;
 use super::{Prices, Shape};
 
-/// The table's row.
+/// Row of [`POLICIES`](super::POLICIES).
 pub(super) const ROW: Row = Row {
     name: "restart",
     summary: "begins again at the newest checkpoint, with as many pipelines of the same stages as there are machines for",
@@ -14,13 +14,13 @@ pub(super) const ROW: Row = Row {
     begin: || Box::new(Restart::new(same_stages)),
 };
 
-/// The shape for so many machines, where the last one is known.
+/// Chooses a shape for a number of machines, given the job's first shape if there was one.
 type Choose = fn(&mut Prices<'_>, u32, Option<Shape>) -> Option<Shape>;
 
-/// A job that begins again after each loss.
+/// The policy's state: a job that restarts from a checkpoint after each loss.
 pub(super) struct Restart {
     choose: Choose,
-    /// The first shape, and the one in use.
+    /// First shape that the job had.
     first: Option<Shape>,
     shape: Option<Shape>,
     used: Vec<u32>,

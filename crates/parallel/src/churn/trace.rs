@@ -1,4 +1,4 @@
-//! Which machines are lost and come back, and when.
+//! Traces of failures: the times at which machines fail and come back.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,31 +8,32 @@ use farflung_base::Nanos;
 use crate::ParallelError;
 use crate::draw::Draw;
 
-/// What changes at one time.
+/// The machines that fail or come back at one time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Change {
-    /// Since the start.
+    /// Time since the start.
     pub at: Nanos,
-    /// Machines that are lost, ascending.
+    /// Machines that fail, ascending.
     pub lost: Vec<u32>,
     /// Machines that come back, ascending.
     pub back: Vec<u32>,
 }
 
-/// Machines that are all there at the start, and what changes.
+/// A trace of failures. All machines are present at the start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Trace {
-    /// Machines, numbered from 0.
+    /// Number of machines; they are numbered from 0.
     pub machines: u32,
-    /// How long.
+    /// Length of the trace.
     pub time: Nanos,
-    /// By time, strictly ascending; a machine is lost while it is there, and comes back while it is not.
+    /// Changes, strictly ascending by time. A machine fails only while it is present, and comes back only while
+    /// it is absent.
     pub changes: Vec<Change>,
 }
 
 impl Trace {
-    /// Machines that are lost after `lifetime` seconds in the mean, and come back after `absence` seconds, each
-    /// by itself and without memory.
+    /// Draws a trace in which each machine fails after `lifetime` seconds on average and comes back after
+    /// `absence` seconds on average. Machines are independent, and both times are exponentially distributed.
     #[must_use]
     pub fn drawn(machines: u32, lifetime: f64, absence: f64, time: Nanos, seed: u64) -> Self {
         let mut events = Vec::new();
@@ -53,7 +54,7 @@ impl Trace {
         Self { machines, time, changes: gathered(&events) }
     }
 
-    /// Mean number of machines that are there.
+    /// Returns the mean number of machines present.
     #[must_use]
     pub fn mean(&self) -> f64 {
         let (mut there, mut at, mut sum) = (f64::from(self.machines), Nanos::ZERO, 0.0);
@@ -66,14 +67,14 @@ impl Trace {
         sum / self.time.as_secs_f64().max(1e-9)
     }
 
-    /// Losses of a machine.
+    /// Returns the total number of failures of machines.
     #[must_use]
     pub fn losses(&self) -> usize {
         self.changes.iter().map(|change| change.lost.len()).sum()
     }
 }
 
-/// One machine's loss or return.
+/// The failure or return of one machine.
 #[derive(Debug, Clone, Copy)]
 struct Event {
     at: Nanos,
@@ -81,7 +82,7 @@ struct Event {
     is_back: bool,
 }
 
-/// Events by time, with those of one time together.
+/// Merges events of the same time into one change. Events must be sorted by time.
 fn gathered(events: &[Event]) -> Vec<Change> {
     let mut changes: Vec<Change> = Vec::new();
     for event in events {
@@ -95,7 +96,7 @@ fn gathered(events: &[Event]) -> Vec<Change> {
 }
 
 impl fmt::Display for Trace {
-    /// Prints the text that reads back as this value.
+    /// Prints text that parses back to this value.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "machines {} time {}ns", self.machines, self.time.0)?;
         for Change { at, lost, back } in &self.changes {
@@ -112,8 +113,8 @@ impl fmt::Display for Trace {
 impl FromStr for Trace {
     type Err = ParallelError;
 
-    /// Reads lines: `machines N time DURATION`, then `TIME lost M` and `TIME back M` in the order of time. Text
-    /// after `#` is left out.
+    /// Reads lines: first `machines N time DURATION`, then `TIME lost M` and `TIME back M`, ordered by time.
+    /// Text after `#` is ignored.
     ///
     /// Errors: [`ParallelError::TraceLine`] with the line that is wrong.
     fn from_str(text: &str) -> Result<Self, ParallelError> {

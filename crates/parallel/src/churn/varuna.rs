@@ -1,4 +1,5 @@
-//! Varuna's morphing: after each loss the best number of pipelines and stages for the machines that are left.
+//! Varuna's morphing: after each loss, chooses the best number of pipelines and stages for the remaining
+//! machines.
 
 use farflung_base::Nanos;
 
@@ -6,7 +7,7 @@ use super::policy::{Row, Saves};
 use super::restart::Restart;
 use super::{Prices, Shape};
 
-/// The table's row.
+/// Row of [`POLICIES`](super::POLICIES).
 pub(super) const ROW: Row = Row {
     name: "varuna",
     summary: "begins again at the newest checkpoint, in the best pipelines and stages for the machines there are",
@@ -14,11 +15,11 @@ pub(super) const ROW: Row = Row {
     begin: || Box::new(Restart::new(|prices, machines, _| best_shape(prices, machines, 1))),
 };
 
-/// The shape of the fastest step on at most so many machines, with at least `copies` pipelines; of equally fast
-/// ones the one of the fewest machines. `None` where the model does not fit.
+/// Returns the shape with the fastest step on at most `machines` machines, with at least `copies` pipelines.
+/// Among equally fast shapes, returns the one with the fewest machines. `None` if the model does not fit.
 ///
-/// All numbers of stages are simulated, each with as many pipelines as there are machines for, and with one
-/// fewer. The global batch stays. Source: Athlur et al. 2022, "Varuna", section 4 (job morphing).
+/// Simulates every number of stages, each with as many pipelines as the machines allow and with one fewer. The
+/// global batch stays the same. Source: Athlur et al. 2022, "Varuna", section 4 (job morphing).
 pub fn best_shape(prices: &mut Prices<'_>, machines: u32, copies: u32) -> Option<Shape> {
     let most = prices.fleet().microbatches;
     let mut best: Option<(Nanos, u32, Shape)> = None;
@@ -50,7 +51,7 @@ mod tests {
             let step = prices.step(shape).unwrap();
             assert!(shape.machines() <= machines);
             for stages in 1..=8 {
-                // Fewer pipelines than that are slower here.
+                // With fewer pipelines than `best_shape` tries, steps are slower here.
                 for pipelines in 1..=machines / stages {
                     let other = prices.step(Shape { stages, pipelines });
                     assert!(other.is_none_or(|other| step <= other), "{machines}: {shape:?}");
