@@ -1,4 +1,5 @@
-//! The machines of a job and what joins them, as a topology file says it. Text in, data out: it opens no file.
+//! The machines of a job and the links between them, in the form of a topology file. Converts between text and
+//! data; opens no file.
 
 pub(crate) mod links;
 mod parse;
@@ -12,9 +13,9 @@ use crate::{ModelShape, ParallelError};
 use quantity::MemoryText;
 pub use quantity::{Power, Price, TensorEfficiency};
 
-/// Reads an amount of memory as topology files write it: `8GB`, `512MiB`.
+/// Parses an amount of memory in the form used by topology files: `8GB`, `512MiB`.
 ///
-/// Errors: a number or a unit that is not one.
+/// Errors: [`ParseUnitError`] if the number or the unit is invalid.
 ///
 /// ```
 /// let bytes = farflung_parallel::cluster::read_memory("80GB")?;
@@ -25,17 +26,17 @@ pub fn read_memory(text: &str) -> Result<Bytes, ParseUnitError> {
     text.parse().map(|MemoryText(bytes)| bytes)
 }
 
-/// What a device computes in a second of training, sustained and not the data sheet's peak.
+/// Sustained training speed of a device, not the peak of its data sheet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Speed {
-    /// Floating-point operations a second.
+    /// Floating-point operations per second.
     Flops(u64),
-    /// Tokens a second, forward and backward, of the model at hand.
+    /// Tokens per second of the given model, forward and backward.
     TokensPerSecond(u64),
 }
 
 impl Speed {
-    /// Time for the forward and backward of `tokens`, rounded up to a nanosecond.
+    /// Returns the time for the forward and backward of `tokens`, rounded up to a nanosecond.
     #[must_use]
     pub fn time(self, tokens: u64, shape: &ModelShape) -> Nanos {
         let (work, rate) = match self {
@@ -50,57 +51,57 @@ impl Speed {
     }
 }
 
-/// One machine, or several alike.
+/// One machine, or several equal ones.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Machine {
-    /// Unique among devices and regions.
+    /// Name, unique among devices and regions.
     pub name: String,
-    /// How many there are; each is a rank.
+    /// Number of machines; each is a rank.
     pub count: u32,
-    /// How fast each is.
+    /// Speed of each machine.
     pub speed: Speed,
-    /// What each can hold, where it is known.
+    /// Memory of each machine, if known.
     pub memory: Option<Bytes>,
-    /// What each costs an hour.
+    /// Price of each machine per hour.
     pub price: Option<Price>,
-    /// What each draws while it trains.
+    /// Power that each machine draws while it trains.
     pub power: Option<Power>,
-    /// The region that they are in.
+    /// Region of the machines.
     pub region: Option<String>,
-    /// Uplink of each, shared by everything it sends; none: as fast as its links.
+    /// Uplink of each machine, shared by everything that it sends. `None`: only its links limit it.
     pub up: Option<Bandwidth>,
-    /// Downlink of each, shared by everything it receives; none: as fast as its links.
+    /// Downlink of each machine, shared by everything that it receives. `None`: only its links limit it.
     pub down: Option<Bandwidth>,
-    /// What is left of its speed with tensor ranks, where it was measured.
+    /// Percentage of the speed that remains with several tensor ranks, if measured.
     pub tensor_efficiency: TensorEfficiency,
 }
 
-/// A place whose devices are near each other.
+/// A group of devices that are near each other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Region {
-    /// Unique among devices and regions.
+    /// Name, unique among devices and regions.
     pub name: String,
-    /// The link between two devices inside, where no closer one is given.
+    /// Link between two devices of the region for which no closer link is given.
     pub inside: Option<Link>,
-    /// Uplink shared by all that its devices send to others outside; none: no limit.
+    /// Uplink shared by everything that its devices send out of the region. `None`: no limit.
     pub up: Option<Bandwidth>,
-    /// Downlink shared by all that its devices receive from others outside; none: no limit.
+    /// Downlink shared by everything that its devices receive from outside. `None`: no limit.
     pub down: Option<Bandwidth>,
 }
 
 /// A link in both directions between two devices, two regions, or a device and a region.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Between {
-    /// The two ends; a device twice joins its several instances.
+    /// Names of the two ends. A device named twice joins its own instances.
     pub ends: [String; 2],
-    /// What joins them.
+    /// The link between the ends.
     pub link: Link,
 }
 
-/// Devices, regions and links. Ranks count the devices in their order, instances of one device together.
+/// Devices, regions and links. Ranks follow the order of the devices; instances of one device are adjacent.
 ///
-/// The link of two ranks is the closest that is given: of the two devices, of a device and the other's region,
-/// of the two regions (or inside the one that both are in), then the default.
+/// The link of two ranks is the closest one given: between the two devices, else between one device and the
+/// region of the other, else between the two regions (or inside their common region), else the default.
 ///
 /// ```
 /// use farflung_base::{Nanos, Rank};
@@ -118,28 +119,28 @@ pub struct Between {
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Cluster {
-    /// What joins ranks that nothing else does.
+    /// Link of pairs that no other entry joins.
     pub default: Option<Link>,
-    /// The places.
+    /// The regions.
     pub regions: Vec<Region>,
-    /// The machines, in rank order.
+    /// The devices, in rank order.
     pub devices: Vec<Machine>,
-    /// The links that are not inside one region.
+    /// Explicit links: every link except the default and those inside regions.
     pub links: Vec<Between>,
 }
 
 impl Cluster {
-    /// The most ranks of [`Cluster::topology`], which holds a link per pair, and so of a run.
+    /// Maximum number of ranks of [`Cluster::topology`], which stores a link per pair, and therefore of a run.
     pub const MAX_RANKS: u64 = 2048;
 
-    /// The most machines that can be planned for: [`planner::regional`](crate::planner::regional) needs no
+    /// Maximum number of machines to plan for. [`planner::regional`](crate::planner::regional) does not need
     /// [`Cluster::topology`].
     pub const MAX_MACHINES: u64 = 65_536;
 
-    /// The most entries of devices: planners hold a link per pair of entries.
+    /// Maximum number of device entries. Planners store a link per pair of entries.
     pub const MAX_DEVICES: usize = 4096;
 
-    /// `count` equal devices on equal access links, as [`Topology::uniform`] has them.
+    /// Returns `count` equal devices on equal access links, like [`Topology::uniform`].
     #[must_use]
     pub fn uniform(count: u32, speed: Speed, link: Link) -> Self {
         let access = Some(link.bandwidth);
@@ -159,12 +160,13 @@ impl Cluster {
         Self { default: Some(link), devices: vec![device], ..Self::default() }
     }
 
-    /// The device of each rank.
+    /// Returns the device of each rank.
     pub fn ranks(&self) -> impl Iterator<Item = &Machine> {
         self.devices.iter().flat_map(|device| (0..device.count).map(move |_| device))
     }
 
-    /// The name of each rank: the device's, with `.0`, `.1` and so on where it has several instances.
+    /// Returns the name of each rank: the device's name, followed by `.0`, `.1` and so on if the device has
+    /// several instances.
     #[must_use]
     pub fn rank_names(&self) -> Vec<String> {
         let names = |d: &Machine| match d.count {
@@ -174,15 +176,15 @@ impl Cluster {
         self.devices.iter().flat_map(names).collect()
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     #[must_use]
     pub fn size(&self) -> u64 {
         self.devices.iter().map(|d| u64::from(d.count)).sum()
     }
 
-    /// Looks at everything but whether all pairs are joined; gives the offending name with the reason.
+    /// Checks everything except that all pairs are joined. The error names the offending entry and the reason.
     ///
-    /// Errors: names that are empty, odd, double or unknown; zero counts, speeds or access links; no devices or
+    /// Errors: empty, invalid, duplicate or unknown names; zero counts, speeds or access links; no devices or
     /// too many.
     pub fn check(&self) -> Result<(), ParallelError> {
         if self.size() > Self::MAX_MACHINES {
@@ -246,7 +248,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// Looks at everything, and whether all pairs are joined.
+    /// Checks everything, including that all pairs are joined, and returns the links between device entries.
     ///
     /// Errors: as [`Cluster::check`], and [`ParallelError::MissingLink`].
     pub(crate) fn device_links(&self) -> Result<links::DeviceLinks, ParallelError> {
@@ -254,10 +256,10 @@ impl Cluster {
         links::DeviceLinks::of(self)
     }
 
-    /// The link of every pair of ranks, the port of every rank, and the lines that regions share.
+    /// Returns the link of every pair of ranks, the port of every rank, and the shared lines of regions.
     ///
-    /// Errors: as [`Cluster::check`]; [`ParallelError::MissingLink`] for a pair that nothing joins;
-    /// [`ParallelError::TooManyRanks`] over [`Cluster::MAX_RANKS`].
+    /// Errors: as [`Cluster::check`]; [`ParallelError::MissingLink`] for a pair without a link;
+    /// [`ParallelError::TooManyRanks`] above [`Cluster::MAX_RANKS`].
     pub fn topology(&self) -> Result<Topology, ParallelError> {
         let links = self.device_links()?;
         if self.size() > Self::MAX_RANKS {
@@ -285,7 +287,7 @@ impl Cluster {
 }
 
 impl Region {
-    /// Whether its line can carry anything.
+    /// Checks that the region's shared line can carry data.
     fn check(&self) -> Result<(), ParallelError> {
         let zero = |field| Err(ParallelError::Zero { of: format!("region `{}`", self.name), field });
         match self {
@@ -315,7 +317,7 @@ fn check_name<'a>(names: &mut Vec<&'a str>, name: &'a str) -> Result<(), Paralle
 }
 
 impl fmt::Display for Cluster {
-    /// Prints the topology file that reads back as this value; every quantity is exact.
+    /// Prints the topology file that parses back to this value. Every quantity is exact.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         use quantity::{bandwidth, bytes, flops, link};
         if let Some(default) = self.default {

@@ -1,394 +1,394 @@
-//! What can go wrong in this crate: input that cannot be read, or asks for what cannot be done. No I/O happens
-//! here.
+//! The error type of this crate: input that cannot be parsed, or that asks for something impossible. The crate
+//! does no I/O.
 
 use farflung_base::{Bandwidth, Bytes, Rank};
 
 use crate::Axis;
 use crate::pipeline::{Action, Lowered, Method};
 
-/// Every way in which a mesh, a topology file, a shape or a plan is refused.
+/// Error for an invalid mesh, topology file, model shape, plan or schedule.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ParallelError {
-    /// The name of a mesh axis that does not exist.
+    /// A mesh axis has an unknown name.
     #[error("`{text}` is not a mesh axis (known: {})", Axis::names())]
     UnknownAxis {
-        /// What was given.
+        /// The given name.
         text: String,
     },
-    /// A field of a plan has a value that cannot be.
+    /// A field of a plan has an invalid value.
     #[error("plan: `{field}` is {value}, expected {expected}")]
     Plan {
-        /// The field, such as `level[0].codec`.
+        /// Path of the field, such as `level[0].codec`.
         field: String,
-        /// Its value.
+        /// Value of the field.
         value: String,
-        /// What would have been right.
+        /// Description of valid values.
         expected: String,
     },
-    /// A plan's text is not TOML, has a key that is not known, or a value of the wrong kind.
+    /// The text of a plan is not TOML, has an unknown key, or a value of the wrong kind.
     #[error("plan, line {line}, `{text}`: {problem}")]
     PlanFile {
-        /// The line, from 1.
+        /// Number of the line, from 1.
         line: usize,
-        /// The line as it stands in the text.
+        /// Text of the line.
         text: String,
-        /// What the TOML reader says, with the key.
+        /// Message of the TOML parser, with the key.
         problem: String,
     },
-    /// A plan's text is of another version.
+    /// The text of a plan has another version.
     #[error("the plan is of version {version}, and this build reads version {known}")]
     PlanVersion {
-        /// Its version.
+        /// Version of the text.
         version: u32,
-        /// The version that is known here.
+        /// Version that this build reads.
         known: u32,
     },
-    /// A mesh that is not written `axis=size,axis=size`.
+    /// A mesh is not in the form `axis=size,axis=size`.
     #[error("`{text}` is not a mesh such as `pipeline=2,data=4`")]
     MeshForm {
-        /// The part that could not be read.
+        /// The part that could not be parsed.
         text: String,
     },
-    /// An axis that a mesh names twice.
+    /// A mesh has an axis twice.
     #[error("mesh axis {axis} is given twice")]
     DuplicateAxis {
         /// The axis.
         axis: Axis,
     },
-    /// An axis without ranks.
+    /// A mesh axis has size 0.
     #[error("mesh axis {axis} has size 0")]
     EmptyAxis {
         /// The axis.
         axis: Axis,
     },
-    /// More ranks than this crate lays out.
+    /// The number of ranks is above a limit.
     #[error("{ranks} ranks are more than the {limit} that are supported")]
     TooManyRanks {
-        /// The number asked for.
+        /// Number of ranks requested.
         ranks: u64,
-        /// The most that is allowed here.
+        /// Maximum number of ranks here.
         limit: u64,
     },
-    /// A rank that is not on the mesh.
+    /// A rank is outside the mesh.
     #[error("{rank} is not on a mesh of {size}")]
     OffMesh {
         /// The rank.
         rank: Rank,
-        /// Ranks on the mesh.
+        /// Number of ranks of the mesh.
         size: u32,
     },
-    /// Coordinates that are too many, too few, or too large.
+    /// There are too many or too few coordinates, or one is too large.
     #[error("coordinates {given:?} are not on a mesh of sizes {sizes:?}")]
     Coordinates {
-        /// What was given.
+        /// The given coordinates.
         given: Vec<u32>,
-        /// The sizes of the axes.
+        /// Sizes of the axes.
         sizes: Vec<u32>,
     },
-    /// A topology file that is not TOML, has a key that is not known, or a value of the wrong kind.
+    /// A topology file is not TOML, has an unknown key, or a value of the wrong kind.
     #[error("topology file, line {line}, `{text}`: {problem}")]
     TopologyFile {
-        /// The line, from 1.
+        /// Number of the line, from 1.
         line: usize,
-        /// The line as it stands in the file.
+        /// Text of the line.
         text: String,
-        /// What the TOML reader says, with the key.
+        /// Message of the TOML parser, with the key.
         problem: String,
     },
-    /// A topology file that reads well and asks for something impossible.
+    /// A topology file is valid TOML but its content is invalid.
     #[error("topology file, line {line}, `{text}`: {cause}")]
     TopologyLine {
-        /// The line, from 1.
+        /// Number of the line, from 1.
         line: usize,
-        /// The line as it stands in the file.
+        /// Text of the line.
         text: String,
-        /// What is wrong there.
+        /// What is wrong in that line.
         cause: Box<ParallelError>,
     },
-    /// A line of a preemption trace that cannot be.
+    /// A line of a preemption trace is invalid.
     #[error("preemption trace, line {line}, `{text}`: expected {expected}")]
     TraceLine {
-        /// The line, from 1.
+        /// Number of the line, from 1.
         line: usize,
-        /// The line as it stands in the text.
+        /// Text of the line.
         text: String,
-        /// What would have been right.
+        /// Description of a valid line.
         expected: &'static str,
     },
-    /// A name that is empty or has other characters than letters, digits, `-`, `_` and `.`.
+    /// A name is empty or has characters other than letters, digits, `-`, `_` and `.`.
     #[error("name `{name}` is not of letters, digits, `-`, `_` and `.`")]
     BadName {
         /// The name.
         name: String,
     },
-    /// A name that two regions or devices have, or a pair that two links join.
+    /// Two regions or devices have the same name, or two links join the same pair.
     #[error("`{name}` is given twice")]
     Duplicate {
         /// The name, or `a - b` for a pair.
         name: String,
     },
-    /// A name that no device and no region has.
+    /// No device or region has this name.
     #[error("there is no {kind} `{name}` (known: {})", known.join(", "))]
     UnknownName {
-        /// What the name should be of.
+        /// Kind of thing that the name should refer to.
         kind: &'static str,
-        /// The name.
+        /// The unknown name.
         name: String,
-        /// The names that exist.
+        /// Names that exist.
         known: Vec<String>,
     },
-    /// Two devices that nothing joins.
+    /// Two devices have no link between them.
     #[error("no link between `{from}` and `{to}`, and no default")]
     MissingLink {
-        /// One device.
+        /// Name of one device.
         from: String,
-        /// The other.
+        /// Name of the other device.
         to: String,
     },
-    /// A pair of devices whose link carries nothing, or not within an hour.
+    /// The link of a pair of devices has no bandwidth, or needs more than an hour for the bytes.
     #[error("{from} to {to} has {bandwidth} for {bytes}: planners need links that take less than an hour")]
     UnusableLink {
-        /// One device.
+        /// One rank.
         from: Rank,
-        /// The other.
+        /// The other rank.
         to: Rank,
-        /// What joins them.
+        /// Bandwidth of the link.
         bandwidth: Bandwidth,
-        /// What would have to pass.
+        /// Bytes to transfer.
         bytes: Bytes,
     },
-    /// A cluster without devices.
+    /// A cluster has no devices.
     #[error("there are no devices")]
     NoDevices,
-    /// A quantity that must not be zero.
+    /// A quantity is zero and must not be.
     #[error("{field} of {of} is zero")]
     Zero {
-        /// What has the quantity.
+        /// The thing that has the quantity.
         of: String,
-        /// The quantity.
+        /// Name of the quantity.
         field: &'static str,
     },
-    /// A device without a speed, or with two.
+    /// A device has no speed, or two.
     #[error("device `{name}` needs one of `flops` and `tokens_per_second`")]
     NeedsOneSpeed {
-        /// The device.
+        /// Name of the device.
         name: String,
     },
-    /// A step that is not a whole number of microbatches.
+    /// The tokens of a step are not a whole number of microbatches.
     #[error("{tokens_per_step} tokens a step are not a multiple of the {microbatch_tokens} of a microbatch")]
     NotWhole {
-        /// Tokens of all ranks in one optimizer step.
+        /// Number of tokens of all ranks in one optimizer step.
         tokens_per_step: u64,
-        /// Tokens of one microbatch.
+        /// Number of tokens in one microbatch.
         microbatch_tokens: u64,
     },
-    /// More microbatches for one rank than a plan counts.
+    /// The number of microbatches does not fit in the type that a plan uses for it.
     #[error("{microbatches} microbatches a step are more than a plan counts")]
     TooManyMicrobatches {
-        /// Microbatches of all ranks.
+        /// Number of microbatches of all ranks.
         microbatches: u64,
     },
-    /// Tensor sizes that do not add up to the model.
+    /// The sizes of the tensors do not add up to the model's parameters.
     #[error("the tensors have {tensors} parameters and the model {parameters}")]
     TensorsDiffer {
-        /// Sum over the tensors.
+        /// Sum of the sizes of the tensors.
         tensors: u64,
-        /// What the shape says.
+        /// Number of parameters in the model's shape.
         parameters: u64,
     },
-    /// A list with one entry per rank that has another length.
+    /// A list with one entry per rank has the wrong length.
     #[error("{what} has {given} entries for {ranks} ranks")]
     PerRank {
-        /// The list.
+        /// Name of the list.
         what: &'static str,
-        /// Its length.
+        /// Length of the list.
         given: usize,
-        /// Ranks of the mesh.
+        /// Number of ranks of the mesh.
         ranks: usize,
     },
-    /// A list with one entry per stage (or slice) that has another length.
+    /// A list with one entry per stage (or slice) has the wrong length.
     #[error("{what} has {given} entries and {stages} are needed")]
     PerStage {
-        /// The list.
+        /// Name of the list.
         what: &'static str,
-        /// Its length.
+        /// Length of the list.
         given: usize,
-        /// What it should be.
+        /// Length that is needed.
         stages: usize,
     },
-    /// A schedule whose ranks cannot follow arrivals.
+    /// The schedule of a rank does not allow it to work in the order of arrivals.
     #[error("{rank} cannot follow arrivals: its schedule has {found}")]
     NotFollowed {
         /// The rank.
         rank: Rank,
-        /// What stands against it.
+        /// The feature of the schedule that prevents it.
         found: &'static str,
     },
-    /// Sizes that a schedule's method cannot do.
+    /// A schedule's method does not support the given sizes.
     #[error("{method} does not do {given} {field}: it needs {needs}")]
     NotAdmitted {
         /// The method.
         method: Method,
-        /// The setting.
+        /// Name of the setting.
         field: &'static str,
-        /// Its value.
+        /// Value of the setting.
         given: u64,
-        /// What it should be.
+        /// Description of the supported values.
         needs: String,
     },
-    /// More actions than a schedule may have.
+    /// A schedule has too many actions.
     #[error("{actions} actions are more than the {limit} of a schedule")]
     TooLarge {
-        /// Stages times microbatches times slices.
+        /// Number of stages times microbatches times slices.
         actions: u128,
-        /// The most that is allowed.
+        /// Maximum number of actions.
         limit: usize,
     },
-    /// Stages that cannot be laid on ranks.
+    /// Stages cannot be assigned to ranks.
     #[error("{stages} stages cannot be {copies} copies of a model on {ranks} ranks, each with a stage")]
     Placement {
-        /// Stages in all.
+        /// Number of stages in all.
         stages: usize,
-        /// The highest rank and one.
+        /// Highest rank plus one.
         ranks: usize,
-        /// Copies of the model.
+        /// Number of copies of the model.
         copies: u32,
     },
-    /// Text that is no action of a schedule.
+    /// Text is not an action of a schedule.
     #[error("`{text}` is not an action such as `2F0`, `0I3`, `1B2.1` or `(0F7;7B3)`")]
     ActionForm {
-        /// What was given.
+        /// The given text.
         text: String,
     },
-    /// A line of a schedule that cannot be read.
+    /// A line of a schedule cannot be parsed.
     #[error("line {line}: {cause}")]
     ScheduleLine {
-        /// The line, from 1.
+        /// Number of the line, from 1.
         line: usize,
-        /// What is wrong there.
+        /// What is wrong in that line.
         cause: Box<ParallelError>,
     },
-    /// A line of a schedule that does not begin with its rank.
+    /// A line of a schedule does not begin with its rank.
     #[error("the line of {rank} begins with `r{}:`", rank.0)]
     RankLabel {
-        /// The rank whose turn it is.
+        /// Rank that the line must begin with.
         rank: Rank,
     },
-    /// An action that cannot be where it is.
+    /// An action is invalid where it is.
     #[error("{rank} has {action}: {problem}")]
     Action {
         /// The action.
         action: Action,
-        /// In whose list.
+        /// Rank whose list contains the action.
         rank: Rank,
         /// What is wrong.
         problem: &'static str,
     },
-    /// An entry of a lowered list that cannot be where it is.
+    /// An entry of a lowered list is invalid where it is.
     #[error("{rank} has {entry}: {problem}")]
     Schedule {
-        /// In whose list.
+        /// Rank whose list contains the entry.
         rank: Rank,
-        /// The entry, or the one that is missing.
+        /// The entry, or the missing entry.
         entry: Lowered,
         /// What is wrong.
         problem: &'static str,
     },
-    /// An action that a schedule lacks.
+    /// A schedule lacks an action.
     #[error("{action} is missing")]
     Missing {
-        /// The action.
+        /// The missing action.
         action: Action,
     },
-    /// A file with too few actions for its numbers, or none.
+    /// A file has no actions, or too few for the highest stage and microbatch in it.
     #[error("{actions} actions are no schedule of {stages} stages and {microbatches} microbatches")]
     Incomplete {
-        /// The highest stage and one.
+        /// Highest stage plus one.
         stages: u64,
-        /// The highest microbatch and one.
+        /// Highest microbatch plus one.
         microbatches: u64,
-        /// How many actions there are.
+        /// Number of actions.
         actions: usize,
     },
-    /// Ranks that wait for each other for ever.
+    /// Ranks wait for each other forever.
     #[error("nobody can go on: {}", waiting_list(waiting))]
     Deadlock {
-        /// Where each rank that is not done stands.
+        /// The entry at which each unfinished rank waits.
         waiting: Vec<(Rank, Lowered)>,
     },
-    /// A rank of a script waits for an operation that does not end.
+    /// A rank of a script waits for an operation that never ends.
     #[error("rank {rank} waits at act {act} for what never ends")]
     NeverDone {
-        /// Who.
+        /// The waiting rank.
         rank: Rank,
-        /// The number of the act.
+        /// Index of the act at which it waits.
         act: usize,
     },
-    /// Tokens that cannot be cut into slices of whole grains.
+    /// A sequence cannot be divided into slices of whole grains.
     #[error("{tokens} tokens are not up to 4096 slices of {grain}")]
     Grain {
-        /// Tokens of a sequence.
+        /// Number of tokens of the sequence.
         tokens: u64,
-        /// Tokens of the least slice.
+        /// Number of tokens of the smallest slice.
         grain: u64,
     },
-    /// A chain of layers that no plan runs within its memory.
+    /// No plan runs a chain of layers within the memory.
     #[error("no plan runs {layers} layers backward within {budget}")]
     Budget {
-        /// Layers of the chain.
+        /// Number of layers of the chain.
         layers: usize,
-        /// What was allowed.
+        /// The memory allowed.
         budget: Bytes,
     },
-    /// A chain of layers that no division among some machines lets fit.
+    /// A chain of layers does not fit on the machines, however it is divided.
     #[error(
         "no division of {layers} layers among {machines} machines in order fits: state and one microbatch need {needs}, all machines have {has}{}",
         would_fit(*layers, *machines, *needs, *has)
     )]
     TooSmall {
-        /// Layers of the chain.
+        /// Number of layers of the chain.
         layers: usize,
-        /// Machines in order.
+        /// Number of machines.
         machines: usize,
-        /// State of all layers and activations of one microbatch.
+        /// State of all layers plus the activations of one microbatch.
         needs: Bytes,
-        /// Memory of all machines that tell theirs.
+        /// Total memory of the machines whose memory is known.
         has: Bytes,
     },
-    /// A device that cannot hold its replica.
+    /// A device cannot hold its replica.
     #[error("device `{device}` has {has} and a replica needs {needs}; sharded state is not built yet")]
     Memory {
-        /// The device.
+        /// Name of the device.
         device: String,
-        /// What parameters, gradients and optimizer state take.
+        /// Bytes of parameters, gradients and optimizer state.
         needs: Bytes,
-        /// What the device has.
+        /// Memory of the device.
         has: Bytes,
     },
-    /// A machine that cannot hold its part of a plan.
+    /// A machine cannot hold its part of a plan.
     #[error(
         "machine `{device}` has {has} and its part of the plan takes {needs}, {} too much: a smaller --batch, more \
         machines or more memory would make it fit",
         Bytes(needs.0.saturating_sub(has.0))
     )]
     PartMemory {
-        /// The machine.
+        /// Name of the machine.
         device: String,
-        /// What it would hold at the most.
+        /// Peak memory of its part.
         needs: Bytes,
-        /// What it has.
+        /// Memory of the machine.
         has: Bytes,
     },
-    /// A part of a plan that nothing here can carry out yet.
+    /// A plan uses a feature that is not implemented yet.
     #[error("{what} is not built yet")]
     NotBuilt {
-        /// The part.
+        /// The feature.
         what: String,
     },
 }
 
-/// The first few of those that wait.
+/// Lists the first few waiting ranks.
 fn waiting_list(waiting: &[(Rank, Lowered)]) -> String {
     let mut text: Vec<String> =
         waiting.iter().take(4).map(|(rank, op)| format!("{rank} waits at {op}")).collect();
@@ -398,12 +398,12 @@ fn waiting_list(waiting: &[(Rank, Lowered)]) -> String {
     text.join(", ")
 }
 
-/// What more memory a model needs: of all machines, or of each where the sum is enough.
+/// Says how much more memory a model needs: in total, or per machine if the total is enough.
 fn would_fit(layers: usize, machines: usize, needs: Bytes, has: Bytes) -> String {
     match needs.0.checked_sub(has.0) {
         Some(missing) if missing > 0 => {
             let more = match has.0 / machines.max(1) as u64 {
-                // A machine has one layer at least.
+                // Each machine needs at least one layer.
                 each if each > 0 && needs.0.div_ceil(each) <= layers as u64 => {
                     format!(", as {} machines like these or more have", needs.0.div_ceil(each))
                 }

@@ -1,14 +1,15 @@
-//! Who belongs to a run, decided without a machine that may not die.
+//! Membership: decides which machines belong to a run. No single machine is required to survive.
 //!
-//! A [`View`] is the list of members from one epoch to the next. The next epoch's view is decided by
-//! single-decree Paxos among the members of the old one, so that an epoch has one view wherever the network
-//! is cut. Everything is one pure function, [`step`]: state, event and time in, state and actions out. The
-//! trainer, the simulator and a replayed recording run the same code.
+//! A [`View`] is the list of members during one epoch. The members of a view decide the next view by
+//! single-decree Paxos, so that every epoch has exactly one view even if the network is partitioned. All of it
+//! is one pure function, [`step`]: it takes state, event and time, and returns the new state and actions. The
+//! trainer, the simulator and the replay of a recording all run this function.
 //!
-//! Source: Lamport 2001, "Paxos made simple". Differs: a view names a tie-breaker that counts one and a half,
-//! so that of two even halves one goes on; removals and admissions are never in one view.
+//! Source: Lamport 2001, "Paxos made simple". Differs: a view names a tie-breaker, a member whose vote counts
+//! one and a half, so that one of two equal halves can continue. Removals and admissions are never in the same
+//! view.
 //!
-//! It does not know: sockets, clocks, files, randomness, and what a member computes.
+//! The module does not know: sockets, clocks, files, randomness, and what a member computes.
 
 mod acceptor;
 pub mod check;

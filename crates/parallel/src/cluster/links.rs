@@ -1,4 +1,5 @@
-//! The link of every two device entries: what a topology is made of, without an entry for each pair of ranks.
+//! The link between every two device entries. A topology is built from these, which are fewer than the pairs of
+//! ranks.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +8,7 @@ use farflung_base::Link;
 use super::{Cluster, Machine};
 use crate::ParallelError;
 
-/// The links between entries of [`Cluster::devices`], by sender and receiver.
+/// Links between entries of [`Cluster::devices`], by sender and receiver.
 #[derive(Debug, Clone)]
 pub(crate) struct DeviceLinks {
     count: usize,
@@ -15,7 +16,9 @@ pub(crate) struct DeviceLinks {
 }
 
 impl DeviceLinks {
-    /// Errors: [`ParallelError::MissingLink`] for a pair of ranks that nothing joins.
+    /// Finds the link of every pair of entries.
+    ///
+    /// Errors: [`ParallelError::MissingLink`] for a pair of ranks without a link.
     pub(crate) fn of(cluster: &Cluster) -> Result<Self, ParallelError> {
         let given: BTreeMap<(&str, &str), Link> = cluster
             .links
@@ -40,13 +43,13 @@ impl DeviceLinks {
         Ok(Self { count, links })
     }
 
-    /// Between two entries, or between two instances of one.
+    /// Returns the link between two entries, or between two instances of the same entry.
     pub(crate) fn link(&self, a: usize, b: usize) -> Link {
         self.links[a * self.count + b].unwrap_or(Link::FREE)
     }
 }
 
-/// By the order of closeness that [`Cluster`] states.
+/// Returns the closest link between two devices, in the order that [`Cluster`] documents.
 fn closest(
     cluster: &Cluster,
     given: &BTreeMap<(&str, &str), Link>,

@@ -1,4 +1,4 @@
-//! The topology file: TOML to a [`Cluster`], with the line in every error.
+//! Parses a topology file: TOML to a [`Cluster`]. Every error names its line.
 
 use std::fmt::Display;
 use std::ops::Range;
@@ -13,7 +13,7 @@ use super::quantity::{FlopsText, MemoryText, Power, Price, TensorEfficiency};
 use super::{Between, Cluster, Machine, Region, Speed};
 use crate::ParallelError;
 
-/// A quantity that is written as text, so that its errors carry the place in the file.
+/// A quantity written as text. Its parse errors carry the position in the file.
 struct Text<T>(T);
 
 impl<'de, T: FromStr<Err: Display>> Deserialize<'de> for Text<T> {
@@ -67,7 +67,7 @@ struct LinkEntry {
     link: Text<Link>,
 }
 
-/// The line of an offset, from 1, and its text.
+/// Returns the number of the line at a byte offset, from 1, and the line's text.
 fn line(file: &str, offset: usize) -> (usize, String) {
     let offset = offset.min(file.len());
     let number = file.get(..offset).unwrap_or_default().matches('\n').count();
@@ -82,11 +82,11 @@ fn at(file: &str, span: &Range<usize>, cause: ParallelError) -> ParallelError {
 impl FromStr for Cluster {
     type Err = ParallelError;
 
-    /// Reads a topology file (the README has one with every key).
+    /// Parses a topology file (the README shows one with every key).
     ///
-    /// Errors: text that is not TOML, keys that are not known, quantities without their unit, and all that
-    /// [`Cluster::check`] refuses, each with the line; pairs of devices that nothing joins, by name and with
-    /// the line of the first.
+    /// Errors: text that is not TOML, unknown keys, quantities without a unit, and all errors of
+    /// [`Cluster::check`], each with its line; a pair of devices without a link, with both names and the line
+    /// of the first.
     fn from_str(text: &str) -> Result<Self, ParallelError> {
         let file: File = toml::from_str(text).map_err(|error| {
             let (line, shown) = line(text, error.span().map_or(0, |span| span.start));
@@ -122,7 +122,7 @@ impl FromStr for Cluster {
         }
         cluster.device_links().map_err(|error| {
             let ParallelError::MissingLink { from, .. } = &error else { return error };
-            // An instance is named after its entry.
+            // An instance's name is its entry's name, perhaps followed by `.` and a number.
             let named =
                 |name: &str| from.strip_prefix(name).is_some_and(|at| at.is_empty() || at.starts_with('.'));
             let entry = file.device.iter().find(|entry| named(entry.name.get_ref()));

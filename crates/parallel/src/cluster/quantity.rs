@@ -1,5 +1,5 @@
-//! Quantities of a topology file that `base` does not read, and an exact way to print all of them.
-//! (`base` prints for the eye, with two decimals.)
+//! Quantities of a topology file that `base` does not parse, and exact printing of all quantities. (`base`
+//! rounds to two decimals for display.)
 
 use std::fmt;
 use std::str::FromStr;
@@ -29,16 +29,16 @@ const FLOPS_UNITS: [(&str, u64); 5] = [
 const PRICE_UNITS: [(&str, u64); 1] = [("/h", 1_000_000)];
 const POWER_UNITS: [(&str, u64); 2] = [("kW", 1_000), ("W", 1)];
 
-/// What a machine costs an hour, in millionths of the currency that its file has. Written `1.25/h`.
+/// Price of a machine per hour, in millionths of the file's currency. Written `1.25/h`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub struct Price(pub u64);
 
-/// What a machine draws while it trains, in watts. Written `350W`.
+/// Power that a machine draws while it trains, in watts. Written `350W`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub struct Power(pub u64);
 
 impl Price {
-    /// The most that is read, so that printed prices are exact.
+    /// Maximum price that is accepted, in millionths, so that printed prices are exact.
     const MOST: u64 = 1_000_000_000_000_000;
 }
 
@@ -74,20 +74,21 @@ impl fmt::Display for Power {
     }
 }
 
-/// What is left of a device's rate when its matrix products are cut among 2, 4, 8 and so on tensor ranks, in
-/// percent: thinner matrices are slower. `farflung devices --measure` measures it.
+/// Percentage of a device's speed that remains when its matrix products are divided over 2, 4, 8 and so on
+/// tensor ranks. Thinner matrices run slower. `farflung devices --measure` measures it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TensorEfficiency(Vec<u8>);
 
 impl TensorEfficiency {
-    /// Percents for 2, 4, 8 and so on ranks; `None` if one is not from 1 to 100, or there are more than 16.
+    /// Creates it from the percentages for 2, 4, 8 and so on ranks. `None` if one is not from 1 to 100, or
+    /// there are more than 16.
     #[must_use]
     pub fn new(percents: Vec<u8>) -> Option<Self> {
         (percents.len() <= 16 && percents.iter().all(|percent| (1..=100).contains(percent)))
             .then_some(Self(percents))
     }
 
-    /// The least of several at each number of ranks.
+    /// Returns the minimum of several efficiencies at each number of ranks.
     #[must_use]
     pub fn least(all: &[&Self]) -> Self {
         let steps = all.iter().map(|one| one.0.len()).max().unwrap_or(0) as u32;
@@ -95,7 +96,8 @@ impl TensorEfficiency {
         Self((1..=steps).map(least).collect())
     }
 
-    /// For so many ranks: that of the next power of two, or the last one known; 100 where nothing was measured.
+    /// Returns the percentage for `ranks` tensor ranks: the one of the next power of two, or the last one
+    /// known. 100 if nothing was measured.
     #[must_use]
     pub fn percent(&self, ranks: u32) -> u8 {
         let Some(last) = self.0.len().checked_sub(1).filter(|_| ranks > 1) else { return 100 };
@@ -103,7 +105,7 @@ impl TensorEfficiency {
         self.0[(step - 1).min(last)]
     }
 
-    /// As they were given.
+    /// Returns the percentages for 2, 4, 8 and so on ranks, as given.
     #[must_use]
     pub fn percents(&self) -> &[u8] {
         &self.0
@@ -118,10 +120,10 @@ impl<'de> Deserialize<'de> for TensorEfficiency {
     }
 }
 
-/// Memory as it is written: `8GB`, `512MiB`.
+/// An amount of memory in the form used by topology files: `8GB`, `512MiB`.
 pub(crate) struct MemoryText(pub(crate) Bytes);
 
-/// Speed as it is written: `40 TFLOPS`.
+/// A speed in the form used by topology files: `40 TFLOPS`.
 pub(super) struct FlopsText(pub(super) u64);
 
 fn read(text: &str, units: &[(&str, u64)]) -> Option<u64> {
@@ -156,7 +158,7 @@ impl FromStr for FlopsText {
     }
 }
 
-/// The first unit in which the value is whole.
+/// Formats a value in the first unit in which it is a whole number.
 fn exact(value: u64, units: &[(&str, u64)]) -> String {
     let divides = |&&(_, factor): &&(&str, u64)| value != 0 && value.is_multiple_of(factor);
     let (name, factor) = units.iter().find(divides).or(units.last()).expect("every list has a unit");
