@@ -1,6 +1,6 @@
-//! Bytes and operations that training a transformer takes, by closed forms: weights, gradients, optimizer state
-//! under each ZeRO stage, activations under each way of recomputing. Of the published systems, not of our
-//! trainer.
+//! Memory and operations for training a transformer, by closed forms: weights, gradients, optimizer state under
+//! each ZeRO stage, and activations under each recomputation method. The forms describe published systems, not
+//! farflung's own trainer.
 
 mod activations;
 mod state;

@@ -1,5 +1,5 @@
-//! Ranks on a grid with named axes: which replica, which pipeline stage, which tensor shard a rank is.
-//! It knows nothing of what runs along an axis.
+//! Ranks on a grid with named axes: which replica, pipeline stage and tensor shard each rank is. The module
+//! does not know what runs along an axis.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,13 +8,13 @@ use farflung_base::Rank;
 
 use crate::ParallelError;
 
-/// What a direction of a [`Mesh`] divides.
+/// What an axis of a [`Mesh`] divides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Axis {
-    /// The layers, in stages.
+    /// The layers, into stages.
     Pipeline,
-    /// The batch: every rank of the axis has the same parameters.
+    /// The batch. All ranks along this axis have the same parameters.
     Data,
     /// The experts of mixture layers.
     Expert,
@@ -25,7 +25,8 @@ pub enum Axis {
 }
 
 impl Axis {
-    /// All axes, in the usual order: the one that tolerates the slowest links first.
+    /// All axes, in the usual order: from the axis that tolerates slow links best to the one that needs the
+    /// fastest.
     pub const ALL: [Self; 5] = [Self::Pipeline, Self::Data, Self::Expert, Self::Context, Self::Tensor];
 
     const fn name(self) -> &'static str {
@@ -58,11 +59,11 @@ impl FromStr for Axis {
     }
 }
 
-/// A grid of ranks, row-major: ranks count along the last axis first, so neighbours on it are neighbours by
-/// number.
+/// A grid of ranks in row-major order: the last axis varies fastest, so neighbours along it have adjacent rank
+/// numbers.
 ///
-/// Put the axis that talks most last: `pipeline=4,data=2,tensor=2` is Megatron's order, in which the ranks of a
-/// tensor group are adjacent and so in one machine.
+/// Put the axis with the most communication last. `pipeline=4,data=2,tensor=2` is Megatron's order: the ranks
+/// of a tensor group are adjacent and therefore on the same machine.
 ///
 /// ```
 /// use farflung_base::Rank;
@@ -80,10 +81,10 @@ pub struct Mesh {
 }
 
 impl Mesh {
-    /// The most ranks a mesh may have.
+    /// Maximum number of ranks of a mesh.
     pub const MAX_RANKS: u32 = 1 << 20;
 
-    /// A mesh of `axes` with their sizes, slowest first.
+    /// Creates a mesh of `axes` with their sizes. The slowest-varying axis is first.
     ///
     /// Errors: an axis given twice or of size 0; more than [`Mesh::MAX_RANKS`] ranks.
     pub fn new(axes: &[(Axis, u32)]) -> Result<Self, ParallelError> {
@@ -103,32 +104,32 @@ impl Mesh {
         Ok(Self { axes: axes.to_vec() })
     }
 
-    /// `ranks` replicas.
+    /// Creates a mesh of `ranks` replicas.
     ///
     /// Errors: as [`Mesh::new`].
     pub fn data(ranks: u32) -> Result<Self, ParallelError> {
         Self::new(&[(Axis::Data, ranks)])
     }
 
-    /// The axes and their sizes, slowest first.
+    /// Returns the axes and their sizes, slowest-varying first.
     #[must_use]
     pub fn axes(&self) -> &[(Axis, u32)] {
         &self.axes
     }
 
-    /// Number of ranks; 1 for a mesh without axes.
+    /// Returns the number of ranks; 1 for a mesh without axes.
     #[must_use]
     pub fn size(&self) -> u32 {
         self.axes.iter().map(|&(_, size)| size).product()
     }
 
-    /// Ranks along `axis`; 1 where the mesh does not have it.
+    /// Returns the number of ranks along `axis`; 1 if the mesh does not have it.
     #[must_use]
     pub fn along(&self, axis: Axis) -> u32 {
         self.axes.iter().find(|&&(a, _)| a == axis).map_or(1, |&(_, size)| size)
     }
 
-    /// How far apart in rank two neighbours on `axis` are.
+    /// Returns the difference in rank between neighbours along `axis`.
     fn stride(&self, axis: Axis) -> u32 {
         let after = self.axes.iter().rev().take_while(|&&(a, _)| a != axis);
         after.map(|&(_, size)| size).product()
@@ -139,26 +140,26 @@ impl Mesh {
         if rank.0 < size { Ok(()) } else { Err(ParallelError::OffMesh { rank, size }) }
     }
 
-    /// Where a rank is, one coordinate per axis of [`Mesh::axes`].
+    /// Returns the coordinates of a rank, one for each axis of [`Mesh::axes`].
     ///
-    /// Errors: a rank that is not on the mesh.
+    /// Errors: [`ParallelError::OffMesh`].
     pub fn coordinates(&self, rank: Rank) -> Result<Vec<u32>, ParallelError> {
         self.check(rank)?;
         Ok(self.axes.iter().map(|&(axis, size)| rank.0 / self.stride(axis) % size).collect())
     }
 
-    /// Where a rank is on one axis; 0 where the mesh does not have it.
+    /// Returns the coordinate of a rank along one axis; 0 if the mesh does not have the axis.
     ///
-    /// Errors: a rank that is not on the mesh.
+    /// Errors: [`ParallelError::OffMesh`].
     pub fn coordinate(&self, rank: Rank, axis: Axis) -> Result<u32, ParallelError> {
         self.check(rank)?;
         let size = self.along(axis);
         Ok(if size == 1 { 0 } else { rank.0 / self.stride(axis) % size })
     }
 
-    /// The rank at `coordinates`: the inverse of [`Mesh::coordinates`].
+    /// Returns the rank at `coordinates`: the inverse of [`Mesh::coordinates`].
     ///
-    /// Errors: another number of coordinates than axes, or one that is not below its axis' size.
+    /// Errors: [`ParallelError::Coordinates`] if their number is not that of the axes, or one is too large.
     pub fn rank(&self, coordinates: &[u32]) -> Result<Rank, ParallelError> {
         let fits = coordinates.len() == self.axes.len()
             && coordinates.iter().zip(&self.axes).all(|(&c, &(_, size))| c < size);
@@ -169,9 +170,9 @@ impl Mesh {
         Ok(Rank(coordinates.iter().zip(&self.axes).fold(0, |rank, (&c, &(_, size))| rank * size + c)))
     }
 
-    /// The ranks that differ from `rank` on `axis` alone, with `rank` itself, in the order of the axis.
+    /// Returns the ranks that differ from `rank` only along `axis`, including `rank`, in order along the axis.
     ///
-    /// Errors: a rank that is not on the mesh.
+    /// Errors: [`ParallelError::OffMesh`].
     pub fn group(&self, rank: Rank, axis: Axis) -> Result<Vec<Rank>, ParallelError> {
         let own = self.coordinate(rank, axis)?;
         let size = self.along(axis);
@@ -183,7 +184,7 @@ impl Mesh {
         Ok((0..size).map(|i| Rank(first + i * stride)).collect())
     }
 
-    /// All groups along `axis`, by their first rank: every rank is in exactly one.
+    /// Returns all groups along `axis`, ordered by their first rank. Every rank is in exactly one group.
     #[must_use]
     pub fn groups(&self, axis: Axis) -> Vec<Vec<Rank>> {
         let ranks = (0..self.size()).map(Rank);
@@ -206,7 +207,7 @@ impl fmt::Display for Mesh {
 impl FromStr for Mesh {
     type Err = ParallelError;
 
-    /// Reads `pipeline=2,data=4`, slowest axis first, or `single` for one rank without axes.
+    /// Parses `pipeline=2,data=4`, slowest-varying axis first, or `single` for one rank without axes.
     fn from_str(text: &str) -> Result<Self, ParallelError> {
         if text.trim() == "single" {
             return Self::new(&[]);
@@ -229,7 +230,7 @@ mod tests {
         list.iter().copied().map(Rank).collect()
     }
 
-    /// The groups that the docstring of Megatron's `initialize_model_parallel` lists for 16 GPUs.
+    /// The groups for 16 GPUs listed in the docstring of Megatron's `initialize_model_parallel`.
     #[test]
     fn megatrons_groups() {
         let mesh: Mesh = "pipeline=4,data=2,tensor=2".parse().unwrap();

@@ -1,30 +1,31 @@
-//! What a planner needs to know of a model and of what its user allows. No layers, no tensors: counts.
+//! The input of planners besides machines: the sizes of a model, and the user's limits. Only counts; no layers,
+//! no tensors.
 
 use farflung_base::{Bytes, Precision};
 
 use crate::{Codec, ParallelError};
 
-/// A model and its batch, as counts.
+/// Sizes of a model and its batch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelShape {
-    /// Trainable parameters.
+    /// Number of trainable parameters.
     pub parameters: u64,
-    /// Parameters of each tensor in forward order, so that buckets end where tensors do; empty: buckets of
-    /// equal size.
+    /// Number of parameters of each tensor in forward order, so that buckets end at the ends of tensors. Empty:
+    /// buckets of equal size.
     pub tensors: Vec<u64>,
-    /// Tokens of all ranks in one step.
+    /// Number of tokens of all ranks in one step.
     pub tokens_per_step: u64,
-    /// Tokens of one sequence.
+    /// Number of tokens in one sequence.
     pub context: u64,
-    /// Sequences of one microbatch: the unit in which ranks share a step.
+    /// Number of sequences in one microbatch, the unit in which a step is divided over ranks.
     pub sequences_per_microbatch: u64,
-    /// Floating-point operations per token, forward and backward; about 6 per parameter.
+    /// Floating-point operations per token, forward and backward: about 6 per parameter.
     pub flops_per_token: u64,
 }
 
 impl ModelShape {
-    /// A dense model with 6 operations per parameter and token (2 forward, 4 backward), microbatches of one
-    /// sequence.
+    /// Creates the shape of a dense model: 6 operations per parameter and token (2 forward, 4 backward),
+    /// microbatches of one sequence.
     #[must_use]
     pub const fn dense(parameters: u64, context: u64, tokens_per_step: u64) -> Self {
         Self {
@@ -37,16 +38,16 @@ impl ModelShape {
         }
     }
 
-    /// Tokens of one microbatch.
+    /// Returns the number of tokens in one microbatch.
     #[must_use]
     pub const fn microbatch_tokens(&self) -> u64 {
         self.context.saturating_mul(self.sequences_per_microbatch)
     }
 
-    /// Microbatches of all ranks in one step.
+    /// Returns the number of microbatches of all ranks in one step.
     ///
-    /// Errors: a count that is zero; a step that is not a whole number of microbatches; tensors that do not add
-    /// up.
+    /// Errors: [`ParallelError::Zero`] for a count that is zero; [`ParallelError::NotWhole`] if the step is not
+    /// a whole number of microbatches; [`ParallelError::TensorsDiffer`] if the tensors do not add up.
     pub fn microbatches(&self) -> Result<u64, ParallelError> {
         for (field, value) in [
             ("parameters", self.parameters),
@@ -70,10 +71,10 @@ impl ModelShape {
         Ok(self.tokens_per_step / microbatch_tokens)
     }
 
-    /// Parameters of each of at most `count` buckets in backward order: the last tensor's gradient is ready
-    /// first.
+    /// Returns the number of parameters of each of at most `count` buckets in backward order: the gradient of
+    /// the last tensor is ready first.
     ///
-    /// Buckets are as equal as the tensors allow; without tensors they differ by at most one.
+    /// Buckets are as equal as the tensors allow. Without tensors, their sizes differ by at most one.
     #[must_use]
     pub fn buckets(&self, count: u32) -> Vec<u64> {
         let count = u64::from(count).clamp(1, self.parameters.max(1));
@@ -99,20 +100,20 @@ impl ModelShape {
     }
 }
 
-/// What a plan may do, and what it should reach.
+/// Limits and goals for a plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
-    /// Time that communication may add to a step, in percent of its compute.
+    /// Maximum time that communication may add to a step, in percent of its compute.
     pub overhead_percent: u32,
-    /// The most local steps between two synchronisations; 1 allows only `ddp`.
+    /// Maximum number of local steps between two synchronisations; 1 allows only `ddp`.
     pub max_every: u32,
-    /// The most buckets that gradients are cut into.
+    /// Maximum number of buckets for gradients.
     pub max_buckets: u32,
-    /// What synchronised values are sent as.
+    /// Codec for synchronised values.
     pub codec: Codec,
-    /// What is computed in.
+    /// Precision of the computation.
     pub precision: Precision,
-    /// Memory per parameter of a replica: weights, gradient and two moments in f32 are 16.
+    /// Bytes of state per parameter of a replica. Weights, gradient and two moments in f32 take 16.
     pub state_bytes_per_parameter: u64,
 }
 
@@ -130,7 +131,8 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// What a replica takes on each rank; local steps hold an anchor and an outer momentum in f32 besides.
+    /// Returns the memory of a replica on each rank. Local steps also need an anchor and an outer momentum in
+    /// f32.
     #[must_use]
     pub const fn replica(&self, parameters: u64, every: u32) -> Bytes {
         let outer = if every > 1 { 8 } else { 0 };

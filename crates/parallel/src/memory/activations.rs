@@ -1,31 +1,31 @@
-//! What forward passes keep for backward passes, per layer of a transformer.
+//! Memory for the activations that forward passes keep for backward passes, per layer of a transformer.
 
 use super::Transformer;
 
-/// Which activations are kept and how tensor-parallel ranks share them.
+/// Which activations are kept, and how tensor-parallel ranks divide them.
 ///
 /// Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", table 2:
-/// bytes of one layer and one microbatch of `b` sequences in f16, masks of dropout included.
+/// bytes of one layer and one microbatch of `b` sequences in f16, including dropout masks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ActivationMethod {
-    /// All are kept; tensor-parallel ranks share those inside attention and feed-forward.
+    /// All are kept. Tensor-parallel ranks divide those inside attention and feed-forward.
     Tensor,
-    /// All are kept; ranks share the others too (sequence parallelism).
+    /// All are kept. Tensor-parallel ranks divide the others too (sequence parallelism).
     Sequence,
-    /// As [`ActivationMethod::Tensor`], without those of attention's scores, which are computed again.
+    /// As [`ActivationMethod::Tensor`], but attention scores are not kept; they are recomputed.
     TensorSelective,
-    /// As [`ActivationMethod::Sequence`], without those of attention's scores.
+    /// As [`ActivationMethod::Sequence`], but attention scores are recomputed.
     SequenceSelective,
-    /// A layer's input alone; the layer runs again.
+    /// Only a layer's input is kept. The whole layer is recomputed.
     Full,
 }
 
 impl ActivationMethod {
-    /// All of them.
+    /// All methods.
     pub const ALL: [Self; 5] =
         [Self::Tensor, Self::Sequence, Self::TensorSelective, Self::SequenceSelective, Self::Full];
 
-    /// Its name in tables.
+    /// Returns the name used in tables.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -37,12 +37,13 @@ impl ActivationMethod {
         }
     }
 
-    /// Bytes that a tensor-parallel rank of `tensor` keeps of one layer for a microbatch of `batch` sequences.
+    /// Returns the bytes that one of `tensor` tensor-parallel ranks keeps of one layer for a microbatch of
+    /// `batch` sequences.
     #[must_use]
     pub fn bytes_per_layer(self, model: &Transformer, batch: u64, tensor: u64) -> f64 {
         let (s, h, heads) = (model.sequence as f64, model.hidden as f64, model.heads as f64);
         let (sbh, t) = (s * batch as f64 * h, tensor.max(1) as f64);
-        // Scores, their softmax and its dropout mask: quadratic in the sequence.
+        // Attention scores, their softmax and its dropout mask: quadratic in the sequence length.
         let scores = 5.0 * heads * s / h;
         match self {
             Self::Tensor => sbh * (10.0 + 24.0 / t + scores / t),
@@ -53,7 +54,7 @@ impl ActivationMethod {
         }
     }
 
-    /// Forward operations that run again, as a share of the model's forward and backward operations.
+    /// Returns the recomputed forward operations as a fraction of the model's forward and backward operations.
     #[must_use]
     pub fn repeated(self, model: &Transformer) -> f64 {
         let all = model.operations(1) as f64;

@@ -1,63 +1,65 @@
-//! What a replica holds besides activations.
+//! Memory of a replica besides activations.
 
-/// Which of a replica's state data-parallel ranks share out. Source: Rajbhandari et al. 2020, "ZeRO".
+/// Which parts of a replica's state are divided over data-parallel ranks. Source: Rajbhandari et al. 2020,
+/// "ZeRO".
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ZeroStage {
-    /// Nothing.
+    /// No part.
     None,
     /// Stage 1: the optimizer's state.
     Optimizer,
-    /// Stage 2: gradients too.
+    /// Stage 2: also gradients.
     Gradients,
-    /// Stage 3: weights too.
+    /// Stage 3: also weights.
     Weights,
 }
 
 impl ZeroStage {
-    /// All of them.
+    /// All stages.
     pub const ALL: [Self; 4] = [Self::None, Self::Optimizer, Self::Gradients, Self::Weights];
 
-    /// Its number.
+    /// Returns the number of the stage.
     #[must_use]
     pub const fn number(self) -> u32 {
         self as u32
     }
 }
 
-/// Bytes that a parameter takes by kind, before it is shared out.
+/// Bytes per parameter for each kind of state, before the state is divided over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BytesPerParameter {
-    /// Weights that are computed with.
+    /// Bytes of the weights used in computation.
     pub weights: u64,
-    /// Gradients.
+    /// Bytes of gradients.
     pub gradients: u64,
-    /// Weights in f32, where those above are shorter, and the optimizer's moments.
+    /// Bytes of the optimizer's moments, and of f32 weights if the weights above are shorter.
     pub optimizer: u64,
 }
 
 impl BytesPerParameter {
-    /// DeepSpeed: f16 weights and gradients; weights and two moments of Adam in f32. 16 bytes.
+    /// DeepSpeed: weights and gradients in f16; a second copy of the weights and two moments of Adam in f32. 16
+    /// bytes.
     pub const DEEPSPEED: Self = Self { weights: 2, gradients: 2, optimizer: 12 };
     /// Megatron: as DeepSpeed, but gradients in f32. 18 bytes.
     pub const MEGATRON: Self = Self { weights: 2, gradients: 4, optimizer: 12 };
-    /// All in f32, as our trainer has it: weights, gradients, two moments. 16 bytes.
+    /// Everything in f32, as in farflung's trainer: weights, gradients, two moments. 16 bytes.
     pub const F32: Self = Self { weights: 4, gradients: 4, optimizer: 8 };
 }
 
 /// Bytes that one rank holds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StateBytes {
-    /// Weights.
+    /// Bytes of weights.
     pub weights: f64,
-    /// Gradients.
+    /// Bytes of gradients.
     pub gradients: f64,
-    /// The optimizer's state.
+    /// Bytes of the optimizer's state.
     pub optimizer: f64,
 }
 
 impl StateBytes {
-    /// Of so many parameters on a rank, shared out over `data` ranks; with `offload` the optimizer's state is
-    /// in the host's memory.
+    /// Computes the bytes for `parameters` parameters, divided over `data` ranks as `stage` says. With
+    /// `offload`, the optimizer's state is in the host's memory and not counted.
     #[must_use]
     pub fn new(parameters: f64, each: BytesPerParameter, stage: ZeroStage, data: u64, offload: bool) -> Self {
         let share = |from: ZeroStage| {
@@ -70,7 +72,7 @@ impl StateBytes {
         }
     }
 
-    /// All of it.
+    /// Returns the total.
     #[must_use]
     pub fn total(&self) -> f64 {
         self.weights + self.gradients + self.optimizer

@@ -1,44 +1,45 @@
-//! A transformer by its sizes, and what a rank holds of it.
+//! A transformer described by its sizes, and the memory that a rank needs for it.
 
 use super::{ActivationMethod, BytesPerParameter, StateBytes, ZeroStage};
 
-/// A GPT: layers of attention and a feed-forward of four times the width, a token table that is also the head.
+/// A GPT: layers of attention and a feed-forward of four times the width. The token embedding table is also the
+/// output head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Transformer {
-    /// Its blocks.
+    /// Number of blocks.
     pub layers: u64,
-    /// Its width.
+    /// Width: values per token.
     pub hidden: u64,
-    /// Heads of attention.
+    /// Number of attention heads.
     pub heads: u64,
-    /// Tokens of a sequence.
+    /// Number of tokens in a sequence.
     pub sequence: u64,
-    /// Entries of the token table.
+    /// Number of entries in the token table.
     pub vocabulary: u64,
 }
 
-/// How many ranks share a model along each axis.
+/// Number of ranks along each axis of parallelism.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Degrees {
-    /// Ranks that share each layer.
+    /// Ranks that divide each layer.
     pub tensor: u64,
-    /// Stages.
+    /// Pipeline stages.
     pub pipeline: u64,
     /// Replicas.
     pub data: u64,
 }
 
-/// What the first stage's rank holds.
+/// Memory of a rank of the first stage, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Footprint {
     /// Weights, gradients and optimizer state.
     pub state: StateBytes,
-    /// Activations of all microbatches that are under way.
+    /// Activations of all microbatches in flight.
     pub activations: f64,
 }
 
 impl Footprint {
-    /// All of it.
+    /// Returns the total.
     #[must_use]
     pub fn total(&self) -> f64 {
         self.state.total() + self.activations
@@ -46,13 +47,13 @@ impl Footprint {
 }
 
 impl Transformer {
-    /// Parameters of a block: `12 h^2 + 13 h`.
+    /// Returns the parameters of a block: `12 h^2 + 13 h`.
     #[must_use]
     pub const fn block_parameters(&self) -> u64 {
         12 * self.hidden * self.hidden + 13 * self.hidden
     }
 
-    /// All parameters: `V h + S h + L (12 h^2 + 13 h) + 2 h`.
+    /// Returns all parameters: `V h + S h + L (12 h^2 + 13 h) + 2 h`.
     #[must_use]
     pub const fn parameters(&self) -> u64 {
         (self.vocabulary + self.sequence) * self.hidden
@@ -60,29 +61,30 @@ impl Transformer {
             + 2 * self.hidden
     }
 
-    /// Forward operations of all layers for `batch` sequences: `24 B S L h^2 (1 + S / 6h)`.
+    /// Returns the forward operations of all layers for `batch` sequences: `24 B S L h^2 (1 + S / 6h)`.
     #[must_use]
     pub const fn forward_of_layers(&self, batch: u64) -> u128 {
         let (s, h) = (self.sequence as u128, self.hidden as u128);
         batch as u128 * self.layers as u128 * (24 * s * h * h + 4 * s * s * h)
     }
 
-    /// Operations of forward and backward: `72 B S L h^2 (1 + S / 6h + V / 12Lh)`. Source: Narayanan et al.
-    /// 2021, appendix.
+    /// Returns the operations of forward and backward for `batch` sequences:
+    /// `72 B S L h^2 (1 + S / 6h + V / 12Lh)`. Source: Narayanan et al. 2021, appendix.
     #[must_use]
     pub const fn operations(&self, batch: u64) -> u128 {
         let head = 2 * self.sequence as u128 * self.hidden as u128 * self.vocabulary as u128;
         3 * (self.forward_of_layers(batch) + batch as u128 * head)
     }
 
-    /// The same where all layers run forward again: `96 B S L h^2 (1 + S / 6h + V / 16Lh)`.
+    /// Returns the operations of forward and backward if all layers are recomputed:
+    /// `96 B S L h^2 (1 + S / 6h + V / 16Lh)`.
     #[must_use]
     pub const fn operations_with_recompute(&self, batch: u64) -> u128 {
         self.operations(batch) + self.forward_of_layers(batch)
     }
 
-    /// Parameters of a rank of the first stage: its layers and the token and position tables, over the tensor
-    /// ranks.
+    /// Returns the parameters of a rank of the first stage: its layers and the token and position tables,
+    /// divided by the number of tensor ranks.
     #[must_use]
     pub fn parameters_of_rank(&self, degrees: Degrees) -> f64 {
         let layers = self.layers.div_ceil(degrees.pipeline.max(1));
@@ -90,10 +92,10 @@ impl Transformer {
         (layers * self.block_parameters() + tables) as f64 / degrees.tensor.max(1) as f64
     }
 
-    /// What a rank of the first stage holds under 1F1B, where it keeps as many microbatches as there are
-    /// stages, or fewer.
+    /// Returns the memory of a rank of the first stage under 1F1B. It keeps as many microbatches as there are
+    /// stages, or all if there are fewer.
     ///
-    /// Without stages the logits of the last layer are held as well: `4 S b (h + V) / t` bytes.
+    /// With a single stage, the logits are held too: `4 S b (h + V) / t` bytes.
     #[must_use]
     pub fn footprint(
         &self,
@@ -114,9 +116,9 @@ impl Transformer {
         } else {
             0.0
         };
-        // Of the input's dropout, a byte a value.
+        // Dropout mask of the input: one byte per value.
         let input = (self.sequence * batch * self.hidden * held) as f64 / tensor;
-        // A layer that runs again holds all of its own.
+        // A layer that is being recomputed holds all its activations.
         let running = if method == ActivationMethod::Full {
             ActivationMethod::Tensor.bytes_per_layer(self, batch, degrees.tensor)
         } else {
@@ -125,10 +127,12 @@ impl Transformer {
         Footprint { state, activations: of_layers + head + input + running }
     }
 
-    /// The fewest devices of `memory` bytes that hold the model with one sequence a microbatch: replicas times
-    /// stages times tensor ranks, with at most `most_tensor` tensor ranks. `None` where 65,536 are not enough.
+    /// Returns the smallest number of devices of `memory` bytes that hold the model, with microbatches of one
+    /// sequence. The number is replicas times stages times tensor ranks; at most `most_tensor` tensor ranks are
+    /// used. `None` if 65,536 devices are not enough.
     ///
-    /// Tensor ranks are powers of two that divide the heads; stages divide the layers.
+    /// Tensor ranks are powers of two that divide the number of heads. The number of stages divides the number
+    /// of layers.
     #[must_use]
     pub fn fewest_devices(
         &self,
@@ -145,7 +149,7 @@ impl Transformer {
         let mut best: Option<Degrees> = None;
         let size = |degrees: &Degrees| degrees.tensor * degrees.pipeline * degrees.data;
         for (&tensor, &pipeline) in tensors.iter().flat_map(|t| stages.iter().map(move |p| (t, p))) {
-            // Without sharing more replicas hold no less.
+            // Without ZeRO, more replicas do not reduce the memory of each.
             let datas = (0..17).map(|power| 1 << power).take(if zero == ZeroStage::None { 1 } else { 17 });
             let fits = |data: &u64| {
                 let degrees = Degrees { tensor, pipeline, data: *data };
@@ -171,8 +175,8 @@ mod tests {
         Transformer { layers, hidden, heads, sequence: 2048, vocabulary }
     }
 
-    /// Activations of all layers for a microbatch of one sequence in GiB (Korthikanti et al. 2022, by their
-    /// formulas).
+    /// Activations of all layers for a microbatch of one sequence, in GiB, by the formulas of Korthikanti et
+    /// al. 2022.
     #[test]
     fn activations_are_those_of_the_table() {
         let expected = [
@@ -190,7 +194,7 @@ mod tests {
         for (model, row) in expected {
             for ((method, tensor), expected) in columns.into_iter().zip(row) {
                 let bytes = method.bytes_per_layer(&model, 1, tensor) * model.layers as f64;
-                // To 0.01, or to half of the last printed digit where that is more (1.81 in the table is
+                // Within 0.01, or within half of the last printed digit if that is more (1.81 in the table is
                 // 1.805).
                 let close = if expected >= 10.0 { 0.05 } else { 0.01 };
                 let off = (bytes / GIB - expected).abs();
@@ -201,15 +205,15 @@ mod tests {
 
     #[test]
     fn state_is_that_of_the_zero_paper() {
-        // Of a million parameters, so that the shares are whole.
+        // A million parameters, so that the parts are whole numbers.
         let of = |each, stage, data| StateBytes::new(1e6, each, stage, data, false).total() as u64;
         let deepspeed = |stage, data| of(BytesPerParameter::DEEPSPEED, stage, data);
         assert_eq!([1, 8].map(|d| deepspeed(ZeroStage::None, d)), [16_000_000; 2]);
-        // 4 + 12/d, 2 + 14/d, 16/d.
+        // Bytes per parameter by ZeRO stage: 4 + 12/d, 2 + 14/d, 16/d.
         assert_eq!([1, 8].map(|d| deepspeed(ZeroStage::Optimizer, d)), [16_000_000, 5_500_000]);
         assert_eq!([1, 8].map(|d| deepspeed(ZeroStage::Gradients, d)), [16_000_000, 3_750_000]);
         assert_eq!([1, 64].map(|d| deepspeed(ZeroStage::Weights, d)), [16_000_000, 250_000]);
-        // 18, and 6 + 12/d with a distributed optimizer.
+        // Bytes per parameter: 18, and 6 + 12/d with a distributed optimizer.
         assert_eq!(of(BytesPerParameter::MEGATRON, ZeroStage::None, 4), 18_000_000);
         assert_eq!(of(BytesPerParameter::MEGATRON, ZeroStage::Optimizer, 4), 9_000_000);
         let offloaded = StateBytes::new(10.0, BytesPerParameter::F32, ZeroStage::None, 1, true);
@@ -241,7 +245,7 @@ mod tests {
             let found = gpt3.fewest_devices(memory, 8, zero, each, method).unwrap();
             assert!(gpt3.footprint(found, zero, each, method, 1, u64::MAX).total() <= memory);
             let devices = found.tensor * found.pipeline * found.data;
-            // 16 bytes a parameter alone need 35 devices.
+            // The state alone, 16 bytes per parameter, needs 35 devices.
             assert!((35..=before).contains(&devices), "{found:?}");
             before = devices;
         }
