@@ -1,9 +1,9 @@
-//! Breadth-first: a rank runs all microbatches through a chunk before it turns to the next.
+//! Breadth-first: a rank runs all microbatches through one chunk before it starts the next chunk.
 
 use super::row::{Chunks, Row, Sizes};
 use crate::pipeline::{Action, Op};
 
-/// The table's row.
+/// Row of the table of methods.
 pub(super) const ROW: Row = Row {
     name: "bfs",
     summary: "chunk by chunk, all microbatches",
@@ -13,7 +13,8 @@ pub(super) const ROW: Row = Row {
     ..Row::PLAIN
 };
 
-/// Fewer and larger reductions and gathers than interleaved 1F1B, for more activations.
+/// Generates the lists. Compared with interleaved 1F1B: fewer and larger reductions and gathers, more
+/// activations.
 ///
 /// Source: Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism", section 4.
 pub(super) fn lists(p: u32, m: u32, v: u32) -> Vec<Vec<Op>> {

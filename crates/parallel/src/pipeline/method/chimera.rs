@@ -1,10 +1,10 @@
-//! Chimera: two copies of the model, whose microbatches go through the ranks in opposite directions.
+//! Chimera: two copies of the model, whose microbatches pass the ranks in opposite directions.
 
 use super::Lists;
 use super::row::{Chunks, Row, Shape, Sizes, both_ways};
 use crate::pipeline::{Action, Op};
 
-/// The table's row.
+/// Row of the table of methods.
 pub(super) const ROW: Row = Row {
     name: "chimera",
     summary: "two copies of the model, one each way",
@@ -16,10 +16,12 @@ pub(super) const ROW: Row = Row {
     ..Row::PLAIN
 };
 
-/// Half of the microbatches go down (stages 0 to p-1), the other half up (stages p to 2p-1, on ranks p-1 to 0).
+/// Generates the lists. Half of the microbatches go down (stages 0 to p-1 on ranks 0 to p-1), half go up
+/// (stages p to 2p-1 on ranks p-1 to 0).
 ///
-/// In units of p microbatches, p/2 each way, every action has a slot of its own: forward of stage s on the i-th
-/// microbatch of its way at s+2i, backward at 2p-1-s+2i; the next unit follows 2p slots later.
+/// Microbatches go in units of p, p/2 in each direction. In a unit, every action has its own slot: the forward
+/// of stage s on the i-th microbatch of its direction is in slot s+2i, its backward in slot 2p-1-s+2i. The next
+/// unit starts 2p slots later.
 ///
 /// Source: Li and Hoefler 2021, "Chimera", section 3.1 and (direct concatenation) 3.5.
 pub(super) fn lists(p: u32, m: u32) -> Lists {

@@ -1,5 +1,5 @@
-//! `DualPipe` and `DualPipeV`: microbatches that enter at both ends, forwards and backwards in overlapping
-//! pairs.
+//! `DualPipe` and `DualPipeV`: microbatches enter at both ends of the pipeline; forwards and backwards run in
+//! overlapping pairs.
 
 use std::collections::VecDeque;
 
@@ -7,7 +7,7 @@ use super::Lists;
 use super::row::{Chunks, Row, Shape, Sizes, both_ways, twice_the_ranks};
 use crate::pipeline::{Action, Op};
 
-/// The row of `DualPipe`.
+/// Row of `DualPipe` in the table of methods.
 pub(super) const ROW: Row = Row {
     name: "dualpipe",
     summary: "two copies of the model, forwards and backwards in pairs",
@@ -19,7 +19,7 @@ pub(super) const ROW: Row = Row {
     ..Row::PLAIN
 };
 
-/// The row of `DualPipeV`.
+/// Row of `DualPipeV` in the table of methods.
 pub(super) const VEE: Row = Row {
     name: "dualpipev",
     summary: "forwards and backwards in pairs on a V of stages",
@@ -29,7 +29,7 @@ pub(super) const VEE: Row = Row {
     ..Row::VEE
 };
 
-/// One of the two stages of a rank, and which microbatches it takes.
+/// One of a rank's two stages, with the next microbatches for it.
 struct Lane {
     stage: u32,
     next_forward: u32,
@@ -51,7 +51,7 @@ impl Lane {
         Action::backward(self.stage, self.next_backward - 1)
     }
 
-    /// The first half of a backward; the second waits in `weights`.
+    /// Returns the first half of a backward. The second half is appended to `weights`.
     fn input(&mut self, weights: &mut VecDeque<Action>) -> Action {
         let Action { stage, microbatch, .. } = self.backward();
         weights.push_back(Action::weight(stage.0, microbatch));
@@ -59,11 +59,12 @@ impl Lane {
     }
 }
 
-/// The eight steps that both methods share: `lanes[0]` starts, `before` ranks are nearer to its end of the
-/// pipe, `span` ranks in all.
+/// Generates a rank's list: the eight phases that both methods share. The pipeline here is one half of
+/// `DualPipe` or all of `DualPipeV`: `span` ranks long, with `before` ranks before this one. `lanes[0]` is the
+/// stage whose microbatches enter at the near end.
 ///
-/// `pairs` is how often step 4 runs besides `before` and one times. On the rank in the middle its first pair is
-/// not one, so that the halves' outputs leave as soon as each is done.
+/// Phase 4 runs `pairs + before + 1` times. On the last rank of the span, its first forward and backward do not
+/// overlap, so that each output is sent as soon as it is done.
 fn steps(mut lanes: [Lane; 2], before: u32, span: u32, pairs: u32) -> Vec<Op> {
     let [near, far] = &mut lanes;
     let mut list: Vec<Op> = Vec::new();
@@ -96,7 +97,7 @@ fn steps(mut lanes: [Lane; 2], before: u32, span: u32, pairs: u32) -> Vec<Op> {
         list.push(far.backward().into());
         list.push(overlap(far.forward(), near.backward()));
     }
-    // From the middle of the last backwards on, only what others wait for is done.
+    // From the middle of the last backwards on, runs only `I`, for which other ranks wait, and postpones `W`.
     let split_from = before + 1;
     for (i, lane) in (0..2 * (before + 1)).map(|i| (i, i % 2)) {
         let lane = if lane == 0 { &mut *far } else { &mut *near };
@@ -111,8 +112,8 @@ fn steps(mut lanes: [Lane; 2], before: u32, span: u32, pairs: u32) -> Vec<Op> {
     list
 }
 
-/// Two copies of the model: stages 0 to p-1 on ranks 0 to p-1, and p to 2p-1 on ranks p-1 to 0; each takes half
-/// of the microbatches.
+/// Generates the lists for two copies of the model: stages 0 to p-1 on ranks 0 to p-1, and p to 2p-1 on ranks
+/// p-1 to 0. Each copy gets half of the microbatches.
 ///
 /// Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.2.1, and its `DualPipe` repository.
 pub(super) fn two_copies(p: u32, m: u32) -> Lists {
@@ -127,7 +128,8 @@ pub(super) fn two_copies(p: u32, m: u32) -> Lists {
     (0..p).map(list).collect()
 }
 
-/// One copy of the model on a V of 2p stages: the far end of each rank's pipe is its own second stage.
+/// Generates the lists for one copy of the model on a V of 2p stages: each rank's other stage belongs to the
+/// way back.
 ///
 /// Source: Sea AI Lab 2025, "`DualPipe` could be better without the Dual", and `DeepSeek`'s `DualPipeV`.
 pub(super) fn vee(p: u32, m: u32) -> Lists {

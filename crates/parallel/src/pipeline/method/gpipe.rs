@@ -3,7 +3,7 @@
 use super::row::Row;
 use crate::pipeline::{Action, Op};
 
-/// The table's row.
+/// Row of the table of methods.
 pub(super) const ROW: Row = Row {
     name: "gpipe",
     summary: "all forwards, then all backwards",
@@ -11,17 +11,17 @@ pub(super) const ROW: Row = Row {
     ..Row::PLAIN
 };
 
-/// In which order a rank that has done all forwards runs the backwards.
+/// Order of the backwards after a rank has done all forwards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum BackwardOrder {
-    /// The last microbatch first, whose activations are still warm: Huang et al. 2019.
+    /// The last microbatch first, because its activations may still be in the cache: Huang et al. 2019.
     #[default]
     Descending,
     /// The first microbatch first: `PyTorch`'s `ScheduleGPipe`.
     Ascending,
 }
 
-/// Source: Huang et al. 2019, "`GPipe`", figure 2c.
+/// Generates the lists. Source: Huang et al. 2019, "`GPipe`", figure 2c.
 pub(super) fn lists(p: u32, m: u32, backward: BackwardOrder) -> Vec<Vec<Op>> {
     let list = |s| {
         let forward = (0..m).map(move |i| Action::forward(s, i));

@@ -1,4 +1,4 @@
-//! List scheduling: whoever can start first does. The rule behind the methods that follow arrivals.
+//! List scheduling: the action that can start first runs first. Methods based on arrivals use this rule.
 
 use std::collections::BTreeSet;
 
@@ -8,20 +8,20 @@ use super::Lists;
 use crate::pipeline::flow::Clock;
 use crate::pipeline::{Action, Arrivals, ComputeKind, Op, Placement};
 
-/// What the rule looks at.
+/// Input of the rule.
 pub(in crate::pipeline) struct Greedy<'a> {
     pub(in crate::pipeline) placement: &'a Placement,
     pub(in crate::pipeline) microbatches: u32,
     pub(in crate::pipeline) arrivals: Arrivals,
 }
 
-/// Times that the settings of a method give.
+/// Clock with the times from a method's settings.
 pub(super) struct Even<'a> {
-    /// Forward and backward of each stage.
+    /// Forward and backward time of each stage.
     pub(super) times: &'a dyn Fn(StageId) -> (Nanos, Nanos),
-    /// From one rank to another.
+    /// Time of a message from one rank to another.
     pub(super) hop: Nanos,
-    /// When each rank is free.
+    /// Time at which each rank is free.
     pub(super) free: Vec<Nanos>,
 }
 
@@ -40,24 +40,25 @@ impl Clock for Even<'_> {
     }
 }
 
-/// In which order ready actions are taken: start, backward before forward, then the forward nearest to the
-/// output and the backward nearest to the input.
+/// Priority of a ready action, in this order: earliest start, backward before forward, then the forward nearest
+/// to the output or the backward nearest to the input.
 type Key = (Nanos, bool, i64, u32, StageId);
 
 struct State<'a> {
     rule: &'a Greedy<'a>,
-    /// When each stage's next forward and backward can start, if not for the rank; `None`: not known yet.
+    /// Time at which the input of each stage's forward and backward arrives, by microbatch; `None`: not known
+    /// yet.
     arrivals: [Vec<Vec<Option<Nanos>>>; 2],
-    /// The next microbatch of each stage, forward and backward.
+    /// Next microbatch of each stage, forward and backward.
     next: [Vec<u32>; 2],
     free: Vec<Nanos>,
     candidates: BTreeSet<Key>,
-    /// What of each stage stands among the candidates.
+    /// Key of each stage's forward and backward among the candidates.
     listed: [Vec<Option<Key>>; 2],
     lists: Lists,
 }
 
-/// Commits the first candidate again and again until nothing is left.
+/// Generates the lists: takes the first candidate until none is left.
 pub(in crate::pipeline) fn lists(rule: &Greedy<'_>, clock: &mut impl Clock) -> Lists {
     let stages = rule.placement.stages() as usize;
     let unknown = vec![vec![None; rule.microbatches as usize]; stages];
@@ -81,7 +82,7 @@ pub(in crate::pipeline) fn lists(rule: &Greedy<'_>, clock: &mut impl Clock) -> L
 }
 
 impl State<'_> {
-    /// Brings a stage's candidates up to date.
+    /// Updates a stage's candidates.
     fn list(&mut self, stage: StageId) {
         let s = stage.index();
         let free = self.free[self.rule.placement.rank(stage).index()];

@@ -1,4 +1,4 @@
-//! Hanayo: stages in waves to and fro over the ranks, each rank running what can start first.
+//! Hanayo: stages go over the ranks in waves, forth and back. Each rank runs the action that can start first.
 
 use farflung_base::Nanos;
 
@@ -7,7 +7,7 @@ use super::greedy::{Even, Greedy, lists as greedy};
 use super::row::{Chunks, Row, Sizes};
 use crate::pipeline::{Arrivals, Placement};
 
-/// The table's row.
+/// Row of the table of methods.
 pub(super) const ROW: Row = Row {
     name: "hanayo",
     summary: "stages in waves to and fro",
@@ -17,7 +17,8 @@ pub(super) const ROW: Row = Row {
     ..Row::VEE
 };
 
-/// `m` microbatches over a wave placement, at most `p` of them in flight; a backward counts as two forwards.
+/// Generates the lists of `m` microbatches over a wave placement, with at most `p` of them in flight. A
+/// backward counts as two forwards.
 ///
 /// Source: Liu et al. 2023, "Hanayo", section 3.2.
 pub(super) fn lists(p: u32, m: u32, placement: &Placement) -> Lists {

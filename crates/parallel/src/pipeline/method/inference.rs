@@ -1,9 +1,9 @@
-//! Inference: forwards alone, each microbatch leaving as soon as it is through.
+//! Inference: only forwards. Each microbatch is done after its last forward.
 
 use super::row::Row;
 use crate::pipeline::{Action, Op};
 
-/// The table's row.
+/// Row of the table of methods.
 pub(super) const ROW: Row = Row {
     name: "inference",
     summary: "forwards alone",
@@ -13,7 +13,7 @@ pub(super) const ROW: Row = Row {
     ..Row::PLAIN
 };
 
-/// Every rank runs the microbatches in order; nothing is kept for a backward.
+/// Generates the lists: every rank runs the microbatches in order and keeps nothing for a backward.
 pub(super) fn lists(p: u32, m: u32) -> Vec<Vec<Op>> {
     (0..p).map(|s| (0..m).map(|i| Action::forward(s, i).into()).collect()).collect()
 }

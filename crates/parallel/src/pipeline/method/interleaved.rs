@@ -1,10 +1,10 @@
-//! Interleaved 1F1B: each rank holds several chunks of the model, and the bubble shrinks by their number.
+//! Interleaved 1F1B: each rank holds several chunks of the model, which divides the bubble by their number.
 
 use super::Settings;
 use super::row::{Chunks, Row, Sizes, microbatches};
 use crate::pipeline::{Action, Op};
 
-/// The table's row.
+/// Row of the table of methods.
 pub(super) const ROW: Row = Row {
     name: "interleaved",
     summary: "1F1B over several chunks a rank",
@@ -17,7 +17,8 @@ pub(super) const ROW: Row = Row {
     ..Row::PLAIN
 };
 
-/// `v` chunks a rank, `m` a multiple of `p`: microbatches go in rounds of `p` through all chunks.
+/// Generates the lists for `v` chunks per rank. `m` is a multiple of `p`; groups of `p` microbatches go through
+/// all chunks.
 ///
 /// Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2.2, and
 /// Megatron-LM.

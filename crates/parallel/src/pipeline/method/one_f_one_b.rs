@@ -6,7 +6,7 @@ use super::Settings;
 use super::row::{Need, Reads, Row, Sizes, Weights};
 use crate::pipeline::{Action, Op};
 
-/// The table's row.
+/// Row of 1F1B in the table of methods.
 pub(super) const ROW: Row = Row {
     name: "1f1b",
     summary: "one forward, one backward, with a flush (Megatron, DAPPLE)",
@@ -15,7 +15,7 @@ pub(super) const ROW: Row = Row {
     ..Row::PLAIN
 };
 
-/// With a steeper warm-up.
+/// Row of 1F1B with a steeper warm-up.
 pub(super) const SLOPE: Row = Row {
     name: "1f1b-mu",
     summary: "1F1B with a steeper warm-up that hides slow links",
@@ -24,7 +24,7 @@ pub(super) const SLOPE: Row = Row {
         if settings.slope == Some(0) {
             return Some(Need { field: "mu", given: 0, needs: "at least 1".to_owned() });
         }
-        // The first rank holds as many as there are ranks at the least slope.
+        // At the minimum slope, the first rank holds as many microbatches as there are ranks.
         let least = settings.ranks.min(settings.microbatches);
         let given = settings.memory.filter(|&memory| settings.slope.is_none() && memory < least)?;
         let needs = format!("room for {least} microbatches on the first stage");
@@ -37,7 +37,7 @@ pub(super) const SLOPE: Row = Row {
     ..Row::PLAIN
 };
 
-/// Without a flush, with stashed weights.
+/// Row of `PipeDream`: no flush, stashed weights.
 pub(super) const PIPE_DREAM: Row = Row {
     name: "pipedream",
     summary: "1F1B without a flush, a version of the weights per microbatch in flight",
@@ -45,7 +45,7 @@ pub(super) const PIPE_DREAM: Row = Row {
     ..ROW
 };
 
-/// Without a flush, with two versions.
+/// Row of `PipeDream`-2BW: no flush, two versions of the weights.
 pub(super) const PIPE_DREAM_2BW: Row = Row {
     name: "pipedream-2bw",
     summary: "1F1B without a flush, two versions of the weights",
@@ -53,13 +53,14 @@ pub(super) const PIPE_DREAM_2BW: Row = Row {
     ..ROW
 };
 
-/// 1F1B whose warm-up on stage s is `slope` (p-1-s) forwards; slope 1 is Megatron's and DAPPLE's.
+/// Generates the lists of 1F1B with a warm-up of `slope` (p-1-s) forwards on stage s. Slope 1 is Megatron's and
+/// DAPPLE's.
 ///
-/// A microbatch's gradient is back on stage s after 2 (p-1-s) hops; with one forward per stage behind, only as
-/// many forwards are under way as computing hides, and each period waits for the links. A steeper warm-up has
-/// more.
+/// A microbatch's gradient returns to stage s after 2 (p-1-s) hops over links. With slope 1, there are only
+/// enough forwards in flight to cover the computation, so each period also waits for the links. A steeper
+/// warm-up puts more forwards in flight.
 ///
-/// Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2.1; slope 1.
+/// Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2.1, for slope 1.
 pub(super) fn lists(p: u32, m: u32, slope: u32) -> Vec<Vec<Op>> {
     let list = |s: u32| {
         let warmup = m.min(slope.saturating_mul(p - 1 - s));
@@ -75,14 +76,15 @@ pub(super) fn lists(p: u32, m: u32, slope: u32) -> Vec<Vec<Op>> {
     (0..p).map(list).collect()
 }
 
-/// The least slope that hides links of `hop` behind stages that take `work` for a forward and a backward.
+/// Returns the smallest slope that hides messages of time `hop` behind stages that take `work` for a forward
+/// and a backward.
 #[must_use]
 pub fn slope(work: Nanos, hop: Nanos) -> u32 {
     let hidden = hop.0.saturating_mul(2).div_ceil(work.0.max(1));
     u32::try_from(hidden.saturating_add(1)).unwrap_or(u32::MAX)
 }
 
-/// The slope that `settings` ask for, or that their slowest stage needs, as far as their memory goes.
+/// Returns the slope in `settings`, or else the slope that the slowest stage needs, limited by the memory.
 pub(super) fn slope_of(settings: &Settings) -> u32 {
     settings.slope.unwrap_or_else(|| {
         let work = settings.cost.iter().map(|c| c.forward + c.backward()).max();

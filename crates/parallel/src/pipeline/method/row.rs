@@ -1,37 +1,37 @@
-//! What the table of methods has of each: its row. It depends on no method.
+//! The row type of the table of methods. It does not depend on any method.
 
 use super::{Lists, Settings};
 use crate::ParallelError;
 use crate::pipeline::{Arrivals, Placement};
 
-/// A method.
+/// Description of a method.
 pub(super) struct Row {
-    /// On command lines.
+    /// Name on command lines.
     pub(super) name: &'static str,
-    /// One line on what it is.
+    /// Description of one line.
     pub(super) summary: &'static str,
-    /// How many stages of each copy of the model a rank may hold.
+    /// Numbers of stages of each copy of the model that a rank may hold.
     pub(super) chunks: Chunks,
-    /// Where stages lie.
+    /// How stages are placed on ranks.
     pub(super) shape: Shape,
     /// When weights change.
     pub(super) weights: Weights,
-    /// Whether it runs backward passes.
+    /// Whether the method runs backward passes.
     pub(super) trains: bool,
-    /// What it looks at besides sizes.
+    /// Settings that the method uses besides sizes.
     pub(super) reads: &'static [Reads],
-    /// What is wrong with the sizes, if anything.
+    /// Returns the first setting that the method does not support, if any.
     pub(super) needs: fn(&Settings) -> Option<Need>,
-    /// The work of each rank.
+    /// Generates the list of each rank.
     pub(super) lists: fn(&Asked<'_>) -> Result<Lists, ParallelError>,
-    /// The most chunk activations that a rank holds at once.
+    /// Returns the maximum number of chunk activations that a rank holds at once.
     pub(super) peak: fn(&Settings, Sizes) -> u64,
-    /// The rule by which ranks may follow arrivals.
+    /// Returns the rule by which ranks may work in the order of arrivals.
     pub(super) arrivals: Option<fn(&Settings) -> Arrivals>,
 }
 
 impl Row {
-    /// What most methods have in common: one stage a rank, a flush, no limits. A method says the rest.
+    /// Defaults for most methods: one stage per rank, a flush, no limits. Each method overrides what differs.
     pub(super) const PLAIN: Self = Self {
         name: "",
         summary: "",
@@ -46,20 +46,20 @@ impl Row {
         arrivals: None,
     };
 
-    /// Two stages a rank, there and back.
+    /// Defaults for methods with two stages per rank on a V: stages go over the ranks and back.
     pub(super) const VEE: Self = Self { chunks: Chunks::Exactly(2), shape: Shape::Wave, ..Self::PLAIN };
 }
 
-/// How many stages of each copy of the model a rank may hold.
+/// Numbers of stages of each copy of the model that a rank may hold.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Chunks {
-    /// So many.
+    /// Exactly this number.
     Exactly(u32),
-    /// One of each of two copies: whoever counts both is right too.
+    /// One stage of each of two copies. 2, which counts both copies, is accepted too.
     OneOfEach,
-    /// Any number; 2 unless told.
+    /// Any number; 2 by default.
     Any,
-    /// Any even number; 2 unless told.
+    /// Any even number; 2 by default.
     Even,
 }
 
@@ -72,7 +72,7 @@ impl Chunks {
         }
     }
 
-    /// What would do, if this does not.
+    /// Returns the supported numbers, if `chunks` is not one of them.
     pub(super) fn refuses(self, chunks: u32) -> Option<String> {
         let good = match self {
             Self::Exactly(needed) => chunks == needed,
@@ -89,7 +89,7 @@ impl Chunks {
     }
 }
 
-/// Where stages lie.
+/// How stages are placed on ranks.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Shape {
     /// [`Placement::looped`].
@@ -100,12 +100,12 @@ pub(super) enum Shape {
     BothWays,
 }
 
-/// A setting that only some methods look at.
+/// A setting that only some methods use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Reads {
-    /// What stages take.
+    /// Costs of stages.
     Costs,
-    /// How many activations a rank may hold.
+    /// Maximum number of activations that a rank may hold.
     Memory,
     /// Slices of sequences.
     Slices,
@@ -114,22 +114,22 @@ pub(super) enum Reads {
 /// When weights change.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Weights {
-    /// Once all microbatches of a step are through.
+    /// After all microbatches of a step.
     Flush,
-    /// After each microbatch, with a version kept for each in flight.
+    /// After each microbatch, with a version of the weights for each microbatch in flight.
     Stashed,
-    /// After as many microbatches as ranks, with two versions.
+    /// After as many microbatches as ranks, with two versions of the weights.
     TwoVersions,
 }
 
-/// A setting that a method cannot do, and what it needs instead.
+/// A setting that a method does not support, and what it needs instead.
 pub(super) struct Need {
     pub(super) field: &'static str,
     pub(super) given: u32,
     pub(super) needs: String,
 }
 
-/// What a method makes lists of.
+/// Input of [`Row::lists`].
 pub(super) struct Asked<'a> {
     pub(super) settings: &'a Settings,
     pub(super) ranks: u32,
@@ -138,7 +138,7 @@ pub(super) struct Asked<'a> {
     pub(super) placement: &'a Placement,
 }
 
-/// What a bound of memory depends on: ranks, microbatches, stages of a rank, and which rank.
+/// Input of [`Row::peak`]: ranks, microbatches, stages per rank, and the rank.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Sizes {
     pub(super) p: u64,
@@ -147,12 +147,13 @@ pub(super) struct Sizes {
     pub(super) rank: u64,
 }
 
-/// A need of so many microbatches.
+/// Returns a need for other numbers of microbatches unless `good`.
 pub(super) fn microbatches(given: u32, good: bool, needs: impl FnOnce() -> String) -> Option<Need> {
     (!good).then(|| Need { field: "microbatches", given, needs: needs() })
 }
 
-/// What a method with microbatches from both ends needs.
+/// Returns the unmet need of a method whose microbatches enter from both ends: even numbers of ranks and
+/// microbatches.
 pub(super) fn both_ways(settings: &Settings) -> Option<Need> {
     let (given, microbatches) = (settings.ranks, settings.microbatches);
     if !given.is_multiple_of(2) {
@@ -162,7 +163,7 @@ pub(super) fn both_ways(settings: &Settings) -> Option<Need> {
     self::microbatches(microbatches, microbatches.is_multiple_of(2), half)
 }
 
-/// A need of twice as many microbatches as ranks.
+/// Returns a need for at least twice as many microbatches as ranks, if it is not met.
 pub(super) fn twice_the_ranks(settings: &Settings) -> Option<Need> {
     let (ranks, given) = (settings.ranks, settings.microbatches);
     let least = 2 * u64::from(ranks);

@@ -1,4 +1,4 @@
-//! `TeraPipe`: token slices as pipeline units, and the best way to cut a sequence into them.
+//! `TeraPipe`: slices of tokens as units of the pipeline, and the best division of a sequence into slices.
 
 use farflung_base::Nanos;
 
@@ -7,7 +7,7 @@ use super::row::{Need, Reads, Row, Sizes};
 use crate::ParallelError;
 use crate::pipeline::{Action, ComputeKind, Op};
 
-/// The table's row.
+/// Row of the table of methods.
 pub(super) const ROW: Row = Row {
     name: "terapipe",
     summary: "slices of each microbatch's tokens one after the other",
@@ -21,8 +21,9 @@ pub(super) const ROW: Row = Row {
     ..Row::PLAIN
 };
 
-/// All slices of all microbatches forward in order, then backward in reverse: a slice's attention looks at the
-/// slices before it, so its keys' gradients are complete only when those behind it are done.
+/// Generates the lists: all slices of all microbatches forward in order, then backward in reverse order. A
+/// slice's attention reads the keys of earlier slices, so the gradients of its keys are complete only after the
+/// backwards of all later slices.
 ///
 /// Source: Li et al. 2021, "`TeraPipe`", section 3.2.
 pub(super) fn lists(p: u32, m: u32, slices: u16) -> Lists {
@@ -37,27 +38,29 @@ pub(super) fn lists(p: u32, m: u32, slices: u16) -> Lists {
     (0..p).map(list).collect()
 }
 
-/// A sequence cut into slices.
+/// A sequence divided into slices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slicing {
-    /// Tokens of each slice.
+    /// Number of tokens of each slice.
     pub lengths: Vec<u64>,
-    /// From the first slice's start on the first stage to the last one's end on the last.
+    /// Time from the first slice's start on the first stage to the last slice's end on the last stage.
     pub total: Nanos,
-    /// The longest time of a slice on a stage.
+    /// Longest time of a slice on a stage.
     pub longest: Nanos,
 }
 
-/// Cuts `tokens` into slices of whole `grain`s so that a pipeline of `stages` takes least.
+/// Divides `tokens` into slices of whole `grain`s so that a pipeline of `stages` takes the least time.
 ///
-/// `time(length, before)` is what a stage takes for a slice of `length` tokens behind `before` others. The
-/// total is the sum over slices and `stages - 1` times the longest one. Dynamic programming finds the least sum
-/// under a bound on the longest slice, at first under none; the next bound lies below the longest slice found,
-/// since under all between the same slices are best. With a `tolerance` it lies so far below, which costs at
-/// most `stages` times as much.
+/// `time(length, before)` is the time of a stage for a slice of `length` tokens after `before` others. The
+/// total is the sum over slices, plus `stages - 1` times the longest slice.
 ///
-/// Errors: [`ParallelError::Zero`]; tokens that are no multiple of the grain.
-/// Source: Li et al. 2021, "`TeraPipe`", section 3.3, algorithm 1.
+/// Dynamic programming finds the least sum under a bound on the longest slice. The first round has no bound.
+/// Each further bound is below the longest slice found before; bounds between the two would give the same
+/// slices. With a `tolerance`, the next bound is lower by that much, so the result can be up to `stages` times
+/// `tolerance` above the optimum.
+///
+/// Errors: [`ParallelError::Zero`]; [`ParallelError::Grain`] if the tokens are not a multiple of the grain, or
+/// more than 4096 grains. Source: Li et al. 2021, "`TeraPipe`", section 3.3, algorithm 1.
 ///
 /// ```
 /// use farflung_base::Nanos;
@@ -86,7 +89,7 @@ pub fn slice_tokens(
     if !tokens.is_multiple_of(grain) || n > 4096 {
         return Err(ParallelError::Grain { tokens, grain });
     }
-    // `times[i][k - 1]`: the slice of k grains that ends at grain i.
+    // `times[i][k - 1]`: time of the slice of k grains that ends at grain i.
     let slice = |i: usize, k: usize| time(k as u64 * grain, (i - k) as u64 * grain);
     let times: Vec<Vec<Nanos>> = (0..=n).map(|i| (1..=i).map(|k| slice(i, k)).collect()).collect();
     let others = u64::from(stages - 1);
@@ -104,8 +107,8 @@ pub fn slice_tokens(
             let lengths = lengths.into_iter().map(|k| k as u64 * grain).collect();
             best = Some(Slicing { lengths, total, longest });
         }
-        // Lower bounds have no lesser sums: what may still be better has its longest slice below what is left
-        // of the best.
+        // A lower bound never gives a smaller sum. So a better slicing needs a longest slice of at most
+        // `(best total - sum) / (stages - 1)`.
         let least = best.as_ref().map_or(Nanos::MAX, |b| b.total);
         let left = least.saturating_sub(sum).0.checked_div(others).filter(|&left| left > 0);
         let lower = longest.0.checked_sub(tolerance.0.max(1));
@@ -115,9 +118,9 @@ pub fn slice_tokens(
     Ok(best.expect("without a bound every slicing is admitted"))
 }
 
-/// The least sum of times of slices that each take at most `bound`, and their lengths in grains.
+/// Returns the least sum of times of slices that each take at most `bound`, and their lengths in grains.
 fn least_sum(times: &[Vec<Nanos>], bound: Nanos) -> Option<(Nanos, Vec<usize>)> {
-    // `sums[i]`: of the first i grains, with the last slice's length.
+    // `sums[i]`: least sum for the first i grains, and the length of its last slice.
     let mut sums: Vec<Option<(Nanos, usize)>> = vec![Some((Nanos::ZERO, 0))];
     for ends in &times[1..] {
         let i = sums.len();
@@ -125,7 +128,7 @@ fn least_sum(times: &[Vec<Nanos>], bound: Nanos) -> Option<(Nanos, Vec<usize>)> 
             let before = sums[i - k].filter(|_| time <= bound)?.0;
             Some((before.saturating_add(time), k))
         };
-        // Of equal sums the one with the shortest last slice.
+        // Among equal sums, takes the one with the shortest last slice.
         let least = (1..).zip(ends).filter_map(with).min_by_key(|&(sum, _)| sum);
         sums.push(least);
     }
@@ -165,7 +168,7 @@ mod tests {
         }
     }
 
-    /// Against all ways to cut a short sequence, and within the tolerance where candidates are passed over.
+    /// Compares with all divisions of a short sequence, exactly and within the tolerance.
     #[test]
     fn no_way_to_cut_is_better() {
         for (tokens, stages) in [(1, 3), (5, 1), (9, 4), (12, 30)] {
@@ -185,7 +188,7 @@ mod tests {
         }
     }
 
-    /// Thirty thousand longest times, of which few are worth a look.
+    /// Thirty thousand possible bounds, of which few must be tried.
     #[test]
     fn fine_grains_take_no_time() {
         let fine = slice_tokens(2048, 8, 8, Nanos::ZERO, time).unwrap();

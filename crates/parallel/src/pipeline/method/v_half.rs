@@ -1,10 +1,10 @@
-//! V-Half and V-Min: a V of stages whose building block bounds what a rank holds.
+//! V-Half and V-Min: a V of stages whose repeated building block bounds the memory of a rank.
 
 use super::Lists;
 use super::row::{Row as Method, Sizes};
 use crate::pipeline::{Action, Op};
 
-/// The row of V-Half.
+/// Row of V-Half in the table of methods.
 pub(super) const HALF: Method = Method {
     name: "v-half",
     summary: "split backward on a V of stages, half the memory of 1F1B",
@@ -13,7 +13,7 @@ pub(super) const HALF: Method = Method {
     ..Method::VEE
 };
 
-/// The row of V-Min.
+/// Row of V-Min in the table of methods.
 pub(super) const MIN: Method = Method {
     name: "v-min",
     summary: "split backward on a V of stages, a third of the memory of 1F1B",
@@ -22,27 +22,27 @@ pub(super) const MIN: Method = Method {
     ..Method::VEE
 };
 
-/// The slots in which one rank runs a microbatch: F of a, F of z, I of z, I of a, where a is its stage on the
-/// way down and z the one on the way back.
+/// Slots in which one rank processes a microbatch: F of a, F of z, I of z, I of a. a is the rank's stage on the
+/// way down, z its stage on the way back.
 pub(super) type Block = [u32; 4];
 
-/// Slots between a microbatch and the next: a rank does six things with each.
+/// Slots from one microbatch to the next. A rank does six actions per microbatch.
 const PERIOD: u32 = 6;
 
-/// The building block of V-Half.
+/// Returns the building block of V-Half for each rank.
 pub(super) fn half(p: u32) -> Vec<Block> {
     let gap = if p.is_multiple_of(2) { 3 } else { 0 };
     (0..p).map(|i| [2 * i, 3 * p - i - 2, 3 * p + gap + 2 * i - 1, 6 * p + gap - i - 2]).collect()
 }
 
-/// The building block of V-Min.
+/// Returns the building block of V-Min for each rank.
 pub(super) fn min(p: u32) -> Vec<Block> {
     let gap = if p.is_multiple_of(3) { 2 } else { 0 };
     (0..p).map(|i| [i, 2 * p - i - 1, 2 * p + gap + i, 4 * p + gap - i - 1]).collect()
 }
 
-/// Repeats the block for each microbatch, moves what can start earlier without more memory, and puts W where a
-/// rank is idle.
+/// Generates the lists: repeats the block for each microbatch, moves actions earlier where this needs no more
+/// memory, and places W where a rank is idle.
 ///
 /// Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", sections 3 and 4 and appendix; the
 /// moves are those of the authors' `zbv_greedy.py`.
@@ -71,11 +71,11 @@ pub(super) fn lists(p: u32, m: u32, blocks: &[Block]) -> Lists {
     (0..p).zip(&plan).map(list).collect()
 }
 
-/// The slots of a rank by type (the four of [`Block`], and perhaps W of both stages together), by microbatch.
+/// Slots of one rank, by kind (the four of [`Block`], then perhaps W of both stages together) and microbatch.
 type Row = Vec<Vec<u32>>;
 
-/// The slots that W takes after the four others of `row`: the first idle ones. In two queues, the first before
-/// the second, or in one.
+/// Returns the slots for W: the first idle slots after the I of the same microbatch. With two queues, W of z
+/// has its own queue before that of a; with one, both share it.
 fn idle_slots(row: &Row, queues: usize) -> Vec<Vec<u32>> {
     let bound = row[..4].iter().filter_map(|slots| slots.last()).max().copied().unwrap_or_default();
     let mut kinds = vec![None; bound as usize + 1];
@@ -117,7 +117,7 @@ fn without_weights(mut plan: Vec<Row>) -> Vec<Row> {
     plan
 }
 
-/// Every action of a plan in the order of time: slot, rank, type, microbatch.
+/// Returns every action of a plan in the order of time: slot, rank, kind, microbatch.
 fn visits(plan: &[Row]) -> Vec<(u32, usize, usize, usize)> {
     let mut all = Vec::new();
     for (rank, row) in plan.iter().enumerate() {
@@ -129,12 +129,12 @@ fn visits(plan: &[Row]) -> Vec<(u32, usize, usize, usize)> {
     all
 }
 
-/// What a rank holds, slot by slot.
+/// Memory of one rank, slot by slot.
 struct Memory {
     kinds: Vec<Option<usize>>,
-    /// After each slot: activations, and I whose W is to come.
+    /// After each slot: number of activations held, and number of I whose W has not run.
     held: Vec<(i32, i32)>,
-    /// Whether W is placed; else idle slots do it.
+    /// Whether W is placed. If not, idle slots are assumed to run W.
     placed: bool,
 }
 
@@ -170,7 +170,7 @@ impl Memory {
         self.held.iter().map(|&(held, _)| held).max().unwrap_or_default()
     }
 
-    /// Moves an action to the earlier, idle slot `to` if the peak stays within `limit`; answers whether.
+    /// Moves an action to the earlier, idle slot `to` if the peak stays within `limit`. Returns whether it did.
     fn try_move(&mut self, from: usize, to: usize, limit: i32) -> bool {
         let moved = |slot: usize| match slot {
             _ if slot == to => self.kinds[from],
@@ -195,11 +195,11 @@ impl Memory {
     }
 }
 
-/// Moves the actions outside the steady state, in the order of time, each to the first idle slot after what it
-/// depends on at which its rank's peak does not rise; then closes the gaps.
+/// Moves actions outside the steady state earlier, in the order of time: each to the first idle slot after its
+/// dependencies at which its rank's peak stays within the limit. Then closes the gaps.
 ///
-/// With W among the types the start is reordered too; without, only what follows the last forward of the first
-/// rank.
+/// If W is among the kinds, the start is reordered too; otherwise only the actions after the last forward of
+/// the first rank.
 fn reorder(mut plan: Vec<Row>) -> Vec<Row> {
     #[derive(PartialEq)]
     enum Phase {
@@ -236,7 +236,7 @@ fn reorder(mut plan: Vec<Row>) -> Vec<Row> {
     squeeze(&plan.into_iter().map(|row| if placed { row } else { with_weights(row) }).collect::<Vec<_>>())
 }
 
-/// The first slot after all that an action depends on.
+/// Returns the first slot after all dependencies of an action.
 fn earliest(plan: &[Row], rank: usize, kind: usize, microbatch: usize) -> usize {
     let row = &plan[rank];
     let mut after: Option<u32> = None;
@@ -256,7 +256,7 @@ fn earliest(plan: &[Row], rank: usize, kind: usize, microbatch: usize) -> usize 
     after.map_or(0, |slot| slot as usize + 1)
 }
 
-/// The n-th least of two ascending lists.
+/// Returns the element at index `n` of two ascending lists merged.
 fn nth_of_two(a: &[u32], b: &[u32], n: usize) -> u32 {
     let (mut i, mut j) = (0, 0);
     loop {
@@ -269,8 +269,8 @@ fn nth_of_two(a: &[u32], b: &[u32], n: usize) -> u32 {
     }
 }
 
-/// Runs a plan in its order, each action as early as the rank and what it depends on let it, all of them one
-/// slot long.
+/// Runs a plan in its order. Each action starts as early as its rank and its dependencies allow. All actions
+/// take one slot.
 fn squeeze(plan: &[Row]) -> Vec<Row> {
     let mut squeezed: Vec<Row> = plan.to_vec();
     let mut free = vec![0_u32; plan.len()];
@@ -281,7 +281,7 @@ fn squeeze(plan: &[Row]) -> Vec<Row> {
             1 | 3 if rank + 1 < plan.len() => start = start.max(squeezed[rank + 1][kind][microbatch] + 1),
             _ => {}
         }
-        // The turns of the V, where the rank itself is the neighbour, are in its own order already.
+        // At the turns of the V, the dependency is on the same rank, whose order already respects it.
         squeezed[rank][kind][microbatch] = start;
         free[rank] = start + 1;
     }

@@ -1,10 +1,10 @@
-//! V-1F1B: a V of stages without a split backward, holding two thirds of what 1F1B holds.
+//! V-1F1B: a V of stages with whole backwards, holding two thirds of the activations of 1F1B.
 
 use super::Lists;
 use crate::pipeline::{Action, Op};
 
-/// What stands in a slot: forward of the stage on the way down (a) or back (z), and the two slots of their
-/// backwards.
+/// Content of a slot: the forward of a rank's stage on the way down (a) or back (z), or one of the two slots of
+/// their backwards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Cell {
     ForwardA,
@@ -22,7 +22,7 @@ enum Cell {
 use super::row::{Row, Sizes};
 use Cell::{BackwardA, BackwardZ, ForwardA, ForwardZ, RestA, RestZ};
 
-/// The table's row.
+/// Row of the table of methods.
 pub(super) const ROW: Row = Row {
     name: "v-1f1b",
     summary: "whole backward on a V of stages, two thirds of the memory of 1F1B",
@@ -38,8 +38,8 @@ const PERIOD: usize = 6;
 
 type Slots = Vec<Option<Cell>>;
 
-/// The order of `m` microbatches on `p` ranks: the building block repeated, what there is no microbatch for
-/// taken out, and the start and end moved as early as the peak allows.
+/// Generates the order of `m` microbatches on `p` ranks: repeats the building block, removes the slots that
+/// have no microbatch, and moves the start and the end as early as the peak allows.
 ///
 /// Source: the zero-bubble authors' `v1f1b.py` (zbpp), for Qi et al. 2024, "Pipeline Parallelism with
 /// Controllable Memory".
@@ -78,7 +78,7 @@ pub(super) fn lists(p: u32, m: u32) -> Lists {
     (0..p).zip(&plan).map(list).collect()
 }
 
-/// When each rank does what with the first microbatch, by [`CELLS`].
+/// Returns the slots of each rank for the first microbatch, in the order of [`CELLS`].
 fn building_block(p: usize) -> Vec<[usize; 6]> {
     let mut block = vec![[0; 6]; p];
     let mut now = 0;
@@ -94,7 +94,7 @@ fn building_block(p: usize) -> Vec<[usize; 6]> {
     if p.is_multiple_of(3) {
         now += 3;
     }
-    // Three backwards fill a period; then three slots are left to the forwards.
+    // After three backwards, the next three slots of a period are left for forwards.
     let mut filled = (3 - (p + 2) % 3) % 3;
     let mut put = |row: &mut [usize; 6], cell: usize| {
         (row[cell], row[cell + 2]) = (now, now + 1);
@@ -114,7 +114,7 @@ fn building_block(p: usize) -> Vec<[usize; 6]> {
     block
 }
 
-/// Takes out what comes before the first microbatch and after the last.
+/// Removes the cells before the first microbatch and after the last.
 fn trim(plan: &mut [Slots], microbatches: usize) {
     let p = plan.len();
     let mut slot = PERIOD;
@@ -140,7 +140,7 @@ fn trim(plan: &mut [Slots], microbatches: usize) {
     }
 }
 
-/// Keeps `count` of the cells that recur with the one at `first`, from that one on.
+/// Of the cells that repeat the one at `first`, keeps `count`, starting with that one.
 fn keep(slots: &mut Slots, first: usize, count: usize) {
     for slot in (first % PERIOD..slots.len()).step_by(PERIOD) {
         if slot < first || slot >= first + PERIOD * count {
@@ -149,13 +149,13 @@ fn keep(slots: &mut Slots, first: usize, count: usize) {
     }
 }
 
-/// Moves every cell, in the order of time, to the first fitting slot after what it depends on, forwards only as
-/// far as the peak of the plan does not rise.
+/// Moves every cell, in the order of time, to the first free slot after its dependencies. Forwards move only
+/// where the peak of the plan does not rise.
 fn compact(plan: &mut [Slots]) {
     let p = plan.len();
     let mut held: Vec<Vec<i64>> = plan.iter().map(held).collect();
     let peak = held.iter().flatten().copied().max().unwrap_or_default();
-    // Where each cell of each rank ended up, by microbatch.
+    // New slot of each cell of each rank, by microbatch.
     let mut found: Vec<[Vec<usize>; 6]> = vec![Default::default(); p];
     for now in 0..plan[0].len() {
         for rank in 0..p {
@@ -170,7 +170,7 @@ fn compact(plan: &mut [Slots]) {
                 ForwardZ if last => at(rank, ForwardA),
                 ForwardZ => at(rank + 1, ForwardZ),
                 BackwardZ if first => at(rank, ForwardZ),
-                // A backward is done with its second slot.
+                // A backward ends with its second slot.
                 BackwardZ => at(rank - 1, RestZ),
                 BackwardA if last => at(rank, RestZ),
                 BackwardA => at(rank + 1, RestA),
@@ -194,13 +194,13 @@ fn compact(plan: &mut [Slots]) {
     }
 }
 
-/// The slot that a cell at `now` moves to.
+/// Returns the slot to which a cell at `now` moves.
 fn place(slots: &Slots, held: &[i64], cell: Cell, earliest: usize, now: usize, peak: i64) -> usize {
     let idle = |slot: usize| slots[slot].is_none();
     let pair = matches!(cell, BackwardZ | BackwardA);
     let fits = |slot: usize| idle(slot) && (!pair || idle(slot + 1));
     let forward = matches!(cell, ForwardA | ForwardZ);
-    // A forward may go back only through slots at which there is room for its activations.
+    // A forward may move back only through slots that have room for its activations.
     let lowest = if forward {
         now - held[earliest..now].iter().rev().take_while(|&&h| h < peak).count()
     } else {
@@ -209,7 +209,7 @@ fn place(slots: &Slots, held: &[i64], cell: Cell, earliest: usize, now: usize, p
     (lowest..now).find(|&slot| fits(slot)).unwrap_or(now)
 }
 
-/// What a rank holds after each slot.
+/// Returns the number of activations that a rank holds after each slot.
 fn held(slots: &Slots) -> Vec<i64> {
     let change = |cell: &Option<Cell>| match cell {
         Some(ForwardA | ForwardZ) => 1,

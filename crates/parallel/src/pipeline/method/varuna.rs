@@ -1,4 +1,4 @@
-//! Varuna: a rank runs a backward as soon as its gradient is there, and a forward while it is late.
+//! Varuna: a rank runs a backward as soon as its gradient has arrived, and forwards until then.
 
 use farflung_base::{Nanos, StageId};
 
@@ -7,7 +7,7 @@ use super::row::{Need, Reads, Row, Sizes};
 use super::{Lists, Settings};
 use crate::pipeline::{Arrivals, Placement};
 
-/// The table's row.
+/// Row of the table of methods.
 pub(super) const ROW: Row = Row {
     name: "varuna",
     summary: "backward as soon as a gradient is there, else forward",
@@ -26,15 +26,15 @@ pub(super) const ROW: Row = Row {
     ..Row::PLAIN
 };
 
-/// The rule, with at most `memory` microbatches in flight.
+/// Returns the rule, with at most `memory` microbatches in flight.
 pub(super) fn arrivals(settings: &Settings) -> Arrivals {
     Arrivals { in_flight: settings.memory.unwrap_or(settings.ranks) }
 }
 
-/// What the rule makes of the settings' costs and hop.
+/// Generates the lists that the rule gives for the costs and the hop in the settings.
 ///
-/// Source: Athlur et al. 2022, "Varuna", section 3.2. Differs: recomputation is put in by
-/// [`with_recompute`](crate::pipeline::ComputeOrder::with_recompute), for every method alike.
+/// Source: Athlur et al. 2022, "Varuna", section 3.2. Differs: recomputation is added by
+/// [`with_recompute`](crate::pipeline::ComputeOrder::with_recompute), as for every other method.
 pub(super) fn lists(settings: &Settings) -> Lists {
     let placement = Placement::looped(settings.ranks, 1);
     let times = |stage: StageId| {

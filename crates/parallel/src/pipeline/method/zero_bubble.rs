@@ -1,10 +1,10 @@
-//! ZB-H1 and ZB-H2: the weights' gradients wait until a rank would otherwise stand still.
+//! ZB-H1 and ZB-H2: weight gradients run when a rank would otherwise be idle.
 
 use super::Settings;
 use super::row::{Row, Sizes, microbatches};
 use crate::pipeline::{Action, Op};
 
-/// The row of ZB-H1.
+/// Row of ZB-H1 in the table of methods.
 pub(super) const H1: Row = Row {
     name: "zb-h1",
     summary: "split backward, the memory of 1F1B, a third of its bubble",
@@ -13,7 +13,7 @@ pub(super) const H1: Row = Row {
     ..Row::PLAIN
 };
 
-/// The row of ZB-H2.
+/// Row of ZB-H2 in the table of methods.
 pub(super) const H2: Row = Row {
     name: "zb-h2",
     summary: "split backward, twice the memory, no bubble",
@@ -26,10 +26,11 @@ pub(super) const H2: Row = Row {
     ..Row::PLAIN
 };
 
-/// With `k` 1 (H1) the activations of 1F1B on every rank, with `k` 2 (H2) twice as many and no bubble inside.
+/// Generates the lists. `k` = 1 is H1: every rank holds at most the activations of the first rank under 1F1B.
+/// `k` = 2 is H2: twice as many activations, and no bubble inside the schedule.
 ///
-/// Stage s warms up with k (p-1-s) forwards and runs each W k s microbatches behind its I. Stage 0 delays
-/// nothing and has nobody to send to: its backwards stay whole.
+/// Stage s warms up with k (p-1-s) forwards, and runs each W k s microbatches after its I. On stage 0 the delay
+/// is zero and no other stage needs its input gradient, so its backwards stay whole.
 ///
 /// Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.2.
 pub(super) fn lists(p: u32, m: u32, k: u32) -> Vec<Vec<Op>> {

@@ -1,4 +1,4 @@
-//! The automatic zero-bubble scheduler: a memory limit in, an order out.
+//! The automatic zero-bubble scheduler: generates an order within a memory limit.
 
 use farflung_base::Nanos;
 
@@ -7,23 +7,25 @@ use super::{Lists, Method, Settings};
 use crate::ParallelError;
 use crate::pipeline::{Action, ComputeKind, Op, StageCost};
 
-/// The table's row.
+/// Row of the table of methods.
 pub(super) const ROW: Row = Row {
     name: "zb-auto",
     summary: "split backward, ordered under a memory limit",
     reads: &[Reads::Costs, Reads::Memory],
     lists: |asked| lists(asked.settings),
-    // A forward's room is there when of two others half is given back.
+    // After its I, an activation takes one of `2 memory` units; a new forward takes two. So up to
+    // `2 memory - 1` fit.
     peak: |settings, Sizes { p, m, .. }| m.min(2 * settings.memory.map_or(p, u64::from) - 1),
     ..Row::PLAIN
 };
 
-/// Tries all settings of the heuristic and keeps the order with the shortest span of the busiest rank.
+/// Generates the lists: tries all settings of the heuristic and keeps the order in which the longest span of a
+/// rank is shortest.
 ///
-/// A forward takes two units of memory, each half of its backward gives one back.
+/// A forward takes two units of memory, and each half of its backward frees one.
 ///
-/// Errors: a limit under which a rank cannot go on.
-/// Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 3.1, as the authors' `zb.py` has it.
+/// Errors: [`ParallelError::NotAdmitted`] if a rank cannot proceed within the limit. Source: Qi et al. 2023,
+/// "Zero Bubble Pipeline Parallelism", section 3.1, following the authors' `zb.py`.
 pub(super) fn lists(settings: &Settings) -> Result<Lists, ParallelError> {
     let (p, m) = (settings.ranks, settings.microbatches);
     let limit = settings.memory.unwrap_or(p);
@@ -53,11 +55,14 @@ pub(super) fn lists(settings: &Settings) -> Result<Lists, ParallelError> {
 
 #[derive(Debug, Clone, Copy)]
 struct Flags {
-    /// Warm-up forwards may end after the first gradient could be there.
+    /// Warm-up forwards must end before the first gradient arrives, which can leave a bubble before the first
+    /// backward. If false, the last warm-up forward may end later.
     bubble_before_first_backward: bool,
-    /// A forward that would delay the next rank's backward is left for later.
+    /// A stage that is two forwards ahead of the next stage postpones a forward that would delay its next
+    /// backward.
     prioritize_backward: bool,
-    /// W also goes into gaps that are too short for it, on ranks that stood still less than others.
+    /// W also runs in a gap that is too short for it if leaving the gap idle would not make this stage the one
+    /// with the longest bubble.
     fill_small_gaps: bool,
 }
 
@@ -65,19 +70,19 @@ const F: usize = 0;
 const I: usize = 1;
 const W: usize = 2;
 
-/// What is placed so far.
+/// The actions placed so far.
 struct Table<'a> {
     costs: &'a [StageCost],
     hop: Nanos,
     m: usize,
     limit: i64,
     flags: Flags,
-    /// When each action of a stage ends, by kind.
+    /// End of each action of a stage, by kind and microbatch.
     ends: Vec<[Vec<Nanos>; 3]>,
-    /// When each stage is free.
+    /// Time at which each stage is free.
     free: Vec<Nanos>,
     memory: Vec<i64>,
-    /// How long each stage stood still after its first forward, and the longest of all.
+    /// Idle time of each stage after its first forward, and the longest of them.
     bubble: Vec<Nanos>,
     longest_bubble: Nanos,
     lists: Lists,
@@ -114,7 +119,7 @@ impl<'a> Table<'a> {
         [cost.forward, cost.input, cost.weight][kind]
     }
 
-    /// When the input of a stage's next F or I is there.
+    /// Returns the time at which the input of a stage's next F or I arrives.
     fn arrival(&self, stage: usize, kind: usize) -> Nanos {
         let from = if kind == F { stage.checked_sub(1) } else { Some(stage + 1) };
         let end = from.and_then(|s| self.ends.get(s)?[kind].get(self.count(stage, kind)));
@@ -141,7 +146,7 @@ impl<'a> Table<'a> {
         self.count(stage, W) < self.count(stage, I)
     }
 
-    /// Puts all; `None` if the limit does not let it.
+    /// Places all actions. `None` if they do not fit within the limit.
     fn fill(mut self) -> Option<Self> {
         if self.limit < 2 {
             return None;
@@ -176,7 +181,8 @@ impl<'a> Table<'a> {
         Some(self)
     }
 
-    /// The first forward everywhere, as many more as fit before the first backward, and that backward.
+    /// Places the first forward of every stage, as many more as fit before the first backward, and that
+    /// backward.
     fn warm_up(&mut self) {
         let p = self.stages();
         for stage in 0..p {
@@ -215,7 +221,7 @@ impl<'a> Table<'a> {
         }
     }
 
-    /// Which stages run a forward in this round: none that the stage behind it does not.
+    /// Returns which stages run a forward in this round. A stage runs one only if the next stage does too.
     fn forwards_wanted(&self) -> Vec<bool> {
         let mut wanted: Vec<bool> = (0..self.stages()).map(|stage| self.wants_forward(stage)).collect();
         for stage in (0..wanted.len().saturating_sub(1)).rev() {
@@ -249,7 +255,7 @@ impl<'a> Table<'a> {
         in_time || gradient - free > self.longest_bubble - self.bubble[stage]
     }
 
-    /// Runs W until the next action's memory fits.
+    /// Runs W until the memory for the next action fits. `None` if it cannot.
     fn make_room(&mut self, stage: usize, kind: usize) -> Option<()> {
         let needs = if kind == F { 2 } else { -1 };
         while self.memory[stage] + needs > self.limit {
@@ -261,7 +267,7 @@ impl<'a> Table<'a> {
         Some(())
     }
 
-    /// Runs W while the input of the next action is on its way.
+    /// Runs W until the input of the next action arrives.
     fn fill_gap(&mut self, stage: usize, kind: usize) {
         if (kind == F && stage == 0) || (kind == I && stage + 1 == self.stages()) {
             return;
@@ -278,7 +284,7 @@ impl<'a> Table<'a> {
         }
     }
 
-    /// From the start of the first forward to the end of the last W, of the stage for which it is longest.
+    /// Returns the longest time, over all stages, from the start of the first forward to the end of the last W.
     fn span(&self) -> Nanos {
         let span = |(stage, ends): (usize, &[Vec<Nanos>; 3])| {
             let start = ends[F].first().map_or(Nanos::ZERO, |&end| end - self.cost(stage, F));

@@ -1,10 +1,11 @@
-//! ZB-V: a V of stages, so that each rank holds one of the first and one of the last and all hold equally much.
+//! ZB-V: a V of stages. Each rank holds one of the first stages and one of the last, so all ranks hold equally
+//! many activations.
 
 use super::Lists;
 use super::row::{Row, Sizes};
 use crate::pipeline::{Action, ComputeKind, Op};
 
-/// The table's row.
+/// Row of the table of methods.
 pub(super) const ROW: Row = Row {
     name: "zbv",
     summary: "split backward on a V of stages, the memory of 1F1B, no bubble",
@@ -13,7 +14,7 @@ pub(super) const ROW: Row = Row {
     ..Row::VEE
 };
 
-/// Counts the actions of one kind of one stage; microbatches past `m` are not there.
+/// Counts the actions of one stage by kind. Microbatches from `m` on do not exist and are skipped.
 struct Next {
     stage: u32,
     done: [u32; 3],
@@ -34,12 +35,12 @@ impl Next {
     }
 }
 
-/// Rank r holds stages r (a, on the way down) and 2p-1-r (z, on the way back).
+/// Generates the lists. Rank r holds stages r (a, on the way down) and 2p-1-r (z, on the way back).
 ///
-/// The pattern is that of at least 2p-1 microbatches; with fewer, those that are not there are left out.
+/// The pattern is the one for at least 2p-1 microbatches. With fewer, the missing ones are skipped.
 ///
-/// Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", figure 3, as `PyTorch`'s
-/// `ScheduleZBVZeroBubble` orders it.
+/// Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", figure 3, in the order of
+/// `PyTorch`'s `ScheduleZBVZeroBubble`.
 pub(super) fn lists(p: u32, m: u32) -> Lists {
     use ComputeKind::{BackwardInput as I, BackwardWeight as W, Forward as F};
     let n = m.max(2 * p - 1);
