@@ -1,7 +1,7 @@
-//! Pipelines: what each rank computes in which order, as data that is checked, priced, drawn and run.
+//! Pipeline schedules: which rank computes what in which order, as data that is checked, priced, drawn and run.
 //!
-//! [`Method`] makes a [`ComputeOrder`] of given sizes, or an author writes one. [`simulate()`] predicts its
-//! times. Nothing here knows tensors, threads or sockets.
+//! [`Method`] generates a [`ComputeOrder`] for given sizes; it can also be written by hand. [`simulate()`]
+//! predicts its times. Nothing here knows tensors, threads or sockets.
 
 mod action;
 mod arrivals;

@@ -1,5 +1,5 @@
-//! What one rank does at one moment of a pipeline, and how it is written: `2F0` is stage 2's forward of
-//! microbatch 0. It knows neither who runs a stage nor when.
+//! One computation of a pipeline, and its text form: `2F0` is stage 2's forward of microbatch 0. The module
+//! does not know which rank runs a stage, or when.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,20 +8,20 @@ use farflung_base::StageId;
 
 use crate::ParallelError;
 
-/// The computations that the author of a schedule puts in order.
+/// Kind of a computation in a schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum ComputeKind {
     /// `F`: forward.
     Forward,
-    /// `I`: the gradient of the stage's input, which the stage before waits for.
+    /// `I`: gradient of the stage's input. The previous stage waits for it.
     BackwardInput,
-    /// `W`: the gradients of the stage's weights, which nobody waits for before the optimizer.
+    /// `W`: gradients of the stage's weights. Only the optimizer waits for them.
     BackwardWeight,
-    /// `B`: both at once; the gradient leaves when all is done.
+    /// `B`: `I` and `W` in one. The gradient is sent after both are done.
     Backward,
-    /// `R`: the forward again, to have back what was not kept.
+    /// `R`: the forward again, to recompute activations that were not kept.
     Recompute,
-    /// `STEP`: the optimizer, with the gradients of all microbatches up to this one.
+    /// `STEP`: the optimizer step with the gradients of all microbatches up to this one.
     Step,
 }
 
@@ -35,7 +35,7 @@ impl ComputeKind {
         Self::Step,
     ];
 
-    /// How the kind is written.
+    /// Returns the text form of the kind.
     #[must_use]
     pub const fn text(self) -> &'static str {
         match self {
@@ -49,7 +49,7 @@ impl ComputeKind {
     }
 }
 
-/// One computation of one stage on one microbatch, or on one slice of its tokens.
+/// One computation of one stage, on one microbatch or on one slice of its tokens.
 ///
 /// ```
 /// use farflung_parallel::pipeline::{Action, ComputeKind};
@@ -64,54 +64,54 @@ impl ComputeKind {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Action {
-    /// On which stage, counted over the whole pipeline.
+    /// The stage, counted over the whole pipeline.
     pub stage: StageId,
-    /// On which microbatch.
+    /// Index of the microbatch.
     pub microbatch: u32,
-    /// On which slice of the microbatch's tokens; 0 where microbatches are whole.
+    /// Index of the slice of the microbatch's tokens; 0 if microbatches are not sliced.
     pub slice: u16,
-    /// What.
+    /// Kind of the computation.
     pub kind: ComputeKind,
 }
 
 impl Action {
-    /// An action on a whole microbatch.
+    /// Creates an action on a whole microbatch.
     #[must_use]
     pub const fn new(kind: ComputeKind, stage: u32, microbatch: u32) -> Self {
         Self { stage: StageId(stage), microbatch, slice: 0, kind }
     }
 
-    /// `F`.
+    /// Creates a forward, `F`, of a whole microbatch.
     #[must_use]
     pub const fn forward(stage: u32, microbatch: u32) -> Self {
         Self::new(ComputeKind::Forward, stage, microbatch)
     }
 
-    /// `I`.
+    /// Creates an input gradient, `I`, of a whole microbatch.
     #[must_use]
     pub const fn input(stage: u32, microbatch: u32) -> Self {
         Self::new(ComputeKind::BackwardInput, stage, microbatch)
     }
 
-    /// `W`.
+    /// Creates a weight gradient, `W`, of a whole microbatch.
     #[must_use]
     pub const fn weight(stage: u32, microbatch: u32) -> Self {
         Self::new(ComputeKind::BackwardWeight, stage, microbatch)
     }
 
-    /// `B`.
+    /// Creates a whole backward, `B`, of a whole microbatch.
     #[must_use]
     pub const fn backward(stage: u32, microbatch: u32) -> Self {
         Self::new(ComputeKind::Backward, stage, microbatch)
     }
 
-    /// Whether it makes the gradient that the stage before waits for.
+    /// Returns whether the action computes the gradient that the previous stage waits for.
     #[must_use]
     pub const fn yields_gradient(self) -> bool {
         matches!(self.kind, ComputeKind::Backward | ComputeKind::BackwardInput)
     }
 
-    /// Whether the microbatch's activations are of no use after it.
+    /// Returns whether the activations of the microbatch can be freed after the action.
     #[must_use]
     pub const fn releases(self) -> bool {
         matches!(self.kind, ComputeKind::Backward | ComputeKind::BackwardWeight)
@@ -125,14 +125,14 @@ impl fmt::Display for Action {
     }
 }
 
-/// Splits `12SEND_F7` into the stage, the name, and the rest.
+/// Splits `12SEND_F7` into stage, name and the rest.
 pub(crate) fn split(text: &str) -> Option<(u32, &str, &str)> {
     let name = text.find(|c: char| !c.is_ascii_digit())?;
     let rest = text[name..].find(|c: char| c.is_ascii_digit()).map_or(text.len(), |i| name + i);
     Some((text[..name].parse().ok()?, &text[name..rest], &text[rest..]))
 }
 
-/// Reads `7` or `7.3`: a microbatch and a slice.
+/// Parses `7` or `7.3`: a microbatch, and a slice if there is one.
 pub(crate) fn microbatch(text: &str) -> Option<(u32, u16)> {
     match text.split_once('.') {
         None => Some((text.parse().ok()?, 0)),
@@ -154,23 +154,23 @@ impl FromStr for Action {
     }
 }
 
-/// An entry of a rank's list: an action, or two that the rank runs at once.
+/// An entry of a rank's list: one action, or two that the rank runs at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Op {
     /// One action.
     Run(Action),
-    /// A forward and a backward of two microbatches, written `(0F7;7B3)`: one's communication hides behind the
-    /// other's computation. Both are done when the pair is.
+    /// A forward and a backward of two microbatches, written `(0F7;7B3)`. The communication of one overlaps
+    /// with the computation of the other. Both end when the pair ends.
     Overlap {
         /// The forward.
         forward: Action,
-        /// The backward, whole or of the input.
+        /// The backward: a whole one, or of the input only.
         backward: Action,
     },
 }
 
 impl Op {
-    /// Its actions, in the order in which they are written.
+    /// Returns its actions in the order of the text form.
     pub fn actions(&self) -> impl Iterator<Item = Action> + use<> {
         let (first, second) = match *self {
             Self::Run(action) => (action, None),
@@ -219,7 +219,7 @@ mod tests {
 
     #[test]
     fn an_op_is_small() {
-        // A thousand stages times thousands of microbatches are millions of them.
+        // A schedule of a thousand stages and thousands of microbatches has millions of them.
         assert_eq!(size_of::<Op>(), 24);
     }
 

@@ -1,5 +1,5 @@
-//! Ranks that follow arrivals instead of lists: the rule, what it comes to where all times are known, and its
-//! executor. It knows no clock: a worker says what has arrived.
+//! Ranks that work in the order of arrivals instead of by a fixed list: the rule, the order that it gives for
+//! known times, and its executor. The module has no clock: the worker reports what has arrived.
 
 use std::collections::VecDeque;
 
@@ -13,28 +13,30 @@ use super::{
 };
 use crate::ParallelError;
 
-/// The opportunistic rule: a rank that is free runs the backward whose gradient is there, or else the forward
-/// whose input is there, or else waits for whichever is first. Microbatches keep their order in each direction,
-/// so that gradients are summed in the same order whatever arrives when.
+/// The opportunistic rule. A free rank runs the next backward if its gradient has arrived, else the next
+/// forward if its input has arrived, else it waits for the first of the two. Microbatches keep their order in
+/// each direction, so gradients are summed in the same order whatever the times of arrival.
 ///
-/// Nobody waits for ever: sending waits for nothing, and a microbatch that is furthest back or ahead finds its
-/// rank free.
+/// No deadlock: sending does not block, and the rank of the microbatch that is furthest along always becomes
+/// free.
 ///
 /// Source: Athlur et al. 2022, "Varuna", section 3.2.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Arrivals {
-    /// Microbatches that may be between the first stage's forward and its backward: no rank holds more.
+    /// Maximum number of microbatches between the first stage's forward and its backward. No rank holds more.
     pub in_flight: u32,
 }
 
 impl Arrivals {
-    /// Whether another microbatch may enter after so many forwards and backwards of the first stage.
+    /// Returns whether another microbatch may enter the first stage after this many forwards and backwards of
+    /// it.
     #[must_use]
     pub const fn admits(self, forwards: u32, backwards: u32) -> bool {
         forwards - backwards < self.in_flight
     }
 
-    /// What the rule comes to where everything takes what `cost` says: an order like `order`, with other lists.
+    /// Returns the order that the rule gives if every action takes the time in `cost`. Only the lists differ
+    /// from `order`.
     ///
     /// Errors: as [`PipelineCost::check`].
     pub fn foresee(self, order: &ComputeOrder, cost: &PipelineCost) -> Result<ComputeOrder, ParallelError> {
@@ -47,18 +49,18 @@ impl Arrivals {
     }
 }
 
-/// A worker that can tell what has arrived.
+/// A worker that can report which messages have arrived.
 pub trait Watch: Worker {
-    /// Which of some messages is there by now, the first of them if several are. What is there is waited for
-    /// without blocking, also where it is an error.
+    /// Returns the index of the first message that has arrived, without blocking. [`Worker::wait`] on that
+    /// message must not block. A message that ended with an error counts as arrived.
     fn arrived(&mut self, awaited: &mut [&mut Self::Pending]) -> Option<usize>;
 
-    /// Waits until one of some messages, at least one, is there, and says which, the first of them if several
-    /// are.
+    /// Blocks until one of the messages has arrived and returns its index; the lowest if several have. The list
+    /// is not empty.
     fn first(&mut self, awaited: &mut [&mut Self::Pending]) -> usize;
 }
 
-/// A computation of the list, and what the list has behind it up to the next.
+/// A computation of the list, and the data movements between it and the next computation.
 #[derive(Debug, Clone)]
 struct Entry {
     action: Action,
@@ -70,7 +72,7 @@ struct Entry {
 struct Side<P> {
     left: VecDeque<Entry>,
     done: u32,
-    /// The message that the next of them takes, once it was asked for.
+    /// The message that the next computation needs, once it was requested.
     awaited: Option<P>,
 }
 
@@ -82,7 +84,7 @@ enum Next {
     Recompute,
 }
 
-/// One rank's way through a schedule's work, in the order that arrivals make.
+/// Runs one rank's work of a schedule in the order of arrivals.
 #[derive(Debug)]
 pub struct Follower<'a> {
     schedule: &'a Schedule,
@@ -95,10 +97,10 @@ pub struct Follower<'a> {
 }
 
 impl<'a> Follower<'a> {
-    /// For the work of `rank`'s list of `schedule`.
+    /// Creates a follower for `rank`'s list of `schedule`.
     ///
-    /// Errors: [`ParallelError::NotFollowed`] unless the rank has one stage, microbatches are whole, backwards
-    /// too, and all stages step at the end.
+    /// Errors: [`ParallelError::NotFollowed`] unless the rank has one stage, microbatches are not sliced,
+    /// backwards are not split, and all stages update at the end.
     ///
     /// # Panics
     /// If the schedule has no such rank.
@@ -125,7 +127,7 @@ impl<'a> Follower<'a> {
                     list.push_back(Entry { action, behind: Vec::new() });
                 }
                 Lowered::Compute(Op::Overlap { .. }) => return refuse("pairs"),
-                // Messages follow from the computations.
+                // Messages are derived from the computations.
                 Lowered::Move { .. } if entry.message(order.placement()).is_some() => {}
                 Lowered::Move { kind, stage, microbatch, slice } => {
                     if let Some(entry) = follower.list(last).and_then(VecDeque::back_mut) {
@@ -146,9 +148,9 @@ impl<'a> Follower<'a> {
         }
     }
 
-    /// Does all of it. At most one message of each direction is awaited at a time.
+    /// Runs all of the work. Waits for at most one message of each direction at a time.
     ///
-    /// Errors: the worker's own.
+    /// Errors: those of the worker.
     pub fn run<W: Watch>(self, worker: &mut W) -> Result<(), W::Error> {
         let Self { schedule, rule, forwards, backwards, mut recomputes, steps } = self;
         let placement = schedule.order().placement();
@@ -164,7 +166,7 @@ impl<'a> Follower<'a> {
             }
             let due = backward.left.front().filter(|_| may_backward).map(|entry| entry.action.microbatch);
             let again = recomputes.front().is_some_and(|entry| Some(entry.action.microbatch) == due);
-            // What could be next, the better first, with the message that it waits for.
+            // Candidates for the next action, the preferred one first, with the message that each waits for.
             let mut waiting = Vec::with_capacity(2);
             let mut at_once = None;
             for (next, may, side) in
@@ -185,7 +187,7 @@ impl<'a> Follower<'a> {
             let arrived = if awaited.is_empty() { None } else { worker.arrived(&mut awaited) };
             let next = match arrived.map(|i| nexts[i]).or(at_once) {
                 Some(next) => next,
-                // It needs no message, and fills the wait.
+                // The recomputation needs no message, so it fills the wait.
                 None if again => Next::Recompute,
                 None => nexts[worker.first(&mut awaited)],
             };

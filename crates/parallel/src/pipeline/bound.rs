@@ -1,4 +1,4 @@
-//! What no order of a pipeline's work can beat.
+//! A lower bound on the makespan of any order of a pipeline's work.
 
 use std::collections::BTreeMap;
 
@@ -6,14 +6,14 @@ use farflung_base::{Nanos, Rank, StageId};
 
 use super::{ComputeKind, ComputeOrder, Content, Message, PipelineCost};
 
-/// The least makespan of any order with the placement and sizes of `order`: the most that some rank or wire
-/// needs.
+/// Returns a lower bound on the makespan of any order with the placement and sizes of `order`: the maximum over
+/// all ranks and wires of the time that each needs at least.
 ///
-/// A rank starts when the first microbatch can have reached one of its stages, has all its work to do, and is
-/// followed by the way of the last gradient from it to the model's input. A wire likewise: the first message
-/// can be there at a certain time, all take their time, and after the last one its microbatch has its way to
-/// go. Overlapped pairs are taken to be free in the part that the cost says. Orders that reach the bound are
-/// optimal.
+/// A rank starts no earlier than the first microbatch can reach one of its stages. It then does all its work,
+/// and the last gradient still has to go from it to the model's input. A wire needs at least the earliest time
+/// of its first message, the time of all its messages, and the remaining time of the last message's microbatch.
+/// All work is assumed to overlap in pairs to the full `overlap_percent` of the cost. Orders that reach the
+/// bound are optimal.
 #[must_use]
 pub fn lower_bound(order: &ComputeOrder, cost: &PipelineCost) -> Nanos {
     let ways = Ways::new(order, cost);
@@ -21,15 +21,15 @@ pub fn lower_bound(order: &ComputeOrder, cost: &PipelineCost) -> Nanos {
     ranks.unwrap_or_default().max(ways.wires())
 }
 
-/// When a microbatch that nothing holds up is where.
+/// Earliest times of a single microbatch that never waits.
 struct Ways<'a> {
     order: &'a ComputeOrder,
     cost: &'a PipelineCost,
-    /// By part of the model: from the step's start to the part's forward.
+    /// For each part of the model: time from the start of the step to the part's forward.
     head: Vec<Nanos>,
-    /// By part of the model: from the end of the part's backward to that of the first part's.
+    /// For each part of the model: time from the end of the part's backward to the end of the first part's.
     tail: Vec<Nanos>,
-    /// From the step's start to the gradient of the last part's input.
+    /// Time from the start of the step to the gradient of the last part's input.
     turn: Nanos,
 }
 
@@ -46,7 +46,7 @@ impl<'a> Ways<'a> {
             if part + 1 == depth {
                 ways.turn = head + stage.forward + stage.input;
             } else if order.slices() == 1 {
-                // A slice is through sooner than its microbatch: then only whole work counts.
+                // A slice can arrive earlier than its whole microbatch, so with slices these times stay zero.
                 head = head + stage.forward + ways.hop(part, ComputeKind::Forward);
                 tail = tail + stage.input + ways.hop(part, ComputeKind::Backward);
             }
@@ -57,8 +57,8 @@ impl<'a> Ways<'a> {
         ways
     }
 
-    /// From part to the next, or back; copies of the model may cross ranks at different parts, the least
-    /// counts.
+    /// Returns the least time from a part to the next, or back. It is zero if any copy of the model has both
+    /// parts on one rank.
     fn hop(&self, part: u32, kind: ComputeKind) -> Nanos {
         let placement = self.order.placement();
         let depth = placement.depth();
@@ -93,7 +93,7 @@ impl<'a> Ways<'a> {
         let least =
             |of: &[Nanos]| placement.stages_of(rank).map(|g| of[self.part(g)]).min().unwrap_or_default();
         let free = u128::from(self.cost.overlap_percent.min(100));
-        // At best all is paired, and of each pair the shorter half is free in that part.
+        // The best case: all work is in pairs, and of each pair this percentage of the shorter half is free.
         let paired = |time: Nanos| Nanos((u128::from(time.0) * (200 - free) / 200) as u64);
         let tail = if self.order.is_forward_only() { Nanos::ZERO } else { least(&self.tail) };
         least(&self.head) + paired(needed + weights).max(paired(needed) + tail)
@@ -101,7 +101,8 @@ impl<'a> Ways<'a> {
 
     fn wires(&self) -> Nanos {
         let placement = self.order.placement();
-        // By wire: the least before its first message, its time under way, the least after its last.
+        // For each wire: least time before its first message, total transfer time, least time after its last
+        // message.
         let mut wires: BTreeMap<(Rank, Rank), (Nanos, Nanos, Nanos)> = BTreeMap::new();
         for message in self.order.actions().filter_map(|(_, action)| Message::made_by(action, placement)) {
             let Some(wire) = message.wire(placement) else { continue };
@@ -120,7 +121,8 @@ impl<'a> Ways<'a> {
         wires.into_values().map(|(before, time, after)| before + time + after).max().unwrap_or_default()
     }
 
-    /// The least time before a message can leave, and from its arrival to the end of its microbatch.
+    /// Returns the least time before a message can leave, and the least time from the end of its transfer to
+    /// the end of its microbatch.
     fn around(&self, message: Message) -> (Nanos, Nanos) {
         if self.order.slices() > 1 {
             return (Nanos::ZERO, Nanos::ZERO);

@@ -1,5 +1,5 @@
-//! All schedules side by side for one pipeline: time, bubble, memory, links, and how far from the best
-//! possible.
+//! Compares all schedules for one pipeline: time, bubble, memory, use of links, and distance from the lower
+//! bound.
 
 use std::fmt;
 
@@ -10,64 +10,67 @@ use super::{
 };
 use crate::ParallelError;
 
-/// The pipeline in question.
+/// The pipeline for which schedules are compared.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Comparison {
-    /// Ranks.
+    /// Number of ranks.
     pub ranks: u32,
-    /// Microbatches of a step.
+    /// Number of microbatches in a step.
     pub microbatches: u32,
-    /// Slices of each microbatch's tokens, for [`Method::TeraPipe`]; with one it is [`Method::GPipe`].
+    /// Number of slices of each microbatch's tokens, for [`Method::TeraPipe`]. With one slice, it equals
+    /// [`Method::GPipe`].
     pub slices: u16,
-    /// Each rank's whole share of the model, a part of it where it holds several chunks; one entry or one a
-    /// rank.
+    /// Cost of each rank's whole part of the model: one entry for all ranks, or one per rank. A rank with
+    /// several chunks divides it equally.
     pub cost: Vec<StageCost>,
-    /// What joins ranks: one entry, or what each rank has behind it, the last one's joining it to the first.
+    /// Links between ranks: one entry for all, or one per rank for the boundary after it. The last rank's entry
+    /// joins it to the first.
     pub boundaries: Vec<Boundary>,
-    /// The most activations of a rank's whole share, each of one microbatch, that a rank may hold.
+    /// Maximum number of activations that a rank may hold, in units of its whole part's activations of one
+    /// microbatch.
     pub memory: Option<u32>,
-    /// How much of the shorter half of an overlapped pair is free, in percent.
+    /// Percentage of the shorter half of an overlapped pair that takes no time.
     pub overlap_percent: u8,
 }
 
-/// What one schedule comes to.
+/// Results of one schedule.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Figures {
-    /// Its sizes: chunks on a rank.
+    /// Number of chunks on each rank.
     pub chunks: u32,
-    /// Copies of the model.
+    /// Number of copies of the model.
     pub copies: u32,
-    /// When the last rank is done.
+    /// Time at which the last rank is done.
     pub makespan: Nanos,
-    /// The longest time from a rank's first op to its last.
+    /// Longest time from a rank's first op to its last.
     pub span: Nanos,
-    /// Part of all ranks' time in which they stand still, from 0 to 1.
+    /// Fraction of all ranks' time in which they are idle, from 0 to 1.
     pub bubble: f64,
-    /// The most activations of a rank, in what a rank's whole share of the model keeps of a microbatch.
+    /// Peak activations of any rank, in units of its whole part's activations of one microbatch.
     pub peak: f64,
-    /// Part of the makespan in which the busiest wire is busy, from 0 to 1.
+    /// Fraction of the makespan in which the busiest wire is busy, from 0 to 1.
     pub link_use: f64,
-    /// What no order of this placement beats.
+    /// Lower bound on the makespan of any order with this placement.
     pub bound: Nanos,
 }
 
-/// A schedule and what it comes to, or why there is none.
+/// A schedule and its results, or the reason why it is not possible.
 pub type ComparisonRow = (Method, Result<Figures, ParallelError>);
 
-/// The answer to a [`Comparison`].
+/// The result of a [`Comparison`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct Compared {
-    /// Every method, in the order of [`Method::ALL`].
+    /// One row for each method, in the order of [`Method::ALL`].
     pub rows: Vec<ComparisonRow>,
-    /// [`Comparison::memory`].
+    /// Copy of [`Comparison::memory`].
     pub memory: Option<u32>,
 }
 
 impl Comparison {
     /// Simulates every method.
     ///
-    /// Errors: [`ParallelError::Zero`]; [`ParallelError::PerStage`]; that a method does not admit the sizes is
-    /// its row.
+    /// Errors: [`ParallelError::Zero`] for no ranks or microbatches; [`ParallelError::PerStage`] for a list of
+    /// the wrong length. If a method does not support the sizes, its row contains the error.
     pub fn run(&self) -> Result<Compared, ParallelError> {
         for (field, value) in [("stages", self.ranks), ("microbatches", self.microbatches)] {
             if value == 0 {
@@ -84,7 +87,7 @@ impl Comparison {
         Ok(Compared { rows: rows.collect(), memory: self.memory })
     }
 
-    /// The order of a method and what its stages take.
+    /// Returns the order of a method and the cost of its stages.
     ///
     /// Errors: as [`Method::order`].
     pub fn order(&self, method: Method) -> Result<(ComputeOrder, PipelineCost), ParallelError> {
@@ -112,7 +115,7 @@ impl Comparison {
         Ok((order, cost))
     }
 
-    /// What joins two ranks that follow each other.
+    /// Returns the boundary between two ranks with consecutive stages.
     fn between(&self, a: Rank, b: Rank) -> Boundary {
         let (low, high) = (a.min(b).index(), a.max(b).index());
         let behind = if high - low <= 1 { low } else { high };
@@ -138,7 +141,7 @@ impl Comparison {
     }
 }
 
-/// One of `chunks` equal parts of a stage.
+/// Returns the cost of one of `chunks` equal parts of a stage.
 fn part(whole: StageCost, chunks: u64) -> StageCost {
     let time = |t: Nanos| Nanos(t.0 / chunks);
     let mut memory = whole.memory;
@@ -155,8 +158,8 @@ fn part(whole: StageCost, chunks: u64) -> StageCost {
 }
 
 impl Compared {
-    /// The synchronous schedule that trains fastest within the memory and with one copy of the model; of equals
-    /// the one that holds least.
+    /// Returns the fastest schedule among the synchronous ones that train, with one copy of the model and
+    /// within the memory. Among equally fast ones, returns the one with the lowest peak.
     #[must_use]
     pub fn best(&self) -> Option<(Method, &Figures)> {
         let rows = self.rows.iter().filter_map(|(method, row)| Some((*method, row.as_ref().ok()?)));
@@ -171,7 +174,7 @@ impl Compared {
 }
 
 impl fmt::Display for Compared {
-    /// A table: a line per method. Times are in milliseconds.
+    /// Prints a table with one line per method. Times are in milliseconds.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
@@ -213,17 +216,19 @@ impl fmt::Display for Compared {
     }
 }
 
-/// A time in milliseconds, without rounding.
+/// Formats a time in milliseconds without rounding.
 #[must_use]
 pub fn millis(time: Nanos) -> String {
     let text = format!("{}.{:06}", time.0 / 1_000_000, time.0 % 1_000_000);
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
-/// A simulated order as one JSON object: `makespan` and `bound`, and for each of `ranks` its `bubble`,
-/// `span_bubble`, `peak` (in activations of one chunk) and `ops`; `step` where collectives are priced, what
-/// [`Schedule::simulate`](super::Schedule::simulate) found; and `held` where a part of the activations moves
-/// away, what [`Schedule::peak_bytes`](super::Schedule::peak_bytes) found. Times are milliseconds, not rounded.
+/// Formats a simulated order as one JSON object: `makespan` and `bound`, and for each of `ranks` its `bubble`,
+/// `span_bubble`, `peak` (in activations of one chunk) and `ops`. Times are milliseconds, not rounded.
+///
+/// `step` is added if given: the result of [`Schedule::simulate`](super::Schedule::simulate), which includes
+/// collectives. `held` is added for each rank if given: the result of
+/// [`Schedule::peak_bytes`](super::Schedule::peak_bytes), for activations that move to another rank.
 ///
 /// Errors: as [`simulate`].
 pub fn json(

@@ -1,4 +1,4 @@
-//! What a pipeline's parts take: stages in time and memory, the boundaries between them in bytes and links.
+//! Costs of a pipeline: time and memory of stages, bytes and links of the boundaries between them.
 
 use farflung_base::{Bytes, Link, Nanos, StageId};
 
@@ -6,37 +6,37 @@ use super::{Action, ComputeKind, ComputeOrder, Op};
 use crate::ParallelError;
 use crate::share::largest_remainder;
 
-/// What one stage takes for one microbatch.
+/// Time and memory of one stage for one microbatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StageCost {
-    /// `F`.
+    /// Time of `F`.
     pub forward: Nanos,
-    /// `I`.
+    /// Time of `I`.
     pub input: Nanos,
-    /// `W`; a whole backward `B` is `I` and `W`.
+    /// Time of `W`. A whole backward `B` takes the time of `I` and `W`.
     pub weight: Nanos,
-    /// `R`.
+    /// Time of `R`.
     pub recompute: Nanos,
-    /// `STEP`.
+    /// Time of `STEP`.
     pub step: Nanos,
-    /// What it holds.
+    /// Memory that the stage holds.
     pub memory: StageMemory,
 }
 
-/// What one stage holds of one microbatch.
+/// Memory that one stage holds for one microbatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StageMemory {
-    /// All that a backward needs, from `F` (or `R`) on.
+    /// Everything that a backward needs, held from `F` (or `R`) on.
     pub activations: Bytes,
-    /// The part of it that `W` still needs when `I` is done.
+    /// The part of `activations` that `W` still needs after `I`.
     pub for_weight: Bytes,
-    /// What is held from `F` to `R` where the stage recomputes: its input alone, or with selective
-    /// recomputation also what it keeps of the layers that do not run again.
+    /// Memory held from `F` to `R` if the stage recomputes: its input, and with selective recomputation also
+    /// the kept activations of layers that are not recomputed.
     pub input: Bytes,
 }
 
 impl StageCost {
-    /// A millisecond for each of `F`, `I` and `W`, one byte of activations.
+    /// A millisecond for each of `F`, `I`, `W` and `R`, and one byte of activations.
     pub const UNIT: Self = Self {
         forward: Nanos(1_000_000),
         input: Nanos(1_000_000),
@@ -46,13 +46,13 @@ impl StageCost {
         memory: StageMemory { activations: Bytes(1), for_weight: Bytes(1), input: Bytes(0) },
     };
 
-    /// `B`.
+    /// Returns the time of `B`.
     #[must_use]
     pub fn backward(&self) -> Nanos {
         self.input.saturating_add(self.weight)
     }
 
-    /// The time of a kind.
+    /// Returns the time of a kind.
     #[must_use]
     pub fn time(&self, kind: ComputeKind) -> Nanos {
         match kind {
@@ -66,41 +66,41 @@ impl StageCost {
     }
 }
 
-/// What joins a stage and the next, and what travels there for one microbatch.
+/// Link between a stage and the next, and the bytes that cross it for one microbatch.
 ///
-/// Messages from one rank to another take their turns on the wire, whichever boundary they cross; the two
-/// directions do not disturb each other.
+/// Messages from one rank to another are sent one at a time, whichever boundary they cross. The two directions
+/// are independent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Boundary {
-    /// The link, each way.
+    /// The link, in each direction.
     pub link: Link,
-    /// Activations, to the next stage.
+    /// Bytes of the activations sent to the next stage.
     pub forward: Bytes,
-    /// Their gradients, back.
+    /// Bytes of the gradients sent back.
     pub backward: Bytes,
 }
 
 impl Boundary {
-    /// Nothing is sent, and it arrives `hop` later.
+    /// Creates a boundary where messages have no size and arrive `hop` later.
     #[must_use]
     pub const fn latency(hop: Nanos) -> Self {
         Self { link: Link { latency: hop, ..Link::FREE }, forward: Bytes(0), backward: Bytes(0) }
     }
 
-    /// What an action sends over it.
+    /// Returns the bytes that an action of this kind sends over the boundary.
     #[must_use]
     pub const fn bytes(&self, kind: ComputeKind) -> Bytes {
         if matches!(kind, ComputeKind::Forward) { self.forward } else { self.backward }
     }
 }
 
-/// What a slice of a microbatch's tokens is, beside the other slices: its attention looks at those before it,
-/// so the last of equally long slices takes longest.
+/// Relative size of one slice of a microbatch's tokens. A token's attention covers all earlier slices, so the
+/// last of equally long slices takes the most time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SliceShare {
-    /// Of the tokens: what stages hold and boundaries carry is cut so.
+    /// Share of the tokens: divides the memory of stages and the bytes on boundaries.
     pub tokens: u64,
-    /// Of the stages' times.
+    /// Share of the stages' times.
     pub time: u64,
 }
 
@@ -108,22 +108,22 @@ impl SliceShare {
     const EQUAL: Self = Self { tokens: 1, time: 1 };
 }
 
-/// What a pipeline takes.
+/// Costs of a whole pipeline.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PipelineCost {
-    /// By stage of one copy of the model; or of all copies, where ranks that hold the same part are unequally
-    /// fast.
+    /// Cost of each stage of one copy of the model; or of all copies, if ranks with the same part differ in
+    /// speed.
     pub stages: Vec<StageCost>,
-    /// By the stage before the boundary: one fewer than stages.
+    /// Boundary after each stage of one copy but the last.
     pub boundaries: Vec<Boundary>,
-    /// By slice of a microbatch's tokens; empty: all equal.
+    /// Share of each slice of a microbatch's tokens. Empty: all equal.
     pub slices: Vec<SliceShare>,
-    /// How much of the shorter half of an overlapped pair is free, in percent.
+    /// Percentage of the shorter half of an overlapped pair that takes no time.
     pub overlap_percent: u8,
 }
 
 impl PipelineCost {
-    /// Equal stages and boundaries for `order`.
+    /// Creates the cost of equal stages and boundaries for `order`.
     #[must_use]
     pub fn uniform(order: &ComputeOrder, stage: StageCost, boundary: Boundary) -> Self {
         let depth = order.placement().depth() as usize;
@@ -135,7 +135,7 @@ impl PipelineCost {
         }
     }
 
-    /// Whether the lists are as long as `order` needs.
+    /// Checks that the lists have the lengths that `order` needs.
     ///
     /// Errors: [`ParallelError::PerStage`].
     pub fn check(&self, order: &ComputeOrder) -> Result<(), ParallelError> {
@@ -154,7 +154,7 @@ impl PipelineCost {
         }
     }
 
-    /// The costs with each stage's time cut into the slices of `order`.
+    /// Returns the costs with each stage's time divided into the slices of `order`.
     pub(super) fn table(&self, order: &ComputeOrder) -> CostTable {
         let slices = usize::from(order.slices());
         let shares =
@@ -185,7 +185,7 @@ impl PipelineCost {
         CostTable { stages, slices, tokens, overlap_percent: self.overlap_percent }
     }
 
-    /// What each stage takes for each slice of `order`: stage by stage, slice by slice.
+    /// Returns the cost of each stage for each slice of `order`: stage by stage, slice by slice.
     ///
     /// Errors: as [`PipelineCost::check`].
     pub fn by_slice(&self, order: &ComputeOrder) -> Result<Vec<StageCost>, ParallelError> {
@@ -193,26 +193,27 @@ impl PipelineCost {
         Ok(self.table(order).stages)
     }
 
-    /// What a stage of any copy of the model takes for a whole microbatch.
+    /// Returns the cost of a stage, of any copy of the model, for a whole microbatch.
     pub(super) fn stage(&self, stage: StageId) -> &StageCost {
         &self.stages[stage.index() % self.stages.len()]
     }
 
-    /// The least that a part takes in any copy of the model, for times that no order can do without.
+    /// Returns the cost of a part in the copy of the model with the fastest forward. Used for lower bounds.
     pub(super) fn least(&self, part: u32) -> StageCost {
         let depth = self.boundaries.len() + 1;
         let copies = self.stages.iter().skip(part as usize).step_by(depth);
         copies.copied().reduce(|a, b| if b.forward < a.forward { b } else { a }).unwrap_or_default()
     }
 
-    /// The boundary that `action` of `stage` sends over: ahead for a forward, back for a backward.
+    /// Returns the boundary over which an action of `stage` sends: to the next stage for a forward, to the
+    /// previous one for a backward.
     pub(super) fn boundary(&self, stage: StageId, kind: ComputeKind) -> &Boundary {
         let part = stage.index() % (self.boundaries.len() + 1);
         &self.boundaries[if kind == ComputeKind::Forward { part } else { part - 1 }]
     }
 }
 
-/// Costs by stage and slice, ready to be looked up.
+/// Costs by stage and slice, for fast lookup.
 #[derive(Debug)]
 pub(super) struct CostTable {
     stages: Vec<StageCost>,
@@ -223,7 +224,7 @@ pub(super) struct CostTable {
 }
 
 impl CostTable {
-    /// What the slice of `action` is of a microbatch's message, rounded up.
+    /// Returns the bytes of one slice of a microbatch's message, rounded up.
     pub(super) fn message(&self, action: Action, whole: Bytes) -> Bytes {
         if self.slices == 1 {
             return whole;
@@ -237,7 +238,7 @@ impl CostTable {
         &self.stages[action.stage.index() * self.slices + usize::from(action.slice)]
     }
 
-    /// How long an op takes.
+    /// Returns the duration of an op.
     pub(super) fn time(&self, op: Op) -> Nanos {
         match op {
             Op::Run(action) => self.of(action).time(action.kind),

@@ -1,18 +1,19 @@
-//! `PyTorch`'s form of a schedule: a line per rank, a cell per action, as `_PipelineScheduleRuntime` loads and
-//! dumps it.
+//! The CSV form of schedules in `PyTorch`: a line per rank, a cell per action, as `_PipelineScheduleRuntime`
+//! loads and dumps it.
 
 use super::{ComputeOrder, Lowered, Op};
 use crate::ParallelError;
 
-/// What `PyTorch` writes behind an overlapped pair.
+/// Suffix that `PyTorch` writes after an overlapped pair.
 const OVERLAP: &str = "OVERLAP_F_B";
 
 impl ComputeOrder {
-    /// Reads the compute-only form, or the one with communication, whose messages, reductions and gathers are
-    /// left out: [`Schedule::new`](super::Schedule::new) makes its own. Cells without an action are time in
-    /// which the rank waits.
+    /// Parses the compute-only form, or the form with communication. Its messages, reductions and gathers are
+    /// ignored, because [`Schedule::new`](super::Schedule::new) generates its own. Empty cells, in which the
+    /// rank waits, are ignored too.
     ///
-    /// Errors: as [`ComputeOrder::from_lists`], with the line.
+    /// Errors: as [`ComputeOrder::from_lists`]; [`ParallelError::ScheduleLine`] for a cell that cannot be
+    /// parsed, with its line.
     ///
     /// ```
     /// use farflung_parallel::pipeline::ComputeOrder;
@@ -58,7 +59,7 @@ mod tests {
     use super::*;
     use crate::pipeline::{Method, Settings};
 
-    /// `PyTorch`'s own `test/distributed/pipelining/artifacts/dualpipev_4rank_10mb.csv`.
+    /// `PyTorch`'s file `test/distributed/pipelining/artifacts/dualpipev_4rank_10mb.csv`.
     const DUAL_PIPE_V: &str = include_str!("../../tests/vectors/dualpipev_4rank_10mb.csv");
 
     #[test]

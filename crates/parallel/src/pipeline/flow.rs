@@ -1,21 +1,22 @@
-//! Runs every rank's list as far as what it waits for allows: the one place that knows what depends on what.
-//! It knows no durations; a [`Clock`] does.
+//! Runs the lists of all ranks as far as their inputs allow. This is the only place that defines which
+//! computation depends on which. Durations come from a [`Clock`].
 
 use farflung_base::{Nanos, Rank, StageId};
 
 use super::{Action, ComputeKind, ComputeOrder, Lowered, Op};
 use crate::ParallelError;
 
-/// What a walk over an order asks of time.
+/// Supplies the durations for a walk over an order.
 pub(super) trait Clock {
-    /// A rank runs the op at `index` of its list, whose inputs are there at `ready`; answers with the end.
+    /// Runs the op at `index` of a rank's list, whose inputs are available at `ready`. Returns the time at
+    /// which it ends.
     fn run(&mut self, rank: Rank, index: usize, op: Op, ready: Nanos) -> Nanos;
 
-    /// What `action` made leaves for a stage of another rank at `at`; answers with the arrival.
+    /// Sends the output of `action` at `at` to a stage of another rank. Returns the time of arrival.
     fn deliver(&mut self, action: Action, to: StageId, at: Nanos) -> Nanos;
 }
 
-/// Time stands still: whether an order ends at all.
+/// A clock with zero durations, to check only that an order has no deadlock.
 pub(super) struct Timeless;
 
 impl Clock for Timeless {
@@ -30,16 +31,17 @@ impl Clock for Timeless {
 
 /// Walks `order` to its end. Actions must be in range, on their ranks, and each at most once.
 ///
-/// A forward waits for the activation of the stage before, a backward for the gradient of the stage behind; at
-/// the model's end the gradient is there with the forward's end. All else waits for its rank alone. Each rank's
-/// clock runs in the order of its list, so the order in which ranks are visited does not matter.
+/// A forward waits for the activation of the previous stage, a backward for the gradient of the next stage. At
+/// the last stage, the gradient is available at the end of the forward. All other actions wait only for their
+/// rank. Each rank processes its list in order, so the order in which ranks are visited does not change the
+/// result.
 ///
-/// Errors: [`ParallelError::Deadlock`] with the ops that the ranks stand at.
+/// Errors: [`ParallelError::Deadlock`] with the op at which each rank waits.
 pub(super) fn flow(order: &ComputeOrder, clock: &mut impl Clock) -> Result<(), ParallelError> {
     let mut walk = Walk::new(order);
     let ranks = order.placement.ranks() as usize;
     let mut at = vec![0; ranks];
-    // Whoever was woken last goes first: neighbours take turns, and what they touch stays in cache.
+    // Visits the rank woken last first: neighbours alternate, which keeps their data in the cache.
     let mut ready: Vec<usize> = (0..ranks).rev().collect();
     while let Some(rank) = ready.pop() {
         let list = &order.lists[rank];
@@ -67,15 +69,15 @@ pub(super) fn flow(order: &ComputeOrder, clock: &mut impl Clock) -> Result<(), P
     if waiting.is_empty() { Ok(()) } else { Err(ParallelError::Deadlock { waiting }) }
 }
 
-/// A slot that no rank waits for.
+/// Marks a rank that waits for no slot.
 const NOTHING: usize = usize::MAX;
 
 struct Walk<'a> {
     order: &'a ComputeOrder,
-    /// When each activation (first half) and gradient (second half) is there; [`Nanos::MAX`]: not yet.
+    /// Arrival time of each activation (first half) and gradient (second half); [`Nanos::MAX`]: not yet.
     arrivals: Vec<Nanos>,
     cells: usize,
-    /// The slot at which each rank stands.
+    /// The slot for which each rank waits.
     waits_for: Vec<usize>,
 }
 
@@ -92,7 +94,7 @@ impl<'a> Walk<'a> {
         Self { order, arrivals, cells, waits_for: vec![NOTHING; order.placement.ranks() as usize] }
     }
 
-    /// What an action waits for, if not for its rank alone.
+    /// Returns the slot that an action waits for. `None` if it waits only for its rank.
     fn input(&self, action: Action) -> Option<usize> {
         match action.kind {
             ComputeKind::Forward => Some(self.order.cell(action)),
@@ -101,7 +103,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// When an op's inputs are there, or the slot of the first that is not.
+    /// Returns the time at which an op's inputs are all available, or the first slot that is missing.
     fn ready(&self, op: Op) -> Result<Nanos, usize> {
         let mut ready = Nanos::ZERO;
         for slot in op.actions().filter_map(|action| self.input(action)) {
@@ -114,7 +116,7 @@ impl<'a> Walk<'a> {
         Ok(ready)
     }
 
-    /// Hands on what an action made; answers with the rank that stood waiting for it.
+    /// Delivers the output of an action. Returns the rank that was waiting for it, if any.
     fn publish(&mut self, action: Action, end: Nanos, clock: &mut impl Clock) -> Option<usize> {
         let placement = &self.order.placement;
         let (to, gradient) = match action.kind {

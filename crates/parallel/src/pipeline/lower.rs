@@ -1,4 +1,4 @@
-//! Puts between a rank's computations what they need from others and what others need from them.
+//! Lowering: adds communication and data movement to each rank's list of computations.
 
 use std::collections::BTreeMap;
 
@@ -6,34 +6,36 @@ use farflung_base::Rank;
 
 use super::{Action, ComputeKind, ComputeOrder, Lowered, LoweredKind, Message, Op, Updates};
 
-/// What lowering adds besides messages.
+/// Options for what lowering adds besides messages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lowering {
-    /// How many computations before its use a message is awaited, so that it can arrive meanwhile.
+    /// Number of computations before its use at which a receive is posted, so that the message can arrive
+    /// meanwhile.
     pub ahead: u32,
-    /// Whether stages have replicas whose gradients are averaged. Where the pipeline has two copies of the
-    /// model they are in any case.
+    /// Whether stages have replicas whose gradients are averaged. Gradients are always averaged if the pipeline
+    /// has two copies of the model.
     pub replicas: bool,
     /// Whether the first and the last stage share weights.
     pub tied: bool,
-    /// Whether each stage's weights are gathered before use and given up after.
+    /// Whether each stage's weights are gathered before use and freed after.
     pub sharded: bool,
-    /// Activations whose backward is at least so many computations away are moved to slower memory meanwhile.
+    /// Minimum distance, in computations, from a forward to its backward at which the activations are moved to
+    /// slower memory meanwhile. `None`: never.
     pub offload: Option<u32>,
 }
 
 impl Default for Lowering {
-    /// Messages alone, awaited one computation ahead.
+    /// Adds only messages, with receives posted one computation ahead.
     fn default() -> Self {
         Self { ahead: 1, replicas: false, tied: false, sharded: false, offload: None }
     }
 }
 
-/// The lists of all ranks.
+/// Returns the lowered lists of all ranks.
 ///
-/// A message is sent right after the computation that makes it. Messages from a rank to another are awaited in
-/// the order in which they are sent, so that one ordered channel for each direction is enough; each as late as
-/// that order lets it, less [`Lowering::ahead`].
+/// A message is sent right after the computation that produces it. Receives between two ranks are in the order
+/// of the sends, so one ordered channel per direction is enough. Each receive is posted as late as this order
+/// allows, minus [`Lowering::ahead`] computations.
 pub(super) fn lower(order: &ComputeOrder, lowering: &Lowering) -> Vec<Vec<Lowered>> {
     let mut before: Vec<Vec<Vec<Lowered>>> =
         order.lists().iter().map(|list| vec![Vec::new(); list.len()]).collect();
@@ -42,10 +44,10 @@ pub(super) fn lower(order: &ComputeOrder, lowering: &Lowering) -> Vec<Vec<Lowere
     ranks.map(|((rank, list), before)| List::new(order, rank, list, lowering).fill(before)).collect()
 }
 
-/// Puts each message's receive before a computation of the rank that takes it.
+/// Places the receive of each message before a computation of the receiving rank.
 fn place_receives(order: &ComputeOrder, ahead: usize, before: &mut [Vec<Vec<Lowered>>]) {
     let placement = order.placement();
-    // Where each message is taken.
+    // For each message, the index of the computation that uses it.
     let mut taken = vec![0; 2 * order.cells()];
     for list in order.lists() {
         for (at, op) in list.iter().enumerate() {
@@ -61,7 +63,7 @@ fn place_receives(order: &ComputeOrder, ahead: usize, before: &mut [Vec<Vec<Lowe
         }
     }
     for ((_, to), messages) in wires {
-        // Not after those that are sent later but taken earlier.
+        // A receive must not come after the receive of a message that is sent later but used earlier.
         let mut latest = usize::MAX;
         let mut places = Vec::with_capacity(messages.len());
         for &(message, at) in messages.iter().rev() {
@@ -74,7 +76,7 @@ fn place_receives(order: &ComputeOrder, ahead: usize, before: &mut [Vec<Vec<Lowe
     }
 }
 
-/// One rank's list in the making.
+/// One rank's lowered list while it is built.
 struct List<'a> {
     order: &'a ComputeOrder,
     rank: Rank,
@@ -91,7 +93,7 @@ impl<'a> List<'a> {
     fn fill(mut self, before: Vec<Vec<Lowered>>) -> Vec<Lowered> {
         let placement = self.order.placement();
         let (offloads, loads) = self.moves();
-        // An author who writes steps writes all of them.
+        // If the order contains optimizer steps, they are complete and none is added.
         let own_steps = self.order.actions().any(|(_, a)| a.kind == ComputeKind::Step);
         let trains = !own_steps && !self.order.is_forward_only();
         let mut unfinished: BTreeMap<_, u32> = BTreeMap::new();
@@ -120,7 +122,8 @@ impl<'a> List<'a> {
         if trains && self.order.updates() == Updates::Flush {
             let last = self.order.microbatches() - 1;
             for stage in placement.homes_of(self.rank) {
-                // A copy of the model that saw no microbatch steps too: with the gradients of the other.
+                // A copy of the model that processed no microbatch also updates, with the gradients of the
+                // other copy.
                 let step = Action::new(ComputeKind::Step, stage.0, last);
                 self.out.push(Lowered::Compute(step.into()));
             }
@@ -128,7 +131,8 @@ impl<'a> List<'a> {
         self.out
     }
 
-    /// Starts reductions when a stage's gradients of an update are complete, and steps where nobody flushes.
+    /// Starts reductions when a stage's gradients for an update are complete, and adds the optimizer step if
+    /// the order does not flush.
     fn after_backward(&mut self, action: Action, last: bool) {
         if action.slice > 0 {
             return;
@@ -160,7 +164,7 @@ impl<'a> List<'a> {
         at.and_then(|at| self.ops.get(at)).is_some_and(|op| op.actions().any(|a| a.stage == stage))
     }
 
-    /// Gathers the weights of the op's stages that the op before did not use.
+    /// Gathers the weights of the op's stages, except those that the previous op used.
     fn gather(&mut self, at: usize, op: Op) {
         for action in op.actions().filter(|_| self.lowering.sharded) {
             if !self.uses(at.checked_sub(1), action.stage) {
@@ -169,7 +173,7 @@ impl<'a> List<'a> {
         }
     }
 
-    /// Gives up the weights of the op's stages that the op behind does not use.
+    /// Frees the weights of the op's stages, except those that the next op uses.
     fn free(&mut self, at: usize, op: Op) {
         for action in op.actions().filter(|_| self.lowering.sharded) {
             if !self.uses(at.checked_add(1), action.stage) {
@@ -178,7 +182,8 @@ impl<'a> List<'a> {
         }
     }
 
-    /// After which op activations leave, and before which they come back.
+    /// Returns the offloads, by the index of the op after which they start, and the loads, by the index of the
+    /// op before which they start.
     fn moves(&self) -> (BTreeMap<usize, Lowered>, BTreeMap<usize, Vec<Lowered>>) {
         let (mut offloads, mut loads) = (BTreeMap::new(), BTreeMap::<_, Vec<_>>::new());
         let Some(distance) = self.lowering.offload else { return (offloads, loads) };
@@ -190,7 +195,7 @@ impl<'a> List<'a> {
                     ComputeKind::Forward => {
                         forwards.insert(cell, at);
                     }
-                    // What a stage recomputes it does not keep.
+                    // A stage that recomputes does not keep these activations, so there is nothing to offload.
                     ComputeKind::Recompute => {
                         forwards.remove(&cell);
                     }

@@ -1,5 +1,5 @@
-//! The lists that ranks carry out: computations, and between them what is sent, received, reduced, gathered and
-//! moved.
+//! The lists that ranks execute: computations, and between them sends, receives, reductions, gathers and moves
+//! of activations.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,29 +10,29 @@ use super::action::{microbatch, split};
 use super::{Action, ComputeKind, Op, Placement};
 use crate::ParallelError;
 
-/// What lowering puts between computations.
+/// Kind of an entry that lowering adds between computations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum LoweredKind {
-    /// `SEND_F`: a stage's output leaves for the next stage's rank.
+    /// `SEND_F`: sends a stage's output to the rank of the next stage.
     SendForward,
-    /// `RECV_F`: a stage's input is awaited from now on.
+    /// `RECV_F`: posts the receive of a stage's input.
     ReceiveForward,
-    /// `SEND_B`: the gradient of a stage's input leaves for the rank of the stage before.
+    /// `SEND_B`: sends the gradient of a stage's input to the rank of the previous stage.
     SendBackward,
-    /// `RECV_B`: the gradient of a stage's output is awaited from now on.
+    /// `RECV_B`: posts the receive of the gradient of a stage's output.
     ReceiveBackward,
-    /// `REDUCE_GRAD`: a stage's gradients are complete here and are averaged with those of its replicas from
-    /// now on.
+    /// `REDUCE_GRAD`: starts averaging a stage's gradients, which are complete on this rank, with those of its
+    /// replicas.
     Reduce,
-    /// `REDUCE_TIED`: the gradients that the first and the last stage share are summed from now on.
+    /// `REDUCE_TIED`: starts summing the gradients that the first and the last stage share.
     ReduceTied,
-    /// `UNSHARD`: a stage's weights are gathered for the computations that follow.
+    /// `UNSHARD`: gathers a stage's weights for the following computations.
     Gather,
-    /// `RESHARD`: gathered weights are given up.
+    /// `RESHARD`: frees gathered weights.
     Free,
-    /// `OFFLOAD`: a microbatch's activations leave for slower memory.
+    /// `OFFLOAD`: moves a microbatch's activations to slower memory.
     Offload,
-    /// `LOAD`: they come back.
+    /// `LOAD`: moves them back.
     Load,
 }
 
@@ -50,7 +50,7 @@ impl LoweredKind {
         Self::Load,
     ];
 
-    /// How the kind is written; where `PyTorch` has it, as there.
+    /// Returns the text form of the kind. It is `PyTorch`'s if `PyTorch` has the kind.
     #[must_use]
     pub const fn text(self) -> &'static str {
         match self {
@@ -67,7 +67,7 @@ impl LoweredKind {
         }
     }
 
-    /// Whether it is about one microbatch.
+    /// Returns whether the entry is for one microbatch.
     const fn has_microbatch(self) -> bool {
         !matches!(self, Self::Reduce | Self::ReduceTied | Self::Gather | Self::Free)
     }
@@ -78,16 +78,15 @@ impl LoweredKind {
 pub enum Lowered {
     /// A computation.
     Compute(Op),
-    /// Anything else. Only a [`LoweredKind::SendForward`] and the like have a microbatch and slice; for others
-    /// they are 0.
+    /// A communication or data movement.
     Move {
-        /// What.
+        /// Kind of the entry.
         kind: LoweredKind,
-        /// Of which stage: of a message, the one on this rank.
+        /// The stage. For a message, the stage on this rank.
         stage: StageId,
-        /// Of which microbatch.
+        /// Index of the microbatch; 0 for `Reduce`, `ReduceTied`, `Gather` and `Free`, which have none.
         microbatch: u32,
-        /// Of which slice of its tokens.
+        /// Index of the slice of the microbatch's tokens; 0 if there is none.
         slice: u16,
     },
 }
@@ -102,7 +101,8 @@ impl Lowered {
         Self::Move { kind, stage, microbatch: 0, slice: 0 }
     }
 
-    /// What it sends or awaits, if it is a message between two stages of `placement`.
+    /// Returns the message that the entry sends or receives, if it is a message between two stages of
+    /// `placement`.
     #[must_use]
     pub fn message(&self, placement: &Placement) -> Option<(Way, Message)> {
         let Self::Move { kind, stage, microbatch, slice } = *self else { return None };
@@ -118,7 +118,7 @@ impl Lowered {
         Some((way, message?))
     }
 
-    /// Whether it is a message at all, between whatever stages.
+    /// Returns whether the entry is a send or a receive, without checking that its stages exist.
     pub(super) const fn is_message(&self) -> bool {
         use LoweredKind::{ReceiveBackward, ReceiveForward, SendBackward, SendForward};
         matches!(self, Self::Move { kind: SendForward | ReceiveForward | SendBackward | ReceiveBackward, .. })
@@ -159,39 +159,39 @@ impl FromStr for Lowered {
     }
 }
 
-/// Which end of a wire a rank is at.
+/// Direction of a message, as seen by one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Way {
-    /// The message leaves.
+    /// The rank sends the message.
     Send,
-    /// It is awaited.
+    /// The rank receives the message.
     Receive,
 }
 
-/// What a message holds.
+/// Content of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Content {
-    /// The output of a stage, for the next.
+    /// The output of a stage, for the next stage.
     Activation,
-    /// The gradient of a stage's input, for the one before.
+    /// The gradient of a stage's input, for the previous stage.
     Gradient,
 }
 
-/// What one stage makes for another.
+/// Data that one stage produces for another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Message {
-    /// The stage that makes it.
+    /// The stage that produces it.
     pub from: StageId,
-    /// What it is.
+    /// Its content.
     pub content: Content,
-    /// Of which microbatch.
+    /// Index of the microbatch.
     pub microbatch: u32,
-    /// Of which slice.
+    /// Index of the slice of the microbatch's tokens.
     pub slice: u16,
 }
 
 impl Message {
-    /// The stage that takes it.
+    /// Returns the stage that uses the message.
     #[must_use]
     pub const fn to(&self) -> StageId {
         match self.content {
@@ -200,7 +200,7 @@ impl Message {
         }
     }
 
-    /// What `action` makes for another stage.
+    /// Returns the message that `action` produces for another stage, if any.
     #[must_use]
     pub fn made_by(action: Action, placement: &Placement) -> Option<Self> {
         let Action { kind, stage, microbatch, slice } = action;
@@ -212,7 +212,7 @@ impl Message {
         to.map(|_| Self { from: stage, content, microbatch, slice })
     }
 
-    /// What `action` takes from another stage.
+    /// Returns the message that `action` needs from another stage, if any.
     #[must_use]
     pub fn taken_by(action: Action, placement: &Placement) -> Option<Self> {
         let Action { kind, stage, microbatch, slice } = action;
@@ -224,14 +224,14 @@ impl Message {
         Some(Self { from, content, microbatch, slice })
     }
 
-    /// The rank that sends it and the one that takes it, where these are two.
+    /// Returns the sending and the receiving rank. `None` if both stages are on the same rank.
     #[must_use]
     pub fn wire(&self, placement: &Placement) -> Option<(Rank, Rank)> {
         let (from, to) = (placement.rank(self.from), placement.rank(self.to()));
         (from != to).then_some((from, to))
     }
 
-    /// The entry that sends it.
+    /// Returns the entry that sends the message.
     pub(super) const fn send(&self) -> Lowered {
         let Self { from, microbatch, slice, .. } = *self;
         let kind = match self.content {
@@ -241,7 +241,7 @@ impl Message {
         Lowered::Move { kind, stage: from, microbatch, slice }
     }
 
-    /// The entry that awaits it.
+    /// Returns the entry that receives the message.
     pub(super) const fn receive(&self) -> Lowered {
         let kind = match self.content {
             Content::Activation => LoweredKind::ReceiveForward,

@@ -1,5 +1,5 @@
-//! What a pipeline's ranks hold: activations from their forward to the end of their backward. Order alone
-//! decides it, not time.
+//! Memory of a pipeline's ranks: activations are held from their forward to the end of their backward. Only the
+//! order matters, not the times.
 
 use farflung_base::{Bytes, StageId};
 
@@ -7,11 +7,11 @@ use super::cost::CostTable;
 use super::{Action, ComputeKind, ComputeOrder, Lowered, LoweredKind, Op, PipelineCost, Schedule};
 use crate::ParallelError;
 
-/// The most chunk activations that each rank holds at once: forwards done, the last part of their backward not
-/// yet.
+/// Returns the peak number of chunk activations that each rank holds: microbatches whose forward is done and
+/// whose last part of the backward is not.
 ///
-/// A slice of a microbatch counts as one. An overlapped pair holds both of its microbatches. Without backwards
-/// nothing outlasts its forward.
+/// A slice of a microbatch counts as one. An overlapped pair holds both of its microbatches. If the order has
+/// no backwards, activations are freed at the end of their forward.
 #[must_use]
 pub fn peaks(order: &ComputeOrder) -> Vec<u32> {
     if order.is_forward_only() {
@@ -32,10 +32,10 @@ pub fn peaks(order: &ComputeOrder) -> Vec<u32> {
     order.lists().iter().map(peak).collect()
 }
 
-/// The most bytes of activations that each rank holds at once.
+/// Returns the peak bytes of activations that each rank holds.
 ///
-/// A stage that recomputes holds [`StageMemory::input`](super::StageMemory::input) from `F` to `R` and all from
-/// `R` on.
+/// A stage that recomputes holds [`StageMemory::input`](super::StageMemory::input) from `F` to `R`, and all
+/// activations from `R` on.
 ///
 /// Errors: as [`PipelineCost::check`].
 pub fn peak_bytes(order: &ComputeOrder, cost: &PipelineCost) -> Result<Vec<Bytes>, ParallelError> {
@@ -45,7 +45,7 @@ pub fn peak_bytes(order: &ComputeOrder, cost: &PipelineCost) -> Result<Vec<Bytes
 }
 
 impl Schedule {
-    /// The most bytes of activations that each rank holds at once, what is offloaded not among them.
+    /// Returns the peak bytes of activations that each rank holds, without offloaded ones.
     ///
     /// Errors: as [`PipelineCost::check`].
     pub fn peak_bytes(&self, cost: &PipelineCost) -> Result<Vec<Bytes>, ParallelError> {
@@ -54,7 +54,7 @@ impl Schedule {
     }
 }
 
-/// What is held of each microbatch.
+/// Computes how many bytes are held over a list.
 struct Held<'a> {
     order: &'a ComputeOrder,
     table: CostTable,
@@ -101,13 +101,13 @@ impl<'a> Held<'a> {
         self.table.of(action).memory.activations.0
     }
 
-    /// What an action holds besides while it runs, and what it adds and takes away for good.
+    /// Returns the extra bytes held while an action runs, and the bytes that it adds and frees permanently.
     fn change(&self, action: Action) -> (u64, (u64, u64)) {
         let memory = self.table.of(action).memory;
         let all = memory.activations.0;
         let for_weight = memory.for_weight.0.min(all);
         match action.kind {
-            // A forward holds all that it makes while it runs, kept or not.
+            // While it runs, a forward holds all its activations, including those it does not keep.
             ComputeKind::Forward if self.forward_only => (all, (0, 0)),
             ComputeKind::Forward if self.recomputes[self.order.cell(action)] => (all, (memory.input.0, 0)),
             ComputeKind::Forward => (all, (all, 0)),
@@ -127,7 +127,7 @@ mod tests {
     use super::*;
     use crate::pipeline::{Boundary, Lowering, Method, Settings, StageCost, StageMemory};
 
-    /// Per microbatch 10 bytes, 4 of them until W, 1 where the stage recomputes.
+    /// Per microbatch: 10 bytes of activations, 4 of them until W, and 1 byte of input if the stage recomputes.
     fn cost(order: &ComputeOrder) -> PipelineCost {
         let memory = StageMemory { activations: Bytes(10), for_weight: Bytes(4), input: Bytes(1) };
         PipelineCost::uniform(order, StageCost { memory, ..StageCost::UNIT }, Boundary::latency(Nanos::ZERO))
@@ -141,10 +141,10 @@ mod tests {
     fn recompute_holds_inputs_and_one_microbatch() {
         let order = Method::GPipe.order(&Settings::new(2, 4)).unwrap();
         assert_eq!(peak(&order), [40, 40]);
-        // The last stage turns round with all of its last microbatch still there.
+        // The last stage holds three inputs and all activations of its last microbatch.
         let again = order.with_recompute();
         assert_eq!(peak(&again), [13, 13]);
-        // Half of the layers run again: what the others keep is held all the time.
+        // With half of the layers recomputed, the activations of the other half are held from `F` on.
         let mut selective = cost(&again);
         selective.stages.iter_mut().for_each(|stage| stage.memory.input = Bytes(6));
         assert_eq!(peak_bytes(&again, &selective).unwrap(), [Bytes(28); 2]);
@@ -152,7 +152,7 @@ mod tests {
 
     #[test]
     fn a_split_backward_gives_back_in_two_parts() {
-        // F0 F1 I0 I1 W0 W1: 20, then 6 less twice.
+        // F0 and F1 hold 20 bytes. I0 and I1 free 6 each before F2 adds 10.
         let order: ComputeOrder = "r0: 0F0 0F1 0I0 0I1 0F2 0W0 0W1 0I2 0W2".parse().unwrap();
         assert_eq!(peak(&order), [20]);
         let later: ComputeOrder = "r0: 0F0 0F1 0I0 0F2 0W0 0I1 0W1 0I2 0W2".parse().unwrap();
@@ -168,7 +168,7 @@ mod tests {
         let lowering = Lowering { offload: Some(4), ..Lowering::default() };
         let schedule = Schedule::new(order, &lowering).unwrap();
         let peaks = schedule.peak_bytes(&costs).unwrap();
-        // Those whose backward is near, the one that is back, and the one that is still leaving.
+        // Held: microbatches whose backward is near, one that was loaded back, and one that is being offloaded.
         assert!(peaks.iter().all(|p| p.0 <= 40), "{peaks:?}");
         assert!(schedule.to_string().contains("0OFFLOAD0") && schedule.to_string().contains("0LOAD0"));
     }

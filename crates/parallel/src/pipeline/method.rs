@@ -1,6 +1,6 @@
-//! The schedules of the literature by name: one table for command lines, trainers and tests. Each method is a
-//! short pure function from sizes to lists, in a file of its own with its row: a new one is that file and a
-//! line in the table.
+//! The published pipeline schedules by name: one table for command lines, trainers and tests. Each method is a
+//! pure function from sizes to lists, in its own file together with its row. A new method needs that file and
+//! one line in the table.
 
 mod breadth_first;
 mod chimera;
@@ -33,10 +33,10 @@ pub use one_f_one_b::slope;
 use row::{Asked, Need, Reads, Row, Shape, Sizes, Weights};
 pub use tera_pipe::{Slicing, slice_tokens};
 
-/// Declares the methods, each with its row.
+/// Declares the enum of methods and the row of each.
 macro_rules! methods {
     ($($(#[doc = $doc:literal])+ $variant:ident => $row:expr,)+) => {
-        /// A way to order a pipeline's work.
+        /// A method of ordering a pipeline's work.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
         #[non_exhaustive]
         pub enum Method {
@@ -44,7 +44,7 @@ macro_rules! methods {
         }
 
         impl Method {
-            /// All of them, in the order of tables.
+            /// All methods, in the order of tables.
             pub const ALL: [Self; [$($row.name,)+].len()] = [$(Self::$variant,)+];
 
             const fn row(self) -> &'static Row {
@@ -62,15 +62,15 @@ methods! {
     /// One forward, one backward, with a flush. Source: Narayanan et al. 2021 (Megatron), Fan et al. 2021
     /// (DAPPLE).
     OneFOneB => one_f_one_b::ROW,
-    /// 1F1B with a steeper warm-up, so that slow links stay hidden.
+    /// 1F1B with a steeper warm-up that hides slow links.
     OneFOneBSlope => one_f_one_b::SLOPE,
     /// 1F1B without a flush, with stashed weights. Source: Narayanan et al. 2019.
     PipeDream => one_f_one_b::PIPE_DREAM,
     /// 1F1B without a flush, with two versions of the weights. Source: Narayanan et al. 2021.
     PipeDream2Bw => one_f_one_b::PIPE_DREAM_2BW,
-    /// 1F1B over several chunks a rank. Source: Narayanan et al. 2021 (SC).
+    /// 1F1B with several chunks per rank. Source: Narayanan et al. 2021 (SC).
     Interleaved => interleaved::ROW,
-    /// Chunk by chunk, all microbatches. Source: Lamy-Poirier 2022.
+    /// All microbatches through one chunk, then through the next. Source: Lamy-Poirier 2022.
     BreadthFirst => breadth_first::ROW,
     /// Split backward, the memory of 1F1B. Source: Qi et al. 2023.
     ZbH1 => zero_bubble::H1,
@@ -84,9 +84,10 @@ methods! {
     VHalf => v_half::HALF,
     /// Split backward on a V of stages, a third of the memory of 1F1B. Source: Qi et al. 2024.
     VMin => v_half::MIN,
-    /// Whole backward on a V of stages, two thirds of the memory of 1F1B. Source: zbpp's `v1f1b.py`.
+    /// Whole backward on a V of stages, two thirds of the memory of 1F1B. Source: `v1f1b.py` of zbpp, the
+    /// zero-bubble authors' repository.
     VOneFOneB => v_one_f_one_b::ROW,
-    /// Two copies of the model, one each way. Source: Li and Hoefler 2021.
+    /// Two copies of the model, one in each direction. Source: Li and Hoefler 2021.
     Chimera => chimera::ROW,
     /// Stages in waves. Source: Liu et al. 2023.
     Hanayo => hanayo::ROW,
@@ -94,42 +95,46 @@ methods! {
     DualPipe => dual_pipe::ROW,
     /// `DualPipe` on a V of stages, with one copy. Source: Sea AI Lab 2025, "cut-in-half".
     DualPipeV => dual_pipe::VEE,
-    /// Slices of each microbatch's tokens one after the other. Source: Li et al. 2021.
+    /// Slices of each microbatch's tokens, one after the other. Source: Li et al. 2021.
     TeraPipe => tera_pipe::ROW,
-    /// Backward as soon as a gradient is there, else forward. Source: Athlur et al. 2022.
+    /// The backward as soon as its gradient has arrived, else a forward. Source: Athlur et al. 2022.
     Varuna => varuna::ROW,
-    /// Forwards alone.
+    /// Only forwards.
     Inference => inference::ROW,
 }
 
-/// What a method is asked for; what it has no use for is not looked at.
+/// Sizes and options for a method. A method ignores the fields that it does not use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {
-    /// Ranks.
+    /// Number of ranks.
     pub ranks: u32,
-    /// Microbatches of one step, over all copies of the model.
+    /// Number of microbatches in a step, over all copies of the model.
     pub microbatches: u32,
-    /// Stages on each rank, of each copy of the model; `None` is the method's least, 2 where it needs several.
+    /// Number of stages of each copy of the model on each rank. `None`: the method's minimum, or 2 if it needs
+    /// several.
     pub chunks: Option<u32>,
-    /// Slices of each microbatch's tokens ([`Method::TeraPipe`]).
+    /// Number of slices of each microbatch's tokens ([`Method::TeraPipe`]).
     pub slices: u16,
-    /// In which order [`Method::GPipe`] runs its backwards.
+    /// Order in which [`Method::GPipe`] runs its backwards.
     pub backward: BackwardOrder,
-    /// What each stage takes, for methods that look at costs ([`Method::ZbAuto`], [`Method::Varuna`],
-    /// [`Method::OneFOneBSlope`]): one entry, or one for each stage.
+    /// Cost of each stage, for methods that use costs ([`Method::ZbAuto`], [`Method::Varuna`],
+    /// [`Method::OneFOneBSlope`]): one entry for all stages, or one per stage.
     pub cost: Vec<StageCost>,
-    /// From the end of a stage on one rank to the start of its successor on the next, for the same methods.
+    /// Time from the end of a stage on one rank to the start of the next stage on another, for the same
+    /// methods.
     pub hop: Nanos,
-    /// Warm-up slope of [`Method::OneFOneBSlope`]; `None`: [`slope`] of the costs, within `memory` if that is
-    /// given.
+    /// Warm-up slope of [`Method::OneFOneBSlope`]. `None`: the [`slope`] for the costs, limited by `memory` if
+    /// it is given.
     pub slope: Option<u32>,
-    /// Chunk activations that a rank may hold, where `I` gives back half of one ([`Method::ZbAuto`]), or
-    /// microbatches in flight ([`Method::Varuna`]); `None` is as many as ranks, what 1F1B takes.
+    /// Maximum number of chunk activations that a rank may hold, where `I` frees half of one
+    /// ([`Method::ZbAuto`]), or of microbatches in flight ([`Method::Varuna`]). `None`: the number of ranks, as
+    /// 1F1B needs.
     pub memory: Option<u32>,
 }
 
 impl Settings {
-    /// Equal forwards and backward halves of one millisecond, free links, whole microbatches.
+    /// Creates settings with forwards and backward halves of one millisecond, free links and unsliced
+    /// microbatches.
     #[must_use]
     pub fn new(ranks: u32, microbatches: u32) -> Self {
         Self {
@@ -145,7 +150,7 @@ impl Settings {
         }
     }
 
-    /// The cost of a stage.
+    /// Returns the cost of a stage.
     fn cost(&self, stage: u32) -> StageCost {
         self.cost[if self.cost.len() == 1 { 0 } else { stage as usize }]
     }
@@ -154,25 +159,25 @@ impl Settings {
 type Lists = Vec<Vec<Op>>;
 
 impl Method {
-    /// The name on command lines.
+    /// Returns the name used on command lines.
     #[must_use]
     pub const fn name(self) -> &'static str {
         self.row().name
     }
 
-    /// One line on what it is.
+    /// Returns a description of one line.
     #[must_use]
     pub const fn summary(self) -> &'static str {
         self.row().summary
     }
 
-    /// How many stages of each copy of the model a rank holds when nobody says.
+    /// Returns the default number of stages of each copy of the model on a rank.
     #[must_use]
     pub const fn default_chunks(self) -> u32 {
         self.row().chunks.unless_told()
     }
 
-    /// Copies of the model that a pipeline holds.
+    /// Returns the number of copies of the model in a pipeline.
     #[must_use]
     pub const fn copies(self) -> u32 {
         match self.row().shape {
@@ -181,26 +186,27 @@ impl Method {
         }
     }
 
-    /// Whether it gives the same gradients as one process: false where weights change between microbatches.
+    /// Returns whether the method gives the same gradients as one process. False if weights change between
+    /// microbatches.
     #[must_use]
     pub const fn is_synchronous(self) -> bool {
         matches!(self.row().weights, Weights::Flush)
     }
 
-    /// Whether it can be told how many activations a rank may hold.
+    /// Returns whether the number of activations that a rank may hold can be limited.
     #[must_use]
     pub fn is_limited(self) -> bool {
         self.row().reads.contains(&Reads::Memory)
     }
 
-    /// Whether it works on slices of sequences.
+    /// Returns whether the method works on slices of sequences.
     #[must_use]
     pub fn slices(self) -> bool {
         self.row().reads.contains(&Reads::Slices)
     }
 
-    /// When weights change in a pipeline of so many ranks; `sync` is for methods that keep a version for each
-    /// microbatch.
+    /// Returns when weights change in a pipeline of `ranks` ranks. `sync` is used by methods that keep a
+    /// version of the weights for each microbatch.
     #[must_use]
     pub const fn updates(self, ranks: u32, sync: VersionSync) -> Updates {
         match self.row().weights {
@@ -210,28 +216,29 @@ impl Method {
         }
     }
 
-    /// Whether microbatches may choose between versions of the weights.
+    /// Returns whether the method keeps a version of the weights for each microbatch in flight.
     #[must_use]
     pub const fn stashes(self) -> bool {
         matches!(self.row().weights, Weights::Stashed)
     }
 
-    /// Whether it runs backward passes.
+    /// Returns whether the method runs backward passes.
     #[must_use]
     pub const fn trains(self) -> bool {
         self.row().trains
     }
 
-    /// The rule by which ranks may follow arrivals instead of the order's lists, for a method that is one.
+    /// Returns the rule by which ranks may work in the order of arrivals, for methods that are defined by such
+    /// a rule.
     #[must_use]
     pub fn arrivals(self, settings: &Settings) -> Option<Arrivals> {
         self.row().arrivals.map(|rule| rule(settings))
     }
 
-    /// The order for these sizes.
+    /// Generates the order for these sizes.
     ///
-    /// Errors: [`ParallelError::NotAdmitted`] with the setting that the method cannot do and what it needs
-    /// instead; [`ParallelError::TooLarge`].
+    /// Errors: [`ParallelError::NotAdmitted`] with the setting that the method does not support and what it
+    /// needs instead; [`ParallelError::PerStage`] for costs of the wrong length; [`ParallelError::TooLarge`].
     pub fn order(self, settings: &Settings) -> Result<ComputeOrder, ParallelError> {
         let row = self.row();
         let chunks = settings.chunks.unwrap_or(self.default_chunks());
@@ -253,7 +260,7 @@ impl Method {
         Ok(order.with_updates(self.updates(ranks, VersionSync::Newest)))
     }
 
-    /// Whether the sizes are such that the method makes sense.
+    /// Checks that the method supports the sizes.
     fn admits(self, settings: &Settings, chunks: u32) -> Result<(), ParallelError> {
         let row = self.row();
         let (ranks, microbatches) = (settings.ranks, settings.microbatches);
@@ -282,8 +289,8 @@ impl Method {
         Ok(())
     }
 
-    /// The most chunk activations that a rank of an order by this method holds at once, where the method
-    /// promises one.
+    /// Returns the bound that the method guarantees on the number of chunk activations that `rank` holds at
+    /// once.
     #[must_use]
     pub fn peak_bound(self, settings: &Settings, rank: u32) -> Option<u64> {
         let chunks = u64::from(settings.chunks.unwrap_or(self.default_chunks()));

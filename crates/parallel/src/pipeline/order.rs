@@ -1,5 +1,4 @@
-//! A pipeline schedule as its author writes it: for each rank, its computations in order. Times are not part of
-//! it.
+//! A pipeline schedule without communication: the computations of each rank, in order. It contains no times.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,13 +9,13 @@ use super::flow::{Timeless, flow};
 use super::{Action, ComputeKind, Content, Message, Op, Placement, Updates};
 use crate::ParallelError;
 
-/// What every rank computes, in which order.
+/// The computations of every rank, in order.
 ///
-/// There is no value of this type that could not run: each microbatch passes each stage of one copy of the
-/// model once, forward and (unless no rank has any) backward, on the rank that holds the stage, and nobody
-/// waits for ever.
+/// Every value of this type can run. Each microbatch passes each stage of one copy of the model once, forward
+/// and backward (or only forward if no rank has backwards), on the rank that holds the stage, and there is no
+/// deadlock.
 ///
-/// It prints a line per rank and reads back; text after `#` is left out.
+/// It prints one line per rank and parses back. Text after `#` is ignored.
 ///
 /// ```
 /// use farflung_parallel::pipeline::ComputeOrder;
@@ -40,7 +39,7 @@ pub struct ComputeOrder {
     pub(super) lists: Vec<Vec<Op>>,
 }
 
-/// What has been done of one microbatch on one stage.
+/// The actions done so far on one microbatch on one stage, as bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct Done(u8);
 
@@ -56,17 +55,18 @@ impl Done {
 }
 
 impl ComputeOrder {
-    /// The most actions that an order may have, stages times microbatches times slices.
+    /// Maximum of stages times microbatches times slices.
     pub const MAX_CELLS: usize = 1 << 27;
 
-    /// Checks `lists`, one for each rank of `placement`.
+    /// Checks `lists`, one for each rank of `placement`, and creates the order.
     ///
-    /// `slices` is the number of parts that each microbatch's tokens are cut into: a slice's forward follows
-    /// that of the slice before it, its backward that of the slice behind it, on the same stage.
+    /// `slices` is the number of parts into which each microbatch's tokens are divided. On each stage, the
+    /// forward of a slice comes after that of the previous slice, its backward after that of the next slice.
     ///
-    /// Errors: [`ParallelError::Action`] with the first action that has no place, stands on the wrong rank,
-    /// comes a second time or before what it needs; [`ParallelError::Missing`] with one that never comes;
-    /// [`ParallelError::Deadlock`]; [`ParallelError::PerRank`]; [`ParallelError::TooLarge`].
+    /// Errors: [`ParallelError::Action`] with the first action that is out of range, on the wrong rank,
+    /// duplicate, or before an action that it depends on; [`ParallelError::Missing`] with an action that is
+    /// missing; [`ParallelError::Deadlock`]; [`ParallelError::PerRank`]; [`ParallelError::Zero`];
+    /// [`ParallelError::TooLarge`].
     pub fn new(
         placement: Placement,
         microbatches: u32,
@@ -97,73 +97,73 @@ impl ComputeOrder {
         Ok(order)
     }
 
-    /// The same order with other rules for when weights change.
+    /// Returns the same order with another rule for when weights change.
     #[must_use]
     pub fn with_updates(self, updates: Updates) -> Self {
         Self { updates, ..self }
     }
 
-    /// Which rank holds which stage.
+    /// Returns the placement of stages on ranks.
     #[must_use]
     pub const fn placement(&self) -> &Placement {
         &self.placement
     }
 
-    /// Microbatches, over all copies of the model.
+    /// Returns the number of microbatches, over all copies of the model.
     #[must_use]
     pub const fn microbatches(&self) -> u32 {
         self.microbatches
     }
 
-    /// Slices of each microbatch's tokens.
+    /// Returns the number of slices of each microbatch's tokens.
     #[must_use]
     pub const fn slices(&self) -> u16 {
         self.slices
     }
 
-    /// When weights change.
+    /// Returns the rule for when weights change.
     #[must_use]
     pub const fn updates(&self) -> Updates {
         self.updates
     }
 
-    /// The lists, one a rank.
+    /// Returns the lists, one per rank.
     #[must_use]
     pub fn lists(&self) -> &[Vec<Op>] {
         &self.lists
     }
 
-    /// All actions with their ranks, rank by rank.
+    /// Iterates over all actions with their ranks, rank by rank.
     pub fn actions(&self) -> impl Iterator<Item = (Rank, Action)> {
         let ranks = (0..).map(Rank).zip(&self.lists);
         ranks.flat_map(|(rank, list)| list.iter().flat_map(Op::actions).map(move |action| (rank, action)))
     }
 
-    /// Whether nothing is trained: there are only forwards.
+    /// Returns whether there are only forwards, so that nothing is trained.
     #[must_use]
     pub fn is_forward_only(&self) -> bool {
         !self.actions().any(|(_, action)| action.yields_gradient())
     }
 
-    /// Stages times microbatches times slices.
+    /// Returns stages times microbatches times slices.
     pub(super) fn cells(&self) -> usize {
         self.placement.stages() as usize * self.microbatches as usize * usize::from(self.slices)
     }
 
-    /// The position of an action's stage, microbatch and slice among [`ComputeOrder::cells`].
+    /// Returns the index of an action's stage, microbatch and slice, below [`ComputeOrder::cells`].
     pub(super) fn cell(&self, action: Action) -> usize {
         let microbatch = action.stage.index() * self.microbatches as usize + action.microbatch as usize;
         microbatch * usize::from(self.slices) + usize::from(action.slice)
     }
 
-    /// The position of a message among twice [`ComputeOrder::cells`].
+    /// Returns the index of a message, below twice [`ComputeOrder::cells`].
     pub(super) fn slot(&self, message: Message) -> usize {
         let Message { from: stage, content, microbatch, slice } = message;
         let cell = self.cell(Action { stage, microbatch, slice, kind: ComputeKind::Forward });
         if content == Content::Activation { cell } else { self.cells() + cell }
     }
 
-    /// Notes an action of `rank`, if it may come now.
+    /// Records an action of `rank`, or returns an error if it is invalid here.
     fn enter(&self, done: &mut [Done], rank: Rank, action: Action) -> Result<(), ParallelError> {
         let refuse = |problem| Err(ParallelError::Action { action, rank, problem });
         if action.stage.0 >= self.placement.stages()
@@ -212,7 +212,7 @@ impl ComputeOrder {
         Ok(())
     }
 
-    /// Whether each microbatch went all the way through exactly one copy of the model.
+    /// Checks that each microbatch went through exactly one copy of the model, completely.
     fn complete(&self, done: &[Done], forward_only: bool) -> Result<(), ParallelError> {
         let last = if forward_only { ComputeKind::Forward } else { ComputeKind::Backward };
         let needed = if forward_only { Done::FORWARD } else { Done::FORWARD | Done::INPUT | Done::WEIGHT };
@@ -255,11 +255,11 @@ impl ComputeOrder {
         Ok(())
     }
 
-    /// An order from lists that come from elsewhere: the placement and the sizes are read off them.
+    /// Creates an order from lists of unknown origin. The placement and the sizes are derived from the lists.
     ///
-    /// Where stage 0 sees only some of the microbatches, the stages are two copies of the model.
+    /// If stage 0 processes only some of the microbatches, the stages are taken to be two copies of the model.
     ///
-    /// Errors: as [`ComputeOrder::new`].
+    /// Errors: [`ParallelError::Incomplete`] if there are too few actions; otherwise as [`ComputeOrder::new`].
     pub fn from_lists(lists: Vec<Vec<Op>>) -> Result<Self, ParallelError> {
         let all = || lists.iter().flatten().flat_map(Op::actions);
         let count = all().count();
@@ -277,8 +277,8 @@ impl ComputeOrder {
         at_the_input.dedup();
         let halves = at_the_input.len() as u64 != microbatches && stages.is_multiple_of(2);
         let copies = if halves { 2 } else { 1 };
-        // Numbers in a file are claims: there must be a forward for each before anything is as large as they
-        // say.
+        // The numbers in a file may be wrong. Check that there is a forward for each before allocating memory
+        // of their size.
         let forwards = u128::from(stages) * u128::from(microbatches) * u128::from(slices) / copies;
         if forwards > count as u128 || count == 0 {
             return Err(ParallelError::Incomplete { stages, microbatches, actions: count });
@@ -318,7 +318,7 @@ impl fmt::Display for ComputeOrder {
 impl FromStr for ComputeOrder {
     type Err = ParallelError;
 
-    /// Reads lines such as `r0: 0F0 0F1 0B0 0B1`, the ranks in order.
+    /// Parses lines such as `r0: 0F0 0F1 0B0 0B1`, with the ranks in order.
     fn from_str(text: &str) -> Result<Self, ParallelError> {
         let mut lists = Vec::new();
         for (line, text) in (1..).zip(text.lines()) {

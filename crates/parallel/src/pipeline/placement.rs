@@ -1,13 +1,15 @@
-//! Which rank holds which stage, and which stages follow each other. It knows nothing of the order of work.
+//! Placement: which rank holds which stage, and which stages follow each other. The order of work is not part
+//! of it.
 
 use farflung_base::{Rank, StageId};
 
 use crate::ParallelError;
 
-/// The stages of a pipeline on their ranks.
+/// The stages of a pipeline and the ranks that hold them.
 ///
-/// Stages count from the model's input. A method that sends microbatches through the ranks both ways holds two
-/// copies of the model; the second copy's stages follow the first's: with 4 ranks, 0 to 3 and 4 to 7.
+/// Stages are numbered from the model's input. A method that sends microbatches through the ranks in both
+/// directions holds two copies of the model; the second copy's stages are numbered after the first's: with 4
+/// ranks, 0 to 3 and 4 to 7.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Placement {
     ranks: u32,
@@ -16,14 +18,16 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// Stages on the ranks of `rank_of`, in order, in `copies` equal parts.
+    /// Creates a placement of stages on the ranks in `rank_of`, which has one entry per stage: `copies` equal
+    /// parts, one after the other.
     ///
-    /// Errors: [`ParallelError::Placement`] if there are no stages, a rank without one, or copies of unequal
-    /// length.
+    /// Errors: [`ParallelError::Placement`] if there are no stages, a rank has no stage, or the copies are not
+    /// of equal length.
     pub fn new(rank_of: Vec<Rank>, copies: u32) -> Result<Self, ParallelError> {
         let ranks = rank_of.iter().map(|r| r.index() + 1).max().unwrap_or_default();
         let stages = rank_of.len();
-        // A rank's number may come from a file: as many stages as ranks bound what is allocated.
+        // A rank's number may come from a file. There cannot be more ranks than stages, which bounds the
+        // allocation.
         let mut used = vec![false; ranks.min(stages + 1)];
         for rank in &rank_of {
             if let Some(used) = used.get_mut(rank.index()) {
@@ -41,13 +45,14 @@ impl Placement {
         Self { ranks, copies, rank_of: (0..stages).map(|stage| Rank(rank_of(stage))).collect() }
     }
 
-    /// `chunks` stages on each rank, round and round: stage g is on rank g mod `ranks`.
+    /// Places `chunks` stages on each rank, going round: stage g is on rank g mod `ranks`.
     #[must_use]
     pub fn looped(ranks: u32, chunks: u32) -> Self {
         Self::of(ranks, 1, ranks * chunks, |stage| stage % ranks)
     }
 
-    /// `chunks` stages on each rank, to and fro: 0 to p-1, then p-1 to 0, and so on. With 2 chunks it is a V.
+    /// Places `chunks` stages on each rank, going forth and back: 0 to p-1, then p-1 to 0, and so on. With 2
+    /// chunks it is a V.
     #[must_use]
     pub fn wave(ranks: u32, chunks: u32) -> Self {
         Self::of(ranks, 1, ranks * chunks, |stage| {
@@ -56,37 +61,37 @@ impl Placement {
         })
     }
 
-    /// Two copies of the model: one from the first rank to the last, one from the last to the first.
+    /// Places two copies of the model: one from the first rank to the last, one from the last to the first.
     #[must_use]
     pub fn both_ways(ranks: u32) -> Self {
         Self { copies: 2, ..Self::wave(ranks, 2) }
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     #[must_use]
     pub const fn ranks(&self) -> u32 {
         self.ranks
     }
 
-    /// Number of stages, over all copies.
+    /// Returns the number of stages, over all copies.
     #[must_use]
     pub fn stages(&self) -> u32 {
         self.rank_of.len() as u32
     }
 
-    /// Copies of the model.
+    /// Returns the number of copies of the model.
     #[must_use]
     pub const fn copies(&self) -> u32 {
         self.copies
     }
 
-    /// Stages of one copy.
+    /// Returns the number of stages of one copy.
     #[must_use]
     pub fn depth(&self) -> u32 {
         self.stages() / self.copies
     }
 
-    /// The rank that holds a stage.
+    /// Returns the rank that holds a stage.
     ///
     /// # Panics
     /// If there is no such stage.
@@ -95,20 +100,20 @@ impl Placement {
         self.rank_of[stage.index()]
     }
 
-    /// The ranks of all stages, in order.
+    /// Returns the rank of each stage, in the order of stages.
     #[must_use]
     pub fn rank_of(&self) -> &[Rank] {
         &self.rank_of
     }
 
-    /// The stages of a rank, in order.
+    /// Iterates over the stages of a rank, in ascending order.
     pub fn stages_of(&self, rank: Rank) -> impl Iterator<Item = StageId> {
         self.rank_of.iter().zip(0..).filter(move |(r, _)| **r == rank).map(|(_, stage)| StageId(stage))
     }
 
-    /// The stage under which its rank keeps the part of the model that `stage` is: the first of that part
-    /// there. Where the ways of microbatches part, a rank's part belongs to several copies of the model, and
-    /// there is one of it.
+    /// Returns the stage under which the weights of `stage` are stored: the first stage on the same rank that
+    /// is the same part of the model. In pooled placements, several copies of the model share a rank's part,
+    /// and its weights are stored once.
     #[must_use]
     pub fn home(&self, stage: StageId) -> StageId {
         let (rank, part) = (self.rank(stage), self.part(stage));
@@ -116,12 +121,12 @@ impl Placement {
         of_part.take(stage.index() + 1).find(|&other| self.rank(other) == rank).unwrap_or(stage)
     }
 
-    /// The stages under which a rank keeps its parts: each part once.
+    /// Iterates over the stages under which a rank stores its parts, each part once.
     pub fn homes_of(&self, rank: Rank) -> impl Iterator<Item = StageId> {
         self.stages_of(rank).filter(|&stage| self.home(stage) == stage)
     }
 
-    /// The ranks that hold a part of the model, each once, in order.
+    /// Returns the ranks that hold a part of the model, each once, in ascending order.
     #[must_use]
     pub fn holders(&self, part: u32) -> Vec<Rank> {
         let of_part = (part..self.stages()).step_by(self.depth() as usize).map(StageId);
@@ -131,32 +136,33 @@ impl Placement {
         ranks
     }
 
-    /// Whether stages are pools of ranks: there are several ways through the ranks, and a rank holds one part.
-    /// A method that sends microbatches both ways gives each rank the two users of the token table together.
+    /// Returns whether stages are pools of ranks: there are several routes through the ranks, and each rank
+    /// holds one part. Bidirectional placements also have several copies but are not pooled; there, both users
+    /// of the token table are on the same ranks.
     #[must_use]
     pub fn is_pooled(&self) -> bool {
         self.copies > 1 && self.tie() == Tie::Across
     }
 
-    /// Which part of the model a stage is: the same in every copy.
+    /// Returns which part of the model a stage is. The same part has the same number in every copy.
     #[must_use]
     pub fn part(&self, stage: StageId) -> u32 {
         stage.0 % self.depth()
     }
 
-    /// Whether a stage takes the model's input.
+    /// Returns whether a stage takes the model's input.
     #[must_use]
     pub fn is_first(&self, stage: StageId) -> bool {
         self.part(stage) == 0
     }
 
-    /// Whether a stage makes the model's output.
+    /// Returns whether a stage computes the model's output.
     #[must_use]
     pub fn is_last(&self, stage: StageId) -> bool {
         self.part(stage) + 1 == self.depth()
     }
 
-    /// Where the two users of the token table are.
+    /// Returns where the two users of the token table are.
     #[must_use]
     pub fn tie(&self) -> Tie {
         let holders = |wanted: fn(&Self, StageId) -> bool| {
@@ -172,27 +178,28 @@ impl Placement {
         }
     }
 
-    /// The stage that takes this one's output.
+    /// Returns the stage that takes this stage's output.
     #[must_use]
     pub fn next(&self, stage: StageId) -> Option<StageId> {
         (!self.is_last(stage)).then_some(StageId(stage.0 + 1))
     }
 
-    /// The stage whose output this one takes.
+    /// Returns the stage whose output this stage takes.
     #[must_use]
     pub fn previous(&self, stage: StageId) -> Option<StageId> {
         (!self.is_first(stage)).then(|| StageId(stage.0 - 1))
     }
 }
 
-/// Where the two users of a model's token table are: the embedding in the first part and the head in the last.
+/// Location of the two users of a model's token table: the embedding in the first part and the head in the
+/// last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tie {
-    /// One part has both.
+    /// The same part has both.
     Whole,
-    /// Each rank that holds one holds the other.
+    /// Each rank that holds one of them also holds the other.
     Local,
-    /// On two ranks.
+    /// They are on different ranks.
     Across,
 }
 
@@ -229,7 +236,7 @@ mod tests {
 
     #[test]
     fn a_part_of_several_copies_is_kept_once() {
-        // Rank 0 has the first stage of both ways, ranks 1 and 2 have one second stage each.
+        // Rank 0 has the first stage of both routes; ranks 1 and 2 have the second stage of one route each.
         let pools = Placement::new([0, 1, 0, 2].map(Rank).to_vec(), 2).unwrap();
         assert_eq!(pools.homes_of(Rank(0)).collect::<Vec<_>>(), [StageId(0)]);
         assert_eq!((pools.home(StageId(2)), pools.home(StageId(3))), (StageId(0), StageId(3)));

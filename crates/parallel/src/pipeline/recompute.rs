@@ -3,14 +3,15 @@
 use super::{Action, ComputeKind, ComputeOrder, Op};
 
 impl ComputeOrder {
-    /// The same order with each microbatch's forward run again right before its backward.
+    /// Returns the order with each microbatch's forward run again right before its backward.
     ///
-    /// Where the backward follows its forward at once, as on the last stage of 1F1B, nothing was let go of and
-    /// nothing is run again. Where a rank would wait for a gradient, the recomputation needs no gradient and
-    /// fills the wait.
+    /// If the backward directly follows its forward, as on the last stage of 1F1B, the activations were not
+    /// freed and nothing is recomputed. A recomputation needs no gradient, so it can fill the time in which a
+    /// rank waits for one.
     ///
-    /// Source: Huang et al. 2019, "`GPipe`", section 2.3; that it is issued ahead of the gradient is Varuna's
-    /// (Athlur et al. 2022). An order that recomputes already is not changed, nor is one without backwards.
+    /// Source: Huang et al. 2019, "`GPipe`", section 2.3. Starting it before the gradient arrives follows
+    /// Varuna (Athlur et al. 2022). An order that already recomputes, or has no backwards, is returned
+    /// unchanged.
     ///
     /// ```
     /// use farflung_parallel::pipeline::{Method, Settings};
@@ -23,7 +24,7 @@ impl ComputeOrder {
     pub fn with_recompute(mut self) -> Self {
         let own = self.actions().any(|(_, action)| action.kind == ComputeKind::Recompute);
         if own {
-            // An author who recomputes has said where.
+            // The author of the order has already placed the recomputations.
             return self;
         }
         for list in &mut self.lists {

@@ -1,5 +1,5 @@
-//! Carries a schedule out: one rank's list, entry by entry, with a worker that knows what computing and sending
-//! are. No threads, no waiting of its own, no clock: the worker brings them.
+//! Executes a schedule: one rank's list, entry by entry, with a worker that computes and communicates. The
+//! executor has no threads and no clock and does not block; the worker may.
 
 use std::collections::BTreeMap;
 
@@ -7,29 +7,32 @@ use farflung_base::{Rank, StageId};
 
 use super::{Action, Lowered, LoweredKind, Message, Op, Schedule, Way};
 
-/// What a rank can do. The executor says when.
+/// Operations of a rank. The executor decides when each runs.
 pub trait Worker {
-    /// What stages hand to each other: hidden states, or their gradients.
+    /// Data passed between stages: hidden states or their gradients.
     type Data;
-    /// A message that was asked for and may still be on its way.
+    /// A receive that was posted and may not be complete.
     type Pending;
-    /// Why something failed.
+    /// Error of the worker.
     type Error;
 
-    /// Runs `action` on `input`: the output of the stage before for a forward, the gradient from the stage
-    /// behind for a backward; `None` at the model's input and output, and for `W`, `R` and `STEP`. Answers with
-    /// what another stage needs of it; what it answers when none does is let go.
+    /// Runs `action` and returns its output for another stage, if any. An output that no other stage needs is
+    /// dropped.
     ///
-    /// Errors: the worker's own.
+    /// `input` is the output of the previous stage for a forward, and the gradient from the next stage for a
+    /// backward. It is `None` at the model's input and output, and for `W`, `R` and `STEP`.
+    ///
+    /// Errors: those of the worker.
     fn compute(
         &mut self,
         action: Action,
         input: Option<Self::Data>,
     ) -> Result<Option<Self::Data>, Self::Error>;
 
-    /// Runs a pair whose halves may hide each other's communication; by default the forward, then the backward.
+    /// Runs a pair of actions, each of which may hide the other's communication. By default, runs the forward,
+    /// then the backward.
     ///
-    /// Errors: the worker's own.
+    /// Errors: those of the worker.
     fn overlap(
         &mut self,
         forward: (Action, Option<Self::Data>),
@@ -38,25 +41,25 @@ pub trait Worker {
         Ok([self.compute(forward.0, forward.1)?, self.compute(backward.0, backward.1)?])
     }
 
-    /// Starts to send. Messages to a rank leave in the order of these calls.
+    /// Starts to send a message. Messages to the same rank are sent in the order of these calls.
     ///
-    /// Errors: the worker's own.
+    /// Errors: those of the worker.
     fn send(&mut self, to: Rank, message: Message, data: Self::Data) -> Result<(), Self::Error>;
 
-    /// Starts to receive. Messages from a rank are asked for in the order in which it sends them.
+    /// Posts the receive of a message. Receives from the same rank are posted in the order of its sends.
     ///
-    /// Errors: the worker's own.
+    /// Errors: those of the worker.
     fn receive(&mut self, from: Rank, message: Message) -> Result<Self::Pending, Self::Error>;
 
-    /// Ends to receive, however long that takes.
+    /// Blocks until a message has arrived and returns its data.
     ///
-    /// Errors: the worker's own, a peer that was lost among them.
+    /// Errors: those of the worker, including the loss of the peer.
     fn wait(&mut self, pending: Self::Pending) -> Result<Self::Data, Self::Error>;
 
-    /// Starts a reduction, or gathers, frees, offloads or loads; `microbatch` and `slice` are those of
+    /// Starts a reduction, a gather, a free, an offload or a load. `microbatch` and `slice` are those of
     /// [`Lowered::Move`].
     ///
-    /// Errors: the worker's own.
+    /// Errors: those of the worker.
     fn shift(
         &mut self,
         kind: LoweredKind,
@@ -65,39 +68,40 @@ pub trait Worker {
         slice: u16,
     ) -> Result<(), Self::Error>;
 
-    /// Gives again what this rank's own computation made, after the executor was made anew.
+    /// Returns again the data of a message that this rank computed earlier, after the executor was created
+    /// anew.
     ///
-    /// Errors: the worker's own, if it kept nothing.
+    /// Errors: those of the worker, for example if it did not keep the data.
     fn recall(&mut self, message: Message) -> Result<Self::Data, Self::Error>;
 }
 
-/// Whether there is more to do.
+/// Whether entries are left.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Progress {
-    /// The list has further entries.
+    /// The list has more entries.
     More,
-    /// The list has ended.
+    /// All entries are done.
     Done,
 }
 
-/// One rank's way through a schedule.
+/// Executes one rank's list of a schedule.
 ///
-/// Where it stands is one number, [`Executor::at`]: save it between two steps with what the worker holds, and
-/// go on from there later, after a lost peer is whole again for example. A step that fails leaves the number as
-/// it was, but its input is gone: go on with a new executor.
+/// Its position is one number, [`Executor::at`]. Save it between two steps together with the worker's state to
+/// continue later, for example after a lost peer is replaced. A step that fails leaves the position unchanged,
+/// but the input of the failed step is lost: continue with a new executor.
 #[derive(Debug)]
 pub struct Executor<'a, W: Worker> {
     schedule: &'a Schedule,
     rank: Rank,
     at: usize,
-    /// Asked for, not used.
+    /// Receives posted and not yet used.
     awaited: BTreeMap<Message, W::Pending>,
-    /// Made here, not used by a stage of this rank and not sent.
+    /// Outputs of this rank that were neither sent nor used by one of its stages.
     made: BTreeMap<Message, W::Data>,
 }
 
 impl<'a, W: Worker> Executor<'a, W> {
-    /// At the start of a rank's list.
+    /// Creates an executor at the start of a rank's list.
     ///
     /// # Panics
     /// If the schedule has no such rank.
@@ -107,10 +111,10 @@ impl<'a, W: Worker> Executor<'a, W> {
         Self { schedule, rank, at: 0, awaited: BTreeMap::new(), made: BTreeMap::new() }
     }
 
-    /// Where an executor of the same schedule and rank stood: what was on its way is asked for again, in order,
-    /// and what was made here and not used is [recalled](Worker::recall).
+    /// Creates an executor at position `at` of a rank's list. Posts again, in order, the receives that were
+    /// open there, and [recalls](Worker::recall) the outputs of this rank that were not yet used.
     ///
-    /// Errors: the worker's own.
+    /// Errors: those of the worker.
     ///
     /// # Panics
     /// If the schedule has no such rank.
@@ -119,7 +123,7 @@ impl<'a, W: Worker> Executor<'a, W> {
         let placement = schedule.order().placement();
         let list = &schedule.lists()[rank.index()];
         executor.at = at.min(list.len());
-        // What the entries so far leave open.
+        // Messages that are open after the entries before `at`.
         let (mut awaited, mut made): (Vec<Message>, Vec<Message>) = (Vec::new(), Vec::new());
         for entry in &list[..executor.at] {
             match (entry, entry.message(placement)) {
@@ -147,18 +151,18 @@ impl<'a, W: Worker> Executor<'a, W> {
         Ok(executor)
     }
 
-    /// Entries that are done.
+    /// Returns the number of entries done.
     #[must_use]
     pub const fn at(&self) -> usize {
         self.at
     }
 
-    /// Does the next entry.
+    /// Executes the next entry.
     ///
-    /// Errors: the worker's own.
+    /// Errors: those of the worker.
     ///
     /// # Panics
-    /// If the worker has computed nothing where another stage needs it.
+    /// If the worker returned no output where another stage needs one.
     pub fn step(&mut self, worker: &mut W) -> Result<Progress, W::Error> {
         let list = &self.schedule.lists()[self.rank.index()];
         let Some(&entry) = list.get(self.at) else { return Ok(Progress::Done) };
@@ -181,9 +185,9 @@ impl<'a, W: Worker> Executor<'a, W> {
         Ok(if self.at < list.len() { Progress::More } else { Progress::Done })
     }
 
-    /// Does all entries that are left.
+    /// Executes all remaining entries.
     ///
-    /// Errors: the worker's own; the executor stands before the entry that failed.
+    /// Errors: those of the worker. The executor's position is then the entry that failed.
     pub fn run(&mut self, worker: &mut W) -> Result<(), W::Error> {
         while self.step(worker)? == Progress::More {}
         Ok(())
@@ -207,7 +211,7 @@ impl<'a, W: Worker> Executor<'a, W> {
         Ok(())
     }
 
-    /// What an action takes from another stage, wherever that is.
+    /// Returns an action's input from another stage, received or computed on this rank.
     fn input(&mut self, action: Action, worker: &mut W) -> Result<Option<W::Data>, W::Error> {
         let Some(message) = Message::taken_by(action, self.schedule.order().placement()) else {
             return Ok(None);
@@ -218,7 +222,7 @@ impl<'a, W: Worker> Executor<'a, W> {
         }
     }
 
-    /// Keeps what another stage needs until it is used or sent.
+    /// Stores an output until another stage uses it or it is sent.
     fn keep(&mut self, action: Action, output: Option<W::Data>) {
         let message = Message::made_by(action, self.schedule.order().placement());
         if let (Some(message), Some(data)) = (message, output) {
@@ -227,9 +231,9 @@ impl<'a, W: Worker> Executor<'a, W> {
     }
 }
 
-/// Carries out `rank`'s list of `schedule` from the start to the end.
+/// Executes `rank`'s list of `schedule` from start to end.
 ///
-/// Errors: the worker's own.
+/// Errors: those of the worker.
 ///
 /// # Panics
 /// If the schedule has no such rank.

@@ -1,4 +1,4 @@
-//! A schedule: an order of computations with all that ranks exchange, proven to end.
+//! A schedule: an order of computations and all communication between ranks, checked to be free of deadlock.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -9,12 +9,12 @@ use super::lower::lower;
 use super::{ComputeKind, ComputeOrder, Lowered, Lowering, Message, Op, Way};
 use crate::ParallelError;
 
-/// Lists that ranks can carry out as they stand.
+/// Lists that ranks can execute directly.
 ///
-/// There is no value of this type whose messages do not pair or whose ranks could wait for each other for ever:
-/// every message that crosses ranks is sent once, after it is made, and awaited once, before it is used, in the
-/// same order at both ends of a wire; and with [`Schedule::buffers`] messages on a wire that nobody awaits yet,
-/// all lists end.
+/// In every value of this type, sends and receives match and there is no deadlock. Every message between two
+/// ranks is sent once, after it is computed, and received once, before it is used, in the same order at both
+/// ends of a wire. All lists end if each wire can hold [`Schedule::buffers`] messages whose receive is not yet
+/// posted.
 ///
 /// ```
 /// use farflung_parallel::pipeline::{Lowering, Method, Schedule, Settings};
@@ -37,23 +37,23 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// Lowers `order`, checks the result, and finds the fewest buffers with which it ends.
+    /// Lowers `order`, checks the result, and finds the smallest number of buffers with which it ends.
     ///
-    /// Errors: [`ParallelError::Schedule`] and [`ParallelError::Deadlock`]; no order of this crate's methods
-    /// gives one.
+    /// Errors: [`ParallelError::Schedule`] and [`ParallelError::Deadlock`]. Orders made by this crate's methods
+    /// give neither.
     pub fn new(order: ComputeOrder, lowering: &Lowering) -> Result<Self, ParallelError> {
         let lists = lower(&order, lowering);
         Self::check(order, lists)
     }
 
-    /// Checks lists that were lowered elsewhere, and finds the fewest buffers with which they end.
+    /// Checks lists that were lowered elsewhere, and finds the smallest number of buffers with which they end.
     ///
-    /// Errors: [`ParallelError::Schedule`] with the first entry that is out of place;
-    /// [`ParallelError::Deadlock`] if no number of buffers is enough.
+    /// Errors: [`ParallelError::Schedule`] with the first invalid entry; [`ParallelError::Deadlock`] if no
+    /// number of buffers is enough.
     pub fn check(order: ComputeOrder, lists: Vec<Vec<Lowered>>) -> Result<Self, ParallelError> {
         pairing(&order, &lists)?;
         let ends = |buffers| walk(&order, &lists, buffers);
-        // As many as there are messages never block a send: if that is not enough, nothing is.
+        // With a buffer for every message, no send blocks. If that is not enough, no number is.
         let messages = lists.iter().map(Vec::len).max().unwrap_or_default() as u32;
         ends(messages)?;
         let (mut least, mut enough) = (0, 1);
@@ -68,20 +68,20 @@ impl Schedule {
         Ok(Self { order, lists, buffers: least })
     }
 
-    /// The order of computations.
+    /// Returns the order of computations.
     #[must_use]
     pub const fn order(&self) -> &ComputeOrder {
         &self.order
     }
 
-    /// What each rank does, in order.
+    /// Returns the entries of each rank, in order.
     #[must_use]
     pub fn lists(&self) -> &[Vec<Lowered>] {
         &self.lists
     }
 
-    /// Messages on a wire that a sender must be able to be ahead of its receiver: 0 where each send may wait
-    /// until the message is awaited.
+    /// Returns the number of sent messages per wire whose receive may not be posted yet. 0: each send can block
+    /// until the receive is posted.
     #[must_use]
     pub const fn buffers(&self) -> u32 {
         self.buffers
@@ -105,7 +105,7 @@ fn fault(rank: Rank, entry: Lowered, problem: &'static str) -> ParallelError {
     ParallelError::Schedule { rank, entry, problem }
 }
 
-/// Whether a rank holds the stage of an entry.
+/// Checks that a rank holds the stage of an entry.
 fn here(order: &ComputeOrder, rank: Rank, entry: Lowered, stage: StageId) -> Result<(), ParallelError> {
     let placement = order.placement();
     if stage.0 < placement.stages() && placement.rank(stage) == rank {
@@ -114,7 +114,7 @@ fn here(order: &ComputeOrder, rank: Rank, entry: Lowered, stage: StageId) -> Res
     Err(fault(rank, entry, "another rank holds its stage"))
 }
 
-/// Whether computations are those of the order, and messages pair on every wire.
+/// Checks that the computations are those of the order, and that sends and receives match on every wire.
 fn pairing(order: &ComputeOrder, lists: &[Vec<Lowered>]) -> Result<(), ParallelError> {
     let ranks = order.placement().ranks() as usize;
     if lists.len() != ranks {
@@ -134,19 +134,20 @@ fn pairing(order: &ComputeOrder, lists: &[Vec<Lowered>]) -> Result<(), ParallelE
             };
             return Err(fault(to, message.receive(), problem));
         }
-        // What was sent is needed by a computation, and that has asked for it.
+        // A message without a receive cannot remain: the computation that needs it was checked to have a
+        // receive.
     }
     Ok(())
 }
 
-/// The messages from a rank to another, in the order in which each of them has them.
+/// The messages from one rank to another, in the order of the sender and in that of the receiver.
 #[derive(Default)]
 struct Wire {
     sent: Vec<Message>,
     received: Vec<Message>,
 }
 
-/// Whether a rank's list has its computations in order, sends what they make and awaits what they take.
+/// Checks that a rank's list has its computations in order, sends their outputs and receives their inputs.
 fn one_rank(
     order: &ComputeOrder,
     rank: Rank,
@@ -155,14 +156,14 @@ fn one_rank(
 ) -> Result<(), ParallelError> {
     let placement = order.placement();
     let mut ops = order.lists()[rank.index()].iter();
-    // Not yet sent; awaited and not yet used.
+    // Outputs not yet sent, and receives not yet used.
     let (mut made, mut awaited): (Vec<Message>, Vec<Message>) = (Vec::new(), Vec::new());
     let take = |from: &mut Vec<Message>, message| {
         from.iter().position(|&m| m == message).map(|at| from.swap_remove(at))
     };
     for &entry in list {
         match entry {
-            // Steps may be the author's or put in by lowering.
+            // A step may be part of the order or added by lowering.
             Lowered::Compute(Op::Run(action))
                 if action.kind == ComputeKind::Step && ops.as_slice().first() != Some(&action.into()) =>
             {
@@ -219,12 +220,12 @@ fn one_rank(
     }
 }
 
-/// Runs the lists without time: a send waits until fewer than `buffers` messages on its wire are not yet
-/// awaited (or, with none, until its own is), a computation until what it takes is sent.
+/// Runs the lists without durations. A send blocks while `buffers` messages on its wire have no posted receive
+/// (with 0 buffers: until its own receive is posted). A computation waits until its inputs are sent.
 fn walk(order: &ComputeOrder, lists: &[Vec<Lowered>], buffers: u32) -> Result<(), ParallelError> {
     let placement = order.placement();
     let mut at = vec![0; lists.len()];
-    // By wire: how many messages have been sent, and how many awaited.
+    // For each wire: number of messages sent, and number of receives posted.
     let mut counts: BTreeMap<(Rank, Rank), (u64, u64)> = BTreeMap::new();
     let mut is_sent = vec![false; 2 * order.cells()];
     let mut ready: VecDeque<usize> = (0..lists.len()).collect();
@@ -294,7 +295,7 @@ mod tests {
         assert!(refused("0F0 0SEND_F7 0SEND_F0 0RECV_B0 0B0", two).contains("nothing to send"));
     }
 
-    /// Both ranks have the two messages, one of them in the other order.
+    /// Both ranks have the same two messages, but in different orders.
     #[test]
     fn a_wire_has_one_order() {
         let order = Method::GPipe.order(&Settings::new(2, 2)).unwrap();
@@ -306,7 +307,7 @@ mod tests {
         );
     }
 
-    /// Each rank would send before it awaits: with a buffer they end, without they would not.
+    /// Each rank sends before it posts a receive: with one buffer the lists end, with none they deadlock.
     #[test]
     fn buffers_are_counted() {
         let order: ComputeOrder = "r0: 0F0 3F1 0B0 3B1\nr1: 2F1 1F0 1B0 2B1".parse().unwrap();
@@ -317,7 +318,7 @@ mod tests {
         ];
         let order_of_lists: ComputeOrder = "r0: 0F0 3F1 3B1 0B0\nr1: 2F1 1F0 1B0 2B1".parse().unwrap();
         assert_eq!(Schedule::check(order_of_lists, lists).unwrap().buffers(), 1);
-        // Awaited one computation ahead they end without.
+        // With receives posted one computation ahead, they need at most one buffer too.
         let lowered = Schedule::new(order, &Lowering::default()).unwrap();
         assert!(lowered.buffers() <= 1);
     }

@@ -1,5 +1,5 @@
-//! Predicts when every computation of a pipeline starts and ends: an order and its costs in, times out.
-//! Integers throughout, so every machine predicts the same.
+//! Simulates a pipeline: computes the start and end of every computation from an order and its costs. All
+//! arithmetic is on integers, so results are the same on every machine.
 
 use std::collections::BTreeMap;
 
@@ -10,12 +10,12 @@ use super::flow::{Clock, flow};
 use super::{Action, ComputeKind, ComputeOrder, Op, PipelineCost};
 use crate::{Kind, Lane, ParallelError, Span, Timeline};
 
-/// When an op runs.
+/// Start and end of an op.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Slot {
-    /// Its start.
+    /// Start.
     pub start: Nanos,
-    /// Its end.
+    /// End.
     pub end: Nanos,
 }
 
@@ -25,29 +25,30 @@ struct Transfer {
     from: Rank,
     to: Rank,
     action: Action,
-    /// When it has the wire.
+    /// Time in which it occupies the wire.
     slot: Slot,
     bytes: Bytes,
 }
 
-/// What [`simulate`] found.
+/// Result of [`simulate`].
 #[derive(Debug)]
 pub struct Simulation<'a> {
     order: &'a ComputeOrder,
-    /// By rank, as the lists of the order.
+    /// Slot of each op, by rank, in the order of its list.
     slots: Vec<Vec<Slot>>,
-    /// Only of messages that have bytes.
+    /// Only messages with at least one byte.
     transfers: Vec<Transfer>,
     makespan: Nanos,
 }
 
 /// Runs `order` at `cost`.
 ///
-/// A rank runs its list in order, each op as soon as the rank is free and its inputs are there. A message
-/// leaves with its computation's end or when the wire from rank to rank is free, holds the wire for its bytes
-/// over the bandwidth, and arrives the latency later; sending and receiving take no computing time.
+/// A rank runs its list in order, each op as soon as the rank is free and the op's inputs have arrived. A
+/// message starts at the end of its computation, or later when the wire between the two ranks is free. It
+/// occupies the wire for its bytes divided by the bandwidth, and arrives the latency later. Sending and
+/// receiving take no computing time.
 ///
-/// With the costs of a run under virtual time this predicts what it takes.
+/// With the costs of a run under virtual time, the result equals the time of that run.
 ///
 /// Errors: as [`PipelineCost::check`].
 ///
@@ -74,11 +75,12 @@ pub(super) struct Simulator<'a, 'c> {
     free: Vec<Nanos>,
     slots: Vec<Vec<Slot>>,
     transfers: Vec<Transfer>,
-    /// The wire of each stage's messages: ahead, back.
+    /// Wire of each stage's messages: to the next stage, to the previous stage.
     wire_of: Vec<[usize; 2]>,
-    /// When each wire, from a rank to a rank, is free.
+    /// Time at which each wire between two ranks is free.
     wires: Vec<Nanos>,
-    /// How long each rank stands still before which op, and behind its last; empty: it never does.
+    /// Pauses of each rank, by the index of the op after the pause; the list's length stands for the pause
+    /// after the last op. Empty: no pauses.
     pub(super) pauses: Vec<BTreeMap<usize, Nanos>>,
 }
 
@@ -108,7 +110,7 @@ impl<'a, 'c> Simulator<'a, 'c> {
         }
     }
 
-    /// Runs the order to its end; gives when each rank is free again, besides.
+    /// Runs the order to its end. Also returns the time at which each rank is free again.
     pub(super) fn run(mut self) -> Result<(Simulation<'a>, Vec<Nanos>), ParallelError> {
         let order = self.order;
         flow(order, &mut self)?;
@@ -161,37 +163,37 @@ impl Clock for Simulator<'_, '_> {
 }
 
 impl Simulation<'_> {
-    /// What was simulated.
+    /// Returns the order that was simulated.
     #[must_use]
     pub const fn order(&self) -> &ComputeOrder {
         self.order
     }
 
-    /// When each op of a rank runs, as in its list.
+    /// Returns the slot of each op of a rank, in the order of its list.
     #[must_use]
     pub fn slots(&self, rank: Rank) -> &[Slot] {
         &self.slots[rank.index()]
     }
 
-    /// When the last rank is done.
+    /// Returns the time at which the last rank is done.
     #[must_use]
     pub const fn makespan(&self) -> Nanos {
         self.makespan
     }
 
-    /// How long a rank computes.
+    /// Returns the time for which a rank computes.
     #[must_use]
     pub fn busy(&self, rank: Rank) -> Nanos {
         self.slots(rank).iter().map(|s| s.end - s.start).sum()
     }
 
-    /// How long a rank stands still within the makespan.
+    /// Returns the idle time of a rank within the makespan.
     #[must_use]
     pub fn bubble(&self, rank: Rank) -> Nanos {
         self.makespan - self.busy(rank)
     }
 
-    /// How long a rank stands still between its first op and its last: what remains of the bubble when the next
+    /// Returns the idle time of a rank between its first op and its last: the bubble that remains if the next
     /// step starts as soon as the rank is done. Source: Qi et al. 2023.
     #[must_use]
     pub fn span_bubble(&self, rank: Rank) -> Nanos {
@@ -202,14 +204,15 @@ impl Simulation<'_> {
         }
     }
 
-    /// The longest time from a rank's first op to its last: what a step takes when steps follow each other.
+    /// Returns the longest time from a rank's first op to its last: the time of a step if steps directly follow
+    /// each other.
     #[must_use]
     pub fn span(&self) -> Nanos {
         let span = |rank: &Vec<Slot>| Some(rank.last()?.end - rank.first()?.start);
         self.slots.iter().filter_map(span).max().unwrap_or_default()
     }
 
-    /// Part of all ranks' time within the makespan in which nobody computed, from 0 to 1.
+    /// Returns the fraction of all ranks' time within the makespan in which they were idle, from 0 to 1.
     #[must_use]
     pub fn bubble_fraction(&self) -> f64 {
         let ranks = self.slots.len() as u64;
@@ -217,7 +220,7 @@ impl Simulation<'_> {
         bubble as f64 / (self.makespan.0 * ranks).max(1) as f64
     }
 
-    /// How long the wire from one rank to another is busy, for every pair that sends bytes.
+    /// Returns for how long the wire between each pair of ranks is busy. Pairs without bytes are left out.
     #[must_use]
     pub fn wires(&self) -> BTreeMap<(Rank, Rank), Nanos> {
         let mut busy = BTreeMap::new();
@@ -227,14 +230,14 @@ impl Simulation<'_> {
         busy
     }
 
-    /// Part of the makespan in which the busiest wire was busy, from 0 to 1.
+    /// Returns the fraction of the makespan in which the busiest wire was busy, from 0 to 1.
     #[must_use]
     pub fn link_use(&self) -> f64 {
         let busiest = self.wires().into_values().max().unwrap_or_default();
         busiest.0 as f64 / self.makespan.0.max(1) as f64
     }
 
-    /// The spans, to be drawn.
+    /// Returns the spans, for drawing.
     #[must_use]
     pub fn timeline(&self) -> Timeline {
         let mut spans = Vec::new();

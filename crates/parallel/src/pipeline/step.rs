@@ -1,5 +1,5 @@
-//! A whole step of a pipeline: its computations with the collectives between them and the optimizer behind
-//! them. What a collective takes is an input: nothing here knows algorithms or links of collectives.
+//! Simulates a whole step of a pipeline: computations, the collectives between them, and the optimizer. Times
+//! of collectives are an input; nothing here knows their algorithms or links.
 
 use std::collections::BTreeMap;
 
@@ -12,14 +12,15 @@ use super::{
 };
 use crate::{Kind, Lane, ParallelError, Span, Timeline};
 
-/// What the collectives of a step take, from when all that take part are ready.
+/// Times of a step's collectives, counted from when all participants are ready.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct CollectivePrices {
-    /// `REDUCE_GRAD`: averaging a part's gradients over all that hold it, by part of the model. Empty: free.
+    /// `REDUCE_GRAD`: averaging a part's gradients over all ranks that hold it, by part of the model. Empty: no
+    /// time.
     pub reduce: Vec<Nanos>,
-    /// `REDUCE_TIED`: adding up the gradients that the first and the last part share.
+    /// `REDUCE_TIED`: summing the gradients that the first and the last part share.
     pub tied: Nanos,
-    /// `UNSHARD`: gathering a part's weights, by part of the model. Empty: free.
+    /// `UNSHARD`: gathering a part's weights, by part of the model. Empty: no time.
     pub gather: Vec<Nanos>,
 }
 
@@ -35,22 +36,22 @@ impl CollectivePrices {
     }
 }
 
-/// A collective of gradients, as one of its ranks sees it.
+/// A collective of gradients, as seen by one of its ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reduction {
-    /// Who.
+    /// The rank.
     pub rank: Rank,
     /// [`LoweredKind::Reduce`] or [`LoweredKind::ReduceTied`].
     pub kind: LoweredKind,
-    /// Of which stage.
+    /// The stage whose gradients are reduced.
     pub stage: StageId,
-    /// When the stage's gradients were complete here.
+    /// Time at which the stage's gradients were complete on this rank.
     pub ready: Nanos,
-    /// From when all were ready and their links free, to when the result is there.
+    /// Time from when all participants were ready and free to when the result is available.
     pub slot: Slot,
 }
 
-/// What [`Schedule::simulate`] found.
+/// Result of [`Schedule::simulate`].
 #[derive(Debug)]
 pub struct StepSimulation<'a> {
     compute: Simulation<'a>,
@@ -59,31 +60,32 @@ pub struct StepSimulation<'a> {
 }
 
 impl StepSimulation<'_> {
-    /// The computations; where ranks wait for collectives between them, that is bubble.
+    /// Returns the computations. Time in which a rank waits for a collective between them counts as bubble.
     #[must_use]
     pub const fn compute(&self) -> &Simulation<'_> {
         &self.compute
     }
 
-    /// The reductions, in the order of their starts.
+    /// Returns the reductions, in the order of their starts.
     #[must_use]
     pub fn reductions(&self) -> &[Reduction] {
         &self.reductions
     }
 
-    /// When the last rank has stepped.
+    /// Returns the time at which the last rank has done its optimizer steps.
     #[must_use]
     pub const fn makespan(&self) -> Nanos {
         self.makespan
     }
 
-    /// What no computation hides: from the end of the last one to the end of the step.
+    /// Returns the time that is not hidden by computation: from the end of the last computation to the end of
+    /// the step.
     #[must_use]
     pub fn exposed(&self) -> Nanos {
         self.makespan - self.compute.makespan()
     }
 
-    /// The spans, to be drawn: computations, messages and reductions.
+    /// Returns the spans of computations, messages and reductions, for drawing.
     #[must_use]
     pub fn timeline(&self) -> Timeline {
         let mut timeline = self.compute.timeline();
@@ -105,15 +107,18 @@ impl StepSimulation<'_> {
 }
 
 impl Schedule {
-    /// Runs a step at `cost`, with collectives at `prices`.
+    /// Simulates a step at `cost`, with collectives at `prices`.
     ///
-    /// Computations and messages go as in [`simulate`](super::simulate()). A part's gradients are averaged as
-    /// soon as all that hold it have them complete, beside what their ranks compute on; a rank takes part in
-    /// one reduction at a time. With a flush a rank steps when its gradients are all there. Without one it
-    /// waits for each update's average before it goes on. Weights are gathered where the list says, and waited
-    /// for. What moves to slower memory and back is taken to be hidden.
+    /// Computations and messages are simulated as in [`simulate`](super::simulate()). A part's gradients are
+    /// averaged as soon as they are complete on all ranks that hold it, in parallel with computation. A rank
+    /// takes part in one reduction at a time.
     ///
-    /// Errors: as [`PipelineCost::check`]; [`ParallelError::PerStage`] for prices of another number of parts.
+    /// With a flush, a rank runs the optimizer when all its gradients are averaged. Without one, it waits for
+    /// the average of each update before it continues. Weights are gathered where the list says so, and the
+    /// rank waits for them. Moves to slower memory and back are assumed to be hidden.
+    ///
+    /// Errors: as [`PipelineCost::check`]; [`ParallelError::PerStage`] for prices whose number of entries is
+    /// wrong.
     ///
     /// ```
     /// use farflung_base::{Nanos, Rank};
@@ -156,13 +161,13 @@ impl Schedule {
     }
 }
 
-/// Where a schedule's lists have what is no computation of the order.
+/// The positions of a schedule's communication and optimizer entries among the ops of the order.
 struct Marks {
-    /// What each rank waits for before which op.
+    /// Pauses of each rank, by the index of the op after the pause.
     pauses: Vec<BTreeMap<usize, Nanos>>,
-    /// Collectives of gradients, with the number of ops before them.
+    /// Collectives of gradients, each with the number of ops before it.
     gradients: Vec<(Rank, LoweredKind, StageId, usize)>,
-    /// The optimizers behind each rank's last op.
+    /// Time of each rank's optimizer steps after its last op.
     steps: Vec<Nanos>,
 }
 
@@ -194,7 +199,7 @@ impl Marks {
                     Lowered::Move { kind: LoweredKind::Gather, stage, .. } => {
                         pause(priced(&prices.gather, placement.part(stage)));
                     }
-                    // Nobody else is ready at another time: the replicas do the same.
+                    // Replicas are identical here, so all are ready at the same time.
                     Lowered::Move { kind: LoweredKind::Reduce, stage, .. } if !flush => {
                         pause(priced(&prices.reduce, placement.part(stage)));
                     }
@@ -210,7 +215,7 @@ impl Marks {
         marks
     }
 
-    /// When the collectives of gradients run.
+    /// Returns the times at which the collectives of gradients run.
     fn reductions(
         &self,
         schedule: &Schedule,
@@ -221,8 +226,8 @@ impl Marks {
         let pooled = placement.is_pooled();
         let mut line = Line { free: vec![Nanos::ZERO; schedule.lists().len()], done: Vec::new() };
         let of = |kind| {
-            // Those that take part, update by update: all holders of a part, or the tied weights' two users in
-            // a copy.
+            // Participants of each update: all holders of a part, or the two users of the tied weights in one
+            // copy.
             let mut groups: BTreeMap<(u32, u32), Vec<Reduction>> = BTreeMap::new();
             let mut updates: BTreeMap<StageId, u32> = BTreeMap::new();
             for &(rank, _, stage, after) in self.gradients.iter().filter(|mark| mark.1 == kind) {
@@ -230,7 +235,7 @@ impl Marks {
                 let parts = (placement.part(stage), stage.0 / placement.depth());
                 let group = match kind {
                     LoweredKind::Reduce => parts.0,
-                    // All that hold the tied weights take part, whichever way they are passed on.
+                    // With pools, all ranks that hold the tied weights take part, whatever the routes.
                     _ if pooled => 0,
                     _ => parts.1,
                 };
@@ -248,7 +253,7 @@ impl Marks {
             groups.into_values().collect::<Vec<_>>()
         };
         line.take(of(LoweredKind::Reduce), |stage| priced(&prices.reduce, placement.part(stage)));
-        // What two parts share is added up when each has its average.
+        // Tied gradients are summed after each of the two parts has its average.
         let mut tied = of(LoweredKind::ReduceTied);
         for reduction in tied.iter_mut().flatten() {
             let average = line.done.iter().find(|r| r.stage == reduction.stage);
@@ -259,19 +264,19 @@ impl Marks {
     }
 }
 
-/// The price of a part, if anything has one.
+/// Returns the price of a part; zero if there are no prices.
 fn priced(prices: &[Nanos], part: u32) -> Nanos {
     prices.get(part as usize).copied().unwrap_or_default()
 }
 
-/// Collectives, of which a rank takes part in one at a time.
+/// Simulates collectives. A rank takes part in one at a time.
 struct Line {
     free: Vec<Nanos>,
     done: Vec<Reduction>,
 }
 
 impl Line {
-    /// Runs groups, again and again the one that can start first.
+    /// Runs groups. Each round runs the one that can start first.
     fn take(&mut self, mut groups: Vec<Vec<Reduction>>, price: impl Fn(StageId) -> Nanos) {
         loop {
             let start = |group: &Vec<Reduction>| {
@@ -322,14 +327,14 @@ mod tests {
         let (slots, compute, step_ends) = step(Method::OneFOneB, &REPLICAS, &prices);
         assert_eq!(slots, [(3, 27, 32), (2, 29, 34), (1, 31, 36), (0, 33, 38)]);
         assert_eq!((compute, step_ends), (33, 39));
-        // Prices by part: one that is long enough is the step.
+        // Prices differ by part. A long one determines the time of the step.
         let prices =
             CollectivePrices { reduce: [1, 1, 1, 20].map(ms).to_vec(), ..CollectivePrices::default() };
         assert_eq!(step(Method::OneFOneB, &REPLICAS, &prices).2, 27 + 20 + 1);
     }
 
-    /// Breadth-first's second chunks are done while the first ones still compute: two averages, one after the
-    /// other.
+    /// In breadth-first, the second chunks are done while the first ones still compute. The two averages run
+    /// one after the other.
     #[test]
     fn a_rank_averages_one_chunk_at_a_time() {
         let prices = CollectivePrices { reduce: vec![ms(20); 8], ..CollectivePrices::default() };
@@ -339,7 +344,7 @@ mod tests {
         assert_eq!((compute, step_ends), (57, 41 + 40 + 2));
     }
 
-    /// Two copies of the model meet without replicas, when the later of them is done.
+    /// Two copies of the model average their gradients even without replicas, when the later copy is done.
     #[test]
     fn copies_wait_for_each_other() {
         let prices = CollectivePrices { reduce: vec![ms(3); 4], ..CollectivePrices::default() };
@@ -365,7 +370,7 @@ mod tests {
         assert_eq!(step_ends, 41);
     }
 
-    /// Each update of `PipeDream` is averaged before the rank goes on: eight times on the first rank.
+    /// Each update of `PipeDream` is averaged before the rank continues: eight times on the first rank.
     #[test]
     fn without_a_flush_averages_are_waited_for() {
         let none = CollectivePrices::default();
@@ -379,7 +384,7 @@ mod tests {
     fn gathers_are_waited_for_and_prices_fit() {
         let sharded = Lowering { sharded: true, ..Lowering::default() };
         let prices = CollectivePrices { gather: vec![ms(2); 4], ..CollectivePrices::default() };
-        // All gather at once.
+        // All ranks gather at the same time.
         assert_eq!(step(Method::Inference, &sharded, &prices).1, 11 + 2);
         let order = Method::OneFOneB.order(&Settings::new(4, 8)).unwrap();
         let cost = PipelineCost::uniform(&order, StageCost::UNIT, Boundary::latency(Nanos::ZERO));

@@ -74,8 +74,8 @@ pub(super) fn lists(p: u32, m: u32, blocks: &[Block]) -> Lists {
 /// Slots of one rank, by kind (the four of [`Block`], then perhaps W of both stages together) and microbatch.
 type Row = Vec<Vec<u32>>;
 
-/// Returns the slots for W: the first idle slots after the I of the same microbatch. With two queues, W of z
-/// has its own queue before that of a; with one, both share it.
+/// Returns the slots for W: each idle slot takes the W of an I before it. With two queues, the slots for z come
+/// before those for a; with one, the two are not distinguished.
 fn idle_slots(row: &Row, queues: usize) -> Vec<Vec<u32>> {
     let bound = row[..4].iter().filter_map(|slots| slots.last()).max().copied().unwrap_or_default();
     let mut kinds = vec![None; bound as usize + 1];
