@@ -1,5 +1,5 @@
-//! A plan: every decision that the ranks of a job share, as data. It is printed, read, compared and checked
-//! here, and carried out by `farflung`.
+//! A plan: every decision that the ranks of a job share, as data. This module prints, parses, compares and
+//! checks plans; `farflung` executes them.
 
 mod check;
 mod difference;
@@ -31,9 +31,9 @@ pub use rebalance::{Advice, Measured, Rebalance, is_worth_it, shares_by_speed, s
 
 /// How the ranks of a job train one model.
 ///
-/// Ranks are laid out replica by replica: rank `replica * stages + position`. Sequences of a step are
+/// Ranks are numbered replica by replica: rank `replica * stages + position`. The sequences of a step are
 /// numbered from 0 over all replicas: the first `batch * microbatches[0]` belong to replica 0, the next to
-/// replica 1, and so on, so that what is trained on does not depend on who trains on it.
+/// replica 1, and so on. So the training data does not depend on how work is divided over replicas.
 ///
 /// ```
 /// use farflung_parallel::Plan;
@@ -64,57 +64,59 @@ pub use rebalance::{Advice, Measured, Rebalance, is_worth_it, shares_by_speed, s
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct Plan {
-    /// The model that it was made for.
+    /// The model that the plan is for.
     pub model: PlannedModel,
-    /// `data=REPLICAS,pipeline=STAGES`; [`Plan::check`] refuses other axes until they are built.
+    /// The mesh `data=REPLICAS,pipeline=STAGES`. [`Plan::check`] returns an error for other axes, which are not
+    /// implemented yet.
     pub mesh: Mesh,
-    /// The name of each rank's machine, as [`Cluster::rank_names`](crate::Cluster::rank_names) has it.
+    /// Name of each rank's machine, as in [`Cluster::rank_names`](crate::Cluster::rank_names).
     pub machines: Vec<String>,
-    /// What matrix products round their operands to.
+    /// Precision to which matrix products round their operands.
     pub precision: Precision,
-    /// Sequences of a microbatch.
+    /// Number of sequences in a microbatch.
     pub batch: u32,
-    /// Microbatches of each replica in one step.
+    /// Number of microbatches of each replica in one step.
     pub microbatches: Vec<u32>,
-    /// The parts of the model, first to last: all replicas cut it alike.
+    /// Parts of the model, first to last. All replicas divide the model in the same way.
     pub parts: Vec<Part>,
     /// How microbatches pass through the parts.
     pub pipeline: Pipeline,
-    /// What travels between each part and the next: one fewer than parts.
+    /// Codecs between each part and the next: one entry fewer than parts.
     pub boundaries: Vec<BoundaryCodecs>,
-    /// How replicas stay one model, from the innermost group to the whole job. Two levels are one average:
-    /// plain inside the groups of the first, by the second's codec between them.
+    /// How replicas synchronise, from the innermost groups to the whole job. Two levels make one hierarchical
+    /// average: uncompressed inside the groups of the first level, with the second level's codec between
+    /// groups.
     pub levels: Vec<Level>,
 }
 
-/// A model, as far as a plan depends on it.
+/// The properties of a model on which a plan depends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlannedModel {
-    /// What people call it.
+    /// Name of the model.
     pub name: String,
-    /// Its blocks.
+    /// Number of blocks.
     pub layers: u32,
-    /// Its trainable parameters.
+    /// Number of trainable parameters.
     pub parameters: u64,
 }
 
-/// How microbatches pass through the parts.
+/// How microbatches pass through the parts of the model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pipeline {
-    /// The order of work.
+    /// Source of the order of work.
     pub schedule: ScheduleSource,
-    /// Parts of each copy of the model on a rank; `None` is the method's own number.
+    /// Number of parts of each copy of the model on a rank. `None`: the method's default.
     pub chunks: Option<u32>,
-    /// Activations that a rank may hold, for the methods that can be limited.
+    /// Maximum number of activations that a rank may hold, for methods that support a limit.
     pub memory: Option<u32>,
-    /// Which version of the weights a microbatch sees under [`Method::PipeDream`].
+    /// Version of the weights that a microbatch uses under [`Method::PipeDream`].
     pub version_sync: VersionSync,
-    /// Tokens of each slice of a sequence; empty: sequences pass whole.
+    /// Number of tokens of each slice of a sequence. Empty: sequences are not sliced.
     pub slices: Vec<u32>,
 }
 
 impl Default for Pipeline {
-    /// 1F1B, whole sequences.
+    /// Returns 1F1B with unsliced sequences.
     fn default() -> Self {
         Self {
             schedule: ScheduleSource::Named(Method::OneFOneB),
@@ -126,23 +128,23 @@ impl Default for Pipeline {
     }
 }
 
-/// Where the order of a pipeline's work comes from.
+/// Source of the order of a pipeline's work.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ScheduleSource {
-    /// A method of the literature.
+    /// A published method.
     Named(Method),
-    /// The author's own lists, in the notation of [`ComputeOrder`](crate::pipeline::ComputeOrder).
+    /// Lists written by hand, in the notation of [`ComputeOrder`](crate::pipeline::ComputeOrder).
     Text(String),
     /// A list schedule over stages that are pools of ranks.
     Pools(Pools),
 }
 
-/// The codecs of one boundary of a pipeline, by name; `none` is plain f32.
+/// Codecs of one boundary of a pipeline, by name; `none` is uncompressed f32.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BoundaryCodecs {
-    /// Of hidden states, to the next part.
+    /// Codec of hidden states, sent to the next part.
     pub forward: String,
-    /// Of their gradients, back.
+    /// Codec of gradients, sent back.
     pub backward: String,
 }
 
@@ -152,36 +154,37 @@ impl Default for BoundaryCodecs {
     }
 }
 
-/// The name of plain f32 among codecs.
+/// Name of uncompressed f32 among the codecs.
 pub const NO_CODEC: &str = "none";
 
-/// The name of the schedule over pools of ranks.
+/// Name of the schedule over pools of ranks.
 pub const POOLS: &str = "pools";
 
-/// How some replicas stay one model.
+/// How replicas synchronise at one level of the hierarchy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Level {
-    /// The groups of replicas that average among themselves; empty: all replicas are one group.
+    /// Groups of replicas; each group averages among its members. Empty: all replicas are one group.
     pub groups: Vec<Vec<u32>>,
-    /// The method, by its name in the table of `farflung-optim`.
+    /// Name of the method in the table of `farflung-optim`.
     pub method: String,
-    /// Steps between two averages: 1 averages the gradients of each step.
+    /// Number of steps between two averages. 1 averages the gradients of each step.
     pub every: u32,
-    /// Local steps that each replica takes while the fastest takes its own, which are a multiple of `every`:
-    /// see [`LocalSteps`]. Empty: all take all.
+    /// Number of local steps that each replica takes in one period; see [`LocalSteps`]. The period is the
+    /// fastest replica's number and a multiple of `every`. Empty: every replica takes all steps.
     pub steps: Vec<u32>,
-    /// The codec of what is averaged, by name, with `+ef` where it feeds errors back.
+    /// Name of the codec for averaged values, followed by `+ef` if it uses error feedback.
     pub codec: String,
-    /// How values are summed: with a codec one of [`Algorithm::CODED`].
+    /// Algorithm that sums values. With a codec, one of [`Algorithm::CODED`].
     pub algorithm: Algorithm,
-    /// The most f32 bytes that are averaged together.
+    /// Maximum number of f32 bytes in one bucket.
     pub bucket_bytes: u64,
-    /// Whether a bucket leaves while the backward pass still computes the next.
+    /// Whether a bucket is sent while the backward pass computes the next one.
     pub overlap: bool,
 }
 
 impl Default for Level {
-    /// Gradients of all replicas, plain, each step, in buckets of 4 MB that overlap with the backward pass.
+    /// Returns the average of all replicas' gradients in each step, uncompressed, in buckets of 4 MB that
+    /// overlap with the backward pass.
     fn default() -> Self {
         Self {
             groups: Vec::new(),
@@ -197,7 +200,8 @@ impl Default for Level {
 }
 
 impl Level {
-    /// How values are summed where nothing is said: plain ones by a ring, those of a codec in equal shards.
+    /// Returns the default algorithm: a ring for uncompressed values, a direct exchange of equal shards for a
+    /// codec.
     #[must_use]
     pub fn unless_told(codec: &str) -> Algorithm {
         if codec == NO_CODEC { Algorithm::Ring } else { Algorithm::Direct }
@@ -205,16 +209,16 @@ impl Level {
 }
 
 impl Plan {
-    /// The version of the text form. A text of a newer one is refused.
+    /// Version of the text form. Text of another version is an error.
     pub const VERSION: u32 = 1;
 
-    /// Pipelines that train side by side.
+    /// Returns the number of replicas: pipelines that train side by side.
     #[must_use]
     pub fn replicas(&self) -> u32 {
         self.mesh.along(Axis::Data)
     }
 
-    /// The pools of ranks that stages are, where they are.
+    /// Returns the pools of ranks, if the plan's stages are pools.
     #[must_use]
     pub const fn pools(&self) -> Option<&Pools> {
         match &self.pipeline.schedule {
@@ -223,73 +227,74 @@ impl Plan {
         }
     }
 
-    /// Ranks of a pipeline.
+    /// Returns the number of ranks of a pipeline.
     #[must_use]
     pub fn stages(&self) -> u32 {
         self.mesh.along(Axis::Pipeline)
     }
 
-    /// Which parts of the model a rank holds, as a number: its rank in its pipeline, or its pool.
+    /// Returns a number for the parts of the model that a rank holds: its position in its pipeline, or its
+    /// pool.
     #[must_use]
     pub fn place(&self, rank: Rank) -> u32 {
         let position = rank.0 % self.stages();
         self.pools().and_then(|pools| pools.stage_of(position)).unwrap_or(position)
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     #[must_use]
     pub fn ranks(&self) -> u32 {
         self.mesh.size()
     }
 
-    /// Microbatches of all replicas in one step.
+    /// Returns the number of microbatches of all replicas in one step.
     #[must_use]
     pub fn all_microbatches(&self) -> u64 {
         self.microbatches.iter().map(|&m| u64::from(m)).sum()
     }
 
-    /// Sequences of all replicas in one step.
+    /// Returns the number of sequences of all replicas in one step.
     #[must_use]
     pub fn sequences(&self) -> u64 {
         self.all_microbatches() * u64::from(self.batch)
     }
 
-    /// The number of a replica's first microbatch within a step.
+    /// Returns the number of a replica's first microbatch within a step.
     #[must_use]
     pub fn first_microbatch(&self, replica: u32) -> u64 {
         self.microbatches[..replica as usize].iter().map(|&m| u64::from(m)).sum()
     }
 
-    /// A replica's part of a mean over all tokens, where an equal part is 1.
+    /// Returns a replica's weight in a mean over all tokens, relative to an equal share: 1 is an equal share.
     #[must_use]
     pub fn weight(&self, replica: u32) -> f64 {
         let mine = u64::from(self.microbatches[replica as usize]) * u64::from(self.replicas());
         mine as f64 / self.all_microbatches() as f64
     }
 
-    /// How the replicas of the whole job stay one model: the outermost level.
+    /// Returns how the replicas of the whole job synchronise: the outermost level.
     ///
     /// # Panics
-    /// Without levels, which [`Plan::check`] refuses.
+    /// If there are no levels. [`Plan::check`] returns an error for such a plan.
     #[must_use]
     pub fn outermost(&self) -> &Level {
         self.levels.last().expect("a checked plan has a level")
     }
 
-    /// The regions of replicas inside which averages are plain, where the plan names them.
+    /// Returns the regions of replicas inside which averages are uncompressed, if the plan has regions.
     #[must_use]
     pub fn regions(&self) -> Option<&[Vec<u32>]> {
         (self.levels.len() > 1).then(|| &self.levels[0].groups[..])
     }
 
-    /// A mesh of so many replicas of so many stages.
+    /// Creates a mesh of `replicas` replicas with `stages` stages each.
     ///
     /// Errors: as [`Mesh::new`].
     pub fn mesh_of(replicas: u32, stages: u32) -> Result<Mesh, ParallelError> {
         Mesh::new(&[(Axis::Data, replicas), (Axis::Pipeline, stages)])
     }
 
-    /// When weights change: with a flush unless the schedule is a method that has none.
+    /// Returns when weights change: with a flush, unless the schedule is a method without a flush.
     #[must_use]
     pub fn updates(&self) -> Updates {
         match self.pipeline.schedule {

@@ -1,4 +1,4 @@
-//! Chooses between synchronous and local-step training for a cluster, by simulating both. Says why.
+//! Chooses between synchronous and local-step training for a cluster by simulating both, and reports why.
 
 pub mod alpa;
 pub mod dapple;
@@ -26,57 +26,60 @@ use crate::{
     Pipeline, Plan, PlannedModel, Recompute, Replicas, Sync, Timeline, simulate_replicas,
 };
 
-/// One way that was considered.
+/// A way of synchronising that was considered.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Candidate {
-    /// The way.
+    /// The way of synchronising.
     pub sync: Sync,
-    /// How it averages.
+    /// Algorithm of its averages.
     pub algorithm: Algorithm,
-    /// Predicted time per step, over one period.
+    /// Predicted time per step, averaged over one period.
     pub step: Nanos,
-    /// What a rank sends per step, rounded up.
+    /// Bytes that a rank sends per step, rounded up.
     pub sent_per_step: Bytes,
-    /// Time that communication adds to the compute of a step, in hundredths of a percent of it.
+    /// Time that communication adds to a step, in hundredths of a percent of the step's compute.
     pub overhead: u64,
 }
 
-/// A choice, and the report on how it was found.
+/// A choice, and the report on how it was made.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct Planned {
     /// The choice.
     pub replicas: Replicas,
-    /// Sequences of a microbatch.
+    /// Number of sequences in a microbatch.
     pub batch: u64,
-    /// What the model has, for the sizes of buckets.
+    /// Number of parameters of the model, for the sizes of buckets.
     pub parameters: u64,
-    /// What is computed in.
+    /// Precision of the computation.
     pub precision: farflung_base::Precision,
-    /// What was compared, the choice among them.
+    /// All candidates that were compared, including the chosen one.
     pub candidates: Vec<Candidate>,
-    /// Compute of the slowest rank in a step.
+    /// Compute time of the slowest rank in a step.
     pub compute: Nanos,
-    /// What one rank has to do with a step, by name: microbatches and their compute.
+    /// For each rank: its name, its microbatches in a step, and their compute time.
     pub ranks: Vec<(String, u32, Nanos)>,
-    /// The limit that decided.
+    /// The overhead limit that the choice is based on, in percent of compute.
     pub overhead_percent: u32,
-    /// The most local steps between two averages that were allowed.
+    /// Maximum number of local steps between two averages.
     pub max_every: u32,
-    /// Whether the choice stays within the limit.
+    /// Whether the choice is within the overhead limit.
     pub within: bool,
 }
 
-/// Plans data-parallel training of `shape` on `cluster` within `limits`, at the prices of whoever carries the
-/// plan out.
+/// Plans data-parallel training of `shape` on `cluster` within `limits`. `price` returns the times of the
+/// collectives that will be used.
 ///
-/// Shares are proportional to speed (largest remainder). Synchronous training with overlap is chosen, at the
-/// number of buckets that is fastest, where it stays within the overhead; otherwise `DiLoCo` with the fewest
-/// local steps that do, because each more costs quality; where none does, the faster of the two at the limit of
-/// local steps.
+/// Microbatches are divided in proportion to speed (largest remainder). The choice is, in this order:
 ///
-/// Errors: what [`Cluster::topology`], [`ModelShape::microbatches`] and [`Replicas::check`] refuse, and a
-/// device whose memory does not hold a replica.
+/// 1. synchronous training with overlap, with the fastest number of buckets, if it is within the overhead
+///    limit;
+/// 2. `DiLoCo` with the smallest number of local steps that is within the limit, because more local steps cost
+///    quality;
+/// 3. the faster of the two, with the maximum number of local steps.
+///
+/// Errors: those of [`Cluster::topology`], [`ModelShape::microbatches`] and [`Replicas::check`];
+/// [`ParallelError::Memory`] for a device that cannot hold a replica.
 pub fn plan(
     shape: &ModelShape,
     cluster: &Cluster,
@@ -98,7 +101,7 @@ pub fn plan(
         overlapped.push(search.price(ddp(Overlap::WithBackward, buckets))?);
     }
     candidates.extend(overlapped.into_iter().min_by_key(|c| c.step));
-    // Local steps need memory for an anchor: a cluster without it plans ddp alone.
+    // Local steps need memory for an anchor. On a cluster without it, only ddp is considered.
     let local = limits.max_every > 1 && cluster.devices.iter().all(|d| search.memory(d, 2).is_ok());
     if local {
         let every = search.fewest_local_steps(compute);
@@ -122,8 +125,8 @@ pub fn plan(
     })
 }
 
-/// Synchronous training where it stays within the overhead, else local steps where these do, else what is
-/// fastest; and whether it stays within.
+/// Returns synchronous training if it is within the overhead limit, else local steps if they are, else the
+/// fastest candidate; and whether it is within the limit.
 fn choose(candidates: &[Candidate], overhead_percent: u32) -> (Candidate, bool) {
     let fits = |c: &&Candidate| c.overhead <= u64::from(overhead_percent) * 100;
     let within = || candidates.iter().filter(fits);
@@ -135,36 +138,37 @@ fn choose(candidates: &[Candidate], overhead_percent: u32) -> (Candidate, bool) 
     (chosen.clone(), fits(&chosen))
 }
 
-/// Time that communication adds to the compute of a step, in hundredths of a percent of it.
+/// Returns the time that communication adds to a step, in hundredths of a percent of the step's compute.
 fn overhead(step: Nanos, compute: Nanos) -> u64 {
     let extra = u128::from(step.saturating_sub(compute).0) * 10_000;
     u64::try_from(extra.div_ceil(u128::from(compute.0.max(1)))).unwrap_or(u64::MAX)
 }
 
-/// The least H for which `extra` / (H * compute) is within the overhead, or the limit where there is none.
+/// Returns the smallest H for which `extra` / (H * compute) is within the overhead limit, but at most
+/// `max_every`.
 fn fewest(extra: u128, compute: Nanos, overhead_percent: u32, max_every: u32) -> u32 {
     let allowed = u128::from(compute.0) * u128::from(overhead_percent);
     let every = if allowed == 0 { u128::MAX } else { (extra * 100).div_ceil(allowed) };
     u32::try_from(every).unwrap_or(u32::MAX).clamp(2, max_every.max(2))
 }
 
-/// What a step of a plan is predicted to take.
+/// Predicted time of a step of a plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepTime {
-    /// All of it, in the mean of a period.
+    /// Whole time of the step, averaged over a period.
     pub step: Nanos,
-    /// What the busiest rank computes in it.
+    /// Compute time of the busiest rank in the step.
     pub compute: Nanos,
 }
 
-/// Times that the number of local steps is set anew by what its prediction says.
+/// Maximum number of predictions to find a candidate's number of local steps.
 const TRIES: usize = 4;
 
 impl Planned {
-    /// The same with each candidate's step as `step` predicts its plan, the number of local steps set by that,
-    /// and the choice made anew. Candidates of which `step` knows no time are not considered.
+    /// Predicts the candidates again with `step` and chooses again. `step` returns the time of a plan; the
+    /// number of local steps is adjusted to it. Candidates for which it returns `None` are dropped.
     ///
-    /// Errors: those of `step`, and of [`Plan::check`]; [`ParallelError::NotBuilt`] where no candidate is left.
+    /// Errors: those of `step` and of [`Plan::check`]; [`ParallelError::NotBuilt`] if no candidate is left.
     pub fn predicted<E: From<ParallelError>>(
         self,
         model: &PlannedModel,
@@ -182,7 +186,8 @@ impl Planned {
         Ok(Self { replicas, candidates, within, ..self })
     }
 
-    /// A candidate at its predicted time; of local steps as many as that asks for.
+    /// Returns a candidate with its predicted time and, for local steps, the number of local steps that this
+    /// time requires.
     fn settle<E: From<ParallelError>>(
         &self,
         mut candidate: Candidate,
@@ -196,7 +201,7 @@ impl Planned {
             let Sync::DiLoCo { every } = &mut candidate.sync else { break };
             let extra = u128::from(step.saturating_sub(compute).0) * u128::from(*every);
             let better = fewest(extra, compute, self.overhead_percent, self.max_every);
-            // Later tries only go where the overhead is smaller.
+            // After the first try, the number of local steps may only increase, which reduces the overhead.
             if better == *every || tries == TRIES || (tries > 1 && better < *every) {
                 break;
             }
@@ -207,7 +212,7 @@ impl Planned {
         Ok(Some(candidate))
     }
 
-    /// The choice as a plan that can be carried out, for the machines that have a share.
+    /// Returns the choice as a plan that can be executed, for the machines with at least one microbatch.
     ///
     /// Errors: as [`Plan::check`].
     pub fn plan(&self, model: PlannedModel) -> Result<Plan, ParallelError> {
@@ -255,10 +260,10 @@ const fn ddp(overlap: Overlap, buckets: u32) -> Sync {
     Sync::Ddp { overlap, buckets }
 }
 
-/// All of the choice but what the search decides.
+/// Returns the replicas' shares and codec. The search determines the other fields.
 fn skeleton(shape: &ModelShape, cluster: &Cluster, limits: &Limits) -> Result<Replicas, ParallelError> {
     let microbatches = shape.microbatches()?;
-    // In proportion to speed: the inverse of a microbatch's time, in units that keep nine digits.
+    // Speed is the inverse of a microbatch's time, scaled to keep nine digits.
     let speed = |d: &Machine| u64::MAX / 4 / d.speed.time(shape.microbatch_tokens(), shape).0.max(1);
     let shares = largest_remainder(microbatches, &cluster.ranks().map(speed).collect::<Vec<_>>());
     let too_many = |_| ParallelError::TooManyMicrobatches { microbatches };
@@ -296,7 +301,7 @@ impl Search<'_> {
         }
     }
 
-    /// Values of each average of a period.
+    /// Returns the number of values of each average in a period.
     fn averages(&self, sync: Sync) -> Vec<u64> {
         match sync {
             Sync::Ddp { buckets, .. } => self.shape.buckets(buckets),
@@ -304,12 +309,13 @@ impl Search<'_> {
         }
     }
 
-    /// The time of an average; for ever by an algorithm that has none.
+    /// Returns the time of an average, or [`Nanos::MAX`] if the algorithm has no price.
     fn time(&self, algorithm: Algorithm, values: u64) -> Nanos {
         (self.price)(algorithm, &self.limits.codec, values).unwrap_or(Nanos::MAX)
     }
 
-    /// The cheapest for all of these averages together; ties go to the one named first.
+    /// Returns the fastest algorithm for all these averages together. Among equals, the first in
+    /// [`Algorithm::ALL`].
     fn algorithm(&self, averages: &[u64]) -> Algorithm {
         let total = |a: &Algorithm| {
             averages.iter().fold(Nanos::ZERO, |t, &values| t.saturating_add(self.time(*a, values)))
@@ -340,7 +346,8 @@ impl Search<'_> {
         })
     }
 
-    /// The least H for which sync / (H * compute) is within the overhead, or the limit where there is none.
+    /// Returns the smallest H for which sync / (H * compute) is within the overhead limit, but at most the
+    /// maximum.
     fn fewest_local_steps(&self, compute: Nanos) -> u32 {
         let values = self.shape.parameters;
         let sync = self.time(self.algorithm(&[values]), values);

@@ -1,4 +1,5 @@
-//! Alpa's outer level: layers into stages, and a submesh of equal devices for each, exactly.
+//! Alpa's outer level: divides layers into stages and gives each stage a submesh of equal devices. The result
+//! is exact.
 
 use std::ops::Range;
 
@@ -6,25 +7,26 @@ use farflung_base::Nanos;
 
 use crate::ParallelError;
 
-/// A rectangle of equal devices that one stage runs on.
+/// A rectangle of equal devices that runs one stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Submesh {
-    /// Machines.
+    /// Number of machines.
     pub nodes: u32,
-    /// Devices of each.
+    /// Number of devices of each machine.
     pub devices: u32,
 }
 
 impl Submesh {
-    /// All of its devices.
+    /// Returns the total number of devices.
     #[must_use]
     pub const fn size(self) -> u32 {
         self.nodes * self.devices
     }
 }
 
-/// The submeshes that Alpa allows of `nodes` machines with `devices` devices: one machine's in powers of two,
-/// or all devices of several machines. Any sum of them that is the number of all devices can be laid out.
+/// Returns the submeshes that Alpa allows on `nodes` machines with `devices` devices each: a power of two of
+/// one machine's devices, or all devices of several machines. Any set of them whose sizes add up to all devices
+/// can be placed.
 #[must_use]
 pub fn submeshes(nodes: u32, devices: u32) -> Vec<Submesh> {
     let powers = (0..32).map(|power| 1 << power).take_while(|&n| n <= devices);
@@ -35,49 +37,50 @@ pub fn submeshes(nodes: u32, devices: u32) -> Vec<Submesh> {
     all
 }
 
-/// One stage.
+/// A stage of the plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SubmeshStage {
-    /// Its layers.
+    /// Layers of the stage.
     pub layers: Range<usize>,
-    /// What it runs on.
+    /// Devices of the stage.
     pub mesh: Submesh,
 }
 
-/// Stages, first to last, and their time.
+/// The stages of a plan, first to last, and the time of a step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct SubmeshPlan {
-    /// Together they have all layers and all devices.
+    /// Stages. Together they use all layers and all devices.
     pub stages: Vec<SubmeshStage>,
-    /// `sum(t) + (microbatches - 1) max(t)`.
+    /// Time of a step: `sum(t) + (microbatches - 1) max(t)` over the stages' times `t`.
     pub time: Nanos,
 }
 
-/// What is to be planned.
+/// Sizes of the planning problem.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AlpaSize {
-    /// Layers of the model.
+    /// Number of layers of the model.
     pub layers: usize,
-    /// Machines.
+    /// Number of machines.
     pub nodes: u32,
-    /// Devices of each.
+    /// Number of devices of each machine.
     pub devices: u32,
-    /// Microbatches of a step.
+    /// Number of microbatches in a step.
     pub microbatches: u32,
 }
 
-/// Time of a microbatch for some layers on a submesh with so many stages from there to the end, itself
-/// included; `None` if its memory does not hold them.
+/// Returns the time of one microbatch for some layers on a submesh. The last argument is the number of stages
+/// from this one to the end, itself included. `None` if the layers do not fit in the submesh's memory.
 pub type StageTime<'a> = &'a dyn Fn(Range<usize>, Submesh, usize) -> Option<Nanos>;
 
-/// The fastest stages: for each bound on the slowest stage, ascending, the least sum by dynamic programming
-/// over (stages, first layer, devices left); stops when the bound alone is too slow.
+/// Returns the fastest stages. For each bound on the slowest stage, in ascending order, finds the least sum of
+/// times by dynamic programming over (stages, first layer, devices left). Stops when the bound alone makes a
+/// step slower than the best plan.
 ///
-/// Source: Zheng et al. 2022, "Alpa", section 5.2, equations 2 to 5. Differs: bounds are not skipped when they
-/// are near each other, so the answer is exact.
+/// Source: Zheng et al. 2022, "Alpa", section 5.2, equations 2 to 5. Differs: bounds that are near each other
+/// are all tried, so the result is exact.
 ///
-/// Errors: [`ParallelError::Plan`] where no division fits, or a size is 0.
+/// Errors: [`ParallelError::Plan`] if no division fits or a size is 0.
 pub fn alpa(size: &AlpaSize, time: StageTime<'_>) -> Result<SubmeshPlan, ParallelError> {
     let meshes = submeshes(size.nodes, size.devices);
     let all = size.nodes * size.devices;
@@ -110,15 +113,15 @@ pub fn alpa(size: &AlpaSize, time: StageTime<'_>) -> Result<SubmeshPlan, Paralle
     best.ok_or_else(refused)
 }
 
-/// All stages' times.
+/// Times of all possible stages.
 struct Table<'a> {
     size: &'a AlpaSize,
     meshes: &'a [Submesh],
-    /// The most stages.
+    /// Maximum number of stages.
     most: usize,
     /// `[stages to the end - 1][first layer][end - 1][mesh]`.
     times: Vec<Option<u64>>,
-    /// All times, ascending.
+    /// All different times, ascending: the candidate bounds.
     bounds: Vec<u64>,
 }
 
@@ -153,7 +156,7 @@ impl<'a> Table<'a> {
         self.times[(((stages - 1) * layers + first) * layers + end - 1) * self.meshes.len() + mesh]
     }
 
-    /// The stages of the least sum with none slower than `bound`, on all devices.
+    /// Returns the stages with the least sum of times on all devices, with no stage slower than `bound`.
     fn least_sum(&self, bound: u64) -> Option<Vec<SubmeshStage>> {
         let (layers, all) = (self.size.layers, (self.size.nodes * self.size.devices) as usize);
         let at = |stages: usize, first: usize, devices: usize| {
@@ -198,7 +201,7 @@ mod tests {
     use super::*;
     use crate::draw::Draw;
 
-    /// Every list of stages for the layers from `first` on, over so many devices.
+    /// Returns every list of stages for the layers from `first` on that uses exactly this number of devices.
     fn all(size: &AlpaSize, meshes: &[Submesh], first: usize, devices: u32) -> Vec<Vec<SubmeshStage>> {
         if first == size.layers {
             return if devices == 0 { vec![Vec::new()] } else { Vec::new() };
@@ -228,7 +231,7 @@ mod tests {
                 microbatches: 1 + draw.below(6) as u32,
             };
             let table: Vec<u64> = (0..4096).map(|_| 1 + draw.below(50) as u64).collect();
-            // Any function of the stage will do; some stages do not fit.
+            // Any function of the stage works as a time; some stages do not fit.
             let time = |layers: Range<usize>, mesh: Submesh, stages: usize| {
                 let at =
                     layers.start * 641 + layers.end * 97 + mesh.size() as usize * 13 + mesh.nodes as usize;

@@ -1,5 +1,5 @@
-//! DAPPLE's planner: layers into replicated stages of a synchronous pipeline, by the latency of its warm-up,
-//! steady and ending phases.
+//! DAPPLE's planner: divides layers into replicated stages of a synchronous pipeline. Minimises the latency of
+//! the warm-up, steady and ending phases.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -8,23 +8,24 @@ use farflung_base::Nanos;
 
 use crate::ParallelError;
 
-/// Which devices the next stage takes. Devices of a machine are taken in their order.
+/// Rule that selects the devices of the next stage. Each machine's devices are used in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DevicePolicy {
-    /// Those of machines that no stage uses yet, then the others.
+    /// First from machines that no stage uses, then from others.
     FreshFirst,
-    /// Those of machines that are in use, then the others.
+    /// First from machines that a stage uses, then from others.
     AppendFirst,
-    /// As many of each machine that is in use and has some left; of each machine if there is none.
+    /// Equally many from each machine in use that has free devices; if there is none, from each unused machine.
     ScatterFirst,
 }
 
 impl DevicePolicy {
-    /// All of them.
+    /// All policies.
     pub const ALL: [Self; 3] = [Self::FreshFirst, Self::AppendFirst, Self::ScatterFirst];
 
-    /// The `count` devices that a stage takes, by number, machine by machine; `None` where they are not left,
-    /// or cannot be taken equally. `used` has the devices in use of each machine of `each` devices.
+    /// Returns the numbers of the `count` devices for a stage, machine by machine. `None` if there are not
+    /// enough, or they cannot be taken equally. `used` is the number of devices in use on each machine, out of
+    /// `each`.
     #[must_use]
     pub fn take(self, used: &[u32], each: u32, count: u32) -> Option<Vec<u32>> {
         let begun: Vec<usize> = (0..used.len()).filter(|&at| used[at] > 0 && used[at] < each).collect();
@@ -62,67 +63,69 @@ impl DevicePolicy {
     }
 }
 
-/// What a stage takes.
+/// Times of a stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PhaseCost {
-    /// Forward of a microbatch, shared among its devices.
+    /// Forward of a microbatch, divided over the stage's devices.
     pub forward: Nanos,
-    /// Backward.
+    /// Backward of a microbatch, divided over the stage's devices.
     pub backward: Nanos,
-    /// The average of its gradients behind the last backward.
+    /// Average of the stage's gradients, after the last backward.
     pub all_reduce: Nanos,
 }
 
-/// Some layers, and the devices that share each microbatch.
+/// A stage: layers, and the devices that divide each microbatch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlacedStage {
-    /// Its layers.
+    /// Layers of the stage.
     pub layers: Range<usize>,
-    /// Its devices, by number.
+    /// Numbers of the stage's devices.
     pub devices: Vec<u32>,
 }
 
-/// Stages, first to last, and their latency.
+/// The stages of a plan, first to last, and the latency of a step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct PlacedPlan {
     /// The stages.
     pub stages: Vec<PlacedStage>,
-    /// Of a step: [`latency`].
+    /// Latency of a step, as computed by [`latency`].
     pub time: Nanos,
 }
 
-/// What is to be planned.
+/// Sizes of the planning problem.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DappleSize {
-    /// Layers of the model.
+    /// Number of layers of the model.
     pub layers: usize,
-    /// Machines.
+    /// Number of machines.
     pub machines: u32,
-    /// Devices of each.
+    /// Number of devices of each machine.
     pub devices: u32,
-    /// Microbatches of a step.
+    /// Number of microbatches in a step.
     pub microbatches: u32,
-    /// How many devices a stage may have.
+    /// Numbers of devices that a stage may have.
     pub replicas: Vec<u32>,
 }
 
-/// The cost of some layers on some devices; `None` if they do not hold them.
+/// Returns the times of some layers on some devices. `None` if the layers do not fit in their memory.
 pub type PhaseCosts<'a> = &'a dyn Fn(Range<usize>, &[u32]) -> Option<PhaseCost>;
 
-/// The time of a microbatch's hidden states behind so many layers, from some devices to others, in one
-/// direction.
+/// Returns the time to send a microbatch's hidden states, after the given number of layers, from some devices
+/// to others, in one direction.
 pub type HopTime<'a> = &'a dyn Fn(usize, &[u32], &[u32]) -> Nanos;
 
-/// The latency of a step of a synchronous pipeline: `max (warm-up + steady + ending)` over each pivot `q` and
-/// each stage `s <= q` whose gradients are averaged. Warm-up is the forward of stages up to the pivot, steady
-/// are `microbatches - 1` rounds of its forward and backward, and the ending is the backward of stages `s` to
-/// `q` and the average of stage `s`. Hops between stages (one less than there are stages) are stages without an
-/// average.
+/// Returns the latency of a step of a synchronous pipeline: the maximum of warm-up + steady + ending over each
+/// pivot `q` and each stage `s <= q` with an average.
 ///
-/// It is the longest of some chains of work in 1F1B, so that no run of these costs is shorter. Source: Fan et
-/// al. 2021, "DAPPLE", section 4, equations 1 to 3. Differs: the paper looks for one pivot from the last stage
-/// on and counts stages behind it from there; here each stage that is a pivot of a longer chain counts.
+/// The warm-up is the forward of the stages up to the pivot. The steady phase is `microbatches - 1` rounds of
+/// the pivot's forward and backward. The ending is the backward of stages `s` to `q` and the average of stage
+/// `s`. Hops between stages count as stages without an average; there is one less than stages.
+///
+/// The latency is the longest of certain chains of dependent work in 1F1B, so a real run at these costs is
+/// never shorter. Source: Fan et al. 2021, "DAPPLE", section 4, equations 1 to 3. Differs: the paper searches
+/// for a single pivot from the last stage on and counts the stages after it from there; here, every stage
+/// counts as a pivot and the longest chain decides.
 #[must_use]
 pub fn latency(stages: &[PhaseCost], hops: &[Nanos], microbatches: u32) -> Nanos {
     let mut label = Label::LAST;
@@ -135,13 +138,12 @@ pub fn latency(stages: &[PhaseCost], hops: &[Nanos], microbatches: u32) -> Nanos
     Nanos(label.end)
 }
 
-/// The fastest stages on at most all devices.
+/// Returns the fastest stages on at most all devices.
 ///
-/// A dynamic program over (first layer, devices in use, devices of the stage before) that keeps every pair of
-/// chain and end that no other pair beats in both, so that the answer is exact for [`latency`] and the three
-/// policies.
+/// A dynamic program over (first layer, devices in use, devices of the previous stage). For each state it keeps
+/// all Pareto-optimal pairs of chain and end, so the result is exact for [`latency`] and the three policies.
 ///
-/// Errors: [`ParallelError::Plan`] where nothing fits, a size is 0, or there are more than 2^20 states.
+/// Errors: [`ParallelError::Plan`] if nothing fits, a size is 0, or there are more than 2^20 states.
 pub fn dapple(
     size: &DappleSize,
     cost: PhaseCosts<'_>,
@@ -170,27 +172,27 @@ pub fn dapple(
     Ok(PlacedPlan { stages, time })
 }
 
-/// Of the stages from some stage on.
+/// Partial latency of the stages from some stage on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Label {
-    /// The longest chain from the first forward of these stages to their last backward.
+    /// Longest chain from the first forward of these stages to their last backward.
     chain: u64,
-    /// When the last average ends.
+    /// Time at which the last average ends.
     end: u64,
 }
 
 impl Label {
-    /// Behind the last stage.
+    /// Label after the last stage.
     const LAST: Self = Self { chain: 0, end: 0 };
 
-    /// With a stage before.
+    /// Returns the label with one more stage before these stages.
     fn before(self, cost: PhaseCost, microbatches: u32) -> Self {
         let chain = self.longer(cost.forward.saturating_add(cost.backward), microbatches);
         let end = chain.saturating_add(cost.all_reduce.0).max(self.end.saturating_add(cost.forward.0));
         Self { chain, end }
     }
 
-    /// With a hop before.
+    /// Returns the label with a hop before these stages.
     fn hop(self, time: Nanos, microbatches: u32) -> Self {
         let chain = self.longer(time.saturating_add(time), microbatches);
         Self { chain, end: self.end.saturating_add(time.0) }
@@ -205,16 +207,16 @@ impl Label {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct State {
     layer: usize,
-    /// Devices in use, by machine.
+    /// Number of devices in use on each machine.
     used: Vec<u32>,
-    /// Devices of the stage before.
+    /// Devices of the previous stage.
     before: Vec<u32>,
 }
 
-/// A label, and how it came about.
+/// A label and how it was reached.
 struct Chosen {
     label: Label,
-    /// None behind the last.
+    /// `None` after the last stage.
     stage: Option<PlacedStage>,
     next: Option<usize>,
 }
@@ -227,12 +229,12 @@ struct Search<'a> {
     labels: Vec<Chosen>,
 }
 
-/// The most states.
+/// Maximum number of states.
 const STATES: usize = 1 << 20;
 
 impl Search<'_> {
-    /// The labels of the stages from a state on, the hop to the first of them included, by number; `None` where
-    /// there are too many states.
+    /// Returns the range of labels for the stages from a state on, including the hop to the first of them.
+    /// `None` if there are too many states.
     fn frontier(&mut self, state: &State) -> Option<Range<usize>> {
         if let Some(known) = self.known.get(state) {
             return Some(known.clone());
@@ -265,7 +267,7 @@ impl Search<'_> {
         Some(first..self.labels.len())
     }
 
-    /// Adds what comes of a first stage that ends before a layer.
+    /// Adds the labels in which the next stage ends at layer `end`.
     fn extend(&mut self, state: &State, end: usize, devices: &[u32], found: &mut Vec<Chosen>) -> Option<()> {
         let layers = state.layer..end;
         let Some(cost) = (self.cost)(layers.clone(), devices) else { return Some(()) };
@@ -303,7 +305,7 @@ mod tests {
     use crate::draw::Draw;
     use crate::pipeline::{Boundary, Method, PipelineCost, Settings, StageCost, simulate};
 
-    /// The latency by its phases, one pivot and one average at a time.
+    /// Returns the latency, computed phase by phase for each pivot and each average.
     fn by_phases(stages: &[PhaseCost], hops: &[Nanos], microbatches: u32) -> u64 {
         let mut all = Vec::new();
         for (at, stage) in stages.iter().enumerate() {
@@ -323,7 +325,7 @@ mod tests {
         longest
     }
 
-    /// Every list of placed stages from a layer on.
+    /// Returns every list of placed stages from a layer on.
     fn all_from(size: &DappleSize, layer: usize, used: &[u32]) -> Vec<Vec<PlacedStage>> {
         if layer == size.layers {
             return vec![Vec::new()];
@@ -399,7 +401,7 @@ mod tests {
         assert!((50..150).contains(&planned), "{planned}");
     }
 
-    /// Equal stages take exactly what 1F1B takes; no stages take more.
+    /// For equal stages, the latency equals the time of 1F1B. For others, it is a lower bound.
     #[test]
     fn the_latency_is_that_of_1f1b_for_equal_stages_and_a_bound_for_others() {
         let mut draw = Draw::new(9, 0);

@@ -1,10 +1,9 @@
-//! DT-FM's placement of a pipeline with data parallelism on devices whose links are uneven: its cost model, its
-//! evolutionary search, and searches of our own.
+//! DT-FM's placement of a pipeline with data parallelism on devices with uneven links: its cost model, its
+//! evolutionary search, and other searches that are not from the paper.
 //!
-//! Devices are divided into as many groups of equal size as the pipeline has stages. Each group holds one stage
-//! and averages its gradients; each device of a group is joined to one device of the group that holds the next
-//! stage. Source: Yuan et al. 2022, "Decentralized Training of Foundation Models in Heterogeneous
-//! Environments".
+//! Devices are divided into groups of equal size, one per stage of the pipeline. Each group holds one stage and
+//! averages its gradients. Each device of a group is joined to one device of the group with the next stage.
+//! Source: Yuan et al. 2022, "Decentralized Training of Foundation Models in Heterogeneous Environments".
 
 mod costs;
 mod evolution;
@@ -27,24 +26,25 @@ pub use simulated::{TrainingLoad, simulate_layout};
 
 use crate::ParallelError;
 
-/// What a search found.
+/// Result of a search.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct Found {
-    /// The best layout.
+    /// The layout with the lowest cost.
     pub layout: Layout,
-    /// Other layouts that it came by, best first and without the best one: for a ranking by simulation.
+    /// Other good layouts that the search found, best first, without the best one. They can be ranked by
+    /// simulation.
     pub runners_up: Vec<Layout>,
-    /// Layouts that it computed the cost of.
+    /// Number of layouts whose cost was computed.
     pub evaluations: u64,
-    /// Whether no layout costs less.
+    /// Whether the layout is proven to be optimal.
     pub is_optimal: bool,
 }
 
-/// The search that `farflung plan dtfm --layout search` runs: [`exhaustive`] where that needs no more than
-/// `evaluations`, else [`local_search`].
+/// Runs the search of `farflung plan dtfm --layout search`: [`exhaustive`] if that needs at most `evaluations`,
+/// else [`local_search`].
 ///
-/// Errors: those of the two.
+/// Errors: those of the two searches.
 pub fn search(costs: &PairCosts, evaluations: u64, seed: u64) -> Result<Found, ParallelError> {
     if partitions(costs.devices(), costs.groups()).is_some_and(|count| count <= evaluations) {
         exhaustive(costs)

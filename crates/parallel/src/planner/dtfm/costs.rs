@@ -1,56 +1,59 @@
-//! What it costs that two devices average a stage, or are neighbours in a pipeline.
+//! Costs of pairs of devices: for averaging a stage together, and for being neighbours in a pipeline.
 
 use farflung_base::{Bandwidth, Bytes, Link, Nanos, Rank, Topology};
 
 use crate::planner::matching::{Matching, bottleneck_matching};
 use crate::{Mesh, ParallelError};
 
-/// What the tasks of a layout exchange in a step.
+/// Bytes that the tasks of a layout exchange in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Workload {
-    /// Gradients of a stage: what the devices of a group average. The paper's `c_dp`.
+    /// Bytes of a stage's gradients, which the devices of a group average. `c_dp` in the paper.
     pub gradients: Bytes,
-    /// Activations that a device passes to the next stage, over all its microbatches. The paper's `c_pp`.
+    /// Bytes of the activations that a device sends to the next stage, over all its microbatches. `c_pp` in the
+    /// paper.
     pub activations: Bytes,
 }
 
 impl Workload {
-    /// The published scheduler's: GPT-3 XL on 8 stages and 8 replicas, a batch of a million tokens.
+    /// The workload of the published scheduler: GPT-3 XL on 8 stages and 8 replicas, a batch of a million
+    /// tokens.
     ///
-    /// Gradients are 3 layers of 1.3 billion / 24 parameters in f32; activations 61 sequences of 2,024 by 2,048
-    /// values (not 2,048 by 2,048) in f16, in units of 2^30 bytes that links then take for 10^9. Both as
-    /// published.
+    /// Gradients are 3 layers of 1.3 billion / 24 parameters in f32. Activations are 61 sequences of 2,024 by
+    /// 2,048 values (not 2,048 by 2,048) in f16; the publication counts them in units of 2^30 bytes and its
+    /// links in units of 10^9. Both values are as published.
     pub const PUBLISHED: Self = Self { gradients: Bytes(650_000_000), activations: Bytes(471_249_223) };
 
-    /// The same for a model of so many layers instead of 24: gradients grow with them.
+    /// Returns the workload for a model of `layers` layers instead of 24. Gradients are proportional to the
+    /// layers.
     #[must_use]
     pub const fn with_layers(self, layers: u32) -> Self {
         Self { gradients: Bytes(self.gradients.0 * layers as u64 / 24), ..self }
     }
 }
 
-/// The costs of all pairs of devices, for groups of one size. Directions of a link are averaged.
+/// Costs of all pairs of devices, for groups of one size. The two directions of a link are averaged.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PairCosts {
     groups: usize,
-    /// Devices of a group.
+    /// Number of devices in a group.
     size: usize,
-    /// By pair: the links, averaged over both directions.
+    /// Link of each pair, averaged over both directions.
     links: Vec<Link>,
-    /// By pair: `2 (latency + gradients / (size * bandwidth))` in nanoseconds.
+    /// Cost of averaging for each pair: `2 (latency + gradients / (size * bandwidth))` in nanoseconds.
     average: Vec<u64>,
-    /// By pair: `latency + activations / bandwidth` in nanoseconds.
+    /// Cost of a hop for each pair: `latency + activations / bandwidth` in nanoseconds.
     hop: Vec<u64>,
 }
 
-/// The longest that a pair may take: sums over all pairs of the largest network then fit in 64 bits.
+/// Maximum time of a pair. It ensures that sums over all pairs of the largest network fit in 64 bits.
 const LONGEST: u64 = 1 << 42;
 
 impl PairCosts {
-    /// The costs on the devices of `topology`, in `groups` groups.
+    /// Computes the costs on the devices of `topology`, in `groups` groups.
     ///
-    /// Errors: [`ParallelError::Plan`] if there is no group or the devices are not a multiple of the groups;
-    /// [`ParallelError::UnusableLink`] for a pair that has no bandwidth, or takes over an hour.
+    /// Errors: [`ParallelError::Plan`] if there is no group or the number of devices is not a multiple of it;
+    /// [`ParallelError::UnusableLink`] for a pair without bandwidth, or that takes over an hour.
     pub fn new(topology: &Topology, groups: u32, workload: Workload) -> Result<Self, ParallelError> {
         let devices = topology.size();
         let groups = groups as usize;
@@ -78,25 +81,25 @@ impl PairCosts {
         Ok(Self { groups, size, links, average, hop })
     }
 
-    /// Number of devices.
+    /// Returns the number of devices.
     #[must_use]
     pub const fn devices(&self) -> usize {
         self.groups * self.size
     }
 
-    /// Number of groups: the stages.
+    /// Returns the number of groups, which is the number of stages.
     #[must_use]
     pub const fn groups(&self) -> usize {
         self.groups
     }
 
-    /// Devices of each group: the replicas.
+    /// Returns the number of devices in each group, which is the number of replicas.
     #[must_use]
     pub const fn size(&self) -> usize {
         self.size
     }
 
-    /// The link of two devices, averaged over both directions.
+    /// Returns the link of two devices, averaged over both directions.
     #[must_use]
     pub fn link(&self, a: Rank, b: Rank) -> Link {
         self.links[a.index() * self.devices() + b.index()]
@@ -110,20 +113,22 @@ impl PairCosts {
         self.hop[a * self.devices() + b]
     }
 
-    /// DATAP-COST of a group: each device exchanges its shard with all others in turn; the slowest decides.
+    /// Returns the DATAP-COST of a group: each device exchanges its shard with all others in turn; the slowest
+    /// device decides.
     pub(super) fn of_group(&self, group: &[usize]) -> u64 {
         let of = |&device: &usize| group.iter().map(|&other| self.average(device, other)).sum();
         group.iter().map(of).max().unwrap_or_default()
     }
 
-    /// The boundary between two groups: the bottleneck matching of their devices.
+    /// Returns the bottleneck matching of the devices of two groups.
     pub(super) fn of_boundary(&self, from: &[usize], to: &[usize]) -> Matching {
         let row = |&a: &usize| to.iter().map(move |&b| self.hop(a, b));
         let costs: Vec<u64> = from.iter().flat_map(row).collect();
         bottleneck_matching(&costs, self.size)
     }
 
-    /// The mean hop between two groups if each device had its nearest neighbour: at most that of any matching.
+    /// Returns the mean hop between two groups if each device had its nearest neighbour. It is a lower bound
+    /// for any matching.
     pub(super) fn near(&self, a: &[usize], b: &[usize]) -> u64 {
         let sum = |a: &[usize], b: &[usize]| -> u64 {
             a.iter().filter_map(|&from| b.iter().map(|&to| self.hop(from, to)).min()).sum()
@@ -136,13 +141,14 @@ fn averaged(topology: &Topology, a: Rank, b: Rank) -> Link {
     let middle = |x: u64, y: u64| u64::midpoint(x, y);
     let latency = Nanos(middle(topology.link(a, b).latency.0, topology.link(b, a).latency.0));
     let (there, back) = (topology.rate(a, b), topology.rate(b, a));
-    // A pair that is joined in one direction alone is of no use: training sends both ways.
+    // A link that works in one direction only cannot be used, because training sends both ways.
     let dead = there.0 == 0 || back.0 == 0;
     let bandwidth = Bandwidth(if dead { 0 } else { middle(there.0, back.0) });
     Link { bandwidth, latency }
 }
 
-/// Time for one of `shares` equal parts of `bytes`, to the nearest nanosecond; none over a dead link.
+/// Returns the time for one of `shares` equal parts of `bytes`, to the nearest nanosecond. `None` without
+/// bandwidth or above the maximum.
 fn transfer(link: Link, bytes: Bytes, shares: u64) -> Option<u64> {
     if link.bandwidth == Bandwidth::UNLIMITED {
         return Some(link.latency.0);
@@ -153,7 +159,7 @@ fn transfer(link: Link, bytes: Bytes, shares: u64) -> Option<u64> {
     u64::try_from(time).ok()?.checked_add(link.latency.0).filter(|&time| time <= LONGEST)
 }
 
-/// Whether `groups` divide the devices `0..count`: each device once, groups of equal size.
+/// Checks that `groups` divide all devices: each device once, groups of equal size.
 ///
 /// Errors: [`ParallelError::Plan`].
 pub(super) fn check(groups: &[Vec<Rank>], costs: &PairCosts) -> Result<(), ParallelError> {

@@ -1,17 +1,17 @@
-//! DT-FM's evolutionary search (GCMA), as its published scheduler has it, but with seeded randomness.
+//! DT-FM's evolutionary search (GCMA), following its published scheduler, but with seeded randomness.
 
 use super::layout::Layout;
 use super::{Found, PairCosts};
 use crate::ParallelError;
 use crate::draw::Draw;
 
-/// Layouts to begin with.
+/// Number of initial layouts.
 const POPULATION: u64 = 100;
 
-/// Nodes whose group a child takes from its first parent.
+/// Number of devices whose group a child takes from its first parent.
 const CROSSED: usize = 5;
 
-/// The group of each device.
+/// Group of each device.
 type Labels = Vec<usize>;
 
 /// A member of the population.
@@ -20,13 +20,14 @@ struct Member {
     total: u64,
 }
 
-/// The paper's search: 100 random layouts, then children of two random parents each, improved by a local search
-/// that knows gains but not costs, until `evaluations` layouts were priced (the paper's 100 + 4,900).
+/// Runs the paper's search. It starts with 100 random layouts. Each further layout is a child of two random
+/// parents, improved by a local search that uses gains, not costs. It ends when `evaluations` layouts have been
+/// priced (100 + 4,900 in the paper).
 ///
-/// A child takes the groups of five random devices from its first parent and the others from its second;
-/// devices move from groups that are too large to the first that is too small. A child that is worse than both
-/// parents is added, any other takes the place of the worse parent. Source: Yuan et al. 2022, section 3.3 and
-/// `scheduler/`. Differs: seeded (the published code sets no seed).
+/// A child takes the groups of five random devices from its first parent and all others from its second.
+/// Devices in groups that are too large move to the first group that is too small. A child that is worse than
+/// its worse parent is added to the population; otherwise it replaces that parent. Source: Yuan et al. 2022,
+/// section 3.3 and `scheduler/`. Differs: seeded (the published code sets no seed).
 ///
 /// Errors: [`ParallelError::Plan`] for no evaluations.
 pub fn evolution(costs: &PairCosts, evaluations: u64, seed: u64) -> Result<Found, ParallelError> {
@@ -90,11 +91,12 @@ fn crossover(first: &[usize], second: &[usize], costs: &PairCosts, draw: &mut Dr
     labels
 }
 
-/// Moves devices between groups in cycles, so that sizes stay equal, as long as the sum of gains is positive.
+/// Moves devices between groups in cycles, so that group sizes stay equal. Keeps the moves with the largest sum
+/// of gains.
 ///
-/// A device's worth to its own group is the cost of its fastest link there: averages are bound by the slowest
-/// link, so a fast link inside a group is wasted. Its gain in moving to another group is the mean cost of its
-/// links there less that.
+/// The value of a device to its own group is the cost of its fastest link there: averages are limited by the
+/// slowest link, so a fast link inside a group is wasted. The gain of moving to another group is the mean cost
+/// of the device's links there minus this value.
 fn local_search(labels: &mut Labels, costs: &PairCosts) {
     let mut locked = vec![false; labels.len()];
     let (mut gained, mut best) = (0_i128, 0_i128);
@@ -110,7 +112,7 @@ fn local_search(labels: &mut Labels, costs: &PairCosts) {
     *labels = best_labels;
 }
 
-/// The device that a group would send away, and where.
+/// The device that a group would give up, and its new group.
 #[derive(Clone, Copy)]
 struct Move {
     device: usize,
@@ -118,7 +120,7 @@ struct Move {
     gain: i128,
 }
 
-/// One chain of moves that ends where it began; `None` where no device can move. Gives the sum of its gains.
+/// Performs one cycle of moves. Returns the sum of its gains, or `None` if no device can move.
 fn cycle(labels: &mut Labels, locked: &mut [bool], costs: &PairCosts) -> Option<i128> {
     let members = groups(labels, costs);
     let mut gains = vec![0; labels.len() * costs.groups()];
@@ -150,7 +152,7 @@ fn cycle(labels: &mut Labels, locked: &mut [bool], costs: &PairCosts) -> Option<
     while let Some(Move { device, to, gain }) = moves[group].filter(|_| !visited[group]) {
         visited[group] = true;
         chain.push(device);
-        // The chain could end here, with this device in the group that lacks one.
+        // The chain could end here, with this device moving to the group that gave up the first device.
         if group != start {
             let closed = sum + gains[device * costs.groups() + start];
             if closed > best {
@@ -163,7 +165,7 @@ fn cycle(labels: &mut Labels, locked: &mut [bool], costs: &PairCosts) -> Option<
     if length == 0 {
         return None;
     }
-    // Each device takes the place of the next; the last goes to the start.
+    // Each device moves to the group of the next one; the last moves to the group of the first.
     let homes: Vec<usize> = chain[..length].iter().map(|&device| labels[device]).collect();
     for (at, &device) in chain[..length].iter().enumerate() {
         labels[device] = homes[(at + 1) % length];

@@ -1,18 +1,19 @@
-//! Every division of a few devices into groups.
+//! Exhaustive search over every division of a few devices into groups.
 
 use super::layout::Layout;
 use super::{Found, PairCosts};
 use crate::ParallelError;
 
-/// The most devices that [`exhaustive`] takes.
+/// Maximum number of devices for [`exhaustive`].
 const DEVICES: usize = 16;
 
-/// How many ways there are to divide `devices` into `groups` of equal size; `None` beyond 64 bits.
+/// Returns the number of ways to divide `devices` into `groups` of equal size. `None` if it does not fit in 64
+/// bits.
 #[must_use]
 pub fn partitions(devices: usize, groups: usize) -> Option<u64> {
     let size = devices.checked_div(groups)?;
     let mut ways: u64 = 1;
-    // The lowest device left chooses its mates.
+    // The lowest device left selects the other devices of its group.
     for left in (1..=groups).map(|k| k * size) {
         ways = ways.checked_mul(binomial(left as u64 - 1, size as u64 - 1)?)?;
     }
@@ -23,7 +24,7 @@ fn binomial(n: u64, k: u64) -> Option<u64> {
     (0..k).try_fold(1_u64, |value, i| Some(value.checked_mul(n - i)? / (i + 1)))
 }
 
-/// Prices all divisions: the optimum of the cost model.
+/// Prices all divisions and returns the optimum of the cost model.
 ///
 /// Errors: [`ParallelError::Plan`] for more than 16 devices.
 pub fn exhaustive(costs: &PairCosts) -> Result<Found, ParallelError> {
@@ -49,7 +50,7 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// Puts a device into each group that has room; of the empty groups, which are alike, only into the first.
+    /// Adds a device to each group with room. Empty groups are equivalent, so only the first one is tried.
     fn place(&mut self, device: usize) {
         if device == self.costs.devices() {
             let layout = Layout::of(self.groups.clone(), self.costs);

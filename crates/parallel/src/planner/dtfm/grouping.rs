@@ -1,25 +1,25 @@
-//! Groups that need no search.
+//! Groupings that need no search.
 
 use farflung_base::Rank;
 
 use super::PairCosts;
 use crate::draw::Draw;
 
-/// Neighbours in one group: group `k` has devices `k * size` to `(k + 1) * size - 1`. Averages stay inside a
-/// region where the file lists regions one after another.
+/// Groups devices with adjacent numbers: group `k` has devices `k * size` to `(k + 1) * size - 1`. Averages
+/// stay inside a region if the topology file lists regions one after another.
 #[must_use]
 pub fn contiguous(costs: &PairCosts) -> Vec<Vec<Rank>> {
     in_order(&(0..costs.devices()).collect::<Vec<_>>(), costs.size())
 }
 
-/// Neighbours in one pipeline: group `k` has devices `k`, `groups + k`, `2 * groups + k` and so on. Pipelines
-/// stay inside a region, averages cross.
+/// Puts devices with adjacent numbers into the same pipeline: group `k` has devices `k`, `groups + k`,
+/// `2 * groups + k` and so on. Pipelines stay inside a region; averages cross regions.
 #[must_use]
 pub fn transposed(costs: &PairCosts) -> Vec<Vec<Rank>> {
     strided(&(0..costs.devices()).collect::<Vec<_>>(), costs.groups())
 }
 
-/// Groups of chance.
+/// Groups devices at random.
 #[must_use]
 pub fn random(costs: &PairCosts, seed: u64) -> Vec<Vec<Rank>> {
     let mut devices: Vec<usize> = (0..costs.devices()).collect();
@@ -36,15 +36,16 @@ fn strided(devices: &[usize], groups: usize) -> Vec<Vec<Rank>> {
     (0..groups).map(group).collect()
 }
 
-/// Groups in which runs of `d` near devices are pieces of a pipeline, for every divisor `d` of the groups:
-/// groups of neighbours are those of 1, pipelines of neighbours those of all. Over devices as they are
-/// numbered, and in the order in which each is followed by its nearest neighbour: that keeps regions together
-/// however the file lists them.
+/// Returns groupings in which runs of `d` nearby devices are pieces of a pipeline, for every divisor `d` of the
+/// number of groups. `d` = 1 gives groups of neighbours; the largest `d` gives pipelines of neighbours.
+///
+/// Each is built in two orders: as devices are numbered, and with each device followed by its nearest
+/// neighbour. The second order keeps regions together however the file lists them.
 pub(super) fn structured(costs: &PairCosts) -> Vec<Vec<Vec<usize>>> {
     let near = nearest_neighbours(costs);
     let numbered: Vec<usize> = (0..costs.devices()).collect();
     let runs = || (1..=costs.groups()).filter(|&run| costs.groups().is_multiple_of(run));
-    // The two plain ones first, for searches of few evaluations.
+    // The two extreme groupings come first, for searches with few evaluations.
     let of = |devices: &[usize], run: usize| -> Vec<Vec<usize>> {
         let strip = |strip: &[usize]| {
             (0..run).map(|k| strip.iter().skip(k).step_by(run).copied().collect()).collect()

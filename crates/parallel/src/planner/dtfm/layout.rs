@@ -1,4 +1,4 @@
-//! Groups in their order, matched into pipelines, with their cost.
+//! Layouts: groups in order, matched into pipelines, with their cost.
 
 use farflung_base::{Nanos, Rank};
 
@@ -6,43 +6,42 @@ use super::costs::{PairCosts, check};
 use crate::ParallelError;
 use crate::planner::path::shortest_path;
 
-/// The cost of a layout by DT-FM's model: a step's communication, none of which hides behind another or behind
-/// computing.
+/// Cost of a layout in DT-FM's model: the communication of a step, without any overlap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayoutCost {
-    /// DATAP-COST: of the slowest group.
+    /// DATAP-COST: cost of the slowest group.
     pub data_parallel: Nanos,
-    /// PIPELINEP-COST: all boundaries once. A step passes them twice, forward and backward.
+    /// PIPELINEP-COST: all boundaries once. A step crosses them twice, forward and backward.
     pub pipeline: Nanos,
 }
 
 impl LayoutCost {
-    /// COMM-COST.
+    /// Returns COMM-COST, the total.
     #[must_use]
     pub const fn total(&self) -> Nanos {
         Nanos(self.data_parallel.0 + 2 * self.pipeline.0)
     }
 }
 
-/// A placement of all tasks.
+/// A placement of all tasks on devices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct Layout {
-    /// The devices of each group, sorted; the groups by their first device.
+    /// Devices of each group, sorted. Groups are sorted by their first device.
     pub groups: Vec<Vec<Rank>>,
-    /// The group that holds each stage.
+    /// Index of the group that holds each stage.
     pub order: Vec<usize>,
-    /// The devices of each pipeline, by stage.
+    /// Devices of each pipeline, by stage.
     pub pipelines: Vec<Vec<Rank>>,
-    /// What it costs.
+    /// Cost of the layout.
     pub cost: LayoutCost,
 }
 
 impl Layout {
-    /// The best order and matching of these groups.
+    /// Finds the best order and matching of the given groups.
     ///
-    /// Exact for up to [`EXACT_NODES`](crate::planner::path::EXACT_NODES) groups; beyond, the order is a
-    /// heuristic's.
+    /// Exact for up to [`EXACT_NODES`](crate::planner::path::EXACT_NODES) groups. With more, a heuristic
+    /// determines the order.
     ///
     /// Errors: [`ParallelError::Plan`] if `groups` do not divide the devices of `costs` equally.
     pub fn of_groups(groups: &[Vec<Rank>], costs: &PairCosts) -> Result<Self, ParallelError> {
@@ -79,11 +78,11 @@ impl Layout {
         Self { groups: ranks(groups), order: path.nodes, pipelines: ranks(pipelines), cost }
     }
 
-    /// These pipelines as they are: nothing is reordered or matched. How Megatron would lay out ranks, or
-    /// chance.
+    /// Creates a layout from given pipelines, without reordering or matching; for example the layout of
+    /// Megatron, or a random one.
     ///
-    /// Errors: [`ParallelError::Plan`] if the pipelines are not of one length for each of the groups, or do not
-    /// have each device once.
+    /// Errors: [`ParallelError::Plan`] if the pipelines do not have one device per group, or do not contain
+    /// each device once.
     pub fn as_given(pipelines: &[Vec<Rank>], costs: &PairCosts) -> Result<Self, ParallelError> {
         let stage = |s: usize| pipelines.iter().filter_map(|pipeline| pipeline.get(s).copied()).collect();
         let groups: Vec<Vec<Rank>> = (0..costs.groups()).map(stage).collect();
@@ -99,7 +98,7 @@ impl Layout {
         Ok(Self { order: (0..groups.len()).collect(), groups, pipelines: pipelines.to_vec(), cost })
     }
 
-    /// The device of each rank, where ranks count pipeline by pipeline, as a [`Plan`](crate::Plan) has them.
+    /// Returns the device of each rank. Ranks are numbered pipeline by pipeline, as in a [`Plan`](crate::Plan).
     #[must_use]
     pub fn devices(&self) -> Vec<Rank> {
         self.pipelines.concat()

@@ -1,4 +1,4 @@
-//! A search of our own: swaps of two devices, priced exactly, from many starts.
+//! A local search that is not from the paper: swaps of two devices, priced exactly, from many starts.
 
 use std::collections::BTreeMap;
 
@@ -8,24 +8,27 @@ use crate::ParallelError;
 use crate::draw::Draw;
 use crate::planner::path::shortest_path;
 
-/// Swaps of chance by which a descent begins away from a layout.
+/// Number of random swaps before a descent that starts near a known layout.
 const KICKS: usize = 2;
 
-/// Layouts that are kept for a ranking by simulation, the best one included.
+/// Number of layouts kept for a ranking by simulation, including the best one.
 const KEPT: usize = 8;
 
-/// Layouts that may be looked at again for each that is priced: where all layouts are known, the search ends.
+/// Maximum number of layouts examined per layout that may be priced. It ends the search when all layouts are
+/// already known.
 const AGAIN: u64 = 20;
 
 /// Iterated local search over swaps of two devices of different groups (Lourenço, Martin and Stützle 2003).
 ///
-/// Begins with runs of neighbours as groups, as pipelines, and as pieces of pipelines, over devices as they are
-/// numbered and by nearest neighbours. A descent tries all swaps in random order and takes each that does not
-/// cost more, until none is left that gains. Descents begin with the best two of these starts, then in turn
-/// with a random layout, and twice with the best layout so far after two random swaps. Equal totals are decided
-/// by a path over mean hops, since the total sees the slowest hop of each boundary alone. A layout that was
-/// priced before is not priced again. Integers and comparisons only: the same result for a seed on every
-/// machine.
+/// The starts are structured layouts: runs of neighbours as groups, as pipelines, and as pieces of pipelines,
+/// in the order of device numbers and of nearest neighbours. A descent tries all swaps in random order and
+/// takes each swap that does not cost more, until none gains. The first two descents start from the best two of
+/// the structured layouts. After that, one descent in three starts from a random layout and two from the best
+/// layout so far after two random swaps.
+///
+/// Equal totals are compared by a path over mean hops, because the total depends only on the slowest hop of
+/// each boundary. A layout is priced only once. All arithmetic is on integers, so a seed gives the same result
+/// on every machine.
 ///
 /// Errors: [`ParallelError::Plan`] for no evaluations.
 pub fn local_search(costs: &PairCosts, evaluations: u64, seed: u64) -> Result<Found, ParallelError> {
@@ -45,7 +48,8 @@ pub fn local_search(costs: &PairCosts, evaluations: u64, seed: u64) -> Result<Fo
     starts.sort_by_key(State::key);
     starts.dedup_by_key(|state| state.key());
     starts.truncate(2);
-    // One group, or one device in each: all layouts are alike, but for their order, which is found already.
+    // With one group, or one device per group, all layouts differ only in the order, which is already
+    // optimised.
     if costs.groups() > 1 && costs.size() > 1 {
         let mut run = 0;
         while !search.is_spent() {
@@ -65,10 +69,10 @@ pub fn local_search(costs: &PairCosts, evaluations: u64, seed: u64) -> Result<Fo
     Ok(Found { layout, runners_up: layouts, evaluations, is_optimal: false })
 }
 
-/// The total, then the shortest path over mean hops.
+/// The total cost, then the length of the shortest path over mean hops.
 type Key = (u64, u64);
 
-/// Two devices that change places.
+/// A swap of two devices.
 #[derive(Clone, Copy)]
 struct Swap {
     groups: [usize; 2],
@@ -77,16 +81,16 @@ struct Swap {
 
 struct Search<'a> {
     costs: &'a PairCosts,
-    /// Layouts that may be priced.
+    /// Maximum number of layouts to price.
     evaluations: u64,
-    /// Layouts that were priced.
+    /// Number of layouts priced.
     spent: u64,
-    /// Layouts that were looked at, priced or known.
+    /// Number of layouts examined, newly priced or known.
     looked: u64,
     draw: Draw,
-    /// What is known, by the group of each device, where groups are numbered by their first device.
+    /// Known keys by layout. A layout is the group of each device, with groups numbered by their first device.
     priced: BTreeMap<Vec<u16>, Key>,
-    /// The best layouts, best first, each with another total.
+    /// The best layouts, best first, each with a different total.
     kept: Vec<(Key, Vec<Vec<usize>>)>,
 }
 
@@ -95,7 +99,7 @@ impl Search<'_> {
         self.spent >= self.evaluations || self.looked >= self.evaluations.saturating_mul(AGAIN)
     }
 
-    /// Counts a layout that was priced.
+    /// Records a newly priced layout.
     fn price(&mut self, state: State) -> State {
         self.spent += 1;
         self.looked += 1;
@@ -121,7 +125,7 @@ impl Search<'_> {
         self.price(State::new(groups, self.costs))
     }
 
-    /// The best layout so far, with a few random swaps.
+    /// Returns the best layout so far with a few random swaps.
     fn kicked(&mut self) -> State {
         let mut groups = self.kept.first().map(|(_, groups)| groups.clone()).unwrap_or_default();
         let (count, size) = (self.costs.groups(), self.costs.size());
@@ -134,7 +138,7 @@ impl Search<'_> {
         self.price(State::new(groups, self.costs))
     }
 
-    /// Takes swaps until none gains.
+    /// Applies swaps until none gains.
     fn descend(&mut self, mut state: State) {
         let mut swaps = self.swaps();
         loop {
@@ -176,7 +180,7 @@ fn apply(groups: &mut [Vec<usize>], swap: Swap) {
     groups[b][j] = device;
 }
 
-/// The group of each device after `swap`, where groups are numbered by their first device.
+/// Returns the group of each device after `swap`. Groups are numbered by their first device.
 fn labels(groups: &[Vec<usize>], swap: Option<Swap>, costs: &PairCosts) -> Vec<u16> {
     let mut of = vec![0_u16; costs.devices()];
     for (group, devices) in groups.iter().enumerate() {
@@ -200,19 +204,19 @@ fn labels(groups: &[Vec<usize>], swap: Option<Swap>, costs: &PairCosts) -> Vec<u
     of
 }
 
-/// Groups with what they cost.
+/// Groups with their cost.
 #[derive(Clone)]
 struct State {
     groups: Vec<Vec<usize>>,
     /// DATAP-COST of each group.
     average: Vec<u64>,
-    /// By pair of groups: the bottleneck.
+    /// Bottleneck cost of each pair of groups.
     boundaries: Vec<u64>,
-    /// By pair of groups: the mean hop if each device had its nearest neighbour.
+    /// For each pair of groups, the mean hop if each device had its nearest neighbour.
     near: Vec<u64>,
-    /// Of the shortest path over `boundaries`.
+    /// Length of the shortest path over `boundaries`.
     path: u64,
-    /// Of the shortest path over `near`.
+    /// Length of the shortest path over `near`.
     near_path: u64,
 }
 
@@ -232,7 +236,7 @@ impl State {
         self.near_path = shortest_path(&self.near, self.groups.len()).length;
     }
 
-    /// The boundaries of a group.
+    /// Computes the costs of a group's boundaries.
     fn price(&mut self, group: usize, costs: &PairCosts) {
         let n = self.groups.len();
         for other in (0..n).filter(|&other| other != group) {

@@ -1,5 +1,5 @@
-//! A layout's step, computed event by event: what its cost model leaves out is that messages overlap with
-//! computing.
+//! Simulates a layout's step event by event. Unlike the cost model, it includes the overlap of messages with
+//! computation.
 
 use farflung_base::{Bytes, Nanos};
 
@@ -7,37 +7,38 @@ use super::{Layout, PairCosts};
 use crate::ParallelError;
 use crate::pipeline::{Boundary, Method, PipelineCost, Settings, StageCost, simulate};
 
-/// What the pipelines of a layout train in a step.
+/// The model and batch that the pipelines of a layout train.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TrainingLoad {
-    /// Blocks of the model; stages share them as equally as they can.
+    /// Number of blocks of the model, divided over stages as equally as possible.
     pub layers: u32,
-    /// Values of a hidden state.
+    /// Number of values of a hidden state.
     pub hidden: u64,
-    /// Tokens of a sequence; a microbatch is one sequence.
+    /// Number of tokens in a sequence. A microbatch is one sequence.
     pub sequence: u64,
-    /// Entries of the vocabulary; the last stage computes the logits.
+    /// Number of entries in the vocabulary. The last stage computes the logits.
     pub vocabulary: u64,
-    /// Sequences of a step, over all pipelines.
+    /// Number of sequences in a step, over all pipelines.
     pub batch: u32,
-    /// Sustained operations a second of each device.
+    /// Sustained operations per second of each device.
     pub flops: u64,
 }
 
 impl TrainingLoad {
-    /// GPT-3 XL as DT-FM trains it, on devices of 50 TFLOP/s.
+    /// Returns GPT-3 XL as trained by DT-FM, on devices of 50 TFLOP/s.
     #[must_use]
     pub const fn gpt3_xl(layers: u32, batch: u32) -> Self {
         Self { layers, hidden: 2048, sequence: 2048, vocabulary: 50_257, batch, flops: 50_000_000_000_000 }
     }
 
-    /// Forward of one layer and one sequence: `24 S h^2 (1 + S / 6h)` operations (Narayanan et al. 2021).
+    /// Returns the forward operations of one layer for one sequence: `24 S h^2 (1 + S / 6h)` (Narayanan et al.
+    /// 2021).
     const fn layer(&self) -> u64 {
         let (s, h) = (self.sequence, self.hidden);
         24 * s * h * h + 4 * s * s * h
     }
 
-    /// Forward of the logits of one sequence.
+    /// Returns the forward operations of the logits for one sequence.
     const fn head(&self) -> u64 {
         2 * self.sequence * self.hidden * self.vocabulary
     }
@@ -48,12 +49,13 @@ impl TrainingLoad {
     }
 }
 
-/// Time of a step: the slowest pipeline under GPipe, then the averages of `costs`.
+/// Returns the time of a step: the slowest pipeline under GPipe, then the averages, with the links of `costs`.
 ///
-/// Links carry f16 values, one message at a time and direction, beside what devices compute; pipelines do
-/// not share links. A backward takes twice a forward. Averages begin when all pipelines are done.
+/// Links carry f16 values, one message at a time in each direction, in parallel with computation. Pipelines do
+/// not share links. A backward takes twice as long as a forward. Averages start when all pipelines are done.
 ///
-/// Errors: a batch that is not a multiple of the pipelines, fewer layers than stages.
+/// Errors: [`ParallelError::Plan`] if the batch is not a multiple of the pipelines, or there are fewer layers
+/// than stages.
 pub fn simulate_layout(
     layout: &Layout,
     costs: &PairCosts,

@@ -1,4 +1,4 @@
-//! What the cost model, the searches and the simulation of layouts are held to.
+//! Tests of the cost model, the searches and the simulation of layouts.
 
 use farflung_base::Rank;
 
@@ -40,12 +40,12 @@ fn costs_are_those_of_the_published_scheduler() {
 #[test]
 fn the_path_of_case_5_is_the_published_one() {
     let costs = case(5);
-    // Oregon, Virginia, London, Frankfurt, Ireland, Ohio, Tokyo, Seoul.
+    // In order: Oregon, Virginia, London, Frankfurt, Ireland, Ohio, Tokyo, Seoul.
     let layout = Layout::of_groups(&contiguous(&costs), &costs).unwrap();
     assert_eq!(layout.order, [0, 1, 5, 6, 7, 2, 3, 4]);
 }
 
-/// Small networks of which no two pairs are alike.
+/// Small networks in which all pairs differ.
 fn uneven(devices: usize, groups: u32, seed: u64) -> PairCosts {
     let mut draw = Draw::new(seed, 9);
     let mut topology = farflung_base::Topology::uniform(devices, farflung_base::Link::FREE);
@@ -151,7 +151,7 @@ fn what_cannot_be_laid_out_is_refused() {
     assert!(local_search(&costs, 0, 0).is_err() && evolution(&costs, 0, 0).is_err());
 }
 
-/// Seconds of a step by an event simulation in Python (facts D2), to the digits that are printed there.
+/// Seconds of a step from an independent event simulation in Python (facts D2), to the digits printed there.
 #[test]
 fn simulated_steps_are_those_of_an_independent_simulation() {
     let seen: Vec<[f64; 2]> = [1, 3, 5]
