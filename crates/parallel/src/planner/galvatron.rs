@@ -1,37 +1,39 @@
-//! Galvatron's choice for each layer: how devices share it and what it keeps, under memory.
+//! Galvatron's planner: chooses for each layer how devices divide it and which activations it keeps, within
+//! memory.
 
 use farflung_base::{Bytes, Nanos};
 
 use crate::ParallelError;
 
-/// What one layer takes under one strategy.
+/// Cost of one layer under one strategy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StrategyCost {
     /// Time of a step.
     pub time: Nanos,
-    /// Held on each device.
+    /// Bytes held on each device.
     pub memory: Bytes,
 }
 
-/// A strategy for each layer, by number, and their time.
+/// A strategy for each layer, and the time of a step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct LayerStrategies {
-    /// By layer.
+    /// Index of each layer's strategy.
     pub strategies: Vec<usize>,
-    /// Of a step, changes of layout between layers included.
+    /// Time of a step, including changes of layout between layers.
     pub time: Nanos,
 }
 
-/// The fastest strategies whose memory adds up to at most `memory`, in whole units of `grain` bytes, rounded up
-/// for each layer: with a grain of 1 byte the answer is exact, and takes memory in proportion to `memory`.
+/// Returns the fastest strategies whose memory adds up to at most `memory`. Memory is counted in units of
+/// `grain` bytes, rounded up for each layer. With a grain of 1 byte the result is exact, but the table's size
+/// is proportional to `memory`.
 ///
-/// Shapes: `costs` is `[layers][strategies]`; `change(a, b)` is what it takes between two layers where the
-/// first has strategy `a` and the next `b`. Source: Miao et al. 2022, "Galvatron", equation 1: `C(l, E) = min_s
-/// C(l - 1, E - memory(l, s)) + time(l, s) + change`, with the strategy of layer `l` in the state, since the
-/// change depends on both.
+/// Shapes: `costs` is `[layers][strategies]`; `change(a, b)` is the time between two layers if the first has
+/// strategy `a` and the next has `b`. Source: Miao et al. 2022, "Galvatron", equation 1: `C(l, E) = min_s C(l -
+/// 1, E - memory(l, s)) + time(l, s) + change`. The strategy of layer `l` is part of the state, because the
+/// change depends on both strategies.
 ///
-/// Errors: [`ParallelError::Plan`] where nothing fits, there are no layers or strategies, layers have different
+/// Errors: [`ParallelError::Plan`] if nothing fits, there are no layers or strategies, layers have different
 /// numbers of strategies, the grain is 0, or there are more than 2^26 states.
 pub fn galvatron(
     costs: &[Vec<StrategyCost>],
@@ -57,7 +59,8 @@ pub fn galvatron(
         return Err(wrong("grain", grain.to_string(), "fewer than 2^26 units of memory times strategies"));
     }
     let units = units as usize;
-    // `least[strategy][used]`: of the layers so far, the last of which has the strategy.
+    // `least[strategy][used]`: least time of the layers so far, if the last one has this strategy and they use
+    // this much memory.
     let mut least = vec![vec![None; units + 1]; count];
     let mut before: Vec<Vec<Vec<usize>>> = Vec::new();
     for (layer, strategies) in costs.iter().enumerate() {
@@ -98,7 +101,7 @@ pub fn galvatron(
     Ok(LayerStrategies { strategies: chosen, time: Nanos(time) })
 }
 
-/// The most entries of the table.
+/// Maximum number of entries of the table.
 const STATES: u64 = 1 << 26;
 
 #[cfg(test)]
@@ -106,7 +109,7 @@ mod tests {
     use super::*;
     use crate::draw::Draw;
 
-    /// The time and memory of a choice.
+    /// Returns the time and memory of a choice.
     fn price(
         costs: &[Vec<StrategyCost>],
         change: &dyn Fn(usize, usize) -> Nanos,
@@ -144,7 +147,7 @@ mod tests {
                 let (time, held) = price(&costs, &change, &found.strategies);
                 assert!(time == found.time.0 && held <= memory.0);
                 planned += 1;
-                // Coarser units may cost time, never memory.
+                // A coarser unit may increase the time, but never exceeds the memory.
                 if let Ok(coarse) = galvatron(&costs, &change, memory, Bytes(3)) {
                     let (time, held) = price(&costs, &change, &coarse.strategies);
                     assert!(time >= found.time.0 && held <= memory.0);

@@ -1,19 +1,20 @@
-//! Bottleneck assignment: pairs two sets of equal size so that the costliest pair is as cheap as possible.
+//! Bottleneck assignment: matches two sets of equal size so that the most expensive pair is as cheap as
+//! possible.
 
 /// A perfect matching of rows and columns.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Matching {
-    /// The cost of its costliest pair.
+    /// Cost of the most expensive pair.
     pub costliest: u64,
-    /// The column of each row.
+    /// Column of each row.
     pub column: Vec<usize>,
 }
 
-/// A perfect matching of `n` rows and `n` columns whose costliest pair costs least.
+/// Returns a perfect matching of `n` rows and `n` columns whose most expensive pair costs least.
 ///
-/// Shapes: `costs` is `[n, n]` by rows. Finds the threshold by binary search over the sorted costs; whether a
-/// threshold admits a perfect matching is decided by augmenting paths. The search starts at the largest of all
-/// rows' and columns' least costs, which is often the answer.
+/// Shapes: `costs` is `[n, n]` by rows. Finds the threshold by binary search over the sorted costs. Augmenting
+/// paths decide whether a threshold admits a perfect matching. The search starts at the largest of all rows'
+/// and columns' minimum costs, which is often the result.
 ///
 /// # Panics
 /// If `costs` does not have `n * n` entries, or `n` is 0.
@@ -30,7 +31,7 @@ pub fn bottleneck_matching(costs: &[u64], n: usize) -> Matching {
     let mut limits: Vec<u64> = costs.iter().copied().filter(|&cost| cost > floor).collect();
     limits.sort_unstable();
     limits.dedup();
-    // The largest cost admits every matching; `high` always admits one.
+    // The largest cost admits every matching, and `high` always admits one.
     let (mut low, mut high) = (0, limits.len() - 1);
     let mut best = search.within(limits[high]).expect("all pairs are allowed");
     while low < high {
@@ -43,17 +44,17 @@ pub fn bottleneck_matching(costs: &[u64], n: usize) -> Matching {
     Matching { costliest: limits[high], column: best }
 }
 
-/// Augmenting paths over bit sets.
+/// Augmenting paths on bit sets.
 struct Search<'a> {
     costs: &'a [u64],
     n: usize,
-    /// Words of a set of columns.
+    /// Number of words in a set of columns.
     words: usize,
-    /// By row, the columns within the limit.
+    /// For each row, the set of columns within the limit.
     allowed: Vec<u64>,
-    /// Columns not yet seen in the path that is looked for.
+    /// Columns not yet visited in the current path.
     unseen: Vec<u64>,
-    /// The row of each column.
+    /// Row of each column.
     row: Vec<usize>,
 }
 
@@ -65,7 +66,7 @@ impl<'a> Search<'a> {
         Self { costs, n, words, allowed: vec![0; n * words], unseen: vec![0; words], row: vec![NONE; n] }
     }
 
-    /// The columns of a perfect matching with no pair over `limit`.
+    /// Returns the columns of a perfect matching without a pair above `limit`, if there is one.
     fn within(&mut self, limit: u64) -> Option<Vec<usize>> {
         self.allowed.fill(0);
         for (row, costs) in self.costs.chunks(self.n).enumerate() {
@@ -109,7 +110,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The least costliest pair over all permutations.
+    /// Returns the minimum over all permutations of the cost of the most expensive pair.
     fn by_brute_force(costs: &[u64], n: usize) -> u64 {
         fn rest(costs: &[u64], n: usize, row: usize, used: u32) -> u64 {
             if row == n {
@@ -140,7 +141,7 @@ mod tests {
     #[test]
     fn more_columns_than_a_word_has_bits() {
         let n = 130;
-        // Only the shifted diagonal is cheap.
+        // Only the entries of a shifted diagonal are cheap.
         let cost = |i: usize| if i % n == (i / n + 1) % n { 3 } else { 9 };
         let found = bottleneck_matching(&(0..n * n).map(cost).collect::<Vec<_>>(), n);
         assert_eq!((found.costliest, found.column[129]), (3, 0));

@@ -1,4 +1,5 @@
-//! Alpa's inner level: how each operator of a graph is cut over a mesh of devices, by an integer program.
+//! Alpa's inner level: chooses by an integer program how each operator of a graph is divided over a mesh of
+//! devices.
 
 mod block;
 
@@ -11,77 +12,76 @@ pub use block::{BlockShape, DeviceMesh, MeshAxis, block};
 /// One way to compute an operator.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OperatorStrategy {
-    /// For people.
+    /// Name for display.
     pub name: String,
-    /// Computing and its collectives.
+    /// Time of computation and of the strategy's collectives.
     pub cost: Nanos,
-    /// Weights on each device.
+    /// Bytes of weights on each device.
     pub weights: Bytes,
-    /// What each device keeps of a microbatch for the backward pass.
+    /// Bytes of activations of a microbatch that each device keeps for the backward pass.
     pub activations: Bytes,
 }
 
-/// What the devices of a mesh have room for.
+/// Memory limit of the devices of a mesh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryLimit {
-    /// Bytes of state for each byte of weights: 4 for weights, gradients and two moments.
+    /// Bytes of state per byte of weights: 4 for weights, gradients and two moments.
     pub copies: u64,
-    /// Microbatches whose activations are kept at a time.
+    /// Number of microbatches whose activations are kept at the same time.
     pub microbatches: u64,
-    /// Of each device.
+    /// Memory of each device.
     pub bytes: Bytes,
 }
 
 impl MemoryLimit {
-    /// What a strategy takes of it.
+    /// Returns the bytes that a strategy needs on each device.
     const fn taken(&self, strategy: &OperatorStrategy) -> u64 {
         let state = strategy.weights.0.saturating_mul(self.copies);
         state.saturating_add(strategy.activations.0.saturating_mul(self.microbatches))
     }
 }
 
-/// An operator, and the ways to compute it.
+/// An operator and the strategies to compute it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Operator {
-    /// For people.
+    /// Name for display.
     pub name: String,
-    /// At least one.
+    /// The strategies; at least one.
     pub strategies: Vec<OperatorStrategy>,
 }
 
-/// A tensor that one operator makes and another takes.
+/// A tensor that one operator produces and another uses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OperatorEdge {
-    /// By number.
+    /// Index of the producing operator.
     pub from: usize,
-    /// By number.
+    /// Index of the using operator.
     pub to: usize,
-    /// What it takes to change the layout: `[strategy of from][strategy of to]`.
+    /// Time to change the layout: `[strategy of from][strategy of to]`.
     pub change: Vec<Vec<Nanos>>,
 }
 
-/// Operators and what they hand to each other. Edges may go in circles: a block's output is the next one's
-/// input.
+/// Operators and the tensors between them. Edges may form cycles: a block's output is the next block's input.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct OperatorGraph {
     /// The operators.
     pub operators: Vec<Operator>,
-    /// The tensors between them.
+    /// The tensors between operators.
     pub edges: Vec<OperatorEdge>,
 }
 
-/// A strategy for each operator.
+/// A strategy for each operator, and the total cost.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct Sharding {
-    /// By operator, by number.
+    /// Index of each operator's strategy.
     pub strategies: Vec<usize>,
-    /// Of all operators and changes of layout.
+    /// Total time of all operators and changes of layout.
     pub cost: Nanos,
 }
 
 impl OperatorGraph {
-    /// What a choice takes: [`Nanos::MAX`] if it is not one of a strategy for each operator.
+    /// Returns the cost of a choice. [`Nanos::MAX`] if it does not have one valid strategy for each operator.
     #[must_use]
     pub fn cost(&self, strategies: &[usize]) -> Nanos {
         if strategies.len() != self.operators.len() {
@@ -98,7 +98,8 @@ impl OperatorGraph {
         own.chain(changes).fold(Nanos::ZERO, Nanos::saturating_add)
     }
 
-    /// Bytes on each device of a choice: `None` if it is not one of a strategy for each operator.
+    /// Returns the bytes on each device for a choice. `None` if it does not have one valid strategy for each
+    /// operator.
     #[must_use]
     pub fn memory(&self, strategies: &[usize], limit: &MemoryLimit) -> Option<Bytes> {
         let of = |(operator, &at): (&Operator, &usize)| operator.strategies.get(at).map(|s| limit.taken(s));
@@ -107,7 +108,7 @@ impl OperatorGraph {
         each.filter(|_| whole).map(|each| Bytes(each.into_iter().fold(0, u64::saturating_add)))
     }
 
-    /// Whether edges join operators that exist, and their tables have the operators' sizes.
+    /// Checks that edges join existing operators and that the sizes of their tables match those operators.
     fn check(&self) -> Result<(), ParallelError> {
         let count = |at: usize| self.operators.get(at).map_or(0, |operator| operator.strategies.len());
         let wrong = |field: &str, value: String, expected: &str| ParallelError::Plan {
@@ -137,30 +138,33 @@ impl OperatorGraph {
     }
 }
 
-/// The strategies of the least cost.
+/// Returns the strategies with the least cost.
 ///
-/// Minimises `sum_v s_v (c_v + d_v) + sum_(v,u) s_v R_vu s_u` over one-hot `s_v`. The products are made
-/// linear with one variable for each pair of strategies of an edge, whose rows and columns add up to `s_v`
-/// and `s_u`; these need not be integers, since one-hot sums leave one value. Source: Zheng et al. 2022,
-/// "Alpa", section 4.2, equation 1. The solver computes in f64 to within `1e-7`: of costs that differ by less
-/// of the largest one, either may be chosen.
+/// Minimises `sum_v s_v (c_v + d_v) + sum_(v,u) s_v R_vu s_u` over one-hot `s_v`. The products are linearised
+/// with one variable for each pair of strategies of an edge; their row sums equal `s_v` and their column sums
+/// `s_u`. These variables need not be integers, because the one-hot sums leave only one possible value. Source:
+/// Zheng et al. 2022, "Alpa", section 4.2, equation 1. The solver computes in f64 with a tolerance of `1e-7`:
+/// among choices whose costs differ by less than this fraction of the largest cost, any may be returned.
 ///
-/// Errors: [`ParallelError::Plan`] for a graph that is not one, or that the solver gives up.
+/// Errors: [`ParallelError::Plan`] for an invalid graph, or if the solver fails.
 pub fn choose(graph: &OperatorGraph) -> Result<Sharding, ParallelError> {
     graph.check()?;
     let found = solve(graph, None).map_err(|error| gave_up(graph, &error.to_string()))?;
     found.ok_or_else(|| gave_up(graph, "it was interrupted"))
 }
 
-/// The strategies of the least cost among those that the devices have room for; `None` where there are none.
+/// Returns the strategies with the least cost among those that fit in the devices' memory. `None` if there are
+/// none.
 ///
-/// As [`choose`] with one more row, `sum_v s_v m_v <= limit`. Alpa's published program has none: memory is
-/// checked for its answer alone, so that a stage is refused where a slower way to cut it would fit.
+/// As [`choose`] with one more constraint, `sum_v s_v m_v <= limit`. Differs: Alpa's published program has no
+/// such constraint and checks memory only for its result, so it rejects a stage for which a slower division
+/// would fit.
 ///
 /// Errors: as [`choose`].
 pub fn choose_within(graph: &OperatorGraph, limit: &MemoryLimit) -> Result<Option<Sharding>, ParallelError> {
     graph.check()?;
-    // The solver's tolerance may let a choice through that takes a little more: then it is asked for less.
+    // Because of its tolerance, the solver may return a choice slightly above the limit. If so, solves again
+    // with a lower limit.
     let mut room = *limit;
     loop {
         let found = match solve(graph, Some(&room)) {
@@ -187,7 +191,7 @@ fn gave_up(graph: &OperatorGraph, problem: &str) -> ParallelError {
     }
 }
 
-/// Solves the program; `None` if it was interrupted.
+/// Solves the program. `None` if it was interrupted.
 fn solve(graph: &OperatorGraph, limit: Option<&MemoryLimit>) -> Result<Option<Sharding>, microlp::Error> {
     let costs = graph.operators.iter().flat_map(|operator| operator.strategies.iter().map(|s| s.cost.0));
     let changes = graph.edges.iter().flat_map(|edge| edge.change.iter().flatten().map(|change| change.0));
@@ -246,7 +250,7 @@ mod tests {
 
     const FREE: MemoryLimit = MemoryLimit { copies: 4, microbatches: 3, bytes: Bytes(u64::MAX) };
 
-    /// The least cost over all choices that a limit allows.
+    /// Returns the least cost over all choices that the limit allows.
     fn by_brute_force(graph: &OperatorGraph, limit: &MemoryLimit) -> Option<Nanos> {
         let counts: Vec<usize> = graph.operators.iter().map(|operator| operator.strategies.len()).collect();
         let choice = |mut number: usize| -> Vec<usize> {
@@ -306,7 +310,7 @@ mod tests {
             let graph = random(&mut draw);
             let free = choose(&graph).unwrap();
             let all = graph.memory(&free.strategies, &FREE).unwrap().0;
-            // Up to a fifth more than what the cheapest choice takes, and down to a fifth of it.
+            // From a fifth of the memory of the cheapest choice to six fifths of it.
             let limit = MemoryLimit { bytes: Bytes(all * (1 + draw.below(6) as u64) / 5), ..FREE };
             let found = choose_within(&graph, &limit).unwrap();
             let best = by_brute_force(&graph, &limit);
@@ -342,7 +346,7 @@ mod tests {
             }
             seen.insert(found.strategies);
         }
-        // Links decide.
+        // The best strategies differ by the speed of links.
         assert!(seen.len() > 1, "{seen:?}");
     }
 

@@ -1,77 +1,77 @@
-//! A transformer block as a graph of operators over a mesh of devices: ways to cut each, and what changes of
-//! layout take.
+//! A transformer block as a graph of operators over a mesh of devices: the ways to divide each operator, and
+//! the costs of changing layouts.
 
 use farflung_base::{Bytes, Link, Nanos};
 
 use super::{Operator, OperatorEdge, OperatorGraph, OperatorStrategy};
 use crate::TensorEfficiency;
 
-/// A block, and what it is given. Its feed-forward layer is four times as wide.
+/// Sizes of a block and its input. The feed-forward layer is four times as wide as the block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockShape {
-    /// Of a microbatch.
+    /// Number of tokens in a microbatch.
     pub tokens: u64,
-    /// Of a sequence.
+    /// Number of tokens in a sequence.
     pub context: u64,
-    /// Of the hidden states.
+    /// Number of values in a hidden state.
     pub width: u64,
-    /// Of attention: columns are cut between them.
+    /// Number of attention heads. Columns are divided only between heads.
     pub heads: u64,
 }
 
 /// One axis of a mesh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MeshAxis {
-    /// Devices.
+    /// Number of devices.
     pub size: u32,
-    /// Between two of them.
+    /// Link between two of its devices.
     pub link: Link,
 }
 
-/// Equal devices in two axes; an axis of one device is none.
+/// Equal devices along two axes. An axis with one device has no effect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceMesh {
     /// The axes.
     pub axes: [MeshAxis; 2],
-    /// Operations a second of each device.
+    /// Operations per second of each device.
     pub flops: u64,
-    /// What is left of that where products are cut.
+    /// Percentage of that speed that remains when products are divided.
     pub efficiency: TensorEfficiency,
-    /// Microbatches that share an average of gradients.
+    /// Number of microbatches per average of gradients.
     pub microbatches: u32,
 }
 
-/// How an axis of the mesh takes part in an operator, or cuts a tensor.
+/// How an axis of the mesh divides an operator or a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Cut {
-    /// All its devices have, or do, the same.
+    /// Not at all: all its devices have, or compute, the same.
     Whole,
-    /// Tokens.
+    /// By tokens.
     Rows,
-    /// Columns of what comes out.
+    /// By columns of the output.
     Columns,
-    /// Columns of what goes in: a product's sum.
+    /// By columns of the input, over which a product sums.
     Inner,
 }
 
-/// By axis.
+/// Cut of each axis.
 type Cuts = [Cut; 2];
 
-/// What an operator's strategies take and give.
+/// An operator with the layouts of its input and output.
 struct Shaped {
     operator: Operator,
-    /// Layouts by strategy.
+    /// Layout of the input, and below of the output, for each strategy.
     takes: Vec<Cuts>,
     gives: Vec<Cuts>,
 }
 
-/// What an operator's devices hold.
+/// Memory that an operator needs on devices.
 struct Held<W> {
-    /// Bytes of weights on each device.
+    /// Bytes of weights on each device, by cuts.
     weights: W,
-    /// f32 values of each token that are kept for the backward pass.
+    /// Number of f32 values per token kept for the backward pass.
     kept: u64,
-    /// Whether what goes in is cut as what comes out is.
+    /// Whether the input has the same layout as the output.
     same_layout: bool,
 }
 
@@ -82,13 +82,14 @@ struct Maker<'a> {
 
 const F32: u64 = 4;
 
-/// The block. A product can be cut by tokens (data parallelism), by the columns of what comes out, or by
-/// those of what goes in (Megatron's two kinds), on each axis of the mesh, or not at all; attention by tokens
-/// and heads; norms by tokens; sums of the residual stream in any way. Its output is the next block's input.
+/// Builds the graph of a block. On each axis of the mesh, an operator can be undivided or divided as follows:
+/// products by tokens (data parallelism), by output columns or by input columns (Megatron's two kinds);
+/// attention by tokens or heads; norms by tokens; sums of the residual stream in any way. The block's output is
+/// the next block's input.
 ///
-/// Costs are for one microbatch, forward and backward, in f32: computing, rings' collectives, and a
+/// Costs are for one microbatch, forward and backward, in f32: computation, ring collectives, and a
 /// microbatch's share of the average of gradients. A change of layout is paid in both directions. Activations
-/// are those that farflung's trainer keeps: `16 width + heads + 4` values of each token where nothing is cut.
+/// are those that farflung's trainer keeps: `16 width + heads + 4` values per token if nothing is divided.
 #[must_use]
 pub fn block(shape: &BlockShape, mesh: &DeviceMesh) -> OperatorGraph {
     let maker = Maker { shape, mesh };
@@ -102,7 +103,7 @@ pub fn block(shape: &BlockShape, mesh: &DeviceMesh) -> OperatorGraph {
         maker.layouts("sum behind attention"),
         maker.norm("norm of feed-forward"),
         maker.product("feed-forward, wider", width, 4 * width, false, width),
-        // What goes in, and what its GELU was made from.
+        // The input of the product, and the input of the GELU before it.
         maker.product("feed-forward, back", 4 * width, width, false, 8 * width),
         maker.layouts("sum behind feed-forward"),
     ];
@@ -125,19 +126,19 @@ pub fn block(shape: &BlockShape, mesh: &DeviceMesh) -> OperatorGraph {
 }
 
 impl Maker<'_> {
-    /// Every way to use the two axes, of these. An axis of one device is whole.
+    /// Returns every combination of these cuts on the two axes. An axis with one device is always whole.
     fn ways(&self, cuts: &[Cut]) -> Vec<Cuts> {
         let of = |axis: usize| if self.mesh.axes[axis].size > 1 { cuts } else { &[Cut::Whole][..] };
         of(0).iter().flat_map(|&a| of(1).iter().map(move |&b| [a, b])).collect()
     }
 
-    /// Devices among which a way cuts.
+    /// Returns the number of parts into which the axes with this cut divide.
     fn parts(&self, cuts: Cuts, cut: Cut) -> u64 {
         let size = |axis: usize| if cuts[axis] == cut { u64::from(self.mesh.axes[axis].size) } else { 1 };
         size(0) * size(1)
     }
 
-    /// Time of operations that are shared among the axes that cut anything.
+    /// Returns the time of operations that are divided over all axes that are not whole.
     fn compute(&self, operations: u64, cuts: Cuts) -> Nanos {
         let all = u64::from(self.mesh.axes[0].size) * u64::from(self.mesh.axes[1].size);
         let thinner = self.parts(cuts, Cut::Columns) * self.parts(cuts, Cut::Inner);
@@ -147,14 +148,14 @@ impl Maker<'_> {
         Nanos(u64::try_from(operations * 1_000_000_000 / rate).unwrap_or(u64::MAX))
     }
 
-    /// `rounds (n - 1)` messages of an n-th of `bytes` around an axis.
+    /// Returns the time of `rounds (n - 1)` messages of an n-th of `bytes` around an axis.
     fn ring(&self, axis: usize, bytes: u64, rounds: u64) -> Nanos {
         let MeshAxis { size, link } = self.mesh.axes[axis];
         let part = link.time(Bytes(bytes.div_ceil(u64::from(size))));
         Nanos(part.0.saturating_mul(rounds * u64::from(size - 1)))
     }
 
-    /// An operator of these ways.
+    /// Creates an operator with a strategy for each of these ways.
     fn shaped(
         &self,
         name: &str,
@@ -165,7 +166,7 @@ impl Maker<'_> {
         let inner_or_whole = |cut: Cut| if cut == Cut::Inner { Cut::Columns } else { Cut::Whole };
         let takes = |cuts: Cuts| cuts.map(|cut| if cut == Cut::Rows { cut } else { inner_or_whole(cut) });
         let gives = |cuts: Cuts| cuts.map(|cut| if cut == Cut::Inner { Cut::Whole } else { cut });
-        // What is kept has the layout of what goes in; heads' columns come from their own.
+        // Kept values have the layout of the input. In attention, columns of heads stay on their device.
         let kept = |cuts: Cuts| {
             let taken = if held.same_layout { cuts } else { takes(cuts) };
             let parts = self.parts(taken, Cut::Rows) * self.parts(taken, Cut::Columns);
@@ -195,7 +196,7 @@ impl Maker<'_> {
         if words.is_empty() { "alone".to_owned() } else { words.join(" x ") }
     }
 
-    /// What only has a layout.
+    /// Creates an operator without work that only has a layout.
     fn layouts(&self, name: &str) -> Shaped {
         let ways = self.ways(&[Cut::Whole, Cut::Rows, Cut::Columns]);
         let held = Held { weights: |_| 0, kept: 0, same_layout: true };
@@ -208,14 +209,14 @@ impl Maker<'_> {
             on.map(|axis| self.ring(axis, 2 * self.shape.width * F32, 2)).sum::<Nanos>()
         };
         let average = |cuts| Nanos(gradients(cuts).0 / u64::from(self.mesh.microbatches.max(1)));
-        // What went in, its mean and its deviation.
+        // Keeps the input, its mean and its deviation.
         let held =
             Held { weights: |_| 2 * self.shape.width * F32, kept: self.shape.width + 2, same_layout: false };
         self.shaped(name, &self.ways(&[Cut::Whole, Cut::Rows]), average, &held)
     }
 
-    /// Tokens times a matrix of `inner` by `columns`. Columns that belong to heads are cut between heads alone.
-    /// For the backward pass it keeps `kept` values of each token.
+    /// Creates the product of tokens with a matrix of `inner` by `columns`. With `by_heads`, columns are
+    /// divided only between heads. Keeps `kept` values per token for the backward pass.
     fn product(&self, name: &str, inner: u64, columns: u64, by_heads: bool, kept: u64) -> Shaped {
         let tokens = self.shape.tokens;
         let mut ways = self.ways(&[Cut::Whole, Cut::Rows, Cut::Columns, Cut::Inner]);
@@ -233,11 +234,11 @@ impl Maker<'_> {
             );
             let collective = |axis: usize| match cuts[axis] {
                 Cut::Whole => Nanos::ZERO,
-                // The gradients of the weights.
+                // Averages the gradients of the weights.
                 Cut::Rows => {
                     Nanos(self.ring(axis, deep * wide * F32, 2).0 / u64::from(self.mesh.microbatches.max(1)))
                 }
-                // The gradient of what went in, and the sum that comes out.
+                // `Columns` sums the gradient of the input; `Inner` sums the output.
                 Cut::Columns => self.ring(axis, rows * deep * F32, 2),
                 Cut::Inner => self.ring(axis, rows * wide * F32, 2),
             };
@@ -254,7 +255,7 @@ impl Maker<'_> {
         let mut ways = self.ways(&[Cut::Whole, Cut::Rows, Cut::Columns]);
         ways.retain(|&cuts| heads.is_multiple_of(self.parts(cuts, Cut::Columns)));
         let cost = |cuts| self.compute(12 * tokens * context * width, cuts);
-        // Queries, keys, values, and the logarithm of each head's sum.
+        // Keeps queries, keys, values, and the logarithm of each head's sum.
         self.shaped(
             "attention",
             &ways,
@@ -263,7 +264,7 @@ impl Maker<'_> {
         )
     }
 
-    /// The tensor of so many columns between two operators.
+    /// Creates the edge for a tensor of `columns` columns between two operators.
     fn edge(&self, operators: &[Shaped], from: usize, to: usize, columns: u64) -> OperatorEdge {
         let bytes = self.shape.tokens * columns * F32;
         let both = |&a: &Cuts, &b: &Cuts| self.change(bytes, a, b).saturating_add(self.change(bytes, b, a));
@@ -271,7 +272,8 @@ impl Maker<'_> {
         OperatorEdge { from, to, change: operators[from].gives.iter().map(row).collect() }
     }
 
-    /// From one layout to another: an axis that no longer cuts gathers, one that cuts something else exchanges.
+    /// Returns the time to change a layout: an axis that no longer divides gathers; one that divides
+    /// differently exchanges parts.
     fn change(&self, bytes: u64, from: Cuts, to: Cuts) -> Nanos {
         let one = |axis: usize| {
             if from[axis] == to[axis] || from[axis] == Cut::Whole {
@@ -311,7 +313,7 @@ mod tests {
         graph.operators.iter().zip(&found.strategies).map(name).collect()
     }
 
-    /// Many tokens for few weights: data parallelism. Few tokens for many weights: Megatron's columns, then
+    /// Many tokens and few weights: data parallelism. Few tokens and many weights: Megatron's columns, then
     /// rows.
     #[test]
     fn tokens_or_weights_travel_whichever_are_fewer() {
@@ -323,12 +325,13 @@ mod tests {
         for (at, cut) in [(2, "columns"), (3, "columns"), (4, "inner"), (7, "columns"), (8, "inner")] {
             assert_eq!(names[at], cut, "{names:?}");
         }
-        // Products that are much slower when they are cut are not.
+        // Products that run much slower when divided are not divided.
         mesh.efficiency = TensorEfficiency::new(vec![20, 3]).unwrap();
         assert!(chosen(&few, &mesh).iter().all(|name| !["columns", "inner"].contains(&name.as_str())));
     }
 
-    /// Megatron's block: four sums of the hidden states, and nothing else, where norms and residuals are whole.
+    /// Megatron's block costs four sums of the hidden states and nothing else, if norms and residuals are
+    /// whole.
     #[test]
     fn megatrons_cuts_cost_four_sums() {
         let shape = BlockShape { tokens: 512, context: 128, width: 1024, heads: 16 };
@@ -349,7 +352,7 @@ mod tests {
         assert!(choose(&graph).unwrap().cost <= graph.cost(&choice));
     }
 
-    /// Bytes that each device keeps.
+    /// Returns the bytes that each device keeps.
     fn kept(graph: &OperatorGraph, cuts: &[&str]) -> u64 {
         let of = |(operator, cut): (&Operator, &&str)| {
             operator.strategies.iter().find(|strategy| strategy.name == **cut).unwrap().activations.0
@@ -357,8 +360,8 @@ mod tests {
         graph.operators.iter().zip(cuts).map(of).sum()
     }
 
-    /// Alone, a block keeps what the trainer keeps. Megatron's cuts share what lies between two products, and
-    /// leave whole what norms and first products take in.
+    /// Undivided, a block keeps what the trainer keeps. Megatron's cuts divide the tensors between two
+    /// products, but not the inputs of norms and first products.
     #[test]
     fn activations_are_kept_as_they_go_in() {
         let shape = BlockShape { tokens: 512, context: 128, width: 1024, heads: 16 };
@@ -384,7 +387,7 @@ mod tests {
             efficiency: TensorEfficiency::default(),
             microbatches: 64,
         };
-        // Between machines, tokens are cut.
+        // Between machines, tokens are divided.
         let names = chosen(&shape, &mesh);
         assert!(names[2].starts_with("tokens x ") && names[7].starts_with("tokens x "), "{names:?}");
     }
