@@ -1,22 +1,22 @@
-//! The shortest path that visits every node once, with both ends free (the open-loop travelling salesman).
+//! The shortest path that visits every node once, with both ends free (an open travelling-salesman path).
 
-/// A path.
+/// A path that visits every node once.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Path {
-    /// The sum of its edges.
+    /// Sum of its edges.
     pub length: u64,
     /// Every node once. Of the two directions, the one that starts at the lower node.
     pub nodes: Vec<usize>,
 }
 
-/// The most nodes for which [`shortest_path`] is exact.
+/// Maximum number of nodes for which [`shortest_path`] is exact.
 pub const EXACT_NODES: usize = 13;
 
-/// The shortest path over all `n` nodes.
+/// Returns the shortest path over all `n` nodes.
 ///
-/// Shapes: `edges` is `[n, n]`, symmetric. Up to [`EXACT_NODES`] by dynamic programming over subsets (Held and
-/// Karp 1962); beyond, the best of the nearest-neighbour paths from every node, improved by reversing and
-/// moving pieces until neither helps: an upper bound.
+/// Shapes: `edges` is `[n, n]`, symmetric. Up to [`EXACT_NODES`] nodes, the result is exact, by dynamic
+/// programming over subsets (Held and Karp 1962). With more, it is an upper bound: the best nearest-neighbour
+/// path from any node, improved by reversing pieces and moving nodes until neither helps.
 ///
 /// # Panics
 /// If `edges` does not have `n * n` entries, or `n` is 0.
@@ -34,7 +34,7 @@ fn length(edges: &[u64], n: usize, nodes: &[usize]) -> u64 {
     nodes.windows(2).map(|pair| edges[pair[0] * n + pair[1]]).fold(0, u64::saturating_add)
 }
 
-/// `shortest[set][last]`: the shortest path over `set` that ends at `last`.
+/// Finds the exact path. `shortest[set][last]`: length of the shortest path over `set` that ends at `last`.
 fn exact(edges: &[u64], n: usize) -> Vec<usize> {
     let mut shortest = vec![u64::MAX; n << n];
     for node in 0..n {
@@ -97,7 +97,7 @@ fn nearest_neighbours(edges: &[u64], n: usize, start: usize) -> Vec<usize> {
     nodes
 }
 
-/// The first path with a piece reversed, or moved elsewhere, that is shorter.
+/// Returns the first shorter path with a piece reversed or a node moved, if there is one.
 fn better(edges: &[u64], n: usize, nodes: &[usize], shortest: u64) -> Option<(u64, Vec<usize>)> {
     for from in 0..n {
         for to in from + 1..n {

@@ -1,4 +1,4 @@
-//! PipeDream's planner: layers into stages that are replicated, level by level of a hierarchy of links.
+//! PipeDream's planner: divides layers into replicated stages, level by level of a hierarchy of links.
 
 use std::ops::Range;
 
@@ -6,56 +6,59 @@ use farflung_base::{Bandwidth, Bytes, Nanos};
 
 use crate::ParallelError;
 
-/// One layer, as it was profiled for one microbatch.
+/// Profile of one layer for one microbatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProfiledLayer {
-    /// Forward and backward on one device.
+    /// Time of forward and backward on one device.
     pub time: Nanos,
-    /// Its weights.
+    /// Bytes of weights.
     pub weights: Bytes,
-    /// What it passes to the next layer.
+    /// Bytes of the output for the next layer.
     pub output: Bytes,
 }
 
-/// One level of the hierarchy, innermost first: so many units of the level below, joined by one kind of link.
+/// One level of the hierarchy, from the innermost: a number of units of the level below, joined by links of one
+/// kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LinkLevel {
-    /// Between two units.
+    /// Bandwidth between two units.
     pub bandwidth: Bandwidth,
-    /// Units, of which the innermost level's are devices.
+    /// Number of units. The units of the innermost level are devices.
     pub units: u32,
 }
 
-/// Some layers, and the devices that each train all of them.
+/// A stage: layers, and the number of devices that each train all of them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReplicatedStage {
-    /// Its layers.
+    /// Layers of the stage.
     pub layers: Range<usize>,
-    /// Devices.
+    /// Number of devices.
     pub replicas: u32,
 }
 
-/// Stages, first to last.
+/// The stages of a plan, first to last.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct ReplicatedPlan {
     /// The stages.
     pub stages: Vec<ReplicatedStage>,
-    /// The time between two microbatches in the steady state: the slowest stage or boundary.
+    /// Time between two microbatches in the steady state: the slowest stage or boundary.
     pub period: Nanos,
-    /// Microbatches that are in the pipeline at once: all devices over those of the first stage, rounded up.
+    /// Number of microbatches in the pipeline at once: all devices divided by those of the first stage, rounded
+    /// up.
     pub in_flight: u32,
 }
 
-/// The least period, over all devices.
+/// Returns the plan with the least period on all devices.
 ///
-/// With `m` units of level `k`, whose links have bandwidth `B`: layers `i..=j` as one stage replicated over `m`
-/// units take `T = max(A', 2 (m - 1) |weights| / B) / m`, where `A'` is the best of the level below with all of
-/// its units; the best of level `k` is `T`, or the best split into a pipeline on some units, a boundary of `2
-/// output / B`, and one stage on the others. Source: Harlap et al. 2018 and Narayanan et al. 2019, "PipeDream",
-/// section 3.1. Times are whole nanoseconds, rounded up.
+/// Level `k` has `m` units joined by links of bandwidth `B`. Layers `i..=j` as one stage replicated over `m`
+/// units take `T = max(A', 2 (m - 1) |weights| / B) / m`, where `A'` is the best period of the level below with
+/// all its units. The best period of level `k` is `T`, or that of the best split: a pipeline on some units, a
+/// boundary of `2 output / B`, and one stage on the other units. Source: Harlap et al. 2018 and Narayanan et
+/// al. 2019, "PipeDream", section 3.1. Times are whole nanoseconds, rounded up.
 ///
-/// Errors: no layers, no levels, a level without units, a dead link.
+/// Errors: [`ParallelError::Zero`] for no layers, no levels, a level without units, or a link without
+/// bandwidth.
 pub fn pipedream(layers: &[ProfiledLayer], levels: &[LinkLevel]) -> Result<ReplicatedPlan, ParallelError> {
     let zero = |of: &str, field| Err(ParallelError::Zero { of: of.to_owned(), field });
     if layers.is_empty() {
@@ -89,11 +92,11 @@ pub fn pipedream(layers: &[ProfiledLayer], levels: &[LinkLevel]) -> Result<Repli
     })
 }
 
-/// The best of some layers on some units.
+/// The best plan for some layers on some units of a level.
 #[derive(Debug, Clone, Copy)]
 struct Best {
     period: u64,
-    /// The last layer of the pipeline before the last stage, and the units of the last stage; `None`: one
+    /// Last layer of the pipeline before the last stage, and the units of the last stage. `None`: a single
     /// stage.
     split: Option<(usize, usize)>,
 }
@@ -101,7 +104,7 @@ struct Best {
 struct Planner<'a> {
     layers: &'a [ProfiledLayer],
     levels: &'a [LinkLevel],
-    /// By level: `[first][last][units - 1]`.
+    /// For each level: `[first][last][units - 1]`.
     tables: Vec<Vec<Best>>,
 }
 
@@ -114,7 +117,7 @@ impl Planner<'_> {
         self.tables[level][self.at(level, first, last, units)].period
     }
 
-    /// One stage that is replicated over some units of a level.
+    /// Returns the period of one stage replicated over some units of a level.
     fn replicated(&self, level: usize, first: usize, last: usize, units: usize) -> u64 {
         let below = match level.checked_sub(1) {
             Some(below) => self.best(below, first, last, self.levels[below].units as usize),
@@ -151,13 +154,13 @@ impl Planner<'_> {
         table
     }
 
-    /// Activations and their gradients behind a layer.
+    /// Returns the time to transfer a layer's activations and their gradients at a level.
     fn boundary(&self, level: usize, layer: usize) -> u64 {
         let both = Bytes(self.layers[layer].output.0.saturating_mul(2));
         self.levels[level].bandwidth.transfer(both).0
     }
 
-    /// The stages of the best, each on `times` as many devices.
+    /// Returns the stages of the best plan, each on `times` as many devices.
     fn stages(
         &self,
         level: usize,
@@ -189,7 +192,7 @@ mod tests {
     use super::*;
     use crate::draw::Draw;
 
-    /// The least period by trying all lists of stages on each level.
+    /// Returns the least period, by trying all lists of stages at each level.
     fn by_brute_force(layers: &[ProfiledLayer], levels: &[LinkLevel]) -> u64 {
         let Some((level, below)) = levels.split_last() else {
             return layers.iter().map(|layer| layer.time.0).sum();
@@ -197,7 +200,8 @@ mod tests {
         on_units(layers, level, below, level.units)
     }
 
-    /// The first stage takes some layers and units, the others the rest; all units are used.
+    /// Tries every first stage and every plan for the remaining layers on the remaining units. All units are
+    /// used.
     fn on_units(layers: &[ProfiledLayer], level: &LinkLevel, below: &[LinkLevel], units: u32) -> u64 {
         let stage = |layers: &[ProfiledLayer], units: u32| {
             let weights: u64 = layers.iter().map(|layer| layer.weights.0).sum();
@@ -246,7 +250,7 @@ mod tests {
 
     #[test]
     fn a_large_layer_is_a_stage_and_small_ones_are_replicated() {
-        // As VGG: convolutions with large outputs and few weights, then a layer of weights.
+        // As in VGG: convolutions with large outputs and few weights, then a layer with many weights.
         let layer = |time, weights, output| ProfiledLayer {
             time: Nanos::from_millis(time),
             weights: Bytes(weights),

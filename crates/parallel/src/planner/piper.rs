@@ -1,4 +1,4 @@
-//! Piper's planner: for each stage its layers, its devices and how they share it, under memory.
+//! Piper's planner: for each stage its layers, its devices and how they divide it, within memory.
 
 use std::ops::Range;
 
@@ -6,78 +6,78 @@ use farflung_base::{Bytes, Nanos};
 
 use crate::ParallelError;
 
-/// How the devices of a stage share it.
+/// How the devices of a stage divide it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct StageShape {
-    /// Devices that share each layer's tensors.
+    /// Number of devices that divide each layer's tensors.
     pub tensor: u32,
-    /// Copies that share the batch.
+    /// Number of copies that divide the batch.
     pub data: u32,
-    /// Whether activations are computed again for the backward pass.
+    /// Whether activations are recomputed for the backward pass.
     pub recompute: bool,
 }
 
 impl StageShape {
-    /// Its devices.
+    /// Returns the number of devices of the stage.
     #[must_use]
     pub const fn devices(&self) -> u32 {
         self.tensor * self.data
     }
 }
 
-/// One stage.
+/// A stage of the plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShapedStage {
-    /// Its layers.
+    /// Layers of the stage.
     pub layers: Range<usize>,
-    /// Its devices.
+    /// Shape of the stage on its devices.
     pub shape: StageShape,
 }
 
-/// Stages, first to last.
+/// The stages of a plan, first to last.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct ShapedPlan {
-    /// They have all layers, on at most all devices.
+    /// Stages. Together they have all layers, on at most all devices.
     pub stages: Vec<ShapedStage>,
-    /// The time between two microbatches in the steady state: of the slowest stage.
+    /// Time between two microbatches in the steady state: that of the slowest stage.
     pub period: Nanos,
 }
 
-/// What a stage takes.
+/// Time and memory of a stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StageLoad {
-    /// Time of a microbatch, communication included.
+    /// Time of a microbatch, including communication.
     pub time: Nanos,
-    /// Held on each device however many microbatches are under way.
+    /// Bytes held on each device, whatever the number of microbatches in flight.
     pub fixed: Bytes,
-    /// Held on each device for each microbatch that is under way.
+    /// Bytes held on each device for each microbatch in flight.
     pub each: Bytes,
 }
 
-/// What some layers take in a shape.
+/// Returns the time and memory of some layers in a shape.
 pub type ShapeLoad<'a> = &'a dyn Fn(Range<usize>, StageShape) -> StageLoad;
 
-/// What is to be planned.
+/// Input of the planner.
 #[derive(Debug, Clone)]
 pub struct PiperSize {
-    /// Layers of the model.
+    /// Number of layers of the model.
     pub layers: usize,
-    /// Devices, all alike.
+    /// Number of devices; all are equal.
     pub devices: u32,
-    /// Memory of each.
+    /// Memory of each device.
     pub memory: Bytes,
-    /// The shapes that a stage may have.
+    /// Shapes that a stage may have.
     pub shapes: Vec<StageShape>,
 }
 
-/// The least period: dynamic programming over (first layer, devices left, stages to the end), where the stage
-/// that is the `s`-th from the end holds `s` microbatches.
+/// Returns the plan with the least period, by dynamic programming over (first layer, devices left, stages to
+/// the end). The `s`-th stage from the end holds `s` microbatches.
 ///
 /// Source: Tarnawski et al. 2021, "Piper", equation 1, for a chain of layers (whose downsets are its prefixes).
-/// Of plans with the same period, the one with the fewest stages.
+/// Among plans with the same period, returns the one with the fewest stages.
 ///
-/// Errors: [`ParallelError::Plan`] where nothing fits, or a size is 0.
+/// Errors: [`ParallelError::Plan`] if nothing fits or a size is 0.
 pub fn piper(size: &PiperSize, load: ShapeLoad<'_>) -> Result<ShapedPlan, ParallelError> {
     let refused = || ParallelError::Plan {
         field: "stages".to_owned(),
@@ -134,7 +134,7 @@ struct Step {
     shape: usize,
 }
 
-/// The load of each range in each shape.
+/// Load of each range of layers in each shape.
 struct Loads<'a> {
     size: &'a PiperSize,
     all: Vec<StageLoad>,
@@ -152,7 +152,7 @@ impl<'a> Loads<'a> {
         Self { size, all }
     }
 
-    /// The time of a stage, if its devices hold it.
+    /// Returns the time of a stage, or `None` if it does not fit on its devices.
     fn time(&self, first: usize, end: usize, shape: usize, stages: usize) -> Option<u64> {
         let load = self.all[(first * self.size.layers + end - 1) * self.size.shapes.len() + shape];
         let held = load.each.0.saturating_mul(stages as u64).saturating_add(load.fixed.0);
@@ -165,7 +165,7 @@ mod tests {
     use super::*;
     use crate::draw::Draw;
 
-    /// The least period over all lists of stages, with how many they are.
+    /// Returns the least period over all lists of stages, and the number of stages.
     fn by_brute_force(
         size: &PiperSize,
         load: ShapeLoad<'_>,

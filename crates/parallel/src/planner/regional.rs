@@ -1,8 +1,8 @@
-//! Pipelines side by side over thousands of machines in regions, priced by closed forms.
+//! Plans pipelines side by side over thousands of machines in regions, with prices from closed forms.
 //!
-//! The layouts are DT-FM's two extremes and what lies between: sites are joined into groups, the nearest first
-//! (single linkage), and each group has pipelines of its own, whose stages follow the shortest path over its
-//! sites. With one group for each site averages cross the long links; with one group of all, hidden states do.
+//! The layouts range between DT-FM's two extremes. Sites are joined into groups, the nearest first (single
+//! linkage). Each group has its own pipelines, whose stages follow the shortest path over the group's sites. If
+//! each site is its own group, averages cross the long links; if all sites are one group, hidden states do.
 
 mod all_reduce;
 mod bound;
@@ -23,95 +23,98 @@ pub use all_reduce::{CLOSED_FORMS, Exchange, direct_time, ring_time};
 pub use bound::lower_bound;
 pub use sites::{Site, Sites};
 
-/// What is to be planned.
+/// Input of the planner.
 #[derive(Debug, Clone)]
 pub struct RegionalChain {
-    /// The layers, first to last.
+    /// Layers, first to last.
     pub layers: Vec<ChainLayer>,
-    /// The operations of each layer's forward, at most all of the layer's.
+    /// Forward operations of each layer, at most the layer's total.
     pub forward: Vec<u64>,
-    /// By rank.
+    /// Machines, by rank.
     pub machines: Vec<ChainMachine>,
     /// Gradients that are averaged, by layer.
     pub gradients: Vec<Bytes>,
-    /// What the first and the last stage of a pipeline tell each other after its microbatches: tied weights.
+    /// Bytes that the first and the last stage of a pipeline exchange after its microbatches, for tied weights.
     pub tied: Bytes,
-    /// Microbatches of a step, over all pipelines.
+    /// Number of microbatches in a step, over all pipelines.
     pub microbatches: u32,
 }
 
-/// How sites become pipelines.
+/// How the machines of a group of sites are assigned to pipelines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// A pipeline passes all sites of its group: a stage's replicas are near each other.
+    /// Each pipeline passes through all sites of its group. The replicas of a stage are near each other.
     Across,
-    /// A pipeline fills up one site before the next: its stages are near each other.
+    /// Each pipeline fills one site before it enters the next. The stages of a pipeline are near each other.
     Along,
 }
 
-/// A plan and its parts.
+/// A plan and its predicted time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct RegionalPlan {
-    /// Groups of sites, each in the order of its pipelines.
+    /// Groups of sites, each in the order in which its pipelines pass them.
     pub groups: Vec<Vec<usize>>,
-    /// How the machines of a group are taken.
+    /// How the machines of a group are assigned.
     pub direction: Direction,
-    /// The machines of each pipeline, stage by stage. Machines that are not named do nothing.
+    /// Machines of each pipeline, by stage. All other machines are idle.
     pub pipelines: Vec<Vec<Rank>>,
-    /// The layers of each stage, of every pipeline.
+    /// Layers of each stage, the same in every pipeline.
     pub stages: Vec<Range<usize>>,
-    /// By pipeline.
+    /// Number of microbatches of each pipeline.
     pub microbatches: Vec<u32>,
-    /// How gradients are averaged.
+    /// Algorithm that averages gradients.
     pub algorithm: Algorithm,
-    /// What a step takes.
+    /// Predicted time of a step.
     pub time: RegionalTime,
 }
 
-/// What a step takes, one part after the other.
+/// Time of a step, in three consecutive parts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RegionalTime {
-    /// The slowest pipeline.
+    /// Time of the slowest pipeline.
     pub pipelines: Nanos,
-    /// Tied weights.
+    /// Time to exchange the gradients of tied weights.
     pub tied: Nanos,
-    /// The slowest stage's average.
+    /// Time to average the slowest stage.
     pub averages: Nanos,
 }
 
 impl RegionalTime {
-    /// All of it.
+    /// Returns the total time.
     #[must_use]
     pub const fn step(&self) -> Nanos {
         self.pipelines.saturating_add(self.tied).saturating_add(self.averages)
     }
 }
 
-/// What was found.
+/// Result of [`regional`].
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct Regional {
-    /// The best plans, of different groups, directions or numbers of stages, the fastest first; at least one.
+    /// The best plans, the fastest first; at least one. They differ in groups, direction or number of stages.
     pub plans: Vec<RegionalPlan>,
-    /// What no plan of contiguous stages beats ([`lower_bound`]).
+    /// Lower bound on the time of any plan of contiguous stages, from [`lower_bound`].
     pub bound: Nanos,
-    /// Layouts that were priced.
+    /// Number of layouts priced.
     pub priced: usize,
 }
 
-/// Plans whose pipelines are simulated event by event under 1F1B, once closed forms have ranked all.
+/// Number of plans whose pipelines are simulated event by event under 1F1B, after closed forms have ranked all
+/// plans.
 pub const FINALISTS: usize = 8;
 
-/// The fastest of all groupings, both directions and every number of stages.
+/// Returns the fastest plans over all groupings, both directions and every number of stages.
 ///
-/// Layers are divided so that the slowest stage is as fast as it can be, under memory as 1F1B needs it, by the
-/// slowest machine of each column. Microbatches follow speed. All layouts are ranked by `sum(t) + 2 sum(hops) +
-/// (m - 1) max(t, hop)`, tied weights and the closed forms of averages; the pipelines of the first
-/// [`FINALISTS`] are then simulated. Pipelines that cross the same shared line at once have equal parts of it.
+/// Layers are divided so that the slowest stage is as fast as possible, within the memory that 1F1B needs, for
+/// the slowest machine of each stage. Microbatches are divided by speed. All layouts are ranked by `sum(t) + 2
+/// sum(hops) + (m - 1) max(t, hop)`, plus tied weights and the closed forms of averages. The pipelines of the
+/// first [`FINALISTS`] are then simulated. Pipelines that use the same shared line at once get equal parts of
+/// it.
 ///
-/// Errors: those of [`Sites::of`]; an empty chain; [`ParallelError::TooSmall`] where no layout holds the
-/// layers; [`ParallelError::PerRank`] if `chain.machines` are not those of the cluster.
+/// Errors: those of [`Sites::of`]; [`ParallelError::Zero`] and [`ParallelError::PerStage`] for an invalid
+/// chain; [`ParallelError::TooSmall`] if no layout holds the layers; [`ParallelError::PerRank`] if
+/// `chain.machines` does not match the cluster.
 pub fn regional(chain: &RegionalChain, cluster: &Cluster) -> Result<Regional, ParallelError> {
     let hidden = chain.layers.iter().map(|layer| layer.output).max().unwrap_or_default();
     let sites = Sites::of(cluster, hidden)?;
@@ -131,7 +134,7 @@ pub fn regional(chain: &RegionalChain, cluster: &Cluster) -> Result<Regional, Pa
                 };
                 priced += 1;
                 found.push(price::priced(chain, &sites, layout));
-                // Few are kept: thousands of plans of thousands of machines are large.
+                // Keeps only a few plans at a time, because each lists thousands of machines.
                 if found.len() > 8 * FINALISTS {
                     keep(&mut found, FINALISTS);
                 }

@@ -1,24 +1,25 @@
-//! The order of ranks on a ring: a ring runs at the speed of its slowest link.
+//! Finds the order of ranks on a ring. A ring runs at the speed of its slowest link.
 
-/// The most ranks for which [`bottleneck_ring`] is exact.
+/// Maximum number of ranks for which [`bottleneck_ring`] is exact.
 pub const EXACT_RANKS: usize = 12;
 
 /// A directed ring.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ring {
-    /// Every rank once, from rank 0; the last sends to the first.
+    /// Every rank once, starting with rank 0. The last rank sends to the first.
     pub ranks: Vec<usize>,
-    /// The cost of its costliest link.
+    /// Cost of its most expensive link.
     pub costliest: u64,
-    /// The cost of all its links.
+    /// Sum of the costs of its links.
     pub sum: u64,
 }
 
-/// The ring whose costliest link costs least, and of these the one whose links cost least together.
+/// Returns the ring whose most expensive link costs least; among these, the one with the least sum of costs.
 ///
-/// Shapes: `costs` is `[n, n]`, from sender to receiver; directions may differ. Up to [`EXACT_RANKS`] ranks by
-/// dynamic programming over subsets; beyond, the best of the nearest-neighbour rings from every rank, improved
-/// by reversing and moving pieces until neither helps: an upper bound. (PCCL minimises the sum alone.)
+/// Shapes: `costs` is `[n, n]`, from sender to receiver; the two directions may differ. Up to [`EXACT_RANKS`]
+/// ranks, the result is exact, by dynamic programming over subsets. With more, it is an upper bound: the best
+/// nearest-neighbour ring from any rank, improved by reversing pieces and moving ranks until neither helps.
+/// (PCCL minimises only the sum.)
 ///
 /// # Panics
 /// If `costs` does not have `n * n` entries, or `n` is 0.
@@ -26,7 +27,7 @@ pub struct Ring {
 pub fn bottleneck_ring(costs: &[u64], n: usize) -> Ring {
     assert!(n > 0 && costs.len() == n * n, "{} costs of {n} ranks", costs.len());
     let found = if n <= EXACT_RANKS { exact(costs, n) } else { improved(costs, n) };
-    // Where directions do not differ, the one that goes to the lower rank first.
+    // If both directions cost the same, returns the one whose second rank is lower.
     let mut back = found.ranks.clone();
     back[1..].reverse();
     let back = ring(costs, n, back);
@@ -44,7 +45,7 @@ fn ring(costs: &[u64], n: usize, mut ranks: Vec<usize>) -> Ring {
     Ring { ranks, costliest, sum }
 }
 
-/// The least limit that admits a ring, by binary search, and the shortest ring within it.
+/// Finds the least limit that admits a ring by binary search, and the shortest ring within it.
 fn exact(costs: &[u64], n: usize) -> Ring {
     if n == 1 {
         return ring(costs, n, vec![0]);
@@ -64,9 +65,9 @@ fn exact(costs: &[u64], n: usize) -> Ring {
     ring(costs, n, best)
 }
 
-/// The shortest ring from rank 0 with no link over `limit` (Held and Karp 1962).
+/// Returns the shortest ring from rank 0 without a link above `limit` (Held and Karp 1962).
 fn shortest(costs: &[u64], n: usize, limit: u64) -> Option<Vec<usize>> {
-    // Sets of the ranks but 0, by bit `rank - 1`.
+    // Sets of the ranks other than 0, as bits `rank - 1`.
     let others = n - 1;
     let mut least = vec![u64::MAX; others << others];
     let allowed = |a: usize, b: usize| Some(costs[a * n + b]).filter(|&cost| cost <= limit);
@@ -135,7 +136,7 @@ fn nearest_neighbours(costs: &[u64], n: usize, start: usize) -> Vec<usize> {
     ranks
 }
 
-/// The rings with one piece reversed, or one rank moved.
+/// Iterates over the rings with one piece reversed or one rank moved.
 fn neighbours(ranks: &[usize]) -> impl Iterator<Item = Vec<usize>> {
     let n = ranks.len();
     let pairs = move || (0..n).flat_map(move |from| (0..n).map(move |to| (from, to)));
@@ -192,8 +193,8 @@ mod tests {
         }
     }
 
-    /// Bandwidths 100 along 0-1-2-3, 10 from 3 to 0, 40 across: the ring 0-1-2-3 has a link of 10, 0-1-3-2 none
-    /// below 40 (PCCL's sum would take the first).
+    /// Bandwidths are 100 along 0-1-2-3, 10 from 3 to 0, and 40 across. The ring 0-1-2-3 has a link of 10;
+    /// 0-1-3-2 has none below 40. (Minimising the sum, as PCCL does, would choose the first.)
     #[test]
     fn the_slowest_link_counts_before_the_sum() {
         let mut costs = vec![0; 16];

@@ -1,11 +1,11 @@
-//! Plans: what is chosen, what is refused, and the report.
+//! Tests of plans: the choice, the errors and the report.
 
 use super::*;
 use crate::Speed;
 use crate::average::closed_forms;
 use farflung_base::Link;
 
-/// At the closed forms of equal links, those of the first pair.
+/// Plans with the closed forms for equal links, using the link of the first pair.
 fn plan(shape: &ModelShape, cluster: &Cluster, limits: &Limits) -> Result<Planned, ParallelError> {
     let topology = cluster.topology()?;
     let link = Link { bandwidth: topology.rate(Rank(0), Rank(1)), ..topology.link(Rank(0), Rank(1)) };
@@ -29,10 +29,10 @@ fn a_fast_link_is_synchronous_and_a_slow_one_is_not() {
 
     let slow = plan(&shape(), &homes(4, "20mbit,25ms"), &limits).unwrap();
     let Sync::DiLoCo { every } = slow.replicas.sync else { panic!("{slow}") };
-    // 1.5 * 40 MB at 20 Mbit/s are 24 s and 0.1 to 0.15 s of latency; a step computes 16 * 256 / 4000 = 1.024
-    // s.
+    // 1.5 * 40 MB at 20 Mbit/s take 24 s, plus 0.1 to 0.15 s of latency. A step computes for 16 * 256 / 4000 =
+    // 1.024 s.
     assert_eq!(u64::from(every), (24_100_u64 * 100).div_ceil(1_024 * 20));
-    // One local step fewer would exceed the limit, by simulation.
+    // With one local step fewer, the simulated overhead exceeds the limit.
     let chosen = slow.candidates.iter().find(|c| c.sync == slow.replicas.sync).unwrap();
     assert!(chosen.overhead <= 2_000, "{slow}");
     let tight = plan(&shape(), &homes(4, "20mbit,25ms"), &Limits { max_every: every - 1, ..limits }).unwrap();
@@ -40,7 +40,7 @@ fn a_fast_link_is_synchronous_and_a_slow_one_is_not() {
     assert!(tight.to_string().contains("nothing allowed"), "{tight}");
 }
 
-/// Whoever predicts steps decides: here each average costs half of what the search thought.
+/// Predictions replace the search's times: here, each average costs half of what the search assumed.
 #[test]
 fn predictions_set_the_number_of_local_steps_and_decide() {
     let planned = plan(&shape(), &homes(4, "20mbit,25ms"), &Limits::default()).unwrap();
@@ -57,7 +57,7 @@ fn predictions_set_the_number_of_local_steps_and_decide() {
     assert_eq!(fewer, every.div_ceil(2));
     let chosen = predicted.candidates.iter().find(|c| c.sync == predicted.replicas.sync).unwrap();
     assert!(chosen.overhead <= 2_000 && predicted.within, "{predicted}");
-    // Averages that cost nothing: synchronous training.
+    // Averages without cost: synchronous training.
     let known = |step| move |_: &Plan| Ok::<_, ParallelError>(step);
     let free = planned.clone().predicted(&model, known(Some(StepTime { step: compute, compute }))).unwrap();
     assert!(matches!(free.replicas.sync, Sync::Ddp { overlap: Overlap::WithBackward, .. }), "{free}");

@@ -1,4 +1,4 @@
-//! Layers and machines in order: which machine holds which layers of one pipeline, under memory, exactly.
+//! Divides layers over machines in a given order for one pipeline, within memory. The result is exact.
 
 use std::ops::Range;
 
@@ -6,70 +6,70 @@ use farflung_base::{Bytes, Nanos, Rank, Topology};
 
 use crate::ParallelError;
 
-/// One layer of a chain, for one microbatch.
+/// One layer of a chain, with costs for one microbatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChainLayer {
     /// Operations of forward and backward.
     pub operations: u64,
-    /// Weights, gradients and optimizer state.
+    /// Bytes of weights, gradients and optimizer state.
     pub state: Bytes,
-    /// What its backward needs, held from its forward on.
+    /// Bytes that its backward needs, held from its forward on.
     pub activations: Bytes,
-    /// What it passes to the next layer, and the size of the gradient that comes back.
+    /// Bytes of its output for the next layer, and of the gradient that comes back.
     pub output: Bytes,
 }
 
-/// One machine.
+/// Speed and memory of a machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChainMachine {
-    /// Sustained operations a second.
+    /// Sustained operations per second.
     pub flops: u64,
-    /// What it can hold; `None`: any amount.
+    /// Memory; `None`: unlimited.
     pub memory: Option<Bytes>,
 }
 
-/// What is to be planned.
+/// Input of the planner.
 #[derive(Debug, Clone)]
 pub struct Chain {
-    /// The layers, first to last.
+    /// Layers, first to last.
     pub layers: Vec<ChainLayer>,
-    /// The machines in the order in which they may be stages: rank `i` of `links` is machine `i`.
+    /// Machines, in the order in which they may become stages. Machine `i` is rank `i` of `links`.
     pub machines: Vec<ChainMachine>,
-    /// What joins them.
+    /// Links between machines.
     pub links: Topology,
-    /// Microbatches of a step.
+    /// Number of microbatches in a step.
     pub microbatches: u32,
 }
 
-/// A machine and its layers.
+/// A stage: a machine and its layers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChainStage {
-    /// At least one.
+    /// Layers of the stage; at least one.
     pub layers: Range<usize>,
-    /// Its number.
+    /// Index of the machine.
     pub machine: usize,
 }
 
-/// Stages, first to last, and their time.
+/// The stages of a plan, first to last, and the time of a step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct ChainPlan {
-    /// Machines that are not named hold nothing.
+    /// Stages. Machines without a stage are unused.
     pub stages: Vec<ChainStage>,
-    /// Of a step, by [`Chain::time`].
+    /// Time of a step, as computed by [`Chain::time`].
     pub time: Nanos,
 }
 
 impl Chain {
-    /// Time of a step: all stages and hops once for the first microbatch, both ways, and for each further
-    /// microbatch the slowest stage or transfer: `sum(t) + 2 sum(hops) + (m - 1) max(t)`. `None` if a machine
-    /// cannot hold its stage.
+    /// Returns the time of a step: `sum(t) + 2 sum(hops) + (m - 1) max(t)`. The first microbatch passes all
+    /// stages and hops once in each direction; each further one takes as long as the slowest stage or transfer.
+    /// `None` if a machine cannot hold its stage.
     ///
-    /// Of `s` stages, the stage that is the `k`-th from the end holds `min(m, k)` microbatches, as under 1F1B.
-    /// Transfers of the two directions do not disturb each other.
+    /// The `k`-th stage from the end holds `min(m, k)` microbatches, as under 1F1B. Transfers in the two
+    /// directions are independent.
     ///
     /// # Panics
-    /// If a stage names a layer or machine that does not exist.
+    /// If a stage contains a layer or machine that does not exist.
     #[must_use]
     pub fn time(&self, stages: &[ChainStage]) -> Option<Nanos> {
         let sums = Sums::new(self);
@@ -111,7 +111,7 @@ impl Chain {
     }
 }
 
-/// Sums over ranges of layers.
+/// Prefix sums over the layers, for sums over ranges.
 struct Sums<'a> {
     chain: &'a Chain,
     operations: Vec<u128>,
@@ -119,12 +119,12 @@ struct Sums<'a> {
     activations: Vec<u64>,
 }
 
-/// What a boundary takes.
+/// Times of a boundary.
 #[derive(Clone, Copy)]
 struct Hop {
-    /// The first message.
+    /// Time of the first message.
     once: u64,
-    /// Each further message: how long it holds the wire.
+    /// Time for which each further message occupies the wire.
     each: u64,
 }
 
@@ -145,7 +145,7 @@ impl<'a> Sums<'a> {
         u64::try_from(time).unwrap_or(u64::MAX / 4).min(u64::MAX / 4)
     }
 
-    /// Whether a machine holds its stage, the `from_end`-th from the end.
+    /// Returns whether a machine can hold its stage, the `from_end`-th from the end.
     fn fits(&self, stage: &ChainStage, from_end: usize) -> bool {
         let memory = self.chain.machines[stage.machine].memory;
         memory.is_none_or(|memory| self.held(stage, from_end) <= memory)
@@ -157,7 +157,7 @@ impl<'a> Sums<'a> {
         Bytes(of(&self.activations).saturating_mul(microbatches).saturating_add(of(&self.state)))
     }
 
-    /// From the machine that ends before layer `end` to the next.
+    /// Returns the times of the boundary between two machines; the first one's layers end before layer `end`.
     fn hop(&self, end: usize, from: usize, to: usize) -> Hop {
         let (from, to) = (Rank(from as u32), Rank(to as u32));
         let bytes = self.chain.layers[end - 1].output;
@@ -170,15 +170,17 @@ impl<'a> Sums<'a> {
     }
 }
 
-/// The fastest stages of a chain, exactly: dynamic programming over the last layers, their first machine and
-/// the number of stages, for each bound on the slowest stage that can be best.
+/// Returns the fastest stages of a chain. The result is exact: for each possible bound on the slowest stage,
+/// dynamic programming over the remaining layers, their first machine and the number of stages.
 ///
-/// Machines may be left out, never reordered. With `t` the bound, `F_t` the least sum of stages and hops below
-/// it and `m` microbatches, the answer is the least `F_t + (m - 1) t`. Bounds are tried from the least feasible
-/// one upwards until `(m - 1) t` and the least sum of all exceed the best time. Source: the scheme of Alpa
-/// (Zheng et al. 2022, section 5.2), with unequal machines and links in the place of submeshes.
+/// Machines may be left out, but not reordered. Let `t` be the bound, `F_t` the least sum of stages and hops
+/// within it, and `m` the number of microbatches; the result is the minimum of `F_t + (m - 1) t`. Bounds are
+/// tried upwards from the least feasible one, until `(m - 1) t` plus the least sum under any bound reaches the
+/// best time. Source: the scheme of Alpa (Zheng et al. 2022, section 5.2), with unequal machines and links
+/// instead of submeshes.
 ///
-/// Errors: an empty chain; [`ParallelError::TooSmall`] where no division fits, by how much at least.
+/// Errors: [`ParallelError::Zero`], [`ParallelError::NoDevices`] and [`ParallelError::PerRank`] for an invalid
+/// chain; [`ParallelError::TooSmall`] if no division fits, with the memory needed and available.
 pub fn uneven(chain: &Chain) -> Result<ChainPlan, ParallelError> {
     chain.check()?;
     let sums = Sums::new(chain);
@@ -202,7 +204,7 @@ pub fn uneven(chain: &Chain) -> Result<ChainPlan, ParallelError> {
     Ok(ChainPlan { stages, time: Nanos(time) })
 }
 
-/// All times that a stage or a transfer can take, ascending.
+/// Returns all times that a stage or a transfer can take, ascending.
 fn bounds(sums: &Sums<'_>) -> Vec<u64> {
     let (layers, machines) = (sums.chain.layers.len(), sums.chain.machines.len());
     let mut bounds = Vec::new();
@@ -223,8 +225,8 @@ fn bounds(sums: &Sums<'_>) -> Vec<u64> {
     bounds
 }
 
-/// The least sum of stages and hops for the layers from `k` on, by the number of their stages and the machine
-/// of the first.
+/// Table of the least sum of stages and hops for the last layers, by the number of their stages, the first
+/// layer and the first machine.
 struct Division<'a> {
     sums: &'a Sums<'a>,
     /// `[stages][first layer][machine]`: the sum, the end of the first stage, the next machine.
@@ -259,7 +261,7 @@ impl<'a> Division<'a> {
         division
     }
 
-    /// The best first stage of so many for the layers from `first` on.
+    /// Returns the best first of `stages` stages for the layers from `first` on.
     fn step(&self, stages: usize, first: usize, machine: usize, bound: u64) -> Option<Step> {
         let (layers, machines) = (self.sums.chain.layers.len(), self.sums.chain.machines.len());
         let mut best: Option<Step> = None;
@@ -267,7 +269,7 @@ impl<'a> Division<'a> {
         for end in ends {
             let stage = ChainStage { layers: first..end, machine };
             let time = self.sums.time(&stage);
-            // More layers take longer and hold more.
+            // More layers take more time and more memory, so longer stages cannot fit either.
             if time > bound || !self.sums.fits(&stage, stages) {
                 break;
             }
@@ -286,7 +288,7 @@ impl<'a> Division<'a> {
         best
     }
 
-    /// The least sum over any number of stages and first machine, with its stages.
+    /// Returns the least sum over any number of stages and first machine, with its stages.
     fn best(&self) -> Option<(u64, Vec<ChainStage>)> {
         let (layers, machines) = (self.sums.chain.layers.len(), self.sums.chain.machines.len());
         let starts =
@@ -305,7 +307,7 @@ impl<'a> Division<'a> {
     }
 }
 
-/// What all machines lack together at least: state and the activations of one microbatch against all memory.
+/// Builds the error: state and activations of one microbatch, compared with the memory of all machines.
 fn too_small(chain: &Chain) -> ParallelError {
     let needs = chain.layers.iter().map(|layer| layer.state.0.saturating_add(layer.activations.0));
     let has = chain.machines.iter().map(|machine| machine.memory.map_or(0, |memory| memory.0));
@@ -350,7 +352,7 @@ mod tests {
         }
     }
 
-    /// All stages that begin at `first` on a machine from `machine` on.
+    /// Returns all lists of stages for the layers from `first` on, on machines from `machine` on.
     fn all(chain: &Chain, first: usize, machine: usize) -> Vec<Vec<ChainStage>> {
         if first == chain.layers.len() {
             return vec![Vec::new()];

@@ -1,16 +1,17 @@
-//! Closed forms of all-reduce over unequal links, for more ranks than are worth pricing step by step.
+//! Closed forms of all-reduce over unequal links, for more ranks than can be priced step by step.
 
 use farflung_base::{Algorithm, Bytes, Link, Nanos};
 
-/// The link from each rank of a ring to the next, in ring order.
+/// Returns the time of a ring all-reduce. `links` has the link from each rank of the ring to the next, in ring
+/// order.
 ///
-/// A ring's steps wait for the rank itself and for its predecessor: over many steps one takes what the slowest
-/// sender needs for its block, or the mean of latency and transfer around the ring, whichever is longer (the
-/// greatest cycle mean of the step graph). There are `2 (n - 1)` steps of `bytes / n`.
+/// Each step of a rank waits for the rank itself and for its predecessor. Over many steps, a step takes the
+/// longer of two times (the greatest cycle mean of the step graph): the transfer of a block by the slowest
+/// sender, or the mean of latency plus transfer around the ring. There are `2 (n - 1)` steps of `bytes / n`.
 ///
-/// Source: Patarasuk and Yuan 2009; Baccelli et al. 1992 for cycle means. With equal links it is theirs,
-/// `2 (n - 1) (latency + bytes / n / bandwidth)`. `farflung-comm` prices the steps themselves; the bench
-/// `plan-scale` holds the two together up to 64 ranks.
+/// Source: Patarasuk and Yuan 2009; Baccelli et al. 1992 for cycle means. With equal links it equals their
+/// formula, `2 (n - 1) (latency + bytes / n / bandwidth)`. `farflung-comm` prices the steps themselves; the
+/// bench `plan-scale` compares the two for up to 64 ranks.
 ///
 /// ```
 /// use farflung_base::{Bytes, Link, Nanos};
@@ -33,21 +34,22 @@ pub fn ring_time(links: &[Link], bytes: Bytes) -> Nanos {
     Nanos(slowest.max(around / n).saturating_mul(2 * (n - 1)))
 }
 
-/// What the ranks of an exchange of shards have in common.
+/// The network properties that determine the time of a direct exchange of shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Exchange {
-    /// Ranks.
+    /// Number of ranks.
     pub ranks: u64,
-    /// The slowest link between two of them.
+    /// Lowest bandwidth and highest latency between two of them.
     pub slowest: Link,
-    /// The longest time for which an access link or a shared line carries the shards of one of the two phases.
+    /// Longest time for which an access link or a shared line is busy with the shards of one of the two phases.
     pub busiest: Nanos,
 }
 
-/// Each rank sends a shard to each other rank, reduces its own, and sends that to all: twice the busiest
-/// access link or line, or the slowest link, and its latency.
+/// Returns the time of a direct all-reduce: each rank sends a shard to every other rank, reduces its own shard,
+/// and sends the result to all. Each of the two phases takes as long as the busiest access link or line, or as
+/// the slowest link, plus its latency.
 ///
-/// It is exact where links are equal or one of them decides.
+/// Exact if links are equal or one of them dominates.
 #[must_use]
 pub fn direct_time(exchange: Exchange, bytes: Bytes) -> Nanos {
     if exchange.ranks < 2 {
@@ -58,5 +60,5 @@ pub fn direct_time(exchange: Exchange, bytes: Bytes) -> Nanos {
     Nanos(phase.saturating_add(exchange.slowest.latency).0.saturating_mul(2))
 }
 
-/// The algorithms that have a closed form here.
+/// Algorithms that have a closed form here.
 pub const CLOSED_FORMS: [Algorithm; 2] = [Algorithm::Ring, Algorithm::Direct];

@@ -1,23 +1,24 @@
-//! A time that no plan of contiguous stages beats, whatever the network.
+//! A lower bound on the time of any plan of contiguous stages, for any network.
 
 use farflung_base::{Bytes, Nanos};
 
 use super::super::uneven::{ChainLayer, ChainMachine};
 
-/// The least time of a step of `microbatches` over `machines`, each of which computes one contiguous part of
-/// the layers for one pipeline; messages and averages are free.
+/// Returns a lower bound on the time of a step of `microbatches` over `machines`. Each machine computes one
+/// contiguous part of the layers for one pipeline. Messages and averages take no time.
 ///
-/// Stage `s` of a pipeline of `m` microbatches cannot begin before the first has passed the stages ahead, and
-/// computes `m` times: `T >= m t_s + f sum(t_k, k < s)`, `f` being forward's share of the operations, one
-/// third. So with machines of rate `r` the first `S` stages compute at most `r T (1 - (1 - f/m)^S) / f`
-/// operations of a microbatch. A slower machine does less than the same fraction of a fast one. With
-/// `-1 / ln(1 - f/m) >= m / f - 0.5338`, over all ways to share `M` microbatches among at most `R` pipelines
-/// and `N` machines (in units of the fastest):
+/// Stage `s` of a pipeline of `m` microbatches cannot begin before the first microbatch has passed the previous
+/// stages, and then computes `m` times: `T >= m t_s + f sum(t_k, k < s)`, where `f` is the forward's share of
+/// the operations, one third. So with machines of rate `r`, the first `S` stages compute at most
+/// `r T (1 - (1 - f/m)^S) / f` operations of a microbatch. A slower machine computes at most the same fraction
+/// of what a fast one does. With `-1 / ln(1 - f/m) >= m / f - 0.5338`, over all ways to divide `M` microbatches
+/// among at most `R` pipelines and `N` machines (in units of the fastest):
 ///
 /// `T >= f A / (1 - exp(-N / (M/f - 0.5338 R)))`, where `A` is the time of a microbatch on the fastest machine.
 ///
-/// `R` is at most `M`, and the machines over the fewest whose memory together holds the state of all layers. As
-/// `M` grows it becomes all operations over all rates, which it never is below.
+/// `R` is at most `M`, and at most the number of machines divided by the fewest machines whose memory together
+/// holds the state of all layers. As `M` grows, the bound approaches all operations divided by the sum of all
+/// rates; it is never less than that.
 #[must_use]
 pub fn lower_bound(layers: &[ChainLayer], machines: &[ChainMachine], microbatches: u32) -> Nanos {
     const FORWARD: f64 = 1.0 / 3.0;
@@ -33,7 +34,7 @@ pub fn lower_bound(layers: &[ChainLayer], machines: &[ChainMachine], microbatche
     Nanos((seconds.max(at_full_rate) * 1e9) as u64)
 }
 
-/// The fewest machines whose memory together holds the state of all layers.
+/// Returns the smallest number of machines whose memory together holds the state of all layers.
 fn fewest(layers: &[ChainLayer], machines: &[ChainMachine]) -> usize {
     let state: u64 = layers.iter().fold(0, |sum, layer| sum.saturating_add(layer.state.0));
     let mut memory: Vec<u64> = machines.iter().map(|m| m.memory.map_or(u64::MAX, |Bytes(has)| has)).collect();

@@ -1,4 +1,4 @@
-//! Groups of sites, the pipelines of each, and the layers of their stages.
+//! Layouts: groups of sites, the pipelines of each group, and the layers of the stages.
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use farflung_base::{Bytes, Rank};
 use super::{Direction, RegionalChain, Sites};
 use crate::planner::path::shortest_path;
 
-/// Pipelines and stages without a price.
+/// Pipelines and stages, not yet priced.
 pub(super) struct Layout {
     pub(super) groups: Vec<Vec<usize>>,
     pub(super) direction: Direction,
@@ -15,7 +15,8 @@ pub(super) struct Layout {
     pub(super) stages: Vec<Range<usize>>,
 }
 
-/// From each site alone to all together, the two nearest groups joined each time; sites on the shortest path.
+/// Returns all groupings, from each site alone to all sites together. Each step joins the two nearest groups.
+/// Sites of a group are in the order of the shortest path over them.
 pub(super) fn groupings(sites: &Sites, bytes: Bytes) -> Vec<Vec<Vec<usize>>> {
     let count = sites.all.len();
     let mut groups: Vec<Vec<usize>> = (0..count).map(|site| vec![site]).collect();
@@ -35,7 +36,7 @@ pub(super) fn groupings(sites: &Sites, bytes: Bytes) -> Vec<Vec<Vec<usize>>> {
     all
 }
 
-/// Sites in the order of the shortest path over them.
+/// Returns the sites in the order of the shortest path over them.
 fn path(sites: &Sites, group: &[usize], bytes: Bytes) -> Vec<usize> {
     let hops: Vec<u64> = group
         .iter()
@@ -44,7 +45,7 @@ fn path(sites: &Sites, group: &[usize], bytes: Bytes) -> Vec<usize> {
     shortest_path(&hops, group.len()).nodes.into_iter().map(|at| group[at]).collect()
 }
 
-/// The pipelines of each group and the division of layers; `None` where no pipeline fits.
+/// Builds the pipelines of each group and divides the layers. `None` if no pipeline fits.
 pub(super) fn layout(
     chain: &RegionalChain,
     sites: &Sites,
@@ -65,7 +66,7 @@ pub(super) fn layout(
             (0..rows).map(|row| (0..stages).map(|stage| machines[at(row, stage)]).collect::<Vec<_>>()),
         );
     }
-    // Every pipeline has a microbatch at least.
+    // Every pipeline needs at least one microbatch.
     pipelines.truncate(chain.microbatches as usize);
     if pipelines.is_empty() {
         return None;
@@ -74,13 +75,14 @@ pub(super) fn layout(
     Some(Layout { groups: groups.to_vec(), direction, pipelines, stages })
 }
 
-/// The slowest machine and the least memory of a column.
+/// The slowest speed and the smallest memory among the machines of one stage.
 struct Column {
     flops: u64,
     memory: Option<Bytes>,
 }
 
-/// The division whose slowest stage is fastest: bisection of its time; a stage takes all layers that it can.
+/// Returns the division whose slowest stage is fastest, by bisection on its time. Each stage takes as many
+/// layers as it can.
 fn divide(chain: &RegionalChain, pipelines: &[Vec<Rank>], stages: usize) -> Option<Vec<Range<usize>>> {
     let columns: Vec<Column> = (0..stages)
         .map(|stage| {
@@ -91,7 +93,7 @@ fn divide(chain: &RegionalChain, pipelines: &[Vec<Rank>], stages: usize) -> Opti
             }
         })
         .collect();
-    // What each pipeline holds at once, as if all had equal shares.
+    // Microbatches of each pipeline, as if all had equal shares.
     let each = (chain.microbatches as usize).div_ceil(pipelines.len());
     let all: u128 = chain.layers.iter().map(|layer| u128::from(layer.operations)).sum();
     let slowest = columns.iter().map(|column| column.flops).min().unwrap_or(1);
@@ -107,7 +109,7 @@ fn divide(chain: &RegionalChain, pipelines: &[Vec<Rank>], stages: usize) -> Opti
     Some(best)
 }
 
-/// Stages of which none takes longer than `most` nanoseconds, each with a layer at least.
+/// Returns stages with at least one layer each, none of which takes longer than `most` nanoseconds.
 fn within(chain: &RegionalChain, columns: &[Column], each: usize, most: u128) -> Option<Vec<Range<usize>>> {
     let count = chain.layers.len();
     let mut stages = Vec::with_capacity(columns.len());

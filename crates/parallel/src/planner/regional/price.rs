@@ -1,4 +1,4 @@
-//! What a layout takes.
+//! Computes the time of a layout.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use crate::ParallelError;
 use crate::pipeline::{Boundary, Method, PipelineCost, Settings, StageCost, simulate};
 use crate::share::largest_remainder;
 
-/// Transfers that leave and enter each site at once.
+/// Number of simultaneous transfers that leave and enter each site.
 struct Crossings {
     out: Vec<u64>,
     into: Vec<u64>,
@@ -30,7 +30,7 @@ impl Crossings {
         crossings
     }
 
-    /// The link of a pair, with its part of the lines.
+    /// Returns the link of a pair of machines, limited to its part of the shared lines.
     fn link(&self, sites: &Sites, from: Rank, to: Rank) -> Link {
         let mut link = sites.link(from, to);
         let (a, b) = (sites.site(from), sites.site(to));
@@ -46,24 +46,24 @@ fn part(line: Bandwidth, transfers: u64) -> Bandwidth {
     if line == Bandwidth::UNLIMITED { line } else { Bandwidth((line.0 / transfers.max(1)).max(1)) }
 }
 
-/// Hidden states and their gradients, if all pipelines send at once.
+/// Counts the transfers of hidden states and their gradients if all pipelines send at once.
 fn hops(sites: &Sites, pipelines: &[Vec<Rank>]) -> Crossings {
     let pairs = pipelines.iter().flat_map(|row| row.windows(2));
     Crossings::of(sites, pairs.flat_map(|pair| [(pair[0], pair[1]), (pair[1], pair[0])]))
 }
 
-/// Time of one microbatch on a stage.
+/// Returns the time of one microbatch on a stage.
 fn stage_time(chain: &RegionalChain, layers: &std::ops::Range<usize>, rank: Rank) -> u64 {
     let operations: u128 = chain.layers[layers.clone()].iter().map(|l| u128::from(l.operations)).sum();
     let time = operations * 1_000_000_000 / u128::from(chain.machines[rank.index()].flops);
     u64::try_from(time).unwrap_or(u64::MAX / 4)
 }
 
-/// The plan of a layout: microbatches by speed, and its time by closed forms.
+/// Prices a layout: divides microbatches by speed and computes the time by closed forms.
 pub(super) fn priced(chain: &RegionalChain, sites: &Sites, layout: Layout) -> RegionalPlan {
     let Layout { groups, direction, pipelines, stages } = layout;
     let crossings = hops(sites, &pipelines);
-    // Of each pipeline: all once, and what each further microbatch takes.
+    // For each pipeline: time of one microbatch through all stages and hops, and time of each further one.
     let times: Vec<[u64; 2]> = pipelines
         .iter()
         .map(|row| {
@@ -94,7 +94,7 @@ pub(super) fn priced(chain: &RegionalChain, sites: &Sites, layout: Layout) -> Re
     RegionalPlan { groups, direction, pipelines, stages, microbatches, algorithm, time }
 }
 
-/// In proportion to speed, one at least for each.
+/// Divides microbatches in proportion to speed, at least one each.
 fn shares(microbatches: u32, speeds: &[u64]) -> Vec<u32> {
     let spare = u64::from(microbatches) - speeds.len() as u64;
     let quota = largest_remainder(u64::from(microbatches), speeds);
@@ -104,7 +104,7 @@ fn shares(microbatches: u32, speeds: &[u64]) -> Vec<u32> {
     largest_remainder(spare, speeds).into_iter().map(|share| share as u32 + 1).collect()
 }
 
-/// The slowest exchange of tied weights, all pipelines at once.
+/// Returns the time of the slowest exchange of tied weights, if all pipelines exchange at once.
 fn tied(chain: &RegionalChain, sites: &Sites, pipelines: &[Vec<Rank>]) -> Nanos {
     let ends = |row: &Vec<Rank>| [(row[0], row[row.len() - 1]), (row[row.len() - 1], row[0])];
     let pairs = || pipelines.iter().filter(|row| row.len() > 1).flat_map(ends);
@@ -112,7 +112,7 @@ fn tied(chain: &RegionalChain, sites: &Sites, pipelines: &[Vec<Rank>]) -> Nanos 
     pairs().map(|(from, to)| crossings.link(sites, from, to).time(chain.tied)).max().unwrap_or_default()
 }
 
-/// The faster algorithm for the slowest stage; all stages average at once.
+/// Returns the faster algorithm and its time for the slowest stage. All stages average at once.
 fn averages(
     chain: &RegionalChain,
     sites: &Sites,
@@ -134,7 +134,7 @@ fn averages(
             direct = direct.max(direct_alone(sites, pipelines, stage, bytes, &mut leaving));
         }
     }
-    // The lines carry the shards of all stages, in each of two phases.
+    // In each of the two phases, the shared lines carry the shards of all stages.
     for (site, &bytes) in sites.all.iter().zip(&leaving) {
         let slower = site.line.up.min(site.line.down);
         direct = direct.max(Nanos(slower.transfer(Bytes(bytes)).0.saturating_mul(2)));
@@ -142,7 +142,8 @@ fn averages(
     if ring <= direct { (Algorithm::Ring, ring) } else { (Algorithm::Direct, direct) }
 }
 
-/// One stage's exchange without the lines; adds what it sends out of each site to `leaving`.
+/// Returns the time of one stage's direct exchange without shared lines. Adds the bytes that leave each site to
+/// `leaving`.
 fn direct_alone(
     sites: &Sites,
     pipelines: &[Vec<Rank>],
@@ -176,7 +177,8 @@ fn direct_alone(
     direct_time(exchange, bytes)
 }
 
-/// The slowest pipeline, event by event under 1F1B; the backward's two halves are equal.
+/// Returns the time of the slowest pipeline, simulated event by event under 1F1B. The backward's two halves are
+/// equal.
 pub(super) fn simulated(
     chain: &RegionalChain,
     sites: &Sites,
@@ -201,7 +203,7 @@ pub(super) fn simulated(
         };
         let boundary = |(layers, pair): (&std::ops::Range<usize>, &[Rank])| {
             let bytes = chain.layers[layers.end - 1].output;
-            // One link for both ways: the slower.
+            // Uses the slower direction of the link for both.
             let ways = [crossings.link(sites, pair[0], pair[1]), crossings.link(sites, pair[1], pair[0])];
             let link = ways.into_iter().max_by_key(|link| link.time(bytes)).unwrap_or(Link::FREE);
             Boundary { link, forward: bytes, backward: bytes }

@@ -1,4 +1,4 @@
-//! Machines by site: the regions that a file names, or those found by clustering its links.
+//! Groups machines into sites: the regions named in the topology file, or clusters of its links.
 
 use farflung_base::{Bandwidth, Bytes, Link, Nanos, Port, Rank};
 
@@ -8,18 +8,18 @@ use crate::{Cluster, ParallelError};
 /// Machines that are near each other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Site {
-    /// The region's name, or `site-0` and so on where clustering found it.
+    /// Name of the region, or `site-0` and so on if the site was found by clustering.
     pub name: String,
-    /// Its machines, instances of one entry together.
+    /// Machines of the site; instances of one device entry are adjacent.
     pub machines: Vec<Rank>,
-    /// The line that all share for what leaves and enters.
+    /// Line shared by everything that leaves and enters the site.
     pub line: Port,
 }
 
-/// The machines of a cluster by site, and the links between their kinds: no entry for each pair of ranks.
+/// Machines of a cluster by site, and the links between device entries. Stores no entry per pair of ranks.
 #[derive(Debug, Clone)]
 pub struct Sites {
-    /// The sites; every machine is in one.
+    /// All sites; every machine is in exactly one.
     pub all: Vec<Site>,
     links: DeviceLinks,
     ports: Vec<Port>,
@@ -27,16 +27,17 @@ pub struct Sites {
     site_of: Vec<usize>,
 }
 
-/// How much longer the next link of the tree must take, for clustering to cut there.
+/// Smallest ratio between consecutive links of the spanning tree at which clustering may cut.
 const GAP: u64 = 2;
 
 impl Sites {
-    /// The regions that `cluster` names, each device outside them a site of its own. Where it names none,
-    /// single linkage over what `bytes` take from one device entry to another: the links of the least spanning
-    /// tree in order, cut at the largest ratio between two that follow each other, if that is 2 or more; else
-    /// one site.
+    /// Finds the sites: the regions named in `cluster`; each device entry outside them is a site of its own.
     ///
-    /// Errors: as [`Cluster::check`]; [`ParallelError::MissingLink`] for a pair that nothing joins.
+    /// If no regions are named, clusters the device entries by single linkage over the time of `bytes` between
+    /// them: sorts the links of the minimum spanning tree and cuts at the largest ratio between consecutive
+    /// ones, if it is 2 or more. Otherwise, all machines are one site.
+    ///
+    /// Errors: as [`Cluster::check`]; [`ParallelError::MissingLink`] for a pair without a link.
     pub fn of(cluster: &Cluster, bytes: Bytes) -> Result<Self, ParallelError> {
         let links = cluster.device_links()?;
         let limit = |rate: Option<Bandwidth>| rate.unwrap_or(Bandwidth::UNLIMITED);
@@ -66,44 +67,45 @@ impl Sites {
         Ok(sites)
     }
 
-    /// All machines.
+    /// Returns the number of machines.
     #[must_use]
     pub fn size(&self) -> usize {
         self.kinds.len()
     }
 
-    /// The site of a machine.
+    /// Returns the index of a machine's site.
     #[must_use]
     pub fn site(&self, rank: Rank) -> usize {
         self.site_of[rank.index()]
     }
 
-    /// The entry of a machine in [`Cluster::devices`].
+    /// Returns the index of a machine's entry in [`Cluster::devices`].
     #[must_use]
     pub fn kind(&self, rank: Rank) -> usize {
         self.kinds[rank.index()]
     }
 
-    /// The access link of a kind.
+    /// Returns the access link of a device entry.
     #[must_use]
     pub fn port(&self, kind: usize) -> Port {
         self.ports[kind]
     }
 
-    /// From one machine to another, no faster than their access links. Shared lines are not in it.
+    /// Returns the link from one machine to another, limited by their access links but not by shared lines.
     #[must_use]
     pub fn link(&self, from: Rank, to: Rank) -> Link {
         self.kind_link(self.kind(from), self.kind(to))
     }
 
-    /// [`Sites::link`] between machines of two kinds, or two of one.
+    /// Returns [`Sites::link`] between machines of two device entries, or between two of one entry.
     #[must_use]
     pub fn kind_link(&self, from: usize, to: usize) -> Link {
         let link = self.links.link(from, to);
         Link { bandwidth: link.bandwidth.min(self.ports[from].up).min(self.ports[to].down), ..link }
     }
 
-    /// Time of `bytes` between two sites, the mean of both directions, by the first machine of each.
+    /// Returns the time of `bytes` between two sites, averaged over both directions, for the first machine of
+    /// each.
     #[must_use]
     pub fn apart(&self, a: usize, b: usize, bytes: Bytes) -> Nanos {
         let (a, b) = (self.all[a].machines[0], self.all[b].machines[0]);
@@ -115,10 +117,10 @@ impl Sites {
         Nanos(u64::midpoint(there.0, back.0))
     }
 
-    /// Single linkage over device entries: the cluster of each.
+    /// Clusters device entries by single linkage. Returns the cluster of each.
     fn clusters(&self, bytes: Bytes) -> Vec<usize> {
         let count = self.ports.len();
-        // Prim's algorithm: from each entry outside the tree, its nearest inside.
+        // Prim's algorithm. For each entry outside the tree, keeps the nearest entry inside.
         let mut nearest: Vec<(u64, usize)> =
             (0..count).map(|at| (self.kinds_apart(0, at, bytes).0, 0)).collect();
         let mut outside: Vec<usize> = (1..count).collect();
@@ -133,7 +135,7 @@ impl Sites {
         }
         edges.sort_unstable();
         let ratio = |at: &usize| u128::from(edges[at + 1].0) * 1000 / u128::from(edges[*at].0.max(1));
-        // What instances of one entry take is the scale where each edge is between sites.
+        // If every edge is between sites, the time between instances of one entry is the scale to compare with.
         let cut = (0..edges.len().saturating_sub(1))
             .filter(|&at| edges[at + 1].0 / GAP >= edges[at].0)
             .max_by_key(|at| (ratio(at), std::cmp::Reverse(*at)));
@@ -156,19 +158,19 @@ impl Sites {
         of.iter().map(|of| numbers.binary_search(of).unwrap_or(0)).collect()
     }
 
-    /// The longest time between two instances of one entry.
+    /// Returns the longest time between two instances of one entry.
     fn inside(&self, bytes: Bytes) -> u64 {
         let several = self.kinds.windows(2).filter(|pair| pair[0] == pair[1]).map(|pair| pair[0]);
         several.map(|kind| self.kinds_apart(kind, kind, bytes).0).max().unwrap_or(u64::MAX)
     }
 }
 
-/// The region of each device entry, those outside regions behind them.
+/// Returns the region of each device entry as a number. Each entry outside regions has a number of its own.
 fn named(cluster: &Cluster) -> Vec<usize> {
     let mut numbers: Vec<String> = Vec::new();
     let mut of = Vec::new();
     for device in &cluster.devices {
-        // No device has the name of a region.
+        // Names of devices and regions are distinct.
         let name = device.region.clone().unwrap_or_else(|| device.name.clone());
         let at = numbers.iter().position(|known| *known == name).unwrap_or_else(|| {
             numbers.push(name);

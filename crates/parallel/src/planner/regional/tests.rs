@@ -1,4 +1,4 @@
-//! Small clusters by hand.
+//! Tests of regional planning on small clusters written by hand.
 
 use std::fmt::Write as _;
 
@@ -74,7 +74,7 @@ fn clustering_finds_the_regions_that_a_file_does_not_name() {
     let sites = Sites::of(&cluster(&text), Bytes(1_000_000)).unwrap();
     let found: Vec<Vec<u32>> = sites.all.iter().map(|s| s.machines.iter().map(|r| r.0).collect()).collect();
     assert_eq!(found, [vec![0, 2, 5], vec![1, 3], vec![4]]);
-    // Equal links: one site. Entries of several machines that are far apart: one each.
+    // Equal links give one site. Entries whose own machines are far apart give one site each.
     let one = "default = \"1gbit,1ms\"\n[[device]]\nname = \"a\"\ncount = 9\nflops = \"1 TFLOPS\"\n";
     assert_eq!(Sites::of(&cluster(one), Bytes(1000)).unwrap().all.len(), 1);
     let far = "default = \"1mbit,1ms\"\n[[device]]\nname = \"a\"\ncount = 2\nflops = \"1 TFLOPS\"\n\
@@ -105,8 +105,8 @@ fn a_plan_uses_every_machine_once_and_every_layer_once() {
     }
 }
 
-/// Gradients of 2 MB a stage over 10 Mbit/s take seconds, hidden states of 1,000 bytes 51 ms: pipelines cross.
-/// With hidden states of 1 MB and gradients of 1,000 bytes, averages do.
+/// Gradients of 2 MB per stage take seconds over 10 Mbit/s, hidden states of 1,000 bytes take 51 ms: pipelines
+/// cross the slow link. With hidden states of 1 MB and gradients of 1,000 bytes, averages cross it.
 #[test]
 fn what_crosses_the_slow_link_is_what_is_smaller() {
     let cluster = cluster(TWO);
@@ -131,8 +131,8 @@ fn too_little_memory_is_an_error_that_says_how_much() {
     assert!(matches!(error, ParallelError::TooSmall { needs: Bytes(6060), has: Bytes(8000), .. }), "{error}");
 }
 
-/// Equal machines and free links: the bound of one pipeline of two stages and two microbatches by hand, and the
-/// limit of many microbatches.
+/// Equal machines and free links: compares with the bound of one pipeline of two stages and two microbatches
+/// computed by hand, and with the limit for many microbatches.
 #[test]
 fn the_bound_is_below_every_simulated_pipeline_and_near_the_rates() {
     let machine = ChainMachine { flops: 1_000_000_000, memory: None };
