@@ -1,5 +1,5 @@
-//! Which activations of a chain of layers to keep, and which to compute again, so that a backward pass fits its
-//! memory. It knows layers as times and sizes, not what they compute.
+//! Chooses which activations of a chain of layers to keep and which to recompute, so that a backward pass fits
+//! in memory. Layers are only times and sizes here.
 
 mod rotor;
 
@@ -10,14 +10,14 @@ pub use rotor::{Layer, rotor};
 /// A way to run a chain forward and backward.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RecomputePlan {
-    /// What is done, in order.
+    /// Steps, in order.
     pub steps: Vec<ChainStep>,
-    /// All forwards and backwards together.
+    /// Time of all forwards and backwards.
     pub time: Nanos,
 }
 
 impl RecomputePlan {
-    /// How often layer i runs forward.
+    /// Returns the number of times that a layer runs forward.
     #[must_use]
     pub fn forwards(&self, layer: u32) -> usize {
         let of = |step: &&ChainStep| matches!(step, ChainStep::Forward(i) | ChainStep::ForwardAll(i) if *i == layer);

@@ -1,5 +1,6 @@
-//! Draws a [`Timeline`](crate::Timeline): text grids for terminals and snapshots, an SVG, and a trace for
-//! Perfetto; and the map of a placement. Strings out; it writes no file and asks no terminal for its width.
+//! Draws a [`Timeline`](crate::Timeline) as text for terminals and snapshots, as SVG, or as a trace for
+//! Perfetto; and draws the map of a placement. All functions return strings; nothing writes files or queries
+//! the terminal.
 
 mod cells;
 mod map;

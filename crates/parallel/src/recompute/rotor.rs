@@ -1,43 +1,45 @@
-//! Rotor: the optimal plan for a chain of unequal layers under a byte budget.
+//! Rotor: the optimal recompute plan for a chain of unequal layers within a byte budget.
 
 use farflung_base::{Bytes, ChainStep, Nanos};
 
 use super::RecomputePlan;
 use crate::ParallelError;
 
-/// One layer of a chain.
+/// Time and sizes of one layer of a chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layer {
     /// Time of its forward.
     pub forward: Nanos,
     /// Time of its backward.
     pub backward: Nanos,
-    /// What it hands to the next layer.
+    /// Bytes of its output for the next layer.
     pub output: Bytes,
-    /// All that its backward needs besides its input, its output among it.
+    /// Bytes that its backward needs besides its input, including its output.
     pub saved: Bytes,
 }
 
-/// What running layers `i..=j` costs with so much memory, and how it begins.
+/// How layers `i..=j` begin in the best plan for some amount of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Choice {
-    /// It does not fit.
+    /// The layers do not fit.
     Impossible,
-    /// Layer i keeps all, and the rest follows.
+    /// Layer i keeps all its activations; the other layers follow.
     All,
-    /// Layers i up to the given one run keeping nothing; the input of that one is kept.
+    /// The layers from i up to the given one run and keep nothing. The input of the given layer is kept.
     KeepInput(u32),
 }
 
-/// The fastest plan for `layers` whose kept bytes never exceed `budget`, the chain's input of `input` bytes
-/// among them.
+/// Returns the fastest plan for `layers` whose kept bytes never exceed `budget`. The chain's input of `input`
+/// bytes counts as kept.
 ///
-/// Sizes are counted in `budget / units`, rounded up: more units, a finer answer, a slower search (layers² ·
-/// layers · units). Either all of a layer is kept, or nothing until the next input that is.
+/// Sizes are rounded up to multiples of `budget / units`: more units give a finer result and a slower search
+/// (layers² · layers · units). Each layer keeps either all its activations, or nothing until the next kept
+/// input.
 ///
-/// Errors: [`ParallelError::Budget`] if no plan fits; [`ParallelError::Zero`] without layers or units. Source:
-/// Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains", theorem 1. Differs: what a running
-/// layer needs besides what it keeps is not counted.
+/// Errors: [`ParallelError::Budget`] if no plan fits; [`ParallelError::Zero`] without layers, units or budget;
+/// [`ParallelError::TooLarge`] for a table of more than 2^26 cells. Source: Beaumont et al. 2019, "Optimal
+/// checkpointing for heterogeneous chains", theorem 1. Differs: temporary memory of a running layer is not
+/// counted.
 ///
 /// ```
 /// use farflung_base::{Bytes, Nanos};
@@ -86,7 +88,8 @@ pub fn rotor(
 struct Table {
     n: usize,
     units: usize,
-    /// By first layer, last layer, memory beyond what is kept before: [`Nanos::MAX`] where it does not fit.
+    /// By first layer, last layer, and memory beyond what is kept before them. [`Nanos::MAX`] if they do not
+    /// fit.
     cells: Vec<(Nanos, Choice)>,
     output: Vec<usize>,
     saved: Vec<usize>,
@@ -147,7 +150,7 @@ impl Table {
         best
     }
 
-    /// Layers `from..=to`, whose first input is kept and at hand.
+    /// Appends the steps of layers `from..=to`. The first one's input is kept and current.
     fn steps(&self, from: usize, to: usize, memory: usize, steps: &mut Vec<ChainStep>) {
         let first = from as u32;
         match self.cells[self.at(from, to, memory)].1 {
@@ -155,7 +158,7 @@ impl Table {
             Choice::All => {
                 steps.push(ChainStep::ForwardAll(first));
                 if from < to {
-                    // The next layer's input is part of what this one keeps.
+                    // The next layer's input is part of what this layer keeps.
                     self.steps(from + 1, to, memory - self.saved[from], steps);
                 }
                 steps.push(ChainStep::Backward(first));

@@ -1,4 +1,4 @@
-//! Every plan is carried out on counters, and compared with recurrences that know nothing of plans.
+//! Tests that execute every plan on counters and compare it with recurrences that do not use plans.
 
 use std::collections::BTreeSet;
 
@@ -7,8 +7,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Carries a plan out: every backward once, from the last layer to the first, each with what it needs. Answers
-/// with the time and the most bytes of inputs and of layers' full activations held at once.
+/// Executes a plan: every backward once, from the last layer to the first, each with its inputs available.
+/// Returns the time and the peak bytes of kept inputs and full activations.
 fn carry_out(plan: &RecomputePlan, layers: &[Layer], input: u64) -> (u64, u64) {
     let mut kept: BTreeSet<u32> = BTreeSet::new();
     let mut all: BTreeSet<u32> = BTreeSet::new();
@@ -19,7 +19,7 @@ fn carry_out(plan: &RecomputePlan, layers: &[Layer], input: u64) -> (u64, u64) {
     for step in &plan.steps {
         match *step {
             ChainStep::Keep(i) => {
-                // A backward pass's own input is at hand, or what the layer before kept all of.
+                // A kept input must be the current one, or part of what the previous layer kept.
                 assert!(i == at_hand || all.contains(&(i - 1)), "{step}");
                 kept.insert(i);
                 at_hand = i;
@@ -55,7 +55,7 @@ fn carry_out(plan: &RecomputePlan, layers: &[Layer], input: u64) -> (u64, u64) {
     (time, bytes)
 }
 
-/// The least time by trying all, straight from the definition.
+/// Returns the least time by trying everything, directly from the definition.
 fn by_trying(layers: &[Layer], memory: Option<u64>) -> Option<u64> {
     let memory = memory?;
     let first = layers.first()?;

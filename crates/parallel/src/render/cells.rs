@@ -1,4 +1,4 @@
-//! The text grid of a pipeline: a column per slot of time, and in it which op runs.
+//! Text grid of a pipeline: one column per slot of time, with the op that runs in it.
 
 use std::fmt::Write as _;
 
@@ -7,11 +7,12 @@ use farflung_base::{Nanos, Rank};
 use crate::pipeline::Op;
 use crate::{Kind, Lane, Span, Timeline};
 
-/// Draws when each rank's processor runs which op, a column per unit of time: the largest in which every start
-/// and end is whole. `None` if that takes lines of more than `width` characters.
+/// Draws which op each rank's processor runs when. Each column is one unit of time: the largest unit of which
+/// all starts and ends are multiples. `None` if lines would be longer than `width` characters.
 ///
-/// An op stands in its first column, `=` in the others, `.` where the rank waits; an overlapped pair has its
-/// forward in the first column and its backward in the next. Stages are left out where each rank has one.
+/// A cell shows an op in its first column, `=` in its further columns, and `.` while the rank waits. An
+/// overlapped pair has its forward in the first column and its backward in the next. Stage numbers are omitted
+/// if each rank has a single stage.
 #[must_use]
 pub fn cells(timeline: &Timeline, width: usize) -> Option<String> {
     let spans = || timeline.spans.iter().filter(|s| s.lane == Lane::Compute);
@@ -47,7 +48,7 @@ pub fn cells(timeline: &Timeline, width: usize) -> Option<String> {
     Some(out)
 }
 
-/// What stands in a span's first columns.
+/// Returns the texts for a span's first columns.
 fn texts(span: &Span, one_stage: bool) -> impl Iterator<Item = String> + use<> {
     let actions = span.op.into_iter().flat_map(|op: Op| op.actions());
     let paired = span.kind == Kind::Overlapped;

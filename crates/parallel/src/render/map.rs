@@ -1,4 +1,4 @@
-//! The map of a placement: a row per pipeline, a column per stage, a box per machine, coloured by region.
+//! Map of a placement: a row per pipeline, a column per stage, a box per machine, coloured by region.
 
 use std::fmt::Write as _;
 
@@ -11,17 +11,17 @@ const TOP: usize = 56;
 const BOX: [usize; 2] = [132, 40];
 const GAP: [usize; 2] = [92, 16];
 
-/// Okabe and Ito's palette, as the other drawings have it, without black.
+/// Okabe and Ito's palette without black, as in the other drawings.
 const COLOURS: [&str; 7] = ["#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#d55e00", "#9999cc"];
 
-/// Draws which machine has which stage of which pipeline, and what joins neighbours, as a standalone SVG.
+/// Draws as a standalone SVG which machine has which stage of which pipeline, and the links between neighbours.
 ///
-/// `pipelines` are ranks of `cluster` by stage, `stages` a caption for each stage. Machines of a region have
-/// one colour; where the file has no regions, machines of one entry have. Hovering over a box says what its
-/// machine is.
+/// `pipelines` are ranks of `cluster` by stage; `stages` has a caption for each stage. Machines of the same
+/// region have the same colour; without regions, machines of the same device entry do. A tooltip on each box
+/// shows the machine's name and region.
 ///
 /// # Panics
-/// If a rank is not of the cluster or `topology`.
+/// If a rank is not in the cluster or in `topology`.
 #[must_use]
 pub fn map(pipelines: &[Vec<Rank>], stages: &[String], cluster: &Cluster, topology: &Topology) -> String {
     let columns = pipelines.iter().map(Vec::len).max().unwrap_or_default();
@@ -85,7 +85,7 @@ pub fn map(pipelines: &[Vec<Rank>], stages: &[String], cluster: &Cluster, topolo
     svg
 }
 
-/// A number for each rank: that of its region, or of its entry.
+/// Returns the colour number of each rank, by its region or its device entry.
 fn colours(cluster: &Cluster) -> Vec<usize> {
     let of = |(entry, machine): (usize, &crate::Machine)| {
         let region = machine.region.as_ref();

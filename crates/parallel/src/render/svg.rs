@@ -1,4 +1,4 @@
-//! The SVG: a bar per span, coloured by kind, with a legend and an axis.
+//! SVG of a timeline: a bar per span, coloured by kind, with a legend and an axis.
 
 use std::fmt::Write as _;
 
@@ -13,7 +13,7 @@ const GAP: u32 = 10;
 const WIDTH: u32 = 960;
 const RIGHT: u32 = 24;
 
-/// Okabe and Ito's palette: the kinds differ for colour-blind readers too.
+/// Okabe and Ito's palette, which colour-blind readers can distinguish.
 const fn colour(kind: Kind) -> &'static str {
     match kind {
         Kind::Forward => "#56b4e9",
@@ -27,10 +27,10 @@ const fn colour(kind: Kind) -> &'static str {
     }
 }
 
-/// Draws a timeline as a standalone SVG, 960 units wide; hovering over a bar says what it is.
+/// Draws a timeline as a standalone SVG, 960 units wide. A tooltip describes each bar.
 ///
-/// Each rank has a row for its processor and one for each kind of link that is used. Bars of a pipeline that
-/// are wide enough say which op they are. Times on the axis are milliseconds.
+/// Each rank has a row for its processor and a row for each kind of link that is used. In pipelines, bars that
+/// are wide enough show their op. Times on the axis are in milliseconds.
 #[must_use]
 pub fn svg(timeline: &Timeline) -> String {
     let lanes: Vec<_> = timeline.lanes().collect();
@@ -122,7 +122,7 @@ fn legend(out: &mut String, timeline: &Timeline) {
 
 fn axis(out: &mut String, makespan: u64, bottom: u32, x: &dyn Fn(Nanos) -> f64) {
     let step = tick(makespan);
-    // Decimals enough to tell two ticks apart, in milliseconds.
+    // Enough decimals to distinguish two ticks, in milliseconds.
     let decimals = 6_usize.saturating_sub(step.ilog10() as usize);
     for time in (0..=makespan / step).map(|i| Nanos(i * step)) {
         let at = x(time);
@@ -139,7 +139,7 @@ fn axis(out: &mut String, makespan: u64, bottom: u32, x: &dyn Fn(Nanos) -> f64) 
     let _ = writeln!(out, "<text x=\"{middle:.2}\" y=\"{}\" text-anchor=\"middle\">ms</text>", bottom + 34);
 }
 
-/// The least 1, 2 or 5 times a power of ten that makes at most ten ticks.
+/// Returns the smallest of 1, 2 and 5 times a power of ten that gives at most ten ticks.
 fn tick(makespan: u64) -> u64 {
     let powers = (0..20).map(|e| 10_u64.saturating_pow(e));
     let mut ticks = powers.flat_map(|p| [p, p.saturating_mul(2), p.saturating_mul(5)]);

@@ -1,4 +1,4 @@
-//! The drawings, pinned.
+//! Tests of the drawings, with snapshots.
 
 use farflung_base::Nanos;
 
@@ -39,7 +39,7 @@ fn grids() {
     assert!(grid(&empty, 40).starts_with("r0 |......"));
 }
 
-/// Every tag is closed in its order, and no attribute or text holds a bare `<` or `&`.
+/// Checks that every tag is closed in order, and that no attribute or text contains a bare `<` or `&`.
 fn well_formed(text: &str) {
     let mut open = Vec::new();
     let mut rest = text;

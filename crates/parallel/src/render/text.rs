@@ -1,4 +1,4 @@
-//! The text grid: two lines per rank, a column per slice of time.
+//! Text grid of a timeline: a line per rank and link, a column per slice of time.
 
 use std::fmt::Write as _;
 
@@ -6,11 +6,11 @@ use farflung_base::{Nanos, Rank};
 
 use crate::{Kind, Lane, Timeline};
 
-/// Draws a timeline at most `width` columns wide (at least 24): a line for each rank's processor, one
-/// for each of its links that is used.
+/// Draws a timeline at most `width` columns wide (at least 24): a line for each rank's processor, and one for
+/// each of its links that is used.
 ///
-/// A cell has the letter of the kind that filled most of its time ([`Kind::letter`]), or `.` where nothing did
-/// for half of it. The lines end with an axis and a legend.
+/// A cell shows the letter of the kind that filled most of its time ([`Kind::letter`]), or `.` if the lane was
+/// busy for less than half of it. An axis and a legend follow.
 #[must_use]
 pub fn grid(timeline: &Timeline, width: usize) -> String {
     let label = format!("r{}", timeline.ranks.saturating_sub(1)).len();
@@ -41,10 +41,10 @@ pub fn grid(timeline: &Timeline, width: usize) -> String {
     out
 }
 
-/// One lane, cell by cell, in integers: cell i is the time from i/cells to (i+1)/cells of the makespan.
+/// Returns the cells of one lane. Cell i covers the time from i/cells to (i+1)/cells of the makespan.
 fn row(timeline: &Timeline, rank: Rank, lane: Lane, cells: usize) -> String {
     let makespan = u128::from(timeline.makespan().0.max(1));
-    // Times in units of 1/cells of a nanosecond, so that a cell's borders are whole.
+    // Times are in units of 1/cells of a nanosecond, so that the borders of cells are integers.
     let scale = cells as u128;
     let mut filled = vec![[0_u128; Kind::ALL.len()]; cells];
     for span in timeline.lane(rank, lane) {

@@ -1,4 +1,4 @@
-//! The Chrome trace-event format (JSON), which Perfetto and Chrome's own tracing page load.
+//! Trace of a timeline in the Chrome trace-event format (JSON), for Perfetto and Chrome's tracing page.
 
 use std::fmt::Write as _;
 
@@ -6,8 +6,8 @@ use farflung_base::Rank;
 
 use crate::{Kind, Timeline};
 
-/// Writes a timeline as a JSON object of complete (`X`) events: pid is the rank, tid 0 its processor and the
-/// others its links; times are microseconds with three decimals, so nothing is rounded.
+/// Writes a timeline as a JSON object of complete (`X`) events. `pid` is the rank; `tid` is 0 for its processor
+/// and higher for its links. Times are microseconds with three decimals, so they are exact.
 #[must_use]
 pub fn trace(timeline: &Timeline) -> String {
     let lanes: Vec<_> = timeline.lanes().collect();
