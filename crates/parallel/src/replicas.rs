@@ -1,5 +1,5 @@
-//! Replicas of one model as the simulator of data-parallel training sees them: shares, buckets, and what is
-//! sent.
+//! Replicas of a model, as input of the simulator of data-parallel training: shares, buckets, and the codec of
+//! what is sent.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -8,32 +8,32 @@ use farflung_base::Bytes;
 
 use crate::{Algorithm, Mesh, ParallelError};
 
-/// What a vector of parameters takes on the wire: `block_bytes` for each started block of `block` values.
+/// Size of encoded values: `block_bytes` for each started block of `block` values.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Codec {
-    /// The codec's name, for printing and for whoever binds the plan.
+    /// Name of the codec, for display and to select the implementation.
     pub name: Cow<'static, str>,
-    /// Values in a block.
+    /// Number of values in a block.
     pub block: u64,
-    /// Bytes of a block with its scales.
+    /// Bytes of a block, including its scales.
     pub block_bytes: u64,
 }
 
 impl Codec {
-    /// Four bytes a value.
+    /// Four bytes per value.
     pub const F32: Self = Self::fixed("f32", 1, 4);
-    /// Two bytes a value.
+    /// Two bytes per value.
     pub const F16: Self = Self::fixed("f16", 1, 2);
-    /// Two bytes a value.
+    /// Two bytes per value.
     pub const BF16: Self = Self::fixed("bf16", 1, 2);
-    /// A byte a value, and an f32 scale for each 256.
+    /// One byte per value, and an f32 scale for each 256 values.
     pub const INT8: Self = Self::fixed("int8", 256, 260);
 
     const fn fixed(name: &'static str, block: u64, block_bytes: u64) -> Self {
         Self { name: Cow::Borrowed(name), block, block_bytes }
     }
 
-    /// Bytes of `values` values. A block of no values counts as one of 1.
+    /// Returns the bytes of `values` encoded values. A block of 0 values is treated as a block of 1.
     #[must_use]
     pub fn bytes(&self, values: u64) -> Bytes {
         Bytes(values.div_ceil(self.block.max(1)).saturating_mul(self.block_bytes))
@@ -46,36 +46,36 @@ impl fmt::Display for Codec {
     }
 }
 
-/// Whether gradients travel while others are still being computed.
+/// Whether gradients are sent while other gradients are still being computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Overlap {
-    /// A bucket leaves as soon as all ranks have it.
+    /// A bucket is sent as soon as all ranks have it.
     WithBackward,
-    /// The first bucket leaves after the whole backward.
+    /// The first bucket is sent after the whole backward.
     None,
 }
 
-/// How replicas stay one model.
+/// How replicas synchronise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Sync {
-    /// Gradients are averaged in each step.
+    /// Averages gradients in each step.
     Ddp {
-        /// When they travel.
+        /// Whether sending overlaps with the backward.
         overlap: Overlap,
-        /// In how many parts.
+        /// Number of parts in which gradients are sent.
         buckets: u32,
     },
-    /// Parameters are averaged through an outer optimizer every so many local steps. Source: Douillard et al.
+    /// Averages parameters through an outer optimizer after a number of local steps. Source: Douillard et al.
     /// 2023.
     DiLoCo {
-        /// Local steps between two averages, at least 1.
+        /// Number of local steps between two averages, at least 1.
         every: u32,
     },
 }
 
 impl Sync {
-    /// Steps after which the pattern of compute and communication repeats.
+    /// Returns the number of steps after which the pattern of compute and communication repeats.
     #[must_use]
     pub const fn period(&self) -> u32 {
         match *self {
@@ -97,31 +97,31 @@ impl fmt::Display for Sync {
     }
 }
 
-/// Replicas that train one model side by side, a rank each.
+/// Replicas that train one model side by side, one rank each.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct Replicas {
-    /// How they stay one model.
+    /// How the replicas synchronise.
     pub sync: Sync,
-    /// How their averages are computed.
+    /// Algorithm of their averages.
     pub algorithm: Algorithm,
-    /// What they send.
+    /// Codec of the values that they send.
     pub codec: Codec,
-    /// Microbatches of each in one step.
+    /// Number of microbatches of each rank in one step.
     pub shares: Vec<u32>,
 }
 
 impl Replicas {
-    /// Number of ranks.
+    /// Returns the number of ranks.
     #[must_use]
     pub fn ranks(&self) -> u32 {
         self.shares.len() as u32
     }
 
-    /// Whether it makes sense.
+    /// Checks the settings.
     ///
-    /// Errors: shares that are all zero; no buckets, no steps between synchronisations, an empty codec block;
-    /// more ranks than [`Mesh::MAX_RANKS`].
+    /// Errors: [`ParallelError::Zero`] for shares that are all zero, no buckets, no local steps, or an empty
+    /// codec block; [`ParallelError::TooManyRanks`] above [`Mesh::MAX_RANKS`].
     pub fn check(&self) -> Result<(), ParallelError> {
         Mesh::data(u32::try_from(self.shares.len()).unwrap_or(u32::MAX))?;
         let zero = |of: &str, field| Err(ParallelError::Zero { of: of.to_owned(), field });

@@ -1,6 +1,6 @@
-//! What the ranks of a plan do, as data: computations, and messages and collectives that they begin and wait
-//! for. Played in virtual time over the links of a topology, where all that is on its way shares them. What an
-//! operation sends is an input: nothing here knows collectives, codecs or models.
+//! Scripts: what the ranks of a plan do, as data. A rank computes, begins messages and collectives, and waits
+//! for them. A script is played in virtual time over the links of a topology, which all operations in flight
+//! share. The bytes of an operation are an input; nothing here knows collectives, codecs or models.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,35 +9,35 @@ use farflung_base::{Bandwidth, Bytes, Nanos, Operation, Rank, Topology};
 
 use crate::ParallelError;
 
-/// One thing that a rank does.
+/// One action of a rank in a script.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Act {
-    /// Its processor is busy for so long.
+    /// The rank's processor is busy for this time.
     Compute(Nanos),
-    /// It begins its side of an operation, by number, which goes on by itself.
+    /// The rank begins its side of the operation with this index. The operation then proceeds on its own.
     Begin(usize),
-    /// It waits until its side of an operation is done.
+    /// The rank waits until its side of the operation is done.
     Await(usize),
 }
 
-/// What ranks do.
+/// A script: operations, and the acts of each rank.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Script {
-    /// Messages and collectives, by number.
+    /// Messages and collectives, referred to by index.
     pub operations: Vec<Operation>,
-    /// What each rank does, in order.
+    /// Acts of each rank, in order.
     pub ranks: Vec<Vec<Act>>,
 }
 
-/// When ranks did what.
+/// The times of a played script.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Played {
-    /// Each rank's clock after each of its acts.
+    /// Time of each rank's clock after each of its acts.
     pub ends: Vec<Vec<Nanos>>,
 }
 
 impl Played {
-    /// When the last rank is done.
+    /// Returns the time at which the last rank is done.
     #[must_use]
     pub fn makespan(&self) -> Nanos {
         self.ends.iter().filter_map(|ends| ends.last().copied()).max().unwrap_or_default()
@@ -45,12 +45,12 @@ impl Played {
 }
 
 impl Script {
-    /// Plays the script from a common start on idle links.
+    /// Plays the script. All ranks start at time zero with idle links.
     ///
-    /// Errors: [`ParallelError::NeverDone`] for a rank that waits for what does not end.
+    /// Errors: [`ParallelError::NeverDone`] for a rank that waits for an operation that never ends.
     ///
     /// # Panics
-    /// If a rank begins an operation that does not exist or that it has no side in.
+    /// If a rank begins an operation that does not exist or has no side for this rank.
     ///
     /// ```
     /// use farflung_base::{Bytes, Nanos, Rank, Topology, Operation};
@@ -76,8 +76,8 @@ impl Script {
             .map_err(|Stuck { rank, act }| ParallelError::NeverDone { rank, act })
     }
 
-    /// As [`Script::play`] where the last rank is done within `limit`, else `None`, for which no more than the
-    /// limit is played.
+    /// Plays the script like [`Script::play`], but only up to `limit`. `None` if the last rank is not done by
+    /// then, or if a rank waits forever.
     ///
     /// # Panics
     /// As [`Script::play`].
@@ -86,8 +86,8 @@ impl Script {
         self.played(topology, limit).ok().filter(|played| played.makespan() <= limit)
     }
 
-    /// A time that no play of the script is shorter than: that of the busiest processor, uplink, downlink, line
-    /// or pair of ranks, if it never stood still. What no receiver waits for does not count.
+    /// Returns a lower bound on the time of the script: the longest total work of any processor, uplink,
+    /// downlink, shared line or pair of ranks. Messages whose receiver does not wait for them do not count.
     ///
     /// # Panics
     /// If a rank begins an operation that does not exist.
@@ -160,13 +160,13 @@ impl Script {
     }
 }
 
-/// A rank that waits at an act.
+/// A rank that waits forever at an act.
 struct Stuck {
     rank: Rank,
     act: usize,
 }
 
-/// How much there is to do for processors, in nanoseconds, and for links, in bytes.
+/// Total work of processors, in nanoseconds, and of links, in bytes.
 struct Busy<'a> {
     topology: &'a Topology,
     processors: Vec<u128>,
@@ -210,7 +210,7 @@ impl<'a> Busy<'a> {
         }
     }
 
-    /// The longest that one of them is busy.
+    /// Returns the longest time that any of them is busy.
     fn longest(&self) -> Nanos {
         let port = |rank: usize| self.topology.port(Rank(rank as u32));
         let line = |region: usize| self.topology.region_port(region);
@@ -260,7 +260,7 @@ mod tests {
             ],
         };
         let played = script.play(&topology).unwrap();
-        // Both come in over one downlink.
+        // Both messages arrive over one downlink.
         assert_eq!(played.ends[1], [0, 0, 2, 5, 9].map(ms));
         assert_eq!(played.makespan(), ms(9));
     }
@@ -274,7 +274,7 @@ mod tests {
         assert_eq!(refused, ParallelError::NeverDone { rank: Rank(1), act: 2 });
     }
 
-    /// Ranks that compute and begin messages in random order, and wait for all of theirs.
+    /// Ranks that compute and begin messages in random order, and wait for all their messages.
     fn random(philox: &Philox, at: u64) -> (Script, Topology) {
         let mut draws = at * 1000..;
         let mut draw = |below: u64| philox.below(draws.next().unwrap(), below);

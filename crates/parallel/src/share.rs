@@ -1,9 +1,10 @@
-//! Dividing a step among unequal devices. Integers in, integers out.
+//! Divides a step among unequal devices, in integers.
 
-/// Divides `total` among ranks in proportion to `weights`: floors first, then one more to the largest
+/// Divides `total` in proportion to `weights`: first rounds down, then adds one to the parts with the largest
 /// remainders.
 ///
-/// Ties go to the lower rank; the parts sum to `total`, and each is within one of its exact quota. All weights
+/// Ties go to the lower index. The parts sum to `total`, and each is within one of its exact quota. If all
+/// weights are zero, divides evenly. Source: Hamilton's method of apportionment.
 /// zero divides evenly. Source: Hamilton's method of apportionment.
 ///
 /// ```

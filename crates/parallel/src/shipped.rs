@@ -1,19 +1,19 @@
-//! Topology files that come with the crate, by name.
+//! Topology files included in the crate, by name.
 
 use crate::{Cluster, ParallelError};
 
-/// A topology file.
+/// An included topology file.
 #[derive(Debug, Clone, Copy)]
 pub struct Shipped {
-    /// Its name on the command line.
+    /// Name on the command line.
     pub name: &'static str,
-    /// What it describes, in one line.
+    /// Description of one line.
     pub about: &'static str,
-    /// Its text: TOML, as [`Cluster`] reads it.
+    /// Text of the file: TOML, as parsed by [`Cluster`].
     pub text: &'static str,
 }
 
-/// All of them.
+/// All included files.
 pub const SHIPPED: [Shipped; 13] = [
     Shipped {
         name: "dtfm-1",
@@ -82,7 +82,7 @@ pub const SHIPPED: [Shipped; 13] = [
     },
 ];
 
-/// Reads the shipped file of this name.
+/// Parses the included file of this name.
 ///
 /// Errors: [`ParallelError::UnknownName`].
 ///

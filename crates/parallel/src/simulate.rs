@@ -1,5 +1,5 @@
-//! Predicts the time of data-parallel and `DiLoCo` training: replicas and their costs in, a [`Timeline`] out.
-//! Nothing moves and nobody waits; all times are integers, so every machine predicts the same.
+//! Simulates data-parallel and `DiLoCo` training: computes a [`Timeline`] from replicas and their costs. All
+//! times are integers, so results are the same on every machine.
 
 use farflung_base::{Bytes, Nanos, Rank};
 
@@ -7,29 +7,30 @@ use crate::average::all_reduce_bytes;
 use crate::share::largest_remainder;
 use crate::{Cluster, Kind, Lane, ModelShape, Overlap, ParallelError, Replicas, Span, Sync, Timeline};
 
-/// What one rank takes for its part of a step.
+/// Times of one rank in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RankCost {
-    /// Forward of one microbatch.
+    /// Time of the forward of one microbatch.
     pub forward: Nanos,
-    /// Backward of one microbatch.
+    /// Time of the backward of one microbatch.
     pub backward: Nanos,
-    /// One step of the inner optimizer.
+    /// Time of one step of the inner optimizer.
     pub optimizer: Nanos,
-    /// One step of the outer optimizer.
+    /// Time of one step of the outer optimizer.
     pub outer: Nanos,
 }
 
-/// What a step takes, rank by rank.
+/// Times of all ranks in a step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Cost {
-    /// An entry per rank.
+    /// One entry per rank.
     pub ranks: Vec<RankCost>,
 }
 
 impl Cost {
-    /// The speeds of a cluster's devices applied to a model: a third of the time is forward, two thirds
-    /// backward, and optimizers are free (they are a thousandth of a step of any size worth distributing).
+    /// Computes the costs of a model on a cluster from the speeds of its devices. The forward takes a third of
+    /// the time, the backward two thirds, and optimizers take none (they need about a thousandth of any step
+    /// that is worth distributing).
     #[must_use]
     pub fn of(shape: &ModelShape, cluster: &Cluster) -> Self {
         let cost = |time: Nanos| {
@@ -41,7 +42,7 @@ impl Cost {
         }
     }
 
-    /// Compute of a rank's share of one step, optimizer included.
+    /// Returns the time in which a rank computes its share of one step, including the optimizer.
     #[must_use]
     pub fn step(&self, rank: Rank, share: u32) -> Nanos {
         let c = &self.ranks[rank.index()];
@@ -50,17 +51,20 @@ impl Cost {
     }
 }
 
-/// Simulates `steps` steps of `replicas`; `price` is the time of an average of so many values over all ranks.
+/// Simulates `steps` steps of `replicas`. `price` returns the time to average a number of values over all
+/// ranks.
 ///
-/// Ddp: a rank runs the microbatches of its share one after the other, and in the last one's backward the
-/// buckets of [`ModelShape::buckets`] become ready in backward order. A bucket's all-reduce starts when every
-/// rank has it and the link is free; all ranks step when the last bucket is done. `DiLoCo`: ranks step alone,
-/// and after every so many steps all wait for the slowest, average, and take the outer step. A last, shorter
-/// period ends with a synchronisation too.
+/// Ddp: a rank runs its microbatches one after the other. During the last backward, the buckets of
+/// [`ModelShape::buckets`] become ready in backward order. The all-reduce of a bucket starts when every rank
+/// has the bucket and the link is free. All ranks run the optimizer when the last bucket is done.
 ///
-/// With the price of `comm` this predicts what a run under virtual time takes.
+/// `DiLoCo`: ranks step independently. After every period, all wait for the slowest, average, and run the outer
+/// optimizer. If the last period is shorter, it ends with a synchronisation too.
 ///
-/// Errors: as [`Replicas::check`] and [`ModelShape::microbatches`], and costs that are not one per rank.
+/// With the prices of `farflung-comm`, the result equals the time of a run under virtual time.
+///
+/// Errors: as [`Replicas::check`] and [`ModelShape::microbatches`]; [`ParallelError::PerRank`] if `cost` does
+/// not have one entry per rank.
 pub fn simulate_replicas(
     replicas: &Replicas,
     shape: &ModelShape,
@@ -106,9 +110,9 @@ struct Run<'a> {
     replicas: &'a Replicas,
     cost: &'a Cost,
     price: &'a dyn Fn(u64) -> Nanos,
-    /// When each rank's processor is free.
+    /// Time at which each rank's processor is free.
     clock: Vec<Nanos>,
-    /// When the link, which all collectives share, is free.
+    /// Time at which the link, which all collectives share, is free.
     link_free: Nanos,
     timeline: Timeline,
 }
@@ -118,7 +122,7 @@ impl Run<'_> {
         (0..self.timeline.ranks).map(Rank)
     }
 
-    /// The next thing that a rank's processor does.
+    /// Appends a span of work to a rank's processor.
     fn compute(&mut self, rank: Rank, kind: Kind, step: u32, part: u32, time: Nanos) {
         let start = self.clock[rank.index()];
         let end = start.saturating_add(time);
@@ -133,7 +137,8 @@ impl Run<'_> {
         }
     }
 
-    /// An all-reduce of `values` values that starts when all are ready and the link is free; returns its end.
+    /// Appends an all-reduce of `values` values. It starts when all ranks are ready and the link is free.
+    /// Returns its end.
     fn all_reduce(&mut self, ready: Nanos, kind: Kind, step: u32, part: u32, values: u64) -> Nanos {
         let n = self.timeline.ranks;
         if n == 1 {
@@ -169,7 +174,7 @@ impl Run<'_> {
         }
     }
 
-    /// The forward and backward of a rank's share; lifts `ready` to when its last gradients are there, per
+    /// Runs the forwards and backwards of a rank's share. Raises `ready` to the time at which the rank has each
     /// bucket.
     fn microbatches(&mut self, rank: Rank, step: u32, buckets: &[u64], ready: &mut [Nanos]) {
         let RankCost { forward, backward, .. } = self.cost.ranks[rank.index()];
@@ -186,7 +191,7 @@ impl Run<'_> {
             }
         }
         if share == 0 {
-            // Zero gradients are there from the start, but not before the rank is done with the step before.
+            // A rank without a share contributes zero gradients as soon as it is done with the previous step.
             let now = self.clock[rank.index()];
             for ready in ready {
                 *ready = now.max(*ready);

@@ -1,4 +1,4 @@
-//! What a simulation found: who did what from when to when, and figures drawn from it.
+//! Timeline: the spans of a simulated run, and figures computed from them.
 
 use std::fmt;
 
@@ -11,27 +11,27 @@ use crate::pipeline::{ComputeKind, Op};
 pub enum Kind {
     /// Forward of a microbatch.
     Forward,
-    /// Backward of a microbatch, or of one bucket's part of it.
+    /// Backward of a microbatch, or one bucket's part of it.
     Backward,
     /// Gradient of a stage's input.
     BackwardInput,
     /// Gradients of a stage's weights.
     BackwardWeight,
-    /// Forward and backward of two microbatches at once.
+    /// Forward and backward of two microbatches at the same time.
     Overlapped,
-    /// Forward again, for the backward.
+    /// Recomputed forward, for the backward.
     Recompute,
     /// Average of a bucket of gradients.
     AllReduce,
     /// Step of the (inner) optimizer.
     Optimizer,
-    /// Average of the distances that replicas went since they last met.
+    /// Average of the changes of parameters since the replicas last synchronised.
     OuterSync,
     /// Step of the outer optimizer.
     OuterStep,
-    /// A stage's output on its way to the next stage.
+    /// Transfer of a stage's output to the next stage.
     SendActivation,
-    /// A gradient on its way to the stage before.
+    /// Transfer of a gradient to the previous stage.
     SendGradient,
 }
 
@@ -52,7 +52,7 @@ impl Kind {
         Self::SendGradient,
     ];
 
-    /// The letter of the kind in a text grid.
+    /// Returns the letter of the kind in a text grid.
     #[must_use]
     pub const fn letter(self) -> char {
         match self {
@@ -104,16 +104,16 @@ impl fmt::Display for Kind {
     }
 }
 
-/// The things of a rank that are busy one span at a time, and independently of each other.
+/// A resource of a rank. It is busy with one span at a time, independently of the rank's other resources.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Lane {
-    /// Its processor.
+    /// The processor.
     Compute,
-    /// Its access link, which all its collectives share.
+    /// The access link, shared by all collectives of the rank.
     Link,
-    /// Its wire to the rank behind it.
+    /// The wire to the next rank.
     Next,
-    /// Its wire to the rank before it.
+    /// The wire to the previous rank.
     Previous,
 }
 
@@ -133,79 +133,80 @@ impl fmt::Display for Lane {
     }
 }
 
-/// One rank busy with one thing.
+/// A span of time in which a resource of a rank is busy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
-    /// Who.
+    /// The rank.
     pub rank: Rank,
-    /// Which part of it.
+    /// The resource of the rank.
     pub lane: Lane,
-    /// With what.
+    /// What the span is spent on.
     pub kind: Kind,
-    /// In which step, from 0.
+    /// Index of the step, from 0.
     pub step: u32,
-    /// Which microbatch (forward, backward), or which bucket, or stage of a pipeline (all-reduce), from 0.
+    /// Index, from 0, of the microbatch (forward, backward), of the bucket, or of the pipeline's stage
+    /// (all-reduce).
     pub part: u32,
-    /// Which op of a pipeline's schedule, or whose output; `None` outside of pipelines.
+    /// Op of the pipeline's schedule that runs, or whose output is sent. `None` outside of pipelines.
     pub op: Option<Op>,
-    /// From when.
+    /// Start.
     pub start: Nanos,
-    /// Until when.
+    /// End.
     pub end: Nanos,
-    /// What the rank sends meanwhile.
+    /// Bytes that the rank sends during the span.
     pub sent: Bytes,
 }
 
 impl Span {
-    /// How long it lasts.
+    /// Returns the duration.
     #[must_use]
     pub const fn time(&self) -> Nanos {
         self.end.saturating_sub(self.start)
     }
 }
 
-/// The spans of a simulated run. Spans of one rank and lane do not overlap and stand in the order of time.
+/// The spans of a simulated run. Spans of the same rank and lane do not overlap and are in the order of time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Timeline {
-    /// Number of ranks, also of those that did nothing.
+    /// Number of ranks, including idle ones.
     pub ranks: u32,
-    /// Steps that were simulated.
+    /// Number of steps simulated.
     pub steps: u32,
-    /// All spans that last longer than nothing.
+    /// All spans with a positive duration or with bytes.
     pub spans: Vec<Span>,
 }
 
 impl Timeline {
-    /// When the last rank is done.
+    /// Returns the time at which the last rank is done.
     #[must_use]
     pub fn makespan(&self) -> Nanos {
         self.spans.iter().map(|s| s.end).max().unwrap_or_default()
     }
 
-    /// The lanes that anything happened on, the processors always among them.
+    /// Returns the lanes that are used. Always includes the processors.
     pub fn lanes(&self) -> impl Iterator<Item = Lane> {
         Lane::ALL
             .into_iter()
             .filter(|&lane| lane == Lane::Compute || self.spans.iter().any(|s| s.lane == lane))
     }
 
-    /// The kinds that anything was spent on, in the order of legends.
+    /// Returns the kinds that occur, in the order of legends.
     pub fn kinds(&self) -> impl Iterator<Item = Kind> {
         Kind::ALL.into_iter().filter(|&kind| self.spans.iter().any(|s| s.kind == kind))
     }
 
-    /// The spans of one rank and lane.
+    /// Returns the spans of one rank and lane.
     pub fn lane(&self, rank: Rank, lane: Lane) -> impl Iterator<Item = &Span> {
         self.spans.iter().filter(move |s| s.rank == rank && s.lane == lane)
     }
 
-    /// How long a rank's lane was busy.
+    /// Returns the time for which a rank's lane was busy.
     #[must_use]
     pub fn busy(&self, rank: Rank, lane: Lane) -> Nanos {
         self.lane(rank, lane).map(Span::time).sum()
     }
 
-    /// How long a rank computed and communicated at once.
+    /// Returns the time for which a rank computed and communicated at the same time.
     #[must_use]
     pub fn overlapped(&self, rank: Rank) -> Nanos {
         let compute: Vec<&Span> = self.lane(rank, Lane::Compute).collect();
@@ -222,25 +223,26 @@ impl Timeline {
         total
     }
 
-    /// How long a rank's processor stood still while its link was busy: the communication that costs time.
+    /// Returns the time for which a rank's link was busy while its processor was idle: the communication that
+    /// costs time.
     #[must_use]
     pub fn exposed(&self, rank: Rank) -> Nanos {
         self.busy(rank, Lane::Link).saturating_sub(self.overlapped(rank))
     }
 
-    /// How long a rank neither computed nor communicated: it waited for slower ones.
+    /// Returns the time for which a rank neither computed nor communicated, because it waited for slower ranks.
     #[must_use]
     pub fn waited(&self, rank: Rank) -> Nanos {
         self.makespan().saturating_sub(self.busy(rank, Lane::Compute)).saturating_sub(self.exposed(rank))
     }
 
-    /// What a rank sent.
+    /// Returns the bytes that a rank sent.
     #[must_use]
     pub fn sent(&self, rank: Rank) -> Bytes {
         self.spans.iter().filter(|s| s.rank == rank).map(|s| s.sent).sum()
     }
 
-    /// Part of the makespan in which a rank's link was busy, from 0 to 1.
+    /// Returns the fraction of the makespan in which a rank's link was busy, from 0 to 1.
     #[must_use]
     pub fn link_use(&self, rank: Rank) -> f64 {
         self.busy(rank, Lane::Link).0 as f64 / self.makespan().0.max(1) as f64
@@ -248,7 +250,7 @@ impl Timeline {
 }
 
 impl fmt::Display for Timeline {
-    /// A table: a line per rank.
+    /// Prints a table with one line per rank.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let s = if self.steps == 1 { "" } else { "s" };
         writeln!(f, "{} step{s}, {} ranks, makespan {}", self.steps, self.ranks, self.makespan())?;

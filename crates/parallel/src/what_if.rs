@@ -1,5 +1,5 @@
-//! What a run would have taken with another way to synchronise: the table at the end of a training run.
-//! It is arithmetic on the run's figures; it measures nothing.
+//! Computes the time that a run would have taken with other ways of synchronising: the table at the end of a
+//! training run. It only calculates with the run's figures; it measures nothing.
 
 use std::fmt;
 
@@ -11,65 +11,65 @@ use crate::{
     simulate_replicas,
 };
 
-/// The run in question: equal ranks, every pair joined by one kind of link.
+/// The run: equal ranks, and the same link between every pair.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WhatIf {
-    /// Parameters of the model.
+    /// Number of parameters of the model.
     pub parameters: u64,
-    /// Ranks.
+    /// Number of ranks.
     pub ranks: u32,
-    /// What joins them.
+    /// Link between any two ranks.
     pub link: Link,
-    /// Optimizer steps of the run.
+    /// Number of optimizer steps of the run.
     pub steps: u32,
-    /// Forward and backward of one rank in one step, taken as one microbatch.
+    /// Time of one rank's forward and backward in one step, treated as one microbatch.
     pub compute: Nanos,
-    /// Optimizer of one rank in one step.
+    /// Time of one rank's optimizer in one step.
     pub optimizer: Nanos,
-    /// The most buckets of the overlapped rows: the fastest power of two up to it is taken.
+    /// Maximum number of buckets in rows with overlap. The fastest power of two up to it is used.
     pub buckets: u32,
-    /// The run's codec; f32 is compared besides.
+    /// Codec of the run. F32 is compared too.
     pub codec: Codec,
-    /// Local steps of the `DiLoCo` rows; 1 or less: no such rows.
+    /// Number of local steps in `DiLoCo` rows. 1 or less: no such rows.
     pub every: u32,
 }
 
-/// One way to have run it.
+/// One way in which the run could have synchronised.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Row {
-    /// How replicas are kept one model.
+    /// The way of synchronising.
     pub sync: Sync,
-    /// How averages travel.
+    /// Algorithm of averages.
     pub algorithm: Algorithm,
-    /// What is sent.
+    /// Codec of the values sent.
     pub codec: Codec,
-    /// The whole run.
+    /// Time of the whole run.
     pub time: Nanos,
-    /// What a rank sends in the whole run.
+    /// Bytes that a rank sends in the whole run.
     pub sent: Bytes,
 }
 
-/// The rows, slowest first in principle: plain synchronous f32 comes first and is what the others are compared
-/// with.
+/// The compared rows. The first is plain synchronous f32 training, the baseline for the others.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {
-    /// The question.
+    /// The run that is compared.
     pub run: WhatIf,
-    /// At least the plain one.
+    /// The rows; at least the baseline.
     pub rows: Vec<Row>,
 }
 
 impl WhatIf {
-    /// What is considered for the averages of equal ranks.
+    /// Algorithms considered for the averages of equal ranks.
     pub const ALGORITHMS: [Algorithm; 3] = [Algorithm::Ring, Algorithm::HalvingDoubling, Algorithm::Direct];
 
-    /// Prices the run, by the prices of whoever carried it out.
+    /// Computes the rows. `price` returns the times of collectives.
     ///
-    /// The plain row is a ring all-reduce of f32 gradients after each backward. The others take the cheapest of
-    /// what is priced of [`WhatIf::ALGORITHMS`]: ddp with overlap and `DiLoCo`, each in f32 and in the run's
+    /// The baseline is a ring all-reduce of f32 gradients after each backward. The other rows use the fastest
+    /// of [`WhatIf::ALGORITHMS`] that has a price: ddp with overlap and `DiLoCo`, each in f32 and in the run's
     /// codec.
     ///
-    /// Errors: no parameters, ranks or steps; more ranks than [`Mesh::MAX_RANKS`].
+    /// Errors: [`ParallelError::Zero`] for no parameters, ranks or steps; [`ParallelError::TooManyRanks`] above
+    /// [`Mesh::MAX_RANKS`].
     pub fn answer(&self, price: AveragePrice<'_>) -> Result<Answer, ParallelError> {
         if self.steps == 0 {
             return Err(ParallelError::Zero { of: "the run".to_owned(), field: "steps" });
@@ -108,7 +108,7 @@ impl WhatIf {
         Ok(rows.into_iter().min_by_key(|row| row.time).expect("there are algorithms"))
     }
 
-    /// Simulates one period and, where the steps do not divide, the shorter last one.
+    /// Simulates one period and, if the periods do not divide the steps, the shorter last one.
     fn run(
         &self,
         sync: Sync,
@@ -116,7 +116,7 @@ impl WhatIf {
         algorithm: Algorithm,
         price: AveragePrice<'_>,
     ) -> Result<Row, ParallelError> {
-        // Checked here, so that no more are laid out than a mesh may have.
+        // Checked before allocating anything per rank.
         Mesh::data(self.ranks)?;
         let shares = vec![1; self.ranks as usize];
         let replicas = Replicas { sync, algorithm, codec: codec.clone(), shares };
@@ -144,10 +144,10 @@ impl WhatIf {
 }
 
 impl Answer {
-    /// What plain synchronous f32 training would have taken.
+    /// Returns the baseline: plain synchronous f32 training.
     ///
     /// # Panics
-    /// If the rows were taken out.
+    /// If `rows` is empty.
     #[must_use]
     pub fn plain(&self) -> &Row {
         self.rows.first().expect("the plain row is always there")
@@ -213,7 +213,7 @@ mod tests {
         assert_eq!(answer.plain().sent, Bytes(105 * 6_000_000));
         let diloco = &answer.rows[3];
         assert_eq!(diloco.sync, Sync::DiLoCo { every: 50 });
-        // Two whole periods and one of 5 steps; halving-doubling saves two latencies of six.
+        // Two whole periods and one of 5 steps. Halving-doubling saves two of the six latencies.
         assert_eq!(diloco.algorithm, Algorithm::HalvingDoubling);
         assert_eq!(diloco.time, Nanos::from_millis(105 * 310 + 3 * 2_500));
         assert_eq!(diloco.sent, Bytes(3 * 6_000_000));

@@ -1,4 +1,4 @@
-//! Simulated steps against closed forms and laws.
+//! Compares simulated steps with closed forms and laws.
 
 use super::*;
 use crate::{Algorithm, Codec};
@@ -36,18 +36,19 @@ const fn ddp(overlap: Overlap, buckets: u32) -> Sync {
 #[test]
 fn ddp_by_hand() {
     let cost = equal(2, 40, 80);
-    // Sum without overlap, whatever the buckets.
+    // Without overlap the time is the sum, whatever the number of buckets.
     assert_eq!(makespan(ddp(Overlap::None, 1), &[1, 1], &cost, 1), 220);
     assert_eq!(makespan(ddp(Overlap::None, 4), &[1, 1], &cost, 1), 220);
-    // One bucket has nothing to overlap with.
+    // A single bucket cannot overlap.
     assert_eq!(makespan(ddp(Overlap::WithBackward, 1), &[1, 1], &cost, 1), 220);
-    // Four buckets: ready at 60, 80, 100, 120, 25 ms each: the link is the limit from the first on.
+    // Four buckets are ready at 60, 80, 100 and 120 ms and take 25 ms each: the link is the limit from the
+    // first bucket on.
     assert_eq!(makespan(ddp(Overlap::WithBackward, 4), &[1, 1], &cost, 1), 60 + 100);
     // Slow compute: only the last bucket is exposed.
     assert_eq!(makespan(ddp(Overlap::WithBackward, 4), &[1, 1], &equal(2, 40, 400), 1), 440 + 25);
-    // Microbatches before the last are not cut, and steps follow one another.
+    // Only the last microbatch's backward is divided into buckets, and steps follow one another.
     assert_eq!(makespan(ddp(Overlap::WithBackward, 4), &[3, 3], &cost, 2), 2 * (2 * 120 + 160));
-    // One rank has nobody to talk to.
+    // A single rank does not communicate.
     assert_eq!(makespan(ddp(Overlap::None, 4), &[1], &equal(1, 40, 80), 1), 120);
 }
 
@@ -56,7 +57,7 @@ fn the_slowest_rank_sets_the_pace() {
     let mut cost = equal(2, 40, 80);
     cost.ranks[1] = RankCost { forward: Nanos(80 * MS), backward: Nanos(160 * MS), ..RankCost::default() };
     assert_eq!(makespan(ddp(Overlap::WithBackward, 4), &[1, 1], &cost, 1), 240 + 25);
-    // Shares in proportion to speed make them equal again.
+    // Shares in proportion to speed make the ranks equally fast again.
     assert_eq!(makespan(ddp(Overlap::None, 1), &[2, 1], &cost, 1), 240 + 100);
     let t = simulate_replicas(&replicas(ddp(Overlap::None, 1), &[1, 1]), &shape(), &cost, 1, &price).unwrap();
     assert_eq!(t.waited(Rank(0)), Nanos(120 * MS));
@@ -95,7 +96,8 @@ fn lists_of_another_length_are_refused() {
 }
 
 proptest! {
-    /// Overlap never costs, never beats max(compute, communication), and the parts of a lane never collide.
+    /// Overlap never increases the time, the time is never below max(compute, communication), and the spans of
+    /// a lane never overlap.
     #[test]
     fn overlap_is_between_the_maximum_and_the_sum(
         forward in 0_u64..200, backward in 0_u64..400, per_byte in 0_u64..2000, alpha in 0_u64..5_000_000,
