@@ -1,5 +1,5 @@
-//! The executor: a worker that computes numbers finds what one process finds, however the work is ordered; and
-//! one that counts virtual time needs exactly what the simulator predicts.
+//! Tests of the executor. A worker that computes numbers gets the same gradients as one process, whatever the
+//! order of work. A worker with a virtual clock needs exactly the simulated time.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -11,10 +11,11 @@ use farflung_parallel::pipeline::{
     Worker, simulate,
 };
 
-/// When a message arrives, and a number.
+/// A message with its time of arrival and its number.
 type Letter = (Message, Nanos, u64);
 
-/// A rank with a virtual clock. Its stages are affine maps over numbers that wrap, so that a wrong input shows.
+/// A worker with a virtual clock. Its stages are affine maps over wrapping integers, so that a wrong input
+/// changes the result.
 struct Numbers {
     placement: Placement,
     cost: PipelineCost,
@@ -23,13 +24,13 @@ struct Numbers {
     wires: BTreeMap<Rank, Nanos>,
     to: BTreeMap<Rank, Sender<Letter>>,
     from: BTreeMap<Rank, Receiver<Letter>>,
-    /// Inputs of forwards until their backward, and of `I` until `W`.
+    /// Inputs of forwards until their backward, or from `I` until `W`.
     saved: BTreeMap<(StageId, u32, u16), (u64, u64)>,
-    /// Sum of weight gradients by part of the model.
+    /// Sum of weight gradients, by part of the model.
     grads: BTreeMap<u32, u64>,
     reduced: Vec<StageId>,
     stepped: Vec<Action>,
-    /// What messages held and when they were there: what a checkpoint would keep.
+    /// Content and time of arrival of every message, as a checkpoint would store it.
     log: BTreeMap<Message, (Nanos, u64)>,
 }
 
@@ -130,7 +131,7 @@ impl Worker for Numbers {
     }
 }
 
-/// In real time: what is in the channels.
+/// Reports what is in the channels, in real time.
 impl Watch for Numbers {
     fn arrived(&mut self, awaited: &mut [&mut (Rank, Message)]) -> Option<usize> {
         for from in self.from.values() {
@@ -149,7 +150,7 @@ impl Watch for Numbers {
     }
 }
 
-/// Unequal stages and links, some of them narrow.
+/// Unequal stages and links, some with low bandwidth.
 fn uneven(order: &ComputeOrder) -> PipelineCost {
     let depth = u64::from(order.placement().depth());
     let stage = |g: u64| StageCost {
@@ -171,7 +172,7 @@ fn uneven(order: &ComputeOrder) -> PipelineCost {
     }
 }
 
-/// A worker for each rank, joined by channels.
+/// Creates a worker for each rank, connected by channels.
 fn workers(order: &ComputeOrder, cost: &PipelineCost) -> Vec<Numbers> {
     let ranks = order.placement().ranks();
     let mut workers: Vec<Numbers> = (0..ranks)
@@ -200,7 +201,7 @@ fn workers(order: &ComputeOrder, cost: &PipelineCost) -> Vec<Numbers> {
     workers
 }
 
-/// Runs every rank in a thread of its own; answers with the workers.
+/// Runs every rank in its own thread. Returns the workers.
 fn run_all(
     schedule: &Schedule,
     cost: &PipelineCost,
@@ -216,7 +217,7 @@ fn run_all(
     workers
 }
 
-/// The gradients of one process, by part of the model.
+/// Returns the gradients of one process, by part of the model.
 fn reference(order: &ComputeOrder) -> BTreeMap<u32, u64> {
     let depth = order.placement().depth();
     let mut grads = BTreeMap::new();
@@ -283,7 +284,7 @@ fn every_schedule_computes_what_one_process_does_in_the_predicted_time() {
     }
 }
 
-/// Each rank forgets all but where it stands, again and again.
+/// Each rank drops its executor again and again and resumes from its saved position.
 #[test]
 fn a_saved_position_goes_on() {
     for (method, schedule) in schedules().filter(|(_, s)| !s.order().is_forward_only()) {
@@ -319,7 +320,7 @@ fn a_failure_stops_before_the_entry_that_failed() {
     assert_eq!(entry, "0SEND_F0".parse::<Lowered>().unwrap());
 }
 
-/// `PipeDream` steps after each backward, 2BW after as many as there are stages.
+/// `PipeDream` updates after each backward, 2BW after as many as there are stages.
 #[test]
 fn asynchronous_schedules_step_as_their_rules_say() {
     for (method, steps) in [(Method::PipeDream, 8), (Method::PipeDream2Bw, 2)] {
@@ -354,7 +355,7 @@ fn whatever_arrives_when_the_gradients_are_those_of_one_process() {
     }
 }
 
-/// A rank of two to which messages come as a script says: by the number of ops that are done.
+/// A worker on one of two ranks. A script defines after how many ops each message arrives.
 struct Scripted {
     script: BTreeMap<Message, usize>,
     done: Vec<String>,
@@ -413,17 +414,17 @@ fn a_backward_runs_when_its_gradient_is_there_and_a_forward_while_it_is_late() {
         Follower::new(&schedule, Rank(rank), rule).unwrap().run(&mut worker).unwrap();
         worker.done.join(" ")
     };
-    // Gradients early, then late: three microbatches are in flight at most.
+    // Gradients arrive early, then late. At most three microbatches are in flight.
     assert_eq!(ops(&order, 0, [1, 2, 3, 4]), "0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3 0STEP3");
     assert_eq!(ops(&order, 0, [2, 3, 9, 9]), "0F0 0F1 0B0 0B1 0F2 0F3 - - - 0B2 0B3 0STEP3");
     assert_eq!(ops(&order, 0, [5, 6, 6, 9]), "0F0 0F1 0F2 - - 0B0 0B1 0B2 0F3 0B3 0STEP3");
-    // The last stage has its gradients at once.
+    // The last stage has its gradients immediately.
     assert_eq!(ops(&order, 1, [0, 0, 5, 6]), "1F0 1B0 1F1 1B1 - 1F2 1B2 1F3 1B3 1STEP3");
-    // What was let go of is computed again while the gradient is late.
+    // Freed activations are recomputed while the gradient is late.
     let again = order.clone().with_recompute();
     assert_eq!(ops(&again, 0, [5, 5, 5, 5]).matches("0R").count(), 4);
     assert!(ops(&again, 0, [5, 5, 5, 5]).starts_with("0F0 0F1 0F2 0R0 - 0B0"));
-    // What the rule does not know is refused.
+    // Schedules that the rule does not support are an error.
     for (method, found) in [(Method::ZbH1, "split backwards"), (Method::Hanayo, "several stages")] {
         let order = method.order(&Settings::new(2, 4)).unwrap();
         let schedule = Schedule::new(order, &Lowering::default()).unwrap();

@@ -1,4 +1,4 @@
-//! What holds for every schedule at every size: who depends on whom is checked where an order is made.
+//! Laws that hold for every schedule at every size. Dependencies are checked when an order is created.
 
 use farflung_base::{Bandwidth, Bytes, Link, Nanos, Rank};
 use farflung_parallel::ParallelError;
@@ -19,7 +19,8 @@ fn settings() -> impl Strategy<Value = (Method, Settings)> {
                 Method::Hanayo => Some(2 * v),
                 _ => several.then_some(v),
             };
-            // A third of the sizes is what the methods that ask for something like.
+            // A third of the sizes have a number of microbatches that is a multiple of the ranks, which some
+            // methods need.
             let m = if m % 3 == 0 { p * (m / 3) } else { m };
             let settings = Settings {
                 chunks,
@@ -35,7 +36,7 @@ fn settings() -> impl Strategy<Value = (Method, Settings)> {
     )
 }
 
-/// The order, unless the method has said what it cannot do.
+/// Returns the order, or `None` if the method does not support the sizes.
 fn admitted(method: Method, settings: &Settings) -> Option<ComputeOrder> {
     let order = method.order(settings);
     if let Err(error) = &order {
@@ -60,7 +61,8 @@ proptest! {
         prop_assert_eq!(read.with_updates(order.updates()), order);
     }
 
-    /// What ranks exchange pairs, ends with a few buffers, reads back, and is accepted again.
+    /// Lowered lists have matching sends and receives, end with a few buffers, parse back, and pass the check
+    /// again.
     #[test]
     fn every_order_lowers(
         (method, settings) in settings(),
@@ -73,7 +75,7 @@ proptest! {
         let order = if recompute { order.with_recompute() } else { order };
         let [replicas, tied, sharded] = flags;
         let schedule = Schedule::new(order, &Lowering { ahead, replicas, tied, sharded, offload }).unwrap();
-        // Ranks that may run far ahead of each other have as many messages under way.
+        // In these methods, ranks may run far ahead of each other and have that many messages in flight.
         let far_ahead = matches!(
             method,
             Method::BreadthFirst | Method::OneFOneBSlope | Method::ZbAuto | Method::Varuna | Method::Hanayo
@@ -87,19 +89,19 @@ proptest! {
         prop_assert_eq!(again, schedule);
     }
 
-    /// No order beats the work of a rank, or a microbatch's way through all stages and back.
+    /// No order is faster than the work of a rank, or than a microbatch's path through all stages and back.
     #[test]
     fn no_order_beats_its_bounds((method, settings) in settings(), wire in 0_u64..60, overlap in 0_u8..=100) {
         let Some(order) = admitted(method, &settings) else { return Ok(()) };
         let stage = settings.cost[0];
-        // A byte a nanosecond.
+        // One byte per nanosecond.
         let link = Link { bandwidth: Bandwidth(8_000_000_000), latency: settings.hop };
         let boundary = Boundary { link, forward: Bytes(wire), backward: Bytes(wire / 2) };
         let mut cost = PipelineCost::uniform(&order, stage, boundary);
         cost.overlap_percent = overlap;
         let simulation = simulate(&order, &cost).unwrap();
         let depth = u64::from(order.placement().depth());
-        // A slice is through sooner than a whole microbatch.
+        // A slice passes the stages faster than a whole microbatch.
         let through = match order.slices() {
             1 if order.is_forward_only() => depth * stage.forward.0,
             1 => depth * (stage.forward + stage.input).0 + stage.weight.0,
@@ -116,8 +118,8 @@ proptest! {
         }
     }
 
-    /// Averages start when a stage's last backward is done everywhere and end with the step; free ones change
-    /// nothing.
+    /// Averages start when a stage's last backward is done everywhere and end within the step. Averages of zero
+    /// time change nothing.
     #[test]
     fn collectives_only_add((method, settings) in settings(), price in 0_u64..200, replicas in any::<bool>()) {
         let Some(order) = admitted(method, &settings) else { return Ok(()) };
@@ -135,7 +137,7 @@ proptest! {
         for reduction in step.reductions() {
             let list = &schedule.order().lists()[reduction.rank.index()];
             let last = list.iter().rposition(|op| op.actions().any(|a| a.stage == reduction.stage));
-            // A copy of the model that saw no microbatch has nothing to wait for.
+            // A copy of the model without microbatches has nothing to wait for.
             let done = last.map_or(Nanos::ZERO, |op| step.compute().slots(reduction.rank)[op].end);
             prop_assert_eq!(reduction.ready, done, "{}: stage {}", method, reduction.stage);
             prop_assert!(reduction.slot.start >= done && reduction.slot.end <= step.makespan());
@@ -145,7 +147,7 @@ proptest! {
         }
     }
 
-    /// Bubbles that have a closed form have its value.
+    /// Bubbles with a closed form have its value.
     #[test]
     fn bubbles_are_their_closed_forms(p in 1_u32..9, rounds in 2_u32..5, f in 1_u64..9, i in 1_u64..9, w in 1_u64..9) {
         let m = 2 * p * rounds;
@@ -174,7 +176,7 @@ proptest! {
                 let simulation = simulate(order, cost).unwrap();
                 let most = (0..p).map(|r| simulation.span_bubble(Rank(r)).0).max().unwrap();
                 let closed = (gap * (f + i)).saturating_sub(weights * gap * w);
-                // Exact while W fits what the others leave; never below.
+                // Exact if all W fit into the gaps; never below.
                 if w <= i && w <= f && weights * w <= f + i {
                     assert!(most >= closed, "{method}: {most} {closed}");
                 }

@@ -1,4 +1,4 @@
-//! Every schedule at two sizes, drawn and lowered, pinned.
+//! Snapshots of every schedule at two sizes: the drawing and the lowered lists.
 
 use farflung_base::Nanos;
 use farflung_parallel::pipeline::{
@@ -14,7 +14,7 @@ fn grids_and_lowered_lists() {
             let order = method.order(&settings).unwrap();
             let mut stage = StageCost::UNIT;
             if method == Method::TeraPipe {
-                // Two slices of a unit each.
+                // Two slices of one unit each.
                 stage.forward = stage.forward * 2;
                 stage.input = stage.input * 2;
                 stage.weight = stage.weight * 2;

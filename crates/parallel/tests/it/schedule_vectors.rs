@@ -1,5 +1,5 @@
-//! The schedules against lists and figures that others published or computed: 4 ranks, 8 microbatches, unless
-//! said.
+//! Compares schedules with lists and figures that others published or computed. 4 ranks and 8 microbatches
+//! unless stated otherwise.
 
 use farflung_base::{Nanos, Rank};
 use farflung_parallel::pipeline::{
@@ -18,7 +18,7 @@ fn stage(f: u64, i: u64, w: u64) -> StageCost {
     StageCost { forward: unit(f), input: unit(i), weight: unit(w), ..StageCost::UNIT }
 }
 
-/// Makespan in tenths, and span bubbles.
+/// Returns the makespan and the span bubbles, in tenths of a unit.
 fn times(order: &ComputeOrder, cost: StageCost, hop: Nanos) -> (u64, Vec<u64>) {
     let cost = PipelineCost::uniform(order, cost, Boundary::latency(hop));
     let simulation = simulate(order, &cost).expect("the costs are for this order");
@@ -49,8 +49,9 @@ fn lists_are_the_published_ones() {
     }
 }
 
-/// Odd numbers of ranks, fewer microbatches than ranks, three chunks: by a program that has the rules from the
-/// papers and nothing from here. Above each list its name, ranks, microbatches and chunks.
+/// Odd numbers of ranks, fewer microbatches than ranks, three chunks. The lists come from an independent
+/// program that implements the rules of the papers. Above each list are its name, ranks, microbatches and
+/// chunks.
 #[test]
 fn lists_of_other_sizes_are_those_of_an_independent_program() {
     let text = include_str!("../vectors/other-sizes.txt");
@@ -68,7 +69,7 @@ fn lists_of_other_sizes_are_those_of_an_independent_program() {
     assert_eq!(lists, 12);
 }
 
-/// Makespan, span bubbles and peaks with all chunk operations of one unit and free links.
+/// Makespan, span bubbles and peaks, with one unit per chunk operation and free links.
 #[test]
 fn figures_are_the_published_ones() {
     type Row = (Method, u64, [u64; 4], [u32; 4]);
@@ -116,8 +117,8 @@ fn hanayo_has_the_computed_bubbles() {
     }
 }
 
-/// The table of slow links: makespans of 4 ranks and 8 microbatches, chunks of half the size where there are
-/// two.
+/// Makespans with slow links, for 4 ranks and 8 microbatches. Where there are two chunks, each has half the
+/// size.
 #[test]
 fn slow_links_cost_what_the_table_says() {
     let hops = [0, 5, 10, 20, 40];
@@ -127,7 +128,7 @@ fn slow_links_cost_what_the_table_says() {
         (Method::ZbH2, false, [270, 285, 300, 420, 660]),
         (Method::ZbH1, false, [270, 330, 410, 570, 890]),
         (Method::Interleaved, true, [285, 355, 460, 700, 1180]),
-        // At half a unit our source has 330; the list of the same source, run by hand, takes 325.
+        // At half a unit, the source has 330; its own list, executed by hand, takes 325.
         (Method::ZbV, true, [255, 325, 415, 635, 1075]),
     ] {
         let made = order(method, 4, 8);
@@ -137,7 +138,8 @@ fn slow_links_cost_what_the_table_says() {
     }
 }
 
-/// Steady 1F1B takes `T + 2c(p-1)/p` a microbatch; a warm-up of the right slope takes `GPipe`'s time.
+/// In steady state, 1F1B takes `T + 2c(p-1)/p` per microbatch. With a warm-up of the right slope, it takes the
+/// time of `GPipe`.
 #[test]
 fn slow_links_follow_the_law() {
     for p in [2_u32, 4, 8] {
@@ -162,15 +164,16 @@ fn slow_links_follow_the_law() {
         let made = Method::OneFOneBSlope.order(&settings(mu)).unwrap();
         times(&made, stage(10, 10, 10), unit(30)).0
     });
-    // GPipe's bound for these is 447: the slope that reaches it is 3.
+    // The time of GPipe here is 447 units, reached with slope 3.
     assert_eq!(found, [11130, 6240, 4470]);
-    // Room for 20 is room for slope 2.
+    // Memory for 20 microbatches allows slope 2.
     let tight = Settings { hop: unit(30), memory: Some(20), ..Settings::new(8, 128) };
     let made = Method::OneFOneBSlope.order(&tight).unwrap();
     assert_eq!((peaks(&made)[0], times(&made, stage(10, 10, 10), unit(30)).0), (15, 6240));
 }
 
-/// `DualPipe` on 8 ranks with 20 microbatches: (p/2-1)(F&B + B - 3W), and the weighted costs of zero bubble.
+/// `DualPipe` on 8 ranks with 20 microbatches: (p/2-1)(F&B + B - 3W). Also the closed forms of zero bubble for
+/// unequal costs.
 #[test]
 fn closed_forms_of_span_bubbles() {
     let (_, bubbles) = times(&order(Method::DualPipe, 8, 20), StageCost::UNIT, Nanos::ZERO);
@@ -184,7 +187,7 @@ fn closed_forms_of_span_bubbles() {
         assert_eq!(span(Method::ZbH1, 16), 3 * (f + i - w));
         assert_eq!(span(Method::ZbH2, 16), 3 * (f + i - 2 * w));
     }
-    // What unequal parts do to schedules that were made for equal ones.
+    // Schedules made for equal costs, at unequal costs.
     let found = [Method::VMin, Method::VHalf, Method::ZbH2].map(|method| {
         let (_, bubbles) = times(&order(method, 4, 16), stage(10, 12, 8), Nanos::ZERO);
         bubbles.into_iter().max().unwrap()
@@ -192,7 +195,7 @@ fn closed_forms_of_span_bubbles() {
     assert_eq!(found, [304, 78, 18]);
 }
 
-/// `DeepSpeed`'s `TrainSchedule` steps all ranks in lock-step; in which order a rank runs what is 1F1B.
+/// `DeepSpeed`'s `TrainSchedule` runs all ranks in lock-step. The order on each rank is that of 1F1B.
 #[test]
 fn deepspeeds_lock_steps_are_1f1b() {
     for (p, m) in [(4_i64, 8_i64), (7, 12), (3, 2)] {
@@ -217,7 +220,7 @@ fn deepspeeds_lock_steps_are_1f1b() {
     }
 }
 
-/// Every method beside every other, and the one that is chosen.
+/// Compares all methods and checks which one is chosen.
 #[test]
 fn compared() {
     let comparison = Comparison {
@@ -238,7 +241,7 @@ fn compared() {
     assert!(refused.run().unwrap_err().to_string().contains("boundaries"));
 }
 
-/// Each link counts where it is: the one behind the last rank only for those that go round.
+/// Each boundary has its own link. The link after the last rank is used only by methods that go round.
 #[test]
 fn compared_on_unequal_links() {
     let boundaries = [0, 20, 0, 70].map(|tenths| Boundary::latency(unit(tenths))).to_vec();

@@ -1,4 +1,4 @@
-//! The topology file through the public API: what it means, what it refuses, and that it prints back.
+//! Tests of the topology file through the public API: its meaning, its errors, and printing.
 
 use farflung_base::{Bandwidth, Bytes, Link, Nanos, Port, Rank};
 use farflung_parallel::{
@@ -37,7 +37,7 @@ fn uniform_is_the_topology_of_that_name() {
     assert_eq!(cluster.to_string().parse(), Ok(cluster));
 }
 
-/// The example with one line changed is refused with that line and the words.
+/// Checks that the example with one text replaced fails at this line with these words.
 fn refused(from: &str, to: &str, line: usize, words: &[&str]) {
     assert!(CONTINENTS.contains(from), "{from}");
     let error = CONTINENTS.replacen(from, to, 1).parse::<Cluster>().expect_err(to);
