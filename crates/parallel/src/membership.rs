@@ -9,7 +9,7 @@
 //! one and a half, so that one of two equal halves can continue. Removals and admissions are never in the same
 //! view.
 //!
-//! The module does not know: sockets, clocks, files, randomness, and what a member computes.
+//! The module does not depend on sockets, clocks, files, randomness, or on what a member computes.
 
 mod acceptor;
 pub mod check;

@@ -1,5 +1,5 @@
 //! Ranks on a grid with named axes: which replica, pipeline stage and tensor shard each rank is. The module
-//! does not know what runs along an axis.
+//! does not depend on what runs along an axis.
 
 use std::fmt;
 use std::str::FromStr;

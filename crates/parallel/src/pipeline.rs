@@ -1,7 +1,7 @@
 //! Pipeline schedules: which rank computes what in which order, as data that is checked, priced, drawn and run.
 //!
 //! [`Method`] generates a [`ComputeOrder`] for given sizes; it can also be written by hand. [`simulate()`]
-//! predicts its times. Nothing here knows tensors, threads or sockets.
+//! predicts its times. Nothing here depends on tensors, threads or sockets.
 
 mod action;
 mod arrivals;

@@ -1,6 +1,6 @@
 //! Scripts: what the ranks of a plan do, as data. A rank computes, begins messages and collectives, and waits
 //! for them. A script is played in virtual time over the links of a topology, which all operations in flight
-//! share. The bytes of an operation are an input; nothing here knows collectives, codecs or models.
+//! share. The bytes of an operation are an input; collectives, codecs and models are not part of this module.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -17,7 +17,7 @@ use crate::planner::uneven::{ChainLayer, ChainMachine};
 pub struct Fleet {
     /// The layers, with costs for one microbatch. The forward pass takes a third of a layer's operations.
     pub layers: Vec<ChainLayer>,
-    /// The type of all machines.
+    /// Speed and memory of each machine.
     pub machine: ChainMachine,
     /// Link between any two machines.
     pub link: Link,

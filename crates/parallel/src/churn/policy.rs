@@ -35,8 +35,8 @@ impl Now<'_> {
         (0..).zip(self.there).filter(|(_, there)| **there).map(|(machine, _)| machine).collect()
     }
 
-    /// Returns whether a shorter step is worth a pause. The gain counts up to the mean time of the next loss of
-    /// one of `machines` machines.
+    /// Returns whether a shorter step is worth a pause: whether it saves more time than the pause takes, until
+    /// the mean time of the next loss of one of `machines` machines.
     pub(super) fn is_worth(&self, pause: Nanos, before: Nanos, after: Nanos, machines: u32) -> bool {
         let time = self.recovery.lifetime.as_secs_f64() / f64::from(machines.max(1));
         let gain = 1.0 - after.as_secs_f64() / before.as_secs_f64().max(1e-12);

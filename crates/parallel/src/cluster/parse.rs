@@ -82,7 +82,7 @@ fn at(file: &str, span: &Range<usize>, cause: ParallelError) -> ParallelError {
 impl FromStr for Cluster {
     type Err = ParallelError;
 
-    /// Parses a topology file (the README shows one with every key).
+    /// Parses a topology file (the README lists every key).
     ///
     /// Errors: text that is not TOML, unknown keys, quantities without a unit, and all errors of
     /// [`Cluster::check`], each with its line; a pair of devices without a link, with both names and the line

@@ -80,8 +80,8 @@ impl fmt::Display for Power {
 pub struct TensorEfficiency(Vec<u8>);
 
 impl TensorEfficiency {
-    /// Creates it from the percentages for 2, 4, 8 and so on ranks. `None` if one is not from 1 to 100, or
-    /// there are more than 16.
+    /// Creates an efficiency from the percentages for 2, 4, 8 and so on ranks. `None` if one is not from 1 to
+    /// 100, or there are more than 16.
     #[must_use]
     pub fn new(percents: Vec<u8>) -> Option<Self> {
         (percents.len() <= 16 && percents.iter().all(|percent| (1..=100).contains(percent)))

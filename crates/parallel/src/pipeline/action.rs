@@ -1,5 +1,5 @@
-//! One computation of a pipeline, and its text form: `2F0` is stage 2's forward of microbatch 0. The module
-//! does not know which rank runs a stage, or when.
+//! One computation of a pipeline, and its text form: `2F0` is stage 2's forward of microbatch 0. The rank that
+//! runs a stage and the time are not part of it.
 
 use std::fmt;
 use std::str::FromStr;

@@ -1,5 +1,5 @@
 //! Simulates a whole step of a pipeline: computations, the collectives between them, and the optimizer. Times
-//! of collectives are an input; nothing here knows their algorithms or links.
+//! of collectives are an input; their algorithms and links are not modelled here.
 
 use std::collections::BTreeMap;
 

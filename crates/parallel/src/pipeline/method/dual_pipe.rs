@@ -63,8 +63,8 @@ impl Lane {
 /// `DualPipe` or all of `DualPipeV`: `span` ranks long, with `before` ranks before this one. `lanes[0]` is the
 /// stage whose microbatches enter at the near end.
 ///
-/// Phase 4 runs `pairs + before + 1` times. On the last rank of the span, its first forward and backward do not
-/// overlap, so that each output is sent as soon as it is done.
+/// Phase 4 runs `pairs + before + 1` times. On the last rank of the span, its first run does not overlap the
+/// forward with the backward, so that each output is sent as soon as it is done.
 fn steps(mut lanes: [Lane; 2], before: u32, span: u32, pairs: u32) -> Vec<Op> {
     let [near, far] = &mut lanes;
     let mut list: Vec<Op> = Vec::new();

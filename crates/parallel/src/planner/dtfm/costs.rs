@@ -46,14 +46,15 @@ pub struct PairCosts {
     hop: Vec<u64>,
 }
 
-/// Maximum time of a pair. It ensures that sums over all pairs of the largest network fit in 64 bits.
+/// Maximum time of a pair in nanoseconds (73 minutes). It ensures that sums over all pairs of the largest
+/// network fit in 64 bits.
 const LONGEST: u64 = 1 << 42;
 
 impl PairCosts {
     /// Computes the costs on the devices of `topology`, in `groups` groups.
     ///
     /// Errors: [`ParallelError::Plan`] if there is no group or the number of devices is not a multiple of it;
-    /// [`ParallelError::UnusableLink`] for a pair without bandwidth, or that takes over an hour.
+    /// [`ParallelError::UnusableLink`] for a pair without bandwidth, or that takes longer than 73 minutes.
     pub fn new(topology: &Topology, groups: u32, workload: Workload) -> Result<Self, ParallelError> {
         let devices = topology.size();
         let groups = groups as usize;
