@@ -144,8 +144,8 @@ fn overhead(step: Nanos, compute: Nanos) -> u64 {
     u64::try_from(extra.div_ceil(u128::from(compute.0.max(1)))).unwrap_or(u64::MAX)
 }
 
-/// Returns the smallest H for which `extra` / (H * compute) is within the overhead limit, but at most
-/// `max_every`.
+/// Returns the smallest number of local steps H for which `extra` / (H * compute) is within the overhead limit,
+/// but at most `max_every`.
 fn fewest(extra: u128, compute: Nanos, overhead_percent: u32, max_every: u32) -> u32 {
     let allowed = u128::from(compute.0) * u128::from(overhead_percent);
     let every = if allowed == 0 { u128::MAX } else { (extra * 100).div_ceil(allowed) };
@@ -346,8 +346,8 @@ impl Search<'_> {
         })
     }
 
-    /// Returns the smallest H for which sync / (H * compute) is within the overhead limit, but at most the
-    /// maximum.
+    /// Returns the smallest number of local steps H for which the time of one synchronisation, divided by H *
+    /// compute, is within the overhead limit; at most `max_every`.
     fn fewest_local_steps(&self, compute: Nanos) -> u32 {
         let values = self.shape.parameters;
         let sync = self.time(self.algorithm(&[values]), values);

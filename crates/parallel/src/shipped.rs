@@ -7,7 +7,7 @@ use crate::{Cluster, ParallelError};
 pub struct Shipped {
     /// Name on the command line.
     pub name: &'static str,
-    /// Description of one line.
+    /// One-line description.
     pub about: &'static str,
     /// Text of the file: TOML, as parsed by [`Cluster`].
     pub text: &'static str,

@@ -20,8 +20,9 @@ pub(super) const ROW: Row = Row {
 /// Number of simultaneous failures after which every layer must still have a copy.
 const FAILURES: u32 = 1;
 
-/// Returns the lengths of pipelines with which any number of machines from `(failures + 1) least` on can be
-/// used up: `least..2 least`, but at least up to `least + 2`, and not above `most`.
+/// Returns the template lengths: numbers of machines per pipeline with which any number of machines from
+/// `(failures + 1) least` on can be used up. They go from `least` to `2 least - 1`, or to `least + 2` if that
+/// is more, but never above `most`.
 ///
 /// Source: Jang et al. 2023, "Oobleck", section 4.1: the lengths are consecutive, so that `sum x_i n_i = N` has
 /// a solution for each `N`. Differs: theirs go up to `N - failures least`, which gives too many mixes to try;

@@ -106,8 +106,7 @@ struct Parcae {
 }
 
 impl Parcae {
-    /// Returns the shape that does the most work over the intervals ahead. The time to change to the shape does
-    /// not count as work.
+    /// Returns the shape that does the most work over the intervals ahead, minus the pause for changing to it.
     fn best(&self, now: Now<'_>, prices: &mut Prices<'_>, machines: u32) -> Option<Shape> {
         let seen = Nanos(INTERVAL.0 * u64::from(AHEAD));
         let recent = self.losses.iter().filter(|&&at| at.saturating_add(seen) > now.at).count() as u32;

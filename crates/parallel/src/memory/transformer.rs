@@ -21,11 +21,11 @@ pub struct Transformer {
 /// Number of ranks along each axis of parallelism.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Degrees {
-    /// Ranks that divide each layer.
+    /// Number of ranks that divide each layer.
     pub tensor: u64,
-    /// Pipeline stages.
+    /// Number of pipeline stages.
     pub pipeline: u64,
-    /// Replicas.
+    /// Number of replicas.
     pub data: u64,
 }
 

@@ -51,8 +51,8 @@ impl Arrivals {
 
 /// A worker that can report which messages have arrived.
 pub trait Watch: Worker {
-    /// Returns the index of the first message that has arrived, without blocking. [`Worker::wait`] on that
-    /// message must not block. A message that ended with an error counts as arrived.
+    /// Returns the index of a message that has arrived, without blocking; the lowest if several have.
+    /// [`Worker::wait`] on that message must not block. A message that ended with an error counts as arrived.
     fn arrived(&mut self, awaited: &mut [&mut Self::Pending]) -> Option<usize>;
 
     /// Blocks until one of the messages has arrived and returns its index; the lowest if several have. The list

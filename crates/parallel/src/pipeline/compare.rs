@@ -226,9 +226,9 @@ pub fn millis(time: Nanos) -> String {
 /// Formats a simulated order as one JSON object: `makespan` and `bound`, and for each of `ranks` its `bubble`,
 /// `span_bubble`, `peak` (in activations of one chunk) and `ops`. Times are milliseconds, not rounded.
 ///
-/// `step` is added if given: the result of [`Schedule::simulate`](super::Schedule::simulate), which includes
-/// collectives. `held` is added for each rank if given: the result of
-/// [`Schedule::peak_bytes`](super::Schedule::peak_bytes), for activations that move to another rank.
+/// `step` is added if given: the makespan from [`Schedule::simulate`](super::Schedule::simulate), which
+/// includes collectives. `held` is added for each rank if given: the bytes from
+/// [`Schedule::peak_bytes`](super::Schedule::peak_bytes), for schedules that offload activations.
 ///
 /// Errors: as [`simulate`].
 pub fn json(

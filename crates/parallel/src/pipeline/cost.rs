@@ -98,7 +98,7 @@ impl Boundary {
 /// last of equally long slices takes the most time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SliceShare {
-    /// Share of the tokens: divides the memory of stages and the bytes on boundaries.
+    /// Share of the tokens. Divides the memory of stages and the bytes on boundaries.
     pub tokens: u64,
     /// Share of the stages' times.
     pub time: u64,

@@ -165,7 +165,7 @@ impl Method {
         self.row().name
     }
 
-    /// Returns a description of one line.
+    /// Returns a one-line description.
     #[must_use]
     pub const fn summary(self) -> &'static str {
         self.row().summary

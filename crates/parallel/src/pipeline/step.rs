@@ -199,7 +199,7 @@ impl Marks {
                     Lowered::Move { kind: LoweredKind::Gather, stage, .. } => {
                         pause(priced(&prices.gather, placement.part(stage)));
                     }
-                    // Replicas are identical here, so all are ready at the same time.
+                    // Replicas are assumed identical, so all are ready at the same time.
                     Lowered::Move { kind: LoweredKind::Reduce, stage, .. } if !flush => {
                         pause(priced(&prices.reduce, placement.part(stage)));
                     }

@@ -104,7 +104,7 @@ struct Best {
 struct Planner<'a> {
     layers: &'a [ProfiledLayer],
     levels: &'a [LinkLevel],
-    /// For each level: `[first][last][units - 1]`.
+    /// Table of each level, indexed `[first][last][units - 1]`.
     tables: Vec<Vec<Best>>,
 }
 

@@ -150,7 +150,7 @@ impl Table {
         best
     }
 
-    /// Appends the steps of layers `from..=to`. The first one's input is kept and current.
+    /// Appends the steps of layers `from..=to`. The input of layer `from` is kept and is the current value.
     fn steps(&self, from: usize, to: usize, memory: usize, steps: &mut Vec<ChainStep>) {
         let first = from as u32;
         match self.cells[self.at(from, to, memory)].1 {

@@ -8,7 +8,7 @@ use crate::pipeline::{Arrivals, Placement};
 pub(super) struct Row {
     /// Name on command lines.
     pub(super) name: &'static str,
-    /// Description of one line.
+    /// One-line description.
     pub(super) summary: &'static str,
     /// Numbers of stages of each copy of the model that a rank may hold.
     pub(super) chunks: Chunks,

@@ -107,8 +107,8 @@ pub fn slice_tokens(
             let lengths = lengths.into_iter().map(|k| k as u64 * grain).collect();
             best = Some(Slicing { lengths, total, longest });
         }
-        // A lower bound never gives a smaller sum. So a better slicing needs a longest slice of at most
-        // `(best total - sum) / (stages - 1)`.
+        // A smaller bound on the longest slice never gives a smaller sum. So a better slicing needs a longest
+        // slice of at most `(best total - sum) / (stages - 1)`.
         let least = best.as_ref().map_or(Nanos::MAX, |b| b.total);
         let left = least.saturating_sub(sum).0.checked_div(others).filter(|&left| left > 0);
         let lower = longest.0.checked_sub(tolerance.0.max(1));

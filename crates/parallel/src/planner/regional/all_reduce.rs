@@ -46,8 +46,8 @@ pub struct Exchange {
 }
 
 /// Returns the time of a direct all-reduce: each rank sends a shard to every other rank, reduces its own shard,
-/// and sends the result to all. Each of the two phases takes as long as the busiest access link or line, or as
-/// the slowest link, plus its latency.
+/// and sends the result to all. Each of the two phases takes the latency plus the longer of two times: that of
+/// the busiest access link or line, and that of one shard over the slowest link.
 ///
 /// Exact if links are equal or one of them dominates.
 #[must_use]
