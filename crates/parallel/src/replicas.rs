@@ -1,5 +1,5 @@
 //! Replicas of a model, as input of the simulator of data-parallel training: shares, buckets, and the codec of
-//! what is sent.
+//! the values that they send.
 
 use std::borrow::Cow;
 use std::fmt;

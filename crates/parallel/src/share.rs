@@ -5,7 +5,6 @@
 ///
 /// Ties go to the lower index. The parts sum to `total`, and each is within one of its exact quota. If all
 /// weights are zero, divides evenly. Source: Hamilton's method of apportionment.
-/// zero divides evenly. Source: Hamilton's method of apportionment.
 ///
 /// ```
 /// use farflung_parallel::share::largest_remainder;

@@ -120,7 +120,7 @@ pub type HopTime<'a> = &'a dyn Fn(usize, &[u32], &[u32]) -> Nanos;
 ///
 /// The warm-up is the forward of the stages up to the pivot. The steady phase is `microbatches - 1` rounds of
 /// the pivot's forward and backward. The ending is the backward of stages `s` to `q` and the average of stage
-/// `s`. Hops between stages count as stages without an average; there is one less than stages.
+/// `s`. Hops between stages count as stages without an average; there is one hop fewer than stages.
 ///
 /// The latency is the longest of certain chains of dependent work in 1F1B, so a real run at these costs is
 /// never shorter. Source: Fan et al. 2021, "DAPPLE", section 4, equations 1 to 3. Differs: the paper searches
