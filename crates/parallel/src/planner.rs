@@ -76,7 +76,7 @@ pub struct Planned {
 ///    limit;
 /// 2. `DiLoCo` with the smallest number of local steps that is within the limit, because more local steps cost
 ///    quality;
-/// 3. the faster of the two, with the maximum number of local steps.
+/// 3. the fastest candidate; `DiLoCo` then has the maximum number of local steps.
 ///
 /// Errors: those of [`Cluster::topology`], [`ModelShape::microbatches`] and [`Replicas::check`];
 /// [`ParallelError::Memory`] for a device that cannot hold a replica.
