@@ -10,8 +10,8 @@ pub(super) const INFINITE: u32 = 0x7f80_0000;
 const SIGN: u32 = 0x8000_0000;
 /// Bits of the smallest normal number; also one unit of the exponent field.
 const NORMAL: u32 = 0x0080_0000;
-/// The bits of 2^-60: sums of magnitudes below it are made 2^64 times as large, and any other sum has no
-/// subnormal in it that matters.
+/// Bits of 2^-60. Sums of smaller magnitudes are computed 2^64 times as large. In any other sum, flushing a
+/// subnormal operand to zero does not change the result.
 pub(super) const SMALL: u32 = (127 - 60) << 23;
 /// Bits to add to multiply by 2^64.
 pub(super) const LIFT: u32 = 64 << 23;

@@ -25,7 +25,7 @@ use crate::backend::Sum;
 use crate::codec::{BlockCodec, Code, DrawnMask};
 use crate::{Result, View, ViewMut};
 
-/// What kernels are made for.
+/// Compile-time arguments of the block kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Form {
     codec: BlockCodec,
