@@ -248,7 +248,7 @@ fn a_batch_is_the_products_one_by_one() {
             &probe,
         );
         assert!(got.iter().zip(&want).all(|(got, want)| got.to_bits() == (-want).to_bits()));
-        // And back into interleaved heads.
+        // And from the scores back to interleaved heads.
         let mut out = vec![f32::NAN; q.data.len()];
         let back = Batch { a: steps.c, c: steps.a, ..steps };
         let scores = Mat::row_major(&got, time, time, time);
