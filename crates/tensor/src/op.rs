@@ -12,8 +12,9 @@ pub enum Fuse<'a> {
     None,
     /// `c += bias`, one value per column.
     Bias(View<'a>),
-    /// `x = c + bias; c = gelu(x)`, with the tanh form of GELU. The backward pass multiplies by `slope =
-    /// gelu'(x)` ([`Fuse::Times`]). Computing the slope here is cheap, and it is stored instead of `x`.
+    /// `x = c + bias; c = gelu(x)`, with the tanh form of GELU. The backward pass multiplies by
+    /// `slope = gelu'(x)` ([`Fuse::Times`]). Computing the slope here is cheap, and it is stored instead of
+    /// `x`.
     BiasGelu {
         /// One value per column.
         bias: View<'a>,

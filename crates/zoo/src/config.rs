@@ -174,8 +174,8 @@ impl GptConfig {
         self.dim / self.heads
     }
 
-    /// Returns the exact number of parameters, with the tied head counted once: `V d + T d + L (12 d^2 + 13 d)
-    /// + 2 d`.
+    /// Returns the exact number of parameters, with the tied head counted once:
+    /// `V d + T d + L (12 d^2 + 13 d) + 2 d`.
     #[must_use]
     pub const fn parameters(&self) -> u64 {
         (self.vocab as u64 + self.context as u64) * self.dim as u64 + self.non_embedding_parameters()
@@ -198,8 +198,8 @@ impl GptConfig {
         6 * (12 * l * d * d + self.vocab as u64 * d) + 12 * l * d * context as u64
     }
 
-    /// Returns all tensors of the model, with Hugging Face's names, order and `Conv1D` layout: `[inputs,
-    /// outputs]`.
+    /// Returns all tensors of the model, with Hugging Face's names, order and `Conv1D` layout:
+    /// `[inputs, outputs]`.
     ///
     /// Initial values are those of nanoGPT: weights N(0, 0.02), projections onto the residual stream N(0, 0.02
     /// / sqrt(2 L)), biases 0, norm gains 1 and norm biases 0.

@@ -22,7 +22,7 @@ pub enum ZooError {
     /// A stage was called with the wrong kind of input.
     #[error("the stage takes {expected}")]
     StageInput {
-        /// What it takes.
+        /// The expected input.
         expected: &'static str,
     },
     /// A sampling setting is out of bounds.

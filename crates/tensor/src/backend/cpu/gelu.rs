@@ -12,8 +12,8 @@ const SIDE: usize = 4;
 /// Number of elements computed at the same time.
 const GROUP: usize = SIDE * LANES;
 
-/// GELU in its tanh form, and its derivative: `x s` and `s (1 + x (1 - s) y')` for `s = sigmoid(y)` and `y = 2
-/// sqrt(2 / pi) (x + 0.044715 x^3)`, since `(1 + tanh(y / 2)) / 2 = sigmoid(y)`.
+/// GELU in its tanh form, and its derivative: `x s` and `s (1 + x (1 - s) y')` for `s = sigmoid(y)` and
+/// `y = 2 sqrt(2 / pi) (x + 0.044715 x^3)`, since `(1 + tanh(y / 2)) / 2 = sigmoid(y)`.
 ///
 /// Error: at most 4e-7, absolute for results below 1, else relative, for `|x|` up to 1e10. NaN stays NaN.
 ///

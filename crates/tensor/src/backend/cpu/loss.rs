@@ -5,8 +5,8 @@ use super::simd::{Isa, simd};
 use super::vmath;
 
 simd! {
-    /// Returns the loss of one row. If `scale` is given, overwrites the logits with `(softmax - onehot) *
-    /// scale`.
+    /// Returns the loss of one row. If `scale` is given, overwrites the logits with
+    /// `(softmax - onehot) * scale`.
     fn row_loss<L: Level>(x: &mut [f32], target: usize, scale: Option<f32>) -> f32 {
         let mut tops = [f32::NEG_INFINITY; 16];
         let whole = x.len() / 16 * 16;

@@ -19,8 +19,8 @@ pub(super) struct Left<'a> {
     pub(super) col: usize,
 }
 
-/// Right operand of a product, in panels as wide as a tile: element (k, j) is at `j / width * panel + k * width
-/// + j % width`.
+/// Right operand of a product, in panels as wide as a tile: element (k, j) is at
+/// `j / width * panel + k * width + j % width`.
 #[derive(Clone, Copy)]
 pub(super) struct Right<'a> {
     pub(super) data: &'a [f32],

@@ -116,8 +116,8 @@ simd! {
 }
 
 simd! {
-    /// Replaces products by probabilities `p`, and gradients of probabilities `dp` by gradients of scores, `p
-    /// (dp - mean)`. Masked ones become 0. `lse` is the log-sum-exp of each query.
+    /// Replaces products by probabilities `p`, and gradients of probabilities `dp` by gradients of scores,
+    /// `p (dp - mean)`. Masked ones become 0. `lse` is the log-sum-exp of each query.
     pub(super) fn softmax_grad<L: Level + Vector>(block: Block<'_>, dp: &mut [f32], lse: &[f32], means: &[f32]) {
         block.check(lse.len());
         let Block { meeting, products, pitch, scale } = block;

@@ -123,8 +123,9 @@ impl Epilogue for NoEpilogue {
     fn row<L: Vector>(&self, _: usize, _: usize, _: &mut [f32]) {}
 }
 
-/// A batch of `count.0 * count.1` independent products of equal shape. Product (i, j) starts `i * s.0 + j *
-/// s.1` elements after the first one in each operand's data, where `s` is the field of the operand.
+/// A batch of `count.0 * count.1` independent products of equal shape. Product (i, j) starts
+/// `i * s.0 + j * s.1` elements after the first one in each operand's data, where `s` is the field of the
+/// operand.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Batch {
     pub(crate) count: (usize, usize),
