@@ -100,7 +100,8 @@ impl Plan {
                 plan.rest.push(arg.clone());
             }
         }
-        // A filter or a runner's flag need not mean anything to the doc tests, unless they were asked for.
+        // Filters and flags of the runner may not apply to the doc tests, so leave these out unless `--doc` was
+        // given.
         plan.docs = !plan.units || plan.rest.is_empty();
         Ok(plan)
     }

@@ -17,7 +17,7 @@ pub enum TensorError {
     /// Two shapes do not match.
     #[error("{op}: shapes {lhs} and {rhs} do not fit")]
     ShapeMismatch {
-        /// The op and operand.
+        /// Name of the op and of the operand.
         op: &'static str,
         /// The shape given.
         lhs: Shape,
@@ -27,7 +27,7 @@ pub enum TensorError {
     /// The element type of an operand is wrong.
     #[error("{op}: takes {expected}, not {found}")]
     DTypeMismatch {
-        /// The op and operand.
+        /// Name of the op and of the operand.
         op: &'static str,
         /// The type expected.
         expected: DType,
@@ -37,7 +37,7 @@ pub enum TensorError {
     /// The operand is on another device.
     #[error("{op}: an operand lives on {found}, the op runs on {expected}")]
     DeviceMismatch {
-        /// The op.
+        /// Name of the op.
         op: &'static str,
         /// Name of the device that runs the op.
         expected: String,
@@ -47,9 +47,9 @@ pub enum TensorError {
     /// An id in the data is beyond the end of the table that it indexes.
     #[error("{op}: id {id} at position {position} is not below {bound}")]
     IdOutOfRange {
-        /// The op.
+        /// Name of the op.
         op: &'static str,
-        /// The id.
+        /// The id found.
         id: u32,
         /// Index of the id in the data.
         position: usize,
@@ -59,7 +59,7 @@ pub enum TensorError {
     /// A range is beyond the end of its tensor.
     #[error("{op}: elements {start}..{end} of a tensor of {len}")]
     OutOfBounds {
-        /// The op.
+        /// Name of the op.
         op: &'static str,
         /// Start of the range.
         start: usize,

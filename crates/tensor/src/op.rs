@@ -1,36 +1,37 @@
 //! The closed set of ops. A backend is a `match` over this enum. A cost model calls [`Op::flops`] and
 //! [`Op::bytes`].
 //!
-//! Matrices are row-major. `N` is the number of tokens (batch times length), `C` the model's width.
+//! Matrices are row-major. Letters in shapes: `B` sequences of `T` tokens each; `N = B T` tokens in total; `C`
+//! is the width of a token's vector; `V` is the size of the vocabulary.
 
 use crate::{Program, Shape, View, ViewMut};
 
 /// Elementwise operation that a matrix product applies to each finished element while it is still in cache.
 #[derive(Debug)]
 pub enum Fuse<'a> {
-    /// Nothing.
+    /// Leaves `c` unchanged.
     None,
-    /// `c += bias`, one value per column.
+    /// `c += bias`. The bias has one value per column.
     Bias(View<'a>),
     /// `x = c + bias; c = gelu(x)`, with the tanh form of GELU. The backward pass multiplies by
     /// `slope = gelu'(x)` ([`Fuse::Times`]). Computing the slope here is cheap, and it is stored instead of
     /// `x`.
     BiasGelu {
-        /// One value per column.
+        /// Bias with one value per column.
         bias: View<'a>,
-        /// Same shape as `c`; `None` if no backward pass follows.
+        /// Output `slope`, with the shape of `c`; `None` if no backward pass follows.
         slope: Option<ViewMut<'a>>,
     },
     /// `c += bias + residual`.
     BiasAdd {
-        /// One value per column.
+        /// Bias with one value per column.
         bias: View<'a>,
-        /// Same shape as `c`.
+        /// Residual, with the shape of `c`.
         residual: View<'a>,
     },
     /// `c *= factor`.
     Times {
-        /// Same shape as `c`.
+        /// Factor, with the shape of `c`.
         factor: View<'a>,
     },
 }
@@ -40,32 +41,32 @@ pub enum Fuse<'a> {
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "an op lives for one call")]
 pub enum Op<'a> {
-    /// `y = value`.
+    /// Sets all elements of `y` to `value`.
     Fill {
         /// The value.
         value: f32,
-        /// f32, any shape.
+        /// Output: f32, any shape.
         y: ViewMut<'a>,
     },
     /// `y = x` with a conversion of the element type: between f32 and f16 or bf16 (rounded to nearest, ties to
     /// even), or a copy without conversion.
     Cast {
-        /// Any shape.
+        /// Input, any shape.
         x: View<'a>,
-        /// Same number of elements as `x`.
+        /// Output, with as many elements as `x`.
         y: ViewMut<'a>,
     },
     /// `c = a b`, or `c += a b`, and then `fuse`. `a` is `[m, k]`, `b` is `[k, n]`, `c` is `[m, n]`.
     MatMul {
-        /// `[m, k]`, or `[k, m]` when transposed.
+        /// First operand: `[m, k]`, or `[k, m]` if `a_t`.
         a: View<'a>,
         /// Whether to read `a` transposed.
         a_t: bool,
-        /// `[k, n]`, or `[n, k]` when transposed.
+        /// Second operand: `[k, n]`, or `[n, k]` if `b_t`.
         b: View<'a>,
         /// Whether to read `b` transposed.
         b_t: bool,
-        /// `[m, n]`.
+        /// Output: `[m, n]`.
         c: ViewMut<'a>,
         /// Whether to add to `c` instead of overwriting it.
         accumulate: bool,
@@ -78,52 +79,52 @@ pub enum Op<'a> {
     },
     /// `y[j] = sum over rows of x[., j]`, or added to `y`. This is the gradient of a bias.
     SumRows {
-        /// `[N, C]`.
+        /// Input: `[N, C]`.
         x: View<'a>,
-        /// `[C]`.
+        /// Output: `[C]`.
         y: ViewMut<'a>,
         /// Whether to add to `y` instead of overwriting it.
         accumulate: bool,
     },
     /// Layer norm over the last dimension, eps 1e-5 (Ba et al. 2016).
     LayerNorm {
-        /// `[N, C]`.
+        /// Input: `[N, C]`.
         x: View<'a>,
-        /// `[C]`.
+        /// Gain: `[C]`.
         gain: View<'a>,
-        /// `[C]`.
+        /// Bias: `[C]`.
         bias: View<'a>,
-        /// `[N, C]`.
+        /// Output: `[N, C]`.
         y: ViewMut<'a>,
-        /// `[N, 2]`: mean and reciprocal standard deviation of each row, kept for the backward pass.
+        /// Output: `[N, 2]`, mean and reciprocal standard deviation of each row, kept for the backward pass.
         stats: ViewMut<'a>,
     },
     /// Input gradient of layer norm, plus the gradient of the residual branch: `dx = residual + d(norm)/dx dy`.
     LayerNormInput {
-        /// `[N, C]`.
+        /// Input of the forward pass: `[N, C]`.
         x: View<'a>,
-        /// `[C]`.
+        /// Gain: `[C]`.
         gain: View<'a>,
-        /// `[N, 2]`.
+        /// `stats` of the forward pass: `[N, 2]`.
         stats: View<'a>,
-        /// `[N, C]`.
+        /// Gradient of the norm's output: `[N, C]`.
         dy: View<'a>,
-        /// `[N, C]`, or `None` to add nothing.
+        /// Gradient of the residual branch: `[N, C]`; `None` to add nothing.
         residual: Option<View<'a>>,
-        /// `[N, C]`.
+        /// Output, the gradient of the input: `[N, C]`.
         dx: ViewMut<'a>,
     },
-    /// Weight gradients of layer norm.
+    /// Gradients of layer norm's gain and bias.
     LayerNormWeight {
-        /// `[N, C]`.
+        /// Input of the forward pass: `[N, C]`.
         x: View<'a>,
-        /// `[N, 2]`.
+        /// `stats` of the forward pass: `[N, 2]`.
         stats: View<'a>,
-        /// `[N, C]`.
+        /// Gradient of the norm's output: `[N, C]`.
         dy: View<'a>,
-        /// `[C]`.
+        /// Output, the gradient of the gain: `[C]`.
         d_gain: ViewMut<'a>,
-        /// `[C]`.
+        /// Output, the gradient of the bias: `[C]`.
         d_bias: ViewMut<'a>,
         /// Whether to add to the gradients instead of overwriting them.
         accumulate: bool,
@@ -132,26 +133,26 @@ pub enum Op<'a> {
     Attention {
         /// Number of heads.
         heads: usize,
-        /// `[B, T, 3 C]`: queries, keys and values side by side.
+        /// Input: `[B, T, 3 C]`, with the query, key and value of each token side by side.
         qkv: View<'a>,
-        /// `[B, T, C]`.
+        /// Output: `[B, T, C]`.
         y: ViewMut<'a>,
-        /// `[B, heads, T]`: log-sum-exp of each row of scores, kept for the backward pass.
+        /// Output: `[B, heads, T]`, log-sum-exp of each row of scores, kept for the backward pass.
         lse: ViewMut<'a>,
     },
     /// Gradient of [`Op::Attention`].
     AttentionGrad {
         /// Number of heads.
         heads: usize,
-        /// `[B, T, 3 C]`.
+        /// Input of the forward pass: `[B, T, 3 C]`.
         qkv: View<'a>,
-        /// `[B, T, C]`.
+        /// Output of the forward pass: `[B, T, C]`.
         y: View<'a>,
-        /// `[B, heads, T]`.
+        /// `lse` of the forward pass: `[B, heads, T]`.
         lse: View<'a>,
-        /// `[B, T, C]`.
+        /// Gradient of `y`: `[B, T, C]`.
         dy: View<'a>,
-        /// `[B, T, 3 C]`.
+        /// Output, the gradient of `qkv`: `[B, T, 3 C]`.
         d_qkv: ViewMut<'a>,
     },
     /// Causal attention with a cache of keys and values. The keys and values of the new tokens are written to
@@ -161,15 +162,15 @@ pub enum Op<'a> {
         heads: usize,
         /// Number of tokens in the cache before these.
         past: usize,
-        /// `[B, T, 3 C]` of the new tokens.
+        /// Queries, keys and values of the new tokens: `[B, T, 3 C]`.
         qkv: View<'a>,
-        /// `[B, capacity, C]`.
+        /// Cache of keys: `[B, capacity, C]`.
         keys: ViewMut<'a>,
-        /// `[B, capacity, C]`.
+        /// Cache of values: `[B, capacity, C]`.
         values: ViewMut<'a>,
-        /// `[B, T, C]`.
+        /// Output: `[B, T, C]`.
         y: ViewMut<'a>,
-        /// As in [`Op::Attention`]; `None` if no backward pass follows.
+        /// Output, as in [`Op::Attention`]; `None` if no backward pass follows.
         lse: Option<ViewMut<'a>>,
     },
     /// Gradient of [`Op::AttentionCached`]. Call it for the last slice of tokens first. It adds the gradients
@@ -180,78 +181,79 @@ pub enum Op<'a> {
         heads: usize,
         /// Number of tokens in the cache before these.
         past: usize,
-        /// `[B, T, 3 C]` of the new tokens.
+        /// Queries, keys and values of the new tokens: `[B, T, 3 C]`.
         qkv: View<'a>,
-        /// `[B, capacity, C]`.
+        /// Cache of keys: `[B, capacity, C]`.
         keys: View<'a>,
-        /// `[B, capacity, C]`.
+        /// Cache of values: `[B, capacity, C]`.
         values: View<'a>,
-        /// `[B, T, C]`.
+        /// Output of the forward pass: `[B, T, C]`.
         y: View<'a>,
-        /// `[B, heads, T]`.
+        /// `lse` of the forward pass: `[B, heads, T]`.
         lse: View<'a>,
-        /// `[B, T, C]`.
+        /// Gradient of `y`: `[B, T, C]`.
         dy: View<'a>,
-        /// `[B, T, 3 C]`.
+        /// Output, the gradient of `qkv`: `[B, T, 3 C]`.
         d_qkv: ViewMut<'a>,
-        /// `[B, capacity, C]`: on input the sums over the tokens after these; on output these tokens included.
+        /// Gradient of the cached keys, `[B, capacity, C]`. Before the op it has the contributions of all later
+        /// tokens; the op adds those of these tokens.
         d_keys: ViewMut<'a>,
-        /// `[B, capacity, C]`, as `d_keys`.
+        /// Gradient of the cached values, `[B, capacity, C]`, updated as `d_keys`.
         d_values: ViewMut<'a>,
     },
     /// `y[i] = tokens_table[tokens[i]] + positions_table[start + i mod T]`.
     Embed {
-        /// u32 `[B, T]`.
+        /// Token ids: u32 `[B, T]`.
         tokens: View<'a>,
         /// Position of each row's first token.
         start: usize,
-        /// `[V, C]`.
+        /// Token table: `[V, C]`.
         tokens_table: View<'a>,
-        /// `[positions, C]`.
+        /// Position table: `[positions, C]`.
         positions_table: View<'a>,
-        /// `[B, T, C]`.
+        /// Output: `[B, T, C]`.
         y: ViewMut<'a>,
     },
     /// Gradient of [`Op::Embed`] with `start` 0, added to both tables. Rows are summed in token order on every
     /// device. For another `start`, pass the part of `d_positions_table` that begins at row `start`.
     EmbedGrad {
-        /// u32 `[B, T]`.
+        /// Token ids: u32 `[B, T]`.
         tokens: View<'a>,
-        /// `[B, T, C]`.
+        /// Gradient of the embedding's output: `[B, T, C]`.
         dy: View<'a>,
-        /// `[V, C]`.
+        /// Gradient of the token table, `[V, C]`, added to.
         d_tokens_table: ViewMut<'a>,
-        /// `[positions, C]`.
+        /// Gradient of the position table, `[positions, C]`, added to.
         d_positions_table: ViewMut<'a>,
     },
     /// Softmax cross-entropy of each row against its target. With `grad_scale`, the logits are overwritten by
     /// their gradient, `(softmax - onehot) * grad_scale`, which avoids a second buffer of that size.
     CrossEntropy {
-        /// `[N, V]`.
+        /// Logits: `[N, V]`.
         logits: ViewMut<'a>,
-        /// u32 `[N]`.
+        /// Ids of the target tokens: u32 `[N]`.
         targets: View<'a>,
-        /// `[N]`: the loss of each row in nats.
+        /// Output: `[N]`, the loss of each row in nats.
         losses: ViewMut<'a>,
         /// Scale of the gradient; `None` leaves the logits unchanged.
         grad_scale: Option<f32>,
     },
     /// `partials[i] = sum of squares of x[i * chunk ..][..chunk]`, chunk = [`Op::SQUARES_CHUNK`].
     SumSquares {
-        /// f32, any shape.
+        /// Input: f32, any shape.
         x: View<'a>,
-        /// `[ceil(len / chunk)]`.
+        /// Output: `[ceil(len / chunk)]`.
         partials: ViewMut<'a>,
     },
     /// Elementwise arithmetic: see [`Program`].
     Map {
-        /// The program.
+        /// Program to run.
         program: &'a Program,
         /// Scalar arguments of the program.
         scalars: &'a [f32],
-        /// f32, all of the same length.
+        /// Read-only buffers: f32, all of the same length.
         reads: &'a [View<'a>],
-        /// f32, of the same length as `reads`.
+        /// Updated buffers: f32, of the same length as `reads`.
         writes: &'a mut [ViewMut<'a>],
     },
 }

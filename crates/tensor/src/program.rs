@@ -20,17 +20,17 @@ pub enum Instr {
     Scalar(u16),
     /// A constant.
     Const(f32),
-    /// Sum.
+    /// Sum of two values.
     Add(u16, u16),
-    /// Difference.
+    /// Difference of two values.
     Sub(u16, u16),
-    /// Product.
+    /// Product of two values.
     Mul(u16, u16),
-    /// Quotient.
+    /// Quotient of two values.
     Div(u16, u16),
-    /// Square root.
+    /// Square root of a value.
     Sqrt(u16),
-    /// Absolute value.
+    /// Absolute value of a value.
     Abs(u16),
     /// The larger operand; the first one if either is NaN.
     Max(u16, u16),
@@ -258,13 +258,13 @@ macro_rules! binary {
     };
 }
 binary!(
-    /// Sum.
+    /// Adds `a` and `b`.
     add => Add,
-    /// Difference.
+    /// Subtracts `b` from `a`.
     sub => Sub,
-    /// Product.
+    /// Multiplies `a` and `b`.
     mul => Mul,
-    /// Quotient.
+    /// Divides `a` by `b`.
     div => Div,
     /// The larger of two values; the first one if either is NaN.
     max => Max,

@@ -154,7 +154,7 @@ pub enum ZooError {
     OffsetOutOfRange {
         /// Index of the offset in the list.
         index: usize,
-        /// The offset.
+        /// The recorded offset.
         offset: i64,
         /// Greatest valid offset.
         last: usize,

@@ -49,7 +49,7 @@ impl Sampling {
         let mut order: Vec<u32> = (0..logits.len() as u32).collect();
         let at = |t: u32| {
             let l = logits[t as usize];
-            if l.is_nan() { f32::NEG_INFINITY } else { l + 0.0 } // -0 ties with 0.
+            if l.is_nan() { f32::NEG_INFINITY } else { l + 0.0 } // Adding 0 turns -0 into 0, so that they tie.
         };
         let likelier = |a: &u32, b: &u32| at(*b).total_cmp(&at(*a)).then(a.cmp(b));
         if self.temperature == 0.0 {

@@ -3,7 +3,7 @@
 use super::{OperationStep, SendOrder};
 use crate::Bytes;
 
-/// A piece of a message.
+/// A piece of a message: messages are sent in pieces of at most one frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Piece {
     /// Index into the step's sends.

@@ -13,7 +13,7 @@ use super::{Backend, Downloaded, OperandBytes, Part, Storage};
 use crate::op::Op;
 use crate::{DType, Precision, Result, Shape, TensorError, ViewMut};
 
-/// A buffer's size in bytes.
+/// A buffer without memory: only its size in bytes.
 #[derive(Debug)]
 struct Size(usize);
 

@@ -270,7 +270,7 @@ fn layer_norm_and_its_gradients() {
             let var = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / cols as f64;
             close(&[s[0], (1.0 / s[1]).powi(2)], &[mean, var + 1e-5], 5e-6);
         }
-        // Central differences of sum(dy y) in f64.
+        // Expected gradients: central differences of sum(dy y) in f64.
         let loss = |x: &[f64], gain: &[f64], bias: &[f64]| dot(&layer_norm(x, gain, bias), &dy);
         let slope = |v: &[f64], i: usize, f: &dyn Fn(&[f64]) -> f64| {
             let mut v = v.to_vec();

@@ -16,9 +16,9 @@ pub struct Transformer {
 /// Keys and values `[B, capacity, C]` of the tokens that a block has processed, or the gradients of both.
 #[derive(Debug)]
 pub struct KeyValues {
-    /// Keys.
+    /// Keys, or their gradients.
     pub keys: Tensor,
-    /// Values.
+    /// Values, or their gradients.
     pub values: Tensor,
 }
 

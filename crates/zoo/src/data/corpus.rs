@@ -29,7 +29,7 @@ pub enum HoldOut {
     /// This fraction, in `[0, 1)`. Training gets the first `floor((1 - fraction) * tokens)` tokens, computed in
     /// f64.
     Fraction(f64),
-    /// This many tokens.
+    /// This number of tokens.
     Tokens(usize),
 }
 

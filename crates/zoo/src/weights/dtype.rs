@@ -5,12 +5,12 @@ use half::{bf16, f16};
 /// Element type of stored numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Dtype {
-    /// 4 bytes.
+    /// 32-bit float, 4 bytes.
     #[default]
     F32,
-    /// 2 bytes, 5 bits of exponent.
+    /// IEEE half precision, 2 bytes with 5 bits of exponent.
     F16,
-    /// 2 bytes, the upper 16 bits of an `f32`.
+    /// bfloat16, 2 bytes: the upper 16 bits of an `f32`.
     Bf16,
 }
 

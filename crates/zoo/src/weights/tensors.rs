@@ -39,7 +39,7 @@ pub struct TensorInfo {
 pub enum TensorData<'a> {
     /// f32 values.
     F32(&'a [f32]),
-    /// Bytes.
+    /// Bytes, stored as type U8.
     U8(&'a [u8]),
 }
 

@@ -14,7 +14,7 @@ struct Fixture {
     grads: BTreeMap<String, Vec<f64>>,
 }
 
-/// The formula of `fixtures/make_pytorch_fixture.py`.
+/// Returns element `i` of tensor `place`, by the formula of `fixtures/make_pytorch_fixture.py`.
 fn weight(place: usize, i: usize, is_gain: bool) -> f32 {
     let n = (i * 7919 + place * 104_729 + (i * i) % 1013 * 31) % 821;
     (n as f32 - 410.0) / 1024.0 + if is_gain { 1.0 } else { 0.0 }

@@ -23,7 +23,7 @@ const GROUP: usize = SIDE * LANES;
 /// As for [`Vector`].
 #[inline(always)]
 unsafe fn gelu<L: Vector>(x: [L::V; SIDE]) -> ([L::V; SIDE], [L::V; SIDE]) {
-    /// 2 sqrt(2 / pi), and 0.044715 times that.
+    /// The coefficients of `y`: 2 sqrt(2 / pi), and 0.044715 times that.
     const LINEAR: f32 = 1.595_769;
     const CUBIC: f32 = 0.071_354_814;
     /// Beyond this the sigmoid is 0 or 1 in f32. 2 to this power is still a normal number.

@@ -6,7 +6,7 @@ use super::super::tile::LINE;
 use super::super::vector::LANES;
 use crate::backend::cpu::simd::Isa;
 
-/// Sizes of one head.
+/// Sizes of one attention head.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Head {
     pub(super) isa: Isa,

@@ -62,7 +62,7 @@ pub(super) fn multiply(isa: Isa, size: Size, a: Left<'_>, b: Right<'_>, c: RowsM
     };
     for panel in 0..panels {
         tile.columns = (columns - panel * full.columns).min(full.columns);
-        // SAFETY: the operands hold what is read and written, as just checked; kernels only read B.
+        // SAFETY: the operands are long enough, as checked above; kernels only read B.
         unsafe {
             tile.b = b_at.add(panel * b.panel);
             tile.c = c.add(panel * full.columns);
