@@ -54,7 +54,7 @@ pub enum Algorithm {
     Hierarchical,
     /// Each rank reduces an equal shard and sends the result to all.
     Direct,
-    /// Each rank reduces a shard whose size is proportional to its access link.
+    /// Each rank reduces a shard. Ranks with faster access links get larger shards.
     Butterfly,
     /// All-reduce along each axis of a grid of ranks, one axis after the other.
     Moshpit,

@@ -241,7 +241,7 @@ fn same(a: Instr, b: Instr) -> bool {
     }
 }
 
-/// Maximum number of instructions. It keeps the interpreters' registers on the stack.
+/// Maximum number of instructions, so that the registers of [`Program::eval`] fit on the stack.
 pub(crate) const MAX_INSTRS: usize = 64;
 
 /// Maximum number of buffers of each kind.

@@ -84,7 +84,7 @@ pub(crate) trait Backend: Debug + Send + Sync {
 pub struct OperandBytes {
     /// Packed panels of both operands; per thread.
     pub packed: usize,
-    /// Both operands rounded to 16 bits; zero if the precision is f32.
+    /// Copies of both operands, rounded to 16 bits; zero if the precision is f32.
     pub rounded: usize,
 }
 

@@ -358,7 +358,7 @@ fn the_largest_of_a_vector_and_of_its_chunks_are_found_in_order() {
     let gpu = Device::wgpu(0).unwrap();
     let codecs = gpu.codecs().unwrap();
     let draws = Philox::new(9, 0);
-    // Chunks for one cube and for several tiles; some have a short chunk at the end.
+    // Chunks for one workgroup and for several; some have a short chunk at the end.
     for (n, chunk, kept) in [
         (1, 1, 1),
         (300, 300, 7),

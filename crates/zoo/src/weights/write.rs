@@ -12,7 +12,7 @@ use super::dtype::Dtype;
 use super::tensors::{header, write_f32};
 use crate::{GptConfig, TensorSpec, ZooError};
 
-/// Options of [`write`].
+/// Options for writing a model folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct WriteOptions {
     /// Element type of all tensors.

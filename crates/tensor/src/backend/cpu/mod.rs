@@ -1,4 +1,4 @@
-//! The CPU backend. It is always built and is the default device.
+//! The CPU backend, which is always built.
 
 mod attention;
 mod cast;

@@ -32,7 +32,7 @@ impl Rows {
     }
 }
 
-/// The row that a unit works on.
+/// The row of a head that a unit (thread) works on.
 #[derive(CubeType, Clone, Copy)]
 struct Seat {
     batch: u32,
@@ -45,7 +45,7 @@ struct Seat {
 
 #[cube]
 impl Seat {
-    /// Computes the row of this unit. Each cube covers `units` consecutive rows of one head.
+    /// Computes the row of this unit. Each cube (workgroup) covers `units` consecutive rows of one head.
     fn take(heads: u32, rows: u32, #[comptime] dim: u32, #[comptime] units: u32) -> Seat {
         let blocks = rows.div_ceil(units);
         let cube = CUBE_POS as u32;
@@ -229,7 +229,7 @@ pub(super) fn deltas(
     }
 }
 
-/// Gradient of the queries, in their layout. One unit per query.
+/// Gradient of the queries, in their layout. One unit (thread) per query.
 #[cube(launch)]
 pub(super) fn queries<N: Size>(
     q: &[Vector<f32, N>],
@@ -267,7 +267,7 @@ pub(super) fn queries<N: Size>(
     }
 }
 
-/// Gradients of keys and values, in their layouts. One unit per key.
+/// Gradients of keys and values, in their layouts. One unit (thread) per key.
 #[cube(launch)]
 pub(super) fn keys_values<N: Size>(
     q: &[Vector<f32, N>],

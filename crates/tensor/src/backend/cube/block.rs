@@ -2,13 +2,13 @@
 
 use cubecl::prelude::*;
 
-/// Returns the sum of the units' values to every unit.
+/// Returns the sum of all units' (threads') values to every unit.
 #[cube]
 pub(super) fn block_sum(shared: &mut Shared<[f32]>, value: f32, #[comptime] units: u32) -> f32 {
     tree(shared, value, units, false)
 }
 
-/// Returns the maximum of the units' values to every unit.
+/// Returns the maximum of all units' (threads') values to every unit.
 #[cube]
 pub(super) fn block_max(shared: &mut Shared<[f32]>, value: f32, #[comptime] units: u32) -> f32 {
     tree(shared, value, units, true)
@@ -32,7 +32,7 @@ fn tree(shared: &mut Shared<[f32]>, value: f32, #[comptime] units: u32, #[compti
         sync_cube();
     }
     let all = shared[0];
-    // Wait until all units have read the result before it is overwritten.
+    // Wait until all units (threads) have read the result before it is overwritten.
     sync_cube();
     all
 }

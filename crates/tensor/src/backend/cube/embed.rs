@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 /// Records the first id that is not below `bound` as `[op, id, position, bound]`, unless a fault is recorded
-/// already. Runs in one cube.
+/// already. Runs in one cube (workgroup).
 #[cube(launch)]
 pub(super) fn check_ids(
     ids: &[u32],
@@ -62,8 +62,8 @@ pub(super) fn gather(
     }
 }
 
-/// Adds the rows of `dy` to their ids' rows of the table. The cube of an id's first row sums all rows of that
-/// id, in order.
+/// Adds the rows of `dy` to their ids' rows of the table. The cube (workgroup) of an id's first row sums all
+/// rows of that id, in order.
 #[cube(launch)]
 pub(super) fn scatter(
     ids: &[u32],

@@ -1,4 +1,4 @@
-//! Softmax cross-entropy, one cube per row. The gradient overwrites the logits.
+//! Softmax cross-entropy, one cube (workgroup) per row. The gradient overwrites the logits.
 
 use cubecl::prelude::*;
 
@@ -41,7 +41,7 @@ pub(super) fn cross_entropy(
             losses[row] = f32::ln(total) - (logits[at + target] - top);
         }
         if comptime!(grad) {
-            // One unit has read the target's logit above; another unit overwrites it below.
+            // One unit (thread) has read the target's logit above; another unit overwrites it below.
             sync_cube();
             let inverse = 1.0 / total;
             i = UNIT_POS as usize;

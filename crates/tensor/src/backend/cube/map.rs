@@ -66,7 +66,7 @@ pub(super) struct Lane {
     values: Box<[f32]>,
 }
 
-/// Runs the program, one element per unit.
+/// Runs the program, one element per unit (thread).
 #[cube(launch)]
 pub(super) fn map(
     reads: &Sequence<Lane>,

@@ -34,9 +34,10 @@ use super::{Backend, Downloaded, Part, Storage};
 use crate::op::Op;
 use crate::{DType, Precision, Result, Shape, TensorError, ViewMut};
 
-/// Units per cube, if the device allows it: enough to hide latency, and few enough for every device.
+/// Units (threads) per cube (workgroup), if the device allows it: enough to hide latency, and few enough for
+/// every device.
 const UNITS: u32 = 64;
-/// Maximum number of cubes along one axis that every device supports.
+/// Maximum number of cubes (workgroups) along one axis that every device supports.
 const MAX_AXIS: u32 = 65_535;
 /// Words of the fault buffer: op, id, position, bound.
 const FAULT: usize = 4;
@@ -45,7 +46,7 @@ const FAULT: usize = 4;
 pub(crate) struct Cube {
     name: String,
     client: Client,
-    /// Units per cube, a power of two.
+    /// Units (threads) per cube (workgroup), a power of two.
     units: u32,
     pool: Pool,
     /// Holds the first out-of-range id since the last fence.
@@ -61,12 +62,13 @@ impl std::fmt::Debug for Cube {
     }
 }
 
-/// Returns a launch grid with at least one unit per element.
+/// Returns a launch grid with at least one unit (thread) per element.
 fn grid(elements: usize, units: u32) -> (CubeCount, CubeDim) {
     (cubes(elements.div_ceil(units as usize)), CubeDim::new_1d(units))
 }
 
-/// Returns a grid of at least `count` cubes, in two dimensions if necessary. Kernels ignore the excess.
+/// Returns a grid of at least `count` cubes (workgroups), in two dimensions if necessary. Kernels ignore the
+/// excess.
 fn cubes(count: usize) -> CubeCount {
     let count = u32::try_from(count).unwrap_or(u32::MAX);
     if count <= MAX_AXIS {

@@ -1,4 +1,4 @@
-//! Layer norm, one cube per row. Weight gradients are sums over columns.
+//! Layer norm, one cube (workgroup) per row. Weight gradients are sums over columns.
 
 use cubecl::prelude::*;
 

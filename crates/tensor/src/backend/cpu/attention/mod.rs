@@ -199,16 +199,16 @@ impl Forward<'_> {
 struct Backward<'a> {
     isa: Isa,
     layout: Layout,
-    /// As in [`Forward`].
+    /// Number of keys of each sequence, as in [`Forward`].
     keys: usize,
     q: (&'a [f32], Place),
     k: (&'a [f32], Place),
     v: (&'a [f32], Place),
-    /// `[B, T, C]`.
+    /// Output of the forward pass: `[B, T, C]`.
     y: &'a [f32],
-    /// `[B, heads, T]`.
+    /// Log-sum-exp of the forward pass: `[B, heads, T]`.
     lse: &'a [f32],
-    /// `[B, T, C]`.
+    /// Gradient of `y`: `[B, T, C]`.
     dy: &'a [f32],
     /// Whether to add to the gradients of keys and values instead of overwriting them.
     accumulate: bool,

@@ -277,7 +277,7 @@ fn check_batch(batch: &Batch, a: &Mat<'_>, b: &Mat<'_>, (c_len, m, n, ld): (usiz
         "batch of B exceeds its data"
     );
     assert!(fits(c_len, batch.c, (m, ld), (n, 1)), "batch of C exceeds its data");
-    // Elements coincide unless each stride exceeds the span of all smaller strides.
+    // No elements coincide if each stride is at least the span of all smaller strides.
     let mut dims = [(n, 1), (m, ld), (x, batch.c.0), (y, batch.c.1)];
     dims.sort_unstable_by_key(|&(count, stride)| (count > 1, stride));
     for i in 0..dims.len() {

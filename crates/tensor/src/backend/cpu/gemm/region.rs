@@ -19,10 +19,10 @@ const K_BLOCK: usize = 384;
 const A_BLOCK: usize = 96 * 1024;
 /// Number of columns whose packed panels are kept while several blocks of A are processed.
 const N_BLOCK: usize = 768;
-/// Maximum number of elements of B for processing row by row: B stays in L3 cache.
+/// Maximum number of elements of B for [`by_rows`], which keeps all of B packed: it must stay in L3 cache.
 const B_BLOCK: usize = 1024 * 1024;
-/// Maximum number of elements of B per row of A for processing row by row. Beyond it, packing B costs more than
-/// the order of C gains; the cost is not hidden if columns of B are not contiguous.
+/// Maximum number of elements of B per row of A for [`by_rows`]. Beyond it, packing all of B costs more than it
+/// gains; the cost is not hidden if columns of B are not contiguous.
 const B_PER_ROW: usize = 576;
 /// Number of elements of B that fit in L2 cache. For a larger B, two tiles of A are multiplied by each panel
 /// when it is loaded.

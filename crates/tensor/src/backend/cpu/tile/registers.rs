@@ -23,8 +23,8 @@ pub(in super::super) trait Registers {
     /// Rows of a full tile: at most 8, and either 6 or 8 as [`Registers::transpose`] requires.
     const MR: usize;
     /// Maximum stride between columns of A at which contiguous columns are read in place instead of packed.
-    /// With larger strides, columns map to too few lines of L1 cache. Zero, because narrow tiles read each line
-    /// more often.
+    /// With larger strides, columns map to too few lines of L1 cache. The default is 0 (always pack), because
+    /// narrow tiles read each line more often.
     const NEAR_COLUMNS: usize = 0;
     /// Columns of a full tile: two vectors.
     const NR: usize = 2 * Self::LANES;

@@ -73,7 +73,7 @@ fn counted(m: u32, n: u32) -> u32 {
     let b = (n & (NORMAL - 1)) | select(n >= NORMAL, NORMAL, 0u32);
     let mut high = u32::mul_hi(a, b);
     let mut low = a * b;
-    // Shift out the digits below 2^-149 of the 48-digit product, and use them for rounding.
+    // Shift out the bits below 2^-149 of the 48-bit product, and use them for rounding.
     let shift = 151 - u32::max(m >> 23, 1) - u32::max(n >> 23, 1);
     let mut half = 0u32;
     let mut rest = 0u32;
@@ -103,7 +103,7 @@ pub(super) fn quotient(a: u32, b: u32) -> u32 {
         digits = (digits << 1) | u32::cast_from(fits);
         rest = (rest - select(fits, divisor, 0u32)) << 1;
     }
-    // The last of the 25 digits is only for rounding.
+    // The last of the 25 binary digits is only for rounding.
     let up = (digits & 1) & (u32::cast_from(rest != 0) | ((digits >> 1) & 1));
     (exponent << 23) + (digits >> 1) + up - NORMAL
 }

@@ -55,8 +55,9 @@ pub(super) fn fit(
         let mut factor = 0u32;
         if comptime!(matches!(form.codec.code(), Code::SignL1 | Code::SignL2)) {
             let l2 = comptime!(matches!(form.codec.code(), Code::SignL2));
-            // For L2, `down` scales the elements and `up` the mean, by inverse powers of two near the largest
-            // magnitude.
+            // `up` is a power of two near the largest magnitude, and `down` its inverse. Elements are
+            // multiplied by `down` before the sum, and the mean by `up` after it. L1 needs this only for large
+            // magnitudes.
             let small = max < SMALL;
             let field = u32::min(u32::max(max >> 23, 1), 253);
             let mut down = (254 - field) << 23;
@@ -104,8 +105,8 @@ pub(super) fn fit(
     }
 }
 
-/// Returns the sum of magnitudes, or of squares, to all units, in the order that the wire format specifies. As
-/// many runs as the units allow are summed at the same time.
+/// Returns the sum of magnitudes, or of squares, to all units (threads), in the order that the wire format
+/// specifies. As many runs as the units allow are summed at the same time.
 #[cube]
 fn magnitudes(
     x: &[u32],

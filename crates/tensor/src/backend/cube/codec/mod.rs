@@ -62,7 +62,7 @@ fn value(x: &[u32], before: &[u32], at: u32, #[comptime] form: Form) -> u32 {
 }
 
 /// Minimum number of elements per tile, and maximum number of tiles per chunk. A chunk of at most `TILE`
-/// elements is processed by one cube, which reads it eight times.
+/// elements is processed by one cube (workgroup), which reads it eight times.
 const TILE: usize = 4096;
 const MOST_TILES: usize = 1024;
 

@@ -44,8 +44,8 @@ fn meaning(code: u32, scale: u32, #[comptime] form: Form) -> u32 {
     bits
 }
 
-/// Each unit writes one word of the body, and the encoding error of the elements in it. The word before the
-/// body is set to 0.
+/// Each unit (thread) writes one word of the body, and the encoding error of the elements in it. The word
+/// before the body is set to 0.
 #[cube(launch)]
 pub(super) fn encode(
     x: &[u32],
@@ -126,7 +126,7 @@ fn element(place: u32, #[comptime] s: u32, count: u32, #[comptime] width: u32, #
     element
 }
 
-/// Sets the first word to 1 if any block is invalid. All units that find one write the same value.
+/// Sets the first word to 1 if any block is invalid. All units (threads) that find one write the same value.
 #[cube(launch)]
 pub(super) fn refuse(fits: &[u32], out: &mut [u32], blocks: u32) {
     if (ABSOLUTE_POS as u32) < blocks && fits[ABSOLUTE_POS * 2] == REFUSED {
@@ -134,7 +134,8 @@ pub(super) fn refuse(fits: &[u32], out: &mut [u32], blocks: u32) {
     }
 }
 
-/// Decodes one element per unit. A unit that finds something that no encoder writes sets `verdict` to 1.
+/// Decodes one element per unit (thread). A unit that finds something that no encoder writes sets `verdict` to
+/// 1.
 #[cube(launch)]
 pub(super) fn decode(body: &[u32], y: &mut [u32], verdict: &mut [u32], len: u32, #[comptime] form: Form) {
     let codec = comptime!(form.codec);

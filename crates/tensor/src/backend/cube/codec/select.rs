@@ -5,8 +5,8 @@ use cubecl::prelude::*;
 use super::exact::{INFINITE, MAGNITUDE, sum};
 use crate::codec::Pattern;
 
-/// `y = x + with`, or `x - with`, or no result at all. Any unit that finds a value that is not finite sets
-/// `verdict` to 1.
+/// `y = x + with`, or `x - with`, or no result at all. Any unit (thread) that finds a value that is not finite
+/// sets `verdict` to 1.
 #[cube(launch)]
 pub(super) fn sums(
     x: &[u32],

@@ -1,7 +1,7 @@
 //! Indices of the largest magnitudes, by radix selection: counting digits, the highest first, determines the
 //! least magnitude that is kept (the threshold) and how many elements equal to it are kept. Then each unit
-//! writes its indices at the position given by the number found before it. A small chunk is processed by one
-//! cube, a large one by one cube per tile.
+//! (thread) writes its indices at the position given by the number found before it. A small chunk is processed
+//! by one cube (workgroup), a large one by one cube per tile.
 
 use cubecl::prelude::*;
 
@@ -33,7 +33,7 @@ impl Chunks {
     }
 }
 
-/// Division of a chunk into tiles, one cube each.
+/// Division of a chunk into tiles, one cube (workgroup) each.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(super) struct Tiles {
     /// Number of elements per tile.
@@ -86,8 +86,8 @@ fn clear(tallies: &mut Shared<[u32]>, #[comptime] units: u32) {
     }
 }
 
-/// Counts the current digit of those magnitudes whose higher digits equal those of `least`. Each unit counts
-/// separately.
+/// Counts the current digit of those magnitudes whose higher digits equal those of `least`. Each unit (thread)
+/// counts separately.
 #[cube]
 fn tally(
     x: &[u32],
@@ -109,7 +109,7 @@ fn tally(
     }
 }
 
-/// Sums the counts of all units.
+/// Sums the counts of all units (threads).
 #[cube]
 fn total(tallies: &Shared<[u32]>, totals: &mut Shared<[u32]>, #[comptime] units: u32) {
     sync_cube();
@@ -136,7 +136,7 @@ fn cut(totals: &Shared<[u32]>, wanted: u32) -> Cut {
     Cut { digit, rest }
 }
 
-/// Returns what the units before `unit` have found.
+/// Returns what the units (threads) before `unit` have found.
 #[cube]
 fn before(found: Found, unit: u32, shared: &mut Shared<[u32]>, #[comptime] units: u32) -> Found {
     shared[UNIT_POS as usize] = found.above;
@@ -186,7 +186,7 @@ fn write(
     }
 }
 
-/// Processes one chunk per cube.
+/// Processes one chunk per cube (workgroup).
 #[cube(launch)]
 pub(super) fn small(x: &[u32], indices: &mut [u32], chunks: &Chunks, #[comptime] units: u32) {
     let mut tallies = Shared::<[u32]>::new_slice(comptime!((DIGITS * units) as usize));
