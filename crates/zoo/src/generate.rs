@@ -90,7 +90,8 @@ impl Sampling {
 /// Stream of the random numbers for sampling.
 const STREAM: u64 = u64::from_le_bytes(*b"generate");
 
-/// Appends `count` tokens to `prompt` and calls `emit` with each one. Stops early if `emit` returns `false`.
+/// Generates `count` tokens that continue `prompt`, and calls `emit` with each one. Stops early if `emit`
+/// returns `false`.
 ///
 /// - If the prompt is longer than the context, only its last `context` tokens are used; all are validated. An
 ///   empty prompt is replaced by token 0.

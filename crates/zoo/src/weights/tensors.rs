@@ -54,8 +54,8 @@ pub struct TensorView<'a> {
     pub data: TensorData<'a>,
 }
 
-/// An open safetensors file with a checked header: tensors are within the file, do not overlap, have the length
-/// of their shape, and together cover all data.
+/// An open safetensors file with a checked header: tensors are within the file, do not overlap, and together
+/// cover all data. Tensors of known types have the length of their shape.
 #[derive(Debug)]
 pub struct TensorFile {
     path: PathBuf,

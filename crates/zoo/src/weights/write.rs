@@ -26,7 +26,7 @@ pub struct WriteOptions {
 /// `fill` is called for each tensor of [`GptConfig::tensors`] in order, with its index, and must fill in the
 /// values; only one tensor is in memory at a time. Each file is written atomically, `config.json` last. If the
 /// folder contains an older checkpoint in the other form (single file or index), that file is removed, because
-/// readers would prefer it.
+/// readers could use it instead of the new one.
 ///
 /// Errors: [`ZooError::Config`], [`ZooError::Io`], and those of `fill`.
 pub fn write<E: From<ZooError>>(
