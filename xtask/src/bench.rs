@@ -1,4 +1,4 @@
-//! `bench`: builds and runs `xtask/repro` in release, with the `farflung` command that some benches run.
+//! `bench`: builds and runs `xtask/repro` in release mode, and the `farflung` command that some benches use.
 
 use std::process::{Command, ExitCode, Stdio};
 
@@ -52,34 +52,36 @@ pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
     let features = features(&args, &built, setup::has_mpi);
     build(&features)?;
     let mut command = reproductions(&features);
-    // FILE is relative to where the user stands, so the command runs there and not in the root.
+    // Paths on the command line are relative to the user's folder, so run the command there instead of in the
+    // root.
     command.arg("--manifest-path").arg(shell::root().join("Cargo.toml")).arg("--").args(&args);
     command.current_dir(std::env::current_dir().context("failed to find the current folder")?);
     let status = command.stdin(Stdio::null()).status().context("failed to start cargo")?;
     Ok(status.code().and_then(|c| u8::try_from(c).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
 }
 
-/// The arguments with the folder that `--report` writes to.
+/// Adds the output folder after `--report`.
 fn with_folder(args: &[String], docs: &str) -> Vec<String> {
     let folder = |arg: &String| (arg == "--report").then(|| docs.to_owned());
     args.iter().flat_map(|arg| std::iter::once(arg.clone()).chain(folder(arg))).collect()
 }
 
-/// Builds the reproductions, and the command that some of them run.
+/// Builds the reproductions and the `farflung` command.
 fn build(features: &[String]) -> Result<()> {
     let build = ["build", "--release", "--package", "farflung-repro", "--package", "farflung", "--bins"];
     shell::run(shell::cargo(&build).args(features))
 }
 
-/// Runs what [`build`] has built: the same features, so that nothing is built twice.
+/// Returns the command that runs the reproductions. Features must equal those of [`build`], so that nothing is
+/// built twice.
 fn reproductions(features: &[String]) -> Command {
     let mut command = shell::cargo(&["run", "--release", "--package", "farflung-repro"]);
     command.args(features);
     command
 }
 
-/// Benches whose marks this machine's clock decides, and what else runs on it meanwhile; or a tool that it may
-/// lack.
+/// Benches that `ci` does not run: their result depends on the machine's speed and load, or they need a tool
+/// that may be missing.
 const BY_THE_CLOCK: [&str; 9] = [
     "gpt-step",
     "gemm",
@@ -92,7 +94,7 @@ const BY_THE_CLOCK: [&str; 9] = [
     "simulate-scale",
 ];
 
-/// Runs the short form of every bench that has the same outcome on any machine.
+/// Runs the short form of every bench whose result does not depend on the machine.
 pub(crate) fn check() -> Result<()> {
     build(&[])?;
     let list = ["--quiet", "--", "--list"];
@@ -104,27 +106,27 @@ pub(crate) fn check() -> Result<()> {
     shell::run(reproductions(&[]).arg("--").args(names).arg("--quick"))
 }
 
-/// Runs the contract of transports with MPI's row.
+/// Runs the transport contract with MPI.
 pub(crate) fn check_mpi() -> Result<()> {
     let features = ["--features", "farflung-repro/mpi"].map(str::to_owned);
     build(&features)?;
     shell::run(reproductions(&features).args(["--", "transports"]))
 }
 
-/// Of the benches listed, those that no clock decides.
+/// Returns the listed benches that are not in [`BY_THE_CLOCK`].
 fn everywhere(listed: &str) -> Vec<&str> {
     let names = listed.lines().filter_map(|line| line.split_whitespace().next());
     names.filter(|name| !BY_THE_CLOCK.contains(name)).collect()
 }
 
-/// The benches of devices.
+/// Benches that run on GPU devices.
 const OF_DEVICES: [&str; 3] = ["device-parity", "device-train", "gpu"];
 
-/// The benches with rows of MPI.
+/// Benches with rows for MPI.
 const OF_MPI: [&str; 2] = ["engines", "transports"];
 
-/// The features that the named benches are built with, and those of the flags `built`. `has_mpi` is asked where
-/// MPI matters.
+/// Returns the arguments that enable the features of the named benches and of the flags `built`. `has_mpi` is
+/// called only if a named bench uses MPI.
 fn features(args: &[String], built: &[String], has_mpi: impl Fn() -> bool) -> Vec<String> {
     let names = |benches: &[&str]| args.iter().any(|a| benches.contains(&a.as_str()));
     let flag = |name: &str| built.iter().any(|flag| flag == name);

@@ -1,4 +1,4 @@
-//! `ci --only browser`: the page of `farflung watch` in headless Chromium, beside a training that runs.
+//! `ci --only browser`: checks the page of `farflung watch` in headless Chromium during a training run.
 
 mod devtools;
 
@@ -16,15 +16,15 @@ use serde_json::Value;
 use crate::workspace::Workspace;
 use crate::{setup, shell};
 
-/// How long anything that is waited for may take.
+/// Timeout for every condition.
 const PATIENCE: Duration = Duration::from_mins(3);
-/// Steps of the run, and of its first part.
+/// Number of steps of the run, and of its first part.
 const STEPS: u64 = 240;
 const FIRST: u64 = 100;
-/// The picture in the documentation may have so many bytes.
+/// Maximum size in bytes of the picture in the documentation.
 const LARGEST: usize = 200_000;
 
-/// Five machines of which one is slow, in an office and in three homes.
+/// Five machines, one of them slow: two in an office and three in homes.
 const TOPOLOGY: &str = "default = \"50mbit,20ms\"
 
 [[region]]
@@ -65,10 +65,10 @@ down = \"100mbit\"
 const SETTINGS: &str = "--workers 5 --sync ddp --codec int8 --layers 2 --heads 2 --dim 64 --context 64 --batch 2 \
     --lr 0.004 --threads 1 --sample-tokens 0 --eval-every 20 --eval-batches 2 --checkpoint-every 60";
 
-/// A text that would do something if it were markup.
+/// Text that would have an effect if the page treated it as markup.
 const HOSTILE: &str = "rank 3 <img src=x onerror=\"document.title='taken'\"> & <script>1</script>";
 
-/// A process of the check, which does not outlive it.
+/// A child process, which is killed when this value is dropped.
 struct Process(Child);
 
 impl Drop for Process {
@@ -78,8 +78,8 @@ impl Drop for Process {
     }
 }
 
-/// Installs the browser where it is missing, trains, and tries the page. Pictures lie in `target/watch`
-/// afterwards; the one of the documentation is written where it is missing.
+/// Installs the browser if necessary, runs a training, and checks the page. Screenshots are written to
+/// `target/watch`. The picture of the documentation is written only if it does not exist.
 pub(crate) fn check() -> Result<()> {
     setup::browser()?;
     let target = Workspace::load()?.target_directory;
@@ -145,7 +145,7 @@ pub(crate) fn check() -> Result<()> {
     Ok(())
 }
 
-/// The training up to a step; one that is there goes on.
+/// Returns the command that trains up to `steps`, resuming an existing run.
 fn train(binary: &Path, run: &Path, steps: u64) -> Command {
     let mut command = Command::new(binary);
     command.arg("train").args(SETTINGS.split_whitespace());
@@ -155,7 +155,7 @@ fn train(binary: &Path, run: &Path, steps: u64) -> Command {
     command
 }
 
-/// The page's server, and its address.
+/// Starts the page's server, and returns it with its address.
 fn watch(binary: &Path, run: &Path) -> Result<(Process, String)> {
     let mut command = Command::new(binary);
     command
@@ -172,7 +172,7 @@ fn watch(binary: &Path, run: &Path) -> Result<(Process, String)> {
     Ok((Process(child), line.trim().to_owned()))
 }
 
-/// Whether the loss curve has a point for each line of the file, on each axis.
+/// Checks that the loss curve has one point per line of the file, for each choice of the horizontal axis.
 fn the_curve_is_the_file(browser: &mut Browser, run: &Path) -> Result<()> {
     let lines = BufReader::new(File::open(run.join("metrics.jsonl"))?).lines().count() as u64;
     ensure!(lines == STEPS, "metrics.jsonl has {lines} lines, expected {STEPS}");
@@ -191,7 +191,7 @@ fn the_curve_is_the_file(browser: &mut Browser, run: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Whether each picture has a name and a table with rows.
+/// Checks that each picture has a description, and that each table has rows.
 fn tables_open(browser: &mut Browser) -> Result<()> {
     let pictures = "[...document.querySelectorAll('svg')].every(svg => svg.getAttribute('role') === 'img' && \
         svg.getAttribute('aria-label').length > 20)";
@@ -206,12 +206,13 @@ fn tables_open(browser: &mut Browser) -> Result<()> {
     Ok(())
 }
 
-/// Whether an event shows when it is written, and its text stays text; a line of garbage is counted.
+/// Checks that an event is shown when its line is complete, that its text is not treated as markup, and that an
+/// invalid line is counted.
 fn an_event_appears(browser: &mut Browser, run: &Path) -> Result<()> {
     let path = run.join("events.jsonl");
     let mut file = File::options().append(true).open(&path)?;
     let event = serde_json::json!({ "step": STEPS, "time_s": 1e6, "event": "lost", "peer": HOSTILE });
-    // In two parts: half a line is no event.
+    // Write the line in two parts: half a line must not be shown.
     let line = format!("{event}\n");
     let (first, rest) = line.split_at(line.len() / 2);
     file.write_all(first.as_bytes())?;
@@ -228,7 +229,7 @@ fn an_event_appears(browser: &mut Browser, run: &Path) -> Result<()> {
     if taken != "0homes · farflung" {
         bail!("a text of a file became markup: {taken}");
     }
-    // As it was: pictures follow.
+    // Restore the file for the screenshots that follow.
     let text = fs::read(&path)?;
     let kept = text.windows(line.len()).position(|window| window == line.as_bytes()).context("the event")?;
     fs::write(&path, &text[..kept])?;
@@ -237,7 +238,7 @@ fn an_event_appears(browser: &mut Browser, run: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Whether nothing sticks out of the page, on wide and on narrow screens, in the light and in the dark.
+/// Checks that the page is not wider than the screen, for wide and narrow screens and both colour schemes.
 fn it_fits(browser: &mut Browser, folder: &Path) -> Result<()> {
     for (width, scheme) in [(1280, "light"), (1280, "dark"), (820, "light"), (390, "light"), (390, "dark")] {
         browser.look(width, 1.0, scheme)?;

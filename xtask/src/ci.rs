@@ -1,4 +1,4 @@
-//! `ci`: every check of the project, one step after the other.
+//! `ci`: runs every check of the project, one step after the other.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -100,7 +100,7 @@ pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The steps that the command line asks for, in the order of [`STEPS`].
+/// Returns the steps that the command line selects, in the order of [`STEPS`].
 fn choose(args: &[String]) -> Result<Vec<&'static Step>> {
     let position = |name: &str| {
         let found = STEPS.iter().position(|step| step.name == name);
@@ -143,13 +143,13 @@ fn fmt() -> Result<()> {
 fn clippy() -> Result<()> {
     let mut command = shell::cargo(&["clippy", "--workspace", "--all-targets"]);
     command.args(features::all_light_and(&Workspace::load()?, &["wgpu", "cuda"]));
-    // Type-checking the kernels for CUDA needs neither its toolkit nor LLVM, which is downloaded or found
-    // otherwise.
+    // Type-checking the kernels for CUDA needs neither the CUDA toolkit nor LLVM. With this variable, the build
+    // does not look for LLVM or download it.
     command.env("DOCS_RS", "1");
     shell::run(command.args(["--", "-D", "warnings"]))
 }
 
-/// The feature `iroh` adds some hundred crates, so the steps before leave it out.
+/// Checks the feature `iroh`, which earlier steps leave out because it adds about a hundred crates.
 fn iroh() -> Result<()> {
     let with = ["--workspace", "--features", "farflung-repro/iroh"];
     let mut lints = shell::cargo(&["clippy"]);

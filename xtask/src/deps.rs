@@ -1,4 +1,4 @@
-//! `deps`: which crate may depend on which, checked from the manifests.
+//! `deps`: checks the allowed dependencies between crates, from the manifests.
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -24,7 +24,7 @@ Examples:
   cargo xtask deps
 ";
 
-/// A crate of the workspace: its layer, and the crates that it may depend on.
+/// Allowed dependencies of a crate of the workspace, and its layer.
 struct Arrow {
     from: &'static str,
     layer: u8,
@@ -37,8 +37,7 @@ const ARROWS: &[Arrow] = &[
     Arrow { from: "farflung-comm", layer: 1, to: &["farflung-base"] },
     Arrow { from: "farflung-parallel", layer: 1, to: &["farflung-base"] },
     Arrow { from: "farflung-compress", layer: 1, to: &["farflung-base"] },
-    // `base` adds nothing here that the other arrows do not already bring: its ids and units are their
-    // vocabulary.
+    // Depending on `base` is harmless: the other dependencies use its ids and units in their APIs already.
     Arrow {
         from: "farflung-optim",
         layer: 2,
@@ -62,10 +61,10 @@ const ARROWS: &[Arrow] = &[
     Arrow { from: "xtask", layer: 0, to: &[] },
 ];
 
-/// Edges that exist only behind one feature: (from, to, feature).
+/// Dependencies that are allowed only behind a feature: (from, to, feature).
 const GATED: &[(&str, &str, &str)] = &[("farflung-optim", "farflung-comm", "sync")];
 
-/// Foreign crates, by the beginning of their names, and the only crates that may name them.
+/// External crates, by name prefix, and the only crates that may depend on them.
 const CONFINED: &[(&str, &[&str])] = &[
     ("cubecl", &["farflung-tensor"]),
     ("cubek", &["farflung-tensor"]),
@@ -84,7 +83,7 @@ pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Prints the graph, then fails with every violation.
+/// Prints the graph. Fails if there are violations, and lists them all.
 pub(crate) fn check() -> Result<()> {
     let packages = Workspace::load()?.packages;
     print!("{}", graph(&packages));
@@ -100,7 +99,7 @@ fn arrow(name: &str) -> Option<&'static Arrow> {
     ARROWS.iter().find(|a| a.from == name)
 }
 
-/// One line per package: the workspace's crates that it depends on, then the foreign ones.
+/// Formats one line per package: its dependencies within the workspace, then the external ones.
 fn graph(packages: &[Package]) -> String {
     let ours = |d: &Dependency| packages.iter().any(|p| p.name == d.name);
     let list = |package: &Package, kinds: &[Kind], inside: bool| {
@@ -129,7 +128,7 @@ fn graph(packages: &[Package]) -> String {
     text
 }
 
-/// Every rule that the packages break, as sentences.
+/// Returns a message for each violation.
 fn violations(packages: &[Package]) -> Vec<String> {
     let mut found = Vec::new();
     for package in packages {
@@ -149,7 +148,7 @@ fn violations(packages: &[Package]) -> Vec<String> {
     found
 }
 
-/// What is wrong with an edge between two crates of the workspace.
+/// Checks a dependency between two crates of the workspace. Returns a message if it is not allowed.
 fn edge(package: &Package, from: &Arrow, dependency: &Dependency) -> Option<String> {
     let (name, to) = (&package.name, &dependency.name);
     if dependency.kind == Kind::Dev {
@@ -170,13 +169,13 @@ fn edge(package: &Package, from: &Arrow, dependency: &Dependency) -> Option<Stri
     other.map(|(feature, _)| format!("{name} -> {to}: feature `{feature}` turns it on, only `{gate}` may"))
 }
 
-/// Whether an entry of a feature turns the optional dependency on (`name?/feature` does not).
+/// Returns whether an entry of a feature enables the optional dependency (`name?/feature` does not).
 fn turns_on(item: &str, alias: &str) -> bool {
     let item = item.strip_prefix("dep:").unwrap_or(item);
     item.split('/').next() == Some(alias)
 }
 
-/// What is wrong with a dependency on a crate from elsewhere.
+/// Checks a dependency on an external crate. Returns a message if it is not allowed.
 fn foreign(package: &Package, dependency: &Dependency) -> Option<String> {
     let (name, to) = (&package.name, &dependency.name);
     if name == "farflung-base" && !(to == "serde" && dependency.optional) {
@@ -191,7 +190,8 @@ fn foreign(package: &Package, dependency: &Dependency) -> Option<String> {
 mod tests {
     use super::*;
 
-    /// `deps` are words: `name` is normal, `name?` optional, `build:name`, `dev:name`.
+    /// Creates a package. Each word of `deps` is a dependency: `name` is normal, `name?` optional,
+    /// `build:name`, `dev:name`.
     fn package(name: &str, deps: &[&str], features: &[(&str, &[&str])]) -> Package {
         let dependency = |word: &&str| {
             let (kind, rest) = match word.split_once(':') {
@@ -212,7 +212,7 @@ mod tests {
         }
     }
 
-    /// The workspace as it should be, with one package replaced.
+    /// Returns a valid workspace in which one package is replaced by `changed`.
     fn with(changed: Package) -> Vec<Package> {
         let mut packages = vec![
             package("farflung-base", &["serde?", "dev:proptest"], &[("serde", &["dep:serde"])]),

@@ -1,4 +1,4 @@
-//! The projects under `examples/`: outside the workspace, each as a stranger would build it.
+//! Checks the projects in `examples/`. They are outside the workspace and are built as a user would build them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 use crate::shell;
 use crate::workspace::Workspace;
 
-/// The manifests of all examples, sorted; none when there is no folder yet.
+/// Returns the manifests of all examples, sorted. Empty if there is no folder `examples/`.
 pub(crate) fn manifests(root: &Path) -> Result<Vec<PathBuf>> {
     let folder = root.join("examples");
     if !folder.is_dir() {
@@ -25,7 +25,7 @@ pub(crate) fn manifests(root: &Path) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Runs every example in release, demands output, and runs its tests when it has any.
+/// Runs every example in release mode, fails if it prints nothing, and runs its tests, if any.
 pub(crate) fn check() -> Result<()> {
     let manifests = manifests(&shell::root())?;
     if manifests.is_empty() {
@@ -50,7 +50,7 @@ pub(crate) fn check() -> Result<()> {
     Ok(())
 }
 
-/// Whether `tests/` exists or a source file has a `#[test]`.
+/// Returns whether `tests/` exists or a source file contains `#[test]`.
 fn has_tests(folder: &Path) -> Result<bool> {
     if folder.join("tests").is_dir() {
         return Ok(true);
@@ -76,7 +76,7 @@ fn has_tests(folder: &Path) -> Result<bool> {
 mod tests {
     use super::*;
 
-    /// A fresh folder under the system's own, removed at the end.
+    /// A new temporary folder, removed on drop.
     struct Folder(PathBuf);
 
     impl Folder {

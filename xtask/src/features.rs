@@ -1,21 +1,22 @@
-//! Which features are light: those that build on any machine, with no toolkit, device or long build.
+//! Classification of features. A light feature builds on any machine, without a toolkit, a device or a long
+//! build.
 
 use anyhow::Result;
 
 use crate::shell;
 use crate::workspace::{Package, Workspace};
 
-/// Features that need a device, a system library or a long build.
+/// Heavy features: they need a device, a system library or a long build.
 const HEAVY: &[&str] = &["wgpu", "cuda", "cube", "cube-cpu", "mpi", "nccl", "iroh", "hub"];
 
-/// The features of `package`, without `default`, that are not heavy and turn nothing heavy on.
+/// Returns the light features of `package`, without `default`. A feature that enables a heavy one is heavy.
 pub(crate) fn light<'a>(workspace: &'a Workspace, package: &'a Package) -> Vec<&'a str> {
     let features = package.features.keys().map(String::as_str);
     features.filter(|f| *f != "default" && !is_heavy(workspace, package, f, &mut Vec::new())).collect()
 }
 
-/// Every light feature of every crate, and the heavy ones that are named, as `--features a/x,b/y`; empty when
-/// there is none.
+/// Returns `--features a/x,b/y` with every light feature of every crate, and the given heavy ones of every
+/// crate that has them. Returns no arguments if there are no such features.
 pub(crate) fn all_light_and(workspace: &Workspace, heavy: &[&str]) -> Vec<String> {
     let named = workspace.packages.iter().flat_map(|package| {
         let wanted = heavy.iter().copied().filter(|&h| package.features.contains_key(h));
@@ -52,7 +53,7 @@ fn is_heavy<'a>(
     })
 }
 
-/// Lints every library crate without features, then with each light feature alone; warnings are errors.
+/// Lints every library crate without features, then with each light feature separately. Warnings are errors.
 pub(crate) fn check() -> Result<()> {
     let workspace = Workspace::load()?;
     for package in &workspace.packages {

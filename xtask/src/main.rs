@@ -1,6 +1,6 @@
-//! `cargo xtask`: the workspace's own commands.
+//! `cargo xtask`: development commands of the workspace.
 //!
-//! It refuses to know the crates that it checks: it reads `cargo metadata` and files, and runs cargo.
+//! It does not depend on the crates that it checks. It reads `cargo metadata` and files, and runs cargo.
 
 #![expect(clippy::print_stdout, reason = "a command line tool answers on stdout")]
 #![expect(clippy::print_stderr, reason = "its progress and its errors go to stderr")]
@@ -21,7 +21,7 @@ mod tidy;
 use std::fmt;
 use std::process::ExitCode;
 
-/// One command: `run` gets the arguments after its name and answers with the exit code.
+/// A subcommand. `run` takes the arguments after the subcommand's name and returns the exit code.
 struct Command {
     name: &'static str,
     help: &'static str,
@@ -37,7 +37,7 @@ const COMMANDS: &[Command] = &[
     Command { name: "setup", help: setup::HELP, run: setup::main },
 ];
 
-/// A command line that makes no sense: exit code 2, and the usage.
+/// Error of an invalid command line. The program prints the usage and exits with code 2.
 #[derive(Debug)]
 struct Usage(String);
 
@@ -49,7 +49,7 @@ impl fmt::Display for Usage {
 
 impl std::error::Error for Usage {}
 
-/// For commands without arguments.
+/// Fails if there are arguments.
 fn no_arguments(args: &[String]) -> anyhow::Result<()> {
     match args.first() {
         Some(arg) => Err(Usage(format!("unexpected argument `{arg}`")).into()),

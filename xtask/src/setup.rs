@@ -1,4 +1,4 @@
-//! `setup`: the tools that builds and tests need beside cargo, installed where they are missing.
+//! `setup`: installs the tools that builds and tests need in addition to cargo.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -31,7 +31,7 @@ Examples:
   cargo xtask setup cuda && cargo build --release --features cuda
 ";
 
-/// A Debian package, and the command that succeeds where it is not needed any more.
+/// A Debian package, and a command that succeeds if the package is not needed.
 struct Need {
     package: &'static str,
     probe: &'static [&'static str],
@@ -109,11 +109,12 @@ const CUDA: &[Need] = &[
     Need { package: "zlib1g-dev", probe: &["dpkg", "-s", "zlib1g-dev"], what_for: "likewise" },
 ];
 
-/// Where cubecl's build looks for an LLVM before it downloads one, below the user's data folder.
+/// Folder in which cubecl's build looks for an LLVM before it downloads one, relative to the user's data
+/// folder.
 const LLVM_FOLDER: &str = "tracel/tracel-llvm-23.1.0-4";
 
-/// Stands in for the `llvm-config` of that LLVM: Debian's, with a library's full path as the flag that the
-/// build reads.
+/// Replacement for the `llvm-config` of that LLVM: it calls Debian's, and replaces a library's full path with
+/// the flag that the build expects.
 const LLVM_CONFIG: &str = "#!/bin/sh
 /usr/lib/llvm-22/bin/llvm-config \"$@\" | sed 's#/[^ ]*/libz3\\.so#-lz3#'
 ";
@@ -144,7 +145,7 @@ pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The software Vulkan device, unless there is a driver of any kind.
+/// Installs the software Vulkan device, unless a driver is present.
 pub(crate) fn vulkan() -> Result<()> {
     let listed = shell::output(&mut shell::command(
         "sh",
@@ -153,7 +154,7 @@ pub(crate) fn vulkan() -> Result<()> {
     let libraries = String::from_utf8_lossy(&listed);
     let folders = ["/usr/share/vulkan/icd.d", "/etc/vulkan/icd.d"];
     let driver = folders.iter().any(|f| std::fs::read_dir(f).is_ok_and(|mut d| d.next().is_some()));
-    // Other systems bring their graphics interface along.
+    // Other systems include their graphics API.
     if !cfg!(target_os = "linux") || driver && libraries.contains("libvulkan.so.1") {
         return Ok(());
     }
@@ -161,17 +162,17 @@ pub(crate) fn vulkan() -> Result<()> {
     install(&WGPU.iter().collect::<Vec<_>>(), false)
 }
 
-/// The browser that tries the page of `farflung watch`.
+/// Installs the browser for the check of `farflung watch`.
 pub(crate) fn browser() -> Result<()> {
     install(&BROWSER.iter().collect::<Vec<_>>(), false)
 }
 
-/// MPI, and what its binding needs.
+/// Installs MPI and the dependencies of its binding.
 pub(crate) fn mpi() -> Result<()> {
     install(&MPI.iter().collect::<Vec<_>>(), false)
 }
 
-/// Whether all of that is here.
+/// Returns whether MPI and the dependencies of its binding are installed.
 pub(crate) fn has_mpi() -> bool {
     MPI.iter().all(Need::is_there)
 }
@@ -209,7 +210,7 @@ fn install(needs: &[&Need], dry_run: bool) -> Result<()> {
     Ok(())
 }
 
-/// Makes the folder that spares the download; one that is there stays as it is.
+/// Creates the folder that makes the download unnecessary. An existing one is not changed.
 fn llvm_folder(dry_run: bool) -> Result<()> {
     let data = std::env::var_os("XDG_DATA_HOME").map(PathBuf::from);
     let home = || std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".local/share"));
@@ -229,7 +230,7 @@ fn llvm_folder(dry_run: bool) -> Result<()> {
     let path = config.to_string_lossy();
     shell::run(&mut shell::command("chmod", &["+x", &path]))?;
     shell::run(&mut shell::command(&path, &["--version"]))?;
-    // Last: without it, the folder does not count.
+    // Written last: the build ignores the folder without this file.
     std::fs::write(&mark, "").with_context(|| format!("failed to write {}", mark.display()))?;
     println!("setup: {} stands in for the LLVM that would be downloaded", folder.display());
     Ok(())

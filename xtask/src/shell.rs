@@ -1,4 +1,5 @@
-//! Running other programs: in the workspace's root, announced before, with a clear error after.
+//! Runs other programs in the workspace's root. Each command is printed before it runs, and is part of the
+//! error if it fails.
 
 use std::fmt::Write as _;
 use std::io::{BufRead, BufReader, IsTerminal, Read, Write};
@@ -7,28 +8,29 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
-/// The workspace's root.
+/// Returns the workspace's root folder.
 pub(crate) fn root() -> PathBuf {
-    // Cargo sets the variable for `cargo run`, also when the checkout was moved after the build.
+    // Prefer the run-time variable: cargo sets it for `cargo run`, and it is right even if the checkout was
+    // moved after the build.
     let xtask = std::env::var("CARGO_MANIFEST_DIR").unwrap_or_else(|_| env!("CARGO_MANIFEST_DIR").to_owned());
     let mut root = PathBuf::from(xtask);
     root.pop();
     root
 }
 
-/// `program ARGS`, to be run in the root.
+/// Returns the command `program ARGS`, to be run in the root.
 pub(crate) fn command<S: AsRef<str>>(program: &str, args: &[S]) -> Command {
     let mut command = Command::new(program);
     command.args(args.iter().map(AsRef::as_ref)).current_dir(root());
     command
 }
 
-/// `cargo ARGS`, to be run in the root with the cargo that runs us.
+/// Returns the command `cargo ARGS`, to be run in the root with the cargo that runs this program.
 pub(crate) fn cargo<S: AsRef<str>>(args: &[S]) -> Command {
     command(&std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned()), args)
 }
 
-/// The command as a person would type it.
+/// Formats the command as it would be typed in a shell.
 pub(crate) fn shown(command: &Command) -> String {
     let mut text = String::new();
     for (name, value) in command.get_envs() {
@@ -36,7 +38,7 @@ pub(crate) fn shown(command: &Command) -> String {
             let _ = write!(text, "{}={} ", name.display(), quoted(&value.to_string_lossy()));
         }
     }
-    // The path of a toolchain's cargo says nothing.
+    // Print only the file name: the path of the toolchain's cargo is noise.
     text.push_str(&PathBuf::from(command.get_program()).file_name().unwrap_or_default().to_string_lossy());
     for arg in command.get_args() {
         let _ = write!(text, " {}", quoted(&arg.to_string_lossy()));
@@ -53,7 +55,7 @@ fn quoted(word: &str) -> String {
     }
 }
 
-/// Runs with our own stdout and stderr. Fails when the command does.
+/// Runs a command with our stdout and stderr. Fails if the command fails.
 pub(crate) fn run(command: &mut Command) -> Result<()> {
     let shown = shown(command);
     eprintln!("$ {shown}");
@@ -65,7 +67,7 @@ pub(crate) fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// What it prints on stdout; stderr is ours. Fails when the command does.
+/// Runs a command and returns its stdout; its stderr is ours. Fails if the command fails.
 pub(crate) fn output(command: &mut Command) -> Result<Vec<u8>> {
     let shown = shown(command);
     let output = command
@@ -79,7 +81,7 @@ pub(crate) fn output(command: &mut Command) -> Result<Vec<u8>> {
     Ok(output.stdout)
 }
 
-/// Whether the command starts and succeeds; its output is dropped.
+/// Returns whether the command starts and succeeds. Its output is discarded.
 pub(crate) fn succeeds(command: &mut Command) -> bool {
     command
         .stdin(Stdio::null())
@@ -89,22 +91,22 @@ pub(crate) fn succeeds(command: &mut Command) -> bool {
         .is_ok_and(|status| status.success())
 }
 
-/// Both streams of a command that was run with [`tee`].
+/// Output of a command that was run with [`tee`].
 #[derive(Debug)]
 pub(crate) struct Teed {
     pub(crate) stdout: String,
     pub(crate) stderr: String,
-    /// The error to report, when the command failed.
+    /// Error if the command failed.
     pub(crate) result: Result<()>,
 }
 
-/// Runs, shows both streams as they come, and keeps them.
+/// Runs a command, prints both streams as they arrive, and returns them.
 #[expect(clippy::disallowed_methods, reason = "a tool's own terminal")]
 pub(crate) fn tee(command: &mut Command) -> Result<Teed> {
     let shown = shown(command);
     eprintln!("$ {shown}");
     if std::io::stderr().is_terminal() && std::env::var_os("CARGO_TERM_COLOR").is_none() {
-        // The pipe hides the terminal from cargo.
+        // Cargo writes to a pipe here and would not use colours.
         command.env("CARGO_TERM_COLOR", "always");
     }
     let mut child = command
@@ -125,7 +127,8 @@ pub(crate) fn tee(command: &mut Command) -> Result<Teed> {
     Ok(Teed { stdout: stdout?, stderr: stderr?, result })
 }
 
-/// Copies line by line, so that lines of two streams do not mix. Invalid UTF-8 is replaced in what is returned.
+/// Copies line by line, so that lines of two streams do not mix, and returns the text with invalid UTF-8
+/// replaced.
 fn copy_lines(from: impl Read, to: &mut impl Write) -> std::io::Result<String> {
     let mut from = BufReader::new(from);
     let mut kept = String::new();

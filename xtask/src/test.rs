@@ -1,4 +1,4 @@
-//! `test`: the test suite, with cargo-nextest where it is installed, and the doc tests.
+//! `test`: runs the test suite, with cargo-nextest if it is installed, and the doc tests.
 
 use std::process::ExitCode;
 
@@ -34,12 +34,12 @@ pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Every test that is not a doc test.
+/// Runs all tests except the doc tests.
 pub(crate) fn check_units() -> Result<()> {
     check(&Plan { docs: false, ..Plan::default() })
 }
 
-/// Every doc test.
+/// Runs the doc tests.
 pub(crate) fn check_docs() -> Result<()> {
     check(&Plan { units: false, ..Plan::default() })
 }
@@ -64,15 +64,15 @@ fn check(plan: &Plan) -> Result<()> {
     Ok(())
 }
 
-/// What to run, from the command line.
+/// Which tests to run, as parsed from the command line.
 #[derive(Debug, PartialEq, Eq)]
 struct Plan {
     units: bool,
     docs: bool,
     packages: Vec<String>,
-    /// With the kernels for GPUs.
+    /// Whether to include the tests of the GPU kernels.
     wgpu: bool,
-    /// Passed on as they are.
+    /// Arguments for the test runner.
     rest: Vec<String>,
 }
 
@@ -100,12 +100,13 @@ impl Plan {
                 plan.rest.push(arg.clone());
             }
         }
-        // A filter or a runner's flag need not mean anything to the doc tests, unless they were asked for.
+        // Filters and flags of the runner may not apply to the doc tests, so leave these out unless `--doc` was
+        // given.
         plan.docs = !plan.units || plan.rest.is_empty();
         Ok(plan)
     }
 
-    /// The arguments that choose packages and features.
+    /// Returns the arguments that select packages and features.
     fn selection(&self, workspace: &Workspace) -> Vec<String> {
         if self.packages.is_empty() {
             let mut selection = vec!["--workspace".to_owned()];
@@ -138,13 +139,13 @@ fn run(runner: &[&str], plan: &Plan, tally: &mut Tally) -> Result<()> {
     args.extend(plan.selection(&Workspace::load()?));
     args.extend(plan.rest.iter().cloned());
     let teed = shell::tee(&mut shell::cargo(&args))?;
-    // libtest closes on stdout, nextest on stderr.
+    // libtest prints its summary to stdout, nextest to stderr.
     tally.add(&teed.stdout);
     tally.add(&teed.stderr);
     teed.result
 }
 
-/// Counts from the runners' closing lines.
+/// Numbers of tests, from the summary lines of the runners.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Tally {
     passed: u64,
@@ -170,7 +171,7 @@ impl Tally {
         }
     }
 
-    /// One count such as `3 failed`, `1 passed (1 slow)`, `2 timed out`.
+    /// Adds one count, such as `3 failed`, `1 passed (1 slow)`, `2 timed out`.
     fn count(&mut self, text: &str) {
         let Some((number, what)) = text.split_once(' ') else { return };
         let Ok(number) = number.parse::<u64>() else { return };
@@ -183,7 +184,7 @@ impl Tally {
     }
 }
 
-/// The text without terminal escape sequences of the form `ESC [ ... letter`.
+/// Removes terminal escape sequences of the form `ESC [ ... letter`.
 fn without_colour(line: &str) -> String {
     let mut plain = String::new();
     let mut chars = line.chars();

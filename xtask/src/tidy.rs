@@ -1,4 +1,4 @@
-//! `tidy`: the rules of the house that no compiler checks.
+//! `tidy`: checks the project's rules that no compiler checks.
 
 use std::fs;
 use std::path::Path;
@@ -29,10 +29,10 @@ Examples:
 
 const MAX_LINES: usize = 600;
 
-/// The width of rustfmt.toml, for comments.
+/// Maximum width of a comment line in characters. Longer than rustfmt's `max_width`, which applies to code.
 const MAX_COLUMNS: usize = 112;
 
-/// Words that never pass in Rust source. Split here, so that this file passes too.
+/// Words that are not allowed in Rust source. They are split here, so that this file passes.
 const STUBS: &[&str] = &[
     concat!("todo", "!("),
     concat!("unimplemented", "!("),
@@ -43,7 +43,7 @@ const STUBS: &[&str] = &[
 
 const NAMELESS: &[&str] = &["util.rs", "utils.rs", "helper.rs", "helpers.rs", "misc.rs"];
 
-/// Where people's checkouts and homes lie.
+/// Prefixes of absolute paths of checkouts and home folders.
 const HOMES: &[&str] =
     &[concat!("/wo", "rk/"), concat!("/ro", "ot/"), concat!("/ho", "me/"), concat!("/Use", "rs/")];
 
@@ -57,7 +57,7 @@ const REGISTRIES: &[&str] = &[
     concat!("proxy.golang", ".org"),
 ];
 
-/// A broken rule; `line` is 0 where it is about the whole file.
+/// A violation. `line` is 0 if it concerns the whole file.
 #[derive(Debug, PartialEq, Eq)]
 struct Finding {
     path: String,
@@ -71,7 +71,7 @@ pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Prints every finding; fails when there is one.
+/// Prints every violation. Fails if there are any.
 pub(crate) fn check() -> Result<()> {
     let root = shell::root();
     let listed = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"];
@@ -82,10 +82,10 @@ pub(crate) fn check() -> Result<()> {
     paths.dedup();
     let (mut findings, mut present, mut read) = (Vec::new(), Vec::new(), 0);
     for path in paths {
-        // A file that was removed but not yet from the index is gone all the same.
+        // A file may be deleted but still in git's index.
         let Ok(bytes) = fs::read(root.join(path)) else { continue };
         present.push(path);
-        // What is not UTF-8 is data.
+        // A file that is not UTF-8 is data and not checked.
         let Ok(text) = String::from_utf8(bytes) else { continue };
         read += 1;
         findings.extend(file(path, &text));
@@ -101,7 +101,7 @@ pub(crate) fn check() -> Result<()> {
     Ok(())
 }
 
-/// What is wrong with the list of files itself.
+/// Checks that required files exist.
 fn presence(paths: &[&str]) -> Vec<Finding> {
     let mut needed = vec!["LICENSE-MIT".to_owned(), "LICENSE-APACHE".to_owned()];
     for path in paths {
@@ -113,7 +113,7 @@ fn presence(paths: &[&str]) -> Vec<Finding> {
     needed.into_iter().map(|path| Finding { path, line: 0, what: "missing".to_owned() }).collect()
 }
 
-/// What is wrong with one text file; `path` is relative to the root, with `/`.
+/// Checks one text file. `path` is relative to the root and uses `/`.
 fn file(path: &str, text: &str) -> Vec<Finding> {
     let mut findings = Vec::new();
     let mut add = |line, what: String| findings.push(Finding { path: path.to_owned(), line, what });
@@ -171,7 +171,7 @@ fn in_line(path: &str, name: &str, is_rust: bool, content: &str) -> Vec<String> 
     found
 }
 
-/// Whether `start` occurs where a path begins: not after a part of a path or of an address.
+/// Returns whether `start` occurs as the beginning of a path, not within a longer path or a URL.
 fn has_absolute(line: &str, start: &str) -> bool {
     line.match_indices(start).any(|(at, _)| {
         let before = line[..at].chars().next_back();

@@ -1,4 +1,4 @@
-//! What `cargo metadata` says about the workspace's own packages, without resolving anything.
+//! The workspace's packages, as described by `cargo metadata` without dependency resolution.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -8,29 +8,30 @@ use serde_json::Value;
 
 use crate::shell;
 
-/// The workspace's packages, by name.
+/// The workspace's packages, sorted by name.
 #[derive(Debug, Clone)]
 pub(crate) struct Workspace {
     pub(crate) packages: Vec<Package>,
     pub(crate) target_directory: PathBuf,
 }
 
-/// One package of the workspace.
+/// A package of the workspace.
 #[derive(Debug, Clone)]
 pub(crate) struct Package {
     pub(crate) name: String,
     pub(crate) dependencies: Vec<Dependency>,
-    /// Feature to what it turns on, in Cargo's notation: `other`, `dep:name`, `name/feature`, `name?/feature`.
+    /// For each feature, what it enables, in Cargo's notation: `other`, `dep:name`, `name/feature`,
+    /// `name?/feature`.
     pub(crate) features: BTreeMap<String, Vec<String>>,
     pub(crate) has_library: bool,
 }
 
-/// One line of a package's dependency tables.
+/// An entry of a package's dependency tables.
 #[derive(Debug, Clone)]
 pub(crate) struct Dependency {
-    /// The package's name, also where the line renames it.
+    /// Name of the package, even if the entry renames it.
     pub(crate) name: String,
-    /// The name by which features call it.
+    /// Name that features use for it.
     pub(crate) alias: String,
     pub(crate) kind: Kind,
     pub(crate) optional: bool,
@@ -44,7 +45,7 @@ pub(crate) enum Kind {
 }
 
 impl Workspace {
-    /// Reads the manifests through cargo; the network is not touched.
+    /// Reads the manifests through cargo, without network access.
     pub(crate) fn load() -> Result<Self> {
         let args = ["metadata", "--offline", "--no-deps", "--format-version", "1"];
         let json = shell::output(&mut shell::cargo(&args))?;

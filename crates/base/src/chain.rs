@@ -1,22 +1,22 @@
-//! How a chain of layers runs forward and backward when not all activations are kept: plain data that planners
-//! make and models follow.
+//! Steps of a forward and backward pass over a chain of layers, some of whose activations are recomputed. Plain
+//! data: a planner produces the list, a model executes it.
 
 use std::fmt;
 
-/// A step of a forward and backward pass over layers that are counted from 0. "Input i" is what layer i takes.
+/// One step of a forward and backward pass. Layers are counted from 0; "input i" is the input of layer i.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ChainStep {
-    /// Keep input i until it is let go of.
+    /// Keep input i until [`ChainStep::Drop`].
     Keep(u32),
-    /// Run layer i from input i and keep nothing of it but its output.
+    /// Run layer i on input i and keep only its output.
     Forward(u32),
-    /// Run layer i from input i and keep all that its backward needs.
+    /// Run layer i on input i and keep all activations that its backward pass needs.
     ForwardAll(u32),
-    /// Run layer i backward. Its activations are freed.
+    /// Run layer i's backward pass, then free its activations.
     Backward(u32),
-    /// Go back to input i, which is kept.
+    /// Make the kept input i the current input again.
     Restore(u32),
-    /// Let go of input i.
+    /// Free input i.
     Drop(u32),
 }
 

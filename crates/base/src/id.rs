@@ -1,5 +1,5 @@
-//! Names of the members of a job. A rank is a position and changes when members come and go; a peer id does
-//! not.
+//! Identifiers within a job. A process keeps its [`PeerId`]; its [`Rank`] can change when members join or
+//! leave.
 
 use std::fmt;
 
@@ -11,7 +11,7 @@ macro_rules! id {
         pub struct $name(pub $inner);
 
         impl $name {
-            /// The id as an index into a list with one entry per member.
+            /// Returns the id as an index into a list with one entry per member.
             #[must_use]
             pub const fn index(self) -> usize {
                 self.0 as usize
@@ -37,11 +37,12 @@ id!(
     Rank, u32, "rank "
 );
 id!(
-    /// A process (or simulated process) for as long as it lives, whatever rank it holds in which epoch.
+    /// A process, or simulated process, for its whole life. Its rank may change between epochs; its peer id
+    /// does not.
     PeerId, u32, "peer "
 );
 id!(
-    /// A pipeline stage, counted from the input.
+    /// A pipeline stage. Stage 0 is at the model's input.
     StageId, u32, "stage "
 );
 

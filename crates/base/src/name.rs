@@ -1,16 +1,16 @@
-//! What several crates choose by name, and the error for a name that does not exist.
+//! Enums that several crates select by name, and the error for an unknown name.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// A name that is not in a table.
+/// Error: the name is not in the table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnknownName {
-    /// What the name should be of, such as `all-reduce algorithm`.
+    /// Kind of thing that the name should select, such as `all-reduce algorithm`.
     pub kind: &'static str,
-    /// The name that was given.
+    /// Name that was not found.
     pub name: String,
-    /// The names that exist.
+    /// All valid names.
     pub known: Vec<&'static str>,
 }
 
@@ -22,7 +22,7 @@ impl fmt::Display for UnknownName {
 
 impl std::error::Error for UnknownName {}
 
-/// Finds a value by its name in a table of all values.
+/// Returns the value in `all` whose name is `text`.
 fn find<T: Copy>(
     kind: &'static str,
     text: &str,
@@ -36,37 +36,37 @@ fn find<T: Copy>(
     })
 }
 
-/// How an all-reduce is carried out. `farflung-comm` has the steps of each, and prices them.
+/// Algorithm of an all-reduce. `farflung-comm` implements each and computes its cost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum Algorithm {
-    /// Each rank sends to the next; large blocks a frame at a time.
+    /// Each rank sends to the next one. Large blocks are cut into frames.
     #[default]
     Ring,
     /// Two rings in opposite directions, each with half of the values.
     BidirectionalRing,
-    /// Whole vectors between partners at doubling distance.
+    /// Pairs of ranks at doubling distances exchange whole vectors.
     RecursiveDoubling,
     /// Recursive halving, then doubling (Rabenseifner).
     HalvingDoubling,
     /// Two binary trees, each with half of the values.
     DoubleTree,
-    /// Inside each region, then between regions, then inside again.
+    /// All-reduce inside each region, then between regions, then distribution inside each region.
     Hierarchical,
-    /// Each rank reduces an equal shard and sends it to all.
+    /// Each rank reduces an equal shard and sends the result to all.
     Direct,
-    /// Each rank reduces a shard as large as its access link allows.
+    /// Each rank reduces a shard. Ranks with faster access links get larger shards.
     Butterfly,
-    /// Along the axes of a grid of ranks, one after the other.
+    /// All-reduce along each axis of a grid of ranks, one axis after the other.
     Moshpit,
-    /// Each rank sends what a codec made of its values to all others, and all add them up. Plain values go by
-    /// [`Algorithm::Ring`].
+    /// Each rank sends its encoded values to all others, and every rank adds them up. Without a codec,
+    /// [`Algorithm::Ring`] is used instead.
     AllGather,
-    /// The cheapest of them on the declared topology; ties go to the one named first.
+    /// The cheapest algorithm on the declared topology; the earlier in the list wins a tie.
     Auto,
 }
 
 impl Algorithm {
-    /// Every algorithm for plain values, in the order of the choice; without `Auto`.
+    /// Every algorithm for uncompressed values, in the order in which `Auto` tries them.
     pub const ALL: [Self; 9] = [
         Self::Ring,
         Self::BidirectionalRing,
@@ -79,13 +79,13 @@ impl Algorithm {
         Self::Moshpit,
     ];
 
-    /// Those by which values can be averaged through a codec, in the order of the choice: equal shards, shards
-    /// by access links, plain inside a region and coded between regions, a ring that encodes anew at each hop,
-    /// and everything to all.
+    /// Every algorithm that can average values through a codec, in the order in which `Auto` tries them: equal
+    /// shards; shards by access link; uncompressed inside a region and encoded between regions; a ring that
+    /// re-encodes at each hop; all values to all ranks.
     pub const CODED: [Self; 5] =
         [Self::Direct, Self::Butterfly, Self::Hierarchical, Self::Ring, Self::AllGather];
 
-    /// The name on command lines and in plans.
+    /// Returns the name used on command lines and in plans.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -113,36 +113,39 @@ impl fmt::Display for Algorithm {
 impl FromStr for Algorithm {
     type Err = UnknownName;
 
-    /// Reads a name such as `double-tree` or `auto`.
+    /// Parses a name such as `double-tree` or `auto`.
     fn from_str(text: &str) -> Result<Self, UnknownName> {
         let all: Vec<Self> = Self::ALL.into_iter().chain([Self::AllGather, Self::Auto]).collect();
         find("all-reduce algorithm", text, &all, Self::name)
     }
 }
 
-/// What the operands of a matrix product are rounded to, to nearest, ties to even. Products add up in f32 and
-/// results are f32 whatever it is, and so is all else: parameters, their gradients, norms, softmaxes and
-/// optimizer states. This is mixed precision with f32 master weights (Micikevicius et al. 2018), where the
-/// rounding belongs to the product and not to the tensor, as PyTorch's `set_float32_matmul_precision` has it.
+/// Type to which the operands of a matrix product are rounded (to nearest, ties to even). Sums are accumulated
+/// in f32 and results are f32 in every case. Parameters, gradients, norms, softmaxes and optimizer states are
+/// f32 too.
 ///
-/// A device with tensor cores for the type computes on them; any other gives the same products, without the
-/// speed.
+/// This is mixed precision with f32 master weights (Micikevicius et al. 2018). As with PyTorch's
+/// `set_float32_matmul_precision`, the precision is a property of the product, not of the tensor.
+///
+/// A device with tensor cores for the type uses them. Other devices compute the same products without the
+/// speed-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Precision {
-    /// As they are.
+    /// No rounding.
     #[default]
     F32,
-    /// 8 bits of mantissa and the range of f32.
+    /// bfloat16: 8 bits of significand and the exponent range of f32.
     Bf16,
-    /// 11 bits of mantissa; beyond 65504 it is infinite, and below 6e-8 zero, so gradients need a loss scale.
+    /// IEEE half precision: 11 bits of significand. Values beyond 65504 become infinite and values below 6e-8
+    /// become zero, so gradients need a loss scale.
     F16,
 }
 
 impl Precision {
-    /// All of them.
+    /// All precisions.
     pub const ALL: [Self; 3] = [Self::F32, Self::Bf16, Self::F16];
 
-    /// The name on command lines and in plans.
+    /// Returns the name used on command lines and in plans.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -167,15 +170,16 @@ impl FromStr for Precision {
     }
 }
 
-/// Which element of each stratum of a mask is sent in a round: of several consecutive elements, one.
+/// How a mask selects one element of each stratum (a run of consecutive elements) in a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Pattern {
-    /// The same in all strata, the next in the next round: every element is sent once in as many rounds as a
-    /// stratum has elements.
+    /// The same index in every stratum, advanced by one each round. With strata of n elements, every element is
+    /// sent once in n rounds.
     Rolling,
-    /// In each stratum from another start, drawn anew when every element has been sent once.
+    /// As `Rolling`, but each stratum starts at its own random index, redrawn after every element has been sent
+    /// once.
     Permuted,
-    /// Any, drawn in each round.
+    /// An index drawn at random for each stratum and round.
     Random,
 }
 

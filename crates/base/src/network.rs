@@ -1,50 +1,57 @@
-//! When each link of a topology is free: the alpha-beta model with access links and lines that are shared. The
-//! one model of links: the simulated transport, the price of a collective and the simulator of a step all run
-//! on it.
+//! The model of shared links in virtual time: the alpha-beta model, with access links and region lines that
+//! transfers share. The simulated transport, the price of a collective and the simulation of a training step
+//! all use it.
 
 use crate::{Bandwidth, Bytes, Nanos, Rank, Topology};
 
-/// The state of all links: when each becomes free. A transfer goes out over the sender's uplink and its
-/// region's, over the pair's own link, and in over the receiver's region's downlink and its own, each first
-/// come first served and each at its own rate; its last byte is there when the slowest of them has passed it.
+/// State of all links: the time at which each becomes free.
 ///
-/// The order of calls for one transfer: [`Network::depart`], [`Network::cross`], [`Network::enter`] where
-/// [`Network::has_lines`], [`Network::land`]. Each is to be called in the order of time over all transfers.
+/// A transfer passes, in this order, the sender's uplink, the uplink of the sender's region, the pair's own
+/// link, the downlink of the receiver's region, and the receiver's downlink. Each link serves transfers first
+/// come, first served, at its own rate. The last byte arrives when it has passed the slowest of them.
+///
+/// For one transfer, call [`Network::depart`], [`Network::cross`], [`Network::enter`] (needed only if
+/// [`Network::has_lines`]) and [`Network::land`], in this order. Calls of each method must be ordered by time
+/// over all transfers.
 #[derive(Debug, Clone)]
 pub struct Network {
     topology: Topology,
+    /// Time at which the sender's uplink becomes free, by rank.
     up: Vec<Nanos>,
+    /// Time at which the pair's link becomes free; index `from * size + to`.
     pair: Vec<Nanos>,
+    /// Time at which the receiver's downlink becomes free, by rank.
     down: Vec<Nanos>,
-    /// By region.
+    /// Time at which a region's uplink becomes free, by region.
     line_up: Vec<Nanos>,
+    /// Time at which a region's downlink becomes free, by region.
     line_down: Vec<Nanos>,
 }
 
-/// A transfer on its way.
+/// A transfer under way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct InFlight {
-    /// When its first byte reaches what it goes over next.
+    /// Time at which the first byte reaches the next link.
     pub head: Nanos,
-    /// When its last byte does, at best.
+    /// Earliest time at which the last byte reaches the next link.
     pub tail: Nanos,
-    /// What it carries.
+    /// Size of the transfer.
     pub bytes: Bytes,
 }
 
-/// The links between two ranks that others share and that have a limit.
+/// Which links between two ranks are shared with other senders and have a finite rate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SharedLimits {
-    /// The line out of the sender's region.
+    /// The uplink of the sender's region.
     pub(crate) out: bool,
-    /// The line into the receiver's region.
+    /// The downlink of the receiver's region.
     pub(crate) into: bool,
     /// The receiver's downlink.
     pub(crate) down: bool,
 }
 
 impl Network {
-    /// All links idle.
+    /// Creates the network of `topology` with all links idle.
     #[must_use]
     pub fn new(topology: &Topology) -> Self {
         let idle = |count| vec![Nanos::ZERO; count];
@@ -59,13 +66,14 @@ impl Network {
         }
     }
 
-    /// Whether regions share lines, so that what leaves one rank can hold up what leaves another.
+    /// Returns whether any region shares a line. If so, transfers of different senders can delay each other
+    /// before they reach the receiver.
     #[must_use]
     pub const fn has_lines(&self) -> bool {
         !self.line_up.is_empty()
     }
 
-    /// Which links between two ranks can make a transfer of one sender wait for one of another.
+    /// Returns the links on which a transfer of one sender can wait for a transfer of another.
     pub(crate) fn shared_limits(&self, from: Rank, to: Rank) -> SharedLimits {
         let leaves = self.topology.leaves(from, to);
         let line = |rank: Rank| self.topology.region(rank).filter(|_| leaves);
@@ -77,15 +85,15 @@ impl Network {
         }
     }
 
-    /// Sends `bytes` at `at`, or when the sender's uplink is free.
+    /// Passes `bytes` through the sender's uplink, from `at` or from when the uplink is free.
     pub fn depart(&mut self, from: Rank, at: Nanos, bytes: Bytes) -> InFlight {
         let up = self.topology.port(from).up;
         let (head, tail) = occupy(&mut self.up[from.index()], at, up, bytes);
         InFlight { head, tail, bytes }
     }
 
-    /// Goes from the sender's uplink to the receiver, over the line of the sender's region where it leaves
-    /// that.
+    /// Passes the uplink of the sender's region, if the transfer leaves the region, and then the link of the
+    /// pair.
     pub fn cross(&mut self, from: Rank, to: Rank, transfer: InFlight) -> InFlight {
         let InFlight { mut head, mut tail, bytes } = transfer;
         if let Some(region) = self.topology.region(from).filter(|_| self.topology.leaves(from, to)) {
@@ -100,7 +108,7 @@ impl Network {
         InFlight { head: later(start), tail: later(tail.max(through)), bytes }
     }
 
-    /// Comes in over the line of the receiver's region where it comes from outside.
+    /// Passes the downlink of the receiver's region, if the transfer comes from outside.
     pub fn enter(&mut self, from: Rank, to: Rank, transfer: InFlight) -> InFlight {
         let InFlight { head, tail, bytes } = transfer;
         let Some(region) = self.topology.region(to).filter(|_| self.topology.leaves(from, to)) else {
@@ -111,7 +119,7 @@ impl Network {
         InFlight { head, tail: tail.max(end), bytes }
     }
 
-    /// Receives what arrives from `head` on; returns when its last byte is there.
+    /// Passes the receiver's downlink. Returns the time at which the last byte arrives.
     pub fn land(&mut self, to: Rank, transfer: InFlight) -> Nanos {
         let InFlight { head, tail, bytes } = transfer;
         let (_, end) = occupy(&mut self.down[to.index()], head, self.topology.port(to).down, bytes);
@@ -119,9 +127,10 @@ impl Network {
     }
 }
 
-/// Takes a link for what `bytes` need at its rate, from `at` on or from when it is free; returns start and end.
+/// Occupies a link for the time that `bytes` take at `rate`, from `at` or from when the link is free. Returns
+/// the start and the end.
 ///
-/// A link without a limit is always free, in whatever order transfers come.
+/// An unlimited link is always free, even if transfers come out of the order of time.
 fn occupy(free: &mut Nanos, at: Nanos, rate: Bandwidth, bytes: Bytes) -> (Nanos, Nanos) {
     if rate == Bandwidth::UNLIMITED {
         return (at, at);

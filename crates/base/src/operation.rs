@@ -1,5 +1,5 @@
-//! What goes over the links of a topology when ranks talk to each other: who sends what to whom in which order,
-//! in bytes; and a walk in virtual time over any number of such operations at once. No data moves.
+//! Communication as data: which rank sends how many bytes to which rank, in which order. [`NetworkSimulator`]
+//! computes when any number of such operations end in virtual time. No data moves.
 
 mod burst;
 #[cfg(test)]
@@ -15,48 +15,50 @@ pub use simulator::{Finished, NetworkSimulator};
 
 use crate::{Bytes, Nanos, Rank, Topology};
 
-/// How the messages of a step leave a rank.
+/// Order in which the messages of a step leave a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SendOrder {
-    /// A piece of each, in turns; of several to one rank the next begins when the one before has left.
+    /// Round-robin: one piece of each message in turn. Several messages to the same rank leave one after the
+    /// other.
     #[default]
     SideBySide,
-    /// One message after the other.
+    /// One message after the other, in the order of the list.
     InTurn,
 }
 
-/// One step of a rank in an operation: what it receives is taken in the order of the list. The next step starts
-/// when all is there.
+/// One step of a rank in an operation. Its receives complete in the order of the list. The next step starts
+/// when all of them have arrived.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct OperationStep {
-    /// To whom, and how much.
+    /// Receiver and size of each message to send.
     pub sends: Vec<(Rank, Bytes)>,
-    /// How that leaves.
+    /// Order in which the messages leave.
     pub order: SendOrder,
-    /// From whom, and how much.
+    /// Sender and size of each message to receive.
     pub receives: Vec<(Rank, Bytes)>,
 }
 
-/// What one rank does in an operation.
+/// The part of one rank in an operation.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Side {
-    /// Lists of steps that run side by side. Lane `i` of a rank talks to lane `i` of others.
+    /// Lists of steps that run concurrently. Lane `i` of a rank exchanges messages with lane `i` of other
+    /// ranks.
     pub lanes: Vec<Vec<OperationStep>>,
-    /// Lanes under way at a time: lane `i` starts when lane `i - window` is done.
+    /// Maximum number of concurrent lanes: lane `i` starts when lane `i - window` is done.
     pub window: usize,
 }
 
-/// A message or a collective, as the bytes that its ranks send to each other.
+/// A message or a collective, given as the messages that its ranks exchange.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Operation {
-    /// By rank.
+    /// Part of each rank.
     pub sides: BTreeMap<Rank, Side>,
-    /// Messages travel in pieces of at most so much, at least a byte.
+    /// Largest piece into which messages are cut, at least one byte.
     pub frame: Bytes,
 }
 
 impl Operation {
-    /// A message from one rank to another.
+    /// Creates the operation of a single message from one rank to another.
     #[must_use]
     pub fn message(from: Rank, to: Rank, bytes: Bytes, frame: Bytes) -> Self {
         let side = |turn| Side { lanes: vec![vec![turn]], window: usize::MAX };
@@ -65,10 +67,10 @@ impl Operation {
         Self { sides: BTreeMap::from([(from, side(sent)), (to, side(received))]), frame }
     }
 
-    /// The same among other ranks: its rank `i` becomes `ranks[i]`.
+    /// Returns the operation with other ranks: rank `i` becomes `ranks[i]`.
     ///
     /// # Panics
-    /// If `ranks` is shorter than the operation needs, or names a rank twice.
+    /// If `ranks` is shorter than the operation needs, or contains a rank twice.
     #[must_use]
     pub fn among(&self, ranks: &[Rank]) -> Self {
         let place = |rank: Rank| ranks[rank.index()];
@@ -87,8 +89,8 @@ impl Operation {
     }
 }
 
-/// Virtual time from a common start until the last rank has done its side of an operation alone on the links;
-/// [`Nanos::MAX`] if its sides do not fit together or a link is dead.
+/// Simulates one operation on idle links, begun by all ranks at time 0. Returns the time at which the last rank
+/// finishes, or [`Nanos::MAX`] if its sends and receives do not match or a link is dead.
 #[must_use]
 pub fn alone(operation: &Operation, topology: &Topology) -> Nanos {
     let mut simulator = NetworkSimulator::new(topology, std::slice::from_ref(operation));

@@ -1,19 +1,19 @@
-//! A result that may still be on its way: start, compute, wait is how overlap is written.
+//! The result of an asynchronous operation. The caller starts the operation, computes, and then waits.
 
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
-/// What produces a [`Pending`] value. Dropping it before it is done cancels it.
+/// The operation behind a [`Pending`] value. Dropping it before it is done cancels it.
 pub trait PendingOp<T>: Send {
-    /// Looks whether the value is there, and arranges a wake-up where it is not. Must not block.
+    /// Returns the value if it is ready; otherwise arranges a wake-up. Must not block.
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<T>;
 
-    /// Blocks the calling thread until the value is there, driving its progress on this thread where it can.
+    /// Blocks the calling thread until the value is ready. Where possible, this thread drives the operation.
     fn wait(self: Box<Self>) -> T;
 
-    /// Whether the value is known to be there.
+    /// Returns whether the value is known to be ready, without polling.
     fn is_ready(&self) -> bool {
         false
     }
@@ -24,24 +24,24 @@ enum State<T> {
     Running(Box<dyn PendingOp<T>>),
 }
 
-/// A value of type `T` that is there already or will be: a [`Future`], and a blocking [`wait`](Pending::wait).
+/// A value of type `T`, ready now or later. It is a [`Future`] and also has a blocking [`wait`](Pending::wait).
 ///
-/// Dropping a pending value cancels what would have produced it.
+/// Dropping it cancels the operation that produces the value.
 #[must_use = "dropping a Pending cancels it; call `wait` or await it"]
 pub struct Pending<T>(State<T>);
 
 impl<T> Pending<T> {
-    /// A value that is there already.
+    /// Creates a value that is ready.
     pub const fn ready(value: T) -> Self {
         Self(State::Ready(Some(value)))
     }
 
-    /// A value that `op` will produce.
+    /// Creates a value that `op` will produce.
     pub fn new(op: impl PendingOp<T> + 'static) -> Self {
         Self(State::Running(Box::new(op)))
     }
 
-    /// Whether `wait` would return without blocking, as far as is known without polling.
+    /// Returns whether `wait` would return without blocking, as far as is known without polling.
     pub fn is_ready(&self) -> bool {
         match &self.0 {
             State::Ready(_) => true,
@@ -49,10 +49,10 @@ impl<T> Pending<T> {
         }
     }
 
-    /// Blocks until the value is there.
+    /// Blocks until the value is ready, and returns it.
     ///
     /// # Panics
-    /// If it was polled as a future and had given its value already.
+    /// If it has already returned its value as a future.
     pub fn wait(self) -> T {
         match self.0 {
             State::Ready(value) => value.expect("a Pending gives its value once"),
@@ -62,7 +62,7 @@ impl<T> Pending<T> {
 }
 
 impl<T: 'static> Pending<T> {
-    /// Applies `f` to the value once it is there.
+    /// Applies `f` to the value when it is ready.
     pub fn map<U>(self, f: impl FnOnce(T) -> U + Send + 'static) -> Pending<U> {
         match self.0 {
             State::Ready(value) => Pending::ready(f(value.expect("a Pending gives its value once"))),

@@ -1,10 +1,10 @@
-//! Counter-based randomness: the value at a position is a pure function of (seed, stream, position), so that
-//! any rank, thread or device can compute any part of a mask, in any order, and get the same bits.
+//! Counter-based random numbers. The value at a position is a pure function of (seed, stream, position): any
+//! rank, thread or device can compute any part of a sequence, in any order, and gets the same bits.
 
-/// Philox4x32-10.
+/// The Philox4x32-10 generator.
 ///
-/// Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; vectors from Random123's
-/// `kat_vectors`.
+/// Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3". Tested against the vectors of
+/// Random123's `kat_vectors`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Philox {
     key: [u32; 2],
@@ -14,7 +14,7 @@ pub struct Philox {
 const MULTIPLIER: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 
-/// Ten rounds over one counter block.
+/// Computes the four output words of one counter block, in ten rounds.
 #[must_use]
 pub const fn philox4x32_10(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     let mut round = 0;
@@ -36,32 +36,33 @@ pub const fn philox4x32_10(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4]
 }
 
 impl Philox {
-    /// The generator of `seed`; `stream` separates independent uses of one seed (a round, a shard, a rank).
+    /// Creates the generator of `seed`. `stream` separates independent uses of one seed (a round, a shard, a
+    /// rank).
     #[must_use]
     pub const fn new(seed: u64, stream: u64) -> Self {
         Self { key: [seed as u32, (seed >> 32) as u32], stream: [stream as u32, (stream >> 32) as u32] }
     }
 
-    /// The four words of block `index`.
+    /// Returns the four words of block `index`, that is, positions `4 * index` to `4 * index + 3`.
     #[must_use]
     pub const fn block(&self, index: u64) -> [u32; 4] {
         philox4x32_10([index as u32, (index >> 32) as u32, self.stream[0], self.stream[1]], self.key)
     }
 
-    /// The word at `position`.
+    /// Returns the word at `position`.
     #[must_use]
     pub const fn word(&self, position: u64) -> u32 {
         self.block(position / 4)[(position % 4) as usize]
     }
 
-    /// Uniform in `[0, 1)` with 24 random bits.
+    /// Returns a uniform value in `[0, 1)` with 24 random bits.
     #[must_use]
     pub fn uniform(&self, position: u64) -> f32 {
         unit(self.word(position))
     }
 
-    /// Uniform in `0..bound` without modulo bias worth speaking of (64-bit multiply-shift). Uses block
-    /// `position`.
+    /// Returns a uniform value in `0..bound` by a 64-bit multiply-shift, whose bias is negligible. `position`
+    /// counts blocks here, not words.
     #[must_use]
     pub const fn below(&self, position: u64, bound: u64) -> u64 {
         let [a, b, ..] = self.block(position);
@@ -69,8 +70,8 @@ impl Philox {
         ((x as u128 * bound as u128) >> 64) as u64
     }
 
-    /// Fills `out` with normal deviates of the given standard deviation, from position 0 on (Box-Muller in
-    /// f64).
+    /// Fills `out` with normal values of mean 0 and the given standard deviation, from position 0 on
+    /// (Box-Muller in f64).
     pub fn fill_normal(&self, std: f32, out: &mut [f32]) {
         for (i, four) in out.chunks_mut(4).enumerate() {
             let w = self.block(i as u64);

@@ -1,5 +1,5 @@
-//! Who is linked to whom, at what latency and bandwidth. Plain data: planners price it, the simulated transport
-//! obeys it.
+//! The links of a job: latency and bandwidth between ranks. Plain data, used by planners to compute costs and
+//! by the simulated transport to delay messages.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,34 +7,35 @@ use std::sync::Arc;
 
 use crate::{Bandwidth, Bytes, Nanos, ParseUnitError, Rank};
 
-/// One direction of a link between two ranks: the alpha and beta of the alpha-beta model.
+/// One direction of a link between two ranks, with the alpha (latency) and beta (bandwidth) of the alpha-beta
+/// model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Link {
-    /// Bits per second.
+    /// Rate in bits per second.
     pub bandwidth: Bandwidth,
     /// One-way latency.
     pub latency: Nanos,
 }
 
-/// What a rank has in common for all its links: a home's uplink and downlink.
+/// The access link of a rank, shared by all its transfers: for example a home's uplink and downlink.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Port {
-    /// Shared by everything the rank sends.
+    /// Bandwidth shared by everything that the rank sends.
     pub up: Bandwidth,
-    /// Shared by everything the rank receives.
+    /// Bandwidth shared by everything that the rank receives.
     pub down: Bandwidth,
 }
 
-/// Why a link such as `100mbit,20ms` could not be read.
+/// Error of parsing a link such as `100mbit,20ms`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ParseLinkError {
-    /// Not of the form `BANDWIDTH,LATENCY` or a known name.
+    /// The text is neither `BANDWIDTH,LATENCY` nor a known name.
     Form(String),
-    /// One of the two parts is not a quantity.
+    /// The bandwidth or the latency could not be parsed.
     Unit(ParseUnitError),
-    /// A link of no bandwidth would never deliver anything.
+    /// The bandwidth is zero, so the link would never deliver anything.
     Dead(String),
 }
 
@@ -55,10 +56,10 @@ impl fmt::Display for ParseLinkError {
 impl std::error::Error for ParseLinkError {}
 
 impl Link {
-    /// No delay and no limit: one process, or a machine's own memory.
+    /// A link without delay or limit, used within one process or one machine's memory.
     pub const FREE: Self = Self { bandwidth: Bandwidth::UNLIMITED, latency: Nanos::ZERO };
 
-    /// Links that have a name, with bits per second and latency in microseconds.
+    /// The named links: name, bits per second, latency in microseconds.
     pub const NAMED: [(&'static str, u64, u64); 5] = [
         ("home", 20_000_000, 25_000),
         ("office", 100_000_000, 10_000),
@@ -67,7 +68,7 @@ impl Link {
         ("datacenter", 100_000_000_000, 10),
     ];
 
-    /// Time from the start of sending to the last byte's arrival on an idle link.
+    /// Returns the time from the start of sending until the last byte arrives, on an idle link.
     #[must_use]
     pub fn time(&self, bytes: Bytes) -> Nanos {
         self.latency.saturating_add(self.bandwidth.transfer(bytes))
@@ -83,7 +84,7 @@ impl fmt::Display for Link {
 impl FromStr for Link {
     type Err = ParseLinkError;
 
-    /// Reads `100mbit,20ms`, or a name of [`Link::NAMED`].
+    /// Parses `100mbit,20ms`, or a name of [`Link::NAMED`].
     fn from_str(text: &str) -> Result<Self, ParseLinkError> {
         if let Some(&(_, bits, us)) = Self::NAMED.iter().find(|(name, ..)| *name == text.trim()) {
             return Ok(Self { bandwidth: Bandwidth(bits), latency: Nanos::from_micros(us) });
@@ -98,14 +99,14 @@ impl FromStr for Link {
     }
 }
 
-/// The links of a whole job: one [`Link`] per ordered pair of ranks, one [`Port`] per rank, and one for each
+/// The links of a whole job: one [`Link`] per ordered pair of ranks, one [`Port`] per rank, and one more per
 /// region whose ranks share a line.
 ///
-/// A transfer from `i` to `j` runs at the least of the pair's bandwidth, `i`'s free uplink and `j`'s free
-/// downlink. Where it leaves `i`'s region it takes a part of that region's uplink, and where it comes into
-/// `j`'s of that one's downlink.
+/// A transfer from `i` to `j` runs at the minimum of the pair's bandwidth, `i`'s free uplink and `j`'s free
+/// downlink. If it leaves `i`'s region it also shares that region's uplink; if it enters `j`'s region it also
+/// shares that region's downlink.
 ///
-/// Clones share the tables, and equal links need none.
+/// Clones share the tables. If all links are equal, one [`Link`] is stored instead of a table.
 #[derive(Debug, Clone)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(into = "Tables", try_from = "Tables"))]
@@ -116,12 +117,12 @@ pub struct Topology {
     lines: Arc<Lines>,
 }
 
-/// The lines that regions share.
+/// The shared lines of regions.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Lines {
-    /// The region of each rank; empty where there are none.
+    /// Region of each rank; empty if there are no regions.
     of: Vec<Option<usize>>,
-    /// By region.
+    /// Line of each region.
     ports: Vec<Port>,
 }
 
@@ -129,7 +130,7 @@ struct Lines {
 #[derive(Debug, Clone)]
 enum Links {
     Equal(Link),
-    /// By sender and receiver.
+    /// Indexed by `sender * size + receiver`.
     Each(Arc<Vec<Link>>),
 }
 
@@ -146,15 +147,15 @@ impl PartialEq for Topology {
 impl Eq for Topology {}
 
 impl Topology {
-    /// `size` ranks behind equal access links: each rank's uplink and downlink has `link`'s bandwidth, each
-    /// pair its latency.
+    /// Creates `size` ranks behind equal access links: each rank's uplink and downlink has `link`'s bandwidth,
+    /// and each pair has its bandwidth and latency.
     #[must_use]
     pub fn uniform(size: usize, link: Link) -> Self {
         let port = Port { up: link.bandwidth, down: link.bandwidth };
         Self { size, links: Links::Equal(link), ports: Arc::new(vec![port; size]), lines: Arc::default() }
     }
 
-    /// The links and ports of these ranks alone: the first of them is rank 0 of the result.
+    /// Returns the topology of these ranks only. `ranks[0]` becomes rank 0 of the result.
     ///
     /// # Panics
     /// If a rank is not below [`Topology::size`].
@@ -177,7 +178,7 @@ impl Topology {
         Self { size: ranks.len(), links, ports, lines }
     }
 
-    /// Whether all ranks share the same lines with the same others, however their regions are numbered.
+    /// Returns whether the region lines are equal. The numbering of the regions may differ.
     fn same_lines(&self, other: &Self) -> bool {
         let port = |topology: &Self, rank| topology.region(rank).map(|region| topology.region_port(region));
         let ranks = || (0..self.size as u32).map(Rank);
@@ -185,20 +186,20 @@ impl Topology {
             && self.pairs().all(|(a, b)| self.leaves(a, b) == other.leaves(a, b))
     }
 
-    /// All pairs of different ranks.
+    /// Returns all ordered pairs of different ranks.
     fn pairs(&self) -> impl Iterator<Item = (Rank, Rank)> + use<> {
         let ranks = 0..self.size as u32;
         let row = move |from| ranks.clone().map(move |to| (Rank(from), Rank(to)));
         (0..self.size as u32).flat_map(row).filter(|(from, to)| from != to)
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     #[must_use]
     pub const fn size(&self) -> usize {
         self.size
     }
 
-    /// The link from one rank to another; a rank reaches itself for free.
+    /// Returns the link from one rank to another. The link of a rank to itself is [`Link::FREE`].
     ///
     /// # Panics
     /// If a rank is not below [`Topology::size`].
@@ -212,7 +213,7 @@ impl Topology {
         }
     }
 
-    /// The access link that all of a rank's transfers share.
+    /// Returns the access link of a rank, which all its transfers share.
     ///
     /// # Panics
     /// If `rank` is not below [`Topology::size`].
@@ -221,20 +222,20 @@ impl Topology {
         self.ports[rank.index()]
     }
 
-    /// The region whose line a rank shares with others, by its number; `None` for a rank that shares none.
+    /// Returns the number of the region whose line the rank shares; `None` if it is in no region.
     #[must_use]
     pub fn region(&self, rank: Rank) -> Option<usize> {
         self.lines.of.get(rank.index()).copied().flatten()
     }
 
-    /// Number of regions that share a line.
+    /// Returns the number of regions that share a line.
     #[must_use]
     pub fn regions(&self) -> usize {
         self.lines.ports.len()
     }
 
-    /// The line of a region: what its ranks send to all others shares `up`, what they receive from all others
-    /// `down`.
+    /// Returns the line of a region. Transfers from its ranks to ranks outside share `up`; transfers from
+    /// outside share `down`.
     ///
     /// # Panics
     /// If `region` is not below [`Topology::regions`].
@@ -243,16 +244,16 @@ impl Topology {
         self.lines.ports[region]
     }
 
-    /// Whether a transfer goes over lines that regions share: the ranks are not in one region, and one of them
-    /// is in one.
+    /// Returns whether a transfer passes a region line, that is, whether the two ranks are not in the same
+    /// region and at least one of them is in a region.
     #[must_use]
     pub fn leaves(&self, from: Rank, to: Rank) -> bool {
         let (from, to) = (self.region(from), self.region(to));
         from != to
     }
 
-    /// What one transfer from a rank to another has between them, their own access links apart: the least of
-    /// the pair's bandwidth and of the lines that it goes over.
+    /// Returns the bandwidth of one transfer without the limits of the two ranks' access links: the minimum of
+    /// the pair's link and the region lines on the way.
     #[must_use]
     pub fn between(&self, from: Rank, to: Rank) -> Bandwidth {
         let mut least = self.link(from, to).bandwidth;
@@ -264,7 +265,7 @@ impl Topology {
         least
     }
 
-    /// The rate at which one transfer runs when nothing else uses either end or a line between them.
+    /// Returns the rate of one transfer when nothing else uses the links on its way.
     #[must_use]
     pub fn rate(&self, from: Rank, to: Rank) -> Bandwidth {
         if from == to {
@@ -273,7 +274,7 @@ impl Topology {
         self.between(from, to).min(self.port(from).up).min(self.port(to).down)
     }
 
-    /// Sets one direction of a pair. A rank reaches itself for free, whatever is set.
+    /// Sets the link of one direction of a pair. The link of a rank to itself stays [`Link::FREE`].
     ///
     /// # Panics
     /// If a rank is not below [`Topology::size`].
@@ -298,7 +299,7 @@ impl Topology {
         Arc::make_mut(&mut self.ports)[rank.index()] = port;
     }
 
-    /// Makes these ranks a region that shares a line to all others. They leave the regions that they were in.
+    /// Makes these ranks a region that shares one line to all other ranks. They leave their previous regions.
     ///
     /// # Panics
     /// If a rank is not below [`Topology::size`].
@@ -312,15 +313,17 @@ impl Topology {
     }
 }
 
-/// A topology as it is written: links by sender and receiver, those of a rank to itself included.
+/// Serialized form of a topology. Links are indexed by sender and receiver and include those of a rank to
+/// itself.
 #[cfg(feature = "serde")]
 #[derive(serde::Serialize, serde::Deserialize)]
 struct Tables {
     size: usize,
     links: Vec<Link>,
     ports: Vec<Port>,
-    /// The region of each rank, where there are any, and their lines.
+    /// Region of each rank, empty if there are no regions.
     regions: Vec<Option<usize>>,
+    /// Line of each region.
     lines: Vec<Port>,
 }
 
@@ -406,7 +409,7 @@ mod tests {
         let part = t.among(&[Rank(2), Rank(1), Rank(0)]);
         assert_eq!(part.region_port(part.region(Rank(0)).unwrap()).down, Bandwidth(3));
         assert!(part.leaves(Rank(0), Rank(2)) && !part.leaves(Rank(1), Rank(2)));
-        // Regions in another order are the same.
+        // The order in which regions were added does not matter.
         let mut again = plain;
         again.set_region(&[Rank(2)], Port { up: Bandwidth(90), down: Bandwidth(3) });
         again.set_region(&[Rank(0), Rank(1)], Port { up: Bandwidth(5), down: Bandwidth(7) });

@@ -1,5 +1,5 @@
-//! Integer units: nanoseconds, bytes, bits per second. Integers, so that every platform agrees on every
-//! simulated time.
+//! Integer units: nanoseconds, bytes, bits per second. They are integers so that simulated times are equal on
+//! every platform.
 
 use std::fmt;
 use std::iter::Sum;
@@ -12,22 +12,22 @@ use std::time::Duration;
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(transparent))]
 pub struct Nanos(pub u64);
 
-/// A count of bytes.
+/// A number of bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(transparent))]
 pub struct Bytes(pub u64);
 
-/// A rate in bits per second; zero is a link that carries nothing.
+/// A rate in bits per second. Zero means a dead link, which carries nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(transparent))]
 pub struct Bandwidth(pub u64);
 
-/// Why a quantity with a unit could not be read.
+/// Error of parsing a quantity with a unit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ParseUnitError {
-    /// The text that was given.
+    /// Text that failed to parse.
     pub text: String,
-    /// What was expected, with the units that are known.
+    /// Description of the expected form, with the known units.
     pub expected: &'static str,
 }
 
@@ -40,42 +40,42 @@ impl fmt::Display for ParseUnitError {
 impl std::error::Error for ParseUnitError {}
 
 impl Nanos {
-    /// No time at all.
+    /// Zero nanoseconds.
     pub const ZERO: Self = Self(0);
-    /// Later than anything.
+    /// Largest value; used for "never".
     pub const MAX: Self = Self(u64::MAX);
 
-    /// Whole milliseconds.
+    /// Converts from milliseconds.
     #[must_use]
     pub const fn from_millis(ms: u64) -> Self {
         Self(ms * 1_000_000)
     }
 
-    /// Whole microseconds.
+    /// Converts from microseconds.
     #[must_use]
     pub const fn from_micros(us: u64) -> Self {
         Self(us * 1_000)
     }
 
-    /// Seconds, rounded to the nearest nanosecond; negative and not-a-number give zero.
+    /// Converts from seconds, rounded to the nearest nanosecond. Negative values and NaN give zero.
     #[must_use]
     pub fn from_secs_f64(s: f64) -> Self {
         Self((s * 1e9).round() as u64)
     }
 
-    /// The span in seconds, for printing.
+    /// Converts to seconds, for printing.
     #[must_use]
     pub fn as_secs_f64(self) -> f64 {
         self.0 as f64 / 1e9
     }
 
-    /// The difference, or zero where `other` is later.
+    /// Returns `self - other`, or zero if `other` is later.
     #[must_use]
     pub const fn saturating_sub(self, other: Self) -> Self {
         Self(self.0.saturating_sub(other.0))
     }
 
-    /// The sum, or [`Nanos::MAX`] where it would overflow.
+    /// Returns the sum, or [`Nanos::MAX`] on overflow.
     #[must_use]
     pub const fn saturating_add(self, other: Self) -> Self {
         Self(self.0.saturating_add(other.0))
@@ -95,17 +95,18 @@ impl From<Nanos> for Duration {
 }
 
 impl Bandwidth {
-    /// Faster than any machine: used where a link is not the limit.
+    /// No limit: a transfer takes no time.
     pub const UNLIMITED: Self = Self(u64::MAX);
 
-    /// Time to push `bytes` into the link, rounded up to a nanosecond; [`Nanos::MAX`] for a dead link.
+    /// Returns the time to push `bytes` into the link, rounded up to a nanosecond; [`Nanos::MAX`] for a dead
+    /// link.
     #[must_use]
     pub fn transfer(self, bytes: Bytes) -> Nanos {
         match self.0 {
             0 if bytes.0 > 0 => Nanos::MAX,
             0 | u64::MAX => Nanos::ZERO,
             rate => {
-                // Most transfers are under 2 GB: no division of 128 bits.
+                // Transfers under about 2 GB avoid the 128-bit division.
                 if let Some(bits) = bytes.0.checked_mul(8_000_000_000) {
                     return Nanos(bits.div_ceil(rate));
                 }
@@ -150,14 +151,14 @@ macro_rules! arithmetic {
 }
 arithmetic!(Nanos, Bytes);
 
-/// Splits `12.5ms` into the number and the unit; no sign, no exponent.
+/// Splits text such as `12.5ms` into number and unit. Signs and exponents are not accepted.
 fn split(text: &str) -> Option<(f64, &str)> {
     let text = text.trim();
     let end = text.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(text.len());
     Some((text[..end].parse().ok()?, text[end..].trim()))
 }
 
-/// Scales to an integer; `None` where the result does not fit.
+/// Multiplies and rounds to an integer; `None` if the result does not fit.
 fn scaled(value: f64, factor: f64) -> Option<u64> {
     let x = (value * factor).round();
     (x.is_finite() && x < u64::MAX as f64).then_some(x as u64)
@@ -166,7 +167,7 @@ fn scaled(value: f64, factor: f64) -> Option<u64> {
 impl FromStr for Nanos {
     type Err = ParseUnitError;
 
-    /// Reads `20ms`, `1.5s`, `300us`, `50ns`, `2min`, `6h`; a bare `0` is zero.
+    /// Parses `20ms`, `1.5s`, `300us`, `50ns`, `2min`, `6h`; a bare `0` is zero.
     fn from_str(text: &str) -> Result<Self, ParseUnitError> {
         let parse = || {
             let (value, unit) = split(text)?;
@@ -192,8 +193,8 @@ impl FromStr for Nanos {
 impl FromStr for Bandwidth {
     type Err = ParseUnitError;
 
-    /// Reads `100mbit`, `1.5gbit`, `512kbit`, `9600bit` (per second, decimal), `12MB/s` style as `12mbyte`,
-    /// and `unlimited`.
+    /// Parses rates per second in decimal units: `9600bit`, `512kbit`, `100mbit`, `1.5gbit`, `12mbyte`, or
+    /// `unlimited`. A suffix `/s` or `ps` is accepted: `12mbyte/s`, `1Gbps`.
     fn from_str(text: &str) -> Result<Self, ParseUnitError> {
         let parse = || {
             if text.trim().eq_ignore_ascii_case("unlimited") {

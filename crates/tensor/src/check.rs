@@ -1,4 +1,4 @@
-//! Whether the operands of an op fit: once, here, so that every backend may rely on it.
+//! Checks of the operands of ops. They run once, here, so that backends can rely on them.
 
 use crate::op::{Fuse, Op};
 use crate::{DType, Device, Result, Shape, TensorError, View, ViewMut};
@@ -8,7 +8,7 @@ pub(crate) struct Check<'a> {
     pub(crate) op: &'static str,
 }
 
-/// What both kinds of view tell.
+/// Access to what both kinds of view have in common.
 pub(crate) trait Operand {
     fn facts(&self) -> (&Device, DType, Shape);
 }
@@ -26,7 +26,7 @@ impl Operand for ViewMut<'_> {
 }
 
 impl Check<'_> {
-    /// On this device, and of this type.
+    /// Checks that the operand is on this device and has this element type. Returns its shape.
     pub(crate) fn typed(&self, v: &dyn Operand, expected: DType) -> Result<Shape> {
         let (device, found, shape) = v.facts();
         if !self.device.same(device) {
@@ -46,7 +46,7 @@ impl Check<'_> {
         Err(TensorError::ShapeMismatch { op: self.op, lhs, rhs })
     }
 
-    /// An f32 operand that is `rows` by `cols` when seen as a matrix.
+    /// Checks that the operand is f32 and has `rows` rows and `cols` columns as a matrix.
     fn matrix(&self, v: &dyn Operand, rows: usize, cols: usize) -> Result<()> {
         let shape = self.typed(v, DType::F32)?;
         if (shape.rows(), shape.cols()) == (rows, cols) {
@@ -56,13 +56,13 @@ impl Check<'_> {
         }
     }
 
-    /// An operand of as many elements as `like` has.
+    /// Checks that the operand has this type and as many elements as `like`.
     pub(crate) fn flat(&self, v: &dyn Operand, dtype: DType, like: impl Into<Shape>) -> Result<()> {
         let (shape, like) = (self.typed(v, dtype)?, like.into());
         if shape.len() == like.len() { Ok(()) } else { self.mismatch(shape, like) }
     }
 
-    /// An f32 operand of three dimensions, `[B, T, width]`.
+    /// Checks that the operand is f32 with three dimensions, `[B, T, width]`, and returns them.
     fn tokens(&self, v: &dyn Operand) -> Result<[usize; 3]> {
         let shape = self.typed(v, DType::F32)?;
         match *shape.dims() {
@@ -71,7 +71,8 @@ impl Check<'_> {
         }
     }
 
-    /// The sizes of an attention: `[B, T, C]` of `y`, with `qkv` three times as wide and whole heads.
+    /// Checks the operands of an attention: `y` is `[B, T, C]`, `qkv` is `[B, T, 3 C]`, and `heads` divides C.
+    /// Returns `[B, T, C]`.
     fn attention(&self, y: &dyn Operand, qkv: &dyn Operand, heads: usize) -> Result<[usize; 3]> {
         let [b, t, c] = self.tokens(y)?;
         let wide = self.tokens(qkv)?;
@@ -81,7 +82,8 @@ impl Check<'_> {
         Ok([b, t, c])
     }
 
-    /// Caches of keys and values, or of their gradients: all `[B, capacity, C]`, with room for some tokens.
+    /// Checks that the caches of keys and values, or their gradients, are all `[B, capacity, C]`, with room for
+    /// `tokens` tokens.
     fn caches<const N: usize>(
         &self,
         caches: [&dyn Operand; N],
@@ -99,7 +101,7 @@ impl Check<'_> {
 }
 
 impl Op<'_> {
-    /// Whether all operands live on `device` and have the types and shapes that the op takes.
+    /// Checks that all operands are on `device` and have the types and shapes that the op requires.
     #[expect(clippy::too_many_lines, reason = "one arm an op")]
     pub(crate) fn check(&self, device: &Device) -> Result<()> {
         let c = Check { device, op: self.name() };

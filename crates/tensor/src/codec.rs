@@ -1,7 +1,7 @@
-//! Codecs of vectors in a device's memory, so that only what they make crosses the bus. Their bytes are those
-//! of farflung-compress, whose `WIRE.md` fixes layout and arithmetic to the bit. A device whose memory is the
-//! host's has none: the host's codecs work there in place. It refuses to know frames, checksums, and what to do
-//! with a refusal.
+//! Codecs that run on the device, so that only encoded bytes cross the bus. Layout and arithmetic are those of
+//! farflung-compress, whose `WIRE.md` specifies them to the bit. A device whose memory is host memory has no
+//! codecs of its own: the host's codecs work in place there. Frames, checksums and the handling of invalid data
+//! are left to the caller.
 
 pub use farflung_base::Pattern;
 
@@ -9,21 +9,21 @@ use crate::backend::Sum;
 use crate::check::Check;
 use crate::{DType, Device, Result, Shape, View, ViewMut};
 
-/// What stands for an element of a block.
+/// Encoding of one element of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Code {
-    /// Its sign, under the block's mean magnitude.
+    /// The element's sign; the block's scale is its mean magnitude.
     SignL1,
-    /// Its sign, under the root of the block's mean square.
+    /// The element's sign; the block's scale is its root mean square.
     SignL2,
-    /// An integer of four bits, rounded to nearest, under a scale that covers the block's largest magnitude.
+    /// A 4-bit integer, rounded to nearest; the block's scale covers its largest magnitude.
     Int4,
-    /// One of eight bits, likewise.
+    /// An 8-bit integer, encoded as [`Code::Int4`].
     Int8,
 }
 
 impl Code {
-    /// Bits of a code.
+    /// Returns the number of bits of a code.
     #[must_use]
     pub const fn bits(self) -> u32 {
         match self {
@@ -33,7 +33,7 @@ impl Code {
         }
     }
 
-    /// Bytes before the codes of a block.
+    /// Returns the number of bytes before the codes of a block.
     #[must_use]
     pub const fn header(self) -> usize {
         match self {
@@ -42,7 +42,7 @@ impl Code {
         }
     }
 
-    /// The parameter that a body names beside its block.
+    /// Returns the parameter byte that a body contains next to the block size.
     const fn parameter(self) -> u8 {
         match self {
             Self::SignL1 | Self::SignL2 => 0,
@@ -51,7 +51,7 @@ impl Code {
     }
 }
 
-/// Codes of a fixed width under a header for each block: codecs 5 and 7 of the wire format.
+/// Fixed-width codes with a header per block: codecs 5 and 7 of the wire format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BlockCodec {
     code: Code,
@@ -59,39 +59,39 @@ pub struct BlockCodec {
 }
 
 impl BlockCodec {
-    /// The largest block.
+    /// Maximum number of elements per block.
     pub const MAX_BLOCK: u32 = 1 << 20;
 
-    /// Codes in blocks of so many elements; `None` unless `block` is in `1..=MAX_BLOCK`.
+    /// Creates a codec with blocks of `block` elements; `None` unless `block` is in `1..=MAX_BLOCK`.
     #[must_use]
     pub const fn new(code: Code, block: u32) -> Option<Self> {
         if block >= 1 && block <= Self::MAX_BLOCK { Some(Self { code, block }) } else { None }
     }
 
-    /// What stands for an element.
+    /// Returns the encoding of an element.
     #[must_use]
     pub const fn code(self) -> Code {
         self.code
     }
 
-    /// Elements of a block.
+    /// Returns the number of elements per block.
     #[must_use]
     pub const fn block(self) -> u32 {
         self.block
     }
 
-    /// The four bytes that every body begins with.
+    /// Returns the first four bytes of every body.
     #[must_use]
     pub const fn parameters(self) -> [u8; 4] {
         (self.block | (self.code.parameter() as u32) << 24).to_le_bytes()
     }
 
-    /// Bytes of a block of so many elements.
+    /// Returns the number of bytes of a block with `count` elements.
     pub(crate) const fn block_bytes(self, count: usize) -> usize {
         self.code.header() + count.div_ceil(8 / self.code.bits() as usize)
     }
 
-    /// Bytes of the body of so many elements.
+    /// Returns the number of bytes of a body with `len` elements.
     #[must_use]
     pub const fn bytes(self, len: usize) -> usize {
         let block = self.block as usize;
@@ -102,35 +102,36 @@ impl BlockCodec {
         4_usize.saturating_add((len / block).saturating_mul(self.block_bytes(block))).saturating_add(tail)
     }
 
-    /// Words of that body, the last one filled up with zeros.
+    /// Returns the number of u32 words of a body with `len` elements; the last one is padded with zeros.
     #[must_use]
     pub const fn words(self, len: usize) -> usize {
         self.bytes(len).div_ceil(4)
     }
 }
 
-/// One element of each stratum of `stride`, as codec 17 of the wire format says it: a pure function of these
-/// fields.
+/// A mask of one element per stratum of `stride` elements, as defined by codec 17 of the wire format. The
+/// indices are a pure function of these fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DrawnMask {
-    /// Which of a stratum.
+    /// How the index within each stratum is chosen.
     pub pattern: Pattern,
-    /// Elements of a stratum, at least 1.
+    /// Number of elements per stratum, at least 1.
     pub stride: u32,
-    /// Below the stride; 0 if random.
+    /// Phase of the pattern, below the stride; 0 for `Pattern::Random`.
     pub phase: u32,
-    /// How many elements of a vector are in the mask.
+    /// Number of elements in the mask.
     pub kept: u32,
-    /// How many the pattern takes of a vector, which is more where their number must be a multiple of
-    /// something.
+    /// Number of elements that the pattern selects. It exceeds `kept` if the number of kept elements must be a
+    /// multiple of some number.
     pub taken: u32,
-    /// Of what the pattern takes, where that begins which is left out.
+    /// Index, among the selected elements, of the first of the `taken - kept` consecutive elements that are
+    /// left out.
     pub gap: u32,
-    /// Key and number of the stream of Philox4x32-10 from which elements are drawn.
+    /// Key and stream number of the Philox4x32-10 generator.
     pub stream: [u64; 2],
 }
 
-/// The codecs of a device: [`Device::codecs`].
+/// The codecs of a device, returned by [`Device::codecs`].
 #[derive(Debug, Clone, Copy)]
 pub struct Codecs<'a> {
     device: &'a Device,
@@ -138,7 +139,7 @@ pub struct Codecs<'a> {
 }
 
 impl Device {
-    /// Codecs of vectors here; none where the memory is the host's.
+    /// Returns the device's codecs; `None` if its memory is host memory.
     #[must_use]
     pub fn codecs(&self) -> Option<Codecs<'_>> {
         self.backend().codecs().map(|kernels| Codecs { device: self, kernels })
@@ -150,10 +151,11 @@ impl Codecs<'_> {
         Check { device: self.device, op }
     }
 
-    /// Starts to encode `x` (f32), or `x + before`; `lost`, if wanted, gets what the bytes lose.
+    /// Starts to encode `x` (f32), or `x + before`. `lost`, if given, receives the encoding error: the input
+    /// minus its decoded value.
     ///
-    /// `out` is u32, `[1 + codec.words(x.len())]`: a word that is 0, or 1 if some value is not finite, which
-    /// makes the rest, and what is lost, unspecified; then the body, little-endian.
+    /// `out` is u32, `[1 + codec.words(x.len())]`. Its first word is 0, or 1 if some value is not finite; then
+    /// the rest, and `lost`, are unspecified. The body follows, little-endian.
     pub fn encode(
         &self,
         codec: BlockCodec,
@@ -173,11 +175,11 @@ impl Codecs<'_> {
         self.kernels.encode(codec, x, before, lost, out)
     }
 
-    /// Starts to decode `body`, which is untrusted, into all of `y` (f32).
+    /// Starts to decode the untrusted `body` into all of `y` (f32).
     ///
     /// `body` is u32, `[codec.words(y.len())]`, and begins with the codec's own parameters, which the caller
-    /// has checked. `verdict` is u32, `[1]`: 0, or 1 if there is something that no encoder writes, which makes
-    /// `y` unspecified.
+    /// has checked. `verdict` is u32, `[1]`: 0, or 1 if the body contains something that no encoder writes;
+    /// then `y` is unspecified.
     pub fn decode(
         &self,
         codec: BlockCodec,
@@ -201,7 +203,7 @@ impl Codecs<'_> {
         self.look(&self.check("sum"), x, Some(Sum::Plus(before, y)), verdict)
     }
 
-    /// Starts `y = x - sent`, as [`Self::sum`].
+    /// Starts `y = x - sent`, with subnormals and `verdict` as in [`Self::sum`].
     pub fn difference(
         &self,
         x: View<'_>,
@@ -212,7 +214,7 @@ impl Codecs<'_> {
         self.look(&self.check("difference"), x, Some(Sum::Minus(sent, y)), verdict)
     }
 
-    /// Starts to look whether all of `x` (f32) is finite. `verdict` is u32, `[1]`: 0, or 1 if not.
+    /// Starts to check whether all of `x` (f32) is finite. `verdict` is u32, `[1]`: 0 if so, else 1.
     pub fn finite(&self, x: View<'_>, verdict: ViewMut<'_>) -> Result<()> {
         self.look(&self.check("finite"), x, None, verdict)
     }
@@ -233,10 +235,11 @@ impl Codecs<'_> {
         if x.is_empty() { verdict.write(&[0_u32]) } else { self.kernels.look(x, sum, verdict) }
     }
 
-    /// Starts to write where the largest magnitudes of `x` (f32) are: `kept` of each `chunk` elements, or all
-    /// where there are not so many, as in the last chunk, which may be short. Indices are u32, as many as that
-    /// makes, ascending. Of equal magnitudes the lower indices are kept; NaN is larger than all numbers. A
-    /// chunk of 0 counts as 1.
+    /// Starts to find the largest magnitudes of `x` (f32): `kept` in each chunk of `chunk` elements, or all
+    /// elements of a chunk that has no more. The last chunk may be short.
+    ///
+    /// `indices` is u32 and receives the indices of all chunks, ascending. Among equal magnitudes the lower
+    /// index is kept. NaN is larger than all numbers. A `chunk` of 0 counts as 1.
     pub fn largest(&self, x: View<'_>, chunk: usize, kept: usize, indices: ViewMut<'_>) -> Result<()> {
         let check = self.check("largest");
         let (len, chunk) = (check.typed(&x, DType::F32)?.len(), chunk.max(1));
@@ -244,10 +247,12 @@ impl Codecs<'_> {
         if indices.is_empty() { Ok(()) } else { self.kernels.largest(x, chunk, kept, indices) }
     }
 
-    /// Starts the transform of each full run of `side * side` elements of `x` (f32) as a square `X`, row by
-    /// row: `y` is `(A X) A^T`, or `(A^T X) A` if `inverse`, and what fills no square stays as it is. The
-    /// matrix `A` is f32, `[side, side]`, with magnitudes below 2. Sums go over the index in order from 0, with
-    /// subnormals, nothing fused.
+    /// Starts to transform each full run of `side * side` elements of `x` (f32), taken as a square matrix `X`
+    /// row by row: `y` is `(A X) A^T`, or `(A^T X) A` if `inverse`. Elements after the last full square are
+    /// copied.
+    ///
+    /// `matrix` is `A`, f32, `[side, side]`, with magnitudes below 2. Sums run over the index in order from 0,
+    /// with subnormals and without fused operations.
     pub fn squares(&self, x: View<'_>, matrix: View<'_>, inverse: bool, y: ViewMut<'_>) -> Result<()> {
         let check = self.check("squares");
         let (shape, square) = (check.typed(&x, DType::F32)?, check.typed(&matrix, DType::F32)?);
@@ -265,8 +270,8 @@ impl Codecs<'_> {
         if indices.is_empty() { Ok(()) } else { self.kernels.mask(mask, indices) }
     }
 
-    /// Starts `y = x[indices]` (f32). Indices are u32, as many as `y` has elements; one behind the end counts
-    /// as the last.
+    /// Starts `y = x[indices]` (f32). `indices` is u32 with as many elements as `y`. An index beyond the end
+    /// reads the last element.
     pub fn gather(&self, x: View<'_>, indices: View<'_>, y: ViewMut<'_>) -> Result<()> {
         let check = self.check("gather");
         let (from, to) = (check.typed(&x, DType::F32)?, check.typed(&y, DType::F32)?);
@@ -280,8 +285,8 @@ impl Codecs<'_> {
         self.kernels.gather(x, indices, y)
     }
 
-    /// Starts `y[indices] = x` (f32), for indices that are all different: u32, as many as `x` has elements; one
-    /// behind the end is passed over.
+    /// Starts `y[indices] = x` (f32). `indices` is u32 with as many elements as `x`, all different. An index
+    /// beyond the end is ignored.
     pub fn put(&self, x: View<'_>, indices: View<'_>, y: ViewMut<'_>) -> Result<()> {
         let check = self.check("put");
         let from = check.typed(&x, DType::F32)?;

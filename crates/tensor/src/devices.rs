@@ -1,21 +1,21 @@
-//! Devices by name: how a user says which, which there are here, and why one is not. It refuses to know who
-//! asks.
+//! Devices by name: parsing of names, listing of the devices of this machine, and the reason if a kind is
+//! missing.
 
 use std::fmt;
 use std::str::FromStr;
 
 use crate::{Device, Result, TensorError};
 
-/// A device's name: `auto`, `cpu`, `wgpu`, `wgpu:1`, `cuda`, `cuda:1`.
+/// Name of a device: `auto`, `cpu`, `wgpu`, `wgpu:1`, `cuda`, `cuda:1`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum DeviceName {
-    /// The first CUDA device, else the first GPU of wgpu, else the processor.
+    /// The first CUDA device, else the first GPU of wgpu, else the CPU.
     Auto,
-    /// The processor.
+    /// The CPU.
     Cpu,
-    /// An adapter of Vulkan, Metal or DirectX 12, in the order of [`Device::list`].
+    /// An adapter of Vulkan, Metal or DirectX 12, by its index in [`Device::list`].
     Wgpu(usize),
-    /// An NVIDIA GPU, as CUDA counts.
+    /// An NVIDIA GPU, by its CUDA index.
     Cuda(usize),
 }
 
@@ -51,23 +51,24 @@ impl FromStr for DeviceName {
     }
 }
 
-/// A device of this machine, or a kind of which there is none.
+/// An entry of [`Device::list`]: a device of this machine, or a kind of device that is not available.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Found {
-    /// What [`Device::open`] takes: `wgpu:0`; or the kind alone where there is none.
+    /// Name to pass to [`Device::open`], such as `wgpu:0`; only the kind if no such device is available.
     pub name: String,
-    /// Maker, model and driver; or why there is none.
+    /// Vendor, model and driver, or the reason why no device of this kind is available.
     pub about: String,
-    /// Whether it can be opened.
+    /// Whether the device can be opened.
     pub usable: bool,
-    /// Whether it is a GPU, not the processor under another interface.
+    /// Whether it is a real GPU. False for the CPU and for software adapters of wgpu.
     pub gpu: bool,
 }
 
 impl Device {
-    /// The device of this name; `threads` is for the processor.
+    /// Opens the device of this name. `threads` is used for the CPU only.
     ///
-    /// Errors: [`TensorError::NoSuchDevice`] with the reason: the build, the driver, or the number.
+    /// Errors: [`TensorError::NoSuchDevice`] with the reason: not in this build, no driver, or no device of
+    /// this number.
     pub fn open(name: DeviceName, threads: usize) -> Result<Self> {
         match name {
             DeviceName::Auto => {
@@ -87,8 +88,8 @@ impl Device {
         }
     }
 
-    /// All devices that this machine offers, and why kinds are missing: CUDA's, then wgpu's, then the
-    /// processor.
+    /// Lists the devices of this machine: CUDA's, then wgpu's, then the CPU. A kind without devices has one
+    /// entry with the reason.
     #[must_use]
     pub fn list() -> Vec<Found> {
         let mut found = cuda();
@@ -100,7 +101,7 @@ impl Device {
     }
 }
 
-/// What a user does about a kind that the build left out.
+/// Returns the message for a kind of device that this build does not contain.
 #[cfg(not(all(feature = "wgpu", feature = "cuda")))]
 fn not_built(name: DeviceName) -> String {
     let feature = if matches!(name, DeviceName::Cuda(_)) { "cuda" } else { "wgpu" };
@@ -131,7 +132,7 @@ fn cuda() -> Vec<Found> {
     }
 }
 
-/// The version that the kernel's module says.
+/// Returns the driver version that the kernel module reports.
 #[cfg(feature = "cuda")]
 fn nvidia_driver() -> Option<String> {
     let text = std::fs::read_to_string("/proc/driver/nvidia/version").ok()?;

@@ -7,20 +7,20 @@ use half::{bf16, f16};
 /// The type of a tensor's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum DType {
-    /// 32-bit float: parameters, gradients, reductions.
+    /// 32-bit float, used for parameters, gradients and reductions.
     F32,
-    /// IEEE half.
+    /// IEEE half precision.
     F16,
-    /// The upper half of an f32.
+    /// bfloat16: the upper 16 bits of an f32.
     Bf16,
-    /// Token ids.
+    /// Unsigned 32-bit integer, used for token ids.
     U32,
-    /// Bytes.
+    /// Unsigned byte.
     U8,
 }
 
 impl DType {
-    /// Bytes per element.
+    /// Returns the number of bytes per element.
     #[must_use]
     pub const fn size(self) -> usize {
         match self {
@@ -47,9 +47,9 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// A host type that tensors can hold.
+/// A host type that can be the element of a tensor.
 pub trait Element: bytemuck::Pod + sealed::Sealed + Send + Sync {
-    /// Its element type.
+    /// The element type that matches this host type.
     const DTYPE: DType;
 }
 

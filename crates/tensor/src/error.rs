@@ -1,127 +1,127 @@
-//! What can go wrong with a tensor. Each error names the op and what it was given.
+//! Errors of tensor operations.
 
 use crate::{DType, Shape};
 
-/// An error of this crate; completes "failed to ...".
+/// An error of this crate. Its message completes "failed to ..." and names the op and its operands.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TensorError {
-    /// A shape with more dimensions than tensors have.
+    /// The shape has too many dimensions.
     #[error("a shape of {count} dimensions, and {most} are the most")]
     Dimensions {
-        /// Dimensions given.
+        /// Number of dimensions given.
         count: usize,
-        /// Most dimensions of a shape.
+        /// Maximum number of dimensions.
         most: usize,
     },
-    /// Two operands do not fit each other.
+    /// Two shapes do not match.
     #[error("{op}: shapes {lhs} and {rhs} do not fit")]
     ShapeMismatch {
-        /// The op and operand.
+        /// Name of the op and of the operand.
         op: &'static str,
-        /// The shape that was given.
+        /// The shape given.
         lhs: Shape,
-        /// The shape that it must fit.
+        /// The shape expected.
         rhs: Shape,
     },
-    /// An operand has another element type than the op takes.
+    /// The element type of an operand is wrong.
     #[error("{op}: takes {expected}, not {found}")]
     DTypeMismatch {
-        /// The op and operand.
+        /// Name of the op and of the operand.
         op: &'static str,
-        /// What the op takes.
+        /// The type expected.
         expected: DType,
-        /// What was given.
+        /// The type given.
         found: DType,
     },
-    /// An operand lives on another device.
+    /// The operand is on another device.
     #[error("{op}: an operand lives on {found}, the op runs on {expected}")]
     DeviceMismatch {
-        /// The op.
+        /// Name of the op.
         op: &'static str,
-        /// Name of the device that runs it.
+        /// Name of the device that runs the op.
         expected: String,
         /// Name of the operand's device.
         found: String,
     },
-    /// An id in the data points outside the table that it indexes.
+    /// An id in the data is beyond the end of the table that it indexes.
     #[error("{op}: id {id} at position {position} is not below {bound}")]
     IdOutOfRange {
-        /// The op.
+        /// Name of the op.
         op: &'static str,
-        /// The id.
+        /// The id found.
         id: u32,
-        /// Where it stands.
+        /// Index of the id in the data.
         position: usize,
-        /// Number of rows in the table.
+        /// Number of rows of the table.
         bound: usize,
     },
-    /// A range reaches beyond its tensor.
+    /// A range is beyond the end of its tensor.
     #[error("{op}: elements {start}..{end} of a tensor of {len}")]
     OutOfBounds {
-        /// The op.
+        /// Name of the op.
         op: &'static str,
-        /// First element.
+        /// Start of the range.
         start: usize,
-        /// One past the last.
+        /// End of the range (exclusive).
         end: usize,
-        /// Elements there are.
+        /// Number of elements of the tensor.
         len: usize,
     },
-    /// The device has no room for a buffer.
+    /// The device cannot allocate a buffer.
     #[error("{device}: no memory for {bytes} bytes")]
     OutOfMemory {
-        /// The device.
+        /// Name of the device.
         device: String,
-        /// Bytes asked for.
+        /// Number of bytes requested.
         bytes: usize,
     },
-    /// There is no device of this name here.
+    /// The device is not available on this machine.
     #[error("{name}: {reason}")]
     NoSuchDevice {
-        /// The device asked for.
+        /// Name of the device requested.
         name: String,
-        /// Why it is not there: the build, the driver, or the number.
+        /// Reason: not in this build, no driver, or no device of this number.
         reason: String,
     },
     /// A device failed.
     #[error("{device}: {op}: {reason}")]
     Device {
-        /// The device.
+        /// Name of the device.
         device: String,
-        /// What was run, or waited for.
+        /// The op that ran, or the operation that was waited for.
         op: &'static str,
-        /// What the driver said.
+        /// Message of the driver.
         reason: String,
     },
-    /// An [`Interrupt`](crate::Interrupt) was raised.
+    /// An [`Interrupt`](crate::Interrupt) is raised.
     #[error("the computation was interrupted")]
     Interrupted,
-    /// The threads of a cpu device could not be started.
+    /// The threads of a CPU device could not be started.
     #[error("cpu: {threads} threads could not be started: {reason}")]
     Threads {
-        /// Threads asked for.
+        /// Number of threads requested.
         threads: usize,
-        /// What the system said.
+        /// Message of the operating system.
         reason: String,
     },
-    /// A parameter name that the layout does not have.
+    /// The layout has no parameter of this name.
     #[error("no parameter is called `{name}`")]
     UnknownParameter {
-        /// The name asked for.
+        /// The name requested.
         name: String,
     },
     /// A map program refers to a register, input or output that does not exist.
     #[error("map program: {what} {index} of {count}")]
     BadProgram {
-        /// Kind of reference.
+        /// Kind of the reference.
         what: &'static str,
-        /// The index used.
+        /// The index given.
         index: usize,
-        /// How many there are.
+        /// Number of valid indices.
         count: usize,
     },
 }
 
-/// Result of this crate.
+/// Result with a [`TensorError`].
 pub type Result<T, E = TensorError> = std::result::Result<T, E>;

@@ -1,10 +1,11 @@
-//! Ending what a device computes, from another thread. It knows no op: a device asks it before each.
+//! A flag that stops the ops of a device from another thread. The device checks it before each op.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// A switch: while it is raised, every op of the [handles](crate::Device::with_interrupt) that have it fails
-/// with [`TensorError::Interrupted`](crate::TensorError::Interrupted). Clones are the same switch.
+/// A flag shared by its clones. While it is raised, every op started through a
+/// [handle](crate::Device::with_interrupt) with this flag fails with
+/// [`TensorError::Interrupted`](crate::TensorError::Interrupted).
 ///
 /// ```
 /// use farflung_tensor::{Device, Interrupt, TensorError};
@@ -21,23 +22,23 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub struct Interrupt(Arc<AtomicBool>);
 
 impl Interrupt {
-    /// From now on ops fail. One that is under way ends first.
+    /// Raises the flag: new ops fail. An op that is already running completes.
     pub fn raise(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
 
-    /// From now on ops run.
+    /// Lowers the flag: ops run again.
     pub fn lower(&self) {
         self.0.store(false, Ordering::Relaxed);
     }
 
-    /// Whether both are the same switch.
+    /// Returns whether both are clones of the same flag.
     #[must_use]
     pub fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Whether ops fail.
+    /// Returns whether the flag is raised.
     #[must_use]
     pub fn is_raised(&self) -> bool {
         self.0.load(Ordering::Relaxed)

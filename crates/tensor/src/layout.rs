@@ -1,34 +1,34 @@
-//! Where each parameter lies in one flat buffer, so that the optimizer step, the norm, a shard and a reduction
-//! are flat loops. It depends on no device: every tensor starts on 256 bytes of f32; the padding between is
-//! zero, and is outside counts, norms, hashes and payloads.
+//! Layout of a stage's parameters in one flat buffer, so that optimizer steps, norms, shards and reductions are
+//! flat loops. Each parameter starts at a multiple of 256 bytes of f32 values. The padding between them is zero
+//! and is not part of counts, norms, hashes and payloads.
 
 use std::ops::Range;
 
 use crate::{Result, Shape, Tensor, TensorError, View, ViewMut};
 
-/// f32 elements per 256 bytes.
+/// Alignment in f32 elements: 256 bytes.
 const ALIGN: usize = 64;
 
 /// One parameter of a [`ParamLayout`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Param {
-    /// Its name, such as `h.0.attn.c_attn.weight`.
+    /// Name, such as `h.0.attn.c_attn.weight`.
     pub name: String,
-    /// Its shape.
+    /// Shape of the parameter.
     pub shape: Shape,
-    /// Its first element in the flat buffer.
+    /// Index of the first element in the flat buffer.
     pub start: usize,
 }
 
 impl Param {
-    /// Its elements in the flat buffer, without padding.
+    /// Returns the range of the parameter in the flat buffer, without padding.
     #[must_use]
     pub fn range(&self) -> Range<usize> {
         self.start..self.start + self.shape.len()
     }
 }
 
-/// Name, shape and place of each parameter of a stage.
+/// Name, shape and position of each parameter of a stage.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ParamLayout {
     params: Vec<Param>,
@@ -36,7 +36,7 @@ pub struct ParamLayout {
 }
 
 impl ParamLayout {
-    /// Lays parameters out in the given order.
+    /// Lays out the parameters in the given order.
     #[must_use]
     pub fn new(params: impl IntoIterator<Item = (String, Shape)>) -> Self {
         let mut layout = Self::default();
@@ -48,31 +48,31 @@ impl ParamLayout {
         layout
     }
 
-    /// Elements of the flat buffer, padding included.
+    /// Returns the length of the flat buffer in elements, padding included.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are no parameters.
+    /// Returns whether there are no parameters.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.params.is_empty()
     }
 
-    /// Elements that are parameters.
+    /// Returns the number of elements of all parameters, without padding.
     #[must_use]
     pub fn count(&self) -> usize {
         self.params.iter().map(|p| p.shape.len()).sum()
     }
 
-    /// All parameters in order.
+    /// Returns all parameters in order.
     #[must_use]
     pub fn params(&self) -> &[Param] {
         &self.params
     }
 
-    /// The position of the parameter with this name.
+    /// Returns the index of the parameter with this name.
     pub fn find(&self, name: &str) -> Result<usize> {
         self.params
             .iter()
@@ -85,8 +85,8 @@ impl ParamLayout {
         self.params.get(first..end).ok_or(TensorError::OutOfBounds { op: "layout", start: first, end, len })
     }
 
-    /// The parameters of a flat buffer one after the other, in the layout's order and without the padding:
-    /// [`count`](Self::count) values, whatever the padding holds.
+    /// Copies the parameters out of a flat buffer, in the layout's order and without the padding. The result
+    /// has [`count`](Self::count) values.
     ///
     /// Errors: [`TensorError::ShapeMismatch`] unless `flat` has [`len`](Self::len) values.
     ///
@@ -107,8 +107,8 @@ impl ParamLayout {
         Ok(packed)
     }
 
-    /// A flat buffer of [`len`](Self::len) values with these parameters, which lie one after the other in the
-    /// layout's order; the padding is zero. The inverse of [`pack`](Self::pack).
+    /// Copies packed parameters into a new flat buffer of [`len`](Self::len) values, with zeros as padding. The
+    /// inverse of [`pack`](Self::pack).
     ///
     /// Errors: [`TensorError::ShapeMismatch`] unless `packed` has [`count`](Self::count) values.
     pub fn unpack(&self, packed: &[f32]) -> Result<Vec<f32>> {
@@ -123,13 +123,13 @@ impl ParamLayout {
         Ok(flat)
     }
 
-    /// Parameter `index` of a flat buffer with this layout.
+    /// Returns a view of parameter `index` of a flat buffer with this layout.
     pub fn view<'a>(&self, flat: &'a Tensor, index: usize) -> Result<View<'a>> {
         let p = &self.some(index, 1)?[0];
         flat.view().part(p.start, p.shape)
     }
 
-    /// Parameters `first..first + N` of a flat buffer with this layout, to read.
+    /// Returns read-only views of parameters `first..first + N` of a flat buffer with this layout.
     pub fn views<'a, const N: usize>(&self, flat: &'a Tensor, first: usize) -> Result<[View<'a>; N]> {
         let mut out = [flat.view(); N];
         for (i, view) in out.iter_mut().enumerate() {
@@ -138,7 +138,7 @@ impl ParamLayout {
         Ok(out)
     }
 
-    /// Parameters `first..first + N` of a flat buffer with this layout, to write at the same time.
+    /// Returns disjoint mutable views of parameters `first..first + N` of a flat buffer with this layout.
     pub fn views_mut<'a, const N: usize>(
         &self,
         flat: &'a mut Tensor,

@@ -1,5 +1,4 @@
-//! Tensors that wait in the host's memory while a device has better uses for its own. It refuses to know when
-//! that pays.
+//! Moves tensors to host memory to free device memory. When to do so is decided by the caller.
 
 use std::fmt;
 
@@ -8,12 +7,11 @@ use farflung_base::Pending;
 use crate::backend::Downloaded;
 use crate::{DType, Device, Result, Shape, Tensor};
 
-/// A tensor whose values are in the host's memory, or on their way there; its buffer on the device is free for
-/// others.
+/// A tensor whose values are in host memory or on their way there. Its device buffer is free for reuse.
 pub struct Offloaded(Place);
 
 enum Place {
-    /// It was in the host's memory before.
+    /// Device memory is host memory, so the tensor was not moved.
     Host(Tensor),
     Away {
         device: Device,
@@ -24,8 +22,8 @@ enum Place {
 }
 
 impl Tensor {
-    /// Moves the values to the host's memory, as they are once all ops before are done; nobody waits for that.
-    /// Where the device's memory is the host's, nothing moves.
+    /// Starts to move the values to host memory and returns without waiting. The copy holds the values after
+    /// all ops that were started before. On a device whose memory is host memory, nothing moves.
     ///
     /// ```
     /// let x = farflung_tensor::Device::cpu(1)?.tensor(&[1.0_f32, 2.0], 2)?;
@@ -46,9 +44,10 @@ impl Tensor {
 }
 
 impl Offloaded {
-    /// The tensor on its device again.
+    /// Allocates the tensor on its device again and copies the values back, waiting for them if necessary.
     ///
-    /// Errors: [`crate::TensorError::OutOfMemory`]; [`crate::TensorError::Device`] if the values never came.
+    /// Errors: [`crate::TensorError::OutOfMemory`]; [`crate::TensorError::Device`] if the copy to the host
+    /// failed.
     pub fn restore(self) -> Result<Tensor> {
         match self.0 {
             Place::Host(tensor) => Ok(tensor),

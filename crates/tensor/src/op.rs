@@ -1,266 +1,271 @@
-//! The closed set of ops. A backend is a `match` over this enum; a cost model asks it for FLOPs and bytes.
+//! The closed set of ops. A backend is a `match` over this enum. A cost model calls [`Op::flops`] and
+//! [`Op::bytes`].
 //!
-//! Matrices are row-major. `N` is a count of tokens (batch times length), `C` the model's width.
+//! Matrices are row-major. Letters in shapes: `B` sequences of `T` tokens each; `N = B T` tokens in total; `C`
+//! is the width of a token's vector; `V` is the size of the vocabulary.
 
 use crate::{Program, Shape, View, ViewMut};
 
-/// What a matrix product does with each finished element before it leaves the cache.
+/// Elementwise operation that a matrix product applies to each finished element while it is still in cache.
 #[derive(Debug)]
 pub enum Fuse<'a> {
-    /// Nothing.
+    /// Leaves `c` unchanged.
     None,
-    /// `c += bias`, one value per column.
+    /// `c += bias`. The bias has one value per column.
     Bias(View<'a>),
-    /// `x = c + bias; c = gelu(x)`, the tanh form. The backward pass multiplies by `slope = gelu'(x)`
-    /// ([`Fuse::Times`]), which costs little here and takes the place of `x` in memory.
+    /// `x = c + bias; c = gelu(x)`, with the tanh form of GELU. The backward pass multiplies by
+    /// `slope = gelu'(x)` ([`Fuse::Times`]). Computing the slope here is cheap, and it is stored instead of
+    /// `x`.
     BiasGelu {
-        /// One value per column.
+        /// Bias with one value per column.
         bias: View<'a>,
-        /// Of `c`'s shape; not wanted where no backward pass follows.
+        /// Output `slope`, with the shape of `c`; `None` if no backward pass follows.
         slope: Option<ViewMut<'a>>,
     },
     /// `c += bias + residual`.
     BiasAdd {
-        /// One value per column.
+        /// Bias with one value per column.
         bias: View<'a>,
-        /// Of `c`'s shape.
+        /// Residual, with the shape of `c`.
         residual: View<'a>,
     },
     /// `c *= factor`.
     Times {
-        /// Of `c`'s shape.
+        /// Factor, with the shape of `c`.
         factor: View<'a>,
     },
 }
 
-/// One operation. Outputs are exclusive views, so that no op can read what it writes unless its doc says so.
+/// One operation. Outputs are exclusive views, so an op's inputs and outputs do not overlap unless its doc says
+/// so.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "an op lives for one call")]
 pub enum Op<'a> {
-    /// `y = value`.
+    /// Sets all elements of `y` to `value`.
     Fill {
         /// The value.
         value: f32,
-        /// f32, any shape.
+        /// Output: f32, any shape.
         y: ViewMut<'a>,
     },
-    /// `y = x` with a change of element type: f32 to and from f16 and bf16 (round to nearest, ties to even), or
-    /// a copy.
+    /// `y = x` with a conversion of the element type: between f32 and f16 or bf16 (rounded to nearest, ties to
+    /// even), or a copy without conversion.
     Cast {
-        /// Any shape.
+        /// Input, any shape.
         x: View<'a>,
-        /// As many elements.
+        /// Output, with as many elements as `x`.
         y: ViewMut<'a>,
     },
     /// `c = a b`, or `c += a b`, and then `fuse`. `a` is `[m, k]`, `b` is `[k, n]`, `c` is `[m, n]`.
     MatMul {
-        /// `[m, k]`, or `[k, m]` when transposed.
+        /// First operand: `[m, k]`, or `[k, m]` if `a_t`.
         a: View<'a>,
-        /// Reads `a` transposed.
+        /// Whether to read `a` transposed.
         a_t: bool,
-        /// `[k, n]`, or `[n, k]` when transposed.
+        /// Second operand: `[k, n]`, or `[n, k]` if `b_t`.
         b: View<'a>,
-        /// Reads `b` transposed.
+        /// Whether to read `b` transposed.
         b_t: bool,
-        /// `[m, n]`.
+        /// Output: `[m, n]`.
         c: ViewMut<'a>,
-        /// Adds to `c` rather than overwriting it.
+        /// Whether to add to `c` instead of overwriting it.
         accumulate: bool,
-        /// What `a` and `b` are multiplied with before they are rounded to the device's precision, and the
-        /// product divided by: powers of two, which change nothing else. In f16, a gradient is too small
-        /// without one.
+        /// Factors of `a` and of `b`, applied before they are rounded to the device's precision; the product is
+        /// divided by both. They must be powers of two, which change only the rounding range: without one,
+        /// small gradients become zero in f16.
         scales: [f32; 2],
-        /// What follows.
+        /// Elementwise operation applied to the result.
         fuse: Fuse<'a>,
     },
-    /// `y[j] = sum over rows of x[., j]`, or added to `y`: the gradient of a bias.
+    /// `y[j] = sum over rows of x[., j]`, or added to `y`. This is the gradient of a bias.
     SumRows {
-        /// `[N, C]`.
+        /// Input: `[N, C]`.
         x: View<'a>,
-        /// `[C]`.
+        /// Output: `[C]`.
         y: ViewMut<'a>,
-        /// Adds to `y` rather than overwriting it.
+        /// Whether to add to `y` instead of overwriting it.
         accumulate: bool,
     },
     /// Layer norm over the last dimension, eps 1e-5 (Ba et al. 2016).
     LayerNorm {
-        /// `[N, C]`.
+        /// Input: `[N, C]`.
         x: View<'a>,
-        /// `[C]`.
+        /// Gain: `[C]`.
         gain: View<'a>,
-        /// `[C]`.
+        /// Bias: `[C]`.
         bias: View<'a>,
-        /// `[N, C]`.
+        /// Output: `[N, C]`.
         y: ViewMut<'a>,
-        /// `[N, 2]`: mean and reciprocal standard deviation of each row, kept for the backward pass.
+        /// Output: `[N, 2]`, mean and reciprocal standard deviation of each row, kept for the backward pass.
         stats: ViewMut<'a>,
     },
-    /// Input gradient of layer norm, added to what flows past it: `dx = residual + d(norm)/dx dy`.
+    /// Input gradient of layer norm, plus the gradient of the residual branch: `dx = residual + d(norm)/dx dy`.
     LayerNormInput {
-        /// `[N, C]`.
+        /// Input of the forward pass: `[N, C]`.
         x: View<'a>,
-        /// `[C]`.
+        /// Gain: `[C]`.
         gain: View<'a>,
-        /// `[N, 2]`.
+        /// `stats` of the forward pass: `[N, 2]`.
         stats: View<'a>,
-        /// `[N, C]`.
+        /// Gradient of the norm's output: `[N, C]`.
         dy: View<'a>,
-        /// `[N, C]`, or nothing to add.
+        /// Gradient of the residual branch: `[N, C]`; `None` to add nothing.
         residual: Option<View<'a>>,
-        /// `[N, C]`.
+        /// Output, the gradient of the input: `[N, C]`.
         dx: ViewMut<'a>,
     },
-    /// Weight gradients of layer norm.
+    /// Gradients of layer norm's gain and bias.
     LayerNormWeight {
-        /// `[N, C]`.
+        /// Input of the forward pass: `[N, C]`.
         x: View<'a>,
-        /// `[N, 2]`.
+        /// `stats` of the forward pass: `[N, 2]`.
         stats: View<'a>,
-        /// `[N, C]`.
+        /// Gradient of the norm's output: `[N, C]`.
         dy: View<'a>,
-        /// `[C]`.
+        /// Output, the gradient of the gain: `[C]`.
         d_gain: ViewMut<'a>,
-        /// `[C]`.
+        /// Output, the gradient of the bias: `[C]`.
         d_bias: ViewMut<'a>,
-        /// Adds to the gradients rather than overwriting them.
+        /// Whether to add to the gradients instead of overwriting them.
         accumulate: bool,
     },
-    /// Causal attention of all heads, tiled, without the matrix of scores (Dao 2022).
+    /// Causal attention of all heads, computed in tiles without storing the matrix of scores (Dao 2022).
     Attention {
         /// Number of heads.
         heads: usize,
-        /// `[B, T, 3 C]`: queries, keys and values side by side.
+        /// Input: `[B, T, 3 C]`, with the query, key and value of each token side by side.
         qkv: View<'a>,
-        /// `[B, T, C]`.
+        /// Output: `[B, T, C]`.
         y: ViewMut<'a>,
-        /// `[B, heads, T]`: log of the sum of exponentials of each row of scores, kept for the backward pass.
+        /// Output: `[B, heads, T]`, log-sum-exp of each row of scores, kept for the backward pass.
         lse: ViewMut<'a>,
     },
     /// Gradient of [`Op::Attention`].
     AttentionGrad {
         /// Number of heads.
         heads: usize,
-        /// `[B, T, 3 C]`.
+        /// Input of the forward pass: `[B, T, 3 C]`.
         qkv: View<'a>,
-        /// `[B, T, C]`.
+        /// Output of the forward pass: `[B, T, C]`.
         y: View<'a>,
-        /// `[B, heads, T]`.
+        /// `lse` of the forward pass: `[B, heads, T]`.
         lse: View<'a>,
-        /// `[B, T, C]`.
+        /// Gradient of `y`: `[B, T, C]`.
         dy: View<'a>,
-        /// `[B, T, 3 C]`.
+        /// Output, the gradient of `qkv`: `[B, T, 3 C]`.
         d_qkv: ViewMut<'a>,
     },
-    /// Causal attention of new tokens over a cache of keys and values: the new ones are appended at `past`,
-    /// then the new queries attend to all.
+    /// Causal attention with a cache of keys and values. The keys and values of the new tokens are written to
+    /// the cache at `past`; then the new queries attend to all cached tokens and, causally, to the new ones.
     AttentionCached {
         /// Number of heads.
         heads: usize,
-        /// Tokens in the cache before these.
+        /// Number of tokens in the cache before these.
         past: usize,
-        /// `[B, T, 3 C]` of the new tokens.
+        /// Queries, keys and values of the new tokens: `[B, T, 3 C]`.
         qkv: View<'a>,
-        /// `[B, capacity, C]`.
+        /// Cache of keys: `[B, capacity, C]`.
         keys: ViewMut<'a>,
-        /// `[B, capacity, C]`.
+        /// Cache of values: `[B, capacity, C]`.
         values: ViewMut<'a>,
-        /// `[B, T, C]`.
+        /// Output: `[B, T, C]`.
         y: ViewMut<'a>,
-        /// As in [`Op::Attention`]; not wanted where no backward pass follows.
+        /// Output, as in [`Op::Attention`]; `None` if no backward pass follows.
         lse: Option<ViewMut<'a>>,
     },
-    /// Gradient of [`Op::AttentionCached`], the newest tokens first: adds what the queries give to the
-    /// gradients of all keys and values that they saw. Those of the new tokens are complete with that, and go
-    /// to `d_qkv` too.
+    /// Gradient of [`Op::AttentionCached`]. Call it for the last slice of tokens first. It adds the gradients
+    /// from these queries to the gradients of all keys and values that they attended to. The gradients of the
+    /// new tokens' own keys and values are then complete and are also written to `d_qkv`.
     AttentionCachedGrad {
         /// Number of heads.
         heads: usize,
-        /// Tokens in the cache before these.
+        /// Number of tokens in the cache before these.
         past: usize,
-        /// `[B, T, 3 C]` of the new tokens.
+        /// Queries, keys and values of the new tokens: `[B, T, 3 C]`.
         qkv: View<'a>,
-        /// `[B, capacity, C]`.
+        /// Cache of keys: `[B, capacity, C]`.
         keys: View<'a>,
-        /// `[B, capacity, C]`.
+        /// Cache of values: `[B, capacity, C]`.
         values: View<'a>,
-        /// `[B, T, C]`.
+        /// Output of the forward pass: `[B, T, C]`.
         y: View<'a>,
-        /// `[B, heads, T]`.
+        /// `lse` of the forward pass: `[B, heads, T]`.
         lse: View<'a>,
-        /// `[B, T, C]`.
+        /// Gradient of `y`: `[B, T, C]`.
         dy: View<'a>,
-        /// `[B, T, 3 C]`.
+        /// Output, the gradient of `qkv`: `[B, T, 3 C]`.
         d_qkv: ViewMut<'a>,
-        /// `[B, capacity, C]`: sums over the tokens behind these, and these after it.
+        /// Gradient of the cached keys, `[B, capacity, C]`. Before the op it has the contributions of all later
+        /// tokens; the op adds those of these tokens.
         d_keys: ViewMut<'a>,
-        /// `[B, capacity, C]`, likewise.
+        /// Gradient of the cached values, `[B, capacity, C]`, updated as `d_keys`.
         d_values: ViewMut<'a>,
     },
     /// `y[i] = tokens_table[tokens[i]] + positions_table[start + i mod T]`.
     Embed {
-        /// u32 `[B, T]`.
+        /// Token ids: u32 `[B, T]`.
         tokens: View<'a>,
         /// Position of each row's first token.
         start: usize,
-        /// `[V, C]`.
+        /// Token table: `[V, C]`.
         tokens_table: View<'a>,
-        /// `[positions, C]`.
+        /// Position table: `[positions, C]`.
         positions_table: View<'a>,
-        /// `[B, T, C]`.
+        /// Output: `[B, T, C]`.
         y: ViewMut<'a>,
     },
-    /// Gradient of [`Op::Embed`] for `start` 0, added to both tables; rows are summed in token order on every
-    /// device. For another start, `d_positions_table` is the part of the table from there on.
+    /// Gradient of [`Op::Embed`] with `start` 0, added to both tables. Rows are summed in token order on every
+    /// device. For another `start`, pass the part of `d_positions_table` that begins at row `start`.
     EmbedGrad {
-        /// u32 `[B, T]`.
+        /// Token ids: u32 `[B, T]`.
         tokens: View<'a>,
-        /// `[B, T, C]`.
+        /// Gradient of the embedding's output: `[B, T, C]`.
         dy: View<'a>,
-        /// `[V, C]`.
+        /// Gradient of the token table, `[V, C]`, added to.
         d_tokens_table: ViewMut<'a>,
-        /// `[positions, C]`.
+        /// Gradient of the position table, `[positions, C]`, added to.
         d_positions_table: ViewMut<'a>,
     },
     /// Softmax cross-entropy of each row against its target. With `grad_scale`, the logits are overwritten by
-    /// their gradient, `(softmax - onehot) * grad_scale`: there is never a second buffer of that size.
+    /// their gradient, `(softmax - onehot) * grad_scale`, which avoids a second buffer of that size.
     CrossEntropy {
-        /// `[N, V]`.
+        /// Logits: `[N, V]`.
         logits: ViewMut<'a>,
-        /// u32 `[N]`.
+        /// Ids of the target tokens: u32 `[N]`.
         targets: View<'a>,
-        /// `[N]`: the loss of each row in nats.
+        /// Output: `[N]`, the loss of each row in nats.
         losses: ViewMut<'a>,
-        /// `None` leaves the logits alone.
+        /// Scale of the gradient; `None` leaves the logits unchanged.
         grad_scale: Option<f32>,
     },
     /// `partials[i] = sum of squares of x[i * chunk ..][..chunk]`, chunk = [`Op::SQUARES_CHUNK`].
     SumSquares {
-        /// f32, any shape.
+        /// Input: f32, any shape.
         x: View<'a>,
-        /// `[ceil(len / chunk)]`.
+        /// Output: `[ceil(len / chunk)]`.
         partials: ViewMut<'a>,
     },
-    /// Elementwise arithmetic, see [`Program`].
+    /// Elementwise arithmetic: see [`Program`].
     Map {
-        /// The program.
+        /// Program to run.
         program: &'a Program,
-        /// Its scalar arguments.
+        /// Scalar arguments of the program.
         scalars: &'a [f32],
-        /// f32, all of one length.
+        /// Read-only buffers: f32, all of the same length.
         reads: &'a [View<'a>],
-        /// f32, of the same length.
+        /// Updated buffers: f32, of the same length as `reads`.
         writes: &'a mut [ViewMut<'a>],
     },
 }
 
 impl Op<'_> {
-    /// Elements that [`Op::SumSquares`] puts into one partial sum.
+    /// Number of elements in each partial sum of [`Op::SumSquares`].
     pub const SQUARES_CHUNK: usize = 1 << 15;
 
     /// Epsilon of [`Op::LayerNorm`].
     pub const LAYER_NORM_EPS: f32 = 1e-5;
 
-    /// Its name, as errors and traces say it.
+    /// Returns the op's name in errors and traces.
     #[must_use]
     pub const fn name(&self) -> &'static str {
         match self {
@@ -283,14 +288,14 @@ impl Op<'_> {
         }
     }
 
-    /// Floating-point operations; a fused multiply-add counts as two, attention counts the causal half, and
-    /// transcendental functions count as one.
+    /// Returns the number of floating-point operations. A fused multiply-add counts as two and a transcendental
+    /// function as one; attention counts only the causal half.
     #[must_use]
     pub fn flops(&self) -> u64 {
         let n = |v: Shape| v.len() as u64;
         let causal = |y: Shape, past: usize| {
-            // y is [B, T, C]: T (T + 1) / 2 pairs of a query and a key in each of B sequences, and those with
-            // the past.
+            // y is [B, T, C]. Each of B sequences has T (T + 1) / 2 pairs of query and key among the new
+            // tokens, and T * past pairs with the cached tokens.
             let t = length(y) as u64;
             n(y) * (2 * past as u64 + t + 1)
         };
@@ -318,14 +323,13 @@ impl Op<'_> {
         }
     }
 
-    /// Bytes that must cross the memory bus when nothing is in a cache: each operand once in, each result once
-    /// out.
+    /// Returns the bytes of memory traffic with cold caches: each operand read once, each result written once.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         let r = |v: &View<'_>| (v.len() * v.dtype().size()) as u64;
         let w = |v: &ViewMut<'_>| (v.len() * v.dtype().size()) as u64;
         let rw = |v: &ViewMut<'_>, read: bool| w(v) * (1 + u64::from(read));
-        // The rows of a cache, of keys or of values, that queries see whose outputs are a [B, T, C].
+        // Bytes of cached keys (or values) that the queries of a [B, T, C] output attend to.
         let seen = |y: Shape, past: usize| {
             let batch = y.rows().checked_div(length(y)).unwrap_or(0);
             ((past + length(y)) * y.cols() * batch * size_of::<f32>()) as u64
@@ -374,7 +378,7 @@ impl Op<'_> {
     }
 }
 
-/// Tokens of each sequence of a `[B, T, C]`; 0 for another shape, which the op will refuse.
+/// Returns T of a `[B, T, C]` shape; 0 for other shapes, which the op's check rejects.
 fn length(y: Shape) -> usize {
     y.dims().get(1).copied().unwrap_or(0)
 }

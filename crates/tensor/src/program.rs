@@ -1,47 +1,47 @@
-//! Elementwise arithmetic as data: a small program that one interpreter runs on the cpu and one generator turns
-//! into a kernel on a device, so that thirty optimizer transforms need no thirty ops.
+//! Elementwise arithmetic as data. The CPU interprets the program; a GPU backend generates a kernel from it.
+//! This way optimizer transforms need no ops of their own.
 //!
-//! A program reads some buffers, reads and rewrites others, and takes scalars that change from run to run (a
-//! learning rate). Each instruction rounds once, as IEEE says, and none is fused: all devices and processors
-//! give the same bits.
+//! A program reads some buffers, updates others in place, and takes scalars that may change from run to run
+//! (such as a learning rate). Each instruction rounds once, as IEEE 754 specifies, and none are fused: all
+//! devices give the same bits.
 
 use std::ops::{Add, Div, Mul, Sub};
 
 use crate::{Result, TensorError};
 
-/// An instruction; operands are indices of earlier instructions.
+/// One instruction. Operands are indices of earlier instructions.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Instr {
-    /// The element of read-only buffer `.0`.
+    /// Element of read-only buffer `.0`.
     Read(u16),
-    /// The element of rewritten buffer `.0`, as it was before the program.
+    /// Element of updated buffer `.0`, as it was before the program.
     Load(u16),
     /// Scalar argument `.0`.
     Scalar(u16),
     /// A constant.
     Const(f32),
-    /// Sum.
+    /// Sum of two values.
     Add(u16, u16),
-    /// Difference.
+    /// Difference of two values.
     Sub(u16, u16),
-    /// Product.
+    /// Product of two values.
     Mul(u16, u16),
-    /// Quotient.
+    /// Quotient of two values.
     Div(u16, u16),
-    /// Square root.
+    /// Square root of a value.
     Sqrt(u16),
-    /// Absolute value.
+    /// Absolute value of a value.
     Abs(u16),
-    /// The larger; the first where either is not a number.
+    /// The larger operand; the first one if either is NaN.
     Max(u16, u16),
-    /// The smaller; the first where either is not a number.
+    /// The smaller operand; the first one if either is NaN.
     Min(u16, u16),
-    /// 1, -1, or 0 with the sign of the operand.
+    /// 1 or -1; the operand itself if it is zero or NaN.
     Sign(u16),
 }
 
 impl Instr {
-    /// The earlier instructions that it reads; one with a single operand gives it twice.
+    /// Returns the operands; a single operand is returned twice.
     pub(crate) const fn operands(self) -> Option<(u16, u16)> {
         match self {
             Self::Read(_) | Self::Load(_) | Self::Scalar(_) | Self::Const(_) => None,
@@ -56,7 +56,7 @@ impl Instr {
     }
 }
 
-/// A checked program.
+/// A validated program. [`ProgramBuilder::build`] creates it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Program {
     instrs: Vec<Instr>,
@@ -67,37 +67,38 @@ pub struct Program {
 }
 
 impl Program {
-    /// Number of read-only buffers.
+    /// Returns the number of read-only buffers.
     #[must_use]
     pub const fn reads(&self) -> usize {
         self.reads
     }
 
-    /// Number of rewritten buffers.
+    /// Returns the number of updated buffers.
     #[must_use]
     pub const fn writes(&self) -> usize {
         self.writes
     }
 
-    /// Number of scalar arguments.
+    /// Returns the number of scalar arguments.
     #[must_use]
     pub const fn scalars(&self) -> usize {
         self.scalars
     }
 
-    /// The instructions in order.
+    /// Returns the instructions in order.
     #[must_use]
     pub fn instrs(&self) -> &[Instr] {
         &self.instrs
     }
 
-    /// (instruction, rewritten buffer) pairs: what is stored where at the end.
+    /// Returns pairs (instruction, updated buffer): the result of the instruction is stored in the buffer at
+    /// the end.
     #[must_use]
     pub fn stores(&self) -> &[(u16, u16)] {
         &self.stores
     }
 
-    /// Arithmetic operations per element.
+    /// Returns the number of arithmetic operations per element.
     #[must_use]
     pub fn flops(&self) -> usize {
         let free =
@@ -106,11 +107,11 @@ impl Program {
     }
 }
 
-/// A value while a program is being written.
+/// A value within a [`ProgramBuilder`]: the result of one instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Value(u16);
 
-/// Writes a [`Program`].
+/// Builder of a [`Program`].
 ///
 /// ```
 /// use farflung_tensor::{Device, Op, ProgramBuilder};
@@ -141,7 +142,7 @@ pub struct ProgramBuilder {
 }
 
 impl ProgramBuilder {
-    /// An empty program.
+    /// Creates an empty program.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -155,48 +156,49 @@ impl ProgramBuilder {
         Value((self.instrs.len() - 1) as u16)
     }
 
-    /// The element of read-only buffer `index`.
+    /// Reads the element of read-only buffer `index`.
     pub fn read(&mut self, index: u16) -> Value {
         self.push(Instr::Read(index))
     }
 
-    /// The element of rewritten buffer `index`, as it was before the program.
+    /// Reads the element of updated buffer `index`, as it was before the program.
     pub fn load(&mut self, index: u16) -> Value {
         self.push(Instr::Load(index))
     }
 
-    /// Scalar argument `index`.
+    /// Reads scalar argument `index`.
     pub fn scalar(&mut self, index: u16) -> Value {
         self.push(Instr::Scalar(index))
     }
 
-    /// A constant.
+    /// Adds a constant.
     pub fn constant(&mut self, value: f32) -> Value {
         self.push(Instr::Const(value))
     }
 
-    /// Stores `value` into rewritten buffer `index` at the end; a later store to the same buffer replaces it.
+    /// Stores `value` in updated buffer `index` at the end. A later store to the same buffer replaces it.
     pub fn store(&mut self, index: u16, value: Value) {
         self.stores.retain(|(_, to)| *to != index);
         self.stores.push((value.0, index));
     }
 
-    /// Square root.
+    /// Square root of `a`.
     pub fn sqrt(&mut self, a: Value) -> Value {
         self.push(Instr::Sqrt(a.0))
     }
 
-    /// Absolute value.
+    /// Absolute value of `a`.
     pub fn abs(&mut self, a: Value) -> Value {
         self.push(Instr::Abs(a.0))
     }
 
-    /// 1, -1, or 0 with the sign of the operand.
+    /// 1 or -1 with the sign of `a`; `a` itself if it is zero or NaN.
     pub fn sign(&mut self, a: Value) -> Value {
         self.push(Instr::Sign(a.0))
     }
 
-    /// Checks the program. The counts of buffers and scalars are the largest index used plus one.
+    /// Validates the program. The number of buffers of a kind, or of scalars, is the largest index used plus
+    /// one.
     pub fn build(self) -> Result<Program> {
         let count = |f: fn(&Instr) -> Option<u16>| {
             self.instrs.iter().filter_map(f).map(|i| usize::from(i) + 1).max().unwrap_or(0)
@@ -212,7 +214,7 @@ impl ProgramBuilder {
                 count: MAX_INSTRS,
             });
         }
-        // A value of another builder may point past what it is used by, or past the end.
+        // A `Value` of another builder may refer to a later instruction or to none.
         let operands = self.instrs.iter().enumerate().filter_map(|(i, instr)| Some((instr.operands()?, i)));
         let operands = operands.flat_map(|((a, b), i)| [(a, i), (b, i)]);
         let stores = self.stores.iter().map(|&(from, _)| (from, self.instrs.len()));
@@ -231,7 +233,7 @@ impl ProgramBuilder {
     }
 }
 
-/// Whether two instructions give the same bits: unlike `==`, it tells 0 from -0.
+/// Returns whether two instructions give the same bits. Unlike `==`, it distinguishes 0 from -0.
 fn same(a: Instr, b: Instr) -> bool {
     match (a, b) {
         (Instr::Const(a), Instr::Const(b)) => a.to_bits() == b.to_bits(),
@@ -239,10 +241,10 @@ fn same(a: Instr, b: Instr) -> bool {
     }
 }
 
-/// A bound that keeps interpreters' registers on the stack.
+/// Maximum number of instructions, so that the registers of [`Program::eval`] fit on the stack.
 pub(crate) const MAX_INSTRS: usize = 64;
 
-/// Buffers of each kind that a program may use.
+/// Maximum number of buffers of each kind.
 pub(crate) const MAX_BUFFERS: usize = 4;
 
 macro_rules! binary {
@@ -256,26 +258,26 @@ macro_rules! binary {
     };
 }
 binary!(
-    /// Sum.
+    /// Adds `a` and `b`.
     add => Add,
-    /// Difference.
+    /// Subtracts `b` from `a`.
     sub => Sub,
-    /// Product.
+    /// Multiplies `a` and `b`.
     mul => Mul,
-    /// Quotient.
+    /// Divides `a` by `b`.
     div => Div,
-    /// The larger; the first where either is not a number.
+    /// The larger of two values; the first one if either is NaN.
     max => Max,
-    /// The smaller; the first where either is not a number.
+    /// The smaller of two values; the first one if either is NaN.
     min => Min
 );
 
-/// One element, the plain way: what every interpreter must agree with.
+/// Evaluation of one element, the reference for every interpreter.
 impl Program {
-    /// Runs the program on one element of each buffer; `writes` is rewritten.
+    /// Runs the program on one element of each buffer and updates `writes`.
     ///
     /// # Panics
-    /// With fewer scalars or elements than the program uses.
+    /// If there are fewer scalars or elements than the program uses.
     pub fn eval(&self, scalars: &[f32], reads: &[f32], writes: &mut [f32]) {
         let mut r = [0.0_f32; MAX_INSTRS];
         for (i, instr) in self.instrs.iter().enumerate() {

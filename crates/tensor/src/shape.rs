@@ -4,10 +4,10 @@ use std::fmt;
 
 use crate::{Result, TensorError};
 
-/// Most dimensions of a shape.
+/// Maximum number of dimensions.
 const MOST: usize = 4;
 
-/// The dimensions of a tensor, outermost first. Copied freely; never on the heap.
+/// The dimensions of a tensor, outermost first. Up to four are stored inline, so a shape is `Copy`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Shape {
     dims: [usize; MOST],
@@ -15,10 +15,10 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// A shape of the given dimensions; none is a scalar. An array is checked when it is compiled:
-    /// `Shape::from([2, 3])`.
+    /// Creates a shape; empty `dims` is a scalar. `Shape::from([2, 3])` takes an array and checks the number of
+    /// dimensions at compile time.
     ///
-    /// Errors: [`TensorError::Dimensions`] with more than four dimensions.
+    /// Errors: [`TensorError::Dimensions`] if there are more than four dimensions.
     ///
     /// ```
     /// use farflung_tensor::Shape;
@@ -35,31 +35,32 @@ impl Shape {
         Ok(Self { dims: all, rank: dims.len() as u8 })
     }
 
-    /// The dimensions.
+    /// Returns the dimensions, outermost first.
     #[must_use]
     pub fn dims(&self) -> &[usize] {
         &self.dims[..usize::from(self.rank)]
     }
 
-    /// Number of elements; [`usize::MAX`] where it would overflow, which no device has room for.
+    /// Returns the number of elements, or [`usize::MAX`] on overflow. No device can allocate that many.
     #[must_use]
     pub fn len(&self) -> usize {
         product(self.dims())
     }
 
-    /// Whether there are no elements.
+    /// Returns whether there are no elements.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The last dimension; 1 for a scalar.
+    /// Returns the last dimension, or 1 for a scalar.
     #[must_use]
     pub fn cols(&self) -> usize {
         self.dims().last().copied().unwrap_or(1)
     }
 
-    /// All dimensions but the last, multiplied: the shape seen as a matrix of `rows` by `cols`.
+    /// Returns the product of all dimensions but the last: the number of rows of the tensor as a `rows` by
+    /// `cols` matrix.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.dims().split_last().map_or(1, |(_, rest)| product(rest))
@@ -76,7 +77,7 @@ impl From<usize> for Shape {
     }
 }
 
-/// An array of more than four dimensions does not compile.
+/// Compilation fails for an array of more than four dimensions:
 ///
 /// ```compile_fail
 /// let shape = farflung_tensor::Shape::from([1, 2, 3, 4, 5]);

@@ -1,5 +1,5 @@
-//! Tensors and views of them. A tensor owns its buffer alone; views borrow parts of it, so that who may write
-//! where is settled by the compiler, not by a lock.
+//! Tensors and views of them. A tensor is the only owner of its buffer; views borrow parts of it. The borrow
+//! checker, not a lock, ensures that no two writers overlap.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -10,8 +10,8 @@ use farflung_base::Pending;
 use crate::backend::{Part, Storage};
 use crate::{DType, Device, Element, Result, Shape, TensorError};
 
-/// An array on a device: row-major, contiguous, the only owner of its buffer. Dropping it returns the buffer to
-/// the device's pool.
+/// An array on a device: row-major, contiguous, and the only owner of its buffer. Dropping it returns the
+/// buffer to the device's pool.
 pub struct Tensor {
     device: Device,
     dtype: DType,
@@ -19,7 +19,7 @@ pub struct Tensor {
     storage: Option<Box<dyn Storage>>,
 }
 
-/// A shared, read-only part of a tensor.
+/// A shared, read-only view of a part of a tensor.
 #[derive(Clone, Copy)]
 pub struct View<'a> {
     device: &'a Device,
@@ -29,7 +29,8 @@ pub struct View<'a> {
     start: usize,
 }
 
-/// An exclusive part of a tensor. Splitting it gives disjoint parts that may be written at the same time.
+/// An exclusive view of a part of a tensor. Splitting it gives disjoint views that may be written at the same
+/// time.
 pub struct ViewMut<'a> {
     device: &'a Device,
     storage: &'a dyn Storage,
@@ -48,31 +49,31 @@ impl Tensor {
         self.storage.as_deref().expect("present until drop")
     }
 
-    /// Where it lives.
+    /// Returns the tensor's device.
     #[must_use]
     pub const fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Its element type.
+    /// Returns the element type.
     #[must_use]
     pub const fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Its shape.
+    /// Returns the shape.
     #[must_use]
     pub const fn shape(&self) -> Shape {
         self.shape
     }
 
-    /// All of it, to read.
+    /// Returns a read-only view of the whole tensor.
     #[must_use]
     pub fn view(&self) -> View<'_> {
         View { device: &self.device, storage: self.storage(), dtype: self.dtype, shape: self.shape, start: 0 }
     }
 
-    /// All of it, to write.
+    /// Returns a mutable view of the whole tensor.
     #[must_use]
     pub fn view_mut(&mut self) -> ViewMut<'_> {
         ViewMut {
@@ -85,28 +86,28 @@ impl Tensor {
         }
     }
 
-    /// The elements on the host, copied off the device.
+    /// Copies the elements to the host.
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
         self.view().to_vec()
     }
 
-    /// Starts to copy the elements off the device: see [`View::start_to_vec`].
+    /// Starts to copy the elements to the host: see [`View::start_to_vec`].
     pub fn start_to_vec<T: Element>(&self) -> Pending<Result<Vec<T>>> {
         self.view().start_to_vec()
     }
 
-    /// Overwrites all elements from the host.
+    /// Overwrites all elements with values from the host.
     pub fn write<T: Element>(&mut self, values: &[T]) -> Result<()> {
         self.view_mut().write(values)
     }
 
-    /// The elements in place, where the device's memory is the host's.
+    /// Returns the elements in place if the device's memory is host memory.
     #[must_use]
     pub fn host<T: Element>(&self) -> Option<&[T]> {
         self.view().host()
     }
 
-    /// The elements in place to write, where the device's memory is the host's.
+    /// Returns the elements in place for writing if the device's memory is host memory.
     #[must_use]
     pub fn host_mut<T: Element>(&mut self) -> Option<&mut [T]> {
         self.view_mut().into_host()
@@ -140,37 +141,37 @@ fn check_dtype<T: Element>(op: &'static str, found: DType) -> Result<()> {
 
 macro_rules! accessors {
     () => {
-        /// Where it lives.
+        /// Returns the device of the tensor.
         #[must_use]
         pub const fn device(&self) -> &Device {
             self.device
         }
 
-        /// Its element type.
+        /// Returns the element type.
         #[must_use]
         pub const fn dtype(&self) -> DType {
             self.dtype
         }
 
-        /// Its shape.
+        /// Returns the shape.
         #[must_use]
         pub const fn shape(&self) -> Shape {
             self.shape
         }
 
-        /// Number of elements.
+        /// Returns the number of elements.
         #[must_use]
         pub fn len(&self) -> usize {
             self.shape.len()
         }
 
-        /// Whether there are no elements.
+        /// Returns whether there are no elements.
         #[must_use]
         pub fn is_empty(&self) -> bool {
             self.shape.is_empty()
         }
 
-        /// The same elements under another shape.
+        /// Returns a view of the same elements with another shape.
         pub fn reshape(mut self, shape: impl Into<Shape>) -> Result<Self> {
             let shape = shape.into();
             if shape.len() != self.shape.len() {
@@ -180,7 +181,8 @@ macro_rules! accessors {
             Ok(self)
         }
 
-        /// `shape.len()` elements from `start` on (in elements of this view), as a view of that shape.
+        /// Returns a view of `shape.len()` elements from `start` on, with the given shape. `start` counts
+        /// elements of this view.
         pub fn part(mut self, start: usize, shape: impl Into<Shape>) -> Result<Self> {
             let shape = shape.into();
             check_range("part", start, shape, self.len())?;
@@ -199,18 +201,18 @@ macro_rules! accessors {
 impl<'a> View<'a> {
     accessors!();
 
-    /// Where this view lies in its buffer: what a backend needs.
+    /// Returns the buffer and the byte range of this view, for the backend.
     pub(crate) fn raw(&self) -> Part<'_> {
         Part { storage: self.storage, range: self.range() }
     }
 
-    /// The elements on the host, copied off the device.
+    /// Copies the elements to the host.
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
         self.start_to_vec().wait()
     }
 
-    /// Starts to copy the elements off the device: as they are once all ops before are done, whatever is
-    /// started afterwards. They are there at once where the device's memory is the host's.
+    /// Starts to copy the elements to the host. The copy holds the values after all ops started before, and is
+    /// not affected by ops started later. On a device whose memory is host memory, it is ready at once.
     pub fn start_to_vec<T: Element>(&self) -> Pending<Result<Vec<T>>> {
         if let Err(error) = check_dtype::<T>("to_vec", self.dtype) {
             return Pending::ready(Err(error));
@@ -226,7 +228,7 @@ impl<'a> View<'a> {
         })
     }
 
-    /// The elements in place, where the device's memory is the host's and the type is right.
+    /// Returns the elements in place if the device's memory is host memory and `T` is the element type.
     #[must_use]
     pub fn host<T: Element>(&self) -> Option<&'a [T]> {
         if self.dtype != T::DTYPE {
@@ -240,7 +242,7 @@ impl<'a> View<'a> {
 impl<'a> ViewMut<'a> {
     accessors!();
 
-    /// The same part, to read.
+    /// Returns a read-only view of the same part.
     #[must_use]
     pub const fn as_view(&self) -> View<'_> {
         View {
@@ -252,7 +254,7 @@ impl<'a> ViewMut<'a> {
         }
     }
 
-    /// The same part for a shorter time.
+    /// Reborrows the view for a shorter lifetime.
     #[must_use]
     pub const fn reborrow(&mut self) -> ViewMut<'_> {
         ViewMut {
@@ -265,7 +267,7 @@ impl<'a> ViewMut<'a> {
         }
     }
 
-    /// The first `at` elements and the rest, both flat.
+    /// Splits into the first `at` elements and the rest, both with one dimension.
     pub fn split_at(self, at: usize) -> Result<(Self, Self)> {
         let len = self.len();
         check_range("split_at", at, Shape::from(0), len)?;
@@ -280,7 +282,7 @@ impl<'a> ViewMut<'a> {
         Ok((half(self.start, at), half(self.start + at, len - at)))
     }
 
-    /// Overwrites all elements from the host.
+    /// Overwrites all elements with values from the host.
     pub fn write<T: Element>(&mut self, values: &[T]) -> Result<()> {
         check_dtype::<T>("write", self.dtype)?;
         if values.len() != self.len() {
@@ -293,18 +295,19 @@ impl<'a> ViewMut<'a> {
         self.device.backend().upload(bytemuck::cast_slice(values), self.reborrow())
     }
 
-    /// The elements in place to write, where the device's memory is the host's and the type is right.
+    /// Returns the elements in place for writing if the device's memory is host memory and `T` is the element
+    /// type.
     #[must_use]
     pub fn into_host<T: Element>(self) -> Option<&'a mut [T]> {
         if self.dtype == T::DTYPE { self.into_bytes().map(bytemuck::cast_slice_mut) } else { None }
     }
 
-    /// The bytes in place to write, where the device's memory is the host's.
+    /// Returns the bytes in place for writing if the device's memory is host memory.
     pub(crate) fn into_bytes(self) -> Option<&'a mut [u8]> {
         let part = Part { storage: self.storage, range: self.range() };
         #[expect(unsafe_code, reason = "a view that may write hands out its elements")]
-        // SAFETY: this view is the only one of its elements for 'a: it was made from a `&mut Tensor` or by
-        // splitting, and is consumed here.
+        // SAFETY: no other view of these elements exists for 'a: this view was created from a `&mut Tensor` or
+        // by splitting one, and it is consumed here.
         unsafe {
             part.host_mut()
         }

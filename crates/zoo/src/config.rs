@@ -1,17 +1,16 @@
-//! The shape of a GPT-2 family model, as five numbers: what tensors it has, how they start, what a token costs.
-//!
-//! It refuses to know tensors, devices and files.
+//! Configuration of a model of the GPT-2 family: five numbers, from which follow the list of tensors, their
+//! initial values, parameter counts and FLOPs per token.
 
 use farflung_base::Philox;
 use serde::{Deserialize, Serialize};
 
 use crate::ZooError;
 
-/// The shape of a GPT: pre-norm blocks, learned positions, biases everywhere, GELU (tanh form), the head tied
-/// to the token embedding.
+/// Configuration of a GPT: pre-norm blocks, learned positions, biases everywhere, GELU (tanh form), and a head
+/// tied to the token embedding.
 ///
-/// The fields are public so that a preset can be varied (`GptConfig { vocab: 256, ..preset }`); whatever builds
-/// from a configuration calls [`GptConfig::validate`] first, and reading one with serde does so too.
+/// Fields are public so that a preset can be varied (`GptConfig { vocab: 256, ..preset }`). Functions that take
+/// a configuration call [`GptConfig::validate`] first; deserialization does so too.
 ///
 /// Sources: Radford et al. 2019 (GPT-2); Brown et al. 2020, table 2.1 (GPT-3; its XL row has 24 x 128 heads
 /// where the width is 2048, here 16 x 128; its 13B row has width 5140, here 5120; all its layers are dense
@@ -21,17 +20,17 @@ use crate::ZooError;
 pub struct GptConfig {
     /// Number of blocks.
     pub layers: usize,
-    /// Attention heads of a block; divides `dim`.
+    /// Attention heads per block. Must divide `dim`.
     pub heads: usize,
     /// Width of the hidden states.
     pub dim: usize,
-    /// Longest sequence, in tokens: rows of the position table.
+    /// Maximum sequence length in tokens: number of rows of the position table.
     pub context: usize,
-    /// Rows of the token table.
+    /// Number of rows of the token table.
     pub vocab: usize,
 }
 
-/// What serde reads before it is checked.
+/// The fields as deserialized, before validation.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Unchecked {
@@ -50,10 +49,10 @@ impl TryFrom<Unchecked> for GptConfig {
     }
 }
 
-/// How a tensor starts.
+/// Initial values of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Init {
-    /// Normal deviates of this standard deviation.
+    /// Normally distributed, with mean 0 and this standard deviation.
     Normal(f32),
     /// All zero.
     Zeros,
@@ -64,24 +63,23 @@ pub enum Init {
 /// One parameter tensor of the model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TensorSpec {
-    /// Its name in Hugging Face's GPT-2, without the `transformer.` prefix.
+    /// Name in Hugging Face's GPT-2, without the `transformer.` prefix.
     pub name: String,
-    /// Its shape; a matrix is `[inputs, outputs]`: `y = x W + b`.
+    /// Shape. A matrix is `[inputs, outputs]`: `y = x W + b`.
     pub shape: Vec<usize>,
-    /// How it starts.
+    /// Initial values.
     pub init: Init,
 }
 
 impl TensorSpec {
-    /// Number of elements.
+    /// Returns the number of elements.
     #[must_use]
     pub fn count(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Fills `out` with the starting values. `index` is the tensor's place in [`GptConfig::tensors`] of the
-    /// whole model, so that a stage that holds a part of the model starts with the values it would have in the
-    /// whole.
+    /// Fills `out` with the initial values. `index` is the tensor's index in [`GptConfig::tensors`] of the
+    /// whole model, so that a stage with a part of the model has the same initial values as the whole model.
     pub fn fill(&self, seed: u64, index: usize, out: &mut [f32]) {
         match self.init {
             Init::Normal(std) => Philox::new(seed, index as u64).fill_normal(std, out),
@@ -95,7 +93,7 @@ const fn gpt(layers: usize, heads: usize, dim: usize, context: usize, vocab: usi
     GptConfig { layers, heads, dim, context, vocab }
 }
 
-/// The presets by name, from small to large.
+/// The presets by name, in increasing size.
 pub const PRESETS: [(&str, GptConfig); 14] = [
     ("nano", gpt(4, 4, 128, 64, 256)),
     ("baby", gpt(6, 6, 384, 256, 256)),
@@ -113,13 +111,13 @@ pub const PRESETS: [(&str, GptConfig); 14] = [
     ("gpt3-175b", gpt(96, 96, 12288, 2048, 50257)),
 ];
 
-/// Standard deviation of the starting weights.
+/// Standard deviation of the initial weights.
 const INIT_STD: f32 = 0.02;
 
 impl GptConfig {
-    /// A checked configuration.
+    /// Creates a validated configuration.
     ///
-    /// Errors: [`ZooError::Config`] with the field that is wrong.
+    /// Errors: [`ZooError::Config`] with the invalid field.
     pub fn new(
         layers: usize,
         heads: usize,
@@ -132,9 +130,9 @@ impl GptConfig {
         Ok(config)
     }
 
-    /// The preset of that name.
+    /// Returns the preset of this name.
     ///
-    /// Errors: [`ZooError::UnknownPreset`], which lists the names.
+    /// Errors: [`ZooError::UnknownPreset`], whose message lists the presets.
     pub fn preset(name: &str) -> Result<Self, ZooError> {
         PRESETS
             .iter()
@@ -146,7 +144,7 @@ impl GptConfig {
     /// Checks that every field is at least 1 and within bounds that keep all counts in 64 bits, and that the
     /// heads divide the width.
     ///
-    /// Errors: [`ZooError::Config`] with the field that is wrong.
+    /// Errors: [`ZooError::Config`] with the invalid field.
     pub fn validate(&self) -> Result<(), ZooError> {
         let bounds = [
             ("layers", self.layers, 1 << 14, "1 to 16384"),
@@ -170,40 +168,41 @@ impl GptConfig {
         Ok(())
     }
 
-    /// Width of one attention head.
+    /// Returns the width of one attention head.
     #[must_use]
     pub const fn head_dim(&self) -> usize {
         self.dim / self.heads
     }
 
-    /// Exact number of parameters, the tied head counted once: `V d + T d + L (12 d^2 + 13 d) + 2 d`.
+    /// Returns the exact number of parameters, with the tied head counted once:
+    /// `V d + T d + L (12 d^2 + 13 d) + 2 d`.
     #[must_use]
     pub const fn parameters(&self) -> u64 {
         (self.vocab as u64 + self.context as u64) * self.dim as u64 + self.non_embedding_parameters()
     }
 
-    /// Parameters without the token and position tables, the `N` of scaling laws (Kaplan et al. 2020):
-    /// `L (12 d^2 + 13 d) + 2 d`.
+    /// Returns the number of parameters without the token and position tables, the `N` of scaling laws (Kaplan
+    /// et al. 2020): `L (12 d^2 + 13 d) + 2 d`.
     #[must_use]
     pub const fn non_embedding_parameters(&self) -> u64 {
         let (l, d) = (self.layers as u64, self.dim as u64);
         l * (12 * d * d + 13 * d) + 2 * d
     }
 
-    /// Floating-point operations of the matrix products of forward and backward, for one token of a sequence of
-    /// `context` tokens: `6 (12 L d^2 + V d) + 12 L d T`. Attention is counted in full, also where a causal
-    /// kernel skips half.
+    /// Returns the floating-point operations of the matrix products of forward and backward pass, per token of
+    /// a sequence of `context` tokens: `6 (12 L d^2 + V d) + 12 L d T`. Attention is counted in full, even if a
+    /// causal kernel skips half of it.
     #[must_use]
     pub const fn flops_per_token(&self, context: usize) -> u64 {
         let (l, d) = (self.layers as u64, self.dim as u64);
         6 * (12 * l * d * d + self.vocab as u64 * d) + 12 * l * d * context as u64
     }
 
-    /// All tensors of the model in Hugging Face's names and order, in the layout of its `Conv1D`: `[inputs,
-    /// outputs]`.
+    /// Returns all tensors of the model, with Hugging Face's names, order and `Conv1D` layout:
+    /// `[inputs, outputs]`.
     ///
-    /// Weights start at N(0, 0.02), the projections onto the residual stream at N(0, 0.02 / sqrt(2 L)) as in
-    /// nanoGPT, biases at 0, norms at 1 and 0.
+    /// Initial values are those of nanoGPT: weights N(0, 0.02), projections onto the residual stream N(0, 0.02
+    /// / sqrt(2 L)), biases 0, norm gains 1 and norm biases 0.
     #[must_use]
     pub fn tensors(&self) -> Vec<TensorSpec> {
         let d = self.dim;
@@ -304,7 +303,7 @@ mod tests {
 
     #[test]
     fn flops_match_the_closed_form() {
-        // The figure of the peers' script for nano: 6 (12 L d^2 + V d) + 12 L d T.
+        // The value that the reference script computes for nano: 6 (12 L d^2 + V d) + 12 L d T.
         assert_eq!(
             GptConfig::preset("nano").unwrap().flops_per_token(64),
             6 * (12 * 4 * 16384 + 32768) + 12 * 4 * 128 * 64

@@ -1,248 +1,248 @@
-//! What can go wrong in the zoo: bad shapes, bad files, bad data. Each error says which file, tensor or field.
+//! Errors of the zoo: invalid shapes, files and data. Each error names the file, tensor or field.
 
 use std::path::PathBuf;
 
 use crate::config::PRESETS;
 use crate::tokenizer::NAMES;
 
-/// Why the zoo refused something. Messages complete "failed to ...".
+/// An error of this crate. Its message completes "failed to ...".
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ZooError {
     /// A field of a [`GptConfig`](crate::GptConfig) is out of bounds.
     #[error("model `{field}` is {value}, expected {expected}")]
     Config {
-        /// The field.
+        /// Name of the field.
         field: &'static str,
-        /// Its value.
+        /// Value of the field.
         value: usize,
-        /// What it may be.
+        /// Allowed values.
         expected: &'static str,
     },
-    /// A stage was given something else than it takes.
+    /// A stage was called with the wrong kind of input.
     #[error("the stage takes {expected}")]
     StageInput {
-        /// What it takes.
+        /// The expected input.
         expected: &'static str,
     },
-    /// A sampling setting outside its domain.
+    /// A sampling setting is out of bounds.
     #[error("sampling `{field}` is {value}, expected temperature >= 0 and 0 < top_p <= 1")]
     Sampling {
-        /// The setting.
+        /// Name of the setting.
         field: &'static str,
-        /// Its value.
+        /// Value of the setting.
         value: f32,
     },
     /// A tensor op failed.
     #[error(transparent)]
     Tensor(#[from] farflung_tensor::TensorError),
-    /// No preset has that name.
+    /// No preset has this name.
     #[error("no model preset `{name}`; there are {}", join(PRESETS.iter().map(|(name, _)| *name)))]
     UnknownPreset {
-        /// The name that was asked for.
+        /// The name requested.
         name: String,
     },
-    /// No tokenizer has that name.
+    /// No tokenizer has this name.
     #[error("no tokenizer `{name}`; there are {}", join(NAMES.iter().copied()))]
     UnknownTokenizer {
-        /// The name that was asked for.
+        /// The name requested.
         name: String,
     },
     /// A token id is not in the vocabulary.
     #[error("token {token} at position {position}{} is not below the vocabulary of {vocab}", of(path.as_ref()))]
     TokenOutOfRange {
-        /// The file it came from, if any.
+        /// File that contains the token, if any.
         path: Option<PathBuf>,
-        /// Its place, in tokens.
+        /// Index of the token.
         position: usize,
-        /// The token.
+        /// The token id.
         token: u32,
         /// Size of the vocabulary.
         vocab: usize,
     },
-    /// The system refused a file operation.
+    /// A file operation failed.
     #[error("{action} `{}`: {source}", path.display())]
     Io {
-        /// What was tried: `read`, `write`, ...
+        /// The operation, such as `read` or `write`.
         action: &'static str,
-        /// On which file.
+        /// Path of the file.
         path: PathBuf,
-        /// What the system said.
+        /// Error of the operating system.
         source: std::io::Error,
     },
-    /// There is no data.
+    /// The file or folder contains no data.
     #[error("`{}` holds no data", path.display())]
     EmptyCorpus {
-        /// The file or folder.
+        /// Path of the file or folder.
         path: PathBuf,
     },
-    /// A text tokenizer met bytes that are not text.
+    /// A text tokenizer was given a file that is not UTF-8.
     #[error("`{}` is not UTF-8 at byte {offset}; only the `byte` tokenizer reads such files", path.display())]
     NotUtf8 {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The first bad byte.
+        /// Offset of the first invalid byte.
         offset: usize,
     },
-    /// A token file is not what its header or length says.
+    /// The header or the length of a token file is wrong.
     #[error("token file `{}`: {field} is {found}, expected {expected}", path.display())]
     TokenFile {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The field of the header, or the file's length.
+        /// Field of the header, or the file's length.
         field: &'static str,
-        /// What the file says.
+        /// Value in the file.
         found: u64,
-        /// What it must be.
+        /// Value required.
         expected: u64,
     },
-    /// A split is too short to cut one sequence and its targets from it.
+    /// A split is too short for one sequence with its targets.
     #[error("{split} split has {tokens} tokens, a context needs at least {needed}")]
     TooShort {
         /// `training` or `held-out`.
         split: &'static str,
-        /// Tokens it has.
+        /// Number of tokens of the split.
         tokens: usize,
-        /// Tokens it needs: context + 1.
+        /// Number of tokens required: context + 1.
         needed: usize,
     },
-    /// Too few parts of a text to give each replica one.
+    /// The text has fewer parts than there are replicas, so not every replica gets one.
     #[error(
         "the training data have {found} parts of more than {context} tokens as `{kind}` cuts them, and \
          {replicas} replicas need one each"
     )]
     Shards {
-        /// How the text was to be cut.
+        /// How the text is divided.
         kind: String,
-        /// Parts that there are.
+        /// Number of parts.
         found: usize,
-        /// Replicas.
+        /// Number of replicas.
         replicas: usize,
-        /// Tokens of a sequence.
+        /// Number of tokens of a sequence.
         context: usize,
     },
-    /// A share to hold out that leaves nothing or is not a share.
+    /// The held-out share is invalid, or leaves no training data.
     #[error(
         "hold-out of {found} of {tokens} tokens, expected a share in [0, 1) or fewer tokens than there are"
     )]
     HoldOut {
-        /// The fraction or number of tokens asked for.
+        /// Fraction or number of tokens requested.
         found: f64,
-        /// Tokens there are.
+        /// Number of tokens available.
         tokens: usize,
     },
-    /// A sampler's field is out of bounds.
+    /// A field of a sampler is out of bounds.
     #[error("sampler `{field}` is {value}, expected {expected}")]
     Sampler {
-        /// The field.
+        /// Name of the field.
         field: &'static str,
-        /// Its value.
+        /// Value of the field.
         value: usize,
-        /// What it may be.
+        /// Allowed values.
         expected: String,
     },
-    /// A recorded list of offsets has no row for this step.
+    /// The recorded list of offsets has no row for this step.
     #[error("no recorded offsets for step {step}, the list has {steps}")]
     StepNotRecorded {
-        /// The step asked for.
+        /// The step requested.
         step: u64,
-        /// Steps in the list.
+        /// Number of steps in the list.
         steps: u64,
     },
-    /// A recorded offset leaves no room for a sequence.
+    /// A recorded offset is too close to the end of the text for a sequence.
     #[error("recorded offset {offset} at index {index} is above {last}, the last that leaves room")]
     OffsetOutOfRange {
-        /// Its place in the list.
+        /// Index of the offset in the list.
         index: usize,
-        /// The offset.
+        /// The recorded offset.
         offset: i64,
-        /// The greatest that is valid.
+        /// Greatest valid offset.
         last: usize,
     },
-    /// The header of a safetensors file is not one.
+    /// The header of a safetensors file is invalid.
     #[error("safetensors file `{}`: header {problem}", path.display())]
     Header {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Description of the problem.
         problem: String,
     },
-    /// A tensor's entry in a header contradicts itself, another entry or the file.
+    /// A tensor's entry in a header is inconsistent with itself, another entry or the file.
     #[error("`{}`: tensor `{tensor}` {problem}", path.display())]
     TensorEntry {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// What is wrong with it.
+        /// Description of the problem.
         problem: String,
     },
-    /// A file lacks a tensor.
+    /// A tensor is missing.
     #[error("`{}` has no tensor `{tensor}`", path.display())]
     NoTensor {
-        /// The file or folder.
+        /// Path of the file or folder.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
     },
-    /// A tensor has another shape than the model.
+    /// The shape of a tensor differs from the model's.
     #[error("`{}`: tensor `{tensor}` has shape {found:?}, expected {expected:?}", path.display())]
     TensorShape {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Its shape in the file.
+        /// Shape in the file.
         found: Vec<usize>,
-        /// The shape that was asked for.
+        /// Shape requested.
         expected: Vec<usize>,
     },
-    /// A tensor has a type that cannot be read as what was asked for.
+    /// The element type of a tensor cannot be converted to the requested one.
     #[error("`{}`: tensor `{tensor}` has type {found}, expected {expected}", path.display())]
     TensorDtype {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Its type in the file.
+        /// Element type in the file.
         found: String,
-        /// The types that can be read so.
+        /// Element types that can be read.
         expected: &'static str,
     },
-    /// A JSON file is not JSON.
+    /// A JSON file is not valid JSON.
     #[error("`{}`: {source}", path.display())]
     Json {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Where and why.
+        /// Error of the parser.
         source: serde_json::Error,
     },
-    /// A field of a JSON file is missing or unsupported.
+    /// A field of a JSON file is missing or has an unsupported value.
     #[error("`{}`: `{field}` is {found}, expected {expected}", path.display())]
     JsonField {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The field.
+        /// Name of the field.
         field: String,
-        /// Its value, or `missing`.
+        /// Value of the field, or `missing`.
         found: String,
-        /// What is supported.
+        /// Supported values.
         expected: String,
     },
 }
 
-/// Names in backquotes, for messages that list what there is.
+/// Formats names in backquotes, separated by commas.
 fn join<'a>(names: impl Iterator<Item = &'a str>) -> String {
     names.map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
 }
 
-/// ` of FILE`, or nothing.
+/// Returns ` of FILE`, or an empty string.
 fn of(path: Option<&PathBuf>) -> String {
     path.map(|p| format!(" of `{}`", p.display())).unwrap_or_default()
 }
 
 impl ZooError {
-    /// For `map_err` of a file operation.
+    /// Returns a function for `map_err` of a file operation.
     pub(crate) fn io(action: &'static str, path: &std::path::Path) -> impl FnOnce(std::io::Error) -> Self {
         move |source| Self::Io { action, path: path.to_owned(), source }
     }

@@ -1,21 +1,22 @@
-//! Text from a model: one token at a time through a cache of keys and values, drawn by temperature, top-k and
-//! top-p.
+//! Text generation, token by token with a cache of keys and values. Tokens are drawn with temperature, top-k
+//! and top-p.
 
 use farflung_base::Philox;
 use farflung_tensor::Tensor;
 
 use crate::{Stage, ZooError};
 
-/// How the next token is drawn.
+/// Settings for drawing the next token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
-    /// Logits are divided by this; 0 takes the likeliest token.
+    /// Divisor of the logits; 0 always takes the most likely token.
     pub temperature: f32,
-    /// Only the k likeliest tokens; 0 for all.
+    /// Draw only from the k most likely tokens; 0 for all.
     pub top_k: usize,
-    /// Only the likeliest tokens that together have this probability (Holtzman et al. 2020); 1 for all.
+    /// Draw only from the most likely tokens that together have this probability (Holtzman et al. 2020); 1 for
+    /// all.
     pub top_p: f32,
-    /// The same seed gives the same text.
+    /// Seed of the random numbers. Equal seeds give equal text.
     pub seed: u64,
 }
 
@@ -26,7 +27,9 @@ impl Default for Sampling {
 }
 
 impl Sampling {
-    /// Errors: [`ZooError::Sampling`] for a setting outside its domain.
+    /// Checks all settings.
+    ///
+    /// Errors: [`ZooError::Sampling`] for a setting out of bounds.
     pub fn validate(&self) -> Result<(), ZooError> {
         let bad = |field, value| Err(ZooError::Sampling { field, value });
         if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
@@ -38,15 +41,15 @@ impl Sampling {
         Ok(())
     }
 
-    /// Draws from `logits` (one row, `[V]`) with the random number at `position`.
+    /// Draws a token from `logits` (one row, `[V]`) with the random number at `position`.
     ///
-    /// Ties go to the lower token. A logit that is not a number is never drawn unless all are.
+    /// Equal logits are ordered by token id. A NaN logit is never drawn unless all are NaN.
     #[must_use]
     pub fn draw(&self, logits: &[f32], position: u64) -> u32 {
         let mut order: Vec<u32> = (0..logits.len() as u32).collect();
         let at = |t: u32| {
             let l = logits[t as usize];
-            if l.is_nan() { f32::NEG_INFINITY } else { l + 0.0 } // -0 ties with 0.
+            if l.is_nan() { f32::NEG_INFINITY } else { l + 0.0 } // Adding 0 turns -0 into 0, so that they tie.
         };
         let likelier = |a: &u32, b: &u32| at(*b).total_cmp(&at(*a)).then(a.cmp(b));
         if self.temperature == 0.0 {
@@ -84,18 +87,18 @@ impl Sampling {
     }
 }
 
-/// Sampling's stream of a seed.
+/// Stream of the random numbers for sampling.
 const STREAM: u64 = u64::from_le_bytes(*b"generate");
 
-/// Continues `prompt` by `count` tokens and calls `emit` with each as it is drawn; stops early when `emit` says
-/// `false`.
+/// Generates `count` tokens that continue `prompt`, and calls `emit` with each one. Stops early if `emit`
+/// returns `false`.
 ///
-/// - Of a prompt longer than the context, the last `context` tokens are read and the others have no effect,
-///   except that all are checked. An empty prompt starts from token 0.
-/// - When the context is full and one more token is to be drawn, the cache is emptied and the last
-///   `context / 2` tokens (at least one), drawn ones included, are computed anew at the positions from 0 on.
-/// - Token `i` of the `count`, from 0 on, takes the random number at position `i` of [`Sampling::seed`]'s
-///   stream, so it does not depend on the prompt's length.
+/// - If the prompt is longer than the context, only its last `context` tokens are used; all are validated. An
+///   empty prompt is replaced by token 0.
+/// - If the context is full and another token is needed, the cache is cleared, and the last `context / 2`
+///   tokens (at least one), generated ones included, are processed again at positions from 0 on.
+/// - Token `i` of the `count` uses the random number at position `i` of [`Sampling::seed`]'s stream, so it does
+///   not depend on the prompt's length.
 ///
 /// Errors: [`ZooError::TokenOutOfRange`] for a prompt token outside the vocabulary; [`ZooError::Sampling`].
 pub fn generate(
@@ -186,7 +189,7 @@ mod tests {
         assert!(generate(&stage, &params, &[11], 1, &Sampling::default(), |_| true).is_err());
     }
 
-    /// What [`generate`] gives, drawn by whole passes over what its documentation says is read.
+    /// Reference for [`generate`], which runs a whole pass over the context for each token.
     fn slowly(stage: &Stage, params: &Tensor, prompt: &[u32], count: usize, sampling: &Sampling) -> Vec<u32> {
         let (context, vocab) = (stage.config().context, stage.config().vocab);
         let mut all = prompt.to_vec();

@@ -1,5 +1,5 @@
-//! A stage: a range of a model's blocks with flat parameters and gradients. The whole model is the stage of all
-//! blocks.
+//! A stage: a range of a model's blocks, with flat parameters and gradients. The stage of all blocks is the
+//! whole model.
 
 mod kept;
 mod slices;
@@ -19,24 +19,24 @@ pub use slices::Slices;
 
 use kept::{Chain, Kept, bring_last};
 
-/// A range of a model's layers; the first stage has the embeddings, the last the head. A range between two
-/// layers has no parameters and gives what it takes.
+/// A range of a model's layers. The first stage also has the embeddings, the last one the head. An empty range
+/// between two layers has no parameters and returns its input.
 #[derive(Debug, Clone)]
 pub struct Stage {
     config: GptConfig,
     device: Device,
     layout: ParamLayout,
-    /// Place of each of this stage's tensors among those of the whole model, and how it starts.
+    /// For each of this stage's tensors, its index among those of the whole model, and its spec.
     specs: Vec<(usize, TensorSpec)>,
     embedding: Option<Embedding>,
     blocks: Vec<Transformer>,
     head: Option<Head>,
-    /// What gradients are multiplied with where products round them.
+    /// Factor of gradients before matrix products round them.
     gradient_scale: f32,
     keeping: Keeping,
 }
 
-/// What a stage takes: tokens `[B, T]` (u32) on the first, hidden states `[B, T, C]` on the others.
+/// Input of a stage: tokens `[B, T]` (u32) for the first stage, hidden states `[B, T, C]` for the others.
 #[derive(Debug)]
 pub enum Input {
     /// Token ids.
@@ -45,7 +45,7 @@ pub enum Input {
     Hidden(Tensor),
 }
 
-/// What a stage gives: hidden states for the next stage, or the losses `[B T]` of each token on the last.
+/// Output of a stage: losses `[B T]` per token for the last stage, hidden states for the others.
 #[derive(Debug)]
 pub enum Output {
     /// Hidden states.
@@ -54,33 +54,32 @@ pub enum Output {
     Losses(Tensor),
 }
 
-/// What a forward pass keeps for the backward pass.
+/// Values that a forward pass saves for the backward pass.
 #[derive(Debug)]
 pub struct Saved {
-    /// The positions that it is of.
+    /// Token positions of the pass.
     positions: Range<usize>,
     tokens: Option<Tensor>,
-    /// Blocks whose part was let go of; those behind them follow in `blocks`.
+    /// Number of leading blocks whose values were dropped. `blocks` contains the blocks after them.
     forgotten: usize,
     blocks: Vec<Kept>,
-    /// How the backward pass comes to what was not kept, where steps say it.
+    /// State of the steps that recompute missing values, if [`Keeping::steps`] are set.
     chain: Option<Chain>,
     head: Option<HeadSaved>,
-    /// The gradient at the embedding's output, between the two halves of the backward pass.
+    /// Gradient of the embedding's output, between the two halves of the backward pass.
     dx: Option<Tensor>,
 }
 
 impl Saved {
-    /// Lets go of what the first `layers` blocks keep, or all of them if there are fewer, until
-    /// [`Stage::recompute`].
+    /// Drops the saved values of the first `layers` blocks (at most all). [`Stage::recompute`] restores them.
     pub fn forget(&mut self, layers: usize) {
         let layers = layers.min(self.blocks.len());
         self.blocks.drain(..layers);
         self.forgotten += layers;
     }
 
-    /// Moves what `layers` blocks keep to the host's memory, behind those that were let go of: see
-    /// [`Keeping::offload`].
+    /// Moves the saved values of `layers` blocks to host memory, beginning with the first block that was not
+    /// dropped: see [`Keeping::offload`].
     pub fn offload(&mut self, layers: usize) {
         let keeping = Keeping { offload: layers, ..Keeping::default() };
         let kept = std::mem::take(&mut self.blocks).into_iter().enumerate();
@@ -89,15 +88,15 @@ impl Saved {
 }
 
 impl Stage {
-    /// All of a model.
+    /// Creates the stage of a whole model.
     pub fn whole(config: GptConfig, device: &Device) -> Result<Self, ZooError> {
         Self::new(config, 0..config.layers, device)
     }
 
-    /// The given layers of a model.
+    /// Creates a stage of the given layers.
     ///
-    /// Errors: [`ZooError::Config`] for a bad config, or a range that is not within its layers; it may be empty
-    /// between two of them.
+    /// Errors: [`ZooError::Config`] if the config is invalid, or the range is not within the model's layers.
+    /// The range may be empty only between two layers.
     pub fn new(config: GptConfig, layers: Range<usize>, device: &Device) -> Result<Self, ZooError> {
         config.validate()?;
         let between = layers.start == layers.end && layers.start > 0 && layers.end < config.layers;
@@ -134,52 +133,54 @@ impl Stage {
         Ok(Self { config, device, layout, specs, embedding, blocks, head, gradient_scale: 1.0, keeping })
     }
 
-    /// The model's config.
+    /// Returns the model's configuration.
     #[must_use]
     pub const fn config(&self) -> &GptConfig {
         &self.config
     }
 
-    /// Where it runs.
+    /// Returns the stage's device.
     #[must_use]
     pub const fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Whether it takes tokens rather than hidden states.
+    /// Returns whether the input is tokens (true for the first stage).
     #[must_use]
     pub const fn takes_tokens(&self) -> bool {
         self.embedding.is_some()
     }
 
-    /// Whether it gives losses rather than hidden states.
+    /// Returns whether the output is losses (true for the last stage).
     #[must_use]
     pub const fn gives_losses(&self) -> bool {
         self.head.is_some()
     }
 
-    /// Multiplies gradients with a power of two where products of the backward pass round them to the device's
-    /// precision, and divides the products by it: loss scaling (Micikevicius et al. 2018) around each product,
-    /// so that all gradients that leave it are those of the loss itself. What overflows nevertheless leaves
-    /// gradients that are not finite.
+    /// Sets the scale of gradients in the backward pass: matrix products multiply gradients by it before they
+    /// are rounded to the device's precision, and divide the result by it. `scale` must be a power of two.
+    ///
+    /// This is loss scaling (Micikevicius et al. 2018) per matrix product, so the resulting gradients are not
+    /// scaled. Gradients that overflow in spite of it are not finite.
     pub const fn set_gradient_scale(&mut self, scale: f32) {
         self.gradient_scale = scale;
     }
 
-    /// Says how it holds less between forward and backward passes, beginning during the forward pass; of whole
-    /// sequences, since slices see each other. Of a pass that is over, [`Saved::forget`] and [`Saved::offload`]
-    /// let go.
+    /// Sets how later forward passes save memory until their backward pass. It applies to whole sequences only,
+    /// not to slices, because slices use each other's keys and values. For a pass that has ended, use
+    /// [`Saved::forget`] and [`Saved::offload`].
     pub fn set_keeping(&mut self, keeping: Keeping) {
         self.keeping = keeping;
     }
 
-    /// Where each parameter lies in the flat buffers.
+    /// Returns the layout of the parameters in flat buffers.
     #[must_use]
     pub const fn layout(&self) -> &ParamLayout {
         &self.layout
     }
 
-    /// New parameters, a pure function of the seed: the same values in each stage as in the whole model.
+    /// Creates initial parameters, a pure function of the seed. They are equal for a stage and for the same
+    /// layers of the whole model.
     pub fn init(&self, seed: u64) -> Result<Tensor, ZooError> {
         let mut values = vec![0.0; self.layout.len()];
         for (p, (index, spec)) in self.layout.params().iter().zip(&self.specs) {
@@ -188,9 +189,9 @@ impl Stage {
         Ok(self.device.tensor(&values, self.layout.len())?)
     }
 
-    /// Parameters from opened weights, each by its name.
+    /// Reads the parameters from opened weights, by name.
     ///
-    /// Errors: as [`Weights::tensor`].
+    /// Errors: those of [`Weights::tensor`].
     pub fn load(&self, weights: &mut Weights) -> Result<Tensor, ZooError> {
         let mut values = vec![0.0; self.layout.len()];
         for p in self.layout.params() {
@@ -199,12 +200,11 @@ impl Stage {
         Ok(self.device.tensor(&values, self.layout.len())?)
     }
 
-    /// Writes all of a model to a folder in Hugging Face's layout, as [`weights::write`] does, so that
-    /// [`Stage::load`] gives `params` back: to the bit from F32, the default type.
+    /// Writes a whole model to a folder in Hugging Face's layout, as [`weights::write`] does. [`Stage::load`]
+    /// reads the same values, exactly if the type is F32 (the default).
     ///
-    /// Errors: [`ZooError::Config`] if the stage is a part of a model; [`ZooError::Tensor`] unless `params` is
-    /// a flat buffer of the stage's layout; [`ZooError::Io`]. Nothing is written where one of the first two is
-    /// returned.
+    /// Errors: [`ZooError::Config`] if the stage is not a whole model; [`ZooError::Tensor`] unless `params` is
+    /// a flat buffer of the stage's layout; [`ZooError::Io`]. With one of the first two, nothing is written.
     ///
     /// ```
     /// use farflung_tensor::Device;
@@ -237,12 +237,12 @@ impl Stage {
         })
     }
 
-    /// A zeroed buffer of the stage's layout: for gradients or moments.
+    /// Creates a buffer of zeros in the stage's layout, for gradients or moments.
     pub fn zeros(&self) -> Result<Tensor, ZooError> {
         Ok(self.device.zeros(self.layout.len())?)
     }
 
-    /// Token ids as a tensor `[B, T]` on the stage's device.
+    /// Creates a tensor `[B, T]` of token ids on the stage's device, with T = `len`.
     pub fn tokens(&self, ids: &[u32], len: usize) -> Result<Tensor, ZooError> {
         if len == 0 || ids.is_empty() || !ids.len().is_multiple_of(len) || len > self.config.context {
             return Err(ZooError::Config {
@@ -269,8 +269,9 @@ impl Stage {
         }
     }
 
-    /// Runs the blocks and keeps what the backward pass needs. The last stage takes the targets `[B, T]` (u32)
-    /// and the scale of the loss's gradient: one over the tokens of the whole step.
+    /// Runs the forward pass and saves what the backward pass needs. The last stage needs `targets`: the target
+    /// ids `[B, T]` (u32), and the scale of the loss's gradient, which is one over the number of tokens of the
+    /// whole step.
     pub fn forward(
         &self,
         params: &Tensor,
@@ -323,12 +324,11 @@ impl Stage {
         ))
     }
 
-    /// The backward pass of one microbatch. `dy` is the gradient of the hidden states that this stage gave; the
-    /// last stage takes none. Returns the gradient of the hidden states that it took; the first stage gives
-    /// none.
+    /// Runs the backward pass of one microbatch. `dy` is the gradient of the stage's output; `None` for the
+    /// last stage. Returns the gradient of the stage's input; `None` for the first stage.
     ///
-    /// `ready` is called with each range of the flat gradients as soon as it is final for this microbatch, from
-    /// the last parameters to the first: where a reduction can start while the rest is being computed.
+    /// `ready` is called with each range of the flat gradients when it is final for this microbatch, from the
+    /// last parameters to the first. The caller can start to reduce the range while the rest is computed.
     pub fn backward(
         &self,
         params: &Tensor,
@@ -368,8 +368,8 @@ impl Stage {
         Ok(Some(dx))
     }
 
-    /// Runs the blocks again whose part of `saved` was let go of, on the input of the forward pass: the same
-    /// bits are back.
+    /// Recomputes the values that [`Saved::forget`] dropped. `input` must be the input of the forward pass. The
+    /// values are bit-identical.
     pub fn recompute(&self, params: &Tensor, input: Input, saved: &mut Saved) -> Result<(), ZooError> {
         self.recompute_by(params, input, saved, |cx, i, x| Ok(self.blocks[i].forward(cx, x)?))
     }
@@ -393,8 +393,9 @@ impl Stage {
         Ok(())
     }
 
-    /// The first half of [`Stage::backward`]: the gradient that the stage before waits for. What the weights
-    /// need stays in `saved`; no gradient is written.
+    /// Runs the first half of [`Stage::backward`] and returns the gradient of the stage's input, for which the
+    /// previous stage waits. No weight gradient is written; `saved` keeps what [`Stage::backward_weight`]
+    /// needs.
     pub fn backward_input(
         &self,
         params: &Tensor,
@@ -436,13 +437,13 @@ impl Stage {
         Ok(None)
     }
 
-    /// The second half of [`Stage::backward`]: the gradients of the weights, the same bits as at once. It needs
-    /// no parameters.
+    /// Runs the second half of [`Stage::backward`]: computes the weight gradients, bit-identical to those of
+    /// the undivided pass. It does not need the parameters.
     ///
     /// # Panics
-    /// If [`Stage::backward_input`] did not run before.
+    /// If [`Stage::backward_input`] was not called before.
     pub fn backward_weight(&self, saved: Saved, grads: &mut Grads<'_>) -> Result<(), ZooError> {
-        // The halves for the weights look at shapes alone, which the gradients share.
+        // The weight halves use only the shapes of the parameters, which the gradients have too.
         let nothing = self.device.zeros(0)?;
         let cx = self.cx(&nothing);
         let has_head = saved.head.is_some();
@@ -467,7 +468,7 @@ impl Stage {
         Err(ZooError::StageInput { expected: "what was let go of, computed again" })
     }
 
-    /// The ranges of the flat gradients as [`Stage::backward`] makes them final, in order.
+    /// Returns the ranges of the flat gradients in the order in which [`Stage::backward`] completes them.
     #[must_use]
     pub fn backward_ranges(&self) -> Vec<Range<usize>> {
         let mut ranges: Vec<Range<usize>> = self.head.iter().map(|head| self.span(head.norm, 2)).collect();
@@ -480,15 +481,16 @@ impl Stage {
         ranges
     }
 
-    /// Elements of the flat buffers that `count` parameters from `first` on take, padding included.
+    /// Returns the range of the flat buffers that contains `count` parameters from `first` on, padding
+    /// included.
     fn span(&self, first: usize, count: usize) -> Range<usize> {
         let params = self.layout.params();
         let end = params.get(first + count).map_or(self.layout.len(), |p| p.start);
         params[first].start..end
     }
 
-    /// Losses `[B T]` of each token without anything kept for a backward pass. For a stage that is the whole
-    /// model.
+    /// Returns the losses `[B T]` per token, without saving anything for a backward pass. The stage must be a
+    /// whole model.
     pub fn losses(&self, params: &Tensor, tokens: Tensor, targets: &Tensor) -> Result<Tensor, ZooError> {
         let cx = self.cx(params);
         let (mut x, _) = self.enter(&cx, Input::Tokens(tokens), 0)?;
@@ -499,7 +501,7 @@ impl Stage {
         Ok(head.losses(&cx, &x, targets)?)
     }
 
-    /// Logits `[B, T, V]`. For a stage that is the whole model.
+    /// Returns the logits `[B, T, V]`. The stage must be a whole model.
     pub fn logits(&self, params: &Tensor, tokens: Tensor) -> Result<Tensor, ZooError> {
         let cx = self.cx(params);
         let (mut x, _) = self.enter(&cx, Input::Tokens(tokens), 0)?;
@@ -510,7 +512,7 @@ impl Stage {
         Ok(head.logits(&cx, &x)?)
     }
 
-    /// An empty cache of keys and values for `batch` sequences of up to the model's context.
+    /// Creates an empty cache of keys and values for `batch` sequences of up to the model's context.
     pub fn cache(&self, batch: usize) -> Result<Cache, ZooError> {
         let shape = [batch, self.config.context, self.config.dim];
         self.cache_of(|| Ok(self.device.empty(DType::F32, shape)?))
@@ -521,8 +523,8 @@ impl Stage {
         Ok(Cache { layers: self.blocks.iter().map(layer).collect::<Result<_, ZooError>>()?, len: 0 })
     }
 
-    /// Appends new tokens `[B, T]` to the cache and gives the logits `[B, T, V]` of their successors. For a
-    /// stage that is the whole model.
+    /// Appends new tokens `[B, T]` to the cache and returns the logits `[B, T, V]` of the next token at each
+    /// position. The stage must be a whole model.
     pub fn decode(&self, params: &Tensor, cache: &mut Cache, tokens: Tensor) -> Result<Tensor, ZooError> {
         let cx = self.cx(params);
         let new = tokens.shape().cols();
@@ -543,7 +545,7 @@ impl Stage {
     }
 }
 
-/// Keys and values of the tokens seen so far.
+/// Keys and values of the tokens processed so far.
 #[derive(Debug)]
 pub struct Cache {
     layers: Vec<KeyValues>,
@@ -551,30 +553,30 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// Tokens in it.
+    /// Returns the number of tokens in the cache.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it holds none.
+    /// Returns whether the cache has no tokens.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Forgets all tokens.
+    /// Removes all tokens.
     pub const fn clear(&mut self) {
         self.len = 0;
     }
 }
 
-/// Sum of losses in f64, in order: the same on every machine.
+/// Returns the sum of the losses, added in f64 and in order, so that it is equal on every machine.
 pub fn total(losses: &Tensor) -> Result<f64, ZooError> {
     start_total(losses).wait()
 }
 
-/// Starts to fetch the losses for [`total`], so that the device goes on meanwhile.
+/// Starts to compute [`total`] and returns without waiting for the device.
 pub fn start_total(losses: &Tensor) -> Pending<Result<f64, ZooError>> {
     losses.start_to_vec::<f32>().map(|losses| Ok(losses?.iter().map(|&l| f64::from(l)).sum()))
 }

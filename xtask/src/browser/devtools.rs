@@ -1,5 +1,5 @@
-//! A headless Chromium over its `DevTools` protocol, through two pipes: messages are JSON, each ended by a zero
-//! byte.
+//! Controls a headless Chromium through its `DevTools` protocol over two pipes. Messages are JSON, each
+//! followed by a zero byte.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -13,19 +13,19 @@ use serde_json::{Value, json};
 
 use crate::shell;
 
-/// How long an answer of the browser may take.
+/// Timeout for an answer of the browser.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What the browser says of the page by itself.
+/// Events of the page that are recorded for later checks.
 #[derive(Debug, Default)]
 pub(crate) struct Heard {
-    /// Errors of the console, of scripts and of the policy.
+    /// Errors of the console, of scripts, and of the content security policy.
     pub(crate) errors: Vec<String>,
-    /// Addresses that were asked.
+    /// URLs that the page requested.
     pub(crate) requests: Vec<String>,
 }
 
-/// A browser with one page.
+/// A running browser with one page.
 #[derive(Debug)]
 pub(crate) struct Browser {
     process: Child,
@@ -37,9 +37,9 @@ pub(crate) struct Browser {
 }
 
 impl Browser {
-    /// Starts Chromium with a profile of its own in a folder.
+    /// Starts Chromium with a new profile in `folder`.
     pub(crate) fn start(folder: &Path) -> Result<Self> {
-        // The protocol is on the descriptors 3 and 4, which only a shell can set without `unsafe`.
+        // The protocol uses the file descriptors 3 and 4. Only a shell can set them without `unsafe`.
         let script = "exec chromium --headless=new --remote-debugging-pipe --no-sandbox --disable-gpu \
             --disable-dev-shm-usage --no-first-run --disable-background-networking --disable-component-update \
             --hide-scrollbars --disable-lcd-text --force-color-profile=srgb --user-data-dir=\"$0\" about:blank \
@@ -70,7 +70,7 @@ impl Browser {
         Ok(browser)
     }
 
-    /// Calls a method of the protocol and gives its result.
+    /// Calls a method of the protocol and returns its result.
     pub(crate) fn call(&mut self, method: &str, params: &Value) -> Result<Value> {
         self.next += 1;
         let mut message = json!({ "id": self.next, "method": method, "params": params });
@@ -93,7 +93,7 @@ impl Browser {
         }
     }
 
-    /// The value of an expression in the page.
+    /// Evaluates an expression in the page and returns its value.
     pub(crate) fn value(&mut self, expression: &str) -> Result<Value> {
         let params = json!({ "expression": expression, "returnByValue": true, "awaitPromise": true });
         let answer = self.call("Runtime.evaluate", &params)?;
@@ -103,7 +103,7 @@ impl Browser {
         Ok(answer["result"]["value"].clone())
     }
 
-    /// Waits until an expression in the page is true.
+    /// Waits until an expression in the page is true. `what` describes the condition in the error.
     pub(crate) fn wait_for(&mut self, what: &str, expression: &str, patience: Duration) -> Result<()> {
         let pause = Duration::from_millis(50);
         for _ in 0..patience.as_millis() / pause.as_millis() {
@@ -115,19 +115,20 @@ impl Browser {
         bail!("waited in vain until {what}: `{expression}`")
     }
 
-    /// Shows the page at this width, with so many pixels for each of its own, in the light or the dark.
+    /// Sets the page's width, the number of device pixels per CSS pixel, and the colour scheme (`light` or
+    /// `dark`).
     pub(crate) fn look(&mut self, width: u32, scale: f64, scheme: &str) -> Result<()> {
         let size = json!({ "width": width, "height": 900, "deviceScaleFactor": scale, "mobile": false });
         self.call("Emulation.setDeviceMetricsOverride", &size)?;
         let scheme = json!({ "features": [{ "name": "prefers-color-scheme", "value": scheme }] });
         self.call("Emulation.setEmulatedMedia", &scheme)?;
-        // Two frames: the page draws anew in the first.
+        // Wait for two frames: the page is redrawn in the first.
         let frames = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => \
             setTimeout(() => done(true), 150))))";
         self.value(frames).map(|_| ())
     }
 
-    /// The whole page as a PNG.
+    /// Takes a screenshot of the whole page, as a PNG.
     pub(crate) fn picture(&mut self) -> Result<Vec<u8>> {
         let params = json!({ "format": "png", "captureBeyondViewport": true, "optimizeForSpeed": false });
         let answer = self.call("Page.captureScreenshot", &params)?;
@@ -137,7 +138,7 @@ impl Browser {
 
 impl Drop for Browser {
     fn drop(&mut self) {
-        // It ends by itself when its pipe does; a page that hangs does not keep it.
+        // Chromium would exit when its pipe closes, but a hanging page could delay that.
         let _ = shell::succeeds(&mut shell::command("kill", &[self.process.id().to_string()]));
         let _ = self.process.wait();
     }
@@ -164,7 +165,7 @@ impl Heard {
     }
 }
 
-/// Bytes of their base64 text (RFC 4648, section 4).
+/// Decodes base64 (RFC 4648, section 4).
 fn from_base64(text: &str) -> Result<Vec<u8>> {
     let mut bytes = Vec::with_capacity(text.len() / 4 * 3);
     let (mut bits, mut count) = (0_u32, 0);

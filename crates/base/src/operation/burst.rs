@@ -1,19 +1,19 @@
-//! In which order the pieces of a step's messages leave a rank.
+//! The order in which the pieces of a step's messages leave a rank.
 
 use super::{OperationStep, SendOrder};
 use crate::Bytes;
 
-/// A piece of a message.
+/// A piece of a message: messages are sent in pieces of at most one frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Piece {
-    /// Which of the step's sends it belongs to.
+    /// Index into the step's sends.
     pub(super) send: usize,
     pub(super) bytes: Bytes,
-    /// Whether it is the message's last.
+    /// Whether this is the last piece of its message.
     pub(super) last: bool,
 }
 
-/// Pieces of a message. A message of nothing is one piece.
+/// Returns the number of pieces of a message. An empty message is one piece.
 pub(super) fn pieces_of(bytes: Bytes, frame: u64) -> u64 {
     bytes.0.div_ceil(frame).max(1)
 }
@@ -48,7 +48,7 @@ pub(super) fn for_each_piece(step: &OperationStep, frame: u64, mut leave: impl F
     }
 }
 
-/// The message to the same rank before each message.
+/// For each message, returns the index of the previous message to the same rank.
 fn predecessors(step: &OperationStep) -> Vec<Option<usize>> {
     let mut by_receiver: Vec<usize> = (0..step.sends.len()).collect();
     by_receiver.sort_by_key(|&send| (step.sends[send].0, send));

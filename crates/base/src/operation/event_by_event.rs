@@ -1,4 +1,5 @@
-//! The simulator as a plain loop over every event of every piece: what the fast one is held to, to the bit.
+//! Reference simulator: a plain loop over every event of every piece.
+//! [`NetworkSimulator`](super::NetworkSimulator) must give exactly the same times.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
@@ -7,17 +8,17 @@ use super::{Finished, Operation, SendOrder};
 use crate::network::{InFlight, Network};
 use crate::{Bytes, Nanos, Rank, Topology};
 
-/// What happens to a piece, in the order of one instant.
+/// Kinds of events. Events of the same time are processed in this order.
 const DEPARTS: u8 = 0;
 const CROSSES: u8 = 1;
 const ENTERS: u8 = 2;
 const LANDS: u8 = 3;
 const ARRIVES: u8 = 4;
 
-/// When what happens: time, class, sender, number of the piece.
+/// An event: time, class, sender, piece number.
 type Event = (Nanos, u8, usize, usize);
 
-/// A piece of a message on its way.
+/// A piece of a message under way.
 #[derive(Debug, Clone, Copy)]
 struct Piece {
     operation: usize,
@@ -26,53 +27,53 @@ struct Piece {
     transfer: InFlight,
 }
 
-/// How far one lane of one rank is.
+/// Progress of one lane of one rank.
 #[derive(Debug, Clone, Copy, Default)]
 struct Cursor {
     turn: usize,
-    /// The step's sends are on their way.
+    /// Whether the step's sends have been queued.
     sent: bool,
-    /// Receives of the step that are done, and pieces of the next that are there.
+    /// Number of the step's completed receives, and number of pieces received of the next one.
     received: (usize, u64),
     clock: Nanos,
     stage: Stage,
 }
 
-/// Whether a lane is under way.
+/// State of a lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum Stage {
-    /// Another lane has to end first.
+    /// Waits for another lane to end.
     #[default]
     Waits,
     Runs,
     Ended,
 }
 
-/// How far one rank is.
+/// Progress of one rank's part in an operation.
 #[derive(Debug, Default)]
 struct Progress {
     cursors: Vec<Cursor>,
-    /// Lanes that have not ended.
+    /// Number of lanes that have not ended.
     left: usize,
 }
 
-/// Exchanges in virtual time over one network.
+/// Simulates operations in virtual time on one network.
 #[derive(Debug)]
 pub(super) struct EventByEvent<'a> {
     network: Network,
     operations: &'a [Operation],
     progress: BTreeMap<(usize, Rank), Progress>,
     queue: BinaryHeap<Reverse<Event>>,
-    /// By number.
+    /// Pieces, indexed by piece number.
     pieces: Vec<Piece>,
-    /// When pieces came, by operation, lane, sender and receiver.
+    /// Times at which pieces arrived, by operation, lane, sender and receiver.
     arrived: BTreeMap<(usize, usize, Rank, Rank), VecDeque<Nanos>>,
     awake: VecDeque<(usize, Rank, usize)>,
     finished: VecDeque<Finished>,
 }
 
 impl<'a> EventByEvent<'a> {
-    /// All links are idle, and no operation has begun.
+    /// Creates a simulator with idle links and no operation begun.
     #[must_use]
     pub(super) fn new(topology: &Topology, operations: &'a [Operation]) -> Self {
         Self {
@@ -87,8 +88,8 @@ impl<'a> EventByEvent<'a> {
         }
     }
 
-    /// A rank begins its side of an operation, once. It must not be earlier than the end of which it was told
-    /// last.
+    /// Begins a rank's part of an operation at `at`, once. `at` must not be before the end that `next_end`
+    /// returned last.
     pub(super) fn begin(&mut self, operation: usize, rank: Rank, at: Nanos) {
         let side = &self.operations[operation].sides[&rank];
         let cursors = vec![Cursor { clock: at, ..Cursor::default() }; side.lanes.len()];
@@ -104,7 +105,7 @@ impl<'a> EventByEvent<'a> {
         }
     }
 
-    /// The next end of a side; `None` when nothing more happens.
+    /// Returns the next end of a rank's part; `None` if nothing more happens.
     pub(super) fn next_end(&mut self) -> Option<Finished> {
         loop {
             while let Some((operation, rank, lane)) = self.awake.pop_front() {
@@ -118,7 +119,7 @@ impl<'a> EventByEvent<'a> {
         }
     }
 
-    /// A lane goes as far as what has come allows.
+    /// Advances a lane as far as the arrived pieces allow.
     fn go_on(&mut self, operation: usize, rank: Rank, lane: usize) {
         let Operation { sides, frame } = &self.operations[operation];
         let (side, frame) = (&sides[&rank], frame.0.max(1));

@@ -1,9 +1,9 @@
-//! A walk in virtual time over any number of operations at once.
+//! Simulation in virtual time of any number of concurrent operations.
 //!
-//! The order of events is (time, what happens, sender, number of the piece), as if each piece of each message
-//! were an event at each link. Most of these are left out where they change nothing: pieces that leave together
-//! are one event, links without a limit are none, of the pieces between two ranks only the first waits in the
-//! heap, and a message arrives with its last piece.
+//! Events are ordered by (time, class, sender, piece number), and the results are those of a simulation with
+//! one event per piece and link. Most of these events are not created, where that changes no result: the pieces
+//! of a step depart in one event, links without a limit have no events, only the first piece of each queue is
+//! in the heap, and a message arrives with its last piece.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
@@ -14,48 +14,49 @@ use super::{Operation, Side};
 use crate::network::Network;
 use crate::{Nanos, Rank, Topology};
 
-/// A rank has done its side of an operation.
+/// A rank has finished its part of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Finished {
-    /// The number of the operation.
+    /// Index of the operation.
     pub operation: usize,
-    /// Who.
+    /// The rank that finished.
     pub rank: Rank,
-    /// When. Not before the rank began.
+    /// Time of the end; never before the rank began.
     pub at: Nanos,
 }
 
-/// What happens, in the order of one instant.
+/// Kind of an event. Events of the same time are processed in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Class {
-    /// The messages of a step go to the sender's uplink.
+    /// The messages of a step enter the sender's uplink.
     Departs,
-    /// A piece comes to the line of the sender's region.
+    /// A piece reaches the uplink of the sender's region.
     Crosses,
-    /// A piece comes to the line of the receiver's region.
+    /// A piece reaches the downlink of the receiver's region.
     Enters,
-    /// A piece comes to the receiver's downlink.
+    /// A piece reaches the receiver's downlink.
     Lands,
-    /// A message is there.
+    /// A message has arrived completely.
     Arrives,
 }
 
-/// When what happens. The derived order is that in which events happen.
+/// An event of the simulation. The derived order is the order of processing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Event {
     at: Nanos,
     class: Class,
     sender: Rank,
-    /// Of the piece; of the first where several depart.
+    /// Number of the piece; for `Departs`, of the first piece that departs.
     number: u64,
-    /// The burst, stream or message, by number.
+    /// Index of the burst (`Departs`), of the stream's sender (`Crosses`) or route (`Enters`, `Lands`), or of
+    /// the message (`Arrives`).
     of: u32,
 }
 
-/// Events, the first of which is taken.
+/// Priority queue of events.
 ///
-/// What was taken leaves a hole at the top of the heap, into which the next event goes that is added: most
-/// events cause another, and this takes one descent instead of two.
+/// `pop` leaves a hole at the top of the heap, which the next `push` fills. Most events cause one other event;
+/// a pop and a push then cost one descent of the heap instead of two.
 #[derive(Debug, Default)]
 struct Queue {
     heap: BinaryHeap<Reverse<Event>>,
@@ -85,43 +86,44 @@ impl Queue {
     }
 }
 
-/// How far one lane of one rank is.
+/// Progress of one lane of one rank.
 #[derive(Debug, Clone, Copy, Default)]
 struct Cursor {
     step: usize,
-    /// The step's sends are on their way.
+    /// Whether the step's sends have been queued.
     sent: bool,
-    /// Receives of the step that are done, and pieces of the next that are there.
+    /// Number of the step's completed receives, and number of pieces received of the next one.
     received: (usize, u64),
     clock: Nanos,
     stage: Stage,
 }
 
-/// Whether a lane is under way.
+/// State of a lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum Stage {
-    /// Another lane has to end first.
+    /// Waits for another lane to end.
     #[default]
     Waits,
     Runs,
     Ended,
 }
 
-/// One rank's side of one operation.
+/// The part of one rank in one operation.
 #[derive(Debug)]
 struct Slot<'a> {
     operation: usize,
     rank: Rank,
     side: &'a Side,
-    /// Of its first lane.
+    /// Index of its first lane's cursor.
     first_cursor: usize,
-    /// Lanes that have not ended.
+    /// Number of lanes that have not ended.
     left: usize,
-    /// When messages came, and pieces that are not yet taken, by lane, sender, and order.
+    /// Arrived messages that are not yet received: time and remaining pieces, by lane, sender and order of
+    /// arrival.
     arrived: BTreeMap<(usize, Rank, u64), (Nanos, u64)>,
 }
 
-/// The messages of a step of a lane, which leave together.
+/// The messages of one step of a lane, which depart together.
 #[derive(Debug, Clone, Copy)]
 struct Burst {
     slot: usize,
@@ -129,10 +131,10 @@ struct Burst {
     step: usize,
 }
 
-/// A message on its way.
+/// A message under way.
 #[derive(Debug, Clone, Copy)]
 struct Message {
-    /// Of the receiver; `None` where it has no side.
+    /// Slot of the receiver; `None` if the receiver has no part in the operation.
     slot: Option<usize>,
     lane: usize,
     from: Rank,
@@ -140,54 +142,55 @@ struct Message {
     route: u32,
 }
 
-/// From one rank to another.
+/// The links from one rank to another, and the pieces on them.
 #[derive(Debug)]
 struct Route {
     from: Rank,
     to: Rank,
-    /// Which links are shared with other senders and have a limit: the line out of the sender's region, the
-    /// line into the receiver's, the receiver's downlink.
+    /// Whether these links are shared with other senders and have a finite rate: the uplink of the sender's
+    /// region, the downlink of the receiver's region, the receiver's downlink.
     out: bool,
     into: bool,
     down: bool,
-    /// Pieces that come to the line into the receiver's region, and to its downlink.
+    /// Pieces on their way to the downlink of the receiver's region, and to the receiver's downlink.
     entering: Stream,
     landing: Stream,
 }
 
-/// Exchanges in virtual time over one network.
+/// Simulates operations in virtual time on one network.
 ///
-/// Ranks begin their sides at times of their own. [`NetworkSimulator::next_end`] gives the ends, in the order
-/// in which they become known. What begins because of an end does not begin before it. The messages that a lane
-/// receives from a rank have to be those that it sends, in this order.
+/// Each rank begins its part of an operation at its own time ([`NetworkSimulator::begin`]).
+/// [`NetworkSimulator::next_end`] returns the ends in the order in which they become known; a caller may begin
+/// further parts in response, at or after the time of that end. On each lane, a rank must receive the messages
+/// of each sender in the order in which they are sent.
 #[derive(Debug)]
 pub struct NetworkSimulator<'a> {
     network: Network,
     operations: &'a [Operation],
-    /// The first slot of each operation; its sides are ordered by rank.
+    /// First slot of each operation. The slots of an operation are ordered by rank.
     first_slot: Vec<usize>,
     slots: Vec<Slot<'a>>,
-    /// By slot and lane.
+    /// Cursors by slot and lane.
     cursors: Vec<Cursor>,
     queue: Queue,
     bursts: Vec<Burst>,
     messages: Vec<Message>,
     routes: Vec<Route>,
     route_of: BTreeMap<(Rank, Rank), u32>,
-    /// Pieces that come to the line out of the sender's region, by sender.
+    /// Pieces on their way to the uplink of the sender's region, by sender.
     crossing: Vec<Stream>,
-    /// Pieces so far.
+    /// Number of pieces created so far.
     pieces: u64,
-    /// Messages that have come so far.
+    /// Number of messages stored in `arrived` so far.
     came: u64,
     awake: VecDeque<(usize, usize)>,
     finished: VecDeque<Finished>,
-    /// Nothing happens later.
+    /// Events later than this are not processed.
     until: Nanos,
 }
 
 impl<'a> NetworkSimulator<'a> {
-    /// All links are idle, and no operation has begun.
+    /// Creates a simulator with idle links and no operation begun.
     #[must_use]
     pub fn new(topology: &Topology, operations: &'a [Operation]) -> Self {
         let (mut first_slot, mut slots, mut cursors) = (Vec::with_capacity(operations.len()), Vec::new(), 0);
@@ -219,13 +222,13 @@ impl<'a> NetworkSimulator<'a> {
         }
     }
 
-    /// Leaves out what happens later than `until`: the ends that depend on it are never told.
+    /// Ignores events later than `until`. Ends that depend on them are never returned.
     #[must_use]
     pub fn until(self, until: Nanos) -> Self {
         Self { until, ..self }
     }
 
-    /// The side of a rank in an operation.
+    /// Returns the slot of a rank's part in an operation.
     fn slot(&self, operation: usize, rank: Rank) -> Option<usize> {
         let first = self.first_slot[operation];
         let count = self.operations[operation].sides.len();
@@ -233,11 +236,11 @@ impl<'a> NetworkSimulator<'a> {
         sides.binary_search_by_key(&rank, |slot| slot.rank).ok().map(|at| first + at)
     }
 
-    /// A rank begins its side of an operation, once. It must not be earlier than the end of which it was told
-    /// last.
+    /// Begins a rank's part of an operation at `at`, once. `at` must not be before the end that
+    /// [`NetworkSimulator::next_end`] returned last.
     ///
     /// # Panics
-    /// If there is no such operation, or the rank is not in it.
+    /// If there is no such operation, or the rank has no part in it.
     pub fn begin(&mut self, operation: usize, rank: Rank, at: Nanos) {
         let number = self.slot(operation, rank).expect("the rank has a side of the operation");
         let &Slot { side, first_cursor, left, .. } = &self.slots[number];
@@ -253,7 +256,7 @@ impl<'a> NetworkSimulator<'a> {
         }
     }
 
-    /// The next end of a side; `None` when nothing more happens.
+    /// Returns the next end of a rank's part; `None` if nothing more happens.
     pub fn next_end(&mut self) -> Option<Finished> {
         loop {
             while let Some((slot, lane)) = self.awake.pop_front() {
@@ -271,7 +274,7 @@ impl<'a> NetworkSimulator<'a> {
         }
     }
 
-    /// A lane goes as far as what has come allows.
+    /// Advances a lane as far as the arrived messages allow.
     fn go_on(&mut self, number: usize, lane: usize) {
         let slot = &mut self.slots[number];
         let frame = self.operations[slot.operation].frame.0.max(1);
@@ -327,7 +330,7 @@ impl<'a> NetworkSimulator<'a> {
         }
     }
 
-    /// All messages of a step go to the uplink.
+    /// Passes all messages of a step through the sender's uplink.
     fn depart(&mut self, Event { at, sender, number: first, of, .. }: Event) {
         let Burst { slot, lane, step } = self.bursts[of as usize];
         let (operation, side) = (self.slots[slot].operation, self.slots[slot].side);
@@ -355,7 +358,7 @@ impl<'a> NetworkSimulator<'a> {
         });
     }
 
-    /// What a piece goes over.
+    /// Returns the route between two ranks, creating it on first use.
     fn route(&mut self, from: Rank, to: Rank) -> u32 {
         if let Some(&route) = self.route_of.get(&(from, to)) {
             return route;
@@ -376,12 +379,12 @@ impl<'a> NetworkSimulator<'a> {
         number
     }
 
-    /// A piece is behind the sender's uplink.
+    /// Continues with a piece that has passed the sender's uplink.
     fn departed(&mut self, sender: Rank, piece: Moving) {
         let route = self.messages[piece.message as usize].route;
         let stream = &mut self.crossing[sender.index()];
-        // A piece of nothing can be at the end of the uplink together with later ones, and the order between
-        // pieces of one rank is known only then.
+        // An empty piece can leave the uplink at the same time as later pieces. The order among pieces of one
+        // rank is then known only when all of them have departed.
         let waits = self.routes[route as usize].out || piece.flight.bytes.0 == 0 || !stream.is_empty();
         if waits && self.network.has_lines() {
             if stream.put(piece) {
@@ -392,7 +395,7 @@ impl<'a> NetworkSimulator<'a> {
         }
     }
 
-    /// A piece goes over the link between the two ranks.
+    /// Passes a piece over the link of the pair.
     fn cross(&mut self, number: u32, mut piece: Moving) {
         let route = &mut self.routes[number as usize];
         piece.flight = self.network.cross(route.from, route.to, piece.flight);
@@ -404,7 +407,7 @@ impl<'a> NetworkSimulator<'a> {
         }
     }
 
-    /// A piece goes over the line into the receiver's region.
+    /// Passes a piece through the downlink of the receiver's region.
     fn enter(&mut self, number: u32, mut piece: Moving) {
         let route = &mut self.routes[number as usize];
         piece.flight = self.network.enter(route.from, route.to, piece.flight);
@@ -416,7 +419,7 @@ impl<'a> NetworkSimulator<'a> {
         }
     }
 
-    /// A piece goes over the receiver's downlink.
+    /// Passes a piece through the receiver's downlink.
     fn land(&mut self, number: u32, piece: Moving) {
         let Route { from: sender, to, .. } = self.routes[number as usize];
         let at = self.network.land(to, piece.flight);
@@ -426,12 +429,12 @@ impl<'a> NetworkSimulator<'a> {
         }
     }
 
-    /// The first piece of a stream waits in the heap.
+    /// Adds an event for the first piece of a stream.
     fn await_piece(&mut self, class: Class, sender: Rank, piece: Moving, of: u32) {
         self.queue.push(Event { at: piece.flight.head, class, sender, number: piece.number, of });
     }
 
-    /// The first piece of a stream goes on, and those behind it as long as nothing else comes before them.
+    /// Moves the first piece of a stream on, and then the following pieces until another event comes first.
     fn move_stream(&mut self, event: Event) {
         let mut event = event;
         loop {
@@ -440,7 +443,8 @@ impl<'a> NetworkSimulator<'a> {
                 Class::Enters => &mut self.routes[event.of as usize].entering,
                 _ => &mut self.routes[event.of as usize].landing,
             };
-            // Where a piece came before the first, both wait in the heap, and the first may be gone.
+            // If a piece was inserted before the first, events of both are in the heap, and this event's piece
+            // may already have been moved.
             if stream.first().is_none_or(|first| first.number != event.number) {
                 return;
             }
@@ -460,13 +464,13 @@ impl<'a> NetworkSimulator<'a> {
         }
     }
 
-    /// A message is there.
+    /// Handles the complete arrival of a message.
     fn arrive(&mut self, Event { at, of, .. }: Event) {
         let Message { slot, lane, from, pieces, .. } = self.messages[of as usize];
         let Some(number) = slot else { return };
         self.awake.push_back((number, lane));
         let slot = &mut self.slots[number];
-        // Mostly a lane waits for just this message.
+        // Fast path: the lane usually waits for exactly this message.
         if let Some(steps) = slot.side.lanes.get(lane) {
             let frame = self.operations[slot.operation].frame.0.max(1);
             let cursor = &mut self.cursors[slot.first_cursor + lane];

@@ -1,29 +1,29 @@
-//! Pieces on their way over a part of a route, in the order in which they come to its end.
+//! Queue of the pieces that are on their way to the same link, in the order of arrival.
 
 use std::collections::VecDeque;
 
 use crate::network::InFlight;
 
-/// A piece on its way.
+/// A piece under way.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Moving {
-    /// Pieces are numbered in the order in which they were made. The number decides between pieces of one rank
-    /// that come at the same time.
+    /// Pieces are numbered in the order of their creation. The number breaks ties between pieces of one rank
+    /// that arrive at the same time.
     pub(super) number: u64,
     pub(super) flight: InFlight,
-    /// By number.
+    /// Number of the message.
     pub(super) message: u32,
-    /// Whether it is the message's last.
+    /// Whether this is the last piece of its message.
     pub(super) last: bool,
 }
 
-/// Pieces of one sender, ordered by when their first byte comes to the end, then by number. They nearly always
-/// come in this order, so that the simulator's heap needs the first of each stream alone.
+/// Pieces of one sender, ordered by the arrival of their first byte at the next link, then by number. They are
+/// added nearly always in this order. The simulator's heap holds only the first piece of each stream.
 #[derive(Debug, Default)]
 pub(super) struct Stream(VecDeque<Moving>);
 
 impl Stream {
-    /// Adds a piece; whether it is the first now.
+    /// Adds a piece. Returns whether it is now the first.
     pub(super) fn put(&mut self, piece: Moving) -> bool {
         let key = |piece: &Moving| (piece.flight.head, piece.number);
         let mut at = self.0.len();

@@ -1,4 +1,5 @@
-//! Times of small operations, worked out by hand; and random ones against the event-by-event simulator.
+//! Times of small operations, computed by hand, and random operations compared with the event-by-event
+//! simulator.
 
 use super::event_by_event::EventByEvent;
 use super::*;
@@ -10,7 +11,7 @@ fn ms(n: u64) -> Nanos {
     Nanos::from_millis(n)
 }
 
-/// 8 Mbit/s and 1 ms: a thousand bytes take a millisecond.
+/// Links of 8 Mbit/s and 1 ms: a thousand bytes take a millisecond.
 fn topology(ranks: usize) -> Topology {
     Topology::uniform(ranks, "8mbit,1ms".parse().unwrap())
 }
@@ -29,7 +30,7 @@ fn messages_of_one_rank_share_its_uplink_and_those_of_others_do_not_disturb_them
     while let Some(Finished { operation, rank, at }) = simulator.next_end() {
         ends.insert((operation, rank.0), at);
     }
-    // A sender has done its side when it has begun.
+    // A sender has finished as soon as it has begun: it does not wait for delivery.
     assert_eq!(ends[&(0, 0)], ms(10));
     assert_eq!([ends[&(0, 1)], ends[&(1, 2)], ends[&(2, 2)]], [ms(16), ms(21), ms(13)]);
 }
@@ -49,14 +50,14 @@ fn what_leaves_a_region_shares_its_line_and_late_receivers_find_what_came() {
     simulator.begin(1, Rank(3), ms(100));
     let ends: BTreeMap<_, _> =
         std::iter::from_fn(|| simulator.next_end()).map(|end| (end.rank.0, end.at)).collect();
-    // The second waits for the line; who asks later has it at once.
+    // The second message waits for the line. A receiver that begins after the arrival finishes at once.
     assert_eq!((ends[&2], ends[&3]), (ms(5), ms(100)));
     let both =
         Operation { sides: all.iter().flat_map(|operation| operation.sides.clone()).collect(), frame: FRAME };
     assert_eq!(alone(&both, &topology), ms(9));
 }
 
-/// Two messages of two pieces each over one uplink.
+/// Sends two messages of two pieces each over one uplink.
 #[test]
 fn messages_leave_in_turns_or_one_after_the_other() {
     let ends = |order| {
@@ -85,7 +86,7 @@ fn sides_that_do_not_fit_never_end() {
     assert_eq!(moved, Operation::message(Rank(3), Rank(1), Bytes(10), FRAME));
 }
 
-/// Numbers from a counter.
+/// Sequence of random numbers.
 struct Draw {
     philox: Philox,
     at: u64,
@@ -97,7 +98,7 @@ impl Draw {
         self.philox.below(self.at, bound)
     }
 
-    /// A rate that makes many transfers take equally long, or none.
+    /// Returns a rate from a short list, so that many transfers take equally long or no time.
     fn rate(&mut self) -> Bandwidth {
         [Bandwidth::UNLIMITED, Bandwidth(8_000_000_000), Bandwidth(4_000_000_000), Bandwidth(1_000_000_000)]
             [self.below(4) as usize]
@@ -124,8 +125,8 @@ impl Draw {
         topology
     }
 
-    /// Messages between random ranks in random steps: those of a pair and lane are received in the order in
-    /// which they are sent. Some never end, because steps wait for each other.
+    /// Creates messages between random ranks in random steps. Those of a pair and lane are received in the
+    /// order in which they are sent. Some operations never end, because steps wait for each other.
     fn operation(&mut self, ranks: u64) -> Operation {
         let lanes = 1 + self.below(3) as usize;
         let window = 1 + self.below(3) as usize;
@@ -156,14 +157,14 @@ impl Draw {
     }
 }
 
-/// All ends, where each rank begins an operation some time after it ended the one before.
+/// Returns all ends. Each rank begins operation `i + 2` some time after it ended operation `i`.
 macro_rules! ends {
     ($simulator:ident, $topology:expr, $operations:expr, $pauses:expr) => {{
         let (operations, pauses): (&[Operation], &[u64]) = ($operations, $pauses);
         let mut simulator = $simulator::new($topology, operations);
         let pause =
             |operation: usize, rank: Rank| Nanos(pauses[(operation * 7 + rank.index()) % pauses.len()]);
-        // The first two begin at once, so that operations are under way side by side.
+        // The first two operations begin at once, so that operations run concurrently.
         for operation in 0..operations.len().min(2) {
             for &rank in operations[operation].sides.keys() {
                 simulator.begin(operation, rank, pause(operation, rank));

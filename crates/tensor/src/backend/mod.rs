@@ -1,4 +1,4 @@
-//! What a device must be able to do. The set of ops is closed and small; each backend interprets all of it.
+//! The interface of a backend. The set of ops is small and closed; each backend implements all of them.
 
 use std::any::Any;
 use std::fmt::Debug;
@@ -15,20 +15,20 @@ pub(crate) mod cpu;
 pub(crate) mod cube;
 pub(crate) mod sizes;
 
-/// A buffer of a device; a backend knows its own by their type.
+/// A buffer of a device. A backend recognises its own buffers by their type.
 pub(crate) trait Storage: Any + Debug + Send + Sync {
-    /// Its bytes, where they are in the host's memory.
+    /// Returns the buffer's address and length if it is in host memory.
     fn host(&self) -> Option<(NonNull<u8>, usize)>;
 }
 
-/// A byte range of a buffer. Whoever holds one got it from a view, which says whether it may be written.
+/// A byte range of a buffer. It is created from a view, and the kind of view decides whether it may be written.
 #[derive(Debug, Clone)]
 pub(crate) struct Part<'a> {
     pub(crate) storage: &'a dyn Storage,
     pub(crate) range: Range<usize>,
 }
 
-/// Bytes that came from a device.
+/// Bytes that were copied from a device.
 pub(crate) trait Downloaded: Send {
     fn bytes(&self) -> &[u8];
 }
@@ -39,53 +39,56 @@ impl Downloaded for Vec<u8> {
     }
 }
 
-/// One device: memory, and an interpreter of ops.
+/// One device: its memory, and the implementation of the ops.
 pub(crate) trait Backend: Debug + Send + Sync {
-    /// Such as `cpu`, `wgpu:0`.
+    /// Returns the device's name, such as `cpu` or `wgpu:0`.
     fn name(&self) -> &str;
 
-    /// A buffer of at least `bytes` bytes, aligned to 256; its contents are whatever was there.
+    /// Allocates a buffer for `shape.len()` elements, aligned to 256 bytes. Its contents are unspecified.
     fn allocate(&self, dtype: DType, shape: Shape) -> Result<Box<dyn Storage>>;
 
     /// Takes a buffer back for reuse.
     fn release(&self, storage: Box<dyn Storage>);
 
-    /// Host to device, as many bytes as the view has.
+    /// Copies bytes from the host to the device. `bytes` is as long as the view.
     fn upload(&self, bytes: &[u8], to: ViewMut<'_>) -> Result<()>;
 
-    /// Device to host: the bytes as they are once all ops started before are done.
+    /// Starts to copy bytes to the host. The copy holds the values after all ops started before.
     fn start_download(&self, from: Part<'_>) -> Pending<Result<Box<dyn Downloaded>>>;
 
-    /// Starts an op whose shapes and types were checked; the operands of products are rounded to `precision`.
+    /// Starts an op whose shapes and types were checked. Operands of matrix products are rounded to
+    /// `precision`.
     fn run(&self, op: Op<'_>, precision: Precision) -> Result<()>;
 
-    /// Codecs of vectors there; none where the memory is the host's, whose own codecs then work in place.
+    /// Returns the codecs that run on the device; `None` if its memory is host memory, where the host's codecs
+    /// work in place.
     fn codecs(&self) -> Option<&dyn Codecs> {
         None
     }
 
-    /// Returns when all ops started before are done, with the first error among them.
+    /// Waits for all ops started before, and returns the first error among them.
     fn fence(&self) -> Result<()>;
 
-    /// Bytes held in buffers now, in use or kept for reuse, and the most there ever were.
+    /// Returns the bytes currently allocated for buffers (in use or kept for reuse), and the maximum so far.
     fn memory(&self) -> (usize, usize);
 
-    /// What products take beside buffers, where the backend counts it.
+    /// Returns the memory that matrix products use in addition to buffers. Zero if the backend does not count
+    /// it.
     fn operands(&self) -> OperandBytes {
         OperandBytes::default()
     }
 }
 
-/// Bytes beside a device's buffers in which operands of products are copied. They are kept between products.
+/// Bytes of working memory that matrix products use in addition to tensor buffers. It is kept between products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct OperandBytes {
-    /// Of each thread: panels of both operands.
+    /// Packed panels of both operands; per thread.
     pub packed: usize,
-    /// Both operands rounded to 16 bits, where the precision is not f32.
+    /// Copies of both operands, rounded to 16 bits; zero if the precision is f32.
     pub rounded: usize,
 }
 
-/// Codecs whose operands were checked, of vectors that are not empty: see [`crate::Codecs`].
+/// Codecs of [`crate::Codecs`], called with checked operands and non-empty vectors only.
 pub(crate) trait Codecs: Debug {
     fn encode(
         &self,
@@ -98,10 +101,10 @@ pub(crate) trait Codecs: Debug {
 
     fn decode(&self, codec: BlockCodec, body: View<'_>, y: ViewMut<'_>, verdict: ViewMut<'_>) -> Result<()>;
 
-    /// Whether all of `x` is finite, or of its sum.
+    /// Checks whether all of `x`, or of the given sum, is finite.
     fn look(&self, x: View<'_>, sum: Option<Sum<'_>>, verdict: ViewMut<'_>) -> Result<()>;
 
-    /// At least one of each chunk, which is not empty.
+    /// `kept` is at least 1 and chunks are not empty.
     fn largest(&self, x: View<'_>, chunk: usize, kept: usize, indices: ViewMut<'_>) -> Result<()>;
 
     fn squares(&self, x: View<'_>, matrix: View<'_>, inverse: bool, y: ViewMut<'_>) -> Result<()>;
@@ -113,7 +116,7 @@ pub(crate) trait Codecs: Debug {
     fn put(&self, x: View<'_>, indices: View<'_>, y: ViewMut<'_>) -> Result<()>;
 }
 
-/// The sum of a vector and another one, or their difference, and where it goes.
+/// The sum or the difference of a vector and a second one, and the view that receives it.
 #[derive(Debug)]
 pub(crate) enum Sum<'a> {
     Plus(View<'a>, ViewMut<'a>),
@@ -130,24 +133,24 @@ impl<'a> Part<'a> {
         Some((base.as_ptr().wrapping_add(self.range.start), self.range.len()))
     }
 
-    /// The bytes in place, where they are in the host's memory.
+    /// Returns the bytes in place if they are in host memory.
     #[expect(unsafe_code, reason = "buffers are raw memory; views guard them")]
     pub(crate) fn host(&self) -> Option<&'a [u8]> {
         let (pointer, len) = self.pointer()?;
-        // SAFETY: the range lies within the buffer, whose memory is initialised and lives for 'a; a part is
-        // read only through a view, and views never overlap one that may be written.
+        // SAFETY: the range is within the buffer, whose memory is initialised and valid for 'a. Parts are read
+        // only through views, and a view never overlaps a mutable one.
         Some(unsafe { std::slice::from_raw_parts(pointer, len) })
     }
 
-    /// The bytes in place, to write.
+    /// Returns the bytes in place for writing, if they are in host memory.
     ///
     /// # Safety
-    /// The caller holds the only view of these bytes for 'a.
+    /// The caller must hold the only view of these bytes for 'a.
     #[expect(unsafe_code, reason = "buffers are raw memory; views guard them")]
     pub(crate) unsafe fn host_mut(&self) -> Option<&'a mut [u8]> {
         let (pointer, len) = self.pointer()?;
-        // SAFETY: the range lies within the buffer, whose memory is initialised and lives for 'a; the caller
-        // promises that no other view of it is in use.
+        // SAFETY: the range is within the buffer, whose memory is initialised and valid for 'a. The caller
+        // guarantees that no other view of it is in use.
         Some(unsafe { std::slice::from_raw_parts_mut(pointer, len) })
     }
 }

@@ -1,5 +1,5 @@
-//! A device without memory: it keeps count of the buffers that a program takes, and computes nothing. It cuts
-//! and reuses buffers as the cpu backend does, so that its peak is that of a run there.
+//! A device that counts buffers and computes nothing. It rounds sizes and reuses buffers as the CPU backend
+//! does, so its peak is the peak of the same program there.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -13,7 +13,7 @@ use super::{Backend, Downloaded, OperandBytes, Part, Storage};
 use crate::op::Op;
 use crate::{DType, Precision, Result, Shape, TensorError, ViewMut};
 
-/// A buffer's size in bytes.
+/// A buffer without memory: only its size in bytes.
 #[derive(Debug)]
 struct Size(usize);
 
@@ -25,16 +25,16 @@ impl Storage for Size {
 
 #[derive(Debug, Default)]
 struct Count {
-    /// Buffers that were given back, by size.
+    /// Number of released buffers, by size in bytes.
     free: BTreeMap<usize, usize>,
     held: usize,
-    /// Bytes of the most that a product packs.
+    /// Maximum bytes that one product packs.
     packed: usize,
-    /// Bytes of the largest first and second operand that was rounded.
+    /// Bytes of the largest first and second operand that was rounded, as f32.
     rounded: [usize; 2],
 }
 
-/// The device.
+/// The counting device.
 #[derive(Debug, Default)]
 pub(crate) struct Sizes(Mutex<Count>);
 
@@ -67,7 +67,7 @@ impl Backend for Sizes {
         Ok(())
     }
 
-    /// Zeros: there are no values.
+    /// Returns zeros, as there are no values.
     fn start_download(&self, from: Part<'_>) -> Pending<Result<Box<dyn Downloaded>>> {
         Pending::ready(Ok(Box::new(vec![0_u8; from.range.len()])))
     }
@@ -92,7 +92,7 @@ impl Backend for Sizes {
     }
 
     fn memory(&self) -> (usize, usize) {
-        // Buffers are kept for reuse, so that what is held is the most there ever was.
+        // Released buffers are kept for reuse, so the bytes held never decrease and are also the maximum.
         let held = self.0.lock().unwrap_or_else(PoisonError::into_inner).held;
         (held, held)
     }
@@ -107,7 +107,7 @@ impl Backend for Sizes {
 mod tests {
     use crate::{DType, Device, Fuse, Op, Precision};
 
-    /// The same program on both devices takes the same memory.
+    /// The same program uses the same memory on both devices.
     #[test]
     fn it_counts_what_the_cpu_takes() {
         let memory = |device: Device| {

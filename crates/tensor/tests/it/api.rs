@@ -1,4 +1,4 @@
-//! Tensors, views, costs of ops, and what is refused: each error names the op and what it was given.
+//! Tensors, views, costs of ops, and errors: each error names the op and its operands.
 #![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
 
 use farflung_tensor::{DType, Device, Fuse, Op, Result, Shape, Tensor, TensorError};
@@ -7,7 +7,7 @@ fn z(cpu: &Device, dims: &[usize]) -> Tensor {
     cpu.zeros(Shape::new(dims).unwrap()).unwrap()
 }
 
-/// Wants a refusal whose text has all of `parts`.
+/// Asserts that `result` is an error whose message contains all of `parts`.
 #[track_caller]
 fn refused(result: Result<()>, parts: &[&str]) {
     let message = result.unwrap_err().to_string();
@@ -26,7 +26,7 @@ fn tensors_views_and_parts() {
         (part.to_vec::<f32>().unwrap(), part.len(), part.shape().cols()),
         (vec![2.0, 3.0, 4.0, 5.0], 4, 2)
     );
-    // A part of a part counts from the part.
+    // Offsets within a part are relative to the part.
     assert_eq!(part.part(1, 2).unwrap().to_vec::<f32>().unwrap(), [3.0, 4.0]);
     assert_eq!(part.host::<f32>().unwrap(), [2.0, 3.0, 4.0, 5.0]);
     assert!(part.part(3, 2).is_err() && part.part(5, 0).is_err() && part.part(usize::MAX, 2).is_err());
@@ -168,7 +168,7 @@ fn attention_embeddings_and_ids_that_do_not_fit_are_refused() {
     let flat = z(&cpu, &[6, 12]);
     let op = Op::Attention { heads: 2, qkv: flat.view(), y: y.view_mut(), lse: lse.view_mut() };
     refused(cpu.run(op), &["attention", "[6, 12]"]);
-    // The costs of an op that will be refused may be asked for.
+    // Costs are computed without a panic also for an op with invalid shapes.
     let mut vector = z(&cpu, &[24]);
     let op = Op::Attention { heads: 2, qkv: flat.view(), y: vector.view_mut(), lse: lse.view_mut() };
     assert!(op.flops() < 1000 && op.bytes() > 0);
@@ -269,9 +269,9 @@ fn costs() {
     let (q, l) = (qkv.view(), lse.view());
     let op =
         Op::AttentionGrad { heads: 2, qkv: q, y: dy.view(), lse: l, dy: dy.view(), d_qkv: d_qkv.view_mut() };
-    // Five products over the 10 pairs of a query and a key in each of two sequences.
+    // Five products over the 10 pairs of query and key in each of two sequences.
     assert_eq!((op.flops(), op.bytes()), (5 * 2 * 10 * 8 * 2, 4 * (192 + 64 + 16 + 64 + 192)));
-    // Decoding token by token costs what the whole pass does.
+    // Decoding token by token has the same total cost as the whole pass.
     let (mut k, mut v) = (z(&cpu, &[2, 4, 8]), z(&cpu, &[2, 4, 8]));
     let mut total = 0;
     for past in 0..4 {

@@ -1,5 +1,5 @@
-//! The codecs of a device against the wire format's text, as plain arithmetic of the host: bytes, what is lost,
-//! what is decoded, and what is refused. It runs on whatever adapter comes first, in CI on a software
+//! The device codecs against plain host arithmetic that follows the text of the wire format: bytes, encoding
+//! errors, decoded values, and rejected inputs. The tests run on the first adapter; in CI this is a software
 //! rasteriser.
 #![cfg(feature = "wgpu")]
 #![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
@@ -7,7 +7,7 @@
 use farflung_base::Philox;
 use farflung_tensor::{BlockCodec, Code, DType, Device, DrawnMask, Pattern};
 
-/// Sums over runs of 1024 in 32 lanes, then a tree.
+/// Sums runs of 1024 terms in 32 lanes, then the lanes in a tree.
 fn sum(terms: &[f32]) -> f32 {
     let mut total = 0.0;
     for run in terms.chunks(1024) {
@@ -23,7 +23,7 @@ fn sum(terms: &[f32]) -> f32 {
     total
 }
 
-/// The scale of a block, and what its elements are multiplied by; `None` for a block of zeros.
+/// Returns the scale of a block and the factor of its elements; `None` for a block of zeros.
 fn fit(code: Code, v: &[f32]) -> Option<(f32, f32)> {
     let m = v.iter().fold(0.0_f32, |m, v| m.max(v.abs()));
     if m < 2.0_f32.powi(-100) {
@@ -53,7 +53,7 @@ fn fit(code: Code, v: &[f32]) -> Option<(f32, f32)> {
     }
 }
 
-/// The body of `v`, what it loses, and what it decodes as; `None` if it is refused.
+/// Returns the body of `v`, the encoding error, and the decoded values; `None` if a value is not finite.
 fn encode(codec: BlockCodec, v: &[f32]) -> Option<(Vec<u8>, Vec<f32>, Vec<f32>)> {
     let (code, width) = (codec.code(), codec.code().bits() as usize);
     let mut body = codec.parameters().to_vec();
@@ -80,7 +80,7 @@ fn encode(codec: BlockCodec, v: &[f32]) -> Option<(Vec<u8>, Vec<f32>, Vec<f32>)>
                 decoded.push(f32::from(integer) * scale);
             }
         }
-        // Planes: full runs as eight words, the rest in order.
+        // Full runs are stored as eight words of interleaved codes, the rest in order.
         let (runs, rest) =
             codes.split_at(if width == 8 { 0 } else { codes.len() / (256 / width) * (256 / width) });
         for run in runs.chunks(256 / width) {
@@ -104,7 +104,7 @@ struct Bench {
 }
 
 impl Bench {
-    /// Encodes `x`, alone or with the residual `e`, from views that begin at `at`, and decodes it again.
+    /// Encodes `x`, or `x` plus the residual `e`, from views that begin at element `at`, and decodes it again.
     fn compare(&mut self, codec: BlockCodec, x: &[f32], e: Option<&[f32]>, at: usize) {
         let (gpu, n) = (&self.gpu, x.len());
         let codecs = gpu.codecs().unwrap();
@@ -180,7 +180,7 @@ fn bytes_residuals_and_values_are_those_of_the_wire_format() {
             bench.compare(codec, &x, None, 0);
             bench.compare(codec, &x, Some(&vec![0.0; x.len()]), 0);
         }
-        // One number at the edge of zeros above many subnormals.
+        // One value at the threshold for blocks of zeros, among many subnormals.
         let mut x: Vec<f32> = (0..3000).map(|i| f32::from_bits(i * 2789)).collect();
         x[1500] = 2.0_f32.powi(-100);
         bench.compare(codec, &x, None, 0);
@@ -196,7 +196,7 @@ fn bytes_residuals_and_values_are_those_of_the_wire_format() {
     assert_eq!(bench.cases, 6 * (6 * 7 + 8 + 2 + 6 + 1));
 }
 
-/// Whether an encoder writes this, by the text.
+/// Returns whether the wire format forbids this body: no encoder writes it.
 fn refused(codec: BlockCodec, words: &[u32], n: usize) -> bool {
     let body: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
     let (width, header, block) =
@@ -234,7 +234,7 @@ fn what_no_encoder_writes_is_refused() {
         let (n, mut both) = (301, [0; 2]);
         let mut x = vec![0.0; n];
         draws.fill_normal(1.0, &mut x);
-        // The second block is one of zeros.
+        // The second block consists of zeros.
         x[codec.block() as usize % n..].iter_mut().take(71).for_each(|x| *x = 0.0);
         let (mut body, ..) = encode(codec, &x).unwrap();
         body.resize(codec.words(n) * 4, 0);
@@ -340,7 +340,7 @@ fn sums_keep_subnormals_and_say_what_is_not_finite() {
     assert_eq!(verdict.to_vec::<u32>().unwrap(), [1]);
 }
 
-/// Where the `kept` largest of each chunk are; of equal ones the first.
+/// Returns the indices of the `kept` largest magnitudes of each chunk; of equal ones, the first.
 fn largest(x: &[f32], chunk: usize, kept: usize) -> Vec<u32> {
     let mut indices = Vec::new();
     for (c, part) in x.chunks(chunk).enumerate() {
@@ -358,7 +358,7 @@ fn the_largest_of_a_vector_and_of_its_chunks_are_found_in_order() {
     let gpu = Device::wgpu(0).unwrap();
     let codecs = gpu.codecs().unwrap();
     let draws = Philox::new(9, 0);
-    // In one cube and in several tiles, with chunks that are short at the end.
+    // Chunks for one workgroup and for several; some have a short chunk at the end.
     for (n, chunk, kept) in [
         (1, 1, 1),
         (300, 300, 7),
@@ -377,7 +377,7 @@ fn the_largest_of_a_vector_and_of_its_chunks_are_found_in_order() {
             let mut x = vec![0.0; n];
             draws.fill_normal([1.0, 1e-41, 1e37, 2.0, 0.0][kind], &mut x);
             if kind == 3 {
-                // Many are equal but for the sign.
+                // Many magnitudes are equal and differ only in sign.
                 x = x.into_iter().map(f32::round).collect();
             }
             if kind == 2 {
@@ -398,7 +398,7 @@ fn the_largest_of_a_vector_and_of_its_chunks_are_found_in_order() {
     assert!(error.to_string().contains("largest"), "{error}");
 }
 
-/// `(A X) A^T` of each square, or `(A^T X) A`.
+/// Computes `(A X) A^T` of each square, or `(A^T X) A` if `inverse`.
 fn squares(x: &[f32], a: &[f32], side: usize, inverse: bool) -> Vec<f32> {
     let a = |row: usize, column: usize| if inverse { a[column * side + row] } else { a[row * side + column] };
     let mut y = x.to_vec();
@@ -428,7 +428,7 @@ fn squares_are_transformed_to_the_bit() {
         for size in [1e-43, 1e-41, 3e-38, 1e-36, 1e-30, 1e-22, 1.0, 1e35] {
             let mut x = vec![0.0; n];
             Philox::new(5, 0).fill_normal(size, &mut x);
-            // Of many sizes at once, and as sparse as what is kept.
+            // Values of very different sizes, and many zeros, as in sparse data.
             x.iter_mut().step_by(3).for_each(|x| *x *= 1e-15);
             x.iter_mut().skip(1).step_by(3).for_each(|x| *x *= 0.0);
             let (there, mut y) = (gpu.tensor(&x, n).unwrap(), gpu.zeros(n).unwrap());

@@ -1,5 +1,5 @@
-//! The wgpu backend against the cpu backend: every op, in shapes that fit no tile; what a device says when it
-//! is used wrongly. It runs on whatever adapter comes first, in CI on a software rasteriser.
+//! The wgpu backend against the CPU backend: every op, in shapes that are not multiples of a tile, and errors
+//! on wrong use. The tests run on the first adapter; in CI this is a software rasteriser.
 #![cfg(feature = "wgpu")]
 
 use std::future::Future;
@@ -10,8 +10,8 @@ use std::task::{Context, Poll, Waker};
 use crate::parity::{cases, distance, same};
 use farflung_tensor::{Device, Op, Precision, TensorError};
 
-/// One test at a time: threads that wait for the same device spin, and take its processor away where it is
-/// software.
+/// Runs one test at a time: threads that wait for the same device spin, and a software device needs their
+/// cores.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -81,7 +81,7 @@ fn what_is_on_its_way_is_what_was_there_when_it_was_asked_for() {
         coming.push(t.view().part(3, 65).unwrap().start_to_vec::<f32>());
         gpu.run(Op::Fill { value: f32::from(step), y: t.view_mut() }).unwrap();
     }
-    // Its buffer serves another, which is written before anybody waited.
+    // The buffer is reused and overwritten before any download was waited for.
     drop(t);
     gpu.tensor(&[-1.0_f32; 70], 70).unwrap();
     for (step, values) in (1..9_u8).zip(coming) {
@@ -129,7 +129,7 @@ fn devices_that_are_not_there_and_buffers_that_do_not_fit_say_so() {
     let gpu = Device::wgpu(0).unwrap();
     let error = gpu.zeros(1 << 44).unwrap_err();
     assert!(matches!(error, TensorError::OutOfMemory { bytes, .. } if bytes == 4 << 44), "{error}");
-    // Nothing broke.
+    // The device is still usable.
     assert_eq!(gpu.zeros(3).unwrap().to_vec::<f32>().unwrap(), [0.0; 3]);
 }
 

@@ -1,9 +1,9 @@
-//! Map programs: the interpreter against [`Program::eval`], bit for bit, and programs that are refused.
+//! Map programs: the interpreter against [`Program::eval`], bit for bit, and programs that must be rejected.
 #![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
 
 use farflung_tensor::{Device, Op, Program, ProgramBuilder, Result, TensorError};
 
-/// All instructions, one store each time the limit of buffers allows.
+/// Programs that together use all instructions.
 fn programs() -> Vec<Program> {
     type Binary =
         fn(&mut ProgramBuilder, farflung_tensor::Value, farflung_tensor::Value) -> farflung_tensor::Value;
@@ -33,7 +33,7 @@ fn programs() -> Vec<Program> {
         b.store(i as u16, v);
     }
     all.push(b.build().unwrap());
-    // Two and three rewritten buffers; both are loaded before either is stored.
+    // Two and three updated buffers. All are loaded before any is stored.
     for buffers in [2, 3] {
         let mut b = ProgramBuilder::new();
         let loaded: Vec<_> = (0..buffers).map(|i| b.load(i)).collect();
@@ -61,7 +61,7 @@ fn the_interpreter_gives_the_bits_of_eval() {
         3.25,
     ];
     for len in [0, 1, 7, 255, 256, 257, (1 << 15) + 300] {
-        // Pairs of all special values, by a stride that shares no factor with their number.
+        // Pairs of all special values, by strides that are coprime to their number.
         let column = |k: usize| -> Vec<f32> {
             (0..len).map(|i| special[(i / [1, 11, 3, 5, 2, 7][k] + k) % 11]).collect()
         };
@@ -83,7 +83,7 @@ fn the_interpreter_gives_the_bits_of_eval() {
                     let mut want: Vec<f32> = writes.iter().take(program.writes()).map(|w| w[i]).collect();
                     program.eval(scalars, &at, &mut want);
                     for (got, want) in got.iter().zip(want) {
-                        // IEEE leaves the payload of a NaN open.
+                        // IEEE 754 does not specify the payload of a NaN.
                         let same = got[i].to_bits() == want.to_bits() || got[i].is_nan() && want.is_nan();
                         assert!(same, "{:?}: {} for {want}", program.instrs(), got[i]);
                     }
@@ -118,7 +118,7 @@ fn rules_for_nan_and_zero() {
         assert_eq!(eval(x, 0.0, |b, x, _| b.sign(x)).to_bits(), sign.to_bits());
     }
     assert!(eval(nan, 0.0, |b, x, _| b.sign(x)).is_nan());
-    // 0 and -0 are two constants.
+    // 0 and -0 are different constants.
     let down = eval(1.0, 0.0, |b, x, _| {
         let zero = b.constant(0.0);
         let minus = b.constant(-0.0);

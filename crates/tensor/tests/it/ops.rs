@@ -1,4 +1,4 @@
-//! Each op against a plain f64 computation, with the same bits on 1, 2 and 3 threads.
+//! Each op against a plain f64 computation, with equal bits on 1, 2 and 3 threads.
 #![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
 
 use farflung_base::Philox;
@@ -18,7 +18,7 @@ fn wide(x: &[f32]) -> Vec<f64> {
     x.iter().map(|&x| f64::from(x)).collect()
 }
 
-/// Runs `work` with 1, 2 and 3 threads, wants the same bits from each, and gives what it gave.
+/// Runs `work` with 1, 2 and 3 threads, asserts equal bits, and returns the result.
 fn same_bits<const N: usize>(work: impl Fn(&Device) -> [Tensor; N]) -> [Vec<f32>; N] {
     let [one, two, three] =
         [1, 2, 3].map(|threads| work(&Device::cpu(threads).unwrap()).map(|t| t.to_vec::<f32>().unwrap()));
@@ -74,7 +74,7 @@ fn casts_round_to_nearest_even_and_keep_infinities() {
         (5.960_464_5e-8, 0x0001, 0x3380),
         (f32::MAX, 0x7c00, 0x7f80),
     ];
-    // Enough of them to reach the vector path and its tail.
+    // Enough elements to reach the vector path and its tail.
     let n = table.len() * 7 + 1;
     let values: Vec<f32> = (0..n).map(|i| table[i % table.len()].0).collect();
     let x = cpu.tensor(&values, n).unwrap();
@@ -172,7 +172,8 @@ fn matmul_in_all_forms() {
             });
             close(&got, &want, 2e-6);
             if fuse == 2 {
-                // The slope inherits the error of the sum that it is taken at, which grows with that sum.
+                // The slope inherits the rounding error of the sum at which it is evaluated; that error grows
+                // with the sum.
                 let error = slope.iter().zip(&want_slope).map(|(&s, w)| (f64::from(s) - w).abs());
                 assert!(error.fold(0.0, f64::max) < 2e-6 * largest);
             }
@@ -215,7 +216,7 @@ fn sums_of_rows_and_of_squares() {
     }
 }
 
-/// `y`, and the loss `sum(dy y)` whose gradients the op computes.
+/// Computes `y` in f64. The gradients under test are those of the loss `sum(dy y)`.
 fn layer_norm(x: &[f64], gain: &[f64], bias: &[f64]) -> Vec<f64> {
     let c = gain.len();
     let row = |x: &[f64]| {
@@ -269,7 +270,7 @@ fn layer_norm_and_its_gradients() {
             let var = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / cols as f64;
             close(&[s[0], (1.0 / s[1]).powi(2)], &[mean, var + 1e-5], 5e-6);
         }
-        // Central differences of sum(dy y) in f64.
+        // Expected gradients: central differences of sum(dy y) in f64.
         let loss = |x: &[f64], gain: &[f64], bias: &[f64]| dot(&layer_norm(x, gain, bias), &dy);
         let slope = |v: &[f64], i: usize, f: &dyn Fn(&[f64]) -> f64| {
             let mut v = v.to_vec();
@@ -280,7 +281,7 @@ fn layer_norm_and_its_gradients() {
             v[i] = at - h;
             (up - f(&v)) / (2.0 * h)
         };
-        // Of each row's own loss only, which keeps the large sizes quick.
+        // Only the loss of the element's own row is differentiated, which keeps large sizes fast.
         let want_dx: Vec<f64> = (0..x.len())
             .map(|i| {
                 let row = i / cols * cols..(i / cols + 1) * cols;
@@ -313,7 +314,7 @@ fn layer_norm_and_its_gradients() {
     assert_eq!(stats, [0.0; 6]);
 }
 
-/// Softmax weights of one head's query `t` over keys `0..=t`, and the score's scale.
+/// Returns the softmax weights of one head's query `t` over keys `0..=t`, and the scale of the scores.
 fn weights(
     qkv: &[f64],
     (b, h, t): (usize, usize, usize),
@@ -351,7 +352,7 @@ fn attention_its_gradient_and_its_cache() {
                 d_qkv: d_qkv.view_mut(),
             })
             .unwrap();
-            // The same through a cache with spare room, sequence by sequence, in two pieces.
+            // The same sequences through a cache with spare room, each in two parts.
             let mut cached = cpu.zeros([batch, len, c]).unwrap();
             for b in 0..batch {
                 let (mut keys, mut values) =
@@ -411,7 +412,7 @@ fn embeddings_gather_and_their_gradient_scatters() {
         [(2, 5, 3, 4, 0), (3, 40, 17, 2500, 2), (1, 1, 1, 1, 0), (0, 3, 4, 5, 0), (2, 3, 0, 5, 0)]
     {
         let positions = len + start + 1;
-        // Every other token is the same one.
+        // Every second token is the same, so that rows of the gradient are summed.
         let ids: Vec<u32> =
             (0..batch * len).map(|i| (if i % 2 == 0 { vocab - 1 } else { i * 7 % vocab }) as u32).collect();
         let (table, places, dy) = (noise(vocab * c, 1), noise(positions * c, 2), noise(batch * len * c, 3));
@@ -491,7 +492,7 @@ fn cross_entropy_and_the_gradient_in_place() {
             close(&grad, &want_grad, 1e-6);
         }
     }
-    // A row with nothing but a NaN is a NaN loss, not a wrong number.
+    // A row with a NaN has a NaN loss, not a wrong number.
     let cpu = Device::cpu(1).unwrap();
     let mut x = cpu.tensor(&[0.0, f32::NAN, 1.0], [1, 3]).unwrap();
     let (ids, mut losses) = (cpu.tensor(&[0_u32], 1).unwrap(), cpu.zeros(1).unwrap());

@@ -1,4 +1,5 @@
-//! Products in 16 bits are products of operands that were cast there and back, and nothing else is rounded.
+//! Products in 16 bits equal products of operands that were cast to 16 bits and back, and nothing else is
+//! rounded.
 #![expect(clippy::unwrap_used, clippy::float_cmp, reason = "helpers of tests, and values that are exact")]
 
 use farflung_tensor::{DType, Device, Fuse, Op, Precision, Tensor};
@@ -21,7 +22,7 @@ fn product(device: &Device, a: &Tensor, b: &Tensor, c: &[f32], accumulate: bool)
     c.to_vec().unwrap()
 }
 
-/// Both casts, there and back.
+/// Casts to a 16-bit type and back.
 fn rounded(device: &Device, x: &Tensor, to: DType) -> Tensor {
     let mut narrow = device.empty(to, x.shape()).unwrap();
     device.run(Op::Cast { x: x.view(), y: narrow.view_mut() }).unwrap();
@@ -33,8 +34,7 @@ fn rounded(device: &Device, x: &Tensor, to: DType) -> Tensor {
 #[test]
 fn a_product_in_16_bits_is_the_product_of_rounded_operands() {
     let device = Device::cpu(2).unwrap();
-    // Enough for several tasks of rounding, with values that only one of the types holds: 1e5 is infinite in
-    // f16.
+    // Enough values for several rounding tasks.
     let values = |n: usize, scale: f32| -> Vec<f32> {
         (0..n).map(|i| (i as f32 * 0.37).sin() * scale + 1e-3 * i as f32 / n as f32).collect()
     };

@@ -4,17 +4,18 @@ use farflung_tensor::{Op, Result, Tensor};
 
 use super::{Cx, Grads};
 
-/// `wte[token] + wpe[position]`; its two tables start at `first` in the layout.
+/// Embedding: `wte[token] + wpe[position]`.
 #[derive(Debug, Clone, Copy)]
 pub struct Embedding {
-    /// Place of `wte.weight` in the layout; `wpe.weight` follows.
+    /// Index of `wte.weight` in the layout; `wpe.weight` follows.
     pub first: usize,
     /// Width of a hidden state.
     pub dim: usize,
 }
 
 impl Embedding {
-    /// Hidden states `[B, T, C]` of tokens `[B, T]` (u32), the first of each row at position `start`.
+    /// Returns hidden states `[B, T, C]` of tokens `[B, T]` (u32). The first token of each row is at position
+    /// `start`.
     pub fn forward(&self, cx: &Cx<'_>, tokens: &Tensor, start: usize) -> Result<Tensor> {
         let [wte, wpe] = cx.layout.views(cx.params, self.first)?;
         let (b, t) = (tokens.shape().rows(), tokens.shape().cols());
@@ -29,8 +30,8 @@ impl Embedding {
         Ok(y)
     }
 
-    /// The gradients of both tables, for the `start` of the forward pass. A head that shares the token table
-    /// (`tied_head_wrote`) wrote its part before; this adds to it.
+    /// Computes the gradients of both tables, with the `start` of the forward pass. If a head with the tied
+    /// token table has written its gradient already (`tied_head_wrote`), this is added to it.
     pub fn backward(
         &self,
         cx: &Cx<'_>,

@@ -1,22 +1,22 @@
 //! The last block: final norm, logits by the tied embedding, and the loss. There is one buffer of logits; the
-//! loss overwrites it by its gradient.
+//! loss overwrites it with its gradient.
 
 use farflung_tensor::{Fuse, Op, Result, Tensor};
 
 use super::{Cx, Grads, dims};
 
-/// `logits = ln_f(x) wte^T`.
+/// Head: `logits = ln_f(x) wte^T`.
 #[derive(Debug, Clone, Copy)]
 pub struct Head {
-    /// Place of `ln_f.weight` in the layout; `ln_f.bias` follows.
+    /// Index of `ln_f.weight` in the layout; `ln_f.bias` follows.
     pub norm: usize,
-    /// Place of `wte.weight` in the layout.
+    /// Index of `wte.weight` in the layout.
     pub table: usize,
     /// Number of tokens in the vocabulary.
     pub vocab: usize,
 }
 
-/// What a forward pass keeps for the backward pass.
+/// Values that a forward pass saves for the backward pass.
 #[derive(Debug)]
 pub struct HeadSaved {
     x: Tensor,
@@ -27,7 +27,7 @@ pub struct HeadSaved {
 }
 
 impl Head {
-    /// Logits `[B, T, V]` of hidden states, and the normalised hidden states.
+    /// Returns the logits `[B, T, V]`, the normalised hidden states, and the statistics of the norm.
     fn logits_of(&self, cx: &Cx<'_>, x: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
         let [gain, bias] = cx.layout.views(cx.params, self.norm)?;
         let wte = cx.layout.view(cx.params, self.table)?;
@@ -54,12 +54,12 @@ impl Head {
         Ok((logits, norm, stats))
     }
 
-    /// Logits `[B, T, V]` of hidden states.
+    /// Returns the logits `[B, T, V]` of hidden states.
     pub fn logits(&self, cx: &Cx<'_>, x: &Tensor) -> Result<Tensor> {
         Ok(self.logits_of(cx, x)?.0)
     }
 
-    /// Losses `[B T]` in nats of each token against `targets` (u32 `[B, T]`).
+    /// Returns the losses `[B T]` in nats, per token, against `targets` (u32 `[B, T]`).
     pub fn losses(&self, cx: &Cx<'_>, x: &Tensor, targets: &Tensor) -> Result<Tensor> {
         let (mut logits, ..) = self.logits_of(cx, x)?;
         let mut losses = cx.empty(targets.shape().len())?;
@@ -72,8 +72,8 @@ impl Head {
         Ok(losses)
     }
 
-    /// Losses `[B T]` of each token, and what the backward pass needs; the gradient is that of `scale` times
-    /// their sum.
+    /// Returns the losses `[B T]` per token, and the saved values for the backward pass. The gradient is that
+    /// of `scale` times the sum of the losses.
     pub fn forward(
         &self,
         cx: &Cx<'_>,
@@ -92,7 +92,7 @@ impl Head {
         Ok((losses, HeadSaved { x, stats, norm, d_logits, d_norm: None }))
     }
 
-    /// The gradient of the hidden states.
+    /// Returns the gradient of the hidden states.
     pub fn backward_input(&self, cx: &Cx<'_>, saved: &mut HeadSaved) -> Result<Tensor> {
         let gain = cx.layout.view(cx.params, self.norm)?;
         let wte = cx.layout.view(cx.params, self.table)?;
@@ -120,10 +120,10 @@ impl Head {
         Ok(dx)
     }
 
-    /// The gradients of the final norm and of the table.
+    /// Computes the gradients of the final norm and of the token table.
     ///
     /// # Panics
-    /// If [`Head::backward_input`] did not run before.
+    /// If [`Head::backward_input`] was not called before.
     pub fn backward_weight(&self, cx: &Cx<'_>, saved: HeadSaved, grads: &mut Grads<'_>) -> Result<()> {
         let accumulate = grads.accumulate;
         let d_norm = saved.d_norm.expect("backward_input runs before backward_weight");

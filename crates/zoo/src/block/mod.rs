@@ -1,9 +1,7 @@
-//! The blocks of a GPT, each with an explicit vector-Jacobian product in two halves, so that a pipeline can
-//! send, split the backward pass, or run a forward pass again. There is no tape.
+//! The blocks of a GPT. Each has an explicit backward pass in two halves, so that a pipeline can communicate
+//! between them, split the backward pass, or run a forward pass again. There is no automatic differentiation.
 //!
-//! Shapes: `B` sequences of `T` tokens, width `C`, vocabulary `V`; hidden states are `[B, T, C]`.
-//!
-//! It refuses to know optimizers, schedules and networks.
+//! Shapes: `B` sequences of `T` tokens, width `C`, vocabulary `V`. Hidden states are `[B, T, C]`.
 
 mod embedding;
 mod head;
@@ -16,22 +14,21 @@ pub use transformer::{KeyValues, Transformer, TransformerSaved};
 
 use farflung_tensor::{DType, Device, ParamLayout, Shape, Tensor};
 
-/// What every block of a stage works with.
+/// Context that every block of a stage needs.
 #[derive(Debug, Clone, Copy)]
 pub struct Cx<'a> {
-    /// Where it runs.
+    /// Device on which the stage runs.
     pub device: &'a Device,
-    /// Where each parameter lies in the stage's flat buffers.
+    /// Layout of the parameters in the stage's flat buffers.
     pub layout: &'a ParamLayout,
     /// The stage's parameters.
     pub params: &'a Tensor,
-    /// What gradients are multiplied with where a product rounds them, and the product divided by; a power of
-    /// two.
+    /// Factor of gradients before a matrix product rounds them; the product is divided by it. A power of two.
     pub gradient_scale: f32,
 }
 
 impl Cx<'_> {
-    /// A result to be written in full.
+    /// Creates a tensor with unspecified contents, to be overwritten completely.
     pub(crate) fn empty(&self, shape: impl Into<Shape>) -> farflung_tensor::Result<Tensor> {
         self.device.empty(DType::F32, shape)
     }
@@ -42,6 +39,6 @@ impl Cx<'_> {
 pub struct Grads<'a> {
     /// A flat buffer of the stage's layout.
     pub flat: &'a mut Tensor,
-    /// Adds to what is there, rather than overwriting it.
+    /// Whether to add to the gradients instead of overwriting them.
     pub accumulate: bool,
 }

@@ -4,25 +4,25 @@ use farflung_tensor::{Fuse, Op, Result, Shape, Tensor, TensorError};
 
 use super::{Cx, Grads};
 
-/// A transformer block whose twelve parameters start at `first` in the layout, in Hugging Face's order.
+/// A transformer block with twelve parameters, in Hugging Face's order.
 #[derive(Debug, Clone, Copy)]
 pub struct Transformer {
-    /// Place of `ln_1.weight` in the layout.
+    /// Index of `ln_1.weight` in the layout; the other parameters follow.
     pub first: usize,
     /// Number of heads.
     pub heads: usize,
 }
 
-/// Keys and values `[B, capacity, C]` of the tokens that a block has seen, or the gradients of both.
+/// Keys and values `[B, capacity, C]` of the tokens that a block has processed, or the gradients of both.
 #[derive(Debug)]
 pub struct KeyValues {
-    /// Keys.
+    /// Keys, or their gradients.
     pub keys: Tensor,
-    /// Values.
+    /// Values, or their gradients.
     pub values: Tensor,
 }
 
-/// What a forward pass keeps for the backward pass.
+/// Values that a forward pass saves for the backward pass.
 #[derive(Debug)]
 pub struct TransformerSaved {
     x: Tensor,
@@ -34,13 +34,13 @@ pub struct TransformerSaved {
     middle: Tensor,
     stats_2: Tensor,
     norm_2: Tensor,
-    /// Derivative of the activation where it was taken.
+    /// Derivative of the activation at its input.
     slope: Tensor,
     act: Tensor,
     back: Option<Back>,
 }
 
-/// What the input half of the backward pass leaves for the weight half.
+/// Values that the input half of the backward pass saves for the weight half.
 #[derive(Debug)]
 struct Back {
     dy: Tensor,
@@ -52,7 +52,7 @@ struct Back {
 }
 
 impl TransformerSaved {
-    /// The tensors of a forward pass.
+    /// Returns the tensors that the forward pass saved.
     pub(crate) fn into_tensors(self) -> [Tensor; 11] {
         let Self { x, stats_1, norm_1, qkv, lse, attended, middle, stats_2, norm_2, slope, act, back: _ } =
             self;
@@ -64,20 +64,20 @@ impl TransformerSaved {
         Self { x, stats_1, norm_1, qkv, lse, attended, middle, stats_2, norm_2, slope, act, back: None }
     }
 
-    /// What it takes to run the forward pass again.
+    /// Returns the block's input, from which the forward pass can be run again.
     pub(crate) fn into_input(self) -> Tensor {
         self.x
     }
 }
 
-/// Parameters of a block in layout order.
+/// Number of parameter tensors of a block.
 const PARAMS: usize = 12;
 
 impl Transformer {
     /// Number of parameter tensors.
     pub const PARAMS: usize = PARAMS;
 
-    /// `[B, T, C]` to `[B, T, C]`.
+    /// Runs the forward pass, from `[B, T, C]` to `[B, T, C]`.
     pub fn forward(&self, cx: &Cx<'_>, x: Tensor) -> Result<(Tensor, TransformerSaved)> {
         let heads = self.heads;
         self.forward_by(cx, x, |qkv, y, lse| {
@@ -86,8 +86,9 @@ impl Transformer {
         })
     }
 
-    /// As [`Transformer::forward`] for a slice of the tokens, behind `past` others whose keys and values are in
-    /// `seen`, to which those of the slice are added. All slices together give the bits of the whole.
+    /// Like [`Transformer::forward`], for a slice of the tokens after `past` others, whose keys and values are
+    /// in `seen`. Appends those of the slice. The outputs of all slices are bit-identical to those of the whole
+    /// sequence.
     pub fn forward_slice(
         &self,
         cx: &Cx<'_>,
@@ -108,8 +109,8 @@ impl Transformer {
         })
     }
 
-    /// The forward pass with `attend` from queries, keys and values to outputs and logs of sums of
-    /// exponentials.
+    /// Runs the forward pass. `attend` computes attention: from queries, keys and values to outputs and
+    /// log-sum-exps.
     fn forward_by(
         &self,
         cx: &Cx<'_>,
@@ -169,7 +170,8 @@ impl Transformer {
         Ok((y, saved))
     }
 
-    /// The gradient of the input from that of the output; what the weights need is kept in `saved`.
+    /// Returns the gradient of the input, given that of the output. `saved` keeps what the weight gradients
+    /// need.
     pub fn backward_input(&self, cx: &Cx<'_>, saved: &mut TransformerSaved, dy: Tensor) -> Result<Tensor> {
         self.backward_input_by(cx, saved, dy, |s, dy, d_qkv| {
             cx.device.run(Op::AttentionGrad {
@@ -183,8 +185,9 @@ impl Transformer {
         })
     }
 
-    /// As [`Transformer::backward_input`] for a slice of the tokens, from the last slice to the first: what a
-    /// slice gives to the keys and values before it waits in `gradients`, which begin as zeros.
+    /// Like [`Transformer::backward_input`], for a slice of the tokens, from the last slice to the first. Adds
+    /// the contribution of the slice to `gradients`, the gradients of all earlier keys and values, which start
+    /// as zeros.
     pub fn backward_input_slice(
         &self,
         cx: &Cx<'_>,
@@ -210,8 +213,8 @@ impl Transformer {
         })
     }
 
-    /// The input half of the backward pass with `attend` from the gradient of what attention gave to that of
-    /// queries, keys and values.
+    /// Runs the input half of the backward pass. `attend` computes the gradient of queries, keys and values
+    /// from the gradient of attention's output.
     fn backward_input_by(
         &self,
         cx: &Cx<'_>,
@@ -259,10 +262,10 @@ impl Transformer {
         Ok(dx)
     }
 
-    /// The gradients of the weights.
+    /// Computes the weight gradients.
     ///
     /// # Panics
-    /// If [`Transformer::backward_input`] did not run before.
+    /// If [`Transformer::backward_input`] was not called before.
     pub fn backward_weight(&self, cx: &Cx<'_>, saved: TransformerSaved, grads: &mut Grads<'_>) -> Result<()> {
         let [ln_1, ln_1_b, w_qkv, b_qkv, w_proj, b_proj, ln_2, ln_2_b, w_fc, b_fc, w_out, b_out] =
             cx.layout.views_mut::<PARAMS>(grads.flat, self.first)?;
@@ -299,8 +302,8 @@ impl Transformer {
         Ok(())
     }
 
-    /// The block on new tokens alone, with the keys and values of the `past` tokens before them in a cache, to
-    /// which those of the new ones are added.
+    /// Runs the block on new tokens only. The cache `seen` contains the keys and values of the `past` tokens
+    /// before them; those of the new ones are appended.
     pub fn decode(&self, cx: &Cx<'_>, x: &Tensor, past: usize, seen: &mut KeyValues) -> Result<Tensor> {
         let [ln_1, ln_1_b, w_qkv, b_qkv, w_proj, b_proj, ln_2, ln_2_b, w_fc, b_fc, w_out, b_out] =
             cx.layout.views::<PARAMS>(cx.params, self.first)?;
@@ -336,14 +339,14 @@ impl Transformer {
     }
 }
 
-/// The three dimensions of hidden states.
+/// Returns the three dimensions of hidden states.
 pub(crate) fn dims(x: &Tensor) -> Result<[usize; 3]> {
     let rhs = Shape::from([0, 0, 0]);
     let mismatch = |_| TensorError::ShapeMismatch { op: "hidden states [B, T, C]", lhs: x.shape(), rhs };
     x.shape().dims().try_into().map_err(mismatch)
 }
 
-/// `y = x w`, then `fuse`.
+/// Returns the op `y = x w`, then `fuse`.
 fn linear<'a>(x: &'a Tensor, w: farflung_tensor::View<'a>, y: &'a mut Tensor, fuse: Fuse<'a>) -> Op<'a> {
     Op::MatMul {
         a: x.view(),
@@ -357,7 +360,7 @@ fn linear<'a>(x: &'a Tensor, w: farflung_tensor::View<'a>, y: &'a mut Tensor, fu
     }
 }
 
-/// `dx = dy w^T`, then `fuse`.
+/// Returns the op `dx = dy w^T`, then `fuse`.
 fn linear_t<'a>(
     scale: f32,
     dy: &'a Tensor,

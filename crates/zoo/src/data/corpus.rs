@@ -1,4 +1,4 @@
-//! What there is to train on: a text, a folder of texts, or token files, as one list of tokens with its hash.
+//! The training data: a text, a folder of texts, or token files, read as one list of tokens with a hash.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,32 +8,32 @@ use super::token_file;
 use super::tokens::{Split, Tokens};
 use crate::{Tokenizer, ZooError};
 
-/// All tokens of a data set, and the BLAKE3 hash of the bytes they were read from.
+/// All tokens of a data set, with the BLAKE3 hash of the bytes that were read.
 #[derive(Debug, Clone)]
 pub struct Corpus {
     tokens: Arc<Tokens>,
     hash: blake3::Hash,
-    /// Where the held-out part begins, for a source that has files of its own for it.
+    /// Start of the held-out part, if the source has separate files for it.
     boundary: Option<usize>,
-    /// Where documents begin: each file, and what follows an end-of-text token; the first is 0.
+    /// Start of each document: of each file, and after each end-of-text token. The first is 0.
     documents: Arc<[usize]>,
 }
 
-/// How much of a corpus is kept for validation. What is held out is always the end.
+/// Part of a corpus that is kept for validation: always the end.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum HoldOut {
-    /// The source's own validation files where it has some; else training gets the first `floor(0.9 * tokens)`
-    /// tokens, so that of 19 it gets 17 and of a single one none. The product is an f64, as in nanoGPT.
+    /// The source's own validation files, if it has some. Otherwise training gets the first
+    /// `floor(0.9 * tokens)` tokens: 17 of 19, and none of 1. The product is computed in f64, as in nanoGPT.
     #[default]
     Standard,
-    /// This fraction, in `[0, 1)`; training gets the first `floor((1 - fraction) * tokens)` tokens, both
-    /// products of f64.
+    /// This fraction, in `[0, 1)`. Training gets the first `floor((1 - fraction) * tokens)` tokens, computed in
+    /// f64.
     Fraction(f64),
-    /// This many tokens.
+    /// This number of tokens.
     Tokens(usize),
 }
 
-/// Gathers the tokens of several files into one list.
+/// Collects the tokens of several files in one list.
 struct Builder<'a> {
     tokenizer: &'a dyn Tokenizer,
     tokens: Tokens,
@@ -89,17 +89,16 @@ impl<'a> Builder<'a> {
 impl Corpus {
     /// Reads a data set:
     ///
-    /// - a file ending in `.bin`: tokens, nanoGPT's or llm.c's;
+    /// - a file ending in `.bin`: tokens in nanoGPT's or llm.c's format;
     /// - any other file: text;
-    /// - a folder with `.bin` files directly in it: these and nothing else, in the order of their names; those
-    ///   with `val` in the name are the held-out part (`train.bin` and `val.bin`, `fineweb_val_000000.bin`);
-    /// - any other folder: every text file below it, in the order of their relative paths. Links are not
-    ///   followed, and files with a zero byte in their first 8 KiB are not text. After each file stands the
-    ///   tokenizer's end of text, if it has one.
+    /// - a folder that directly contains `.bin` files: only these files, ordered by name. Files with `val` in
+    ///   the name are the held-out part (`train.bin` and `val.bin`, `fineweb_val_000000.bin`);
+    /// - any other folder: all text files in it and its subfolders, ordered by relative path. Links are not
+    ///   followed, and files with a zero byte in their first 8 KiB are not text. The tokenizer's end-of-text
+    ///   token, if it has one, is added after each file.
     ///
-    /// Errors: [`ZooError::Io`], [`ZooError::EmptyCorpus`], [`ZooError::NotUtf8`] for a tokenizer that needs
-    /// text, [`ZooError::TokenFile`], [`ZooError::TokenOutOfRange`] for a token that is not in the tokenizer's
-    /// vocabulary.
+    /// Errors: [`ZooError::Io`], [`ZooError::EmptyCorpus`], [`ZooError::NotUtf8`] if the tokenizer needs text,
+    /// [`ZooError::TokenFile`], [`ZooError::TokenOutOfRange`] for a token outside the tokenizer's vocabulary.
     pub fn open(path: &Path, tokenizer: &dyn Tokenizer) -> Result<Self, ZooError> {
         if !fs::metadata(path).map_err(ZooError::io("read", path))?.is_dir() {
             let mut builder = Builder::new(tokenizer);
@@ -146,10 +145,10 @@ impl Corpus {
         builder.finish(folder, boundary)
     }
 
-    /// The texts of exactly these files, in this order, each followed by the tokenizer's end of text, if it has
-    /// one.
+    /// Reads exactly these text files, in this order. The tokenizer's end-of-text token, if it has one, is
+    /// added after each file.
     ///
-    /// Errors: as [`Corpus::open`].
+    /// Errors: those of [`Corpus::open`].
     pub fn from_text_files<P: AsRef<Path>>(files: &[P], tokenizer: &dyn Tokenizer) -> Result<Self, ZooError> {
         let mut builder = Builder::new(tokenizer);
         for file in files {
@@ -159,7 +158,7 @@ impl Corpus {
         builder.finish(files.first().map_or(Path::new(""), AsRef::as_ref), None)
     }
 
-    /// A text in memory; `name` stands for the path in messages.
+    /// Creates a corpus from a text in memory. `name` is used as its path in error messages.
     ///
     /// Errors: [`ZooError::EmptyCorpus`], [`ZooError::NotUtf8`].
     pub fn from_bytes(name: &str, bytes: &[u8], tokenizer: &dyn Tokenizer) -> Result<Self, ZooError> {
@@ -168,10 +167,10 @@ impl Corpus {
         builder.finish(Path::new(name), None)
     }
 
-    /// Several texts in memory, one after the other with nothing between them, each a document; `name` stands
-    /// for the path in messages.
+    /// Creates a corpus from several texts in memory, concatenated without separators. Each text is a document.
+    /// `name` is used as their path in error messages.
     ///
-    /// Errors: as [`Corpus::from_bytes`].
+    /// Errors: those of [`Corpus::from_bytes`].
     pub fn from_texts<'t>(
         name: &str,
         texts: impl IntoIterator<Item = &'t [u8]>,
@@ -184,29 +183,30 @@ impl Corpus {
         builder.finish(Path::new(name), None)
     }
 
-    /// Number of tokens.
+    /// Returns the number of tokens.
     #[must_use]
     pub fn len(&self) -> usize {
         self.tokens.len()
     }
 
-    /// Whether there are none; never, for a corpus that was read.
+    /// Returns whether there are no tokens. Always false, since empty corpora are errors.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.tokens.is_empty()
     }
 
-    /// BLAKE3 of the bytes that were read, in hexadecimal: what `b3sum` says of the files one after the other.
+    /// Returns the BLAKE3 hash of the bytes that were read, in hexadecimal, as `b3sum` computes it for the
+    /// concatenated files.
     #[must_use]
     pub fn hash(&self) -> String {
         self.hash.to_hex().to_string()
     }
 
-    /// The training and the held-out part; what is cut off by [`HoldOut::Standard`] or a fraction may leave one
-    /// empty.
+    /// Splits the corpus into the training and the held-out part. With [`HoldOut::Standard`] or a fraction, one
+    /// of them may be empty.
     ///
-    /// Errors: [`ZooError::HoldOut`] for a fraction that is not in `[0, 1)`, or a number of tokens that is not
-    /// below those there are.
+    /// Errors: [`ZooError::HoldOut`] if a fraction is not in `[0, 1)`, or a number of tokens is not below that
+    /// of the corpus.
     pub fn split(&self, hold_out: HoldOut) -> Result<(Split, Split), ZooError> {
         let n = self.len();
         let training = match hold_out {
@@ -236,12 +236,12 @@ fn is_validation(path: &Path) -> bool {
     path.file_stem().is_some_and(|stem| stem.to_string_lossy().contains("val"))
 }
 
-/// Whether these bytes look like text: no zero byte near the start, as grep and git decide it.
+/// Returns whether the bytes look like text: no zero byte near the start, as in grep and git.
 fn is_text(bytes: &[u8]) -> bool {
     !bytes[..bytes.len().min(8192)].contains(&0)
 }
 
-/// The entries of a folder in the order of their names.
+/// Returns the entries of a folder, ordered by name.
 fn list(folder: &Path) -> Result<Vec<PathBuf>, ZooError> {
     let entries = fs::read_dir(folder).map_err(ZooError::io("read folder", folder))?;
     let mut paths = entries
@@ -251,7 +251,7 @@ fn list(folder: &Path) -> Result<Vec<PathBuf>, ZooError> {
     Ok(paths)
 }
 
-/// Adds all regular files below `folder`.
+/// Adds all regular files in `folder` and its subfolders.
 fn walk(folder: &Path, files: &mut Vec<PathBuf>) -> Result<(), ZooError> {
     for path in list(folder)? {
         let kind = fs::symlink_metadata(&path).map_err(ZooError::io("read", &path))?.file_type();

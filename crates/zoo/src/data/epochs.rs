@@ -1,21 +1,19 @@
-//! The order of shuffled epochs: which window each sequence of a run is, as a pure function of (seed,
-//! sequence).
+//! Order of windows in shuffled epochs: the window of a sequence is a pure function of (seed, sequence).
 
 use farflung_base::Philox;
 
-/// Windows in shuffled epochs. A step takes one window from each of its `lanes` (its sequences), and each lane
-/// has windows of its own, in another order in each epoch: whoever trains on a lane sees the same windows
-/// again.
+/// Shuffled epochs of windows. A step has one window per lane. Each lane has its own windows and takes them in
+/// a new order in each epoch, so a worker that always trains on the same lane gets the same windows again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Epochs {
     seed: u64,
     lanes: u64,
-    /// Windows of a lane, which are the steps of an epoch.
+    /// Number of windows per lane, which is also the number of steps per epoch.
     steps: u64,
 }
 
 impl Epochs {
-    /// `None` where there are fewer windows than lanes.
+    /// Creates the epochs; `None` if there are fewer windows than lanes.
     pub(super) const fn new(seed: u64, lanes: u64, windows: u64) -> Option<Self> {
         if lanes == 0 || windows < lanes {
             return None;
@@ -23,12 +21,12 @@ impl Epochs {
         Some(Self { seed, lanes, steps: windows / lanes })
     }
 
-    /// Windows of all lanes together.
+    /// Returns the number of windows of all lanes.
     pub(super) const fn windows(&self) -> u64 {
         self.lanes * self.steps
     }
 
-    /// The window of a sequence, counted over all steps.
+    /// Returns the window of a sequence. Sequences are numbered over all steps.
     pub(super) fn window(&self, sequence: u64) -> u64 {
         let (step, lane) = (sequence / self.lanes, sequence % self.lanes);
         let (epoch, step) = (step / self.steps, step % self.steps);
@@ -38,18 +36,19 @@ impl Epochs {
     }
 }
 
-/// The epochs' stream of a seed.
+/// Stream of the random numbers for epochs.
 const STREAM: u64 = u64::from_le_bytes(*b"epochs\0\0");
 
-/// Rounds of the network; four already make a permutation that cannot be told from a random one by few looks.
+/// Rounds of the Feistel network. Four rounds already give a permutation that is hard to distinguish from a
+/// random one.
 const ROUNDS: u64 = 8;
 
-/// Where `index` goes in a permutation of `0..len`: a Feistel network over the next power of four, walked until
-/// it ends below `len`.
+/// Returns the position of `index` in a random permutation of `0..len`: a Feistel network over the next power
+/// of four, applied again until the result is below `len` (cycle walking).
 ///
 /// Source: Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", methods 2 and 3.
 fn shuffled(rng: Philox, len: u64, index: u64) -> u64 {
-    // Not less than 64 values: a network of one bit a side cannot make all permutations.
+    // At least 64 values, because a network with one bit per half cannot generate all permutations.
     let bits = (u64::BITS - len.saturating_sub(1).leading_zeros()).div_ceil(2).max(3);
     let mask = (1 << bits) - 1;
     let mut at = index;
@@ -91,7 +90,8 @@ mod tests {
         assert_eq!(Epochs::new(5, 3, 2), None);
     }
 
-    /// Each order of three windows comes as often as the others: 6000 epochs, 1000 each, a deviation of 29.
+    /// Each order of three windows is equally frequent: of 6000 epochs, 1000 each, with a standard deviation of
+    /// 29.
     #[test]
     fn all_orders_are_equally_likely() {
         let epochs = Epochs::new(11, 1, 3).unwrap();
@@ -104,7 +104,7 @@ mod tests {
         assert!(counts.values().all(|count| (count - 1000).abs() < 120), "{counts:?}");
     }
 
-    /// How often a window comes right behind its neighbour: in a random order of 1000, once an epoch.
+    /// Counts how often a window directly follows its predecessor: in a random order of 1000, once per epoch.
     #[test]
     fn neighbours_do_not_stay_together() {
         let epochs = Epochs::new(3, 1, 1000).unwrap();

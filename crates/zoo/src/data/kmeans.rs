@@ -1,23 +1,24 @@
-//! K-means over token histograms: which chunks of a text are alike.
+//! K-means clustering of a text's chunks by their token histograms.
 
 use farflung_base::Philox;
 
 use super::tokens::Split;
 
-/// Buckets of a histogram: token ids modulo this, which for bytes are the bytes themselves.
+/// Number of buckets of a histogram. The bucket is the token id modulo this; for bytes it is the byte itself.
 const BUCKETS: usize = 256;
-/// Rounds at most; it ends before where no chunk changes its cluster.
+/// Maximum number of rounds. The loop ends earlier if no chunk changes its cluster.
 const ROUNDS: usize = 50;
-/// The stream of a seed.
+/// Stream of the random numbers for the initial centres.
 const STREAM: u64 = u64::from_le_bytes(*b"kmeans\0\0");
 
 type Point = [f64; BUCKETS];
 
-/// The cluster of each chunk of `chunk` tokens of a split, numbers from 0 on; the last chunk may be shorter.
+/// Returns the cluster, from 0 on, of each chunk of `chunk` tokens of a split. The last chunk may be shorter.
 ///
-/// A chunk's features are the square roots of its tokens' frequencies, between which the Euclidean distance is
-/// Hellinger's. Centres start as k-means++ has them. A tie goes to the lower cluster, and a cluster that has
-/// lost all chunks keeps its centre. The result depends on the tokens, the seed and the numbers alone.
+/// A chunk's features are the square roots of its token frequencies, so their Euclidean distance is the
+/// Hellinger distance (up to a constant factor). Initial centres are chosen by k-means++. Ties go to the lower
+/// cluster, and an empty cluster keeps its centre. The result is a pure function of the tokens and the
+/// arguments.
 ///
 /// Sources: Lloyd 1982; Arthur and Vassilvitskii 2007, "k-means++".
 pub(super) fn clusters(split: &Split, chunk: usize, count: usize, seed: u64) -> Vec<usize> {
@@ -56,7 +57,7 @@ fn distance(a: &Point, b: &Point) -> f64 {
     a.iter().zip(b).map(|(a, b)| (a - b) * (a - b)).sum()
 }
 
-/// The nearest centre and the square of its distance.
+/// Returns the nearest centre and its squared distance.
 fn nearest(centres: &[Point], point: &Point) -> (usize, f64) {
     let distances = centres.iter().map(|centre| distance(centre, point)).enumerate();
     distances.fold((0, f64::INFINITY), |best, next| if next.1 < best.1 { next } else { best })
@@ -71,8 +72,8 @@ fn mean<'a>(points: impl Iterator<Item = &'a Point>) -> Option<Point> {
     (count > 0).then(|| sum.map(|x: f64| x / f64::from(count)))
 }
 
-/// The first centre is any point; each other one is drawn with a probability that grows with the square of its
-/// distance from those there are.
+/// Chooses the initial centres. The first one is a random point; each further one is drawn with probability
+/// proportional to the squared distance to the nearest centre so far.
 fn first_centres(points: &[Point], count: usize, random: &Philox) -> Vec<Point> {
     let mut centres: Vec<Point> = Vec::with_capacity(count);
     let uniform = |i: u64| random.below(i, 1 << 53) as f64 / (1_u64 << 53) as f64;

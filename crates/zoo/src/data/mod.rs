@@ -1,8 +1,8 @@
 //! From files to batches: a corpus of tokens, its training and held-out splits, and a sampler whose batch is a
 //! pure function of (seed, step, rank).
 //!
-//! It refuses to know models, and it never shuffles on disk: windows are drawn at random offsets, as in
-//! nanoGPT, or come in shuffled epochs, each with a number that stays.
+//! Nothing is shuffled on disk. Windows are drawn at random offsets, as in nanoGPT, or in shuffled epochs of
+//! numbered windows.
 
 mod corpus;
 mod epochs;

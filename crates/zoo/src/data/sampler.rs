@@ -1,5 +1,6 @@
-//! Which sequences a rank trains on at a step: a pure function of (seed, step, rank), so that a run resumes
-//! from its step counter alone, and any number of workers sees what one worker with the whole batch would see.
+//! Sampling of training sequences. The batch is a pure function of (seed, step, rank): a run resumes from its
+//! step counter alone, and any number of workers together draws what one worker with the whole batch would
+//! draw.
 
 use std::fs;
 use std::ops::Range;
@@ -12,19 +13,19 @@ use super::epochs::Epochs;
 use super::tokens::Split;
 use crate::ZooError;
 
-/// A rank's share of each step's batch: sequences `rank * batch..(rank + 1) * batch` of `world * batch`.
+/// A rank's part of each step's batch: sequences `rank * batch..(rank + 1) * batch` of `world * batch`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shard {
-    /// This worker.
+    /// Rank of this worker.
     pub rank: usize,
-    /// All workers.
+    /// Number of workers.
     pub world: usize,
-    /// Sequences per worker and step.
+    /// Number of sequences per worker and step.
     pub batch: usize,
 }
 
 impl Shard {
-    /// One worker that takes the whole batch.
+    /// Returns the shard of a single worker, which has the whole batch.
     #[must_use]
     pub const fn whole(batch: usize) -> Self {
         Self { rank: 0, world: 1, batch }
@@ -52,8 +53,8 @@ impl Shard {
     }
 }
 
-/// A recorded list of offsets, one row of `columns` sequences per step, to replay the batches of another
-/// program.
+/// A recorded list of offsets, with one row of `columns` sequences per step. With it, the batches of another
+/// program can be replayed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Offsets {
     columns: usize,
@@ -61,9 +62,10 @@ pub struct Offsets {
 }
 
 impl Offsets {
-    /// Reads a file of little-endian `i64`, `[steps, columns]`, as numpy's `tofile` writes it.
+    /// Reads a file of little-endian `i64` values, `[steps, columns]`, as written by numpy's `tofile`.
     ///
-    /// Errors: [`ZooError::Io`]; [`ZooError::TokenFile`] if the length is not a whole number of rows.
+    /// Errors: [`ZooError::Io`]; [`ZooError::TokenFile`] if the length is not a whole number of rows;
+    /// [`ZooError::Sampler`] if `columns` is zero.
     pub fn read(path: &Path, columns: usize) -> Result<Self, ZooError> {
         let bytes = fs::read(path).map_err(ZooError::io("read", path))?;
         let (values, _) = bytes.as_chunks();
@@ -77,9 +79,9 @@ impl Offsets {
         offsets
     }
 
-    /// Offsets from memory, row after row.
+    /// Creates offsets from values in memory, row after row.
     ///
-    /// Errors: [`ZooError::Sampler`] if there is not a whole number of rows.
+    /// Errors: [`ZooError::Sampler`] if `columns` is zero or the last row is incomplete.
     pub fn new(columns: usize, values: Vec<i64>) -> Result<Self, ZooError> {
         if columns == 0 || !values.len().is_multiple_of(columns) {
             let expected = format!("a divisor of the {} offsets", values.len());
@@ -88,13 +90,13 @@ impl Offsets {
         Ok(Self { columns, values })
     }
 
-    /// Number of steps.
+    /// Returns the number of steps.
     #[must_use]
     pub const fn steps(&self) -> usize {
         self.values.len() / self.columns
     }
 
-    /// Cuts after `steps` rows (or at the end, if there are fewer): first those, then the rest.
+    /// Splits after `steps` rows (or at the end, if there are fewer) and returns both parts.
     #[must_use]
     pub fn split_at(mut self, steps: usize) -> (Self, Self) {
         let at = steps.min(self.steps()) * self.columns;
@@ -104,7 +106,7 @@ impl Offsets {
     }
 }
 
-/// Where the offsets of a step come from.
+/// Source of the offsets of a step.
 #[derive(Debug, Clone)]
 enum Source {
     Random(Philox),
@@ -113,11 +115,11 @@ enum Source {
     Recorded(Offsets),
 }
 
-/// The offsets at which a sequence lies within one of some ranges.
+/// The valid offsets of sequences within some ranges, numbered consecutively.
 #[derive(Debug, Clone)]
 struct Within {
     ranges: Arc<[Range<usize>]>,
-    /// Offsets in the ranges up to and with each.
+    /// For each range, number of valid offsets in it and in all ranges before.
     ends: Arc<[u64]>,
 }
 
@@ -131,12 +133,12 @@ impl Within {
         Self { ends: ends.collect(), ranges: Arc::clone(ranges) }
     }
 
-    /// How many there are.
+    /// Returns the number of valid offsets.
     fn count(&self) -> u64 {
         self.ends.last().copied().unwrap_or(0)
     }
 
-    /// The offset of a number below [`Within::count`].
+    /// Returns the offset with this number, which must be below [`Within::count`].
     fn offset(&self, number: u64) -> usize {
         let at = self.ends.partition_point(|&end| end <= number);
         let before = if at == 0 { 0 } else { self.ends[at - 1] };
@@ -144,7 +146,7 @@ impl Within {
     }
 }
 
-/// Draws batches from a split.
+/// Draws batches of sequences from a split.
 ///
 /// ```
 /// use farflung_zoo::data::{Corpus, HoldOut, Sampler, Shard};
@@ -167,11 +169,12 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// Windows of `context` tokens (and the token after them) at offsets uniform in `0..=len - context - 1`.
+    /// Creates a sampler of random windows: `context` tokens (and the token after them) at offsets uniform in
+    /// `0..=len - context - 1`.
     ///
     /// Sequence `i` of the global batch of step `s` is drawn at position `p = s * world * batch + i` (modulo
-    /// 2^64) of the seed's Philox stream, so the union over the ranks is what one worker with `world * batch`
-    /// sequences draws. Its offset is
+    /// 2^64) of the seed's Philox stream. The sequences of all ranks together are therefore those of one worker
+    /// with `world * batch` sequences. The offset is
     ///
     /// ```text
     /// w      = philox4x32_10(counter = [p, p >> 32, t, t >> 32], key = [seed, seed >> 32])   words of 32 bits
@@ -179,8 +182,8 @@ impl Sampler {
     /// ```
     ///
     /// where `t` is the stream `0x0072_656c_706d_6173`: the bytes `"sampler\0"`, least significant first. See
-    /// [`Philox`]. In training, `s` counts microbatches: that of microbatch `m` of an optimizer step is
-    /// `step * microbatches + m`.
+    /// [`Philox`]. In training, `s` counts microbatches: microbatch `m` of an optimizer step has
+    /// `s = step * microbatches + m`.
     ///
     /// Errors: [`ZooError::TooShort`] if the split has fewer than `context + 1` tokens; [`ZooError::Sampler`].
     pub fn random(split: Split, seed: u64, shard: Shard, context: usize) -> Result<Self, ZooError> {
@@ -188,14 +191,14 @@ impl Sampler {
         Self::new(split, shard, context, source)
     }
 
-    /// As [`Sampler::random`], but only windows that lie within one of some ranges of the split: what a
-    /// replica has of [`Shards`](super::Shards). Sequences have the same numbers as without ranges, and each
-    /// offset is as likely as any other.
+    /// Creates a sampler like [`Sampler::random`], but only of windows within one of some ranges of the split,
+    /// such as a replica's ranges in [`Shards`](super::Shards). Sequences are numbered as without ranges, and
+    /// all valid offsets are equally likely.
     ///
-    /// Errors: as [`Sampler::random`]; [`ZooError::TooShort`] if no range has `context + 1` tokens.
+    /// Errors: those of [`Sampler::random`]; [`ZooError::TooShort`] if no range has `context + 1` tokens.
     ///
     /// # Panics
-    /// If a range ends beyond the split.
+    /// If a range ends after the split's end.
     pub fn within(
         split: Split,
         ranges: &Arc<[Range<usize>]>,
@@ -216,14 +219,15 @@ impl Sampler {
         Ok(sampler)
     }
 
-    /// Windows that do not overlap, in shuffled epochs: window `w` begins at token `w * context`. Of `lanes`
-    /// sequences, those of one step, each has `floor(windows / lanes)` windows of its own and takes them in
-    /// another order in each epoch; the last `windows mod lanes` are left out. So a sequence's samples recur
-    /// where it is trained, and however a step's sequences are shared out, a step trains on the same ones.
+    /// Creates a sampler of shuffled epochs of non-overlapping windows: window `w` begins at token
+    /// `w * context`. A step has `lanes` sequences. Each lane has its own `floor(windows / lanes)` windows and
+    /// takes them in a new order in each epoch; the last `windows mod lanes` windows are not used.
     ///
-    /// [`Sampler::window`] numbers them: what is kept by sample, such as AQ-SGD's activations, goes by that.
+    /// A lane's windows recur on the lane, so data that a trainer stores per window (such as AQ-SGD's
+    /// activations, stored by [`Sampler::window`]) stays local. The windows of a step do not depend on how
+    /// lanes are distributed over ranks.
     ///
-    /// Errors: as [`Sampler::random`]; [`ZooError::Sampler`] for fewer windows than lanes.
+    /// Errors: those of [`Sampler::random`]; [`ZooError::Sampler`] if there are fewer windows than lanes.
     pub fn epochs(
         split: Split,
         seed: u64,
@@ -242,9 +246,9 @@ impl Sampler {
         Ok(sampler)
     }
 
-    /// Replays recorded offsets; a row has `world * batch` of them.
+    /// Creates a sampler that replays recorded offsets. A row must have `world * batch` of them.
     ///
-    /// Errors: as [`Sampler::random`], and [`ZooError::OffsetOutOfRange`].
+    /// Errors: those of [`Sampler::random`], and [`ZooError::OffsetOutOfRange`].
     pub fn recorded(split: Split, offsets: Offsets, shard: Shard, context: usize) -> Result<Self, ZooError> {
         let sampler = Self::new(split, shard, context, Source::Recorded(offsets))?;
         let Source::Recorded(offsets) = &sampler.source else { return Ok(sampler) };
@@ -262,11 +266,11 @@ impl Sampler {
         Ok(sampler)
     }
 
-    /// `steps` batches of windows spread evenly over the split from its first to its last, the same at every
-    /// call: what a validation loss is measured on. Window `i` of all `count = steps * world * batch` begins at
-    /// `floor(i * (len - context - 1) / (count - 1))`, a single one at 0.
+    /// Creates a sampler for validation: `steps` batches of windows spread evenly over the split, always the
+    /// same. Of all `count = steps * world * batch` windows, window `i` begins at
+    /// `floor(i * (len - context - 1) / (count - 1))`; a single window begins at 0.
     ///
-    /// Errors: as [`Sampler::random`].
+    /// Errors: those of [`Sampler::random`].
     pub fn evaluation(split: Split, shard: Shard, context: usize, steps: usize) -> Result<Self, ZooError> {
         let columns = shard.global_batch();
         let empty = Source::Recorded(Offsets { columns: columns.max(1), values: Vec::new() });
@@ -291,24 +295,24 @@ impl Sampler {
         Ok(Self { split, shard, context, source })
     }
 
-    /// The greatest offset that leaves room for a sequence and its targets.
+    /// Returns the greatest valid offset of a sequence with its targets.
     fn last_offset(&self) -> usize {
         self.split.len() - self.context - 1
     }
 
-    /// This worker's share of each batch.
+    /// Returns this worker's part of each batch.
     #[must_use]
     pub const fn shard(&self) -> Shard {
         self.shard
     }
 
-    /// Tokens in a sequence.
+    /// Returns the number of tokens per sequence.
     #[must_use]
     pub const fn context(&self) -> usize {
         self.context
     }
 
-    /// Steps that can be asked for; `None` if there is no end.
+    /// Returns the number of available steps; `None` if it is unlimited.
     #[must_use]
     pub const fn steps(&self) -> Option<usize> {
         match &self.source {
@@ -317,7 +321,7 @@ impl Sampler {
         }
     }
 
-    /// Windows that come again in each epoch; `None` where sequences are not numbered windows.
+    /// Returns the number of windows per epoch; `None` if the sampler does not number windows.
     #[must_use]
     pub const fn windows(&self) -> Option<u64> {
         match &self.source {
@@ -326,8 +330,8 @@ impl Sampler {
         }
     }
 
-    /// The stable number of a sequence's window, below [`Sampler::windows`]: the same tokens whenever it comes
-    /// again.
+    /// Returns the number of a sequence's window, below [`Sampler::windows`]. A window has the same tokens and
+    /// the same number in every epoch.
     #[must_use]
     pub fn window(&self, sequence: u64) -> Option<u64> {
         match &self.source {
@@ -336,7 +340,7 @@ impl Sampler {
         }
     }
 
-    /// The offset of a sequence, counted from the first of step 0 over all ranks.
+    /// Returns the offset of a sequence. Sequences are numbered from the first of step 0 over all ranks.
     fn offset(&self, sequence: u64) -> Result<usize, ZooError> {
         match &self.source {
             Source::Random(philox) => Ok(philox.below(sequence, self.last_offset() as u64 + 1) as usize),
@@ -351,21 +355,21 @@ impl Sampler {
         }
     }
 
-    /// This worker's batch of a step: `inputs` and `targets` become `[batch, context]` tokens, row after row,
-    /// the targets one token ahead.
+    /// Draws this worker's batch of a step. `inputs` and `targets` become `[batch, context]` tokens, row by
+    /// row; targets are shifted by one token.
     ///
-    /// Errors: [`ZooError::StepNotRecorded`] for a step past the end of recorded or evaluation offsets.
+    /// Errors: [`ZooError::StepNotRecorded`] for a step after the end of recorded or evaluation offsets.
     pub fn batch(&self, step: u64, inputs: &mut Vec<u32>, targets: &mut Vec<u32>) -> Result<(), ZooError> {
         let Shard { rank, batch, .. } = self.shard;
         let first = step.wrapping_mul(self.shard.global_batch() as u64).wrapping_add((rank * batch) as u64);
         self.sequences(first, batch, inputs, targets)
     }
 
-    /// `count` sequences from number `first` on, whichever rank they belong to: `inputs` and `targets` become
-    /// `[count, context]` tokens, row after row, the targets one token ahead. Sequences are numbered from 0 at
-    /// step 0, over all ranks of a step and then step by step.
+    /// Draws `count` sequences from number `first` on, independent of ranks. `inputs` and `targets` become
+    /// `[count, context]` tokens, row by row; targets are shifted by one token. Sequences are numbered from 0
+    /// at step 0, over all ranks of a step and then step by step.
     ///
-    /// Errors: [`ZooError::StepNotRecorded`] for a sequence past the end of recorded or evaluation offsets.
+    /// Errors: [`ZooError::StepNotRecorded`] for a sequence after the end of recorded or evaluation offsets.
     pub fn sequences(
         &self,
         first: u64,
@@ -384,5 +388,5 @@ impl Sampler {
     }
 }
 
-/// The sampler's stream of a seed; tensors of a model start from streams counted from 0.
+/// Stream of the sampler's random numbers. Streams of a model's tensors are counted from 0.
 const STREAM: u64 = u64::from_le_bytes(*b"sampler\0");

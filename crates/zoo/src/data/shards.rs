@@ -1,4 +1,5 @@
-//! Which parts of a text each replica trains on: all of it, some of its files, or some clusters of its chunks.
+//! Distribution of a text over replicas: all of it for each, or for each some of its files, or some clusters of
+//! its chunks.
 
 use std::fmt;
 use std::ops::Range;
@@ -9,7 +10,7 @@ use super::kmeans::clusters;
 use super::tokens::Split;
 use crate::ZooError;
 
-/// How training data are shared out among replicas, as data: it prints as it parses.
+/// How training data is distributed over replicas. `Display` and `FromStr` use the same text.
 ///
 /// ```
 /// use farflung_zoo::data::Sharding;
@@ -19,12 +20,13 @@ use crate::ZooError;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Sharding {
-    /// All replicas draw from all of the text.
+    /// Every replica draws from the whole text.
     #[default]
     Random,
-    /// Each replica has some of the documents: the files of a folder, or what end-of-text tokens separate.
+    /// Each replica gets some of the documents: files of a folder, or texts between end-of-text tokens.
     Files,
-    /// Chunks of the text are put into so many clusters of similar ones, and each replica has some clusters.
+    /// Chunks of the text are grouped into this number of clusters by similarity. Each replica gets some of the
+    /// clusters.
     KMeans(u32),
 }
 
@@ -38,12 +40,12 @@ impl fmt::Display for Sharding {
     }
 }
 
-/// A text that names no way to share out data.
+/// Error: the text is not a kind of [`Sharding`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("expected random, files, or kmeans:K with a number of clusters from 1 to {MOST_CLUSTERS}")]
 pub struct NoSharding;
 
-/// More would not be clusters any more.
+/// Maximum number of clusters. With more, clusters would be too small to be meaningful.
 const MOST_CLUSTERS: u32 = 4096;
 
 impl FromStr for Sharding {
@@ -61,24 +63,24 @@ impl FromStr for Sharding {
     }
 }
 
-/// The ranges of a split that each replica trains on: a pure function of tokens, seed, context and number of
+/// The ranges of a split that each replica trains on. A pure function of tokens, seed, context and number of
 /// replicas.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Shards {
     of_replicas: Vec<Arc<[Range<usize>]>>,
 }
 
-/// Sequences in a chunk that is put into a cluster.
+/// Number of sequences per chunk that is clustered.
 const CHUNK_SEQUENCES: usize = 16;
 
 impl Shards {
-    /// Shares out a split. Parts of the text, the longest first, go each to the replica that has the fewest
-    /// tokens so far, the first of equals; a part is a document, or a cluster. Parts shorter than a sequence
-    /// are left out.
+    /// Distributes a split over replicas. A part is a document or a cluster. Parts are assigned by decreasing
+    /// length, each to the replica with the fewest tokens so far (the first one in a tie). Ranges that are too
+    /// short for a sequence are left out.
     ///
-    /// `None` for [`Sharding::Random`], which shares out nothing.
+    /// Returns `None` for [`Sharding::Random`].
     ///
-    /// Errors: [`ZooError::Shards`] where a replica would have none.
+    /// Errors: [`ZooError::Shards`] if there are fewer parts than replicas.
     pub fn new(
         sharding: Sharding,
         split: &Split,
@@ -111,22 +113,22 @@ impl Shards {
         Ok(Some(Self { of_replicas: of_replicas.into_iter().map(Arc::from).collect() }))
     }
 
-    /// The ranges of a replica, in the order of the text.
+    /// Returns the ranges of a replica, in text order.
     ///
     /// # Panics
-    /// If there is no such replica.
+    /// If `replica` is out of range.
     #[must_use]
     pub fn of(&self, replica: usize) -> &Arc<[Range<usize>]> {
         &self.of_replicas[replica]
     }
 
-    /// Tokens of each replica.
+    /// Returns the number of tokens of each replica.
     pub fn tokens(&self) -> impl Iterator<Item = usize> {
         self.of_replicas.iter().map(|ranges| ranges.iter().map(Range::len).sum())
     }
 }
 
-/// The ranges of each cluster; neighbours in one cluster are one range.
+/// Returns the ranges of each cluster. Adjacent chunks of a cluster are merged.
 fn in_clusters(split: &Split, context: usize, count: usize, seed: u64) -> Vec<Vec<Range<usize>>> {
     let chunk = context.saturating_add(1).saturating_mul(CHUNK_SEQUENCES);
     let mut parts: Vec<Vec<Range<usize>>> = vec![Vec::new(); count];
@@ -146,7 +148,7 @@ mod tests {
     use crate::data::{Corpus, HoldOut};
     use crate::tokenizer::Byte;
 
-    /// Texts of one letter each, of these lengths, as documents of one corpus.
+    /// Creates a corpus of documents, each a repeated letter with the given length.
     fn split(texts: &[(u8, usize)]) -> Split {
         let texts: Vec<Vec<u8>> = texts.iter().map(|&(letter, len)| vec![letter; len]).collect();
         let corpus = Corpus::from_texts("letters", texts.iter().map(Vec::as_slice), &Byte).unwrap();
@@ -177,7 +179,8 @@ mod tests {
     fn files_are_whole_and_shared_out_by_length() {
         let split = split(&[(b'a', 100), (b'b', 50), (b'c', 70), (b'd', 5), (b'e', 30)]);
         let shards = Shards::new(Sharding::Files, &split, 8, 2, 1).unwrap().unwrap();
-        // 100 to the first, 70 and 50 to the second, 30 to the first; 5 tokens have no room for a sequence.
+        // 100 tokens go to the first replica, 70 and 50 to the second, 30 to the first. 5 tokens are too short
+        // for a sequence.
         assert_eq!(letters(&split, shards.of(0)), [b'a', b'e'].map(u32::from));
         assert_eq!(letters(&split, shards.of(1)), [b'b', b'c'].map(u32::from));
         assert_eq!(shards.tokens().collect::<Vec<_>>(), [130, 120]);
@@ -194,7 +197,7 @@ mod tests {
 
     #[test]
     fn clusters_are_what_is_alike_and_the_same_each_time() {
-        // Chunks of 16 sequences of 4 tokens: two kinds of text that take turns.
+        // Two kinds of text alternate. A chunk is 16 sequences of 4 tokens and a target.
         let chunk = 5 * CHUNK_SEQUENCES;
         let turns: Vec<_> = (0..6).map(|i| (if i % 2 == 0 { b'x' } else { b'y' }, 3 * chunk)).collect();
         let split = split(&turns);

@@ -1,20 +1,20 @@
-//! `.bin` token files: nanoGPT's (bare little-endian `u16`) and llm.c's (a header of 256 `i32`, then the
-//! tokens).
+//! `.bin` token files of nanoGPT (only little-endian `u16` tokens) and of llm.c (a header of 256 `i32`, then
+//! the tokens).
 //!
-//! A file whose first word is one of llm.c's magic numbers is llm.c's; any other is nanoGPT's. (Read as tokens,
-//! the magic numbers are ids that GPT-2 does not have.)
+//! If the first word of a file is one of llm.c's magic numbers, the file is in llm.c's format, otherwise in
+//! nanoGPT's. There is no ambiguity: read as tokens, the magic numbers are not ids of GPT-2.
 
 use std::path::Path;
 
 use crate::ZooError;
 
-/// llm.c, GPT-2: version 1, `u16` tokens.
+/// llm.c for GPT-2: version 1, `u16` tokens.
 const MAGIC_U16: u32 = 20_240_520;
-/// llm.c, Llama 3: version 7, `u32` tokens.
+/// llm.c for Llama 3: version 7, `u32` tokens.
 const MAGIC_U32: u32 = 20_240_801;
 const HEADER_BYTES: usize = 1024;
 
-/// The `index`-th little-endian word of a header.
+/// Returns the `index`-th little-endian word of a header.
 fn word(bytes: &[u8], index: usize) -> Option<u32> {
     let four = bytes.get(4 * index..4 * index + 4)?;
     Some(u32::from_le_bytes(four.try_into().expect("the slice has four bytes")))
@@ -27,9 +27,9 @@ fn expect(path: &Path, field: &'static str, found: u64, expected: u64) -> Result
     Err(ZooError::TokenFile { path: path.to_owned(), field, found, expected })
 }
 
-/// The ids in the bytes of a token file; `path` is only for messages.
+/// Returns the ids in a token file. `path` is used only in error messages.
 ///
-/// Errors: [`ZooError::TokenFile`] if the length does not fit what the header claims.
+/// Errors: [`ZooError::TokenFile`] if the length does not match the header.
 pub(super) fn read<'a>(path: &Path, bytes: &'a [u8]) -> Result<Box<dyn Iterator<Item = u32> + 'a>, ZooError> {
     let (width, body) = match word(bytes, 0) {
         Some(magic @ (MAGIC_U16 | MAGIC_U32)) => {

@@ -1,21 +1,21 @@
-//! Tokens in memory, in the narrowest integer that holds them, and ranges of them.
+//! Tokens in memory, stored in the narrowest sufficient integer type, and ranges of them.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A list of tokens, one, two or four bytes each.
+/// A list of tokens of one, two or four bytes each.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Tokens {
-    /// Vocabularies of at most 256.
+    /// Tokens of vocabularies of at most 256.
     U8(Vec<u8>),
-    /// Vocabularies of at most 65536.
+    /// Tokens of vocabularies of at most 65536.
     U16(Vec<u16>),
-    /// Any other vocabulary.
+    /// Tokens of larger vocabularies.
     U32(Vec<u32>),
 }
 
 impl Tokens {
-    /// An empty list for ids below `vocab`.
+    /// Creates an empty list for ids below `vocab`.
     #[must_use]
     pub const fn for_vocab(vocab: usize) -> Self {
         match vocab {
@@ -25,7 +25,7 @@ impl Tokens {
         }
     }
 
-    /// Number of tokens.
+    /// Returns the number of tokens.
     #[must_use]
     pub const fn len(&self) -> usize {
         match self {
@@ -35,13 +35,13 @@ impl Tokens {
         }
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no tokens.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Appends ids, which the caller has checked to be below the vocabulary.
+    /// Appends ids. The caller has checked that they are below the vocabulary size.
     pub(super) fn extend(&mut self, ids: impl IntoIterator<Item = u32>) {
         match self {
             Self::U8(t) => t.extend(ids.into_iter().map(|id| id as u8)),
@@ -50,7 +50,7 @@ impl Tokens {
         }
     }
 
-    /// Where a token stands.
+    /// Returns the positions of a token.
     pub(super) fn positions(&self, token: u32) -> impl Iterator<Item = usize> {
         let at = move |i: usize| match self {
             Self::U8(t) => u32::from(t[i]),
@@ -70,38 +70,40 @@ impl Tokens {
     }
 }
 
-/// A range of a corpus; cheap to clone.
+/// A range of a corpus. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Split {
     pub(super) name: &'static str,
     pub(super) tokens: Arc<Tokens>,
     pub(super) range: Range<usize>,
-    /// Where documents of the corpus begin.
+    /// Start of each document of the whole corpus.
     pub(super) documents: Arc<[usize]>,
 }
 
 impl Split {
-    /// `training` or `held-out`.
+    /// Returns `training` or `held-out`.
     #[must_use]
     pub const fn name(&self) -> &'static str {
         self.name
     }
 
-    /// Number of tokens.
+    /// Returns the number of tokens.
     #[must_use]
     pub fn len(&self) -> usize {
         self.range.len()
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no tokens.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.range.is_empty()
     }
 
-    /// The ranges of its documents, in order; the first and the last may be parts of documents of the corpus.
+    /// Returns the ranges of the split's documents, in order. The first and the last may be parts of the
+    /// corpus's documents.
     ///
-    /// A document is a file of a folder, or what stands between end-of-text tokens. Without either, all is one.
+    /// A document is a file of a folder, or the text between end-of-text tokens. Without either, the whole
+    /// split is one document.
     #[must_use]
     pub fn documents(&self) -> Vec<Range<usize>> {
         let inside = |at: &&usize| self.range.start < **at && **at < self.range.end;
@@ -114,7 +116,7 @@ impl Split {
     /// Appends `count` tokens from `offset` on to `out`.
     ///
     /// # Panics
-    /// If the split has no such tokens.
+    /// If the range exceeds the split.
     pub fn append_to(&self, offset: usize, count: usize, out: &mut Vec<u32>) {
         assert!(
             offset <= self.len() && count <= self.len() - offset,

@@ -1,5 +1,5 @@
-//! What is kept of a block between its forward and its backward pass: all of it on the device, all of it in the
-//! host's memory, or what it takes to compute it again.
+//! Storage of a block's saved values between its forward and backward pass: on the device, in host memory, or
+//! only the inputs that are needed to recompute them.
 
 use std::sync::Arc;
 
@@ -8,26 +8,27 @@ use farflung_tensor::{Offloaded, Result, Tensor};
 
 use crate::block::TransformerSaved;
 
-/// How a stage holds less on its device between the forward and the backward pass of a microbatch. The
-/// gradients are the same to the bit.
+/// How a stage saves device memory between the forward and the backward pass of a microbatch. Gradients are
+/// bit-identical for all settings.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Keeping {
-    /// So many blocks, from the first on, keep their input alone, and run their forward pass again right before
-    /// their backward pass (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
+    /// Number of blocks, from the first on, that save only their input. Their forward pass is run again right
+    /// before their backward pass (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
     pub recompute: usize,
-    /// What so many blocks behind these keep goes to the host's memory, and comes back right before their
-    /// backward pass (Rhu et al. 2016, "vDNN"). Where the device's memory is the host's, nothing moves.
+    /// Number of following blocks whose saved values are moved to host memory, and back right before their
+    /// backward pass (Rhu et al. 2016, "vDNN"). On a device whose memory is host memory, nothing moves.
     pub offload: usize,
-    /// Instead of both: what is kept and computed again, step by step, with every block once forward and once
-    /// backward at least. Blocks are counted from the stage's first.
+    /// Replaces both other fields: the steps of the whole pass, which say what is kept and what is recomputed.
+    /// Every block must have a forward and a backward step. Blocks are counted from the stage's first one.
     pub steps: Option<Arc<[ChainStep]>>,
 }
 
 impl Keeping {
-    /// What is kept of a block, by its place in the stage.
+    /// Converts the saved values of a block to the form in which they are kept. `block` is its index in the
+    /// stage.
     ///
     /// # Panics
-    /// If there are steps and none of them runs the block forward.
+    /// If `steps` is set and has no forward step of the block.
     pub(super) fn keep(&self, block: usize, saved: TransformerSaved) -> Kept {
         if let Some(steps) = &self.steps {
             let runs = |step: &ChainStep| match step {
@@ -47,29 +48,29 @@ impl Keeping {
     }
 }
 
-/// What is kept of a block.
+/// The form in which a block's saved values are kept.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "a stage has tens of them, most of them of the largest kind")]
 pub(super) enum Kept {
     Here(TransformerSaved),
     Input(Tensor),
     Away(Box<[Offloaded; 11]>),
-    /// Steps compute it again from the input of a block before it.
+    /// Nothing is kept; steps recompute the values from the input of an earlier block.
     Nothing,
 }
 
-/// The rest of a pass that keeps what its steps say.
+/// Remaining steps of a pass with [`Keeping::steps`].
 #[derive(Debug)]
 pub(super) struct Chain {
     steps: Arc<[ChainStep]>,
-    /// Steps done.
+    /// Number of steps done.
     at: usize,
-    /// What the next block takes, where its forward pass comes next.
+    /// Input of the next block, if its forward pass is the next step.
     x: Option<Tensor>,
 }
 
 impl Chain {
-    /// Before the first backward step.
+    /// Returns the state before the first backward step; `None` without steps.
     pub(super) fn after_forward(keeping: &Keeping) -> Option<Self> {
         let steps = Arc::clone(keeping.steps.as_ref()?);
         let backward = |step: &ChainStep| matches!(step, ChainStep::Backward(_));
@@ -77,7 +78,7 @@ impl Chain {
         Some(Self { steps, at, x: None })
     }
 
-    /// Takes the steps up to the backward pass of a block: what that needs.
+    /// Executes the steps up to the backward step of a block, and returns its saved values.
     ///
     /// # Panics
     /// If the steps are not those of a pass over these blocks.
@@ -104,7 +105,7 @@ impl Chain {
                     let Kept::Input(x) = kept else { unreachable!("a kept input is gone back to") };
                     self.x = Some(x);
                 }
-                // Whether an input is gone back to follows from the steps behind.
+                // The later steps show whether an input is restored.
                 ChainStep::Keep(_) | ChainStep::Drop(_) => {}
                 ChainStep::Backward(i) => {
                     (self.at, self.x) = (self.at + 1, None);
@@ -122,7 +123,7 @@ impl Chain {
     }
 }
 
-/// What the backward pass of the last of `blocks` needs; it is taken from there.
+/// Removes the last of `blocks` and returns its saved values.
 pub(super) fn bring_last(
     blocks: &mut Vec<Kept>,
     chain: &mut Option<Chain>,
@@ -138,8 +139,8 @@ pub(super) fn bring_last(
 }
 
 impl Kept {
-    /// What the first of some steps, a forward pass, keeps of its block: its input where a later step goes back
-    /// to that.
+    /// Converts the saved values of a block after `steps[0]`, its forward step. With [`ChainStep::Forward`],
+    /// only its input is kept, and only if a later step restores it.
     fn by(steps: &[ChainStep], saved: TransformerSaved) -> Self {
         let ChainStep::Forward(block) = steps[0] else { return Self::Here(saved) };
         let fate = |step: &ChainStep| match *step {
@@ -151,12 +152,12 @@ impl Kept {
         if needed { Self::Input(saved.into_input()) } else { Self::Nothing }
     }
 
-    /// Decides anew on what is on the device.
+    /// Applies `keep` to values that are on the device.
     pub(super) fn again(self, keep: impl FnOnce(TransformerSaved) -> Self) -> Self {
         if let Self::Here(saved) = self { keep(saved) } else { self }
     }
 
-    /// All of it on the device; `again` is the block's forward pass.
+    /// Returns the saved values on the device. `again` is the block's forward pass.
     pub(super) fn bring(
         self,
         again: impl FnOnce(Tensor) -> Result<(Tensor, TransformerSaved)>,

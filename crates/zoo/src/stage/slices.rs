@@ -1,6 +1,6 @@
-//! A microbatch whose tokens pass a stage slice by slice: forward from the first slice to the last, backward
-//! from the last to the first. A slice's queries look at the keys and values of the slices before it, which
-//! therefore get gradients from it.
+//! Pipelining over tokens: a microbatch's tokens pass a stage slice by slice, forward from the first slice to
+//! the last, backward from the last to the first. The queries of a slice attend to the keys and values of
+//! earlier slices, whose gradients therefore have a contribution from it.
 //!
 //! Source: Li et al. 2021, "`TeraPipe`", section 3.2.
 
@@ -11,18 +11,18 @@ use farflung_tensor::Tensor;
 use super::{Cache, Input, Keeping, Output, Saved, Stage};
 use crate::ZooError;
 
-/// What the slices of a microbatch's tokens leave for each other on a stage: keys and values on the way
-/// forward, the gradients of those on the way back.
+/// Data that the slices of a microbatch share on a stage: keys and values in the forward pass, and their
+/// gradients in the backward pass.
 #[derive(Debug)]
 pub struct Slices {
     batch: usize,
     seen: Cache,
-    /// Its length is the first position whose gradients are complete.
+    /// `len` is the first position whose gradients are complete.
     gradients: Option<Cache>,
 }
 
 impl Slices {
-    /// The keys and values of all positions before `start`.
+    /// Returns the cache, which must contain the keys and values of all positions before `start`.
     fn seen_before(&mut self, start: usize) -> Result<&mut Cache, ZooError> {
         if start > self.seen.len {
             return Err(ZooError::StageInput {
@@ -32,7 +32,7 @@ impl Slices {
         Ok(&mut self.seen)
     }
 
-    /// Keys and values, and their gradients so far, for a slice behind which all are complete.
+    /// Returns keys and values, and their gradients so far. The gradients of all later slices must be complete.
     fn gradients_before(
         &mut self,
         stage: &Stage,
@@ -53,17 +53,17 @@ impl Slices {
 }
 
 impl Stage {
-    /// For the slices of a microbatch of `batch` sequences of up to the model's context, none of which was here
-    /// yet.
+    /// Creates the shared data for the slices of a microbatch of `batch` sequences of up to the model's
+    /// context.
     pub fn slices(&self, batch: usize) -> Result<Slices, ZooError> {
         Ok(Slices { batch, seen: self.cache(batch)?, gradients: None })
     }
 
-    /// As [`Stage::forward`] for a slice of a microbatch's tokens, the first of each sequence at position
-    /// `start`, after those before it: the slices together give the bits of the whole. One may run again, with
-    /// the same bits.
+    /// Like [`Stage::forward`], for one slice of a microbatch's tokens. The first token of each sequence is at
+    /// position `start`. Earlier slices must have been processed. The outputs of all slices are bit-identical
+    /// to those of the whole sequence. Processing a slice again gives the same bits.
     ///
-    /// Errors: [`ZooError::StageInput`] if a slice before it has not been here.
+    /// Errors: [`ZooError::StageInput`] if an earlier slice is missing.
     pub fn forward_slice(
         &self,
         params: &Tensor,
@@ -81,9 +81,9 @@ impl Stage {
         Ok((output, saved))
     }
 
-    /// As [`Stage::recompute`] for a slice.
+    /// Like [`Stage::recompute`], for one slice.
     ///
-    /// Errors: as [`Stage::forward_slice`].
+    /// Errors: those of [`Stage::forward_slice`].
     pub fn recompute_slice(
         &self,
         params: &Tensor,
@@ -98,10 +98,10 @@ impl Stage {
         })
     }
 
-    /// As [`Stage::backward_input`] for a slice, after those behind it. The second half,
-    /// [`Stage::backward_weight`], is that of a whole microbatch.
+    /// Like [`Stage::backward_input`], for one slice, after all later ones. The second half is
+    /// [`Stage::backward_weight`], as for a whole microbatch.
     ///
-    /// Errors: [`ZooError::StageInput`] if the slice behind it has not been here.
+    /// Errors: [`ZooError::StageInput`] if the next slice has not been processed yet.
     pub fn backward_input_slice(
         &self,
         params: &Tensor,

@@ -1,11 +1,11 @@
-//! A token is a byte: no vocabulary to carry, any file is data.
+//! A tokenizer whose tokens are bytes. It needs no vocabulary, and any file is valid data.
 
 use std::str::Utf8Error;
 
 use super::Tokenizer;
 use crate::ZooError;
 
-/// The 256 bytes.
+/// The byte tokenizer, with 256 tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Byte;
 

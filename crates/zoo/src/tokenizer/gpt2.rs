@@ -1,13 +1,14 @@
-//! GPT-2's byte-pair encoding, with the vocabulary compiled in (crate `tiktoken-rs`).
+//! GPT-2's byte-pair encoding. The vocabulary is compiled in (crate `tiktoken-rs`).
 
 use tiktoken_rs::{CoreBPE, r50k_base_singleton};
 
 use super::Tokenizer;
 use crate::ZooError;
 
-/// GPT-2's 50257 tokens; the last, 50256, is `<|endoftext|>`.
+/// GPT-2's tokenizer with 50257 tokens; the last one, 50256, is `<|endoftext|>`.
 ///
-/// Any bytes can be decoded, only UTF-8 can be encoded. The vocabulary is built on first use and shared.
+/// Only UTF-8 can be encoded; token lists decode to any bytes. The vocabulary is built on first use and shared.
+///
 /// Source: Radford et al. 2019, section 2.2.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Gpt2;
@@ -15,16 +16,16 @@ pub struct Gpt2;
 const VOCAB: usize = 50257;
 const END_OF_TEXT: u32 = 50256;
 
-/// White space longer than this is handed over in pieces: the expression that splits words keeps a stack entry
-/// for each character of a run and gives up (with a panic) at a million.
+/// Maximum length of a run of white space that is encoded at once. The regular expression that splits words
+/// keeps a stack entry per character of a run, and panics at a million.
 const LONGEST_RUN: usize = 1 << 17;
 
 fn bpe() -> &'static CoreBPE {
     r50k_base_singleton()
 }
 
-/// The end of the first part of `text` that is safe to split into words at once: all of it, or up to a cut
-/// inside a run of white space that is too long.
+/// Returns the end of the first part of `text` that can be encoded at once: the whole text, or a point within a
+/// run of white space that is too long.
 fn safe_prefix(text: &str) -> usize {
     let mut run = 0;
     for (at, c) in text.char_indices() {
@@ -49,8 +50,8 @@ impl Tokenizer for Gpt2 {
         Some(END_OF_TEXT)
     }
 
-    /// Runs of more than 131072 white-space characters are encoded in pieces, everything else as in the
-    /// original.
+    /// Encodes as the original, except that runs of more than 131072 white-space characters are encoded in
+    /// pieces.
     fn encode(&self, text: &str) -> Vec<u32> {
         let mut tokens = Vec::new();
         let mut rest = text;

@@ -1,4 +1,4 @@
-//! From text to token ids and back. It refuses to know models and files.
+//! Conversion between text and token ids.
 
 mod byte;
 #[cfg(feature = "bpe")]
@@ -14,41 +14,41 @@ pub use gpt2::Gpt2;
 
 use crate::ZooError;
 
-/// The names that [`by_name`] knows.
+/// All tokenizer names that [`by_name`] accepts.
 pub const NAMES: &[&str] = if cfg!(feature = "bpe") { &["byte", "gpt2"] } else { &["byte"] };
 
 /// A fixed mapping between text and ids in `0..vocab_size`.
 pub trait Tokenizer: Debug + Send + Sync {
-    /// Its name for [`by_name`].
+    /// Returns the name, as accepted by [`by_name`].
     fn name(&self) -> &'static str;
 
-    /// Number of ids.
+    /// Returns the number of ids.
     fn vocab_size(&self) -> usize;
 
-    /// The id that ends a document, if the vocabulary has one.
+    /// Returns the id that ends a document, if the vocabulary has one.
     fn end_of_text(&self) -> Option<u32> {
         None
     }
 
-    /// The ids of a text. Special tokens in the text are read as plain text.
+    /// Encodes a text. Special tokens in the text are encoded as plain text.
     fn encode(&self, text: &str) -> Vec<u32>;
 
-    /// The ids of bytes that may not be text.
+    /// Encodes bytes, which need not be text.
     ///
-    /// Errors: where the bytes stop being UTF-8, for a tokenizer that needs text.
+    /// Errors: if the tokenizer needs text and the bytes are not UTF-8.
     fn encode_bytes(&self, bytes: &[u8]) -> Result<Vec<u32>, Utf8Error> {
         std::str::from_utf8(bytes).map(|text| self.encode(text))
     }
 
-    /// The bytes of a list of ids. They may end within a character, so they are not a `String`.
+    /// Decodes ids to bytes. These may end within a character, so the result is not a `String`.
     ///
-    /// Errors: [`ZooError::TokenOutOfRange`] with the position of an id that is not in the vocabulary.
+    /// Errors: [`ZooError::TokenOutOfRange`] with the position of the first id that is not in the vocabulary.
     fn decode(&self, tokens: &[u32]) -> Result<Vec<u8>, ZooError>;
 }
 
-/// The tokenizer of that name.
+/// Returns the tokenizer with this name.
 ///
-/// Errors: [`ZooError::UnknownTokenizer`], which lists the names.
+/// Errors: [`ZooError::UnknownTokenizer`], whose message lists the names.
 pub fn by_name(name: &str) -> Result<Arc<dyn Tokenizer>, ZooError> {
     match name {
         "byte" => Ok(Arc::new(Byte)),

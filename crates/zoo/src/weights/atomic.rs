@@ -1,4 +1,4 @@
-//! Files that are either whole or not there.
+//! Atomic writing of files: a file is either complete or absent.
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
@@ -6,8 +6,8 @@ use std::path::Path;
 
 use crate::ZooError;
 
-/// Writes `path` through `fill`: to `NAME.tmp` beside it, synced, then renamed over it. On an error nothing is
-/// left.
+/// Writes `path` through `fill`: writes to `NAME.tmp` in the same folder, syncs, and renames it to `path`. On
+/// an error the temporary file is removed; `path` is unchanged unless only the final sync of the folder failed.
 pub(super) fn write_file<E: From<ZooError>>(
     path: &Path,
     fill: impl FnOnce(&mut dyn Write) -> Result<(), E>,
@@ -17,7 +17,7 @@ pub(super) fn write_file<E: From<ZooError>>(
     let temporary = path.with_file_name(name);
     let result = write_then_rename(&temporary, path, fill);
     if result.is_err() {
-        // The first error is the one to report; a leftover is overwritten by the next attempt.
+        // Report the first error. A remaining temporary file is overwritten by the next attempt.
         let _ = fs::remove_file(&temporary);
     }
     result
@@ -39,7 +39,7 @@ fn write_then_rename<E: From<ZooError>>(
     Ok(())
 }
 
-/// Makes the rename itself durable, where folders can be synced.
+/// Syncs the folder, so that the rename is durable. Unix only.
 fn sync_folder(path: &Path) -> Result<(), ZooError> {
     let folder = match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,

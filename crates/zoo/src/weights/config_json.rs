@@ -1,4 +1,4 @@
-//! Hugging Face's `config.json` of a GPT-2.
+//! Reads and writes Hugging Face's `config.json` of a GPT-2.
 
 use std::fs;
 use std::path::Path;
@@ -9,8 +9,8 @@ use super::atomic::write_file;
 use super::dtype::Dtype;
 use crate::{GptConfig, ZooError};
 
-/// Fields that change what the model computes, and the values of ours. A field that is missing or null has its
-/// default.
+/// Fields that change what the model computes, with the values that we support. A missing or null field means
+/// the default.
 fn supported() -> [(&'static str, Vec<Value>); 8] {
     [
         ("model_type", vec![json!("gpt2")]),
@@ -24,7 +24,7 @@ fn supported() -> [(&'static str, Vec<Value>); 8] {
     ]
 }
 
-/// Reads and checks a `config.json`; keys that do not matter here are tolerated.
+/// Reads and checks a `config.json`. Irrelevant fields are ignored.
 pub(super) fn read(path: &Path) -> Result<GptConfig, ZooError> {
     let text = fs::read(path).map_err(ZooError::io("read", path))?;
     let json: Map<String, Value> =
@@ -56,7 +56,7 @@ pub(super) fn read(path: &Path) -> Result<GptConfig, ZooError> {
     Ok(config)
 }
 
-/// The text of the `config.json` of a model whose weights are of this type.
+/// Returns the `config.json` of a model whose weights have this type.
 #[must_use]
 pub fn config_text(config: &GptConfig, dtype: Dtype) -> String {
     let torch = match dtype {
@@ -64,7 +64,7 @@ pub fn config_text(config: &GptConfig, dtype: Dtype) -> String {
         Dtype::F16 => "float16",
         Dtype::Bf16 => "bfloat16",
     };
-    // The id that GPT-2's tokenizer begins and ends texts with, in vocabularies that have it.
+    // Id with which GPT-2's tokenizer begins and ends texts, if the vocabulary contains it.
     let end = (config.vocab > 50256).then_some(50256);
     let json = json!({
         "architectures": ["GPT2LMHeadModel"],

@@ -1,21 +1,21 @@
-//! The element types of safetensors that carry parameters, and their conversion to and from `f32`.
+//! Element types of safetensors for parameters, and their conversion to and from `f32`.
 
 use half::{bf16, f16};
 
-/// How numbers are stored.
+/// Element type of stored numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Dtype {
-    /// 4 bytes.
+    /// 32-bit float, 4 bytes.
     #[default]
     F32,
-    /// 2 bytes, 5 bits of exponent.
+    /// IEEE half precision, 2 bytes with 5 bits of exponent.
     F16,
-    /// 2 bytes, the upper half of an `f32`.
+    /// bfloat16, 2 bytes: the upper 16 bits of an `f32`.
     Bf16,
 }
 
 impl Dtype {
-    /// The name in a safetensors header.
+    /// Returns the name in a safetensors header.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -25,12 +25,12 @@ impl Dtype {
         }
     }
 
-    /// The type of that name in a safetensors header.
+    /// Returns the type with this name in a safetensors header.
     pub(super) fn from_name(name: &str) -> Option<Self> {
         [Self::F32, Self::F16, Self::Bf16].into_iter().find(|dtype| dtype.name() == name)
     }
 
-    /// Bytes of an element.
+    /// Returns the number of bytes per element.
     #[must_use]
     pub const fn bytes(self) -> usize {
         match self {
@@ -39,7 +39,7 @@ impl Dtype {
         }
     }
 
-    /// Widens little-endian elements; `bytes` holds exactly as many as `out`.
+    /// Converts little-endian elements to `f32`. `bytes` must contain exactly `out.len()` elements.
     pub(super) fn decode(self, bytes: &[u8], out: &mut [f32]) {
         let two = || bytes.as_chunks().0;
         match self {
@@ -53,7 +53,7 @@ impl Dtype {
         }
     }
 
-    /// Appends little-endian elements, rounded to nearest even.
+    /// Appends values as little-endian elements, rounded to nearest even.
     pub(super) fn encode(self, values: &[f32], out: &mut Vec<u8>) {
         match self {
             Self::F32 => out.extend(values.iter().flat_map(|x| x.to_le_bytes())),
@@ -63,7 +63,7 @@ impl Dtype {
     }
 }
 
-/// Bytes of an element of any type that safetensors names with whole bytes; `None` for others.
+/// Returns the bytes per element of any safetensors type with whole bytes; `None` for others.
 pub(super) fn element_bytes(name: &str) -> Option<u64> {
     match name {
         "BOOL" | "U8" | "I8" | "F8_E4M3" | "F8_E5M2" | "F8_E8M0" => Some(1),

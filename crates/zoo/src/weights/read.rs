@@ -1,4 +1,4 @@
-//! Reading a model folder in Hugging Face's GPT-2 layout.
+//! Reads a model folder in Hugging Face's GPT-2 layout.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -10,29 +10,29 @@ use super::config_json;
 use super::tensors::TensorFile;
 use crate::{GptConfig, ZooError};
 
-/// An open model folder whose `config.json` and tensor headers have been checked against each other.
+/// An open model folder. Its `config.json` and the headers of its tensors agree, as checked on opening.
 #[derive(Debug)]
 pub struct Weights {
     config: GptConfig,
     files: Vec<TensorFile>,
-    /// Our name -> shape, file, name in the file.
+    /// For each tensor of the model: shape, index of the file, and name in the file.
     tensors: BTreeMap<String, (Vec<usize>, usize, String)>,
 }
 
-/// `model.safetensors.index.json`.
+/// Contents of `model.safetensors.index.json`.
 #[derive(Deserialize)]
 struct Index {
     weight_map: BTreeMap<String, String>,
 }
 
 impl Weights {
-    /// Opens a folder with `config.json` and `model.safetensors`, or shards under
+    /// Opens a folder with `config.json`, and `model.safetensors` or shards listed in
     /// `model.safetensors.index.json`.
     ///
-    /// Names may carry the prefix `transformer.`; the buffers `attn.bias` and `attn.masked_bias` are ignored;
-    /// an `lm_head.weight` is accepted if it equals the token table.
+    /// Names may have the prefix `transformer.`. The constant buffers `attn.bias` and `attn.masked_bias` are
+    /// ignored. An `lm_head.weight` is accepted if it equals the token table.
     ///
-    /// Errors: what is wrong with which file, field or tensor.
+    /// Errors: the first invalid file, field or tensor.
     pub fn open(folder: &Path) -> Result<Self, ZooError> {
         let config = config_json::read(&folder.join("config.json"))?;
         let files = open_files(folder)?;
@@ -75,13 +75,13 @@ impl Weights {
         Ok(this)
     }
 
-    /// The model's shape.
+    /// Returns the model's configuration.
     #[must_use]
     pub const fn config(&self) -> GptConfig {
         self.config
     }
 
-    /// Reads the tensor of that name (of [`GptConfig::tensors`]) as `f32`.
+    /// Reads the tensor of this name (from [`GptConfig::tensors`]) as `f32`.
     ///
     /// Errors: [`ZooError::NoTensor`]; [`ZooError::TensorShape`] if `out` has another length;
     /// [`ZooError::TensorDtype`] if it is not F32, F16 or BF16; [`ZooError::Io`].
@@ -93,11 +93,11 @@ impl Weights {
         self.files[*file].read_f32(stored, shape, out)
     }
 
-    /// Checks that a separate head is the token table, bit for bit.
+    /// Checks that a separate head equals the token table, bit for bit.
     fn check_tied(&mut self, file: usize, stored: &str) -> Result<(), ZooError> {
         let shape = [self.config.vocab, self.config.dim];
-        // Both sizes are those of data that is in the files: the table's was checked, the head's is by
-        // `read_f32`.
+        // Allocates at most the size of data in the files: the table's shape was checked on opening; `read_f32`
+        // checks the head's.
         let (mut table, mut head) = (vec![0.0; shape[0] * shape[1]], vec![0.0; shape[0] * shape[1]]);
         self.tensor("wte.weight", &mut table)?;
         self.files[file].read_f32(stored, &shape, &mut head)?;
@@ -110,7 +110,8 @@ impl Weights {
     }
 }
 
-/// The single file, or the files that the index names, with every name where the index says.
+/// Opens the single file, or the files of the index. Checks that each tensor is in the file that the index
+/// names.
 fn open_files(folder: &Path) -> Result<Vec<TensorFile>, ZooError> {
     let single = folder.join("model.safetensors");
     let path = folder.join("model.safetensors.index.json");
@@ -137,7 +138,7 @@ fn open_files(folder: &Path) -> Result<Vec<TensorFile>, ZooError> {
     Ok(files.into_values().collect())
 }
 
-/// Whether this is one of the constant masks that old exports carry: `h.N.attn.bias`, `h.N.attn.masked_bias`.
+/// Returns whether this is a constant mask of old exports: `h.N.attn.bias` or `h.N.attn.masked_bias`.
 fn is_buffer(name: &str) -> bool {
     name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias")
 }

@@ -1,7 +1,7 @@
 //! Named tensors in one safetensors file: 8 bytes of header length, a JSON header, the data.
 //!
-//! Reads exact ranges from the file rather than mapping it: a file that someone truncates meanwhile is then an
-//! error, not a signal, and no unsafe code is needed.
+//! The file is read by ranges, not memory-mapped. If another process truncates it meanwhile, the result is an
+//! error instead of a signal, and no unsafe code is needed.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,45 +17,45 @@ use super::atomic::write_file;
 use super::dtype::{Dtype, element_bytes};
 use crate::ZooError;
 
-/// As in the reference implementation.
+/// Maximum length of a header in bytes, as in the reference implementation.
 const LONGEST_HEADER: u64 = 100_000_000;
-/// Bytes converted at a time.
+/// Number of bytes converted at a time.
 const CHUNK: usize = 1 << 16;
 
 /// One tensor's entry in a header.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorInfo {
-    /// Its type, as safetensors names it: `F32`, `BF16`, `U8`, ...
+    /// Element type in safetensors' notation: `F32`, `BF16`, `U8`, ...
     pub dtype: String,
-    /// Its shape.
+    /// Shape of the tensor.
     pub shape: Vec<usize>,
-    /// First byte and byte past the end, from the start of the data.
+    /// Start and end of the bytes, relative to the start of the data.
     data_offsets: (u64, u64),
 }
 
-/// The values of a tensor to write.
+/// Values of a tensor to write.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum TensorData<'a> {
-    /// Numbers.
+    /// f32 values.
     F32(&'a [f32]),
-    /// Bytes.
+    /// Bytes, stored as type U8.
     U8(&'a [u8]),
 }
 
 /// A tensor to write.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TensorView<'a> {
-    /// Its name.
+    /// Name of the tensor.
     pub name: &'a str,
-    /// Its shape.
+    /// Shape of the tensor.
     pub shape: &'a [usize],
-    /// Its values, as many as the shape says.
+    /// Values; their number must match the shape.
     pub data: TensorData<'a>,
 }
 
-/// An open safetensors file whose header has been checked: no tensor lies outside the file or over another,
-/// none is longer or shorter than its shape, and no byte is unaccounted for.
+/// An open safetensors file with a checked header: tensors are within the file, do not overlap, and together
+/// cover all data. Tensors of known types have the length of their shape.
 #[derive(Debug)]
 pub struct TensorFile {
     path: PathBuf,
@@ -65,7 +65,7 @@ pub struct TensorFile {
     metadata: BTreeMap<String, String>,
 }
 
-/// The header as it is written, so that a name that occurs twice is seen.
+/// The header as written, so that duplicate names are detected.
 struct RawHeader(Vec<(String, Value)>);
 
 impl<'de> Deserialize<'de> for RawHeader {
@@ -117,7 +117,7 @@ impl TensorFile {
         Ok(this)
     }
 
-    /// Checks that the tensors tile the data.
+    /// Checks that the tensors cover the data without gaps or overlaps.
     fn check_layout(&self, data: u64) -> Result<(), ZooError> {
         let mut by_place: Vec<_> = self.tensors.iter().collect();
         by_place.sort_by_key(|(_, info)| info.data_offsets);
@@ -152,19 +152,19 @@ impl TensorFile {
         ZooError::TensorEntry { path: self.path.clone(), tensor: tensor.to_owned(), problem }
     }
 
-    /// The file's path.
+    /// Returns the file's path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The tensors by name.
+    /// Returns the tensors by name.
     #[must_use]
     pub const fn tensors(&self) -> &BTreeMap<String, TensorInfo> {
         &self.tensors
     }
 
-    /// The file's `__metadata__`.
+    /// Returns the file's `__metadata__`.
     #[must_use]
     pub const fn metadata(&self) -> &BTreeMap<String, String> {
         &self.metadata
@@ -189,10 +189,10 @@ impl TensorFile {
         ZooError::TensorDtype { path, tensor: name.to_owned(), found, expected }
     }
 
-    /// Reads a tensor of F32, F16 or BF16 as `f32`.
+    /// Reads a tensor of type F32, F16 or BF16 as `f32`.
     ///
-    /// Errors: [`ZooError::NoTensor`], [`ZooError::TensorShape`] (also if `out` has another length than the
-    /// shape), [`ZooError::TensorDtype`], [`ZooError::Io`].
+    /// Errors: [`ZooError::NoTensor`], [`ZooError::TensorShape`] (also if the length of `out` does not match
+    /// the shape), [`ZooError::TensorDtype`], [`ZooError::Io`].
     pub fn read_f32(&mut self, name: &str, shape: &[usize], out: &mut [f32]) -> Result<(), ZooError> {
         self.expect_shape(name, shape)?;
         let info = self.info(name)?;
@@ -218,9 +218,9 @@ impl TensorFile {
         Ok(())
     }
 
-    /// Reads a tensor of U8.
+    /// Reads a tensor of type U8.
     ///
-    /// Errors: as [`TensorFile::read_f32`].
+    /// Errors: [`ZooError::NoTensor`], [`ZooError::TensorDtype`], [`ZooError::Io`].
     pub fn read_u8(&mut self, name: &str) -> Result<Vec<u8>, ZooError> {
         let info = self.info(name)?;
         if info.dtype != "U8" {
@@ -228,7 +228,7 @@ impl TensorFile {
         }
         let (from, to) = info.data_offsets;
         self.file.seek(SeekFrom::Start(self.data_start + from)).map_err(ZooError::io("read", &self.path))?;
-        // The range was checked against the file's real length.
+        // The range was checked against the file's actual length.
         let mut bytes = vec![0; (to - from) as usize];
         self.file.read_exact(&mut bytes).map_err(ZooError::io("read", &self.path))?;
         Ok(bytes)
@@ -255,7 +255,7 @@ fn entries(path: &Path, raw: RawHeader) -> Result<Entries, ZooError> {
     Ok((tensors, metadata))
 }
 
-/// A safetensors header (length included, padded to 8 bytes) of tensors that follow each other in this order.
+/// Returns a safetensors header (with its length, padded to 8 bytes) for tensors stored in this order.
 pub(super) fn header<'a>(
     tensors: impl Iterator<Item = (&'a str, &'a str, &'a [usize])>,
     metadata: &BTreeMap<String, String>,
@@ -279,10 +279,10 @@ pub(super) fn header<'a>(
     bytes
 }
 
-/// Writes named tensors and metadata to one safetensors file, which appears whole or not at all.
+/// Writes named tensors and metadata to one safetensors file, atomically.
 ///
-/// Errors: [`ZooError::Io`]; [`ZooError::TensorEntry`] for a name that occurs twice or a shape that is not the
-/// length of its data.
+/// Errors: [`ZooError::Io`]; [`ZooError::TensorEntry`] for a duplicate or reserved name, or if a shape does not
+/// match the length of its data.
 pub fn write_tensors(
     path: &Path,
     tensors: &[TensorView<'_>],
@@ -304,8 +304,8 @@ pub fn write_tensors(
     write_file(path, |out| write_tensors_to(out, tensors, metadata).map_err(ZooError::io("write", path)))
 }
 
-/// Writes named tensors and metadata as safetensors to any writer, a chunk at a time. Names must differ, and
-/// each shape must be the length of its data; [`write_tensors`] checks that.
+/// Writes named tensors and metadata as safetensors to any writer, in chunks. Names must be unique, and each
+/// shape must match the length of its data; [`write_tensors`] checks both.
 ///
 /// Errors: those of the writer.
 pub fn write_tensors_to(
@@ -324,7 +324,7 @@ pub fn write_tensors_to(
 }
 
 impl TensorData<'_> {
-    /// The name of its type in the file, and how many values it has.
+    /// Returns the name of the type in the file, and the number of values.
     const fn kind(&self) -> (&'static str, usize) {
         match self {
             Self::F32(values) => ("F32", values.len()),
@@ -333,7 +333,7 @@ impl TensorData<'_> {
     }
 }
 
-/// Writes numbers in a type, a chunk at a time.
+/// Writes numbers in the given type, in chunks.
 pub(super) fn write_f32(out: &mut dyn Write, dtype: Dtype, values: &[f32]) -> std::io::Result<()> {
     let mut bytes = Vec::with_capacity(CHUNK);
     for part in values.chunks(CHUNK / 4) {

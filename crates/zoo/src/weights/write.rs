@@ -1,4 +1,4 @@
-//! Writing a model folder in Hugging Face's GPT-2 layout.
+//! Writes a model folder in Hugging Face's GPT-2 layout.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -12,23 +12,23 @@ use super::dtype::Dtype;
 use super::tensors::{header, write_f32};
 use crate::{GptConfig, TensorSpec, ZooError};
 
-/// How a model is written.
+/// Options for writing a model folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct WriteOptions {
-    /// The type of all tensors.
+    /// Element type of all tensors.
     pub dtype: Dtype,
-    /// Most bytes of tensors in one file, unless a single tensor is larger; `None` writes one file.
+    /// Maximum bytes of tensors per file; a larger tensor gets its own file. `None` writes one file.
     pub shard_bytes: Option<u64>,
 }
 
-/// Writes `config.json` and the tensors of a model into `folder`, which is made if it is not there.
+/// Writes `config.json` and the tensors of a model to `folder`, creating it if necessary.
 ///
-/// `fill` is asked for each tensor of [`GptConfig::tensors`] in order, with its index, and fills it; so only
-/// one tensor is in memory at a time. Each file appears whole or not at all, `config.json` last. The other form
-/// of an older checkpoint in the same folder (single or sharded) is removed, since readers would take it for
-/// this one.
+/// `fill` is called for each tensor of [`GptConfig::tensors`] in order, with its index, and must fill in the
+/// values; only one tensor is in memory at a time. Each file is written atomically, `config.json` last. If the
+/// folder contains an older checkpoint in the other form (single file or index), that file is removed, because
+/// readers could use it instead of the new one.
 ///
-/// Errors: [`ZooError::Config`], [`ZooError::Io`], and what `fill` returns.
+/// Errors: [`ZooError::Config`], [`ZooError::Io`], and those of `fill`.
 pub fn write<E: From<ZooError>>(
     folder: &Path,
     config: &GptConfig,
@@ -69,7 +69,7 @@ pub fn write<E: From<ZooError>>(
     Ok(())
 }
 
-/// The index past the last tensor of each shard.
+/// Returns the end index of each shard in `specs`.
 fn cut(specs: &[TensorSpec], options: WriteOptions) -> Vec<usize> {
     let most = options.shard_bytes.unwrap_or(u64::MAX);
     let (mut ends, mut held) = (Vec::new(), 0_u64);
@@ -92,7 +92,7 @@ fn write_shard<E: From<ZooError>>(
     dtype: Dtype,
     fill: &mut impl FnMut(usize, &TensorSpec, &mut [f32]) -> Result<(), E>,
 ) -> Result<(), E> {
-    // What `transformers` asks for before it reads a file.
+    // `transformers` requires this metadata before it reads a file.
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
     write_file(path, |out| {
         let rows = specs[range.clone()].iter().map(|s| (s.name.as_str(), dtype.name(), s.shape.as_slice()));

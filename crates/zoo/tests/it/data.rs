@@ -1,4 +1,4 @@
-//! Corpora from files, and what a sampler draws.
+//! Tests of reading corpora from files, and of sampling.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -40,7 +40,8 @@ fn text_files_and_folders() {
     assert_eq!(corpus.hash(), Corpus::from_bytes("same", &bytes, &Byte).unwrap().hash());
     let file = Corpus::open(&dir.path().join("c.txt"), &Byte).unwrap();
     assert_eq!(file.len(), 5);
-    // BLAKE3's published value for the empty input does not apply (empty is refused); this is `b3sum` of "abc".
+    // The published BLAKE3 value of the empty input cannot be used, because an empty corpus is an error. This
+    // is `b3sum` of "abc".
     assert_eq!(
         Corpus::from_bytes("abc", b"abc", &Byte).unwrap().hash(),
         "6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"
@@ -71,7 +72,7 @@ fn token_files() {
         let (split, _) = Corpus::open(&path, &Byte).unwrap().split(HoldOut::Tokens(0)).unwrap();
         assert_eq!(all(&split), [1, 2, 255]);
     }
-    // Sibling files: the held-out part is the validation file, text beside is not read.
+    // In a folder of token files, the validation file is the held-out part, and text files are ignored.
     fs::write(dir.path().join("val.bin"), llm_c(&[7, 8])).unwrap();
     fs::write(dir.path().join("input.txt"), "not this").unwrap();
     let (training, held_out) = Corpus::open(dir.path(), &Byte).unwrap().split(HoldOut::Standard).unwrap();
@@ -129,7 +130,7 @@ fn the_standard_split_rounds_the_training_part_down() {
     }
 }
 
-/// A split in which each token is its own offset (below 251).
+/// Creates a split in which each token equals its offset (below 251).
 fn counting() -> Split {
     let bytes: Vec<u8> = (0..=250).collect();
     Corpus::from_bytes("counting", &bytes, &Byte).unwrap().split(HoldOut::Tokens(0)).unwrap().0
@@ -162,7 +163,7 @@ fn ranks_together_draw_what_one_worker_draws() {
 
 #[test]
 fn offsets_are_those_of_the_documented_stream() {
-    // From an implementation of the formula in Python.
+    // Computed by a Python implementation of the formula.
     let late = (1 << 40) + 7;
     let cases = [
         (1337, 3, [109, 112, 210, 194, 87, 68]),
@@ -190,7 +191,7 @@ fn offsets_are_those_of_the_documented_stream() {
 
 #[test]
 fn offsets_reach_both_ends_and_are_uniform() {
-    // Valid offsets are 0..=4: 251 tokens, 246 in the context.
+    // Valid offsets are 0..=4: the split has 251 tokens, a sequence 246.
     let sampler = Sampler::random(counting(), 5, Shard::whole(1), 246).unwrap();
     let mut counts = [0_u32; 5];
     for step in 0..5000 {
@@ -248,7 +249,7 @@ fn bad_shards_name_the_field() {
     assert!(Sampler::random(counting(), 1, Shard::whole(1), 0).is_err());
 }
 
-/// 41 tokens are 10 windows of 4 and the token behind them; of three lanes each has three.
+/// 41 tokens are 10 windows of 4 tokens and one last target. Each of three lanes has three windows.
 #[test]
 fn epochs_give_each_window_once_whoever_takes_it() {
     let text: Vec<u8> = (0..41).collect();
@@ -287,7 +288,7 @@ fn epochs_give_each_window_once_whoever_takes_it() {
     assert!(error.contains("11") && error.contains("at most 10"), "{error}");
 }
 
-/// The documents of a split, token by token.
+/// Returns the tokens of each document of a split.
 fn documents(split: &Split) -> Vec<Vec<u32>> {
     let tokens = all(split);
     split.documents().into_iter().map(|range| tokens[range].to_vec()).collect()
@@ -337,9 +338,9 @@ fn a_sampler_within_ranges_draws_each_of_their_windows_alike_and_no_other() {
         assert_eq!(targets[0], inputs[0] + 1);
         *counts.entry(inputs[0]).or_default() += 1;
     }
-    // A range of six tokens has two windows of four and their targets; one of four has none.
+    // A range of six tokens has two windows of four tokens with their targets; a range of four has none.
     assert_eq!(counts.keys().copied().collect::<Vec<_>>(), [3, 4, 30, 31]);
-    // 1000 each is expected, with a standard deviation of 27.
+    // 1000 each are expected, with a standard deviation of 27.
     assert!(counts.values().all(|&count| (890..1110).contains(&count)), "{counts:?}");
     let none: std::sync::Arc<[_]> = std::iter::once(0..4).collect();
     let error = Sampler::within(split, &none, 5, Shard::whole(1), context).unwrap_err();

@@ -1,5 +1,5 @@
-//! Ways to hold less on a device between forward and backward passes: the gradients keep their bits, and memory
-//! falls.
+//! Ways to save device memory between forward and backward passes: gradients stay bit-identical, and memory use
+//! decreases.
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
 use farflung_base::ChainStep::{self, Backward, Drop, Forward, ForwardAll, Keep, Restore};
@@ -9,8 +9,8 @@ use farflung_zoo::{GptConfig, Input, Keeping, Output, Saved, Stage, stage};
 
 const LAYERS: usize = 6;
 
-/// Three inputs are kept at first; the first two blocks run again one at a time, from an input that is gone
-/// back to twice.
+/// Three inputs are kept at first. The first two blocks are recomputed one at a time, from an input that is
+/// restored twice.
 const NESTED: [ChainStep; 31] = [
     Keep(0),
     Forward(0),
@@ -45,7 +45,7 @@ const NESTED: [ChainStep; 31] = [
     Drop(0),
 ];
 
-/// The loss and gradients of a step, and the most bytes that the device held.
+/// Returns the loss and the gradients of a step, and the maximum bytes on the device.
 fn step(
     device: &Device,
     keeping: Keeping,
@@ -72,7 +72,8 @@ fn step(
     (stage::total(&losses).unwrap(), grads.to_vec().unwrap(), device.memory().1)
 }
 
-/// Every way on devices that `open` gives, each with memory of its own.
+/// Tests all settings on devices created by `open`. `apart` says whether device memory is separate from host
+/// memory.
 fn ways(open: impl Fn() -> Device, apart: bool) {
     let (loss, grads, most) = step(&open(), Keeping::default(), false, |_| {});
     for (recompute, offload) in [(2, 0), (LAYERS, 0), (usize::MAX, 1), (0, 2), (0, LAYERS), (2, 2)] {
@@ -81,7 +82,7 @@ fn ways(open: impl Fn() -> Device, apart: bool) {
             let (same_loss, same_grads, held) = step(&open(), keeping.clone(), halves, |_| {});
             assert_eq!(same_loss.to_bits(), loss.to_bits(), "{keeping:?}");
             assert!(same_grads == grads, "{keeping:?}");
-            // Of 25 tensors as wide as the model, a block that is computed again keeps one.
+            // A recomputed block keeps one of 25 tensors as wide as the model.
             let (all_again, all_away) = (recompute >= LAYERS, offload >= LAYERS && apart);
             if !halves && (all_again || all_away) {
                 assert!(held < most * 6 / 10, "{keeping:?}: {held} of {most} bytes");

@@ -1,5 +1,5 @@
-//! Stages against each other: microbatches, splits, threads, ranges, memory; and each block against central
-//! differences.
+//! Consistency of stages: microbatches, splits, threads, ranges, memory. Each block is also compared with
+//! central differences.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test fails where it panics")]
 
 use std::ops::Range;
@@ -21,7 +21,7 @@ fn ids(batch: usize, shift: usize) -> Vec<u32> {
     (0..batch * CONFIG.context).map(|i| ((i * i + 3 * i + shift) % CONFIG.vocab) as u32).collect()
 }
 
-/// Parameters larger than the start's, so that no part of the model is nearly linear.
+/// Returns parameters larger than the initial ones, so that no part of the model is nearly linear.
 fn params(stage: &Stage, seed: u64) -> Tensor {
     let mut p = stage.init(seed).unwrap();
     let layout = stage.layout().clone();
@@ -38,14 +38,14 @@ fn params(stage: &Stage, seed: u64) -> Tensor {
     p
 }
 
-/// Losses and gradients of one microbatch after another, and the ranges that became ready.
+/// Runs several microbatches. Returns losses, gradients, and the ranges that became ready.
 fn step(
     stage: &Stage,
     params: &Tensor,
     batches: &[(Vec<u32>, Vec<u32>)],
     scale: f32,
 ) -> (Vec<f32>, Vec<f32>, Vec<Range<usize>>) {
-    // What was there before must not matter without accumulation.
+    // Old gradients must not affect the result without accumulation.
     let mut grads = stage.init(99).unwrap();
     let mut losses = Vec::new();
     let mut ranges = Vec::new();
@@ -83,7 +83,7 @@ fn microbatches_add_up_to_the_batch() {
     let four = step(&stage, &p, &parts, scale);
     assert!(distance(&four.0, &one.0) < 1e-6);
     assert!(distance(&four.1, &one.1) < 2e-6, "{}", distance(&four.1, &one.1));
-    // And the forward pass without a backward one gives the same losses.
+    // A forward pass without a backward pass gives the same losses.
     let (x, y) = (stage.tokens(&x, 10).unwrap(), stage.tokens(&y, 10).unwrap());
     let losses = stage.losses(&p, x, &y).unwrap();
     assert_eq!(losses.to_vec::<f32>().unwrap(), one.0);
@@ -113,7 +113,7 @@ fn the_same_bits_with_any_number_of_threads_and_no_new_memory_after_a_step() {
 
 #[track_caller]
 fn covers_once_from_the_end(ranges: &[Range<usize>], layout: &ParamLayout) {
-    // The tied table is ready last: it gets its last part from the embedding.
+    // The tied table is ready last, because the embedding adds the last part of its gradient.
     let mut end = layout.len();
     for r in ranges {
         assert_eq!(r.end, end, "{ranges:?}");
@@ -194,7 +194,7 @@ fn a_split_model_computes_what_the_whole_does() {
         for (i, (param, sum)) in whole.layout().params().iter().zip(sum).enumerate() {
             let want = whole.layout().view(&whole_grads, i).unwrap().to_vec::<f32>().unwrap();
             if param.name == "wte.weight" {
-                // Two sums, one after the other in the whole model, apart here.
+                // The whole model adds two parts in one buffer; here they are in different stages.
                 assert!(distance(&sum, &want) < 1e-6);
             } else {
                 assert_eq!(sum, want, "{}", param.name);
@@ -252,8 +252,8 @@ fn what_a_stage_does_not_take_is_refused() {
     );
 }
 
-/// A stage for each part of a cut, some of them without layers; recomputed, and backward in halves, all inputs
-/// first.
+/// Runs a stage for each part of a cut, some of them without layers. Forward passes are recomputed, and
+/// backward passes run in halves, all input halves first.
 #[test]
 fn halves_recomputation_and_empty_stages_change_no_bit() {
     let cpu = Device::cpu(1).unwrap();
@@ -310,7 +310,7 @@ fn halves_recomputation_and_empty_stages_change_no_bit() {
     for cuts in [&[0, 3][..], &[0, 1, 3]] {
         assert_eq!(run(cuts, true), run(cuts, false), "{cuts:?}");
     }
-    // Stages that hold nothing pass on what they take.
+    // Stages without layers return their input.
     assert_eq!(run(&[0, 1, 1, 3], true), run(&[0, 1, 3], false));
     assert_eq!(run(&[0, 2, 2, 2, 3], false), run(&[0, 2, 3], true));
     let (_, mut saved) = whole
@@ -324,13 +324,14 @@ fn halves_recomputation_and_empty_stages_change_no_bit() {
     assert!(whole.backward_input(&whole.init(5).unwrap(), &mut saved, None).is_err());
 }
 
-/// The slope of `loss` along a direction, by central differences with Richardson's extrapolation, against what
-/// the gradient says. The outputs are f32, the sums f64: the step is wide enough that rounding is below the
+/// Compares the slope of `loss` along a direction, by central differences with Richardson extrapolation, with
+/// the gradient. The outputs are f32 and their sums f64, so the step is wide enough to keep rounding below the
 /// tolerance.
 #[track_caller]
 fn slopes_agree(what: &str, at: &[f32], grad: &[f32], loss: impl Fn(&[f32]) -> f64) {
     for seed in 0..3 {
-        // Half the gradient's own direction, half noise: neither a large nor a small part can hide an error.
+        // Half the gradient's own direction and half noise, so that errors in large and in small components are
+        // detected.
         let norm = |v: &[f32]| v.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
         let random = noise(at.len(), 40 + seed, 1.0);
         let (g, r) = (norm(grad).max(1e-12), norm(&random));
@@ -358,7 +359,7 @@ fn dot(y: &Tensor, dy: &[f32]) -> f64 {
     y.to_vec::<f32>().unwrap().iter().zip(dy).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
 }
 
-/// Checks the gradients of the named parameters of a stage whose loss is `loss(params)`.
+/// Checks the gradients of the named parameters of a stage, given `loss(params)`.
 fn weights_agree(
     stage: &Stage,
     p: &Tensor,

@@ -1,5 +1,5 @@
-//! Logits, losses and every gradient of a tiny GPT-2 against `PyTorch`'s in float64. The numbers and the script
-//! that made them are in `fixtures/`.
+//! Compares logits, losses and all gradients of a tiny GPT-2 with those of `PyTorch` in float64. The expected
+//! values, and the script that computed them, are in `fixtures/`.
 
 use std::collections::BTreeMap;
 
@@ -14,13 +14,13 @@ struct Fixture {
     grads: BTreeMap<String, Vec<f64>>,
 }
 
-/// The formula of `fixtures/make_pytorch_fixture.py`.
+/// Returns element `i` of tensor `place`, by the formula of `fixtures/make_pytorch_fixture.py`.
 fn weight(place: usize, i: usize, is_gain: bool) -> f32 {
     let n = (i * 7919 + place * 104_729 + (i * i) % 1013 * 31) % 821;
     (n as f32 - 410.0) / 1024.0 + if is_gain { 1.0 } else { 0.0 }
 }
 
-/// Relative l2 distance; absolute where what is wanted is zero but for rounding.
+/// Asserts a small relative L2 distance; absolute if the expected values are zero up to rounding.
 #[track_caller]
 fn close(what: &str, got: &[f32], want: &[f64]) {
     assert_eq!(got.len(), want.len(), "{what}");
@@ -64,7 +64,7 @@ fn a_tiny_gpt2_gives_what_pytorch_gives() {
         let got = stage.layout().view(&flat, i).unwrap().to_vec::<f32>().unwrap();
         close(&p.name, &got, &fixture.grads[&p.name]);
         if p.name.ends_with("c_attn.bias") {
-            // A bias of all keys shifts all scores of a query alike: its gradient is zero.
+            // A common bias of all keys shifts all scores of a query equally, so its gradient is zero.
             assert!(got[16..32].iter().all(|g| g.abs() < 1e-6), "{:?}", &got[16..32]);
         }
     }

@@ -1,4 +1,4 @@
-//! Stages that take the tokens of their sequences slice by slice, against stages that take them whole.
+//! Compares stages that process sequences slice by slice with stages that process them whole.
 #![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
 
 use farflung_tensor::{Device, Tensor};
@@ -13,12 +13,12 @@ fn ids(shift: usize) -> Vec<u32> {
     (0..BATCH * CONFIG.context).map(|i| ((i * i + 3 * i + shift) % CONFIG.vocab) as u32).collect()
 }
 
-/// The rows of some positions, `width` numbers each.
+/// Returns the rows of some positions, with `width` numbers each.
 fn slice<T: Copy>(all: &[T], width: usize, start: usize, len: usize) -> Vec<T> {
     all.chunks(CONFIG.context * width).flat_map(|row| &row[start * width..][..len * width]).copied().collect()
 }
 
-/// What comes out: losses in the order of positions, and gradients part by part.
+/// Result: losses in order of positions, and gradients of each part.
 #[derive(Debug, PartialEq)]
 struct Outcome {
     losses: Vec<f32>,
@@ -58,7 +58,7 @@ fn whole(cuts: &[usize]) -> Outcome {
     Outcome { losses, grads }
 }
 
-/// The slices one after the other through all stages, and back; where `again`, each is computed anew in
+/// Runs the slices one after the other through all stages, and back. If `again`, each slice is recomputed in
 /// between.
 fn sliced(threads: usize, cuts: &[usize], lengths: &[usize], again: bool) -> Outcome {
     let (parts, params) = parts(threads, cuts);

@@ -1,4 +1,4 @@
-//! Weights on disk: round trips, the reference implementation, and files that lie.
+//! Weights on disk: round trips, comparison with the reference implementation, and invalid files.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -24,7 +24,7 @@ fn write_tiny(folder: &Path, options: WriteOptions) {
     .unwrap();
 }
 
-/// All tensors as one list, in order.
+/// Reads all tensors as one list, in order.
 fn read_all(weights: &mut Weights) -> Vec<f32> {
     let mut all = Vec::new();
     for spec in weights.config().tensors() {
@@ -78,13 +78,13 @@ fn what_a_stage_stores_is_what_it_loads() {
         stage.store(&params, dir.path(), WriteOptions { shard_bytes, ..WriteOptions::default() }).unwrap();
         assert_eq!(bits(dir.path()), expected, "{shard_bytes:?}");
     }
-    // The padding is no part of a model: whatever it holds, zeros come back.
+    // The padding is not part of the model: whatever it contains, zeros are read back.
     let mut dirty = params.to_vec::<f32>().unwrap();
     dirty[stage.layout().params()[0].range().end] = 7.0;
     let dirty = cpu.tensor(&dirty, dirty.len()).unwrap();
     stage.store(&dirty, dir.path(), WriteOptions::default()).unwrap();
     assert_eq!(bits(dir.path()), expected);
-    // Parts take theirs of it.
+    // A stage of some layers loads its own part.
     for layers in [0..1, 1..2] {
         let part = Stage::new(TINY, layers, &cpu).unwrap();
         let loaded = part.load(&mut Weights::open(dir.path()).unwrap()).unwrap();
@@ -112,7 +112,7 @@ fn a_refused_store_writes_nothing() {
     assert!(!folder.exists());
 }
 
-/// A safetensors file of one tensor of ones.
+/// Writes a safetensors file with one tensor of ones.
 fn file_of_one(path: &Path, name: &str, shape: &[usize]) {
     let values = vec![1.0; shape.iter().product()];
     let tensor = TensorView { name, shape, data: TensorData::F32(&values) };
@@ -153,7 +153,7 @@ fn the_reference_implementation_reads_what_we_write_and_we_what_it_writes() {
     let theirs = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     assert_eq!(theirs.len(), TINY.tensors().len());
     assert_eq!(theirs.tensor("h.1.mlp.c_fc.weight").unwrap().shape(), [8, 32]);
-    // Theirs, with the prefix, the old buffers and a tied head.
+    // A file of the reference implementation, with the prefix, the old buffers and a tied head.
     let mask = vec![0_u8; 4 * 36];
     let mut all: Vec<(String, safetensors::tensor::TensorView<'_>)> =
         theirs.tensors().into_iter().map(|(name, t)| (format!("transformer.{name}"), t)).collect();
@@ -165,7 +165,7 @@ fn the_reference_implementation_reads_what_we_write_and_we_what_it_writes() {
     all.push(("lm_head.weight".to_owned(), theirs.tensor("wte.weight").unwrap()));
     fs::write(&path, safetensors::serialize(all.clone(), None).unwrap()).unwrap();
     assert_eq!(read_all(&mut Weights::open(dir.path()).unwrap()), started());
-    // A head of its own is refused.
+    // An untied head is rejected.
     let other = vec![0; 11 * 8 * 4];
     all.pop();
     all.push(("lm_head.weight".to_owned(), view(&[11, 8], &other)));
@@ -203,7 +203,7 @@ fn unsupported_configs_are_refused_with_the_field() {
         let message = with(field, value).unwrap_err().to_string();
         assert!(message.contains(field) && message.contains("config.json"), "{message}");
     }
-    // A shape that contradicts the tensors, more layers than there are, and fewer.
+    // A shape that contradicts the tensors, too many layers, and too few.
     for (field, value, named) in [
         ("vocab_size", 12, "wte.weight"),
         ("n_layer", 3, "h.2.ln_1.weight"),
@@ -326,7 +326,7 @@ fn damaged_files_never_panic() {
         }
         fs::write(&path, bytes).unwrap();
         if let Ok(mut file) = TensorFile::open(&path) {
-            // Whatever the header still says is backed by bytes of the file.
+            // Tensors that the modified header still describes must be backed by bytes of the file.
             let tensors = file.tensors().clone();
             for (name, info) in tensors {
                 let count = info.shape.iter().product::<usize>();

@@ -1,4 +1,4 @@
-//! Between f32 and the 16-bit floats, to nearest, ties to even.
+//! Conversions between f32 and the 16-bit floats, to nearest, ties to even.
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -6,7 +6,7 @@ use half::{bf16, f16};
 use crate::backend::Part;
 use crate::{DType, View, ViewMut};
 
-/// `y = x`, elements converted. The pair of types was checked.
+/// `y = x`, with conversion. The pair of types has been checked.
 pub(super) fn cast(x: &View<'_>, y: ViewMut<'_>) {
     let in_host = "a cpu tensor is in host memory";
     match (x.dtype(), y.dtype()) {

@@ -1,10 +1,10 @@
-//! Gather and scatter of embedding rows. The scatter sums each row's contributions in token order, whoever does
-//! it.
+//! Gather and scatter of embedding rows. The scatter sums the contributions to each row in token order, for any
+//! number of threads.
 
 use super::parts::rows_per_task;
 use super::pool::Pool;
 
-/// `y[i] = table[tokens[i]] + positions[start + i % len]`; all ids are below the tables' rows.
+/// `y[i] = table[tokens[i]] + positions[start + i % len]`. All ids must be valid row indices.
 pub(super) fn forward(
     pool: &Pool,
     tokens: &[u32],
@@ -27,7 +27,7 @@ pub(super) fn forward(
     });
 }
 
-/// Adds the gradients of the rows that were gathered.
+/// Adds the gradients `dy` to the rows that were gathered.
 pub(super) fn backward(
     pool: &Pool,
     tokens: &[u32],
@@ -36,7 +36,7 @@ pub(super) fn backward(
     d_table: &mut [f32],
     d_positions: &mut [f32],
 ) {
-    /// Table rows that one task owns.
+    /// Number of table rows that one task writes.
     const OWNED: usize = 1024;
     let cols = dy.len().checked_div(tokens.len()).unwrap_or(0);
     let add = |to: &mut [f32], i: usize| {

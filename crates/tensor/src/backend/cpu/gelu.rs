@@ -1,4 +1,4 @@
-//! GELU and its derivative, for rows that are still in cache. It refuses to know where they come from.
+//! GELU and its derivative, for rows that are still in cache.
 #![expect(unsafe_code, reason = "vector instructions; each function states what it relies on")]
 #![expect(clippy::inline_always, reason = "vector code must take the target features of its caller")]
 
@@ -6,38 +6,40 @@ use std::f32::consts::LOG2_E;
 
 use super::vector::{LANES, Vector, exp2};
 
-/// Vectors computed side by side: one alone is a chain of forty instructions, each waiting for the last.
+/// Number of independent vectors computed at the same time. One alone would be a chain of forty dependent
+/// instructions.
 const SIDE: usize = 4;
-/// Elements computed side by side.
+/// Number of elements computed at the same time.
 const GROUP: usize = SIDE * LANES;
 
 /// GELU in its tanh form, and its derivative: `x s` and `s (1 + x (1 - s) y')` for `s = sigmoid(y)` and
-/// `y = 2 sqrt(2 / pi) (x + 0.044715 x^3)`, since `(1 + tanh(y / 2)) / 2 = sigmoid(y)`. Within 4e-7 of the
-/// larger of 1 and their own size for `|x|` up to 1e10; NaN stays NaN.
+/// `y = 2 sqrt(2 / pi) (x + 0.044715 x^3)`, since `(1 + tanh(y / 2)) / 2 = sigmoid(y)`.
+///
+/// Error: at most 4e-7, absolute for results below 1, else relative, for `|x|` up to 1e10. NaN stays NaN.
 ///
 /// Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units".
 ///
 /// # Safety
-/// As [`Vector`].
+/// As for [`Vector`].
 #[inline(always)]
 unsafe fn gelu<L: Vector>(x: [L::V; SIDE]) -> ([L::V; SIDE], [L::V; SIDE]) {
-    /// 2 sqrt(2 / pi), and 0.044715 times that.
+    /// The coefficients of `y`: 2 sqrt(2 / pi), and 0.044715 times that.
     const LINEAR: f32 = 1.595_769;
     const CUBIC: f32 = 0.071_354_814;
-    /// Beyond it the sigmoid is 0 or 1, and 2 to this power is still a normal number.
+    /// Beyond this the sigmoid is 0 or 1 in f32. 2 to this power is still a normal number.
     const MAX: f32 = 126.0;
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         let one = L::splat(1.0);
         let (mut square, mut z) = (x, x);
         for i in 0..SIDE {
             square[i] = L::mul(x[i], x[i]);
-            // The exponent of `e^-y = 2^z`.
+            // Exponent of `e^-y = 2^z`.
             z[i] = L::fma(L::splat(-CUBIC * LOG2_E), square[i], L::splat(-LINEAR * LOG2_E));
         }
         L::in_step(&mut z);
         for i in 0..SIDE {
-            // This order of operands, because NaN must come through.
+            // This order of operands propagates NaN.
             z[i] = L::min(L::splat(MAX), L::mul(x[i], z[i]));
         }
         L::in_step(&mut z);
@@ -56,13 +58,13 @@ unsafe fn gelu<L: Vector>(x: [L::V; SIDE]) -> ([L::V; SIDE], [L::V; SIDE]) {
     }
 }
 
-/// A group of [`bias_gelu`].
+/// Computes one group of [`bias_gelu`].
 ///
 /// # Safety
-/// As [`Vector`]; the pointers are valid for a group.
+/// As for [`Vector`]. The pointers must be valid for [`GROUP`] elements.
 #[inline(always)]
 unsafe fn group<L: Vector>(x: *mut f32, bias: *const f32, slope: Option<*mut f32>) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         let mut v = [L::splat(0.0); SIDE];
         for (i, v) in v.iter_mut().enumerate() {
@@ -78,10 +80,10 @@ unsafe fn group<L: Vector>(x: *mut f32, bias: *const f32, slope: Option<*mut f32
     }
 }
 
-/// `x = gelu(x + bias)`, and the derivative there in `slope`, where it is asked for.
+/// `x = gelu(x + bias)`. If `slope` is given, it receives the derivative at `x + bias`.
 ///
 /// # Safety
-/// As [`Vector`].
+/// As for [`Vector`].
 #[inline(always)]
 pub(super) unsafe fn bias_gelu<L: Vector>(x: &mut [f32], bias: &[f32], mut slope: Option<&mut [f32]>) {
     let bias = &bias[..x.len()];
@@ -91,16 +93,16 @@ pub(super) unsafe fn bias_gelu<L: Vector>(x: &mut [f32], bias: &[f32], mut slope
     let whole = x.len() / GROUP * GROUP;
     for at in (0..whole).step_by(GROUP) {
         let slope = slope.as_mut().map(|slope| slope[at..].as_mut_ptr());
-        // SAFETY: the caller's promise; a group is there from `at` on.
+        // SAFETY: guaranteed by the caller; at least a group of elements follows `at`.
         unsafe { group::<L>(x[at..].as_mut_ptr(), bias[at..].as_ptr(), slope) };
     }
-    // What is left goes through a whole group, so that a value does not depend on its place.
+    // The rest is padded to a whole group, so that a result does not depend on the element's position.
     let rest = x.len() - whole;
     if rest > 0 {
         let (mut values, mut biases, mut slopes) = ([0.0; GROUP], [0.0; GROUP], [0.0; GROUP]);
         values[..rest].copy_from_slice(&x[whole..]);
         biases[..rest].copy_from_slice(&bias[whole..]);
-        // SAFETY: the caller's promise; the arrays are groups.
+        // SAFETY: guaranteed by the caller; the arrays are whole groups.
         unsafe { group::<L>(values.as_mut_ptr(), biases.as_ptr(), Some(slopes.as_mut_ptr())) };
         x[whole..].copy_from_slice(&values[..rest]);
         if let Some(slope) = slope {
@@ -124,7 +126,7 @@ mod tests {
 
     const ISAS: [fn() -> Isa; 2] = [Isa::detect, || Isa::PORTABLE];
 
-    /// GELU and its derivative by the definition, without cancellation on either side of zero.
+    /// GELU and its derivative by their definition, in a form without cancellation for either sign.
     fn exact_gelu(x: f64) -> (f64, f64) {
         let (k, c) = ((2.0 / std::f64::consts::PI).sqrt(), 0.044_715);
         let s = 1.0 / (1.0 + (-2.0 * k * (x + c * x.powi(3))).exp());

@@ -1,11 +1,12 @@
-//! Softmax cross-entropy: one row at a time, the gradient in place of the logits.
+//! Softmax cross-entropy, row by row. The gradient overwrites the logits.
 
 use super::pool::Pool;
 use super::simd::{Isa, simd};
 use super::vmath;
 
 simd! {
-    /// Loss of one row of logits, which are overwritten by `(softmax - onehot) * scale` if there is one.
+    /// Returns the loss of one row. If `scale` is given, overwrites the logits with
+    /// `(softmax - onehot) * scale`.
     fn row_loss<L: Level>(x: &mut [f32], target: usize, scale: Option<f32>) -> f32 {
         let mut tops = [f32::NEG_INFINITY; 16];
         let whole = x.len() / 16 * 16;
@@ -51,7 +52,7 @@ simd! {
     }
 }
 
-/// Losses of all rows. Targets are below the number of columns.
+/// Computes the losses of all rows. Targets must be below the number of columns.
 pub(super) fn cross_entropy(
     pool: &Pool,
     logits: &mut [f32],

@@ -1,5 +1,5 @@
-//! Matrix products of whole ops: operand forms, and the epilogues that work on rows of the result while they
-//! are in the first-level cache.
+//! Matrix products of ops, with the elementwise epilogues that run on rows of the result while they are in L1
+//! cache.
 #![expect(clippy::inline_always, reason = "inlined into the function that enables the vectors")]
 
 use super::gelu::bias_gelu;
@@ -7,7 +7,7 @@ use super::gemm::{Epilogue, Init, Mat, MatMut, NoEpilogue, gemm};
 use super::pool::Pool;
 use super::vector::Vector;
 
-/// What an op does with its finished rows; slices of whole matrices as wide as the result.
+/// Elementwise operation on finished rows. Its operands have as many columns as the result.
 pub(super) enum Fused<'a> {
     None,
     Bias(&'a [f32]),
@@ -76,7 +76,7 @@ impl Epilogue for BiasGelu<'_> {
     #[inline(always)]
     fn row<L: Vector>(&self, _: usize, col: usize, c: &mut [f32]) {
         #[expect(unsafe_code, reason = "an epilogue runs where the vectors of its level are enabled")]
-        // SAFETY: it is inlined into the function that enables them.
+        // SAFETY: inlined into the function that enables these vectors.
         unsafe {
             bias_gelu::<L>(c, &self.bias[col..], None);
         }
@@ -91,7 +91,7 @@ struct BiasGeluSlope<'a> {
 }
 
 #[expect(unsafe_code, reason = "tasks of one product write disjoint segments of a second matrix")]
-// SAFETY: `slope` is borrowed exclusively for the product, and the epilogue is called once for each element.
+// SAFETY: `slope` is borrowed exclusively for the product, and the epilogue runs once per element.
 unsafe impl Sync for BiasGeluSlope<'_> {}
 
 impl Epilogue for BiasGeluSlope<'_> {
@@ -100,10 +100,10 @@ impl Epilogue for BiasGeluSlope<'_> {
         let start = row * self.cols + col;
         assert!(start + c.len() <= self.len, "slope is as large as the result");
         #[expect(unsafe_code, reason = "tasks of one product write disjoint segments of a second matrix")]
-        // SAFETY: in bounds as just checked; the segments of different calls do not overlap.
+        // SAFETY: in bounds, as just checked; segments of different calls do not overlap.
         let slope = unsafe { std::slice::from_raw_parts_mut(self.slope.add(start), c.len()) };
         #[expect(unsafe_code, reason = "an epilogue runs where the vectors of its level are enabled")]
-        // SAFETY: it is inlined into the function that enables them.
+        // SAFETY: inlined into the function that enables these vectors.
         unsafe {
             bias_gelu::<L>(c, &self.bias[col..], Some(slope));
         }
@@ -115,7 +115,7 @@ impl Epilogue for BiasGeluSlope<'_> {
     }
 }
 
-/// `c = a b` (or `+=`), then `fused`.
+/// `c = a b` or `c += a b`, then `fused`.
 pub(super) fn matmul(
     pool: &Pool,
     a: Mat<'_>,

@@ -1,5 +1,4 @@
-//! The cpu backend: always built, the default, and meant to be the fastest GPT training step on a cpu.
-//! It refuses to know GPUs, files and networks.
+//! The CPU backend, which is always built.
 
 mod attention;
 mod cast;
@@ -35,7 +34,7 @@ use super::{Backend, Downloaded, Part, Storage};
 use crate::op::{Fuse, Op};
 use crate::{DType, Precision, Result, Shape, TensorError, View, ViewMut};
 
-/// The host's processors.
+/// The host's CPU.
 #[derive(Debug)]
 pub(crate) struct Cpu {
     pool: Pool,
@@ -67,7 +66,7 @@ fn ids<'a>(op: &'static str, v: &View<'a>, bound: usize) -> Result<&'a [u32]> {
     }
 }
 
-/// An operand of a product, of that shape in memory, transposed or not.
+/// Returns a matrix operand. `shape` is its shape in memory, before the transposition.
 fn operand(values: &[f32], shape: Shape, transposed: bool) -> Mat<'_> {
     let m = Mat::row_major(values, shape.rows(), shape.cols(), shape.cols());
     if transposed { m.t() } else { m }

@@ -1,4 +1,4 @@
-//! Layer norm and its gradients: one pass over a row while it is in cache.
+//! Layer norm and its gradients, row by row while a row is in cache.
 
 use super::parts::rows_per_task;
 use super::pool::Pool;
@@ -6,11 +6,11 @@ use super::reduce::sum_rows_of;
 use super::simd::{Isa, simd};
 use crate::op::Op;
 
-/// Partial sums that a row's reduction runs in: fixed, so that the order of additions is.
+/// Number of partial sums of a row. Fixed, so that the order of additions is fixed.
 const LANES: usize = 16;
 
-/// Sums `f` of the elements of three slices of one length, in [`LANES`] chains. Zipped chunks leave no bounds
-/// checks, which would keep the loop from being vectorised.
+/// Sums `f` over the elements of three slices of equal length, in [`LANES`] chains. Zipped chunks avoid bounds
+/// checks, which would prevent vectorisation.
 #[inline(always)]
 #[expect(clippy::inline_always, reason = "inlined into the function that enables the vectors")]
 fn sum_by(a: &[f32], b: &[f32], c: &[f32], f: impl Fn(f32, f32, f32) -> f32) -> f32 {
@@ -76,7 +76,7 @@ simd! {
 }
 
 simd! {
-    /// Adds the weight gradients of some rows to `sums`: `[gain | bias]`.
+    /// Adds the weight gradients of some rows to `sums`, which is `[gain | bias]`.
     fn weight_rows<L: Level>(cols: usize, x: &[f32], stats: &[f32], dy: &[f32], sums: &mut [f32]) {
         let (gain, bias) = sums.split_at_mut(cols);
         for (r, (x, dy)) in x.chunks_exact(cols).zip(dy.chunks_exact(cols)).enumerate() {

@@ -1,10 +1,10 @@
-//! Cutting slices into parts that tasks write at the same time.
+//! Division of slices into parts that tasks write in parallel.
 
 use std::marker::PhantomData;
 
 use super::pool::Pool;
 
-/// A slice cut into chunks of equal length (the last may be shorter), each given out once.
+/// A slice cut into chunks of equal length (the last may be shorter). Each chunk is borrowed once.
 struct Chunks<'a> {
     pointer: *mut f32,
     len: usize,
@@ -13,13 +13,13 @@ struct Chunks<'a> {
 }
 
 #[expect(unsafe_code, reason = "tasks write disjoint chunks of one slice")]
-// SAFETY: shared between tasks only inside `Pool::for_chunks`, each of which takes chunks of its own index
-// alone.
+// SAFETY: shared between tasks only inside `Pool::for_chunks`, where each task uses only the chunk of its own
+// index.
 unsafe impl Sync for Chunks<'_> {}
 
 impl Pool {
-    /// Calls `task(i, [chunk i of each slice])` for all `i`, in parallel. Each entry is a slice and its chunk
-    /// length; all must have the same number of chunks.
+    /// Calls `task(i, [chunk i of each slice])` for all `i`, in parallel. Each entry of `slices` is a slice and
+    /// its chunk length; all must have the same number of chunks.
     pub(super) fn for_chunks<const N: usize>(
         &self,
         slices: [(&mut [f32], usize); N],
@@ -41,8 +41,8 @@ impl Pool {
                 let start = i * c.chunk;
                 let len = c.chunk.min(c.len - start);
                 #[expect(unsafe_code, reason = "tasks write disjoint chunks of one slice")]
-                // SAFETY: chunk i lies within the slice, which is borrowed exclusively for this call; `run`
-                // calls each i once, and no other i overlaps it.
+                // SAFETY: chunk i is within the slice, which is borrowed exclusively for this call. `run` calls
+                // each i once, and chunks of different i do not overlap.
                 unsafe {
                     std::slice::from_raw_parts_mut(c.pointer.add(start), len)
                 }
@@ -52,7 +52,8 @@ impl Pool {
     }
 }
 
-/// Rows of a matrix to put into one task: enough work to be worth a hand-over, by shape alone.
+/// Returns the number of matrix rows per task: enough work to pay for scheduling, and independent of the number
+/// of threads.
 pub(super) const fn rows_per_task(cols: usize) -> usize {
     let rows = 16_384 / if cols == 0 { 1 } else { cols };
     if rows == 0 { 1 } else { rows }

@@ -1,17 +1,17 @@
-//! Threads of one cpu device. Work is cut into tasks by shape alone, never by the number of threads, so that a
-//! result has the same bits with 1 thread or N.
+//! Thread pool of a CPU device. Work is divided into tasks by shape, never by the number of threads, so results
+//! are bit-identical for any number of threads.
 
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Runs tasks on the calling thread and `threads - 1` helpers of its own.
+/// Runs tasks on the calling thread and on `threads - 1` helper threads.
 pub(crate) struct Pool {
     threads: usize,
     helpers: Option<rayon::ThreadPool>,
 }
 
 impl Pool {
-    /// A pool of `threads` threads in all, the caller's included.
+    /// Creates a pool of `threads` threads in total, the calling thread included.
     pub(crate) fn new(threads: usize) -> Result<Self, rayon::ThreadPoolBuildError> {
         let threads = threads.max(1);
         let helpers = (threads > 1)
@@ -25,13 +25,13 @@ impl Pool {
         Ok(Self { threads, helpers })
     }
 
-    /// Threads in all.
+    /// Returns the total number of threads.
     pub(crate) const fn threads(&self) -> usize {
         self.threads
     }
 
-    /// Calls `task` once for each index below `tasks`, in any order, and returns when all are done. Whoever is
-    /// free takes the next index, so tasks may be of unequal length.
+    /// Calls `task` once for each index below `tasks`, in any order, and returns when all are done. A thread
+    /// that finishes takes the next index, so tasks may differ in length.
     pub(crate) fn run(&self, tasks: usize, task: impl Fn(usize) + Sync) {
         let Some(helpers) = self.helpers.as_ref().filter(|_| tasks > 1) else {
             return (0..tasks).for_each(task);

@@ -1,4 +1,4 @@
-//! Reductions in an order that the shape fixes: blocks of rows are summed on their own, then the blocks in
+//! Reductions in an order that depends only on the shape: sums of blocks of rows, then the sum of the blocks in
 //! order.
 
 use std::cell::Cell;
@@ -8,16 +8,16 @@ use super::pool::Pool;
 use super::simd::{Isa, simd};
 use crate::op::Op;
 
-/// Rows that are summed into one partial result.
+/// Number of rows per partial result.
 const BLOCK: usize = 128;
 
 thread_local! {
-    /// Partial results of the reduction that this thread started, kept between calls.
+    /// Partial results of this thread's current reduction. The buffer is kept between calls.
     static PARTIALS: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
-/// Sums rows of a matrix that `add(rows, sums)` produces, `width` wide, and writes (or adds) the total to
-/// `out`, whose slices together are `width` long.
+/// Sums the rows of a matrix with `width` columns, and writes the total to the slices `out` (or adds it), whose
+/// lengths add up to `width`. `add(rows, sums)` adds a range of rows to `sums`.
 pub(super) fn sum_rows_of<const N: usize>(
     pool: &Pool,
     rows: usize,
@@ -26,7 +26,8 @@ pub(super) fn sum_rows_of<const N: usize>(
     out: [&mut [f32]; N],
     add: impl Fn(Range<usize>, &mut [f32]) + Sync,
 ) {
-    // Taken, not borrowed: a caller that is a thread of another pool may run a second reduction while it waits.
+    // Take the buffer instead of borrowing it: if the caller is a thread of another pool, it may start a second
+    // reduction while it waits.
     let mut partials = PARTIALS.take();
     partials.clear();
     partials.resize(rows.div_ceil(BLOCK) * width, 0.0);
@@ -79,7 +80,7 @@ simd! {
     }
 }
 
-/// Sums of the columns of `x`.
+/// Sums each column of `x` into `y`, or adds the sums to `y`.
 pub(super) fn sum_rows(pool: &Pool, x: &[f32], y: &mut [f32], accumulate: bool) {
     let (cols, isa) = (y.len(), Isa::detect());
     let rows = x.len().checked_div(cols).unwrap_or(0);
@@ -88,7 +89,7 @@ pub(super) fn sum_rows(pool: &Pool, x: &[f32], y: &mut [f32], accumulate: bool) 
     });
 }
 
-/// Sums of squares of each chunk of `x`.
+/// Computes the sum of squares of each chunk of `x`.
 pub(super) fn sum_squares(pool: &Pool, x: &[f32], partials: &mut [f32]) {
     let isa = Isa::detect();
     pool.for_chunks([(partials, 1)], |t, [out]| {

@@ -1,4 +1,4 @@
-//! Operands of products as a device with 16-bit floats has them.
+//! Rounds the operands of matrix products to 16 bits, as a device with 16-bit operands does.
 
 use std::cell::Cell;
 
@@ -8,17 +8,18 @@ use half::{bf16, f16};
 use super::pool::Pool;
 use crate::Precision;
 
-/// Elements that one task rounds.
+/// Number of elements per task.
 const TASK: usize = 1 << 14;
-/// Elements that stay in the first-level cache between the two conversions.
+/// Number of elements per conversion; they stay in L1 cache between the two conversions.
 const BLOCK: usize = 512;
 
 thread_local! {
-    /// Rounded operands of the product that this thread started, kept between calls.
+    /// Rounded operands of this thread's current product. The buffers are kept between calls.
     static ROUNDED: Cell<[Vec<f32>; 2]> = const { Cell::new([Vec::new(), Vec::new()]) };
 }
 
-/// Calls `product` with both operands rounded, as multiples of one over their scales.
+/// Calls `product` with both operands rounded: each is multiplied by its scale, rounded to 16 bits, and divided
+/// by the scale.
 pub(super) fn rounded(
     pool: &Pool,
     precision: Precision,
@@ -29,7 +30,8 @@ pub(super) fn rounded(
     if precision == Precision::F32 {
         return product(operands);
     }
-    // Taken, not borrowed: a caller that is a thread of another pool may start a second product while it waits.
+    // Take the buffers instead of borrowing them: if the caller is a thread of another pool, it may start a
+    // second product while it waits.
     let mut buffers = ROUNDED.take();
     for ((x, scale), to) in operands.into_iter().zip(scales).zip(&mut buffers) {
         to.resize(x.len(), 0.0);
@@ -40,7 +42,7 @@ pub(super) fn rounded(
     ROUNDED.set(buffers);
 }
 
-/// The multiples that 16 bits hold, divided again.
+/// Rounds `x * scale` to 16 bits and divides the result by `scale`.
 fn round(precision: Precision, x: &[f32], scale: f32, to: &mut [f32]) {
     for (x, to) in x.chunks(BLOCK).zip(to.chunks_mut(BLOCK)) {
         for (to, x) in to.iter_mut().zip(x) {

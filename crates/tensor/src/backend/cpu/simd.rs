@@ -1,13 +1,15 @@
-//! Instruction sets, chosen at run time. A kernel is written once, generic over [`Level`], and [`simd!`]
-//! compiles it for every level; an [`Isa`] says which copy to run. Register tiles have AVX-512 as well; all
-//! else runs as AVX2 there, which was measured to be as fast. It refuses to know what the kernels compute.
+//! Selection of the instruction set at run time. A kernel is written once, generic over [`Level`]; [`simd!`]
+//! compiles it for every level, and an [`Isa`] selects the copy to run.
+//!
+//! Only register tiles use AVX-512. Everything else runs its AVX2 copy there, which was measured to be as fast.
 
-/// The instruction set that kernels run with on this machine.
+/// Instruction set with which kernels run on this machine. A value other than [`Isa::PORTABLE`] proves that the
+/// instructions were detected at run time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Isa(Tag);
 
-/// Which it is. The field of [`Isa`] is private, so that only [`Isa::available`] can claim what the machine
-/// has.
+/// The instruction set. The field of [`Isa`] is private, so that only [`Isa::available`] creates one beyond the
+/// baseline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Tag {
     Portable,
@@ -18,10 +20,11 @@ pub(super) enum Tag {
 }
 
 impl Isa {
-    /// What the compiler assumes of every machine of this architecture.
+    /// The baseline of the target architecture.
     pub(crate) const PORTABLE: Self = Self(Tag::Portable);
 
-    /// What this machine has, the best first. Cheap: the standard library keeps the answer.
+    /// Returns the instruction sets of this machine, the best first. Cheap: the standard library caches the
+    /// detection.
     pub(crate) fn available() -> impl Iterator<Item = Self> {
         #[cfg(target_arch = "x86_64")]
         let vectors = {
@@ -34,35 +37,34 @@ impl Isa {
         vectors.into_iter().flatten().chain([Self::PORTABLE])
     }
 
-    /// The best that this machine has.
+    /// Returns the best instruction set of this machine.
     pub(crate) fn detect() -> Self {
         Self::available().next().expect("the portable one is always there")
     }
 
-    /// Which it is.
+    /// Returns the tag to match on.
     pub(super) const fn tag(self) -> Tag {
         self.0
     }
 
-    /// Whether AVX2 and FMA may be used.
+    /// Returns whether AVX2 and FMA may be used.
     #[cfg(target_arch = "x86_64")]
     pub(crate) fn has_avx2(self) -> bool {
         self.0 != Tag::Portable
     }
 }
 
-/// What a kernel may ask of the instruction set that it is compiled for. Everything else is left to the
-/// vectoriser.
+/// Operations that differ between the levels. Everything else is left to the compiler's vectoriser.
 pub(crate) trait Level {
-    /// `a * b + c`, with one rounding where the hardware has it, else with two (never a call of a software
-    /// `fma`).
+    /// Returns `a * b + c`, with one rounding if the hardware has FMA, else with two. Never a call to a
+    /// software `fma`.
     fn mul_add(a: f32, b: f32, c: f32) -> f32;
 }
 
-/// Level of [`Isa::PORTABLE`].
+/// The level of [`Isa::PORTABLE`].
 pub(crate) struct Portable;
 
-/// AVX2 and FMA.
+/// The level with AVX2 and FMA.
 #[cfg(target_arch = "x86_64")]
 pub(crate) struct Avx2;
 
@@ -83,9 +85,10 @@ impl Level for Avx2 {
     }
 }
 
-/// Compiles one function for every level. The function gets an [`Isa`] as its first argument; its body sees the
-/// level as a type. Loops over slices in the body (and in the `#[inline(always)]` functions that it calls) are
-/// vectorised for each level. A second bound (`L: Level + Trait`) may ask for more than [`Level`] offers.
+/// Compiles one function for every level. The generated function takes an [`Isa`] as its first argument; its
+/// body has the level as a type parameter. Loops over slices in the body, and in the `#[inline(always)]`
+/// functions that it calls, are vectorised for each level. A second bound (`L: Level + Trait`) adds further
+/// operations.
 ///
 /// ```text
 /// simd! {
@@ -117,8 +120,8 @@ macro_rules! simd {
             #[cfg(target_arch = "x86_64")]
             if isa.has_avx2() {
                 #[expect(unsafe_code, reason = "calls a function compiled for instructions that the machine has")]
-                // SAFETY: only `Isa::available` makes an `Isa` with AVX2 or more, after it has found AVX2 and
-                // FMA.
+                // SAFETY: only `Isa::available` creates an `Isa` with AVX2 or more, after it has detected AVX2
+                // and FMA.
                 return unsafe { avx2($($arg),*) };
             }
             kernel::<$crate::backend::cpu::simd::Portable>($($arg),*)

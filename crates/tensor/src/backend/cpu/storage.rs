@@ -1,8 +1,9 @@
-//! Memory of a cpu device: cut from large chunks, zeroed once, aligned to 256 bytes, and kept for reuse by
-//! size, so that a steady-state training step allocates nothing. On Linux, chunks ask for huge pages:
-//! products read matrices across their rows, and with pages of 4 KiB such reads wait for page tables. All but
-//! the largest buffers lie one after the other: if each began with a huge page, what is read together would
-//! want the same lines of the caches.
+//! Memory of a CPU device. Buffers are cut from large chunks, zeroed once, aligned to 256 bytes at least, and
+//! kept for reuse by size: after the first training step, nothing is allocated.
+//!
+//! On Linux, chunks request huge pages: matrix products read matrices across their rows, and with 4 KiB pages
+//! such reads wait for page-table lookups. Buffers smaller than a chunk are placed one after the other. If each
+//! began at a huge page, buffers that are read together would compete for the same cache lines.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::BTreeMap;
@@ -12,15 +13,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::backend::Storage;
 use crate::{Result, TensorError};
 
-/// Sizes are rounded up to this, so that nearly equal sizes share buffers. Buffers begin at multiples of it.
+/// Granularity of buffer sizes in bytes, so that nearly equal sizes share buffers; also the alignment of
+/// buffers.
 pub(in crate::backend) const GRAIN: usize = 4096;
-/// Bytes of a huge page on most machines: chunks begin with one.
+/// Size of a huge page on most machines; alignment of chunks.
 const HUGE_PAGE: usize = 2 << 20;
-/// Bytes of a chunk, unless a buffer is larger. Linux gives memory to the huge pages of it that buffers have
-/// been cut from.
+/// Size of a chunk, unless a single buffer is larger. Linux provides physical memory only for those huge pages
+/// of a chunk that buffers were cut from.
 const CHUNK: usize = 32 << 20;
 
-/// Memory from the system, whose contents are undefined until they are written.
+/// Memory from the system allocator, uninitialised.
 #[derive(Debug)]
 struct Chunk {
     pointer: NonNull<u8>,
@@ -28,15 +30,14 @@ struct Chunk {
 }
 
 #[expect(unsafe_code, reason = "owns raw memory")]
-// SAFETY: a chunk owns its memory and gives nothing away but its address; each part of it belongs to one
-// buffer.
+// SAFETY: a chunk owns its memory and exposes only its address; each part of it belongs to one buffer.
 unsafe impl Send for Chunk {}
 #[expect(unsafe_code, reason = "owns raw memory")]
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for Chunk {}
 
 impl Chunk {
-    /// `None` if the system has no memory for `bytes`, which are not zero.
+    /// Allocates a chunk; `None` if the system cannot. `bytes` must not be zero.
     fn new(bytes: usize) -> Option<Self> {
         let size = bytes.checked_next_multiple_of(HUGE_PAGE)?;
         let layout = Layout::from_size_align(size, HUGE_PAGE).ok()?;
@@ -47,8 +48,8 @@ impl Chunk {
         {
             use rustix::mm::{Advice, madvise};
             #[expect(unsafe_code, reason = "advice on raw memory")]
-            // SAFETY: the memory is the chunk's, and this advice changes nothing of what it holds. A kernel
-            // that cannot follow it refuses, which is as good.
+            // SAFETY: the chunk owns the memory, and this advice does not change its contents. If the kernel
+            // does not support the advice, memory is used without huge pages.
             let _ = unsafe { madvise(pointer.as_ptr().cast(), size, Advice::LinuxHugepage) };
         }
         Some(Self { pointer, layout })
@@ -58,8 +59,8 @@ impl Chunk {
 impl Drop for Chunk {
     fn drop(&mut self) {
         #[expect(unsafe_code, reason = "owns raw memory")]
-        // SAFETY: allocated with this layout in `Chunk::new`, and freed once: every buffer that was cut from
-        // it is gone.
+        // SAFETY: allocated with this layout in `Chunk::new`, and freed once: every buffer cut from it has been
+        // dropped.
         unsafe {
             dealloc(self.pointer.as_ptr(), self.layout);
         }
@@ -77,7 +78,7 @@ struct Buffer {
 impl Storage for Buffer {
     fn host(&self) -> Option<(NonNull<u8>, usize)> {
         #[expect(unsafe_code, reason = "a part of raw memory")]
-        // SAFETY: the part lies within the chunk.
+        // SAFETY: the part is within the chunk.
         Some((unsafe { self.chunk.pointer.add(self.start) }, self.len))
     }
 }
@@ -87,17 +88,18 @@ struct Free {
     by_size: BTreeMap<usize, Vec<Box<dyn Storage>>>,
     held: usize,
     peak: usize,
-    /// Where the next buffer is cut from, and from which byte on.
+    /// The chunk from which the next buffer is cut, and the first free byte of it.
     rest: Option<(Arc<Chunk>, usize)>,
 }
 
 impl Free {
-    /// A new buffer of zeros; `None` if the system has no memory for it. `len` is a multiple of [`GRAIN`].
+    /// Cuts a new buffer of zeros; `None` if the system is out of memory. `len` must be a multiple of
+    /// [`GRAIN`].
     fn cut(&mut self, len: usize) -> Option<Buffer> {
         let rest = self.rest.take_if(|(chunk, start)| chunk.layout.size() - *start >= len);
         let (chunk, start) = match rest {
             Some(rest) => rest,
-            // A system that has no memory for a chunk may have some for the buffer.
+            // If the system cannot allocate a whole chunk, try the buffer alone.
             None => (Arc::new(Chunk::new(len.max(CHUNK)).or_else(|| Chunk::new(len))?), 0),
         };
         let end = start + len;
@@ -109,7 +111,7 @@ impl Free {
         let buffer = Buffer { chunk, start, len };
         let (pointer, len) = buffer.host()?;
         #[expect(unsafe_code, reason = "initialises raw memory")]
-        // SAFETY: the part is the buffer's alone.
+        // SAFETY: the part belongs to this buffer alone.
         unsafe {
             pointer.write_bytes(0, len);
         }
@@ -119,7 +121,7 @@ impl Free {
     }
 }
 
-/// The buffers of one device.
+/// All buffers of one device.
 #[derive(Debug, Default)]
 pub(super) struct Buffers(Mutex<Free>);
 
@@ -165,7 +167,7 @@ mod tests {
         for (buffer, bytes) in buffers.iter().zip(sizes) {
             let (pointer, len) = buffer.host().unwrap();
             assert_eq!((len, pointer.addr().get() % GRAIN), (bytes.next_multiple_of(GRAIN), 0));
-            // SAFETY: the test alone uses the buffer, and it has this length.
+            // SAFETY: only the test uses the buffer, and it has this length.
             let contents = unsafe { std::slice::from_raw_parts_mut(pointer.as_ptr(), len) };
             assert!(contents.iter().all(|&x| x == 0), "no earlier buffer wrote here");
             contents.fill(1);

@@ -1,63 +1,65 @@
-//! Vectors of eight floats, for AVX2 and for every other CPU. It refuses to know what is computed with them.
+//! Vectors of eight floats, for AVX2 and for every other CPU.
 #![expect(unsafe_code, reason = "vector instructions; each function states what it relies on")]
 #![expect(clippy::inline_always, reason = "vector code must take the target features of its caller")]
 
 use super::simd::{Level, Portable};
 
-/// Floats in a vector.
+/// Number of floats in a vector.
 pub(super) const LANES: usize = 8;
 
-/// 1.5 * 2^23: adding it to a float below 2^22 leaves the nearest integer in the low bits of the sum.
+/// 1.5 * 2^23. Adding it to a float below 2^22 rounds the float to an integer, which is then in the low bits of
+/// the sum.
 const ROUND: f32 = 12_582_912.0;
 
-/// Vectors of eight floats.
+/// Operations on vectors of eight floats.
 ///
 /// # Safety
-/// Methods may only be inlined into the copy that [`simd!`](super::simd::simd) compiles for this level;
-/// pointers must be valid for eight floats.
+/// Methods may only be inlined into the copy that [`simd!`](super::simd::simd) compiles for this level.
+/// Pointers must be valid for eight floats.
 pub(super) trait Vector: Level {
     type V: Copy;
     unsafe fn splat(x: f32) -> Self::V;
     unsafe fn load(p: *const f32) -> Self::V;
     unsafe fn store(p: *mut f32, v: Self::V);
-    /// `a * b + c`.
+    /// Returns `a * b + c`, fused if the level has FMA.
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
-    /// `2^n` of lanes [`ROUND`]` + n`, where `-127 <= n <= 127`; 0 for -127.
+    /// Returns `2^n` per lane, given lanes [`ROUND`]` + n` with `-127 <= n <= 127`; 0 for -127.
     unsafe fn power(t: Self::V) -> Self::V;
-    /// `a` where it is greater, else `b`.
+    /// Returns `a` if it is greater, else `b`, per lane.
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
-    /// `a` where it is less, else `b`.
+    /// Returns `a` if it is less, else `b`, per lane.
     unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
-    /// Leaves the vectors as they are, but instructions that make them are not moved past this point: chains of
-    /// instructions that are written side by side stay so. The compiler would put one after the other to save
-    /// registers, and the CPU does not look far enough ahead to run them at the same time then.
+    /// Prevents the compiler from moving the computation of these vectors past this point; the values do not
+    /// change. It keeps independent chains of instructions interleaved. The compiler would otherwise order them
+    /// one after the other to save registers, and the CPU would not look far enough ahead to run them in
+    /// parallel.
     unsafe fn in_step<const N: usize>(v: &mut [Self::V; N]);
-    /// The first `n <= 8` lanes of `v`, then lanes of `rest`.
+    /// Returns the first `n <= 8` lanes of `v`, and the remaining lanes of `rest`.
     unsafe fn first(n: usize, v: Self::V, rest: Self::V) -> Self::V;
-    /// `dst[j * pitch + i] = src[i * stride + j]` for `i` and `j` below eight.
+    /// Transposes 8 by 8: `dst[j * pitch + i] = src[i * stride + j]`.
     unsafe fn transpose(src: *const f32, stride: usize, dst: *mut f32, pitch: usize);
 }
 
-/// `2^x` of each lane of some vectors, side by side, within 1.5 ulp (2 without FMA) for `x <= 127`; below
-/// -126.5 it is 0. NaN stays NaN.
+/// Returns `2^x` of each lane of several vectors, within 1.5 ulp (2 without FMA) for `x <= 127`. Below -126.5
+/// the result is 0. NaN stays NaN.
 ///
 /// Source: the coefficients minimise the greatest relative error, 2.6e-9, of a polynomial that is 1 at 0.
 ///
 /// # Safety
-/// As [`Vector`].
+/// As for [`Vector`].
 #[inline(always)]
 pub(super) unsafe fn exp2<L: Vector, const N: usize>(x: [L::V; N]) -> [L::V; N] {
     const COEFFICIENTS: [f32; 7] =
         [1.559_467_8e-4, 1.340_664_3e-3, 9.617_693e-3, 5.550_310_4e-2, 2.402_265_2e-1, 6.931_472_4e-1, 1.0];
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         let (mut power, mut f) = (x, x);
         for i in 0..N {
-            // This order of operands, because NaN must come through.
+            // This order of operands propagates NaN.
             f[i] = L::max(L::splat(-127.0), x[i]);
             power[i] = L::add(f[i], L::splat(ROUND));
         }
@@ -79,10 +81,10 @@ pub(super) unsafe fn exp2<L: Vector, const N: usize>(x: [L::V; N]) -> [L::V; N] 
     }
 }
 
-/// Sum of the lanes, always in the same order.
+/// Returns the sum of the lanes, always added in the same order.
 ///
 /// # Safety
-/// As [`Vector`].
+/// As for [`Vector`].
 #[inline(always)]
 pub(super) unsafe fn sum<L: Vector>(v: L::V) -> f32 {
     let mut x = [0.0; LANES];
@@ -91,10 +93,10 @@ pub(super) unsafe fn sum<L: Vector>(v: L::V) -> f32 {
     ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]))
 }
 
-/// Greatest lane.
+/// Returns the greatest lane.
 ///
 /// # Safety
-/// As [`Vector`].
+/// As for [`Vector`].
 #[inline(always)]
 pub(super) unsafe fn greatest<L: Vector>(v: L::V) -> f32 {
     let larger = |a: f32, b: f32| if a > b { a } else { b };
@@ -112,12 +114,12 @@ impl Vector for Portable {
     }
     #[inline(always)]
     unsafe fn load(p: *const f32) -> Self::V {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { p.cast::<Self::V>().read_unaligned() }
     }
     #[inline(always)]
     unsafe fn store(p: *mut f32, v: Self::V) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { p.cast::<Self::V>().write_unaligned(v) }
     }
     #[inline(always)]
@@ -162,7 +164,7 @@ impl Vector for Portable {
     unsafe fn transpose(src: *const f32, stride: usize, dst: *mut f32, pitch: usize) {
         for j in 0..LANES {
             for i in 0..LANES {
-                // SAFETY: the caller's promise.
+                // SAFETY: guaranteed by the caller.
                 unsafe { *dst.add(j * pitch + i) = *src.add(i * stride + j) }
             }
         }
@@ -183,7 +185,7 @@ mod avx2 {
     use super::super::simd::Avx2;
     use super::{LANES, Vector};
 
-    /// From `LANES - n` on: a mask of the first `n` lanes, in the signs.
+    /// `FIRST[LANES - n..]` is a mask of the first `n` lanes, in the sign bits.
     static FIRST: [f32; 2 * LANES] = {
         let mut signs = [0.0; 2 * LANES];
         let mut i = 0;
@@ -194,16 +196,16 @@ mod avx2 {
         signs
     };
 
-    /// No instruction at all: it only claims to change the register.
+    /// Executes nothing, but the compiler must assume that the register changes.
     #[inline]
     #[target_feature(enable = "avx")]
     fn hold(mut v: __m256) -> __m256 {
-        // SAFETY: nothing is executed.
+        // SAFETY: the assembly is only a comment.
         unsafe { asm!("/* {0} */", inout(ymm_reg) v, options(nomem, nostack, preserves_flags)) }
         v
     }
 
-    // SAFETY (of every block below): the caller promises AVX2, FMA and valid pointers.
+    // SAFETY (of every block below): the caller guarantees AVX2, FMA and valid pointers.
     #[expect(clippy::undocumented_unsafe_blocks, reason = "one comment above serves all of these wrappers")]
     impl Vector for Avx2 {
         type V = __m256;
@@ -267,7 +269,8 @@ mod avx2 {
         #[inline(always)]
         unsafe fn transpose(src: *const f32, stride: usize, dst: *mut f32, pitch: usize) {
             unsafe {
-                // Half rows are loaded into place, so that only unpacks and shuffles within halves are left.
+                // Half rows are loaded into their final halves, so that only unpacks and shuffles within halves
+                // remain.
                 for at in [0, 4] {
                     let mut r = [_mm256_set1_ps(0.0); 4];
                     for (i, r) in r.iter_mut().enumerate() {
@@ -295,7 +298,7 @@ mod tests {
 
     simd! {
         fn powers<L: Level + Vector>(x: &mut [f32; LANES]) {
-            // SAFETY: there are eight floats; this function is compiled for the level.
+            // SAFETY: the array has eight floats, and this function is compiled for the level.
             unsafe { L::store(x.as_mut_ptr(), exp2::<L, 1>([L::load(x.as_ptr())])[0]) }
         }
     }

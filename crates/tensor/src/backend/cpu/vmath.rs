@@ -1,18 +1,20 @@
-//! Elementary functions that the vectoriser can see through: straight-line f32 code without branches, calls or
-//! tables. It refuses to know about slices; the loops are the caller's (inside [`super::simd::simd`]).
+//! Elementary functions that the compiler can vectorise: straight-line f32 code without branches, calls or
+//! tables. Callers loop over them inside [`super::simd::simd`].
 #![expect(clippy::inline_always, reason = "the loop around a call is vectorised only if the call is inlined")]
 
 use std::f32::consts::LOG2_E;
 
 use super::simd::Level;
 
-/// 1.5 * 2^23: adding it to a float below 2^22 leaves the nearest integer in the low bits of the sum.
+/// 1.5 * 2^23. Adding it to a float below 2^22 rounds the float to an integer, which is then in the low bits of
+/// the sum.
 const ROUND: f32 = 12_582_912.0;
-/// ln 2 in two parts; the first has 10 significant bits, so its product with an exponent is exact.
+/// ln 2 in two parts. The first has 10 significant bits, so its product with an exponent is exact.
 const LN2_HI: f32 = 0.693_359_4;
 const LN2_LO: f32 = -2.121_944_4e-4;
 
-/// Splits `x` into `n ln 2 + r` with `|r| <= ln 2 / 2`; returns the integer `n` and `e^r - 1`.
+/// Splits `x` into `n ln 2 + r` with `|r| <= ln 2 / 2`. Returns the integer `n` and `e^r - 1`.
+///
 /// Source: the coefficients of Cephes' `expf`.
 #[inline(always)]
 fn reduce<L: Level>(x: f32) -> (i32, f32) {
@@ -27,25 +29,27 @@ fn reduce<L: Level>(x: f32) -> (i32, f32) {
     (t.to_bits().wrapping_sub(ROUND.to_bits()).cast_signed(), L::mul_add(r * r, p, r))
 }
 
-/// `e^x` within 1 ulp with FMA, 2 without. Results below [`f32::MIN_POSITIVE`] are 0; `e^inf = inf`; NaN stays
-/// NaN.
+/// Returns `e^x` within 1 ulp with FMA, 2 without. Results below [`f32::MIN_POSITIVE`] are 0; `e^inf = inf`;
+/// NaN stays NaN.
 #[inline(always)]
 pub(crate) fn exp<L: Level>(x: f32) -> f32 {
-    /// The least and the greatest argument whose result is a normal number.
+    /// The least and the greatest argument with a normal result.
     const MIN: f32 = -87.336_54;
     const MAX: f32 = 88.722_83;
     let (n, p) = reduce::<L>(x);
-    // Adding to the exponent's bits reaches 2^128 (1 - eps), where 2^n itself would overflow.
+    // Adding to the exponent bits works up to 2^128 (1 - eps), where 2^n itself would overflow.
     let y = f32::from_bits((1.0 + p).to_bits().wrapping_add((n << 23).cast_unsigned()));
     let y = if x < MIN { 0.0 } else { y };
     if x <= MAX { y } else { x * f32::INFINITY }
 }
 
-/// The natural logarithm of a normal positive number, within 1 ulp of the larger of 1 and its own size;
-/// infinity and NaN stay. Anything for other arguments. Source: the coefficients of Cephes' `logf`.
+/// Returns the natural logarithm of a positive normal number, within 1 ulp of the larger of 1 and the result.
+/// Infinity and NaN are returned unchanged; the result for other arguments is unspecified.
+///
+/// Source: the coefficients of Cephes' `logf`.
 #[inline(always)]
 pub(crate) fn ln<L: Level>(x: f32) -> f32 {
-    /// The bits of the square root of 1/2: what is between it and its double has the exponent 0.
+    /// Bits of sqrt(1/2). Numbers between it and twice it get exponent 0.
     const ROOT: u32 = 0x3f35_04f3;
     const COEFFICIENTS: [f32; 9] = [
         7.037_683_6e-2,
@@ -89,14 +93,14 @@ mod tests {
 
     const ISAS: [fn() -> Isa; 2] = [Isa::detect, || Isa::PORTABLE];
 
-    /// Error of `got` in units of the last place of `want`.
+    /// Returns the error of `got` in units of the last place of `want`.
     fn ulps(got: f32, want: f64) -> f64 {
         let nearest = want as f32;
         let ulp = f64::from(nearest.abs().next_up()) - f64::from(nearest.abs());
         (f64::from(got) - want).abs() / ulp
     }
 
-    /// The greatest error in ulps of `f` over every `step`th float whose magnitude lies between `lo` and `hi`.
+    /// Returns the greatest error in ulps of `f` over every 499th float with a magnitude between `lo` and `hi`.
     fn worst(f: fn(Isa, &mut [f32]), exact: fn(f64) -> f64, isa: Isa, lo: f32, hi: f32) -> f64 {
         let xs: Vec<f32> = (lo.to_bits()..hi.to_bits())
             .step_by(499)

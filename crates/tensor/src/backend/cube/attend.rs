@@ -1,5 +1,4 @@
-//! An attention as its kernels: shapes, the layouts of packed and of cached keys, and the passes of the
-//! gradient.
+//! Launches the kernels of attention and its gradient, for packed and for cached keys and values.
 
 use cubecl::prelude::*;
 
@@ -10,12 +9,12 @@ use super::storage::Buffer;
 use super::{Cube, attention, cubes};
 use crate::Result;
 
-/// What scores are multiplied with.
+/// Returns the factor applied to scores: `1 / sqrt(dim)`.
 fn scale_of(dim: usize) -> f32 {
     1.0 / (dim as f32).sqrt()
 }
 
-/// Shapes of an attention.
+/// Shapes of an attention: `[batch, tokens, width]` and the number of heads.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Heads {
     batch: usize,
@@ -33,39 +32,41 @@ impl Heads {
         self.width / self.count
     }
 
-    /// Floats that kernels take at once: as many as divide a head's row.
+    /// Returns the vector width of the kernels in floats: the largest of 4, 2, 1 that divides the head
+    /// dimension.
     fn vector(self) -> usize {
         [4, 2, 1].into_iter().find(|n| self.dim().is_multiple_of(*n)).unwrap_or(1)
     }
 
-    /// Vectors of a head's row.
+    /// Returns the number of vectors in a head's row.
     fn vectors(self) -> u32 {
         u32_of(self.dim() / self.vector())
     }
 
-    /// A layout in vectors.
+    /// Converts a layout from floats to vectors.
     fn rows(self, at: [usize; 3]) -> RowsLaunch {
         let [stride, batch, start] = at.map(|n| u32_of(n / self.vector()));
         RowsLaunch::new(stride, batch, start)
     }
 
-    /// Cubes that give each of `rows` rows of each head a unit.
+    /// Returns the number of cubes (workgroups) that gives each of `rows` rows of each head one unit (thread).
     fn cubes(self, rows: usize, units: u32) -> CubeCount {
         cubes(self.batch * self.count * rows.div_ceil(units as usize))
     }
 
-    /// Rows of queries (0), keys (1) or values (2) side by side.
+    /// Returns the layout of queries (0), keys (1) or values (2) in a packed `[B, T, 3 C]`: token stride, batch
+    /// stride, start.
     pub(super) fn packed(self, which: usize) -> [usize; 3] {
         [3 * self.width, self.tokens * 3 * self.width, which * self.width]
     }
 
-    /// Rows of a `[B, length, C]`.
+    /// Returns the layout of rows in a `[B, length, C]`.
     pub(super) fn plain(self, length: usize) -> [usize; 3] {
         [self.width, length * self.width, 0]
     }
 }
 
-/// Keys and values of an attention: their operands, their rows, and how many tokens stand before the queries.
+/// Keys and values of an attention: operands, layouts, and the number of tokens before the first query.
 pub(super) struct Cached<'a> {
     pub(super) keys: &'a Operand,
     pub(super) values: &'a Operand,
@@ -99,7 +100,8 @@ impl Cube {
         );
     }
 
-    /// Gradients of an attention: `d_q` in the layout of the packed queries, `d_kv` in that of keys and values.
+    /// Launches the gradient of an attention. `d_q` has the layout of the packed queries, `d_kv` that of keys
+    /// and values.
     #[expect(clippy::too_many_arguments, reason = "the operands of one op")]
     pub(super) fn attend_grad(
         &self,

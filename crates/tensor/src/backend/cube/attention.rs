@@ -1,8 +1,9 @@
-//! Causal attention and its gradients without the matrix of scores (Dao 2022): a unit keeps a row of queries or
-//! keys to itself and walks the rows of the other side, which its neighbours read at the same time. Sums run in
-//! the order of the tokens, and nothing is added atomically, so that the same inputs give the same bits. No
-//! unit waits for another: a rasteriser on a processor takes minutes to compile barriers between this many
-//! values.
+//! Kernels of causal attention and its gradients, without storing the matrix of scores (Dao 2022).
+//!
+//! Each unit (thread) holds one row of queries or keys and loops over the rows of the other side; neighbouring
+//! units read the same rows at the same time. Sums run in token order and there are no atomics, so equal inputs
+//! give equal bits. There are no barriers: a software rasteriser takes minutes to compile them with this many
+//! live values.
 
 #![expect(
     clippy::trivially_copy_pass_by_ref,
@@ -12,40 +13,39 @@
 
 use cubecl::prelude::*;
 
-/// Where queries and keys lie: `[batch, token, head, dim]`, with rows of some stride and a first element; in
-/// vectors.
+/// Layout of `[batch, token, head, dim]` rows in a buffer, in vectors.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(super) struct Rows {
-    /// Elements from a token to the next.
+    /// Stride between tokens.
     pub(super) stride: u32,
-    /// Elements from a sequence to the next.
+    /// Stride between sequences.
     pub(super) batch: u32,
-    /// First element.
+    /// Index of the first element.
     pub(super) start: u32,
 }
 
 #[cube]
 impl Rows {
-    /// The first element of a head's row.
+    /// Returns the index of the first element of a head's row.
     fn at(&self, batch: u32, token: u32, column: u32) -> usize {
         (self.start + batch * self.batch + token * self.stride + column) as usize
     }
 }
 
-/// Where a unit works: a row of one head.
+/// The row of a head that a unit (thread) works on.
 #[derive(CubeType, Clone, Copy)]
 struct Seat {
     batch: u32,
     head: u32,
-    /// The head's first column.
+    /// First column of the head.
     column: u32,
-    /// The unit's own, which may lie behind the last.
+    /// Row of the unit; may be beyond the last row.
     row: u32,
 }
 
 #[cube]
 impl Seat {
-    /// Of a cube that takes `units` of the `rows` rows of a head.
+    /// Computes the row of this unit. Each cube (workgroup) covers `units` consecutive rows of one head.
     fn take(heads: u32, rows: u32, #[comptime] dim: u32, #[comptime] units: u32) -> Seat {
         let blocks = rows.div_ceil(units);
         let cube = CUBE_POS as u32;
@@ -55,14 +55,14 @@ impl Seat {
     }
 }
 
-/// A score that no softmax sees: small enough to vanish, and finite, because not every device computes with
+/// Score of masked positions: its exponential is zero. It is finite because not every device supports
 /// infinities.
 const MASKED: f32 = -1e30;
 
-/// Keys whose scores a unit holds at a time: the sum so far is rescaled once for all of them.
+/// Number of keys per block. The running sum is rescaled once per block.
 const BLOCK: u32 = 8;
 
-/// `x . y` of a unit's own row and one in memory, `dim` vectors each.
+/// Dot product of a row in registers and a row in memory, `dim` vectors each.
 #[cube]
 fn dot<N: Size>(x: &Array<Vector<f32, N>>, y: &[Vector<f32, N>], at: usize, #[comptime] dim: u32) -> f32 {
     let mut sum = Vector::<f32, N>::zeroed();
@@ -73,7 +73,7 @@ fn dot<N: Size>(x: &Array<Vector<f32, N>>, y: &[Vector<f32, N>], at: usize, #[co
     sum.vector_sum()
 }
 
-/// `x += factor y`, of a row in memory.
+/// `x += factor * y`, where `y` is a row in memory.
 #[cube]
 fn add_scaled<N: Size>(
     x: &mut Array<Vector<f32, N>>,
@@ -89,7 +89,7 @@ fn add_scaled<N: Size>(
     }
 }
 
-/// A row times a factor, to keep.
+/// Loads a row into registers, multiplied by `factor`.
 #[cube]
 fn take<N: Size>(
     x: &[Vector<f32, N>],
@@ -105,7 +105,7 @@ fn take<N: Size>(
     row
 }
 
-/// A row of zeros.
+/// Returns a row of zeros.
 #[cube]
 fn zeros<N: Size>(#[comptime] dim: u32) -> Array<Vector<f32, N>> {
     let mut row = Array::<Vector<f32, N>>::new(dim as usize);
@@ -116,7 +116,7 @@ fn zeros<N: Size>(#[comptime] dim: u32) -> Array<Vector<f32, N>> {
     row
 }
 
-/// Writes a row, or adds it.
+/// Stores a row, or adds it if `add`.
 #[cube]
 fn put<N: Size>(
     row: &Array<Vector<f32, N>>,
@@ -135,7 +135,7 @@ fn put<N: Size>(
     }
 }
 
-/// `y = softmax(scale q k^T) v` for queries that stand `past` tokens after the first key; `lse` where wanted.
+/// `y = softmax(scale q k^T) v`. The first query is at position `past`. `lse` is written if `keep`.
 #[cube(launch)]
 pub(super) fn forward<N: Size>(
     q: &[Vector<f32, N>],
@@ -204,7 +204,7 @@ pub(super) fn forward<N: Size>(
     }
 }
 
-/// `delta[batch, head, token] = y . dy` of each row of a head.
+/// `delta[batch, head, token] = y . dy` for each row of a head.
 #[cube(launch)]
 pub(super) fn deltas(
     y: &[f32],
@@ -229,7 +229,7 @@ pub(super) fn deltas(
     }
 }
 
-/// Gradient of the queries, in the layout of the queries: a unit a query.
+/// Gradient of the queries, in their layout. One unit (thread) per query.
 #[cube(launch)]
 pub(super) fn queries<N: Size>(
     q: &[Vector<f32, N>],
@@ -267,7 +267,7 @@ pub(super) fn queries<N: Size>(
     }
 }
 
-/// Gradients of keys and values, in their layouts: a unit a key.
+/// Gradients of keys and values, in their layouts. One unit (thread) per key.
 #[cube(launch)]
 pub(super) fn keys_values<N: Size>(
     q: &[Vector<f32, N>],
@@ -297,7 +297,7 @@ pub(super) fn keys_values<N: Size>(
         let value = take(v, v_rows.at(batch, row, column), 1.0, dim);
         let mut d_key = zeros::<N>(dim);
         let mut d_value = zeros::<N>(dim);
-        // No query before the key sees it.
+        // Queries before the key do not attend to it.
         for token in u32::max(row, past) - past..tokens {
             let stat = ((batch * heads + head) * tokens + token) as usize;
             let query = q_rows.at(batch, token, column);
@@ -312,7 +312,8 @@ pub(super) fn keys_values<N: Size>(
     }
 }
 
-/// Copies the keys and values of new tokens to their caches, or what the caches have of them back.
+/// Copies the keys and values of new tokens from `qkv` to the caches if `append`, else from the caches to
+/// `qkv`.
 #[cube(launch)]
 pub(super) fn exchange(
     qkv: &mut [f32],

@@ -1,14 +1,14 @@
-//! Reductions within a cube, in a tree whose shape depends on the number of units alone.
+//! Reductions within a cube (workgroup). The order of additions depends only on the number of units.
 
 use cubecl::prelude::*;
 
-/// The sum of one value of each unit, for all of them.
+/// Returns the sum of all units' (threads') values to every unit.
 #[cube]
 pub(super) fn block_sum(shared: &mut Shared<[f32]>, value: f32, #[comptime] units: u32) -> f32 {
     tree(shared, value, units, false)
 }
 
-/// The largest of one value of each unit, for all of them.
+/// Returns the maximum of all units' (threads') values to every unit.
 #[cube]
 pub(super) fn block_max(shared: &mut Shared<[f32]>, value: f32, #[comptime] units: u32) -> f32 {
     tree(shared, value, units, true)
@@ -32,7 +32,7 @@ fn tree(shared: &mut Shared<[f32]>, value: f32, #[comptime] units: u32, #[compti
         sync_cube();
     }
     let all = shared[0];
-    // Nobody overwrites it before all have read it.
+    // Wait until all units (threads) have read the result before it is overwritten.
     sync_cube();
     all
 }

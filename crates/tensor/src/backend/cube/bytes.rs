@@ -1,5 +1,5 @@
-//! Kernels over raw words: copies of bytes at any offset, and conversion between f32 and the 16-bit floats, two
-//! of which share a word because not every device has such types.
+//! Kernels on raw words: byte copies at any offset, and conversions between f32 and the 16-bit floats. Two
+//! 16-bit floats share a word, because not every device has 16-bit types.
 
 #![expect(
     clippy::manual_is_multiple_of,
@@ -8,14 +8,14 @@
 
 use cubecl::prelude::*;
 
-/// Byte `at` of a buffer of words.
+/// Returns byte `at` of a buffer of words.
 #[cube]
 pub(super) fn byte(x: &[u32], at: u32) -> u32 {
     (x[(at / 4) as usize] >> (at % 4 * 8)) & 0xff
 }
 
-/// `to[to_at..][..len] = from[from_at..][..len]` in bytes; a unit writes one word and keeps the bytes beside
-/// the range.
+/// `to[to_at..][..len] = from[from_at..][..len]` in bytes. Each unit (thread) writes one word and preserves the
+/// bytes outside the range.
 #[cube(launch)]
 pub(super) fn copy_words(from: &[u32], to: &mut [u32], from_at: u32, to_at: u32, len: u32) {
     let word = ABSOLUTE_POS as u32 + to_at / 4;
@@ -47,7 +47,7 @@ pub(super) fn fill(y: &mut [f32], value: f32) {
     }
 }
 
-/// To bf16, to nearest, ties to even; NaN stays NaN.
+/// Converts to bf16, to nearest, ties to even. NaN stays NaN.
 #[cube]
 fn to_bf16(x: f32) -> u32 {
     let bits = u32::reinterpret(x);
@@ -55,7 +55,7 @@ fn to_bf16(x: f32) -> u32 {
     select((bits & 0x7fff_ffff) > 0x7f80_0000, (bits >> 16) | 0x40, rounded)
 }
 
-/// To f16, to nearest, ties to even; NaN stays NaN.
+/// Converts to f16, to nearest, ties to even. NaN stays NaN.
 #[cube]
 fn to_f16(x: f32) -> u32 {
     let bits = u32::reinterpret(x);
@@ -63,10 +63,10 @@ fn to_f16(x: f32) -> u32 {
     let rest = bits & 0x7fff_ffff;
     let mut out = 0x7c00u32;
     if rest > 0x7f80_0000 {
-        // As the host does: quiet, with the upper bits of the payload.
+        // NaN, as the host converts it: quiet, with the upper bits of the payload.
         out = 0x7e00 | ((rest >> 13) & 0x3ff);
     } else if rest < 0x3880_0000 {
-        // Below 2^-14: a count of 2^-24.
+        // Subnormal in f16: a multiple of 2^-24.
         let exponent = rest >> 23;
         out = 0u32;
         if exponent >= 102 {
@@ -85,13 +85,13 @@ fn to_f16(x: f32) -> u32 {
     sign | out
 }
 
-/// The bits of either.
+/// Converts to the bits of bf16 or f16.
 #[cube]
 fn half(x: f32, #[comptime] bf16: bool) -> u32 {
     if comptime!(bf16) { to_bf16(x) } else { to_f16(x) }
 }
 
-/// From f16; exact.
+/// Converts from f16, exactly.
 #[cube]
 fn from_f16(half: u32) -> f32 {
     let sign = (half & 0x8000) << 16;
@@ -106,13 +106,14 @@ fn from_f16(half: u32) -> f32 {
     f32::reinterpret(sign | bits)
 }
 
-/// From the bits of either; exact.
+/// Converts from the bits of bf16 or f16, exactly.
 #[cube]
 fn widened(half: u32, #[comptime] bf16: bool) -> f32 {
     if comptime!(bf16) { f32::reinterpret(half << 16) } else { from_f16(half) }
 }
 
-/// Packs two f32, times `scale`, a word; of an odd count, the upper half of the last word stays as it is.
+/// Converts `x * scale` to 16 bits and packs two values per word. If `len` is odd, the upper half of the last
+/// word is unchanged.
 #[cube(launch)]
 pub(super) fn narrow(x: &[f32], y: &mut [u32], scale: f32, len: u32, #[comptime] bf16: bool) {
     let at = ABSOLUTE_POS as u32 * 2;
@@ -126,7 +127,7 @@ pub(super) fn narrow(x: &[f32], y: &mut [u32], scale: f32, len: u32, #[comptime]
     }
 }
 
-/// `y` is what is left of `x` in 16 bits, as a multiple of one over `scale`.
+/// Rounds `x * scale` to 16 bits and divides the result by `scale`.
 #[cube(launch)]
 pub(super) fn round(x: &[f32], y: &mut [f32], scale: f32, len: u32, #[comptime] bf16: bool) {
     if ABSOLUTE_POS < len as usize {
@@ -134,7 +135,7 @@ pub(super) fn round(x: &[f32], y: &mut [f32], scale: f32, len: u32, #[comptime] 
     }
 }
 
-/// Unpacks two f32 a word.
+/// Unpacks two 16-bit floats per word to f32.
 #[cube(launch)]
 pub(super) fn widen(x: &[u32], y: &mut [f32], len: u32, #[comptime] bf16: bool) {
     let at = ABSOLUTE_POS as u32;

@@ -1,4 +1,4 @@
-//! Bytes on their way from a device to the host.
+//! Copies from a device to the host.
 
 use std::future::Future;
 use std::ops::Range;
@@ -16,11 +16,11 @@ use crate::{Result, TensorError};
 
 type Read = dyn Future<Output = std::result::Result<Vec<Bytes>, ServerError>> + Send;
 
-/// A read that was queued behind the ops before it.
+/// A queued read. It returns the bytes as they are after all ops queued before it.
 pub(super) struct Download {
     device: String,
     read: Pin<Box<Read>>,
-    /// What was asked for, of the whole words that come.
+    /// Requested bytes within the whole words that are read.
     range: Range<usize>,
 }
 
@@ -33,7 +33,7 @@ impl Downloaded for Words {
 }
 
 impl Download {
-    /// Queues a read of a buffer of whole words, of which `range` is wanted.
+    /// Queues a read of `buffer`, which consists of whole words, and returns its bytes in `range`.
     pub(super) fn start(
         device: &str,
         client: &Client,
@@ -43,7 +43,7 @@ impl Download {
         let client = client.clone();
         let read = Box::pin(async move { client.read_async(vec![buffer]).await });
         let mut download = Self { device: device.to_owned(), read, range };
-        // The first look is what queues it.
+        // The first poll queues the read.
         match download.poll(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(read) => Pending::ready(read),
             Poll::Pending => Pending::new(download),

@@ -1,9 +1,9 @@
-//! Embedding: gather, and a scatter that adds in the order of the tokens.
+//! Embedding, and its gradient summed in token order.
 
 use cubecl::prelude::*;
 
-/// The first id that is not below `bound`, as `[1, id, position, bound]`, unless an earlier op left one. One
-/// cube.
+/// Records the first id that is not below `bound` as `[op, id, position, bound]`, unless a fault is recorded
+/// already. Runs in one cube (workgroup).
 #[cube(launch)]
 pub(super) fn check_ids(
     ids: &[u32],
@@ -62,7 +62,8 @@ pub(super) fn gather(
     }
 }
 
-/// Adds the rows of each id to the table: the cube of an id's first row sums them all, in order.
+/// Adds the rows of `dy` to their ids' rows of the table. The cube (workgroup) of an id's first row sums all
+/// rows of that id, in order.
 #[cube(launch)]
 pub(super) fn scatter(
     ids: &[u32],
@@ -106,7 +107,7 @@ pub(super) fn scatter(
     }
 }
 
-/// Adds the rows of each position to the table, in order.
+/// Adds the rows of `dy` to their positions' rows of the table, in order.
 #[cube(launch)]
 pub(super) fn scatter_positions(dy: &[f32], d_positions: &mut [f32], rows: u32, cols: u32, tokens: u32) {
     let at = ABSOLUTE_POS as u32;

@@ -1,4 +1,4 @@
-//! Softmax cross-entropy, one cube a row; the gradient takes the place of the logits.
+//! Softmax cross-entropy, one cube (workgroup) per row. The gradient overwrites the logits.
 
 use cubecl::prelude::*;
 
@@ -20,7 +20,7 @@ pub(super) fn cross_entropy(
     if row < rows as usize {
         let cols = cols as usize;
         let at = row * cols;
-        // A target that is not there was reported; it reads the first column here.
+        // An out-of-range target has been recorded by `check_ids`; read column 0 instead of out of bounds.
         let wanted = targets[row] as usize;
         let target = select(wanted < cols, wanted, 0usize);
         let mut largest = logits[at];
@@ -41,7 +41,7 @@ pub(super) fn cross_entropy(
             losses[row] = f32::ln(total) - (logits[at + target] - top);
         }
         if comptime!(grad) {
-            // The target's logit was read above by one unit, and is overwritten below by another.
+            // One unit (thread) has read the target's logit above; another unit overwrites it below.
             sync_cube();
             let inverse = 1.0 / total;
             i = UNIT_POS as usize;

@@ -1,4 +1,4 @@
-//! One kernel for each elementwise program, generated from the program itself.
+//! Elementwise programs: one generated kernel per program.
 
 #![expect(clippy::needless_pass_by_value, reason = "what a kernel is specialised on is part of its name")]
 
@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 
 use crate::{Instr, Program};
 
-/// [`Instr`] as a kernel is specialised on it: constants by their bits.
+/// [`Instr`] as a compile-time argument of the kernel. Constants are stored as bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Code {
     Read(usize),
@@ -24,7 +24,7 @@ pub(super) enum Code {
     Sign(usize),
 }
 
-/// A program as a kernel is specialised on it.
+/// A program as a compile-time argument of the kernel.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Source {
     code: Vec<Code>,
@@ -60,13 +60,13 @@ impl From<&Program> for Source {
     }
 }
 
-/// One of a program's buffers.
+/// One buffer of a program.
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct Lane {
     values: Box<[f32]>,
 }
 
-/// Runs the program for one element a unit.
+/// Runs the program, one element per unit (thread).
 #[cube(launch)]
 pub(super) fn map(
     reads: &Sequence<Lane>,
@@ -97,7 +97,7 @@ pub(super) fn map(
     }
 }
 
-/// One instruction.
+/// Evaluates one instruction.
 #[cube]
 fn step(
     values: &Sequence<f32>,
@@ -124,7 +124,7 @@ fn step(
     }
 }
 
-/// 1, -1, or the operand where it is 0 or not a number.
+/// Returns 1 or -1; the operand itself if it is zero or NaN.
 #[cube]
 fn sign(x: f32) -> f32 {
     select(x > 0.0, f32::new(1.0), select(x < 0.0, f32::new(-1.0), x))

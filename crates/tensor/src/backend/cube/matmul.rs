@@ -1,15 +1,15 @@
-//! What follows a product: kernels over its result.
+//! Elementwise kernels that run on the result of a matrix product.
 
 use cubecl::prelude::*;
 
-/// The sigmoid of `2 sqrt(2 / pi) (x + 0.044715 x^3)`: `gelu(x)` is x times it, in the tanh form.
+/// Sigmoid of `2 sqrt(2 / pi) (x + 0.044715 x^3)`. In the tanh form, `gelu(x)` is x times this.
 #[cube]
 fn gate(x: f32) -> f32 {
     1.0 / (1.0 + f32::exp(-(x * (1.595_769 + 0.071_354_814 * x * x))))
 }
 
-/// `gelu'(x)`, given the gate. Where the gate is 0 or 1 so is the slope: no product of nothing with something
-/// large.
+/// Returns `gelu'(x)`, given `s = gate(x)`. Where the gate is 0 or 1, so is the slope: the form avoids 0 times
+/// infinity.
 #[cube]
 fn bend(x: f32, s: f32) -> f32 {
     s + x * s * (1.0 - s) * (1.595_769 + 0.214_064_44 * x * x)
@@ -23,7 +23,7 @@ pub(super) fn add_bias(c: &mut [f32], bias: &[f32], len: u32, cols: u32) {
     }
 }
 
-/// `c = gelu(c + bias)`, and the slope where wanted.
+/// `c = gelu(c + bias)`, and `slope = gelu'(c + bias)` if `keep`.
 #[cube(launch)]
 pub(super) fn add_bias_gelu(
     c: &mut [f32],
@@ -51,7 +51,7 @@ pub(super) fn add_bias_residual(c: &mut [f32], bias: &[f32], residual: &[f32], l
     }
 }
 
-/// `c *= factor`, element by element.
+/// `c *= factor`, elementwise.
 #[cube(launch)]
 pub(super) fn times(c: &mut [f32], factor: &[f32], len: u32) {
     if ABSOLUTE_POS < len as usize {

@@ -1,7 +1,8 @@
-//! Devices that cubecl reaches: GPUs of all makers through wgpu, NVIDIA's through CUDA. One source of kernels
-//! for all. Kernels take their cube size as a constant, use no planes and no atomics, and see whole words from
-//! aligned starts. It refuses to know which framework asked, and never tunes by timing: the same shapes run the
-//! same kernels.
+//! Backend for GPUs through cubecl: any vendor through wgpu, NVIDIA through CUDA, with the same kernels.
+//!
+//! In cubecl's terms, a *unit* is a thread and a *cube* is a workgroup. Kernels take the number of units per
+//! cube as a compile-time constant, use no planes (warps) and no atomics, and access buffers as whole words
+//! from aligned offsets. Kernels are never selected by timing: equal shapes run equal kernels.
 
 mod attend;
 mod attention;
@@ -33,21 +34,22 @@ use super::{Backend, Downloaded, Part, Storage};
 use crate::op::Op;
 use crate::{DType, Precision, Result, Shape, TensorError, ViewMut};
 
-/// Units of a cube where the device allows as many: enough to hide latency, few enough for every device.
+/// Units (threads) per cube (workgroup), if the device allows it: enough to hide latency, and few enough for
+/// every device.
 const UNITS: u32 = 64;
-/// Cubes along one axis that every device takes.
+/// Maximum number of cubes (workgroups) along one axis that every device supports.
 const MAX_AXIS: u32 = 65_535;
 /// Words of the fault buffer: op, id, position, bound.
 const FAULT: usize = 4;
 
-/// A device behind cubecl.
+/// A device accessed through cubecl.
 pub(crate) struct Cube {
     name: String,
     client: Client,
-    /// Units of a cube, a power of two.
+    /// Units (threads) per cube (workgroup), a power of two.
     units: u32,
     pool: Pool,
-    /// The first id that pointed outside its table since the last fence.
+    /// Holds the first out-of-range id since the last fence.
     fault: Buffer,
 }
 
@@ -60,12 +62,13 @@ impl std::fmt::Debug for Cube {
     }
 }
 
-/// As many cubes of `units` as give each element a unit, in two dimensions where one is too few.
+/// Returns a launch grid with at least one unit (thread) per element.
 fn grid(elements: usize, units: u32) -> (CubeCount, CubeDim) {
     (cubes(elements.div_ceil(units as usize)), CubeDim::new_1d(units))
 }
 
-/// That many cubes at least; kernels ignore those beyond.
+/// Returns a grid of at least `count` cubes (workgroups), in two dimensions if necessary. Kernels ignore the
+/// excess.
 fn cubes(count: usize) -> CubeCount {
     let count = u32::try_from(count).unwrap_or(u32::MAX);
     if count <= MAX_AXIS {
@@ -96,12 +99,12 @@ impl Cube {
         any.downcast_ref().expect("operands were checked to live on this device")
     }
 
-    /// A buffer for the time of an op.
+    /// Allocates a temporary buffer for one op.
     fn scratch(&self, bytes: usize) -> Result<Buffer> {
         allocate(&self.name, &self.client, &self.pool, bytes)
     }
 
-    /// The same, with that in it.
+    /// Allocates a temporary buffer and fills it with `bytes`.
     fn upload_scratch(&self, mut bytes: Vec<u8>) -> Result<Buffer> {
         let buffer = self.scratch(bytes.len())?;
         bytes.resize(buffer.bytes, 0);
@@ -115,22 +118,22 @@ impl Cube {
     }
 }
 
-/// A buffer of at least `bytes`, kept or new. A new one is asked for at once, so that a full device says so
-/// here.
+/// Returns a buffer of at least `bytes`, reused or new. The allocation of a new one is checked at once, so that
+/// a full device fails here and not in a later op.
 fn allocate(name: &str, client: &Client, pool: &Pool, bytes: usize) -> Result<Buffer> {
     let out_of_memory = |bytes| TensorError::OutOfMemory { device: name.to_owned(), bytes };
     let bytes = bytes.max(1).checked_next_multiple_of(ALIGN).ok_or_else(|| out_of_memory(bytes))?;
     if let Some(buffer) = pool.take(bytes) {
         return Ok(buffer);
     }
-    // Kernels address elements with 32 bits, and a device has a largest buffer.
+    // Kernels index elements with 32 bits, and the device limits the size of a buffer.
     let most = client.properties().memory.max_page_size;
     if bytes as u64 > most || bytes / 4 > u32::MAX as usize {
         return Err(out_of_memory(bytes));
     }
     let mut handle = client.empty(bytes);
     if client.check([&handle]).is_err() {
-        // What is kept may be what fills the device.
+        // Retry after freeing the buffers kept for reuse.
         pool.forget();
         let _ = client.memory_cleanup();
         handle = client.empty(bytes);
@@ -198,7 +201,7 @@ impl Backend for Cube {
     }
 
     fn fence(&self) -> Result<()> {
-        // Reading the fault waits for everything queued before it.
+        // Reading the fault buffer waits for everything queued before.
         let read =
             self.client.read_one(self.fault.handle.clone()).map_err(|e| self.failed("fence", said(&e)))?;
         let words: Vec<u32> =
@@ -218,7 +221,7 @@ impl Backend for Cube {
     }
 }
 
-/// What a device says of a failure, without the backtrace that cubecl appends.
+/// Returns the message of an error without the backtrace that cubecl appends.
 fn said(error: &impl std::fmt::Display) -> String {
     let text = error.to_string();
     let lines: Vec<&str> = text

@@ -1,10 +1,10 @@
-//! Layer norm: one cube a row; gradients of the weights are sums over columns.
+//! Layer norm, one cube (workgroup) per row. Weight gradients are sums over columns.
 
 use cubecl::prelude::*;
 
 use super::block::block_sum;
 
-/// Mean and reciprocal standard deviation of a row, and the row normalised.
+/// Computes mean and reciprocal standard deviation of each row, and the normalised row.
 #[cube(launch)]
 pub(super) fn forward(
     x: &[f32],
@@ -51,7 +51,7 @@ pub(super) fn forward(
     }
 }
 
-/// Gradient of the input, added to `residual` where there is one.
+/// Gradient of the input, plus `residual` if `add`.
 #[cube(launch)]
 pub(super) fn input(
     x: &[f32],
@@ -97,7 +97,7 @@ pub(super) fn input(
     }
 }
 
-/// Weight gradients of `chunk` rows a partial sum: `[chunks, 2, cols]`, gain then bias.
+/// Partial sums of the weight gradients over `chunk` rows each: `[chunks, 2, cols]`, gain then bias.
 #[cube(launch)]
 pub(super) fn weight_parts(
     x: &[f32],

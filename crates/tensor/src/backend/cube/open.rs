@@ -1,4 +1,4 @@
-//! Which devices there are, and how to reach one.
+//! Finds and opens devices.
 
 use super::Cube;
 use crate::{Result, TensorError};
@@ -7,33 +7,33 @@ pub(crate) fn open(name: String, device: &cubecl::Device) -> Result<Cube> {
     let mut client = device.client();
     let stream = client.empty(4).stream;
     #[expect(unsafe_code, reason = "cubecl leaves the order of a client's work across threads to its caller")]
-    // SAFETY: all work of this handle, from whatever thread, goes to this one stream in the order of the calls.
+    // SAFETY: all work of this handle, from any thread, goes to this one stream in the order of the calls.
     unsafe {
         client.set_stream(stream);
     }
     Cube::new(name, client)
 }
 
-/// GPUs that wgpu sees, best first; `n` of `wgpu:n` counts them.
+/// GPUs available through wgpu, real ones first. The `n` of `wgpu:n` is the index in this list.
 #[cfg(feature = "wgpu")]
 pub(crate) mod adapters {
     use cubecl::device::{WgpuBackend, WgpuDevice, WgpuDeviceKind};
 
     use super::{Cube, Result, TensorError, open};
 
-    /// An adapter, and how cubecl names it.
+    /// An adapter: description and cubecl device.
     #[derive(Debug)]
     pub(crate) struct Adapter {
         pub(crate) about: String,
-        /// A rasteriser that runs on the processor.
+        /// Whether it is a software rasteriser that runs on the CPU.
         pub(crate) software: bool,
         device: WgpuDevice,
     }
 
-    /// Why there may be no adapter.
+    /// Error message if there is no adapter.
     pub(crate) const NONE: &str = "no driver for Vulkan, Metal or DirectX 12 shows an adapter";
 
-    /// The adapters of the first graphics interface that has any.
+    /// Lists the adapters of the first graphics API that has any: Vulkan, Metal, DirectX 12.
     pub(crate) fn list() -> Vec<Adapter> {
         let interfaces = [
             (wgpu::Backends::VULKAN, WgpuBackend::Vulkan),
@@ -53,7 +53,7 @@ pub(crate) mod adapters {
         found
     }
 
-    /// Each kind of adapter counts from zero.
+    /// Describes adapters. cubecl numbers the adapters of each kind from zero.
     fn name(infos: impl Iterator<Item = wgpu::AdapterInfo>, backend: WgpuBackend) -> Vec<Adapter> {
         let mut seen = Vec::new();
         infos
@@ -64,7 +64,7 @@ pub(crate) mod adapters {
                     wgpu::DeviceType::DiscreteGpu => (WgpuDeviceKind::DiscreteGpu(n), "GPU"),
                     wgpu::DeviceType::IntegratedGpu => (WgpuDeviceKind::IntegratedGpu(n), "integrated GPU"),
                     wgpu::DeviceType::VirtualGpu => (WgpuDeviceKind::VirtualGpu(n), "virtual GPU"),
-                    // cubecl reaches the first only.
+                    // cubecl can open only the first software adapter.
                     wgpu::DeviceType::Cpu if n == 0 => (WgpuDeviceKind::Cpu, "software, for tests"),
                     wgpu::DeviceType::Cpu => return None,
                     wgpu::DeviceType::Other => (WgpuDeviceKind::Other(n), "other"),
@@ -97,7 +97,7 @@ pub(crate) mod adapters {
     }
 }
 
-/// The CUDA device with this number.
+/// Opens the CUDA device with this index.
 #[cfg(feature = "cuda")]
 pub(crate) fn cuda(index: usize) -> Result<Cube> {
     let name = format!("cuda:{index}");
@@ -110,11 +110,11 @@ pub(crate) fn cuda(index: usize) -> Result<Cube> {
     open(name, &device)
 }
 
-/// How many devices CUDA has here; or why it cannot tell.
+/// Returns the number of CUDA devices, or the reason why it is unknown.
 #[cfg(feature = "cuda")]
 pub(crate) fn cuda_count() -> std::result::Result<usize, String> {
     use cubecl::device::DeviceUnavailable;
-    // A number that no machine has: the answer says how many there are.
+    // Opening an index that no machine has returns an error that contains the number of devices.
     match cubecl::Device::cuda(usize::from(u16::MAX)) {
         Ok(_) => Err("CUDA claims 65536 devices".to_owned()),
         Err(DeviceUnavailable::NoSuchDevice { available, .. }) => Ok(available),

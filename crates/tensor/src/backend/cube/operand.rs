@@ -1,5 +1,5 @@
-//! Views as kernels see them: whole words from an aligned start. A view that starts elsewhere is copied to a
-//! place of its own for the time of the op, and back.
+//! Views as kernel arguments: whole words from an aligned offset. A view with an unaligned start is copied to a
+//! temporary buffer for the op, and copied back if it was written.
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -10,13 +10,13 @@ use super::{Cube, grid};
 use crate::backend::Part;
 use crate::{Result, View, ViewMut};
 
-/// What a kernel binds for one operand.
+/// A kernel argument.
 #[derive(Debug)]
 pub(super) struct Operand {
     handle: Handle,
-    /// Bytes from the start of `handle`, rounded up to words.
+    /// Bytes from the start of `handle`, rounded up to whole words.
     bytes: usize,
-    /// The copy that stands in for the view, and where its words belong afterwards.
+    /// Temporary copy of an unaligned view, and the place to copy it back to if it is written.
     stand_in: Option<(Buffer, Option<Place>)>,
 }
 
@@ -29,10 +29,10 @@ struct Place {
 }
 
 impl Operand {
-    /// As 32-bit words.
+    /// Returns the kernel argument, as 32-bit words.
     pub(super) fn arg(&self) -> BufferArg {
         #[expect(unsafe_code, reason = "a kernel argument is a raw range of device memory")]
-        // SAFETY: `bytes` is what lies between the offsets of the handle.
+        // SAFETY: `bytes` is the number of bytes between the offsets of the handle.
         unsafe {
             BufferArg::from_raw_parts(self.handle.clone(), self.bytes / 4)
         }
@@ -43,7 +43,7 @@ impl Operand {
     }
 }
 
-/// A part of a buffer from an aligned start.
+/// Returns a part of a buffer that begins at an aligned offset.
 fn slice(handle: &Handle, buffer: usize, start: usize, bytes: usize) -> Operand {
     let bytes = bytes.next_multiple_of(4);
     let tail = buffer - start - bytes;
@@ -58,17 +58,17 @@ fn slice(handle: &Handle, buffer: usize, start: usize, bytes: usize) -> Operand 
 }
 
 impl Cube {
-    /// All of a buffer.
+    /// Returns a whole buffer as an operand.
     pub(super) fn whole(buffer: &Buffer) -> Operand {
         slice(&buffer.handle, buffer.bytes, 0, buffer.bytes)
     }
 
-    /// An operand to read.
+    /// Creates an operand to read.
     pub(super) fn read(&self, view: &View<'_>) -> Result<Operand> {
         self.bind(&view.raw(), false)
     }
 
-    /// An operand to write, holding what is there now; [`Cube::settle`] ends its use.
+    /// Creates an operand to write, with its current contents. [`Cube::settle`] must be called after the op.
     pub(super) fn write(&self, view: &ViewMut<'_>) -> Result<Operand> {
         self.bind(&view.as_view().raw(), true)
     }
@@ -87,7 +87,7 @@ impl Cube {
         Ok(operand)
     }
 
-    /// Ends the use of operands: what was written to a stand-in goes where it belongs.
+    /// Ends the use of operands: copies written temporary buffers back and releases them.
     pub(super) fn settle(&self, operands: impl IntoIterator<Item = Operand>) {
         for operand in operands {
             if let Some((copy, back)) = operand.stand_in {
@@ -99,12 +99,12 @@ impl Cube {
         }
     }
 
-    /// Copies bytes between places of any alignment: (buffer, its size, first byte).
+    /// Copies bytes between buffers at any offsets. Each place is (buffer, its size, first byte).
     pub(super) fn copy(&self, from: (&Handle, usize, usize), to: (&Handle, usize, usize), len: usize) {
         if len == 0 {
             return;
         }
-        // Bindings start on aligned bytes; what is left of the start is an offset in the kernel.
+        // Kernel arguments start at aligned offsets; the kernel adds the remaining offset.
         let aligned = |(handle, size, start): (&Handle, usize, usize)| {
             let base = start / ALIGN * ALIGN;
             (slice(handle, size, base, start - base + len), start - base)

@@ -1,5 +1,5 @@
-//! Matrix products: operands in the precision asked for, cubek's kernels, and what follows them. The strategy
-//! is named, never tuned by timing: the same shapes run the same kernel every time.
+//! Matrix products: rounding of the operands, cubek's kernels, and the elementwise op that follows. The kernel
+//! strategy is fixed and never selected by timing: equal shapes run equal kernels.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
@@ -19,7 +19,7 @@ use super::{Cube, bytes, matmul};
 use crate::op::Fuse;
 use crate::{Precision, Result, View, ViewMut};
 
-/// A row-major matrix in memory, seen transposed or not.
+/// A row-major matrix in memory, possibly read transposed.
 #[derive(Clone)]
 struct Matrix {
     binding: TensorBinding,
@@ -44,7 +44,7 @@ impl Matrix {
 }
 
 impl Cube {
-    /// `c = a b`, summed in f32.
+    /// Computes `c = a b`, accumulated in f32.
     fn product(&self, a: &Matrix, b: &Matrix, c: &Matrix) -> Result<()> {
         let types = MatmulElems::from_globals(&MatmulGlobalElems { lhs: a.elem, rhs: b.elem, out: c.elem });
         let launch = |strategy| {
@@ -52,7 +52,8 @@ impl Cube {
             let (a, b, c) = (a.clone().input(), b.clone().input(), c.binding.clone());
             launch_ref(&strategy, &self.client, a, b, c, &mut types.clone())
         };
-        // Tensor cores where they take the type; shapes that they refuse go the way of all others.
+        // Use tensor cores if they support the types. If they do not support the shape, fall back to the plain
+        // kernel.
         let cmma = &self.client.properties().features.matmul.cmma;
         let accelerated = cmma.iter().any(|m| (m.a_type, m.b_type, m.cd_type) == (a.elem, b.elem, c.elem));
         if accelerated
@@ -64,8 +65,8 @@ impl Cube {
             .map_err(|e| self.failed("matmul", format!("{e:?}")))
     }
 
-    /// An operand in a precision: as its 16-bit type where the device has that, else rounded to f32s that it
-    /// holds.
+    /// Returns an operand in the given precision: converted to the 16-bit type if the device has it, else
+    /// rounded to values of that type but stored as f32.
     fn in_precision(
         &self,
         x: &Operand,
@@ -96,7 +97,7 @@ impl Cube {
         Ok((Matrix::new(&to, elem, rows, cols, transposed), Some(buffer)))
     }
 
-    /// `c = a b`, or added to it, and then `fuse`.
+    /// Computes `c = a b`, or `c += a b`, and then `fuse`.
     pub(super) fn matmul(
         &self,
         [(a, a_t), (b, b_t)]: [(&View<'_>, bool); 2],
@@ -116,7 +117,8 @@ impl Cube {
         } else {
             let (left, left_copy) = self.in_precision(&x, a, a_t, precision, scales[0])?;
             let (right, right_copy) = self.in_precision(&y, b, b_t, precision, scales[1])?;
-            // What rounded f32s are divided by already, a product of 16-bit operands still is to be.
+            // Operands rounded in f32 are already divided by their scale; the product of 16-bit operands is
+            // not.
             let of = |m: &Matrix, scale| if m.elem == f32::elem_type_native() { 1.0 } else { scale };
             let factor: f32 = 1.0 / of(&left, scales[0]) / of(&right, scales[1]);
             let result = |to: &Operand| Matrix::new(to, f32::elem_type_native(), m, n, false);

@@ -1,11 +1,11 @@
-//! Sums down columns and of squares, each in an order that the shape alone decides.
+//! Column sums and sums of squares. The order of additions depends only on the shape.
 
 use cubecl::prelude::*;
 
 use super::block::block_sum;
 
-/// Sums `chunk` rows of each column: `y[part, col]`. `x` has rows of `stride`, of which `cols` from `start` on
-/// are summed.
+/// Sums each column over `chunk` rows: `y[part, col]`. `x` has rows of `stride` elements, of which the `cols`
+/// columns from `start` on are summed.
 #[cube(launch)]
 pub(super) fn sum_columns(
     x: &[f32],
@@ -34,7 +34,7 @@ pub(super) fn sum_columns(
     }
 }
 
-/// The sum of squares of each chunk; one cube a chunk.
+/// Sum of squares of each chunk, one cube (workgroup) per chunk.
 #[cube(launch)]
 pub(super) fn sum_squares(
     x: &[f32],

@@ -1,4 +1,4 @@
-//! Each op as its kernels.
+//! Launches the kernels of each op.
 
 use cubecl::prelude::*;
 
@@ -8,12 +8,12 @@ use super::{Cube, bytes, cubes, embed, grid, loss, map, norm, reduce};
 use crate::op::Op;
 use crate::{DType, Precision, Result, TensorError, View, ViewMut};
 
-/// The ops that look ids up; their place here, from 1, is what a fault records.
+/// Ops that look up ids. The fault buffer stores the index in this list plus one.
 pub(super) const FAULTING: [&str; 3] = ["embed", "embed_grad", "cross_entropy"];
 
-/// Rows that one partial sum of a column takes.
+/// Number of rows in one partial sum of a column.
 const COLUMN_CHUNK: usize = 64;
-/// Sizes that kernels address with 32 bits; buffers are never larger.
+/// Converts a size to the 32 bits that kernels use. Buffers are never larger.
 pub(super) fn u32_of(n: usize) -> u32 {
     u32::try_from(n).expect("no buffer has more than 2^32 elements")
 }
@@ -27,7 +27,7 @@ impl Cube {
         (cubes(rows), CubeDim::new_1d(self.units))
     }
 
-    /// Reports an id beyond its table at the next fence.
+    /// Records an id that is not below `bound`; the next fence reports it.
     fn check_ids(&self, op: &'static str, ids: &Operand, len: usize, bound: usize) {
         let code = FAULTING.iter().position(|&name| name == op).map_or(0, |i| u32_of(i) + 1);
         embed::check_ids::launch(
@@ -84,7 +84,7 @@ impl Cube {
         Ok(())
     }
 
-    /// Sums the rows of `parts`, which are `stride` wide, for the `cols` columns from `start` on.
+    /// Sums chunks of `chunk` rows of `x` for some columns. `size` is rows, columns, row stride, first column.
     fn columns(&self, x: &Operand, y: &Operand, size: [usize; 4], chunk: usize, accumulate: bool) {
         let [rows, cols, stride, start] = size.map(u32_of);
         let (count, dim) = self.each(size[0].div_ceil(chunk) * size[1]);
@@ -165,7 +165,7 @@ impl Cube {
     }
 }
 
-/// Starts the kernels of an op. Ops without any output element have none.
+/// Launches the kernels of an op. An op without output elements launches none.
 #[expect(clippy::too_many_lines, reason = "one arm an op")]
 pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
     let name = op.name();

@@ -1,5 +1,5 @@
-//! Buffers of a device: kept for reuse by size, so that a steady-state training step asks the driver for
-//! nothing.
+//! Device buffers, kept for reuse by size: after the first training step, no more memory is requested from the
+//! driver.
 
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
@@ -9,10 +9,10 @@ use cubecl::server::Handle;
 
 use crate::backend::Storage;
 
-/// Sizes are rounded up to this; it is also where a binding may start on every device.
+/// Granularity of buffer sizes in bytes, and alignment of kernel arguments that every device supports.
 pub(super) const ALIGN: usize = 256;
 
-/// A buffer of a device.
+/// A device buffer.
 #[derive(Debug)]
 pub(super) struct Buffer {
     pub(super) handle: Handle,
@@ -32,7 +32,7 @@ struct Kept {
     peak: usize,
 }
 
-/// The buffers that nobody uses now, and how much there is of all.
+/// Buffers kept for reuse, and the total number of bytes allocated.
 #[derive(Debug, Default)]
 pub(super) struct Pool(Mutex<Kept>);
 
@@ -41,25 +41,26 @@ impl Pool {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A kept buffer of this size.
+    /// Returns a kept buffer of exactly this size.
     pub(super) fn take(&self, bytes: usize) -> Option<Buffer> {
         let handle = self.kept().free.get_mut(&bytes)?.pop()?;
         Some(Buffer { handle, bytes })
     }
 
-    /// Counts a buffer that the driver gave.
+    /// Counts a buffer newly allocated by the driver.
     pub(super) fn grew(&self, bytes: usize) {
         let mut kept = self.kept();
         kept.held += bytes;
         kept.peak = kept.peak.max(kept.held);
     }
 
-    /// Keeps a buffer. Work that was queued on it runs before work queued later, so it may be taken at once.
+    /// Keeps a buffer for reuse. It may be reused at once, because work queued on it runs before work queued
+    /// later.
     pub(super) fn give(&self, buffer: Buffer) {
         self.kept().free.entry(buffer.bytes).or_default().push(buffer.handle);
     }
 
-    /// Lets go of all kept buffers, when the device is full.
+    /// Drops all kept buffers, to make room on a full device.
     pub(super) fn forget(&self) {
         let mut kept = self.kept();
         let free: usize = kept.free.iter().map(|(bytes, handles)| bytes * handles.len()).sum();

@@ -1,6 +1,6 @@
-//! Every op as a case that any device can run: what a device gives is compared with what the cpu gives. Shapes
-//! are drawn from a seed, and are not multiples of any tile. The bench `device-parity` has this file too:
-//! whoever includes it says where the crates are.
+//! Every op as a test case that runs on any device, to compare its results with the CPU's. Shapes are drawn
+//! from a seed and are not multiples of any tile. The bench `device-parity` includes this file too: the
+//! including crate provides `base` and `tensor` as names of the crates.
 
 use half::{bf16, f16};
 
@@ -9,11 +9,11 @@ use super::tensor::{DType, Device, Fuse, Op, Program, ProgramBuilder, Result, Sh
 
 type Run = Box<dyn Fn(&Device) -> Result<Vec<Tensor>>>;
 
-/// An op on operands of some shapes.
+/// An op with operands of given shapes.
 pub(crate) struct Case {
-    /// The op.
+    /// Name of the op.
     pub(crate) op: &'static str,
-    /// Its shapes and settings.
+    /// Description of its shapes and settings.
     pub(crate) what: String,
     /// Whether all devices must give the same bits.
     pub(crate) exact: bool,
@@ -21,7 +21,7 @@ pub(crate) struct Case {
 }
 
 impl Case {
-    /// The elements of all results, one after the other.
+    /// Runs the op and returns the elements of all results, concatenated.
     pub(crate) fn run(&self, device: &Device) -> Result<Vec<f32>> {
         let mut all = Vec::new();
         for tensor in (self.run)(device)? {
@@ -38,7 +38,8 @@ impl Case {
     }
 }
 
-/// Relative l2 distance of `found` from `expected`; not finite where one has a value that the other lacks.
+/// Returns the relative L2 distance of `found` from `expected`; not finite if lengths differ or a value is not
+/// finite in only one of them.
 pub(crate) fn distance(found: &[f32], expected: &[f32]) -> f64 {
     if found.len() != expected.len() {
         return f64::INFINITY;
@@ -53,7 +54,7 @@ pub(crate) fn distance(found: &[f32], expected: &[f32]) -> f64 {
     (off / all.max(f64::MIN_POSITIVE)).sqrt()
 }
 
-/// Whether both are the same bits.
+/// Returns whether all bits are equal.
 pub(crate) fn same(found: &[f32], expected: &[f32]) -> bool {
     found.len() == expected.len() && found.iter().zip(expected).all(|(f, e)| f.to_bits() == e.to_bits())
 }
@@ -72,7 +73,7 @@ fn ids(device: &Device, seed: u64, bound: usize, shape: impl Into<Shape>) -> Res
     device.tensor(&values, shape)
 }
 
-/// A source of sizes.
+/// Source of random sizes.
 struct Draw {
     random: Philox,
     taken: u64,
@@ -89,7 +90,7 @@ impl Draw {
     }
 }
 
-/// AdamW's step with clipping: the gradient, then weights and both moments.
+/// AdamW's step with clipping: read buffer 0 is the gradient, updated buffers are the weights and both moments.
 fn adamw() -> Result<Program> {
     let mut p = ProgramBuilder::new();
     let (g, w, m, v) = (p.read(0), p.load(0), p.load(1), p.load(2));
@@ -115,7 +116,7 @@ fn adamw() -> Result<Program> {
     p.build()
 }
 
-/// A program of all other instructions.
+/// A program of the instructions that AdamW does not use.
 fn others() -> Result<Program> {
     let mut p = ProgramBuilder::new();
     let (a, b, c) = (p.read(0), p.load(0), p.load(1));
@@ -128,7 +129,7 @@ fn others() -> Result<Program> {
 }
 
 #[expect(clippy::too_many_lines, reason = "a few lines for each op")]
-/// One case of each op, and of each of its settings, in shapes drawn from `seed`.
+/// Returns one case for each op and each of its settings, with shapes drawn from `seed`.
 pub(crate) fn cases(seed: u64) -> Vec<Case> {
     let mut draw = Draw { random: Philox::new(seed, 0), taken: 0 };
     let mut all = Vec::new();
@@ -404,7 +405,7 @@ pub(crate) fn cases(seed: u64) -> Vec<Case> {
                 let mut w = Vec::new();
                 for i in 0..program.writes() {
                     w.push(noise(d, seed + 1, 1.0 + i as f32, len + at)?);
-                    // The second moment is not negative.
+                    // The second moment must not be negative.
                     let squares: Vec<f32> =
                         w[i].to_vec::<f32>()?.iter().map(|x| if i == 2 { x * x } else { *x }).collect();
                     w[i].write(&squares)?;

@@ -1,5 +1,4 @@
-//! The backward pass of one head: probabilities and gradients of scores are made again, a tile of them at a
-//! time.
+//! The backward pass of one head. Probabilities and gradients of scores are recomputed tile by tile.
 //!
 //! Source: Dao et al. 2022, "`FlashAttention`", algorithm 4.
 
@@ -11,18 +10,18 @@ use super::product::{Left, Right, Size, multiply, pack, pack_transposed};
 use super::rows::{Rows, RowsMut};
 use super::softmax::{Block, dots, softmax_grad};
 
-/// Keys of a tile.
+/// Number of keys per tile.
 const KEYS: usize = 128;
-/// Queries of a tile: whole blocks of them with tiles of 6 or 8 rows, so that blocks of keys begin where blocks
-/// of queries do.
+/// Number of queries per tile: a multiple of both 6 and 8, the heights of register tiles, so that blocks of
+/// keys begin where blocks of queries do.
 const QUERIES: usize = 144;
 
-/// Where gradients go.
+/// Destinations of the gradients.
 pub(super) struct Gradients<'a> {
     pub(super) q: RowsMut<'a>,
     pub(super) k: RowsMut<'a>,
     pub(super) v: RowsMut<'a>,
-    /// Adds to those of keys and values rather than overwriting them.
+    /// Whether to add to the gradients of keys and values instead of overwriting them.
     pub(super) accumulate: bool,
 }
 
@@ -35,16 +34,17 @@ struct Pass<'a> {
     dy: Rows<'a>,
     lse: &'a [f32],
     gradients: Gradients<'a>,
-    /// What the next head will read.
+    /// Rows that the next head will read, to prefetch.
     next: Option<[Rows<'a>; 5]>,
-    /// Panels of all queries, and of the gradients of their outputs.
+    /// Packed panels of all queries, and of the gradients of their outputs.
     queries: &'a mut [f32],
     outputs: &'a mut [f32],
-    /// Panels of a tile's keys, also transposed, and of its values, transposed.
+    /// Packed panels of the tile's keys, of its transposed keys, and of its transposed values.
     keys: &'a mut [f32],
     keys_t: &'a mut [f32],
     values_t: &'a mut [f32],
-    /// Inner product of each query's output and its gradient: the mean of the gradients of its probabilities.
+    /// Inner product of each query's output and its gradient, which is the mean of the gradients of its
+    /// probabilities.
     means: &'a mut [f32],
     /// Probabilities of a tile, and gradients of its scores, in rows `pitch` apart.
     p: &'a mut [f32],
@@ -53,8 +53,8 @@ struct Pass<'a> {
 }
 
 impl Head {
-    /// Writes the gradients of queries, keys and values from what the forward pass read and wrote and the
-    /// gradient of `y`. Asks for rows of the `next` head, as many as there are queries.
+    /// Writes the gradients of queries, keys and values, given the inputs and outputs of the forward pass and
+    /// the gradient of `y`. Prefetches as many rows of the `next` head as there are queries.
     pub(super) fn backward(
         self,
         [q, k, v, y, dy]: [Rows<'_>; 5],
@@ -103,7 +103,7 @@ impl Pass<'_> {
         self.pack_queries();
         for tile in pieces(0..keys, KEYS) {
             self.pack_keys(&tile);
-            // Keys that all queries see; behind them, blocks of keys begin where blocks of queries do.
+            // Keys that all queries attend to. After them, blocks of keys begin where blocks of queries do.
             let common = past.clamp(tile.start, tile.end);
             for queries in pieces(self.head.first_query(tile.start)..queries, QUERIES) {
                 for block in pieces(queries.clone(), rows) {
@@ -138,8 +138,8 @@ impl Pass<'_> {
         }
     }
 
-    /// A block of queries, of a tile of them, meets a tile of keys: its rows of `p` and `ds`, and what these
-    /// keys add to the gradients of the queries.
+    /// Processes a block of queries with a tile of keys: computes its rows of `p` and `ds`, and adds the
+    /// contribution of these keys to the gradients of the queries.
     fn block_of_queries(&mut self, block: &Range<usize>, queries: &Range<usize>, tile: &Range<usize>) {
         let Head { isa, width, .. } = self.head;
         if tile.start == 0 {
@@ -167,7 +167,7 @@ impl Pass<'_> {
         multiply(isa, size, weights, keys, dq, Update::shares(&shares, tile.start == 0));
     }
 
-    /// What a tile of queries adds to the gradients of a block of keys and their values.
+    /// Adds the contribution of a tile of queries to the gradients of a block of keys and their values.
     fn block_of_keys(&mut self, block: &Range<usize>, queries: &Range<usize>, tile: &Range<usize>) {
         let Head { isa, width, .. } = self.head;
         let from = self.head.first_query(block.start).max(queries.start);

@@ -1,7 +1,7 @@
-//! The forward pass of one head: a block of queries at a time, whose scores never leave the first-level cache.
+//! The forward pass of one head, one block of queries at a time. The scores of a block stay in L1 cache.
 //!
-//! Source: Dao et al. 2022, "`FlashAttention`", algorithm 1: keys are the outer loop, and the output is kept
-//! normalised.
+//! Source: Dao et al. 2022, "`FlashAttention`", algorithm 1: the outer loop is over keys, and the output is
+//! kept normalised.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use super::product::{Left, Right, Size, multiply, pack, pack_transposed};
 use super::rows::{Rows, RowsMut};
 use super::softmax::{Block, Running, logs, softmax};
 
-/// Keys of a tile: with their values, a quarter of a second-level cache at the usual widths.
+/// Number of keys per tile. With their values they use a quarter of L2 cache at the usual head widths.
 const KEYS: usize = 256;
 
 struct Pass<'a> {
@@ -20,22 +20,22 @@ struct Pass<'a> {
     k: Rows<'a>,
     v: Rows<'a>,
     y: RowsMut<'a>,
-    /// Panels of a tile's keys, transposed.
+    /// Packed panels of the tile's keys, transposed.
     keys: &'a mut [f32],
-    /// Panels of a tile's values, `values_panel` apart.
+    /// Packed panels of the tile's values, `values_panel` apart.
     values: &'a mut [f32],
     values_panel: usize,
-    /// Scores of a block of queries, `pitch` apart, then their exponentials.
+    /// Scores of a block of queries, in rows `pitch` apart; later their exponentials.
     scores: &'a mut [f32],
     pitch: usize,
     running: Running<'a>,
-    /// What the next head will read.
+    /// Rows that the next head will read, to prefetch.
     next: Option<[Rows<'a>; 3]>,
 }
 
 impl Head {
-    /// Writes a row of `y` for each query, and to `lse` the log of the sum of exponentials of its scores.
-    /// Asks for rows of the `next` head, as many as there are queries.
+    /// Writes one row of `y` per query and, if `lse` is given, the log-sum-exp of the query's scores.
+    /// Prefetches as many rows of the `next` head as there are queries.
     pub(super) fn forward(
         self,
         [q, k, v]: [Rows<'_>; 3],
@@ -87,7 +87,7 @@ impl Pass<'_> {
         }
     }
 
-    /// A block of queries meets a tile of keys.
+    /// Processes a block of queries with a tile of keys.
     fn block(&mut self, block: &Range<usize>, tile: &Range<usize>) {
         let Head { isa, width, .. } = self.head;
         if tile.start == 0 {

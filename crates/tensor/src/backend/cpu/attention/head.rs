@@ -1,5 +1,4 @@
-//! What both directions of one head's attention share: its sizes, its mask and its scratch. It refuses to know
-//! batches, threads and who owns the rows that are written.
+//! Sizes, mask and scratch memory that the forward and the backward pass of one head share.
 
 use std::ops::Range;
 
@@ -7,34 +6,34 @@ use super::super::tile::LINE;
 use super::super::vector::LANES;
 use crate::backend::cpu::simd::Isa;
 
-/// Sizes of one head.
+/// Sizes of one attention head.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Head {
     pub(super) isa: Isa,
     pub(super) queries: usize,
-    /// At least `queries`; query `i` sees the keys up to `keys - queries + i`.
+    /// Number of keys, at least `queries`. Query `i` attends to the keys up to `keys - queries + i`.
     pub(super) keys: usize,
-    /// Floats of a row.
+    /// Number of floats of a row.
     pub(super) width: usize,
 }
 
 impl Head {
-    /// What products of queries and keys are multiplied by.
+    /// Returns the factor from products of queries and keys to scores.
     pub(super) fn score_scale(&self) -> f32 {
         1.0 / (self.width as f32).sqrt()
     }
 
-    /// From products of queries and keys to exponents of 2.
+    /// Returns the factor from products of queries and keys to exponents of 2.
     pub(super) fn exponent_scale(&self) -> f32 {
         std::f32::consts::LOG2_E * self.score_scale()
     }
 
-    /// The first query that sees `key`.
+    /// Returns the first query that attends to `key`.
     pub(super) fn first_query(&self, key: usize) -> usize {
         key.saturating_sub(self.keys - self.queries)
     }
 
-    /// What some queries see of a tile of keys.
+    /// Returns which keys of a tile some queries attend to.
     pub(super) fn meeting(&self, queries: &Range<usize>, keys: &Range<usize>) -> Meeting {
         let first = (queries.start + self.keys - self.queries + 1).cast_signed() - keys.start.cast_signed();
         let mut meeting = Meeting { first, keys: keys.len(), all: 0, whole: 0, padded: 0 };
@@ -45,18 +44,19 @@ impl Head {
     }
 }
 
-/// Where some queries meet a tile of keys.
+/// The causal mask of some queries for a tile of keys.
 #[derive(Clone, Copy)]
 pub(super) struct Meeting {
-    /// Keys of the tile that the first query sees, if it could be negative or more than the tile has.
+    /// Number of keys of the tile that the first query attends to, not yet clamped: it may be negative or
+    /// greater than `keys`.
     first: isize,
-    /// Keys of the tile.
+    /// Number of keys of the tile.
     keys: usize,
-    /// Keys that the last query sees.
+    /// Number of keys that the last query attends to.
     pub(super) all: usize,
-    /// Keys that all queries see, in whole vectors.
+    /// Number of keys that all queries attend to, rounded down to whole vectors.
     pub(super) whole: usize,
-    /// Keys that any query sees, in whole vectors.
+    /// Number of keys that any query attends to, rounded up to whole vectors.
     pub(super) padded: usize,
 }
 
@@ -65,19 +65,19 @@ impl Meeting {
         (self.first + row.cast_signed()).clamp(0, self.keys.cast_signed()).cast_unsigned()
     }
 
-    /// Keys that query `row` sees of the vector of them from `key` on.
+    /// Returns how many keys query `row` attends to, of the vector of keys that begins at `key`.
     pub(super) fn seen_of_vector(self, row: usize, key: usize) -> usize {
         self.seen(row).saturating_sub(key).min(LANES)
     }
 }
 
-/// Cuts a range into pieces of `len`; the last may be shorter.
+/// Divides a range into pieces of length `len`; the last may be shorter.
 pub(super) fn pieces(of: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> {
     of.clone().step_by(len).map(move |i| i..of.end.min(i + len))
 }
 
-/// Cuts the scratch into panels of the given lengths, each beginning with a cache line; what they hold is left
-/// over from earlier calls.
+/// Divides the scratch memory into panels of the given lengths, each aligned to a cache line. They may contain
+/// values of earlier calls.
 pub(super) fn panels<const N: usize>(scratch: &mut Vec<f32>, lengths: [usize; N]) -> [&mut [f32]; N] {
     let lengths = lengths.map(|len| len.next_multiple_of(LINE));
     let total = lengths.iter().sum::<usize>() + LINE;

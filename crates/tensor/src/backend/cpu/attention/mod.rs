@@ -1,11 +1,13 @@
-//! Causal attention of all heads, forward and backward, in tiles: never a matrix of all scores.
+//! Causal attention of all heads, forward and backward, in tiles, without storing a matrix of all scores.
 //!
-//! One task owns one head of one sequence, so no sum crosses tasks and the bits do not depend on the number of
-//! threads. A task goes over the keys tile by tile and, for each, over the blocks of queries that see it, a
-//! register tile high. Rows of queries are read where they are; keys and values are packed into panels of the
-//! thread's scratch, which products want them in. Meanwhile the rows of the thread's next head are asked for:
-//! they lie apart, and no CPU guesses where. Masked weights are multiplied as zeros within a register tile, so
-//! a NaN in a value may reach the seven queries before it. It refuses to know projections, tensors and devices.
+//! One task computes one head of one sequence. No sum crosses tasks, so bits do not depend on the number of
+//! threads. A task loops over tiles of keys and, for each, over the blocks of queries that attend to it; a
+//! block is as high as a register tile. Rows of queries are read in place. Keys and values are packed into
+//! panels in the thread's scratch memory. Meanwhile, the rows of the thread's next head are prefetched: they
+//! are strided, and hardware prefetchers do not predict them.
+//!
+//! Within a register tile, masked weights are multiplied as zeros. A NaN in a value can therefore reach up to
+//! seven earlier queries.
 
 mod backward;
 mod forward;
@@ -26,18 +28,18 @@ use super::pool::Pool;
 use super::simd::Isa;
 use crate::Shape;
 
-/// Sizes of an attention whose heads lie side by side in each token.
+/// Sizes of an attention whose heads are side by side in each token.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Layout {
     batch: usize,
-    /// Queries of each sequence.
+    /// Number of queries of each sequence.
     tokens: usize,
     heads: usize,
     head_dim: usize,
 }
 
 impl Layout {
-    /// For an output of shape `[B, T, C]` with `heads` dividing `C`.
+    /// Creates the layout of an output of shape `[B, T, C]`. `heads` must divide `C`.
     pub(super) fn packed(y: Shape, heads: usize) -> Self {
         let (rows, cols) = (y.rows(), y.cols());
         let tokens = *y.dims().get(1).expect("an output is [B, T, C]");
@@ -49,33 +51,32 @@ impl Layout {
         }
     }
 
-    /// Floats of one token's output.
+    /// Returns the number of floats of one token's output.
     const fn width(self) -> usize {
         self.heads * self.head_dim
     }
 
-    /// Sequence and head of a task.
+    /// Returns the sequence and the head of a task.
     const fn head(self, task: usize) -> (usize, usize) {
         (task / self.heads, task % self.heads)
     }
 
-    /// The task whose rows are asked for while `task` runs: that which the same thread does next, if all take
-    /// as long. None where its rows of so many `operands` would fill much of a second-level cache.
+    /// Returns the task whose rows are prefetched while `task` runs: the one that the same thread runs next if
+    /// all tasks take equally long. `None` if its rows of `operands` matrices would fill too much of L2 cache.
     fn next(self, task: usize, threads: usize, operands: usize) -> Option<usize> {
-        /// Half a MiB.
+        /// Maximum number of prefetched floats: half a MiB.
         const MOST: usize = 128 * 1024;
         let next = task + threads;
         (next < self.tasks() && operands * self.tokens * self.head_dim <= MOST).then_some(next)
     }
 
-    /// Heads of all sequences.
+    /// Returns the number of tasks: the heads of all sequences.
     const fn tasks(self) -> usize {
         if self.tokens == 0 || self.head_dim == 0 { 0 } else { self.batch * self.heads }
     }
 }
 
-/// Where a head's rows lie in a buffer: token `t` of sequence `b` begins at
-/// `start + (b * tokens + t) * stride`.
+/// Layout of heads in a buffer: token `t` of sequence `b` begins at `start + (b * tokens + t) * stride`.
 #[derive(Debug, Clone, Copy)]
 struct Place {
     start: usize,
@@ -84,23 +85,23 @@ struct Place {
 }
 
 impl Place {
-    /// The place of one head of one sequence: its first row's beginning.
+    /// Returns the index of the first element of one head of one sequence.
     const fn of(self, l: Layout, b: usize, h: usize) -> usize {
         self.start + b * self.tokens * self.stride + h * l.head_dim
     }
 
-    /// The rows of one head of one sequence.
+    /// Returns the rows of one head of one sequence.
     fn rows(self, data: &[f32], l: Layout, (b, h): (usize, usize)) -> Rows<'_> {
         Rows::new(&data[self.of(l, b, h)..], self.stride, l.head_dim)
     }
 
-    /// Floats that a buffer must have for all heads to lie within it.
+    /// Returns the minimum length of a buffer that contains all heads.
     const fn end(self, l: Layout) -> usize {
         if l.tasks() == 0 { 0 } else { self.start + (l.batch * self.tokens - 1) * self.stride + l.width() }
     }
 }
 
-/// A buffer of which each task writes the rows of its own head.
+/// An output buffer in which each task writes the rows of its own head.
 #[derive(Clone, Copy)]
 struct Output<'a> {
     pointer: *mut f32,
@@ -109,7 +110,7 @@ struct Output<'a> {
 }
 
 #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
-// SAFETY: the pointer is used only through methods whose callers promise disjoint parts.
+// SAFETY: the pointer is used only through methods whose callers guarantee disjoint parts.
 unsafe impl Sync for Output<'_> {}
 
 impl<'a> Output<'a> {
@@ -117,40 +118,43 @@ impl<'a> Output<'a> {
         Self { pointer: data.as_mut_ptr(), len: data.len(), owner: PhantomData }
     }
 
-    /// The rows of one head of one sequence.
+    /// Returns the rows of one head of one sequence.
     ///
     /// # Safety
-    /// Nobody else uses these rows while they are held.
+    /// No other code may use these rows during their lifetime.
     #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
     unsafe fn rows(&self, place: Place, l: Layout, (b, h): (usize, usize)) -> RowsMut<'a> {
         assert!(place.end(l) <= self.len, "heads lie within their buffers");
         let start = place.of(l, b, h);
-        // SAFETY: within the buffer, which is borrowed exclusively for `'a`; unshared by the caller's promise.
+        // SAFETY: within the buffer, which is borrowed exclusively for `'a`; the caller guarantees that the
+        // rows are not shared.
         unsafe { RowsMut::shared(self.pointer.add(start), self.len - start, place.stride) }
     }
 
-    /// `len` floats from `start` on.
+    /// Returns `len` floats from `start` on.
     ///
     /// # Safety
-    /// Nobody else uses these floats while they are held.
+    /// No other code may use these floats during their lifetime.
     #[expect(unsafe_code, reason = "tasks write disjoint parts of one buffer")]
     unsafe fn part(&self, start: usize, len: usize) -> &'a mut [f32] {
         assert!(start <= self.len && len <= self.len - start, "the part lies within the buffer");
-        // SAFETY: within the buffer, which is borrowed exclusively for `'a`; unshared by the caller's promise.
+        // SAFETY: within the buffer, which is borrowed exclusively for `'a`; the caller guarantees that the
+        // part is not shared.
         unsafe { std::slice::from_raw_parts_mut(self.pointer.add(start), len) }
     }
 }
 
 thread_local! {
-    /// Panels of the head that this thread works on, kept between calls.
+    /// Packed panels of this thread's current head. The buffer is kept between calls.
     static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// `y = softmax(q kᵀ / sqrt(head_dim)) v` per head, where a query sees the keys up to its own position.
+/// Forward pass: `y = softmax(q kᵀ / sqrt(head_dim)) v` per head. A query attends to the keys up to its own
+/// position.
 struct Forward<'a> {
     isa: Isa,
     layout: Layout,
-    /// Keys of each sequence; its queries are the last of them.
+    /// Number of keys of each sequence. The queries are those of the last tokens.
     keys: usize,
     q: (&'a [f32], Place),
     k: (&'a [f32], Place),
@@ -158,7 +162,7 @@ struct Forward<'a> {
 }
 
 impl Forward<'_> {
-    /// Writes `y` `[B, T, C]` and `lse` `[B, heads, T]`, if it is wanted.
+    /// Writes `y` `[B, T, C]` and, if given, `lse` `[B, heads, T]`.
     fn run(&self, pool: &Pool, y: &mut [f32], lse: Option<&mut [f32]>) {
         let l = self.layout;
         let place = Place { start: 0, tokens: l.tokens, stride: l.width() };
@@ -179,7 +183,7 @@ impl Forward<'_> {
             let head = Head { isa: self.isa, queries: l.tokens, keys: self.keys, width: l.head_dim };
             SCRATCH.with_borrow_mut(|scratch| {
                 #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
-                // SAFETY: each task has a head of its own, hence columns and a stretch of `lse` of its own.
+                // SAFETY: each task has its own head, hence its own columns of `y` and its own part of `lse`.
                 let (y, lse) = unsafe {
                     let lse = lse.as_ref().map(|lse| lse.part(task * l.tokens, l.tokens));
                     (y.rows(place, l, l.head(task)), lse)
@@ -195,18 +199,18 @@ impl Forward<'_> {
 struct Backward<'a> {
     isa: Isa,
     layout: Layout,
-    /// As in [`Forward`].
+    /// Number of keys of each sequence, as in [`Forward`].
     keys: usize,
     q: (&'a [f32], Place),
     k: (&'a [f32], Place),
     v: (&'a [f32], Place),
-    /// `[B, T, C]`.
+    /// Output of the forward pass: `[B, T, C]`.
     y: &'a [f32],
-    /// `[B, heads, T]`.
+    /// Log-sum-exp of the forward pass: `[B, heads, T]`.
     lse: &'a [f32],
-    /// `[B, T, C]`.
+    /// Gradient of `y`: `[B, T, C]`.
     dy: &'a [f32],
-    /// Adds to the gradients of keys and values rather than overwriting them.
+    /// Whether to add to the gradients of keys and values instead of overwriting them.
     accumulate: bool,
 }
 
@@ -233,7 +237,7 @@ impl Backward<'_> {
             let lse = &self.lse[task * l.tokens..][..l.tokens];
             let head = Head { isa: self.isa, queries: l.tokens, keys: self.keys, width: l.head_dim };
             #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
-            // SAFETY: each task has a head of its own, hence columns of its own in each of the three.
+            // SAFETY: each task has its own head, hence its own columns of the three gradients.
             let [q, k, v] =
                 gradients.each_ref().map(|(data, place)| unsafe { data.rows(*place, l, l.head(task)) });
             let gradients = Gradients { q, k, v, accumulate: self.accumulate };
@@ -243,7 +247,7 @@ impl Backward<'_> {
     }
 }
 
-/// The three thirds of a `[B, T, 3 C]` buffer.
+/// Returns the layouts of the three thirds (queries, keys, values) of a `[B, T, 3 C]` buffer.
 const fn thirds(l: Layout) -> [Place; 3] {
     let (tokens, width) = (l.tokens, l.width());
     let stride = 3 * width;
@@ -254,8 +258,8 @@ const fn thirds(l: Layout) -> [Place; 3] {
     ]
 }
 
-/// Attention of `qkv` `[B, T, 3 C]`: writes `y` `[B, T, C]`, and `lse` `[B, heads, T]`, the log of the sum of
-/// exponentials of each row of scores, for [`train_backward`].
+/// Computes attention of `qkv` `[B, T, 3 C]`. Writes `y` `[B, T, C]` and `lse` `[B, heads, T]`, the log-sum-exp
+/// of each row of scores, which [`train_backward`] needs.
 pub(super) fn train_forward(pool: &Pool, l: Layout, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) {
     forward(Isa::detect(), pool, l, qkv, y, lse);
 }
@@ -265,8 +269,8 @@ fn forward(isa: Isa, pool: &Pool, l: Layout, qkv: &[f32], y: &mut [f32], lse: &m
     Forward { isa, layout: l, keys: l.tokens, q, k, v }.run(pool, y, Some(lse));
 }
 
-/// Gradient of [`train_forward`]: writes `d_qkv` `[B, T, 3 C]` from `dy` `[B, T, C]` and what the forward pass
-/// read and wrote.
+/// Gradient of [`train_forward`]: writes `d_qkv` `[B, T, 3 C]`, given `dy` `[B, T, C]` and the inputs and
+/// outputs of the forward pass.
 pub(super) fn train_backward(
     pool: &Pool,
     l: Layout,
@@ -287,21 +291,21 @@ fn backward(isa: Isa, pool: &Pool, l: Layout, [qkv, y, lse, dy]: [&[f32]; 4], d_
     pass.run(pool, thirds(l).map(|place| (d_qkv, place)));
 }
 
-/// Where new tokens go in caches of keys and values `[B, capacity, C]`.
+/// Position of new tokens in the caches of keys and values, which are `[B, capacity, C]`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Cache {
-    /// Tokens before the new ones.
+    /// Number of tokens before the new ones.
     pub(super) past: usize,
     pub(super) capacity: usize,
 }
 
 impl Cache {
-    /// Where the rows of heads lie.
+    /// Returns the layout of heads in a cache.
     const fn place(self, l: Layout) -> Place {
         Place { start: 0, tokens: self.capacity, stride: l.width() }
     }
 
-    /// Pairs of a new token's row among `[B, T, 3 C]` and its row in a cache: where each begins.
+    /// For each new token, returns the start of its row in `[B, T, 3 C]` and of its row in a cache.
     fn rows(self, l: Layout) -> impl Iterator<Item = (usize, usize)> {
         let at = move |(b, t)| (3 * (b * l.tokens + t), b * self.capacity + self.past + t);
         let all = (0..l.batch).flat_map(move |b| (0..l.tokens).map(move |t| (b, t)));
@@ -309,8 +313,8 @@ impl Cache {
     }
 }
 
-/// Attention of `qkv` `[B, T, 3 C]` of new tokens over caches of keys and values `[B, capacity, C]`: appends
-/// the new ones, then writes `y` `[B, T, C]`, and `lse` as [`train_forward`] does, if it is wanted.
+/// Computes attention of new tokens `qkv` `[B, T, 3 C]` with caches of keys and values `[B, capacity, C]`.
+/// Appends the new keys and values, then writes `y` `[B, T, C]` and, if given, `lse` as [`train_forward`] does.
 pub(super) fn cached_forward(
     pool: &Pool,
     l: Layout,
@@ -342,9 +346,9 @@ fn forward_over(
     Forward { isa, layout: l, keys: cache.past + l.tokens, q, k, v }.run(pool, y, lse);
 }
 
-/// Gradient of [`cached_forward`], from `dy` `[B, T, C]` and what it read and wrote: adds to the gradients of
-/// the keys and values that were seen, and writes `d_qkv` `[B, T, 3 C]`, those of the new tokens' keys and
-/// values among it.
+/// Gradient of [`cached_forward`], given `dy` `[B, T, C]` and its inputs and outputs. Adds to the gradients of
+/// all keys and values that the new tokens attended to, and writes `d_qkv` `[B, T, 3 C]`, which includes the
+/// gradients of the new tokens' own keys and values.
 pub(super) fn cached_backward(
     pool: &Pool,
     l: Layout,

@@ -1,5 +1,4 @@
-//! Matrix products of a row of tiles, and the panels that they read. It refuses to know heads, masks and where
-//! tensors live.
+//! Matrix products one register tile high, and packing of their right operands.
 #![expect(
     unsafe_code,
     reason = "vector instructions and unchecked indexing; each entry point checks its bounds"
@@ -12,7 +11,7 @@ use super::super::tile::{Tile, Update, prefetch};
 use super::super::vector::{LANES, Vector};
 use super::rows::{Rows, RowsMut};
 
-/// The left operand of a product: element (i, k) is at `i * row + k * col`.
+/// Left operand of a product: element (i, k) is at `i * row + k * col`.
 #[derive(Clone, Copy)]
 pub(super) struct Left<'a> {
     pub(super) data: &'a [f32],
@@ -20,8 +19,8 @@ pub(super) struct Left<'a> {
     pub(super) col: usize,
 }
 
-/// The right operand, in panels as wide as a tile: element (k, j) is at `j / width * panel + k * width + j %
-/// width`.
+/// Right operand of a product, in panels as wide as a tile: element (k, j) is at
+/// `j / width * panel + k * width + j % width`.
 #[derive(Clone, Copy)]
 pub(super) struct Right<'a> {
     pub(super) data: &'a [f32],
@@ -31,14 +30,14 @@ pub(super) struct Right<'a> {
 /// Sizes of a product.
 #[derive(Clone, Copy)]
 pub(super) struct Size {
-    /// At most those of a tile.
+    /// At most the rows of a tile.
     pub(super) rows: usize,
-    /// Terms of each sum.
+    /// Number of terms of each sum.
     pub(super) depth: usize,
     pub(super) columns: usize,
 }
 
-/// `A B`, a row of tiles, and what becomes of C. Panics unless the operands hold what it reads and writes.
+/// Computes `A B`, one row of tiles, and updates C. Panics if an operand is too short.
 pub(super) fn multiply(isa: Isa, size: Size, a: Left<'_>, b: Right<'_>, c: RowsMut<'_>, update: Update<'_>) {
     let (full, Size { rows, depth, columns }) = (isa.tile(), size);
     assert!((1..=full.rows).contains(&rows) && depth > 0 && columns > 0, "a product has a size");
@@ -63,7 +62,7 @@ pub(super) fn multiply(isa: Isa, size: Size, a: Left<'_>, b: Right<'_>, c: RowsM
     };
     for panel in 0..panels {
         tile.columns = (columns - panel * full.columns).min(full.columns);
-        // SAFETY: the operands hold what is read and written, as just checked; kernels only read B.
+        // SAFETY: the operands are long enough, as checked above; kernels only read B.
         unsafe {
             tile.b = b_at.add(panel * b.panel);
             tile.c = c.add(panel * full.columns);
@@ -72,13 +71,12 @@ pub(super) fn multiply(isa: Isa, size: Size, a: Left<'_>, b: Right<'_>, c: RowsM
     }
 }
 
-/// Rows between the one that is copied and the one that is asked for: rows of a head lie apart, and the CPU
-/// does not see that they follow.
+/// Number of rows to prefetch ahead. The rows of a head are strided, and the CPU does not predict them.
 const AHEAD: usize = 12;
 
 simd! {
-    /// Copies rows into panels of a right operand, `wide` columns each and `panel` apart; columns that are
-    /// missing from the last panel are zero.
+    /// Copies rows into panels of a right operand, `wide` columns each and `panel` apart. Missing columns of
+    /// the last panel are zero.
     pub(super) fn pack<L: Level + Vector>(
         from: Rows<'_>, rows: &Range<usize>, panels: &mut [f32], wide: usize, panel: usize,
     ) {
@@ -92,8 +90,8 @@ simd! {
             for (p, start) in (0..width).step_by(wide).enumerate() {
                 for j in (0..wide).step_by(LANES) {
                     let here = width.saturating_sub(start + j).min(LANES);
-                    // SAFETY: the rows are there, and the panels hold them; this function is compiled for the
-                    // level.
+                    // SAFETY: the rows and the panels are long enough, as checked; this function is compiled
+                    // for the level.
                     unsafe {
                         let src = src.as_ptr().wrapping_add(t * stride + start + j);
                         let dst = dst.add(p * panel + t * wide + j);
@@ -111,8 +109,7 @@ simd! {
 }
 
 simd! {
-    /// Copies at most `wide` rows into the columns of one panel of a right operand; columns that are missing
-    /// are zero.
+    /// Copies at most `wide` rows into the columns of one panel of a right operand. Missing columns are zero.
     pub(super) fn pack_transposed<L: Level + Vector>(from: Rows<'_>, rows: &Range<usize>, panel: &mut [f32], wide: usize) {
         let Rows { stride, width, .. } = from;
         let src = from.span(rows);
@@ -125,8 +122,8 @@ simd! {
             }
             let whole = if here == LANES { width / LANES * LANES } else { 0 };
             for j in (0..whole).step_by(LANES) {
-                // SAFETY: eight rows from `t` on are there, and the panel has `width` of them; this function is
-                // compiled for the level.
+                // SAFETY: eight rows from `t` on are in bounds, and the panel has `width` rows; this function
+                // is compiled for the level.
                 unsafe {
                     L::transpose(src.as_ptr().add(t * stride + j), stride, panel.as_mut_ptr().add(j * wide + t), wide);
                 }

@@ -1,11 +1,11 @@
-//! Rows of one head, which lie apart in a buffer that holds many heads. It refuses to know what they mean.
+//! Rows of one head, which are strided in a buffer of many heads.
 
 use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::super::tile::{LINE, prefetch_far};
 
-/// Rows to read.
+/// Read-only rows.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Rows<'a> {
     data: &'a [f32],
@@ -14,23 +14,23 @@ pub(super) struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
-    /// Rows `stride` apart; `data` begins with the first.
+    /// Creates rows `stride` apart; the first one begins at `data[0]`.
     pub(super) fn new(data: &'a [f32], stride: usize, width: usize) -> Self {
         Self { data, stride, width }
     }
 
-    /// Asks for some rows, which need not be there, into the second-level cache.
+    /// Prefetches some rows into L2 cache. They may be out of bounds.
     pub(super) fn fetch(&self, rows: &Range<usize>) {
         rows.clone().flat_map(|t| self.lines(t)).for_each(prefetch_far);
     }
 
-    /// Where the cache lines of a row lie, which need not be there.
+    /// Returns the addresses of the cache lines of a row. They may be out of bounds.
     pub(super) fn lines(&self, t: usize) -> impl Iterator<Item = *const f32> {
         let row = self.data.as_ptr().wrapping_add(t * self.stride);
         (0..self.width).step_by(LINE).map(move |j| row.wrapping_add(j))
     }
 
-    /// From the first of some rows to the end of the last; panics unless all of them are there.
+    /// Returns the slice from the first of some rows to the end of the last. Panics if they are out of bounds.
     pub(super) fn span(&self, rows: &Range<usize>) -> &'a [f32] {
         if rows.is_empty() {
             return &[];
@@ -39,7 +39,7 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Rows to write.
+/// Writable rows.
 #[derive(Debug)]
 pub(super) struct RowsMut<'a> {
     data: *mut f32,
@@ -49,28 +49,29 @@ pub(super) struct RowsMut<'a> {
 }
 
 impl<'a> RowsMut<'a> {
-    /// Rows `stride` apart of a matrix.
+    /// Creates the rows of a matrix, `stride` apart.
     pub(super) fn new(data: &'a mut [f32], stride: usize) -> Self {
         Self { data: data.as_mut_ptr(), len: data.len(), stride, owner: PhantomData }
     }
 
-    /// Rows `stride` apart of a buffer whose other columns belong to others.
+    /// Creates rows of a buffer whose other columns are used by other tasks.
     ///
     /// # Safety
-    /// The buffer is valid for `len` floats for `'a`, and nobody else uses the columns of these rows.
+    /// The buffer must be valid for `len` floats for `'a`, and no other code may use the columns of these rows.
     #[expect(unsafe_code, reason = "several tasks write one buffer")]
     pub(super) unsafe fn shared(data: *mut f32, len: usize, stride: usize) -> Self {
         Self { data, len, stride, owner: PhantomData }
     }
 
-    /// The rows from `t` on.
+    /// Returns the rows from `t` on.
     pub(super) fn from(&mut self, t: usize) -> RowsMut<'_> {
         let skip = t * self.stride;
         let len = self.len.checked_sub(skip).expect("the row is there");
         RowsMut { data: self.data.wrapping_add(skip), len, stride: self.stride, owner: PhantomData }
     }
 
-    /// Where the first of `rows` begins, and the stride; panics unless they are there, `width` wide.
+    /// Returns a pointer to the first row, and the stride. Panics unless `rows` rows of `width` floats are in
+    /// bounds.
     pub(super) fn span(&mut self, rows: usize, width: usize) -> (*mut f32, usize) {
         assert!((rows - 1) * self.stride + width <= self.len, "rows lie within their buffer");
         (self.data, self.stride)

@@ -1,4 +1,4 @@
-//! Softmax of a block of scores, and its gradient. It refuses to know where the scores come from.
+//! Softmax of a block of scores, and its gradient.
 #![expect(
     unsafe_code,
     reason = "vector instructions and unchecked indexing; each entry point checks its bounds"
@@ -15,12 +15,12 @@ use super::super::vmath;
 use super::head::Meeting;
 use super::rows::Rows;
 
-/// Products of a block of queries with the keys of a tile, in rows `pitch` apart.
+/// Products of a block of queries with a tile of keys, in rows `pitch` apart.
 pub(super) struct Block<'a> {
     pub(super) meeting: Meeting,
     pub(super) products: &'a mut [f32],
     pub(super) pitch: usize,
-    /// From products to exponents of 2.
+    /// Factor that converts a product to an exponent of 2.
     pub(super) scale: f32,
 }
 
@@ -34,32 +34,33 @@ impl Block<'_> {
     }
 }
 
-/// What is known of the softmax of some queries from the tiles that they have met.
+/// State of the online softmax of some queries, after the tiles processed so far.
 pub(super) struct Running<'a> {
-    /// The greatest product of each query.
+    /// Greatest product of each query.
     pub(super) tops: &'a mut [f32],
-    /// The sum of exponentials of each query, relative to that of its greatest product.
+    /// Sum of exponentials of each query, relative to the exponential of its greatest product.
     pub(super) sums: &'a mut [f32],
 }
 
-/// The exponents `scale x + shift` of eight products.
+/// Returns `2^(scale x + shift)` of eight products.
 #[inline(always)]
 unsafe fn exponentials<L: Vector>(x: *const f32, scale: f32, shift: f32) -> L::V {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { exp2::<L, 1>([L::fma(L::load(x), L::splat(scale), L::splat(shift))])[0] }
 }
 
 simd! {
     /// Replaces products by their exponentials relative to the greatest so far, and masked ones by 0. Returns
-    /// what becomes of weighted sums of values; if this tile is the first, what `running` holds is not read.
+    /// the factors with which the weighted sums of values are updated. If this tile is the `first`, the
+    /// contents of `running` are not read.
     pub(super) fn softmax<L: Level + Vector>(block: Block<'_>, running: Running<'_>, first: bool) -> [Share; MOST_ROWS] {
         let Running { tops, sums } = running;
         let rows = tops.len();
         block.check(rows);
         let Block { meeting, products, pitch, scale } = block;
         let mut shares = [Share { old: 0.0, new: 0.0 }; MOST_ROWS];
-        // Each step is taken for all rows before the next, so that no row waits for the end of another's chain.
-        // SAFETY: the rows are there in whole vectors; this function is compiled for the level.
+        // Each step runs for all rows before the next step, so that the dependency chains of the rows overlap.
+        // SAFETY: the rows are in bounds in whole vectors; this function is compiled for the level.
         unsafe {
             let masked = L::splat(f32::NEG_INFINITY);
             let mut lanes = [masked; MOST_ROWS];
@@ -106,8 +107,7 @@ simd! {
 }
 
 simd! {
-    /// The log of the sum of exponentials of each query, from its greatest product and the sum relative to
-    /// that.
+    /// Computes the log-sum-exp of each query from its greatest product and its relative sum.
     pub(super) fn logs<L: Level>(tops: &[f32], sums: &[f32], scale: f32, lse: &mut [f32]) {
         for ((lse, top), sum) in lse.iter_mut().zip(tops).zip(sums) {
             *lse = L::mul_add(LN_2 * scale, *top, vmath::ln::<L>(*sum));
@@ -116,15 +116,15 @@ simd! {
 }
 
 simd! {
-    /// Replaces products by probabilities `p`, and gradients of probabilities `dp` by those of scores, `p
-    /// (dp - mean)`; masked ones by 0. `lse` is the log of the sum of exponentials of each query.
+    /// Replaces products by probabilities `p`, and gradients of probabilities `dp` by gradients of scores,
+    /// `p (dp - mean)`. Masked ones become 0. `lse` is the log-sum-exp of each query.
     pub(super) fn softmax_grad<L: Level + Vector>(block: Block<'_>, dp: &mut [f32], lse: &[f32], means: &[f32]) {
         block.check(lse.len());
         let Block { meeting, products, pitch, scale } = block;
         assert!((lse.len() - 1) * pitch + meeting.padded <= dp.len(), "the block is too short");
         for (r, (lse, mean)) in lse.iter().zip(means).enumerate() {
             let shift = -LOG2_E * lse;
-            // SAFETY: the row is there in whole vectors; this function is compiled for the level.
+            // SAFETY: the row is in bounds in whole vectors; this function is compiled for the level.
             unsafe {
                 let mean = L::splat(*mean);
                 let (p, dp) = (products.as_mut_ptr().add(r * pitch), dp.as_mut_ptr().add(r * pitch));
@@ -146,13 +146,13 @@ simd! {
 }
 
 simd! {
-    /// Inner products of the rows of two matrices.
+    /// Computes the inner products of the rows of two matrices.
     pub(super) fn dots<L: Level + Vector>(a: Rows<'_>, b: Rows<'_>, rows: &Range<usize>, out: &mut [f32]) {
         let (whole, width) = (a.width / LANES * LANES, a.width);
         let (x, y) = (a.span(rows), b.span(rows));
         assert!(a.width == b.width, "rows have one width");
         for (t, out) in out[..rows.len()].iter_mut().enumerate() {
-            // SAFETY: the rows are there; this function is compiled for the level.
+            // SAFETY: the rows are in bounds; this function is compiled for the level.
             unsafe {
                 let (x, y) = (x.as_ptr().add(t * a.stride), y.as_ptr().add(t * b.stride));
                 let mut lanes = L::splat(0.0);

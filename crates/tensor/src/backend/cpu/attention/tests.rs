@@ -1,8 +1,8 @@
-//! Against attention in f64, straight from the definition, and central differences of it.
+//! Compares attention with its definition in f64, and its gradient with central differences of the definition.
 
 use super::*;
 
-/// Repeatable numbers of about unit size.
+/// Reproducible numbers of about unit size.
 fn noise(len: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -18,7 +18,7 @@ fn layout(batch: usize, heads: usize, tokens: usize, head_dim: usize) -> Layout 
     Layout { batch, tokens, heads, head_dim }
 }
 
-/// Probabilities of one row, and its log of the sum of exponentials.
+/// Returns the probabilities of one row, and its log-sum-exp.
 fn row_probabilities(q: &[f64], keys: &[&[f64]]) -> (Vec<f64>, f64) {
     let scale = 1.0 / (q.len() as f64).sqrt();
     let s: Vec<f64> =
@@ -28,7 +28,7 @@ fn row_probabilities(q: &[f64], keys: &[&[f64]]) -> (Vec<f64>, f64) {
     (s.iter().map(|s| (s - top).exp() / sum).collect(), top + sum.ln())
 }
 
-/// `(y, lse)` of `qkv`.
+/// Computes `(y, lse)` of `qkv` by the definition.
 fn reference(l: Layout, qkv: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let (c, d) = (l.width(), l.head_dim);
     let (mut y, mut lse) = (vec![0.0; l.batch * l.tokens * c], Vec::new());
@@ -50,7 +50,8 @@ fn reference(l: Layout, qkv: &[f64]) -> (Vec<f64>, Vec<f64>) {
     (y, lse)
 }
 
-/// `d_qkv` of `qkv` and `dy`: dV = Pᵀ dY, dP = dY Vᵀ, dS = P (dP - rowsum(P dP)), dQ = dS K, dK = dSᵀ Q.
+/// Computes `d_qkv` of `qkv` and `dy`: dV = Pᵀ dY, dP = dY Vᵀ, dS = P (dP - rowsum(P dP)), dQ = dS K, dK = dSᵀ
+/// Q.
 fn reference_gradient(l: Layout, qkv: &[f64], dy: &[f64]) -> Vec<f64> {
     let (c, d) = (l.width(), l.head_dim);
     let scale = 1.0 / (d as f64).sqrt();
@@ -93,7 +94,7 @@ fn assert_close(got: &[f32], want: &[f64], tolerance: f64, what: &str) {
     }
 }
 
-/// `(y, lse, d_qkv)` with outputs that start as NaN, so that whatever is not written shows.
+/// Returns `(y, lse, d_qkv)`. The outputs are NaN at first, so that elements that are not written are detected.
 fn run(isa: Isa, threads: usize, l: Layout, qkv: &[f32], dy: &[f32]) -> [Vec<f32>; 3] {
     let pool = Pool::new(threads).unwrap();
     let mut y = vec![f32::NAN; dy.len()];
@@ -175,7 +176,7 @@ fn gradient_is_the_slope() {
     assert_close(&g, &slope, 1e-6, "slope");
 }
 
-/// The rows of `t` tokens of each of `b` sequences of `total`, from token `past` on.
+/// Returns the rows of `t` tokens from token `past` on, of each of `b` sequences of `total` tokens.
 fn some_tokens(data: &[f32], width: usize, (b, total): (usize, usize), past: usize, t: usize) -> Vec<f32> {
     (0..b).flat_map(|b| data[(b * total + past) * width..][..t * width].to_vec()).collect()
 }
@@ -200,7 +201,7 @@ fn tokens_that_come_in_pieces_have_the_same_outputs_and_gradients() {
         let all = (b, total);
         let in_pieces = |isa, threads| {
             let pool = Pool::new(threads).unwrap();
-            // Stale contents past the end must not leak in.
+            // Old contents after the last token must not affect results.
             let (mut keys, mut values) = (vec![f32::NAN; b * capacity * c], vec![f32::NAN; b * capacity * c]);
             let (mut forwards, mut past) = (Vec::new(), 0);
             for &t in &pieces {
@@ -256,14 +257,14 @@ fn a_nan_stays_close_and_does_not_outlive_its_call() {
     let (t, d) = (70, 8);
     let l = layout(1, 2, t, d);
     let mut qkv = noise(t * 6 * d, 10);
-    // The last token's value, first head. Masked weights are zeros, and zero times NaN is NaN, so the queries
-    // that share its register tile may see it; no others.
+    // A NaN in the last token's value, first head. Masked weights are zeros, and zero times NaN is NaN, so
+    // queries in the same register tile may get it, but no others.
     qkv[((t - 1) * 3 + 2) * 2 * d] = f32::NAN;
     let [y, ..] = run(Isa::detect(), 1, l, &qkv, &vec![0.0; t * 2 * d]);
     let nans: Vec<usize> = (0..y.len()).filter(|&i| y[i].is_nan()).collect();
     assert!(nans.contains(&((t - 1) * 2 * d)));
     assert!(nans.iter().all(|i| i % (2 * d) == 0 && i / (2 * d) + 8 >= t), "{nans:?}");
-    // The scratch that it went through serves other heads.
+    // The scratch memory that contained the NaN is reused for other heads.
     let clean = noise(t * 6 * d, 11);
     let outputs = run(Isa::detect(), 1, l, &clean, &noise(t * 2 * d, 12));
     assert!(outputs.iter().flatten().all(|x| x.is_finite()));

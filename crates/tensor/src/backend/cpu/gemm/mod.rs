@@ -1,15 +1,14 @@
-//! Matrix products of f32: `C = A B` or `C += A B`, any transposition, any size, with an epilogue on rows of
-//! C that are still in cache.
+//! Matrix products of f32: `C = A B` or `C += A B`, with any transposition and size, and with an elementwise
+//! epilogue on rows of C that are still in cache.
 //!
 //! The kernels follow BLIS: panels of A and B are packed into cache and multiplied tile by tile in registers,
-//! with AVX2 or AVX-512 where the CPU has them. Each element of C is summed in an order that depends on k
-//! alone: in blocks of at most 384, each one chain of fused multiply-adds. Hence its bits do not depend on
-//! threads, strides, transposition, or place in the matrix. It refuses to know tensors, other dtypes and
-//! activations.
+//! with AVX2 or AVX-512 if the CPU has them. Each element of C is summed in an order that depends only on k: in
+//! blocks of at most 384, each a chain of fused multiply-adds. Its bits therefore do not depend on the number
+//! of threads, on strides and transposition, or on its position in the matrix.
 //!
 //! Source: Van Zee and van de Geijn 2015, "BLIS: A Framework for Rapidly Instantiating BLAS Functionality".
-//! Differs: a panel of B is packed when it is first used, by the kernel that uses it where its columns are
-//! contiguous, and the next one's memory is prefetched meanwhile.
+//! Differs: a panel of B is packed at its first use (if its columns are contiguous, by the kernel that uses
+//! it), while the memory of the next panel is prefetched.
 #![expect(unsafe_code, reason = "vector instructions, and disjoint parts of C written by several threads")]
 #![expect(unsafe_op_in_unsafe_fn, reason = "kernels are unsafe throughout; each states what it relies on")]
 #![expect(clippy::inline_always, reason = "instructions must end up inside the function that enables them")]
@@ -27,7 +26,7 @@ use super::tile::{Full, Portable};
 use super::vector::Vector;
 use region::{Product, region};
 
-/// A matrix to read: element (i, j) at `data[i * row_stride + j * col_stride]`.
+/// A read-only matrix: element (i, j) is at `data[i * row_stride + j * col_stride]`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Mat<'a> {
     data: &'a [f32],
@@ -37,7 +36,8 @@ pub(crate) struct Mat<'a> {
     col_stride: usize,
 }
 
-/// Elements spanned by `count` strided steps in each dimension; `None` if that overflows.
+/// Returns the number of elements from the first to the last of `count` strided steps in each dimension; `None`
+/// on overflow.
 fn span(dims: &[(usize, usize)]) -> Option<usize> {
     if dims.iter().any(|&(count, _)| count == 0) {
         return Some(0);
@@ -46,7 +46,7 @@ fn span(dims: &[(usize, usize)]) -> Option<usize> {
 }
 
 impl<'a> Mat<'a> {
-    /// Panics if an element would lie outside of `data`.
+    /// Creates a matrix. Panics if an element would be outside `data`.
     pub(crate) fn new(
         data: &'a [f32],
         rows: usize,
@@ -59,19 +59,19 @@ impl<'a> Mat<'a> {
         Self { data, rows, cols, row_stride, col_stride }
     }
 
-    /// Rows of `cols` contiguous elements, `ld` apart.
+    /// Creates a matrix with rows of `cols` contiguous elements, `ld` apart.
     pub(crate) fn row_major(data: &'a [f32], rows: usize, cols: usize, ld: usize) -> Self {
         Self::new(data, rows, cols, ld, 1)
     }
 
-    /// The transpose.
+    /// Returns the transpose.
     pub(crate) const fn t(self) -> Self {
         let Self { data, rows, cols, row_stride, col_stride } = self;
         Self { data, rows: cols, cols: rows, row_stride: col_stride, col_stride: row_stride }
     }
 }
 
-/// A matrix to write: rows of `cols` contiguous elements, `ld` apart.
+/// A writable matrix: rows of `cols` contiguous elements, `ld` apart.
 #[derive(Debug)]
 pub(crate) struct MatMut<'a> {
     data: &'a mut [f32],
@@ -81,7 +81,7 @@ pub(crate) struct MatMut<'a> {
 }
 
 impl<'a> MatMut<'a> {
-    /// Panics if a row would lie outside of `data` or overlap the next.
+    /// Creates a matrix. Panics if a row would be outside `data` or overlap the next one.
     pub(crate) fn new(data: &'a mut [f32], rows: usize, cols: usize, ld: usize) -> Self {
         let need = span(&[(rows, ld), (cols, 1)]);
         assert!(need.is_some_and(|need| need <= data.len()), "matrix exceeds its data");
@@ -90,7 +90,7 @@ impl<'a> MatMut<'a> {
     }
 }
 
-/// What happens to what C holds.
+/// How the product is combined with the contents of C.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Init {
     /// `C = A B`.
@@ -99,21 +99,22 @@ pub(crate) enum Init {
     Accumulate,
 }
 
-/// What is done with C when its sums are complete.
+/// Elementwise operation on C when its sums are complete.
 pub(crate) trait Epilogue: Sync {
-    /// Called once for each element, in segments of a row: `c[0]` is the element (`row`, `col`). Runs inside
-    /// the function that enables the CPU's vectors: mark it `#[inline(always)]` and its loops use them.
+    /// Processes a segment of a row; `c[0]` is element (`row`, `col`). Each element is passed once. It is
+    /// called inside the function that enables the CPU's vector instructions: mark it `#[inline(always)]`, so
+    /// that its loops use them.
     fn row<L: Vector>(&self, row: usize, col: usize, c: &mut [f32]);
 
-    /// Where the element (`row`, `col`) of another matrix lies that [`Epilogue::row`] will read or write
-    /// there: it is fetched while the products are computed.
+    /// Returns the address of element (`row`, `col`) of a second matrix that [`Epilogue::row`] accesses. It is
+    /// prefetched while the product is computed.
     #[inline(always)]
     fn beside(&self, _row: usize, _col: usize) -> Option<*const f32> {
         None
     }
 }
 
-/// Leaves C as it is.
+/// The epilogue that leaves C unchanged.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NoEpilogue;
 
@@ -122,8 +123,9 @@ impl Epilogue for NoEpilogue {
     fn row<L: Vector>(&self, _: usize, _: usize, _: &mut [f32]) {}
 }
 
-/// Independent products of one shape, `count.0 * count.1` in all: product (i, j) starts `i * s.0 + j * s.1`
-/// elements after the first in each operand's data.
+/// A batch of `count.0 * count.1` independent products of equal shape. Product (i, j) starts
+/// `i * s.0 + j * s.1` elements after the first one in each operand's data, where `s` is the field of the
+/// operand.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Batch {
     pub(crate) count: (usize, usize),
@@ -132,7 +134,7 @@ pub(crate) struct Batch {
     pub(crate) c: (usize, usize),
 }
 
-/// `C = A B` or `C += A B`, then the epilogue.
+/// Computes `C = A B` or `C += A B`, then applies the epilogue.
 ///
 /// Shapes: `a` is `[m, k]`, `b` is `[k, n]`, `c` is `[m, n]`; panics if they do not match.
 pub(crate) fn gemm<E: Epilogue>(
@@ -147,16 +149,17 @@ pub(crate) fn gemm<E: Epilogue>(
     gemm_batched(pool, one, a, b, c, init, epilogue);
 }
 
-/// Bytes that a thread packs at a time for a product `[m, k] [k, n]`: a few lines more or fewer with vectors.
-/// The thread keeps as much as its largest product took.
+/// Returns the bytes that a thread packs for a product `[m, k] [k, n]`. With vector instructions the actual
+/// number may differ by a few cache lines. A thread keeps the memory of its largest product.
 pub(crate) fn packed_bytes((m, n, k): (usize, usize, usize), a_transposed: bool) -> usize {
     let a_strides = if a_transposed { (1, m) } else { (k, 1) };
     region::packed::<Portable>(a_strides, k, m, n) * size_of::<f32>()
 }
 
-/// A product for each member of a batch; `a`, `b` and `c` describe the first.
+/// Computes one product per member of a batch; `a`, `b` and `c` describe the first one.
 ///
-/// The epilogue sees rows numbered through the batch: row `i` of product (x, y) is `(x * count.1 + y) * m + i`.
+/// The epilogue's row numbers run through the batch: row `i` of product (x, y) is `(x * count.1 + y) * m + i`.
+///
 /// Panics if shapes do not match, an operand exceeds its data, or two elements of C coincide.
 pub(crate) fn gemm_batched<E: Epilogue>(
     pool: &Pool,
@@ -170,7 +173,7 @@ pub(crate) fn gemm_batched<E: Epilogue>(
     gemm_with(Isa::detect(), pool, batch, a, b, c, init, epilogue);
 }
 
-/// [`region`] compiled for an instruction set.
+/// Runs [`region`] compiled for an instruction set.
 ///
 /// # Safety
 /// As for [`region`].
@@ -200,7 +203,7 @@ unsafe fn region_of<E: Epilogue>(
     }
 }
 
-/// Pointers into the operands, shared by the tasks of one call.
+/// Pointers to the operands, shared by the tasks of one call.
 struct Shared(Product);
 
 // SAFETY: A and B are only read, and tasks write disjoint parts of C.
@@ -244,8 +247,8 @@ fn gemm_with<E: Epilogue>(
         let (x, y) = (index / batch.count.1, index % batch.count.1);
         let rows = share(m, mr, cuts_m, part % cuts_m);
         let columns = share(n, nr, cuts_n, part / cuts_m);
-        // SAFETY: the operands were checked to hold every element of every member of the batch, no two
-        // elements of C coincide, tasks cover disjoint parts of it, and the machine has the instructions.
+        // SAFETY: the operands contain every element of every member of the batch, as checked; no two elements
+        // of C coincide; tasks write disjoint parts of C; and the machine has the instructions.
         unsafe {
             let product = Product {
                 a: shared.0.a.add(x * batch.a.0 + y * batch.a.1),
@@ -259,7 +262,7 @@ fn gemm_with<E: Epilogue>(
     });
 }
 
-/// Panics unless every member of the batch lies within its data and no two elements of C coincide.
+/// Panics unless every member of the batch is within its data and no two elements of C coincide.
 fn check_batch(batch: &Batch, a: &Mat<'_>, b: &Mat<'_>, (c_len, m, n, ld): (usize, usize, usize, usize)) {
     let (x, y) = batch.count;
     let fits = |len: usize, strides: (usize, usize), rows: (usize, usize), cols: (usize, usize)| {
@@ -274,7 +277,7 @@ fn check_batch(batch: &Batch, a: &Mat<'_>, b: &Mat<'_>, (c_len, m, n, ld): (usiz
         "batch of B exceeds its data"
     );
     assert!(fits(c_len, batch.c, (m, ld), (n, 1)), "batch of C exceeds its data");
-    // Each stride steps over all that the smaller strides reach.
+    // No elements coincide if each stride is at least the span of all smaller strides.
     let mut dims = [(n, 1), (m, ld), (x, batch.c.0), (y, batch.c.1)];
     dims.sort_unstable_by_key(|&(count, stride)| (count > 1, stride));
     for i in 0..dims.len() {
@@ -284,21 +287,22 @@ fn check_batch(batch: &Batch, a: &Mat<'_>, b: &Mat<'_>, (c_len, m, n, ld): (usiz
     }
 }
 
-/// Part `index` of `cuts` nearly equal parts of `0..whole`, cut at multiples of `unit`.
+/// Returns part `index` of `cuts` nearly equal parts of `0..whole`. Boundaries are multiples of `unit`.
 fn share(whole: usize, unit: usize, cuts: usize, index: usize) -> Range<usize> {
     let units = whole.div_ceil(unit);
     let at = |index: usize| (units * index / cuts * unit).min(whole);
     at(index)..at(index + 1)
 }
 
-/// Into how many parts to cut the rows and the columns of each product, so that `threads` threads end together.
+/// Returns the number of parts into which the rows and the columns of each product are divided, so that
+/// `threads` threads finish at about the same time.
 fn cuts(
     threads: usize,
     count: usize,
     (m, n, k): (usize, usize, usize),
     (mr, nr): (usize, usize),
 ) -> (usize, usize) {
-    /// Multiply-adds below which a second thread costs more than it brings.
+    /// Minimum number of multiply-adds for which a second thread pays off.
     const SMALL: usize = 1 << 19;
     let work = m.saturating_mul(n).saturating_mul(k);
     if threads == 1 || count >= 4 * threads || work.saturating_mul(count) < SMALL {
@@ -306,7 +310,7 @@ fn cuts(
     }
     let (tiles_m, tiles_n) = (m.div_ceil(mr), n.div_ceil(nr));
     let most = threads.min(work / (SMALL / 4)).max(1);
-    // The time of the longest thread in multiply-adds of one lane: its tiles, and its packing of A and B.
+    // Time of the slowest thread, in multiply-adds of one lane: its tiles, and its packing of A and B.
     let price = |cuts_m: usize, cuts_n: usize| {
         let rounds = (count * cuts_m * cuts_n).div_ceil(threads);
         let (rows, cols) = (tiles_m.div_ceil(cuts_m) * mr, tiles_n.div_ceil(cuts_n) * nr);

@@ -1,9 +1,9 @@
-//! Copies a block of A or B into panels: `width` lanes side by side (rows of A, columns of B) for each k, so
-//! that the kernel reads one ascending stream. It refuses to know which of the two it packs.
+//! Packing of a block of A or B into panels, so that the kernel reads memory in ascending order. A panel
+//! stores, for each k, `width` lanes side by side. Lanes are rows of A or columns of B.
 
 use super::super::tile::{BLOCK, Registers};
 
-/// A block to be packed: element (lane, k) at `lane * lane_stride + k * k_stride`.
+/// A block to pack: element (lane, k) is at `lane * lane_stride + k * k_stride`.
 #[derive(Clone, Copy)]
 pub(super) struct Block {
     pub(super) at: *const f32,
@@ -13,14 +13,15 @@ pub(super) struct Block {
     pub(super) k: usize,
 }
 
-/// Panel `p` starts at `p * pitch`; in it, element (lane, k) is at `k * width + lane`. Lanes that the last
-/// panel lacks are zero.
+/// Packs a block. Panel `p` starts at `p * pitch`; within it, element (lane, k) is at `k * width + lane`.
+/// Missing lanes of the last panel are zero.
 ///
-/// A pitch leaves room for [`BLOCK`] elements after a panel, unless `width` is a multiple of [`BLOCK`].
+/// Unless `width` is a multiple of [`BLOCK`], the pitch must leave room for [`BLOCK`] elements after each
+/// panel.
 ///
 /// # Safety
-/// `block` is readable, and `dst` writable for all panels and [`BLOCK`] elements more; `width` is 6 or a
-/// multiple of [`BLOCK`].
+/// `block` must be readable, and `dst` writable for all panels and [`BLOCK`] more elements; `width` must be 6
+/// or a multiple of [`BLOCK`].
 #[inline(always)]
 pub(super) unsafe fn pack<I: Registers>(block: Block, width: usize, pitch: usize, dst: *mut f32) {
     if block.k_stride == 1 && block.lane_stride != 1 {
@@ -32,7 +33,7 @@ pub(super) unsafe fn pack<I: Registers>(block: Block, width: usize, pitch: usize
     }
 }
 
-/// Lanes are strided, k is contiguous: transposes.
+/// Packs by transposing: lanes are strided and k is contiguous.
 #[inline(always)]
 unsafe fn pack_across<I: Registers>(block: Block, width: usize, pitch: usize, dst: *mut f32) {
     let whole = block.k / BLOCK * BLOCK;
@@ -57,16 +58,17 @@ unsafe fn pack_across<I: Registers>(block: Block, width: usize, pitch: usize, ds
     }
 }
 
-/// Lanes are contiguous: copies. Some k at a time over all panels, so that what is read is read in long rows,
-/// but no more than fit the ways of the first-level cache where rows lie a power of two apart.
+/// Packs by copying: lanes are contiguous. A strip of a few k is copied over all panels, so that memory is read
+/// in long rows. A strip is short enough for the associativity of L1 cache when rows are a power of two apart.
 ///
-/// A lane group of 6 is copied as 8: what follows it in the panel is written next, or is the room between
+/// Groups of 6 lanes are copied as 8: the excess is overwritten by the next copy, or lies in the room between
 /// panels.
 #[inline(always)]
 unsafe fn pack_along(block: Block, width: usize, pitch: usize, dst: *mut f32) {
     const STRIP: usize = 4;
     let copied = width.next_multiple_of(BLOCK);
-    // Panels whose copies end within the row, and k in whole strips; the rest goes one element at a time.
+    // Number of panels whose copies end within the row. The remaining panels, and the k after the last whole
+    // strip, are packed element by element.
     let panels = if block.lanes < copied { 0 } else { (block.lanes - copied) / width + 1 };
     let strips = block.k / STRIP * STRIP;
     for k in (0..strips).step_by(STRIP) {
@@ -85,7 +87,7 @@ unsafe fn pack_along(block: Block, width: usize, pitch: usize, dst: *mut f32) {
     pack_any(last, 0, width, pitch, dst.add(panels * pitch));
 }
 
-/// Any strides, from `k0` on, one element at a time.
+/// Packs any strides from `k0` on, element by element.
 #[inline(always)]
 unsafe fn pack_any(block: Block, k0: usize, width: usize, pitch: usize, dst: *mut f32) {
     for (p, lane) in (0..block.lanes).step_by(width).enumerate() {

@@ -1,11 +1,10 @@
-//! One thread's part of a product: a rectangle of C over all of k, in blocks that fit the caches. It refuses
-//! to know threads.
+//! One thread's part of a product: a rectangle of C over all of k, in blocks that fit the caches.
 //!
-//! A large product keeps a panel of B in the first-level cache while a block of A passes by it from the
-//! second. Where all of B fits a cache and many rows pass by, a few rows of A meet all of it before the next
-//! do: rows of C are then finished in the order of memory, and the epilogue sees them whole.
+//! For a large product, a panel of B stays in L1 cache while a block of A streams past it from L2. If all of B
+//! fits a cache and there are many rows, a few rows of A are multiplied by all of B before the next rows: C is
+//! then completed in memory order, and the epilogue gets whole rows.
 //!
-//! Whole panels of B whose columns are contiguous are packed by the kernel of the first rows that meet them.
+//! Full panels of B whose columns are contiguous are packed by the kernel of the first rows that use them.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -14,24 +13,26 @@ use super::super::tile::{BLOCK, LINE, Registers, Tile, Update, prefetch, prefetc
 use super::Epilogue;
 use super::pack::{Block, pack};
 
-/// The longest block of k: a panel of B takes 24 KiB with AVX2.
+/// Maximum length of a block of k: a panel of B is then 24 KiB with AVX2.
 const K_BLOCK: usize = 384;
-/// Elements of a packed block of A: 384 KiB of the second-level cache.
+/// Elements of a packed block of A: 384 KiB of L2 cache.
 const A_BLOCK: usize = 96 * 1024;
-/// Columns whose packed panels are kept while several blocks of A pass by.
+/// Number of columns whose packed panels are kept while several blocks of A are processed.
 const N_BLOCK: usize = 768;
-/// Elements of B up to which rows of A may pass by all of it: it stays in the third-level cache.
+/// Maximum number of elements of B for [`by_rows`], which keeps all of B packed: it must stay in L3 cache.
 const B_BLOCK: usize = 1024 * 1024;
-/// Elements of B for each row up to which rows of A pass by all of it, lest packing should cost more than the
-/// order of C brings: nothing hides it where columns of B are not contiguous.
+/// Maximum number of elements of B per row of A for [`by_rows`]. Beyond it, packing all of B costs more than it
+/// gains; the cost is not hidden if columns of B are not contiguous.
 const B_PER_ROW: usize = 576;
-/// Elements of B that the second-level cache holds: of a larger one, each panel meets two tiles of A when it
-/// is there.
+/// Number of elements of B that fit in L2 cache. For a larger B, two tiles of A are multiplied by each panel
+/// when it is loaded.
 const B_NEAR: usize = 96 * 1024;
-/// Up to this many columns, rows of A that are contiguous are read in place: packing would not pay.
+/// Maximum number of columns for which contiguous rows of A are read in place, because packing would not pay
+/// off.
 const IN_PLACE_COLUMNS: usize = 256;
 
-/// A product as raw parts: element (i, k) of A at `a[i * a_strides.0 + k * a_strides.1]`, and so on.
+/// A product as raw pointers: element (i, k) of A is at `a[i * a_strides.0 + k * a_strides.1]`; B and C
+/// likewise.
 #[derive(Clone, Copy)]
 pub(super) struct Product {
     pub(super) a: *const f32,
@@ -42,12 +43,12 @@ pub(super) struct Product {
     pub(super) c_stride: usize,
     pub(super) k: usize,
     pub(super) accumulate: bool,
-    /// What the epilogue is told for row 0.
+    /// Row number that is passed to the epilogue for row 0.
     pub(super) first_row: usize,
 }
 
 impl Product {
-    /// What a block of k that begins at `k0` does to C.
+    /// Returns how the block of k that begins at `k0` updates C.
     const fn update(&self, k0: usize) -> Update<'static> {
         if self.accumulate || k0 > 0 { Update::Add } else { Update::Overwrite }
     }
@@ -56,36 +57,37 @@ impl Product {
 /// How kernels read A.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Read {
-    /// In place: rows are contiguous.
+    /// In place; rows are contiguous.
     Rows,
-    /// In place: columns are contiguous.
+    /// In place; columns are contiguous.
     Columns,
     /// From a packed copy, by columns.
     Packed,
 }
 
-/// A length of at most `most` that cuts `whole` into nearly equal blocks, rounded up to a multiple of `unit`.
+/// Returns a block length of at most `most` that divides `whole` into nearly equal blocks, rounded up to a
+/// multiple of `unit`.
 fn even_block(whole: usize, most: usize, unit: usize) -> usize {
     whole.div_ceil(whole.div_ceil(most).max(1)).next_multiple_of(unit)
 }
 
-/// How a region is cut into blocks, and how they lie when they are packed.
+/// Division of a region into blocks, and layout of the packed blocks.
 struct Cut {
     k_block: usize,
     m_block: usize,
     n_block: usize,
     read: Read,
-    /// Elements of a packed panel of A and of all of a block's.
+    /// Length of one packed panel of A, and of all panels of a block, in elements.
     a_panel: usize,
     a_len: usize,
-    /// Elements of a packed panel of B, and how many are kept.
+    /// Length of one packed panel of B in elements, and number of panels that are kept.
     b_panel: usize,
     b_panels: usize,
 }
 
 impl Cut {
     fn of<I: Registers>(a_strides: (usize, usize), k: usize, rows: usize, columns: usize) -> Self {
-        // The blocks of k depend on k alone: they are part of the order of a sum.
+        // The blocks of k depend only on k, because they determine the order of the sums.
         let k_block = even_block(k, K_BLOCK, BLOCK);
         let m_block = even_block(rows, (A_BLOCK / k_block).max(I::MR), I::MR);
         let n_block = if rows <= m_block { columns } else { even_block(columns, N_BLOCK, I::NR) };
@@ -96,31 +98,31 @@ impl Cut {
         } else {
             Read::Packed
         };
-        // A line more than it holds, so that panels of a power of two do not all want the same lines of the
-        // cache.
+        // One extra cache line, so that panels whose length is a power of two do not map to the same cache
+        // lines.
         let a_panel = I::MR * k_block + LINE;
         let a_len = if read == Read::Packed { m_block / I::MR * a_panel + BLOCK } else { 0 };
         let b_panels = if rows <= m_block { 1 } else { n_block.div_ceil(I::NR) };
         Self { k_block, m_block, n_block, read, a_panel, a_len, b_panel: k_block * I::NR, b_panels }
     }
 
-    /// Floats of the packed panels of both.
+    /// Returns the number of floats in the packed panels of A and B.
     const fn packed(&self) -> usize {
         self.a_len + 2 * LINE + self.b_panels * self.b_panel + BLOCK
     }
 }
 
-/// Whether all of B is kept packed while rows of A, which are contiguous, pass by it.
+/// Returns whether to keep all of B packed and process A row by row. Requires contiguous rows of A.
 fn keeps_b(a_strides: (usize, usize), k: usize, rows: usize, columns: usize) -> bool {
     a_strides.1 == 1 && columns.saturating_mul(k) <= B_BLOCK.min(rows.saturating_mul(B_PER_ROW))
 }
 
-/// Floats that a thread packs of B where it keeps all of it.
+/// Returns the number of floats that a thread packs if it keeps all of B.
 const fn packed_b<I: Registers>(k: usize, columns: usize) -> usize {
     columns.next_multiple_of(I::NR) * k + BLOCK
 }
 
-/// Floats that a thread packs at a time for a product of so many rows and columns.
+/// Returns the number of floats that a thread packs for a product with these rows and columns.
 pub(super) fn packed<I: Registers>(
     a_strides: (usize, usize),
     k: usize,
@@ -139,8 +141,8 @@ pub(super) fn packed<I: Registers>(
 /// Computes the given rows and columns of C.
 ///
 /// # Safety
-/// The product's pointers are valid for these rows and columns and all of k, C's for writing by this thread
-/// alone, and the CPU has the instructions of `I`, whose features the caller enables.
+/// The product's pointers must be valid for these rows and columns and all of k. Only this thread may write to
+/// this part of C. The CPU must have the instructions of `I`, and the caller must enable their target features.
 #[inline(always)]
 pub(super) unsafe fn region<I: Registers, E: Epilogue>(
     p: &Product,
@@ -249,7 +251,7 @@ pub(super) unsafe fn region<I: Registers, E: Epilogue>(
     scratch.put_back();
 }
 
-/// The product where all of B is kept packed and rows of A, which are contiguous, are read in place.
+/// Computes a region with all of B packed; rows of A are contiguous and read in place.
 #[inline(always)]
 unsafe fn by_rows<I: Registers, E: Epilogue>(
     p: &Product,
@@ -262,7 +264,7 @@ unsafe fn by_rows<I: Registers, E: Epilogue>(
     let mut scratch = Scratch::take(packed_b::<I>(p.k, columns.len()));
     let b_packed = scratch.lines.as_mut_ptr().cast::<f32>();
     let (k_stride, lane_stride) = p.b_strides;
-    // Whole panels whose columns are contiguous are packed by the first tile of rows.
+    // Full panels whose columns are contiguous are packed by the first tile of rows.
     let by_first = if lane_stride == 1 && rows.len() >= I::MR { columns.len() / I::NR * I::NR } else { 0 };
     if by_first < columns.len() {
         for k0 in (0..p.k).step_by(k_block) {
@@ -313,7 +315,7 @@ unsafe fn by_rows<I: Registers, E: Epilogue>(
     scratch.put_back();
 }
 
-/// Asks for what the epilogue will touch beside the rows of a tile: the cache lines of its first and last
+/// Prefetches the epilogue's second matrix for the rows of a tile: the cache lines of its first and last
 /// column.
 #[inline(always)]
 unsafe fn fetch_beside<I: Registers, E: Epilogue>(rows: usize, row: usize, column: usize, epilogue: &E) {
@@ -326,7 +328,7 @@ unsafe fn fetch_beside<I: Registers, E: Epilogue>(rows: usize, row: usize, colum
     }
 }
 
-/// Calls the epilogue for the rows of a tile whose sums are complete.
+/// Calls the epilogue for the rows of a finished tile.
 #[inline(always)]
 unsafe fn finish<I: Registers, E: Epilogue>(
     tile: &Tile<'_>,
@@ -337,7 +339,7 @@ unsafe fn finish<I: Registers, E: Epilogue>(
 ) {
     for i in 0..rows {
         let c = tile.c.add(i * tile.c_stride);
-        // A full segment has a length that the compiler knows.
+        // The full width is a compile-time constant here.
         if tile.columns == I::NR {
             epilogue.row::<I::Level>(row + i, column, std::slice::from_raw_parts_mut(c, I::NR));
         } else {
@@ -346,7 +348,7 @@ unsafe fn finish<I: Registers, E: Epilogue>(
     }
 }
 
-/// The product of nothing: zeros, or what C holds.
+/// Handles k = 0: sets C to zero, or keeps it when accumulating.
 #[inline(always)]
 unsafe fn finish_empty<I: Registers, E: Epilogue>(
     p: &Product,
@@ -365,10 +367,10 @@ unsafe fn finish_empty<I: Registers, E: Epilogue>(
     }
 }
 
-/// Asks for the memory of the next panel of B while the kernel works on this one: a few cache lines per tile.
+/// Prefetches the memory of the next panel of B while the kernel works on this one, a few cache lines per tile.
 struct Ahead {
     block: Block,
-    /// The next line, as (row of memory, element in it).
+    /// Position of the next cache line: row in memory, and element within it.
     row: usize,
     at: usize,
     rows: usize,
@@ -383,7 +385,7 @@ impl Ahead {
         Self { block, row: 0, at: 0, rows: 0, row_len: 0, row_stride: 0, lines_per_call: 0 }
     }
 
-    /// Spreads the lines of `block` over `calls` calls of [`Ahead::some`].
+    /// Distributes the cache lines of `block` over `calls` calls of [`Ahead::some`].
     fn new(block: Block, calls: usize) -> Self {
         let (rows, row_len, row_stride) = if block.lane_stride == 1 {
             (block.k, block.lanes, block.k_stride)
@@ -410,8 +412,8 @@ impl Ahead {
     }
 }
 
-/// Aligned memory for packed panels. Each thread keeps its own between calls, so that a steady state
-/// allocates nothing.
+/// Aligned memory for packed panels. Each thread keeps its buffer between calls, so that repeated products do
+/// not allocate.
 struct Scratch {
     lines: Vec<CacheLine>,
 }
@@ -425,7 +427,8 @@ thread_local! {
 }
 
 impl Scratch {
-    /// At least `floats` floats. A product inside an epilogue finds the cell empty and allocates.
+    /// Returns at least `floats` floats. A product started inside an epilogue finds the cell empty and
+    /// allocates.
     fn take(floats: usize) -> Self {
         let mut lines = SCRATCH.take();
         let need = floats.div_ceil(LINE);

@@ -1,9 +1,10 @@
-//! Products of every form and size against f64, and the same bits however they are computed.
+//! Compares products of every form and size with f64, and checks that bits do not depend on how they are
+//! computed.
 
 use super::*;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Small reproducible numbers of both signs.
+/// Reproducible numbers between -1 and 1.
 fn numbers(len: usize, seed: u32) -> Vec<f32> {
     let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12_345);
     (0..len)
@@ -18,7 +19,8 @@ fn numbers(len: usize, seed: u32) -> Vec<f32> {
 
 const ONE: Batch = Batch { count: (1, 1), a: (0, 0), b: (0, 0), c: (0, 0) };
 
-/// How an operand lies in memory: extra elements between rows, between elements, and whether it is transposed.
+/// Memory layout of an operand: extra elements between rows, step between elements, and whether it is
+/// transposed.
 #[derive(Clone, Copy, Debug)]
 struct Layout {
     transposed: bool,
@@ -29,7 +31,7 @@ struct Layout {
 const PLAIN: Layout = Layout { transposed: false, gap: 0, step: 1 };
 const TRANSPOSED: Layout = Layout { transposed: true, gap: 0, step: 1 };
 
-/// `values` (row-major, dense) laid out as asked, with NaN in the gaps.
+/// Arranges `values` (row-major, dense) in a layout, with NaN in the gaps.
 fn lay_out(values: &[f32], rows: usize, cols: usize, layout: Layout) -> (Vec<f32>, usize, usize) {
     let (outer, inner) = if layout.transposed { (cols, rows) } else { (rows, cols) };
     let ld = inner * layout.step + layout.gap;
@@ -43,7 +45,7 @@ fn lay_out(values: &[f32], rows: usize, cols: usize, layout: Layout) -> (Vec<f32
     (data, row_stride, col_stride)
 }
 
-/// Runs one product and returns C, checking that the gaps of C stay untouched.
+/// Runs one product and returns C. Checks that the gaps of C are unchanged.
 fn product(
     level: Isa,
     pool: &Pool,
@@ -73,7 +75,7 @@ fn assert_close(
         for j in 0..n {
             let sum: f64 = (0..k).map(|p| f64::from(a[i * k + p]) * f64::from(b[p * n + j])).sum();
             let want = if init == Init::Accumulate { sum + f64::from(c[i * n + j]) } else { sum };
-            // A few roundings of sums of at most k terms of magnitude 1.
+            // Error bound for the roundings of a sum of at most k terms of magnitude 1.
             let bound = 1e-6 * (2.0 + k as f64).sqrt() * 4.0;
             let error = (f64::from(got[i * n + j]) - want).abs();
             assert!(error <= bound, "{m}x{n}x{k} at {i},{j}: {} instead of {want}", got[i * n + j]);
@@ -169,7 +171,7 @@ fn a_part_of_a_product_has_the_bits_of_the_whole() {
     }
 }
 
-/// Checks what it is given against the finished sums, counts, and negates.
+/// Compares each element with the finished sum, counts the calls, and negates the element.
 struct Probe<'a> {
     want: &'a [f32],
     calls: &'a [AtomicU32],
@@ -213,7 +215,7 @@ fn the_epilogue_sees_each_finished_element_once() {
 
 #[test]
 fn a_batch_is_the_products_one_by_one() {
-    // Heads of attention: Q and K are [batch, time, head, dim], the scores [batch, head, time, time].
+    // As in attention: Q and K are [batch, time, head, dim], the scores [batch, head, time, time].
     let (batch, heads, time, dim) = (2, 3, 21, 10);
     let (q, k) = (numbers(batch * time * heads * dim, 12), numbers(batch * time * heads * dim, 13));
     let (row, per_batch) = (heads * dim, time * heads * dim);
@@ -246,7 +248,7 @@ fn a_batch_is_the_products_one_by_one() {
             &probe,
         );
         assert!(got.iter().zip(&want).all(|(got, want)| got.to_bits() == (-want).to_bits()));
-        // And back into interleaved heads.
+        // And from the scores back to interleaved heads.
         let mut out = vec![f32::NAN; q.data.len()];
         let back = Batch { a: steps.c, c: steps.a, ..steps };
         let scores = Mat::row_major(&got, time, time, time);

@@ -1,18 +1,18 @@
-//! The interpreter of elementwise programs: an instruction at a time over blocks that stay in the first-level
-//! cache, so that a program of many instructions costs little more than the memory it moves.
+//! Interpreter of elementwise programs. It runs one instruction at a time over blocks that stay in L1 cache, so
+//! that a program of many instructions costs little more than its memory traffic.
 
 use std::cell::RefCell;
 
 use crate::backend::cpu::simd::{Isa, simd};
 use crate::program::{Instr, Program, larger, sign, smaller};
 
-/// Elements per block: 64 registers of it fit the second-level cache, the few in use the first.
+/// Elements per block: 64 registers of a block each fit in L2 cache, and the few in use in L1.
 const BLOCK: usize = 128;
 
 type Block = [f32; BLOCK];
 
 simd! {
-    /// One instruction over a block; `a` and `b` are its operands.
+    /// Runs one instruction over a block. `a` and `b` are its operands.
     fn step<L: Level>(instr: Instr, a: &Block, b: &Block, out: &mut Block) {
         #[inline(always)]
         #[expect(clippy::inline_always, reason = "inlined into the function that enables the vectors")]
@@ -44,16 +44,16 @@ simd! {
 }
 
 thread_local! {
-    /// Results of the instructions on the block that this thread works on, kept between calls.
+    /// Results of the instructions for this thread's current block. The buffers are kept between calls.
     static REGISTERS: RefCell<Vec<Block>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A whole block of a buffer, if `start` leaves one.
+/// Returns a whole block of a buffer; `None` if less than a block remains from `start`.
 fn block(of: &[f32], start: usize) -> Option<&Block> {
     of.get(start..start + BLOCK)?.try_into().ok()
 }
 
-/// Runs `program` on chunk-sized slices; `writes` are rewritten.
+/// Runs `program` on slices of one task. `writes` are updated in place.
 pub(super) fn run<const W: usize>(
     isa: Isa,
     program: &Program,
@@ -77,7 +77,7 @@ pub(super) fn run<const W: usize>(
         for (i, instr) in instrs.iter().enumerate() {
             let (before, rest) = registers.split_at_mut(i);
             let out = &mut rest[0];
-            // Whole blocks of buffers are read where they are; only the last, partial ones are copied.
+            // Whole blocks of buffers are read in place. Only the last, partial ones are copied to registers.
             match *instr {
                 Instr::Read(j) if n < BLOCK => {
                     out[..n].copy_from_slice(&reads[usize::from(j)][start..start + n]);
@@ -102,7 +102,7 @@ pub(super) fn run<const W: usize>(
                 }
             }
         }
-        // What is stored as it was loaded must be saved before any buffer is rewritten.
+        // Values that are stored exactly as they were loaded must be saved before any buffer is overwritten.
         for &(from, _) in program.stores() {
             if let Instr::Load(j) = instrs[usize::from(from)] {
                 registers[usize::from(from)][..n].copy_from_slice(&writes[usize::from(j)][start..start + n]);

@@ -1,5 +1,5 @@
-//! Elementwise programs over flat buffers, a part at a time: by a loop compiled ahead where the program is a
-//! known one, else by the interpreter. Both give the bits of [`Program::eval`].
+//! Elementwise programs over flat buffers. Recognised programs run in a precompiled loop, others in the
+//! interpreter. Both give the bits of [`Program::eval`].
 
 mod interpret;
 mod known;
@@ -12,7 +12,7 @@ use known::Known;
 /// Elements per task.
 const TASK: usize = 1 << 15;
 
-/// Runs `program` over whole buffers of one length. Unused entries of `reads` and `writes` are empty.
+/// Runs `program` over whole buffers of equal length. Unused entries of `reads` and `writes` are empty.
 pub(super) fn run(
     pool: &Pool,
     program: &Program,

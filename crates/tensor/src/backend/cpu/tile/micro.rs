@@ -1,64 +1,65 @@
-//! The innermost kernel: one tile of C, held in registers over a block of k.
+//! The innermost kernel of matrix products: computes one tile of C, held in registers over a block of k.
 //!
-//! Each element is one chain of multiply-adds in ascending k, whatever the tile: that is why the bits of a
-//! product do not depend on how it was cut. It refuses to know whether A was packed or is read where it lies.
+//! Each element is one chain of multiply-adds in ascending k, for every tile shape. Therefore the bits of a
+//! product do not depend on how it was divided into tiles. A may be packed or read in place.
 #![expect(clippy::needless_range_loop, reason = "indices are those of the formula")]
 
 use super::registers::Registers;
 use super::{LINE, MOST_ROWS, prefetch};
 
-/// One call of a kernel.
+/// Arguments of a kernel.
 pub(in super::super) struct Tile<'a> {
     /// Length of the block of k.
     pub(in super::super) k: usize,
-    /// By columns: element (i, k) at `k * a_stride + i`, as in a packed block. By rows: at `i * a_stride + k`.
+    /// A. If read by columns (as in a packed block), element (i, k) is at `k * a_stride + i`; if by rows, at `i
+    /// * a_stride + k`.
     pub(in super::super) a: *const f32,
     pub(in super::super) a_stride: usize,
-    /// Packed: element (k, j) at `k * NR + j`.
+    /// Packed B: element (k, j) is at `k * NR + j`.
     pub(in super::super) b: *mut f32,
-    /// Where a kernel that packs B reads it: element (k, j) at `k * b_stride + j`.
+    /// B in its original place, for a kernel that packs it: element (k, j) is at `k * b_stride + j`.
     pub(in super::super) b_from: *const f32,
     pub(in super::super) b_stride: usize,
-    /// Element (i, j) at `i * c_stride + j`.
+    /// C: element (i, j) is at `i * c_stride + j`.
     pub(in super::super) c: *mut f32,
     pub(in super::super) c_stride: usize,
-    /// Columns of C that exist; the kernel's vectors cover them and less than one vector more.
+    /// Number of columns of C in the tile. Only the last of the kernel's vectors may be partly used.
     pub(in super::super) columns: usize,
     pub(in super::super) update: Update<'a>,
 }
 
-/// What becomes of C.
+/// How the product is combined with C.
 #[derive(Clone, Copy)]
 pub(in super::super) enum Update<'a> {
-    /// `A B`.
+    /// `C = A B`.
     Overwrite,
-    /// `C + A B`.
+    /// `C = C + A B`.
     Add,
-    /// `new A B` with a share for each row.
+    /// `C = new A B`, with one `new` per row.
     Scaled(&'a [Share; MOST_ROWS]),
-    /// `old C + new A B` with shares for each row.
+    /// `C = old C + new A B`, with one `old` and one `new` per row.
     Blend(&'a [Share; MOST_ROWS]),
 }
 
-/// What becomes of a row of C when a product is added to it.
+/// Factors with which a row of a product is combined with a row of C.
 #[derive(Debug, Clone, Copy)]
 pub(in super::super) struct Share {
-    /// What the row is multiplied by.
+    /// Factor of C's row.
     pub(in super::super) old: f32,
-    /// What the product's row is multiplied by.
+    /// Factor of the product's row.
     pub(in super::super) new: f32,
 }
 
-/// A kernel for one shape of tile.
+/// A kernel for one tile shape.
 ///
 /// # Safety
-/// The CPU has the kernel's instructions, and the tile's pointers are valid for its shape.
+/// The CPU must have the kernel's instructions, and the tile's pointers must be valid for its shape.
 pub(in super::super) type Kernel = unsafe fn(&Tile<'_>);
 
-/// `A B` for a tile of `R` rows and `N` vectors, and what becomes of C. With `PACKS`, B is read where it lies
-/// and packed on the way: the multipliers hide what that takes.
+/// Computes a tile of `R` rows and `N` vectors, and updates C. With `PACKS`, B is read in its original place
+/// and packed in passing; the multiply-adds hide the cost.
 ///
-/// No closure here holds an instruction: it would not inherit the caller's features.
+/// Closures must not contain vector instructions: they would not inherit the caller's target features.
 #[inline(always)]
 pub(in super::super) unsafe fn micro<
     I: Registers,
@@ -114,18 +115,19 @@ pub(in super::super) unsafe fn micro<
 }
 
 impl Update<'_> {
-    /// With shares for each row, where C holds nothing yet if this is the `first` product.
+    /// Returns the update with factors per row. For the `first` product, C has no valid contents and is
+    /// overwritten.
     pub(in super::super) const fn shares(shares: &[Share; MOST_ROWS], first: bool) -> Update<'_> {
         if first { Update::Scaled(shares) } else { Update::Blend(shares) }
     }
 
-    /// Whether what C holds matters.
+    /// Returns whether the update reads C.
     #[inline(always)]
     const fn reads(self) -> bool {
         matches!(self, Self::Add | Self::Blend(_))
     }
 
-    /// What is stored in row `i`.
+    /// Returns the value to store in row `i`.
     #[inline(always)]
     unsafe fn value<I: Registers>(self, i: usize, old: I::V, product: I::V) -> I::V {
         match self {
@@ -140,7 +142,7 @@ impl Update<'_> {
     }
 }
 
-/// Where a row of B is read, and where it is packed.
+/// A row of B: where it is read, and where it is packed to.
 #[derive(Clone, Copy)]
 struct RowOfB {
     at: *const f32,
@@ -149,7 +151,7 @@ struct RowOfB {
 }
 
 impl RowOfB {
-    /// The row that is `k` rows after this one.
+    /// Returns the row `k` rows after this one.
     #[inline(always)]
     fn after<I: Registers>(self, k: usize) -> Self {
         let at = self.at.wrapping_add(k * self.stride);
@@ -157,8 +159,8 @@ impl RowOfB {
     }
 }
 
-/// Moves to columns further on. A loop, since `map` on arrays stays a call where crates are built without
-/// link-time optimisation.
+/// Advances the pointers by `by` elements. A loop, because `map` on arrays is not inlined in crates built
+/// without link-time optimisation.
 #[inline(always)]
 fn advance<const R: usize>(rows: &mut [*const f32; R], by: usize) {
     for row in rows {
@@ -166,7 +168,7 @@ fn advance<const R: usize>(rows: &mut [*const f32; R], by: usize) {
     }
 }
 
-/// One k: a row of B times a column of A.
+/// Adds one step of k: the outer product of a column of A and a row of B.
 #[inline(always)]
 unsafe fn step<I: Registers, const R: usize, const N: usize, const PACKS: bool>(
     acc: &mut [[I::V; N]; R],

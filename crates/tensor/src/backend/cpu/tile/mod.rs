@@ -1,5 +1,4 @@
-//! Tiles of a matrix product that are held in registers: what products of any size and attention are made of.
-//! It refuses to know blocks, threads and what a tile is part of.
+//! Register tiles of matrix products, used by products of any size and by attention.
 #![expect(unsafe_code, reason = "vector instructions")]
 #![expect(unsafe_op_in_unsafe_fn, reason = "kernels are unsafe throughout; each states what it relies on")]
 #![expect(clippy::inline_always, reason = "instructions must end up inside the function that enables them")]
@@ -14,12 +13,12 @@ pub(super) use registers::{BLOCK, Portable, Registers};
 
 use super::simd::{Isa, Tag};
 
-/// Floats of a cache line.
+/// Number of floats in a cache line.
 pub(super) const LINE: usize = 16;
-/// Rows of the highest tile.
+/// Maximum number of rows of a tile.
 pub(super) const MOST_ROWS: usize = 8;
 
-/// Asks for the cache line of `p`, which need not be valid, to be used soon.
+/// Prefetches the cache line of `p` into L1 cache. `p` need not be valid.
 #[inline(always)]
 pub(super) fn prefetch(p: *const f32) {
     #[cfg(target_arch = "x86_64")]
@@ -32,11 +31,11 @@ pub(super) fn prefetch(p: *const f32) {
     let _ = p;
 }
 
-/// As [`prefetch`], without disturbing the first-level cache.
+/// Prefetches into L2 cache and leaves L1 unchanged.
 #[inline(always)]
 pub(super) fn prefetch_far(p: *const f32) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: as above.
+    // SAFETY: as in `prefetch`.
     unsafe {
         use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
         _mm_prefetch::<_MM_HINT_T1>(p.cast());
@@ -45,11 +44,11 @@ pub(super) fn prefetch_far(p: *const f32) {
     let _ = p;
 }
 
-/// A full tile.
+/// Shape of a full tile.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Full {
     pub(super) rows: usize,
-    /// Two vectors: at most two cache lines.
+    /// Two vectors, which are at most two cache lines.
     pub(super) columns: usize,
 }
 
@@ -59,14 +58,14 @@ impl Full {
         Self { rows: I::MR, columns: I::NR }
     }
 
-    /// Floats of a vector.
+    /// Returns the number of floats in a vector.
     pub(super) const fn lanes(self) -> usize {
         self.columns / 2
     }
 }
 
 impl Isa {
-    /// The tile that suits its registers.
+    /// Returns the shape of a full tile for this instruction set.
     pub(super) const fn tile(self) -> Full {
         match self.tag() {
             Tag::Portable => Full::of::<Portable>(),
@@ -77,7 +76,7 @@ impl Isa {
         }
     }
 
-    /// [`Registers::kernel`]: this machine has the instructions that it needs.
+    /// Returns [`Registers::kernel`] of this instruction set. `self` proves that the CPU has the instructions.
     pub(super) fn kernel(self, rows: usize, vectors: usize, columns: bool) -> Kernel {
         match self.tag() {
             Tag::Portable => Portable::kernel(rows, vectors, columns),

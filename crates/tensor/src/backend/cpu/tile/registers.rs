@@ -1,17 +1,16 @@
-//! The vector instructions that the kernels are written in: AVX2, AVX-512, and plain arrays for every other
-//! CPU.
+//! Vector instructions of the kernels: AVX2, AVX-512, and plain arrays for every other CPU.
 //!
-//! Every method is inlined into a function that enables the features of its instruction set, so that generic
-//! code over [`Registers`] compiles to that set. It refuses to know matrices.
+//! Every method is inlined into a function that enables the target features of its instruction set, so that
+//! generic code over [`Registers`] compiles to that set.
 
 use super::micro::{Kernel, Tile, micro};
 use crate::backend::cpu::simd;
 use crate::backend::cpu::vector::Vector;
 
-/// Elements moved by one [`Registers::transpose`].
+/// Number of columns that one [`Registers::transpose`] processes.
 pub(in super::super) const BLOCK: usize = 8;
 
-/// One instruction set, with the tile that suits its registers.
+/// One instruction set, with the tile shape that suits its registers.
 ///
 /// # Safety
 /// Methods may only run on a CPU that has the instructions, inlined into a function that enables them.
@@ -19,13 +18,13 @@ pub(in super::super) trait Registers {
     /// A vector of `LANES` floats.
     type V: Copy;
     const LANES: usize;
-    /// What epilogues may ask of it.
+    /// Operations that epilogues may use.
     type Level: Vector;
-    /// Rows of a full tile: at most 8, and 6 or 8 because of [`Registers::transpose`].
+    /// Rows of a full tile: at most 8, and either 6 or 8 as [`Registers::transpose`] requires.
     const MR: usize;
-    /// Elements from one column of A to the next up to which contiguous columns are read in place rather than
-    /// packed. Farther apart, they fall into too few lines of the first-level cache; narrower tiles read each
-    /// line more often.
+    /// Maximum stride between columns of A at which contiguous columns are read in place instead of packed.
+    /// With larger strides, columns map to too few lines of L1 cache. The default is 0 (always pack), because
+    /// narrow tiles read each line more often.
     const NEAR_COLUMNS: usize = 0;
     /// Columns of a full tile: two vectors.
     const NR: usize = 2 * Self::LANES;
@@ -34,12 +33,12 @@ pub(in super::super) trait Registers {
     unsafe fn splat(p: *const f32) -> Self::V;
     unsafe fn load(p: *const f32) -> Self::V;
     unsafe fn store(p: *mut f32, v: Self::V);
-    /// The first `n < LANES` elements; the others are not touched.
+    /// Loads the first `n < LANES` elements; the memory after them is not accessed.
     unsafe fn load_part(p: *const f32, n: usize) -> Self::V;
     unsafe fn store_part(p: *mut f32, n: usize, v: Self::V);
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
-    /// `a * b + c`, fused where the CPU can.
+    /// Returns `a * b + c`, fused if the CPU supports it.
     unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
 
     /// `dst[k * pitch + i] = src[i * stride + k]` for `k < BLOCK` and `i < rows`, zero for `rows <= i < width`.
@@ -53,14 +52,15 @@ pub(in super::super) trait Registers {
         width: usize,
     );
 
-    /// The kernel for a tile of `rows` rows and `vectors` vectors, reading `A` by columns or by rows.
+    /// Returns the kernel for a tile of `rows` rows and `vectors` vectors that reads A by columns or by rows.
     fn kernel(rows: usize, vectors: usize, columns: bool) -> Kernel;
 
-    /// The kernel for a full tile that packs B as it reads it.
+    /// Returns the kernel for a full tile that packs B as it reads it.
     fn packing_kernel(columns: bool) -> Kernel;
 }
 
-/// Defines both kinds of kernels from the instances of a kernel function `$f`.
+/// Defines [`Registers::kernel`] and [`Registers::packing_kernel`] from the instances of a kernel function
+/// `$f`.
 macro_rules! kernels {
     ($f:ident, [$($r:literal)*]) => {
         fn kernel(rows: usize, vectors: usize, columns: bool) -> Kernel {
@@ -80,14 +80,14 @@ macro_rules! kernels {
     };
 }
 
-/// Any CPU: arrays that the compiler turns into whatever vectors the target has.
+/// Any CPU: arrays, which the compiler turns into the target's vectors.
 pub(in super::super) struct Portable;
 
 impl Registers for Portable {
     type V = [f32; 4];
     const LANES: usize = 4;
     type Level = simd::Portable;
-    // Sixteen accumulators for the 32 registers of NEON, twelve where there may be 16.
+    // 16 accumulators for the 32 registers of NEON; 12 if the CPU may have only 16 registers.
     const MR: usize = if cfg!(target_arch = "aarch64") { 8 } else { 6 };
 
     #[inline(always)]
@@ -126,7 +126,7 @@ impl Registers for Portable {
     }
     #[inline(always)]
     unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        // A fused instruction where it is in the baseline; elsewhere `mul_add` would be a slow library call.
+        // Fused if the baseline has the instruction; otherwise `mul_add` would be a slow library call.
         if cfg!(target_arch = "aarch64") || cfg!(target_feature = "fma") {
             [
                 a[0].mul_add(b[0], c[0]),
@@ -174,11 +174,11 @@ mod x86 {
     )]
     use std::arch::x86_64::*;
 
-    /// Lanes below `8 - n` of `MASK[n..]` are taken, for loads and stores of part of a vector.
+    /// `MASK[8 - n..]` enables the first `n` of 8 lanes, for partial loads and stores.
     static MASK: [i32; 16] = [-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0];
     static ZEROS: [f32; BLOCK] = [0.0; BLOCK];
 
-    /// What vectors of both widths do alike, from the names of their instructions.
+    /// Methods that both vector widths share, given the names of their instructions.
     macro_rules! vectors {
         ($v:ty: $zero:ident, $load:ident, $store:ident, $add:ident, $mul:ident, $fma:ident) => {
             type V = $v;
@@ -220,7 +220,7 @@ mod x86 {
         };
     }
 
-    /// 16 registers of 8 floats: 6 rows of 2 vectors, and 3 registers to load into.
+    /// 16 registers of 8 floats: 6 rows of 2 vectors as accumulators, and 3 registers for operands.
     pub(in super::super::super) struct Avx2;
 
     impl Registers for Avx2 {
@@ -249,8 +249,8 @@ mod x86 {
         micro::<Avx2, R, N, C, P>(tile);
     }
 
-    /// 32 registers of 16 floats: 8 rows of 2 vectors keep both multipliers busy, and suit a transpose of 8 by
-    /// 8.
+    /// 32 registers of 16 floats. 8 rows of 2 vectors keep both multipliers busy and match the 8 by 8
+    /// transpose.
     pub(in super::super::super) struct Avx512;
 
     impl Registers for Avx512 {
@@ -280,8 +280,8 @@ mod x86 {
         micro::<Avx512, R, N, C, P>(tile);
     }
 
-    /// [`Registers::transpose`] with AVX: half rows are loaded into place, so that only unpacks and shuffles
-    /// are left.
+    /// [`Registers::transpose`] with AVX. Half rows are loaded into their final halves, so that only unpacks
+    /// and shuffles remain.
     #[inline(always)]
     unsafe fn transpose_8x8(src: *const f32, stride: usize, rows: usize, dst: *mut f32, pitch: usize) {
         let row: [*const f32; 8] =

@@ -1,31 +1,31 @@
-//! Arithmetic with the bits of IEEE 754 on every device: some flush subnormals, round quotients and roots a
-//! little off, or fuse a product with the sum after it.
+//! Exact IEEE 754 arithmetic on the bits of f32, for every device. GPUs may flush subnormals to zero, round
+//! quotients and roots incorrectly, or fuse a product with the following sum.
 
 use cubecl::prelude::*;
 
-/// Without the sign: among magnitudes the order of bits is the order of numbers.
+/// Mask of all bits but the sign. Magnitudes are ordered as their bits are.
 pub(super) const MAGNITUDE: u32 = 0x7fff_ffff;
-/// The bits of infinity.
+/// Bits of infinity.
 pub(super) const INFINITE: u32 = 0x7f80_0000;
 const SIGN: u32 = 0x8000_0000;
-/// The bits of the smallest normal number, and of an exponent's unit.
+/// Bits of the smallest normal number; also one unit of the exponent field.
 const NORMAL: u32 = 0x0080_0000;
-/// The bits of 2^-60: sums of magnitudes below it are made 2^64 times as large, and any other sum has no
-/// subnormal in it that matters.
+/// Bits of 2^-60. Sums of smaller magnitudes are computed 2^64 times as large. In any other sum, flushing a
+/// subnormal operand to zero does not change the result.
 pub(super) const SMALL: u32 = (127 - 60) << 23;
-/// The exponent of 2^64, as bits.
+/// Bits to add to multiply by 2^64.
 pub(super) const LIFT: u32 = 64 << 23;
 
-/// A subnormal number counts 2^-149, and 2^64 times as large, this.
+/// 2^-85: the value of one unit of a subnormal number (2^-149), times 2^64.
 const COUNT: f32 = f32::from_bits((127 - 85) << 23);
 
-/// A product that is not fused with the sum after it: no compiler knows that `zero` is 0.
+/// Prevents fusing the product with a following sum. `zero` is 0, but the compiler does not know it.
 #[cube]
 pub(super) fn rounded(product: f32, zero: u32) -> f32 {
     f32::reinterpret(u32::reinterpret(product) ^ zero)
 }
 
-/// The bits of `2^64 x`, of a magnitude below [`SMALL`]; exact, and never subnormal.
+/// Returns the bits of `2^64 x`, for a magnitude below [`SMALL`]. Exact, and never subnormal.
 #[cube]
 pub(super) fn lifted(x: u32) -> u32 {
     let magnitude = x & MAGNITUDE;
@@ -33,7 +33,7 @@ pub(super) fn lifted(x: u32) -> u32 {
     select(magnitude >= NORMAL, x + LIFT, (x & SIGN) | counted)
 }
 
-/// The bits of `2^-64 x`, if it is a multiple of 2^-85.
+/// Returns the bits of `2^-64 x`, if `x` is a multiple of 2^-85.
 #[cube]
 fn lowered(x: u32) -> u32 {
     let magnitude = x & MAGNITUDE;
@@ -41,7 +41,7 @@ fn lowered(x: u32) -> u32 {
     select(magnitude >= NORMAL + LIFT, x - LIFT, (x & SIGN) | count)
 }
 
-/// The bits of `a + b`.
+/// Returns the bits of `a + b`.
 #[cube]
 pub(super) fn sum(a: u32, b: u32) -> u32 {
     let small = u32::max(a & MAGNITUDE, b & MAGNITUDE) < SMALL;
@@ -52,8 +52,8 @@ pub(super) fn sum(a: u32, b: u32) -> u32 {
     bits
 }
 
-/// The bits of `a * b`, not fused with the sum after it, for an `a` below 2 in magnitude: a subnormal `b` makes
-/// no product that is normal.
+/// Returns the bits of `a * b`, not fused with a following sum. `a` must be below 2 in magnitude; then every
+/// product with a subnormal operand takes the exact path.
 #[cube]
 pub(super) fn product(a: u32, b: u32, zero: u32) -> u32 {
     let mut bits = u32::reinterpret(f32::reinterpret(a) * f32::reinterpret(b)) ^ zero;
@@ -65,15 +65,15 @@ pub(super) fn product(a: u32, b: u32, zero: u32) -> u32 {
     bits
 }
 
-/// The bits of a product of two magnitudes whose exponents' fields add up to less than 128: it is hardly above
-/// the subnormals, where bits count multiples of 2^-149.
+/// Returns the bits of a product of two magnitudes whose exponent fields add up to less than 128. Such a
+/// product is subnormal or little larger, so its bits are a count of multiples of 2^-149.
 #[cube]
 fn counted(m: u32, n: u32) -> u32 {
     let a = (m & (NORMAL - 1)) | select(m >= NORMAL, NORMAL, 0u32);
     let b = (n & (NORMAL - 1)) | select(n >= NORMAL, NORMAL, 0u32);
     let mut high = u32::mul_hi(a, b);
     let mut low = a * b;
-    // Of 48 digits those below 2^-149 are for rounding.
+    // Shift out the bits below 2^-149 of the 48-bit product, and use them for rounding.
     let shift = 151 - u32::max(m >> 23, 1) - u32::max(n >> 23, 1);
     let mut half = 0u32;
     let mut rest = 0u32;
@@ -86,12 +86,12 @@ fn counted(m: u32, n: u32) -> u32 {
     low + (half & (rest | (low & 1)))
 }
 
-/// The bits of `a / b`, of positive normal numbers with a normal quotient, digit by digit.
+/// Returns the bits of `a / b` by long division. Operands and quotient must be positive normal numbers.
 #[cube]
 pub(super) fn quotient(a: u32, b: u32) -> u32 {
     let divisor = (b & (NORMAL - 1)) | NORMAL;
     let mut rest = (a & (NORMAL - 1)) | NORMAL;
-    // The difference of the exponents, biased.
+    // Biased difference of the exponents.
     let mut exponent = (a >> 23) + 127 - (b >> 23);
     if rest < divisor {
         rest <<= 1u32;
@@ -103,17 +103,17 @@ pub(super) fn quotient(a: u32, b: u32) -> u32 {
         digits = (digits << 1) | u32::cast_from(fits);
         rest = (rest - select(fits, divisor, 0u32)) << 1;
     }
-    // Of 25 digits the last one is for rounding.
+    // The last of the 25 binary digits is only for rounding.
     let up = (digits & 1) & (u32::cast_from(rest != 0) | ((digits >> 1) & 1));
     (exponent << 23) + (digits >> 1) + up - NORMAL
 }
 
-/// The bits of the root of a positive normal number, digit by digit.
+/// Returns the bits of the square root of a positive normal number, digit by digit.
 #[cube]
 pub(super) fn root(x: u32) -> u32 {
     let exponent = x >> 23;
     let mut rest = (x & (NORMAL - 1)) | NORMAL;
-    // The exponent without its bias of 127 is even where the field is odd.
+    // The unbiased exponent (field minus 127) is even if the field is odd.
     rest <<= 2u32 - (exponent & 1);
     let mut digits = 0u32;
     let mut twice = 0u32;
@@ -129,6 +129,6 @@ pub(super) fn root(x: u32) -> u32 {
         digit >>= 1u32;
     }
     let up = u32::cast_from(rest != 0) & digits & 1;
-    // Half of the exponent, biased: the digits carry a unit of their own.
+    // Biased half of the exponent, minus the leading unit that the digits contain.
     ((digits + up) >> 1) + 0x3f00_0000 + (((exponent + 1) / 2) << 23) - LIFT
 }

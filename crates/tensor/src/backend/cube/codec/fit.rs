@@ -1,4 +1,4 @@
-//! What each block's header says: one cube a block.
+//! Computes each block's header, one cube (workgroup) per block.
 
 use cubecl::prelude::*;
 
@@ -6,17 +6,18 @@ use super::exact::{INFINITE, LIFT, MAGNITUDE, SMALL, lifted, quotient, root, rou
 use super::{Form, value};
 use crate::Code;
 
-/// Elements of a run of a sum, and lanes of it.
+/// Number of elements in one run of a sum, and number of lanes in which a run is summed.
 const RUN: u32 = 1024;
 const LANES: u32 = 32;
-/// The bits of 2^-100, below which a block becomes zeros.
+/// Bits of 2^-100. Blocks whose largest magnitude is smaller are encoded as zeros.
 const LEAST: u32 = (127 - 100) << 23;
-/// The bits of 2^100, below which magnitudes are summed as they are.
+/// Bits of 2^100. Below it, magnitudes are summed without scaling.
 const UNSCALED: u32 = (127 + 100) << 23;
-/// The fit of a block with a value that is not finite. No scale has these bits.
+/// Marks a block with a value that is not finite. No scale has these bits.
 pub(super) const REFUSED: u32 = 0xffff_ffff;
 
-/// For each block the bits of its scale, or 0, or [`REFUSED`], and of what its elements are multiplied by.
+/// Writes two words per block: the bits of its scale (0 for a block of zeros, [`REFUSED`] for an invalid one),
+/// and the bits of the factor by which its elements are multiplied.
 #[cube(launch)]
 pub(super) fn fit(
     x: &[u32],
@@ -54,7 +55,9 @@ pub(super) fn fit(
         let mut factor = 0u32;
         if comptime!(matches!(form.codec.code(), Code::SignL1 | Code::SignL2)) {
             let l2 = comptime!(matches!(form.codec.code(), Code::SignL2));
-            // A power of two near the largest magnitude, and what it is that is multiplied by its inverse.
+            // `up` is a power of two near the largest magnitude, and `down` its inverse. Elements are
+            // multiplied by `down` before the sum, and the mean by `up` after it. L1 needs this only for large
+            // magnitudes.
             let small = max < SMALL;
             let field = u32::min(u32::max(max >> 23, 1), 253);
             let mut down = (254 - field) << 23;
@@ -102,8 +105,8 @@ pub(super) fn fit(
     }
 }
 
-/// The sum of magnitudes or squares, in the format's order, for all units. As many runs at once as there are
-/// units for.
+/// Returns the sum of magnitudes, or of squares, to all units (threads), in the order that the wire format
+/// specifies. As many runs as the units allow are summed at the same time.
 #[cube]
 fn magnitudes(
     x: &[u32],
@@ -158,7 +161,7 @@ fn magnitudes(
         }
         #[unroll]
         for run in 0..runs {
-            // A run behind the block's end is 0, and adds nothing.
+            // Runs beyond the end of the block are 0 and change nothing.
             total += lanes[comptime!((run * LANES) as usize)];
         }
         sync_cube();

@@ -1,5 +1,6 @@
-//! Codecs with the host's bytes. Blocks: first what each header says, then every word of the body by a unit of
-//! its own, for a block need not fill whole words. Masks and the largest: their indices are found here.
+//! Codecs with the same bytes as the host's. A block codec first computes each block's header; then each unit
+//! (thread) writes one word of the body, because a block need not end at a word boundary. Kernels for masks and
+//! largest magnitudes compute indices.
 #![expect(
     clippy::manual_range_contains,
     clippy::manual_div_ceil,
@@ -24,23 +25,23 @@ use crate::backend::Sum;
 use crate::codec::{BlockCodec, Code, DrawnMask};
 use crate::{Result, View, ViewMut};
 
-/// What kernels are made for.
+/// Compile-time arguments of the block kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Form {
     codec: BlockCodec,
-    /// Whether values are sums with a residual.
+    /// Whether `before` is added to the values.
     adds: bool,
-    /// Whether what is lost is wanted.
+    /// Whether the encoding error is written to `lost`.
     loses: bool,
 }
 
 impl Form {
-    /// The largest code of an integer.
+    /// Returns the largest integer code.
     fn most(self) -> f32 {
         ((1 << (self.codec.code().bits() - 1)) - 1) as f32
     }
 
-    /// The bits of the largest scale of an integer: all its multiples are finite.
+    /// Returns the bits of the largest scale of an integer codec. All its multiples by codes are finite.
     fn top(self) -> u32 {
         (f32::MAX / self.most()).to_bits() & 0xffff_0000
     }
@@ -50,7 +51,7 @@ impl Form {
     }
 }
 
-/// The bits of a value to be encoded.
+/// Returns the bits of a value to encode.
 #[cube]
 fn value(x: &[u32], before: &[u32], at: u32, #[comptime] form: Form) -> u32 {
     let mut bits = x[at as usize];
@@ -60,8 +61,8 @@ fn value(x: &[u32], before: &[u32], at: u32, #[comptime] form: Form) -> u32 {
     bits
 }
 
-/// Elements that one cube can look through eight times, and into how many parts of at least as many a chunk is
-/// cut.
+/// Minimum number of elements per tile, and maximum number of tiles per chunk. A chunk of at most `TILE`
+/// elements is processed by one cube (workgroup), which reads it eight times.
 const TILE: usize = 4096;
 const MOST_TILES: usize = 1024;
 
@@ -70,7 +71,7 @@ fn chunks(len: usize, chunk: usize, kept: usize) -> top::ChunksLaunch {
 }
 
 impl Cube {
-    /// [`crate::backend::Codecs::largest`] of chunks that are more than a cube's work.
+    /// Implements [`crate::backend::Codecs::largest`] for chunks that are too large for one cube.
     fn largest_in_tiles(&self, x: &Operand, [len, chunk, kept]: [usize; 3], indices: &Operand) -> Result<()> {
         let (client, units) = (&self.client, self.units);
         let count = len.div_ceil(chunk);
@@ -78,8 +79,8 @@ impl Cube {
         let tile = chunk.div_ceil(tiles);
         let chunks = || chunks(len, chunk, kept);
         let tiling = || top::TilesLaunch::new(u32_of(tile), u32_of(tiles), u32_of(count * tiles));
-        // For each round and behind the last one: the least that is kept, and how many of those that begin like
-        // it.
+        // For each round, and after the last one, per chunk: the prefix of the threshold found so far, and how
+        // many elements with this prefix are kept.
         let mut cuts = vec![0; 8 * count * (top::ROUNDS as usize + 1)];
         for (cut, start) in cuts.as_chunks_mut().0.iter_mut().zip((0..len).step_by(chunk)) {
             *cut = (u64::from(u32_of(kept.min(len - start))) << 32).to_le_bytes();
@@ -124,10 +125,10 @@ impl crate::backend::Codecs for Cube {
         let lost = lost.map(|lost| self.write(&lost)).transpose()?;
         let scratch = self.scratch(blocks * 8)?;
         let fits = Self::whole(&scratch);
-        // What a kernel does not want may be anything.
+        // Arguments that the kernel does not use may be any buffer.
         let added = || before.as_ref().unwrap_or(&x).arg();
         let to = lost.as_ref().unwrap_or(&fits).arg();
-        // Compilers must not know that this is 0.
+        // An argument, so that compilers do not know that it is 0.
         let (len, zero) = (u32_of(len), 0);
         let (count, dim) = self.row_each(blocks);
         fit::fit::launch(client, count, dim, x.arg(), added(), fits.arg(), len, zero, form, units);
@@ -156,7 +157,7 @@ impl crate::backend::Codecs for Cube {
         let len = y.len();
         let form = Form { codec, adds: false, loses: false };
         let (body, y, verdict) = (self.read(&body)?, self.write(&y)?, self.write(&verdict)?);
-        // Nothing is refused yet.
+        // Set the verdict to "valid".
         self.fill(&verdict, 1, 0.0);
         let (count, dim) = self.each(len);
         pack::decode::launch(&self.client, count, dim, body.arg(), y.arg(), verdict.arg(), u32_of(len), form);
@@ -170,7 +171,7 @@ impl crate::backend::Codecs for Cube {
         let minus = matches!(sum, Some(Sum::Minus(..)));
         let bind = |(Sum::Plus(with, y) | Sum::Minus(with, y))| Ok((self.read(&with)?, self.write(&y)?));
         let sum = sum.map(bind).transpose()?;
-        // Nothing is refused yet.
+        // Set the verdict to "finite".
         self.fill(&verdict, 1, 0.0);
         let with = sum.as_ref().map_or(&x, |(with, _)| with).arg();
         let scratch = self.scratch(4)?;
@@ -208,7 +209,7 @@ impl crate::backend::Codecs for Cube {
         for (from, to, columns) in [(&x, &half, true), (&half, &y, false)] {
             let (count, dim) = self.each(len);
             let (from, matrix, to) = (from.arg(), matrix.arg(), to.arg());
-            // Compilers must not know that this is 0.
+            // An argument, so that compilers do not know that it is 0.
             let (len, zero) = (u32_of(len), 0);
             square::turn::launch(
                 &self.client,

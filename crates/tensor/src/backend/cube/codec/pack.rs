@@ -1,4 +1,4 @@
-//! The bytes of a body, and the values behind them.
+//! Writes and reads the body of a block codec.
 
 use cubecl::prelude::*;
 
@@ -7,13 +7,13 @@ use super::exact::{MAGNITUDE, rounded, sum};
 use super::fit::REFUSED;
 use super::{Form, value};
 
-/// The bits of the smallest normal number and of the largest number.
+/// Bits of the smallest normal number and of the largest finite number.
 const NORMAL: u32 = 0x0080_0000;
 const MAX: u32 = 0x7f7f_ffff;
-/// The bits of 2^-116, below which no integers' scale is.
+/// Bits of 2^-116, the least scale that an integer encoder writes.
 const LEAST_SCALE: u32 = (127 - 116) << 23;
 
-/// The code of a value.
+/// Returns the code of a value.
 #[cube]
 fn code_of(bits: u32, factor: f32, zero: u32, #[comptime] form: Form) -> u32 {
     let sign = bits >> 31;
@@ -30,7 +30,7 @@ fn code_of(bits: u32, factor: f32, zero: u32, #[comptime] form: Form) -> u32 {
     code
 }
 
-/// The bits of what a code stands for.
+/// Returns the bits of the value that a code represents.
 #[cube]
 fn meaning(code: u32, scale: u32, #[comptime] form: Form) -> u32 {
     let mut bits = scale | (code << 31);
@@ -44,8 +44,8 @@ fn meaning(code: u32, scale: u32, #[comptime] form: Form) -> u32 {
     bits
 }
 
-/// Writes a word of the body a unit, and what is lost of the elements in it. The word before the body becomes
-/// 0.
+/// Each unit (thread) writes one word of the body, and the encoding error of the elements in it. The word
+/// before the body is set to 0.
 #[cube(launch)]
 pub(super) fn encode(
     x: &[u32],
@@ -109,14 +109,14 @@ pub(super) fn encode(
     }
 }
 
-/// The element of a block that is the `s`-th code in byte `place` of its codes.
+/// Returns the index within the block of the `s`-th code in byte `place` of the block's codes.
 #[cube]
 fn element(place: u32, #[comptime] s: u32, count: u32, #[comptime] width: u32, #[comptime] run: u32) -> u32 {
     let mut element = place;
     if comptime!(width < 8) {
         let per_byte = comptime!(8 / width);
         let full = count / run;
-        // In a full run, bit `width i` of word `j` begins code `8 i + j`.
+        // In a full run, the bits from `width * i` of word `j` hold code `8 i + j`.
         let within = place % 32;
         element = place / 32 * run + (within % 4 * per_byte + s) * 8 + within / 4;
         if place >= full * 32 {
@@ -126,7 +126,7 @@ fn element(place: u32, #[comptime] s: u32, count: u32, #[comptime] width: u32, #
     element
 }
 
-/// Says in the first word whether a block was refused: whoever sees one, says the same.
+/// Sets the first word to 1 if any block is invalid. All units (threads) that find one write the same value.
 #[cube(launch)]
 pub(super) fn refuse(fits: &[u32], out: &mut [u32], blocks: u32) {
     if (ABSOLUTE_POS as u32) < blocks && fits[ABSOLUTE_POS * 2] == REFUSED {
@@ -134,7 +134,8 @@ pub(super) fn refuse(fits: &[u32], out: &mut [u32], blocks: u32) {
     }
 }
 
-/// Decodes an element a unit; whoever sees what no encoder writes, says so in `verdict`.
+/// Decodes one element per unit (thread). A unit that finds something that no encoder writes sets `verdict` to
+/// 1.
 #[cube(launch)]
 pub(super) fn decode(body: &[u32], y: &mut [u32], verdict: &mut [u32], len: u32, #[comptime] form: Form) {
     let codec = comptime!(form.codec);
@@ -157,15 +158,15 @@ pub(super) fn decode(body: &[u32], y: &mut [u32], verdict: &mut [u32], len: u32,
             scale |= byte(body, start + b) << comptime!(32 - header * 8 + b * 8);
         }
         let codes = start + header;
-        // A plane of eight bits is in order.
+        // 8-bit codes are stored in order.
         let mut place = element;
         let mut shift = 0u32;
         if comptime!(width < 8) {
             let full = count / run;
             let inside = element / run < full;
             let within = element % run;
-            // In a full run, code `8 i + j` is bits `width i ..` of word `j`; behind the runs, codes stand in
-            // order.
+            // In a full run, code `8 i + j` is in the bits from `width * i` of word `j`. After the full runs,
+            // codes are stored in order.
             let bit = within / 8 * width;
             let tail = element - full * run;
             place =
@@ -175,7 +176,7 @@ pub(super) fn decode(body: &[u32], y: &mut [u32], verdict: &mut [u32], len: u32,
         let held = byte(body, codes + place);
         let code = (held >> shift) & mask;
         let mut bad = scale == 0 && code != 0;
-        // Bits behind the last code are zero.
+        // Unused bits after the last code must be zero.
         let used = count % per_byte * width;
         if element + 1 == count && used != 0 {
             bad = bad || (held >> used) != 0;

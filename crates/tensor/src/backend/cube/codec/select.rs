@@ -1,12 +1,12 @@
-//! Selections: indices that stay on the device, what stands there, and what is put there.
+//! Sums with a check for finite values, mask indices, gather and scatter.
 
 use cubecl::prelude::*;
 
 use super::exact::{INFINITE, MAGNITUDE, sum};
 use crate::codec::Pattern;
 
-/// `y = x + with`, or `x - with`, or only a look at `x`; `verdict` becomes 1 if something is not finite, by
-/// whoever sees it.
+/// `y = x + with`, or `x - with`, or no result at all. Any unit (thread) that finds a value that is not finite
+/// sets `verdict` to 1.
 #[cube(launch)]
 pub(super) fn sums(
     x: &[u32],
@@ -33,7 +33,7 @@ pub(super) fn sums(
     }
 }
 
-/// What identifies a stream of Philox4x32-10.
+/// Key and number of a stream of Philox4x32-10.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(super) struct Stream {
     key_low: u32,
@@ -42,7 +42,8 @@ pub(super) struct Stream {
     high: u32,
 }
 
-/// `bound u`, rounded down, where `u` in `[0, 1)` has the 64 bits of the first two words of block `index`.
+/// Returns `bound * u` rounded down, where `u` in `[0, 1)` has as its 64 bits the first two words of block
+/// `index`.
 #[cube]
 fn below(stream: &Stream, index: u32, bound: u32) -> u32 {
     let mut a = index;
@@ -68,7 +69,7 @@ fn below(stream: &Stream, index: u32, bound: u32) -> u32 {
     u32::mul_hi(a, bound) + u32::cast_from(carried < low)
 }
 
-/// The indices of a mask: of each stratum one, but for those that are left out from the `gap`th on.
+/// Writes the indices of a mask: one per stratum, without the `left_out` strata from the `gap`th on.
 #[cube(launch)]
 pub(super) fn mask(
     indices: &mut [u32],
@@ -88,7 +89,7 @@ pub(super) fn mask(
             within = below(stream, stratum, stride);
         }
         if comptime!(matches!(pattern, Pattern::Permuted)) {
-            // Both are below the stride; their sum may wrap.
+            // Both are below the stride, but their sum may overflow.
             let moved = within + phase;
             within = select(moved < within || moved >= stride, moved - stride, moved);
         }
@@ -105,7 +106,7 @@ pub(super) fn gather(x: &[u32], indices: &[u32], y: &mut [u32], len: u32, kept: 
     }
 }
 
-/// `y[indices] = x`, for indices that are all different.
+/// `y[indices] = x`. All indices are different.
 #[cube(launch)]
 pub(super) fn put(x: &[u32], indices: &[u32], y: &mut [u32], len: u32, kept: u32) {
     if (ABSOLUTE_POS as u32) < kept {

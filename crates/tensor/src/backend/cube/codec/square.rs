@@ -1,11 +1,11 @@
-//! Products of squares with one matrix: half of a transform of two dimensions.
+//! Product of squares with a matrix: one half of a two-dimensional transform.
 
 use cubecl::prelude::*;
 
 use super::exact::{product, sum};
 
-/// Of each full square `X` of `x` the element of `A X`, or of `X A^T` unless by `columns`, a unit; with `A`
-/// transposed if `inverse`. Sums in the order of the index. What fills no square is copied.
+/// For each full square `X` of `x`: computes `A X` if `columns`, else `X A^T`, one element per unit (thread).
+/// If `inverse`, `A` is transposed. Sums run in index order. Elements after the last full square are copied.
 #[cube(launch)]
 pub(super) fn turn(
     x: &[u32],

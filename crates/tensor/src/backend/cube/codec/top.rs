@@ -1,26 +1,27 @@
-//! Where the largest magnitudes are. Counts of their digits, the highest first, lead to the least one that is
-//! kept, and to how many of its equals are; then units write what they find where it belongs, for each knows
-//! how much is found before it. A chunk is one cube's work, or that of as many as it has tiles.
+//! Indices of the largest magnitudes, by radix selection: counting digits, the highest first, determines the
+//! least magnitude that is kept (the threshold) and how many elements equal to it are kept. Then each unit
+//! (thread) writes its indices at the position given by the number found before it. A small chunk is processed
+//! by one cube (workgroup), a large one by one cube per tile.
 
 use cubecl::prelude::*;
 
 use super::exact::MAGNITUDE;
 
-/// Bits of a digit, so few that each unit counts for itself, and what a digit may be.
+/// Bits per digit, few enough for every unit to count separately, and number of digit values.
 pub(super) const DIGIT: u32 = 4;
 pub(super) const DIGITS: u32 = 16;
-/// Digits of a magnitude's 31 bits, and where the first one is.
+/// Number of digits in the 31 bits of a magnitude, and bit position of the first one.
 pub(super) const ROUNDS: u32 = 8;
 pub(super) const FIRST: u32 = 28;
 
-/// How a vector is cut, and what is kept of a chunk.
+/// Division of a vector into chunks, and number of elements kept per chunk.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(super) struct Chunks {
     len: u32,
     chunk: u32,
-    /// At most the chunk.
+    /// At most `chunk`.
     kept: u32,
-    /// Chunks.
+    /// Number of chunks.
     count: u32,
 }
 
@@ -32,49 +33,49 @@ impl Chunks {
     }
 }
 
-/// Parts of a chunk, each of them a cube's.
+/// Division of a chunk into tiles, one cube (workgroup) each.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(super) struct Tiles {
-    /// Elements of one.
+    /// Number of elements per tile.
     tile: u32,
-    /// How many a chunk has; the last may be short or empty.
+    /// Tiles per chunk. The last ones may be short or empty.
     count: u32,
-    /// How many there are in all.
+    /// Number of tiles of all chunks.
     all: u32,
 }
 
 #[cube]
 impl Tiles {
-    /// The first element of a cube's.
+    /// Returns the index of the first element of a cube's tile.
     fn start(&self, chunks: &Chunks, cube: u32) -> u32 {
         let index = cube / self.count;
         u32::min(index * chunks.chunk + cube % self.count * self.tile, chunks.end(index))
     }
 }
 
-/// Where a digit cuts: more than `wanted` have this one or a larger one, `rest` of them this one.
+/// Result of one digit: the digit of the threshold, and the number of elements with this digit that are kept.
 #[derive(CubeType, Clone, Copy)]
 struct Cut {
     digit: u32,
     rest: u32,
 }
 
-/// How many lie above the least that is kept, and how many equal it.
+/// Number of elements above the threshold, and equal to it.
 #[derive(CubeType, Clone, Copy)]
 struct Found {
     above: u32,
     equal: u32,
 }
 
-/// What is written of a range, and where.
+/// A range of elements whose kept indices are written.
 #[derive(CubeType, Clone, Copy)]
 struct Range {
     from: u32,
     to: u32,
-    /// The least magnitude that is kept, and how many of those in the chunk that equal it.
+    /// The threshold, and the number of elements of the chunk equal to it that are kept.
     least: u32,
     rest: u32,
-    /// Where the chunk's indices begin.
+    /// Position of the chunk's first index in the output.
     at: u32,
 }
 
@@ -85,7 +86,8 @@ fn clear(tallies: &mut Shared<[u32]>, #[comptime] units: u32) {
     }
 }
 
-/// Counts digits of those magnitudes that begin as `least` does, each unit for itself.
+/// Counts the current digit of those magnitudes whose higher digits equal those of `least`. Each unit (thread)
+/// counts separately.
 #[cube]
 fn tally(
     x: &[u32],
@@ -98,7 +100,7 @@ fn tally(
 ) {
     let mut i = from + UNIT_POS;
     while i < to {
-        // All that differs is the digit, and what comes behind it.
+        // True if only the current digit and the lower ones differ.
         let magnitude = x[i as usize] & MAGNITUDE;
         if ((magnitude ^ least) >> shift) < DIGITS {
             tallies[((magnitude >> shift) % DIGITS * units + UNIT_POS) as usize] += 1u32;
@@ -107,7 +109,7 @@ fn tally(
     }
 }
 
-/// Adds up what all units have counted.
+/// Sums the counts of all units (threads).
 #[cube]
 fn total(tallies: &Shared<[u32]>, totals: &mut Shared<[u32]>, #[comptime] units: u32) {
     sync_cube();
@@ -134,7 +136,7 @@ fn cut(totals: &Shared<[u32]>, wanted: u32) -> Cut {
     Cut { digit, rest }
 }
 
-/// What the units before `unit` have found.
+/// Returns what the units (threads) before `unit` have found.
 #[cube]
 fn before(found: Found, unit: u32, shared: &mut Shared<[u32]>, #[comptime] units: u32) -> Found {
     shared[UNIT_POS as usize] = found.above;
@@ -150,7 +152,7 @@ fn before(found: Found, unit: u32, shared: &mut Shared<[u32]>, #[comptime] units
     Found { above, equal }
 }
 
-/// Writes the indices of a range, `earlier` being what is found of its chunk before it.
+/// Writes the kept indices of a range. `earlier` is what was found in the chunk before the range.
 #[cube]
 fn write(
     x: &[u32],
@@ -184,7 +186,7 @@ fn write(
     }
 }
 
-/// All of a chunk's work by one cube.
+/// Processes one chunk per cube (workgroup).
 #[cube(launch)]
 pub(super) fn small(x: &[u32], indices: &mut [u32], chunks: &Chunks, #[comptime] units: u32) {
     let mut tallies = Shared::<[u32]>::new_slice(comptime!((DIGITS * units) as usize));
@@ -209,8 +211,8 @@ pub(super) fn small(x: &[u32], indices: &mut [u32], chunks: &Chunks, #[comptime]
     }
 }
 
-/// Counts the digits in a tile. In `cuts`, a chunk has for each round the least magnitude so far, and how many
-/// are kept of those that begin like it.
+/// Counts the digits of one tile. `cuts` holds for each round and chunk the prefix of the threshold found so
+/// far, and how many elements with this prefix are kept.
 #[cube(launch)]
 pub(super) fn count(
     x: &[u32],
@@ -240,7 +242,8 @@ pub(super) fn count(
     }
 }
 
-/// Cuts a chunk by the digits in its tiles, and adds up what each of these has above the cut and at it.
+/// Determines the next digit of a chunk's threshold from the counts of its tiles, and updates each tile's
+/// numbers of elements above it and equal to it.
 #[cube(launch)]
 pub(super) fn pick(
     counts: &[u32],
@@ -289,7 +292,7 @@ pub(super) fn pick(
     }
 }
 
-/// Writes the indices of a tile.
+/// Writes the kept indices of a tile.
 #[cube(launch)]
 pub(super) fn place(
     x: &[u32],
@@ -304,7 +307,7 @@ pub(super) fn place(
     let cube = CUBE_POS as u32;
     let index = cube / tiles.count;
     if cube < tiles.all {
-        // What the chunk's tiles before this one have.
+        // What was found in the chunk's earlier tiles.
         let mut above = 0u32;
         let mut equal = 0u32;
         let mut tile = index * tiles.count + UNIT_POS;
