@@ -92,7 +92,7 @@ pub struct Average {
     device: Device,
     /// How each bucket is averaged.
     ways: Vec<Way>,
-    /// The same for after the warm-up; `None` once the warm-up is over.
+    /// How each bucket will be averaged after the warm-up; `None` once the warm-up is over.
     warm: Option<Vec<Way>>,
     /// Density warm-up of a selecting codec.
     density: Option<DensityWarmup>,
@@ -163,8 +163,8 @@ impl Average {
         Ok(average)
     }
 
-    /// Averages buckets in these ways from now on. During the warm-up they are plain, and these ways are kept
-    /// for later.
+    /// Sets how buckets are averaged from now on. During the warm-up they are averaged as plain f32, and `ways`
+    /// is kept for later.
     fn take(&mut self, ways: Vec<Way>) {
         let plain = |bucket: &Bucket| Way::Plain(bucket.len);
         (self.ways, self.warm) = if self.round < self.config.warmup {
@@ -306,7 +306,8 @@ impl Average {
         }
     }
 
-    /// Undoes what arrived and was not committed, after the step was abandoned.
+    /// Undoes the changes that arrived but uncommitted buckets made to the codecs' state, after the step was
+    /// abandoned.
     pub fn rollback(&mut self) {
         self.uncommitted = 0..0;
         self.ways.iter_mut().for_each(Way::rollback);

@@ -307,8 +307,8 @@ impl Chain {
         Prepared::with_norm(global_norm(grads)?)
     }
 
-    /// Takes the step in place, in one pass over parameters, gradients and state where the chain has a single
-    /// pass.
+    /// Takes the step in place. If all links fit into one pass, it goes over parameters, gradients and state
+    /// once.
     pub fn commit(
         &mut self,
         params: &mut Tensor,

@@ -3,9 +3,9 @@
 //! host's codecs work in place. This module connects tensors with codecs, whose crates do not depend on each
 //! other. It does not decide when the bytes are exchanged, or with which ranks.
 //!
-//! There are kernels for `sign`, `sign-l2`, `int8` and `int4`, alone or behind any of `rolling`, `permuted`,
-//! `random`, `topk` and `dct`, and for `none` behind one of these. Indices of `topk` cross the bus as four
-//! bytes each, because the host chooses how they are encoded.
+//! There are kernels for `sign`, `sign-l2`, `int8` and `int4`, alone or after any of `rolling`, `permuted`,
+//! `random`, `topk` and `dct`, and for `none` after one of these. Indices of `topk` cross the bus as four bytes
+//! each, because the host chooses how they are encoded.
 //!
 //! ```
 //! use farflung_base::Philox;
@@ -43,8 +43,8 @@ use crate::OptimError;
 
 type Result<T, E = OptimError> = std::result::Result<T, E>;
 
-/// Names of codecs for which every device with kernels has them, alone and behind selections: a list for tests
-/// that compare the kernels with the host.
+/// Names of codecs that every device with kernels supports, alone and after selections. For tests that compare
+/// the kernels with the host.
 pub const KERNELS: [&str; 17] = [
     "sign",
     "sign:100",
@@ -237,9 +237,8 @@ fn seal(out: &mut Payload, id: CodecId, count: usize, body: &Body) {
     let Ok(()) = sealed;
 }
 
-/// Encodes on the host. This is the way for input that a kernel rejects, because the host's codec reports
-/// exactly what is wrong. [`decompress_on_host`] is the same for payloads, and decodes those with other
-/// parameters.
+/// Encodes on the host. Used for input that a kernel rejects: the host's codec encodes it or reports exactly
+/// what is wrong. [`decompress_on_host`] does the same for payloads, and decodes those with other parameters.
 fn compress_on_host(
     host: &mut dyn Memoryless,
     x: &Tensor,

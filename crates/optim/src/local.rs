@@ -127,7 +127,7 @@ impl Default for Lookahead {
     }
 }
 
-/// What replicas with an optimizer average.
+/// Values that replicas average. They depend on the optimizer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Averages {
     /// Gradients in all steps.

@@ -74,11 +74,11 @@ pub struct After {
 /// Order of the calls in a step:
 ///
 /// 1. If [`Synchroniser::gradients`] returns an average, the step's gradients go through it. Then the optimizer
-///   updates the parameters.
+///    updates the parameters.
 /// 2. [`Synchroniser::mix`], in methods with local steps.
 /// 3. If [`Synchroniser::is_due`]: [`Synchroniser::exchange`], [`Synchroniser::prepare`] and, once all ranks
-///   have agreed, [`Synchroniser::commit`]. They are repeated while [`Synchroniser::goes_on`].
-///   [`Synchroniser::rollback`] instead of a commit leaves everything as it was before.
+///    have agreed, [`Synchroniser::commit`]. They are repeated while [`Synchroniser::goes_on`].
+///    [`Synchroniser::rollback`] instead of a commit leaves everything as it was before.
 /// 4. [`Synchroniser::depart`].
 pub trait Synchroniser: std::fmt::Debug + Send {
     /// Returns the average that the gradients of the next step go through; `None` if that step is local.
@@ -147,8 +147,9 @@ pub trait Synchroniser: std::fmt::Debug + Send {
         self.commit(params)
     }
 
-    /// Sends what leaves now and comes back at a later synchronisation, without waiting for it. Called after
-    /// each local step, and after the commit if replicas synchronised. Returns whether something was sent.
+    /// Starts exchanges whose results are applied in later steps, and does not wait for them. Called after each
+    /// local step, and after the commit if replicas synchronised. Returns `true` if the trainer is to send its
+    /// vote on the steps so far at the same time.
     ///
     /// Errors: those of the device and of codecs.
     fn depart(&mut self, _params: &Tensor, _after: After, _weight: f64) -> Result<bool, OptimError> {
@@ -196,12 +197,12 @@ pub trait Synchroniser: std::fmt::Debug + Send {
         Ok(())
     }
 
-    /// Drops what is in flight. Afterwards only the state may be saved.
+    /// Drops all exchanges in flight. Afterwards only the state may be saved.
     fn abandon(&mut self) {
         self.average_mut().open();
     }
 
-    /// Drops what was not committed.
+    /// Drops an exchange that was not committed.
     fn rollback(&mut self);
 
     /// Records that the parameters were set from outside, to the same values on all replicas.
@@ -259,7 +260,7 @@ pub struct SyncSettings<'a> {
     pub mixing: f64,
     /// Part of the distance to its neighbours that a replica moves in a step.
     pub consensus_rate: f64,
-    /// Change of a tensor, as a share of its norm, from which on it is sent, in methods that test this.
+    /// Smallest change of a tensor, relative to its norm, at which it is sent; used by [`EVENT`].
     pub trigger: f64,
     /// Settings that only asynchronous methods read.
     pub asynchronous: AsynchronousSettings,

@@ -148,7 +148,7 @@ impl Streams {
         }
     }
 
-    /// Creates a codec that is only asked for the largest size of its payloads.
+    /// Creates a codec that is used only to compute the largest size of payloads.
     pub(super) fn sizes(&self) -> Box<dyn Compressor> {
         match self {
             Self::Named(_, spec) => spec.build(),

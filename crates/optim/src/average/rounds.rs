@@ -1,5 +1,5 @@
-//! A bucket that is averaged by protocols. Each matrix that becomes smaller through a protocol has one; all
-//! other values are sent as plain f32 with the first exchange. All protocols of a bucket run their exchanges
+//! A bucket that is averaged by protocols. A matrix has its own protocol if that sends fewer values; all other
+//! values are sent as plain f32 with the first exchange. All protocols of a bucket run their exchanges
 //! together.
 
 use std::ops::Range;

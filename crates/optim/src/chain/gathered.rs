@@ -1,4 +1,4 @@
-//! What a chain accumulates over local steps, and how it applies the mean when replicas synchronise.
+//! Accumulation over local steps, and how a chain applies the mean when replicas synchronise.
 
 use std::ops::Range;
 

@@ -17,7 +17,7 @@ const LIFT: f32 = f32::from_bits((127 + 96) << 23);
 #[derive(Debug)]
 pub(super) enum Source<'a> {
     Read(&'a Tensor),
-    /// Is overwritten by the part of it that the encoding loses.
+    /// Vector that is overwritten by the part of it that the encoding loses.
     Lose(&'a mut Tensor),
 }
 
@@ -38,7 +38,7 @@ pub(super) enum Path {
     Masked(Mask, Box<Self>),
     /// Keeps the largest elements, of the whole vector or of each chunk.
     Largest(Select, Box<Self>),
-    /// Transforms squares with this side to coefficients by a matrix.
+    /// Transforms each square of this side length to coefficients, by multiplication with a matrix.
     Squares(u8, Tensor, Box<Self>),
 }
 

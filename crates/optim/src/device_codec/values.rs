@@ -1,4 +1,4 @@
-//! Encoding of the values behind all selections: in blocks by kernels, or as plain f32. Payload headers are not
+//! Encoding of the values after all selections: in blocks by kernels, or as plain f32. Payload headers are not
 //! handled here.
 
 use farflung_compress::{CodecId, CodecSpec};

@@ -41,7 +41,7 @@ pub struct AsynchronousSettings {
     pub interval: Nanos,
     /// Number of steps at the beginning that average gradients.
     pub warmup: u64,
-    /// Tokens of this worker's local step, where 1 is the mean over all workers.
+    /// Number of tokens in this worker's local step, relative to the mean over all workers.
     pub tokens_per_step: f64,
     /// Settings of the world server, the upper of two levels of servers.
     pub world: WorldSettings,
@@ -52,7 +52,7 @@ pub struct AsynchronousSettings {
 pub struct WorldSettings {
     /// Learning rate.
     pub lr: f64,
-    /// Momentum, which is applied once per as many changes as there are regions.
+    /// Momentum, which is applied at every `n`-th change, where `n` is the number of regions.
     pub momentum: f64,
     /// Number of changes by a region's workers between two messages to the world server; 0 means two per
     /// worker.

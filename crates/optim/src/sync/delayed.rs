@@ -90,7 +90,7 @@ enum Flight {
     Restored,
 }
 
-/// What is applied in a synchronisation.
+/// Elements that the next commit merges.
 #[derive(Debug, Clone)]
 struct Merging {
     elements: Vec<Range<usize>>,
@@ -216,7 +216,7 @@ impl Delayed {
         })
     }
 
-    /// Sets what is merged next.
+    /// Sets the elements that the next commit merges.
     fn merges(&mut self, fragments: Range<usize>, takes: bool) {
         let first = fragments.end == self.fragments.len();
         let elements = self.fragments[fragments].concat();

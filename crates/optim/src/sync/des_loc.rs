@@ -60,7 +60,7 @@ pub struct DesLoc {
     plain: Average,
     /// Mean of each optimizer state, once it was averaged.
     means: Vec<Tensor>,
-    /// Indices of the states whose means are about to be taken.
+    /// Indices of the states whose means the next commit applies.
     due: Vec<usize>,
 }
 

@@ -70,7 +70,7 @@ pub struct Eager {
     /// Average of parameters, without a codec.
     mean: CommonMean,
     flight: Flight,
-    /// What is taken once all ranks agreed.
+    /// Values that the next commit applies.
     next: Option<Next>,
     goes_on: bool,
     rounds: u64,
@@ -97,7 +97,7 @@ struct Next {
 /// State of the previous round's mean.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Flight {
-    /// There is none.
+    /// There is none, or it was applied.
     Nothing,
     /// In flight.
     Away,

@@ -27,8 +27,8 @@ pub const EVENT: SyncMethod = SyncMethod {
     compensates: false,
     outer_momentum: None,
     missing: OWN_COPIES,
-    // Held: parameters as last sent here and by two neighbours, the change, the mean. Saved: own ones in place
-    // of the mean.
+    // Held: parameters as last sent here and by two neighbours, the change, the mean. Saved: the same with own
+    // parameters in place of the mean.
     buffers: |_| Buffers { held: 5, saved: 5 },
     build: |s| Ok(Box::new(EventTriggered::new(s)?)),
 };

@@ -19,7 +19,7 @@ pub(super) struct CommonMean {
     mean: Tensor,
     /// Whether the mean was computed for [`CommonMean::common`].
     gathered: bool,
-    /// Whether all replicas are about to take the mean.
+    /// Whether the next commit sets the parameters to the mean.
     last: bool,
 }
 
@@ -53,12 +53,12 @@ impl CommonMean {
         if last { self.compute(params) } else { Ok(()) }
     }
 
-    /// Returns the mean that is about to be taken.
+    /// Returns the mean that the next commit applies.
     pub(super) fn exchanged(&mut self) -> Option<&mut Tensor> {
         if self.last { Some(&mut self.mean) } else { None }
     }
 
-    /// Checks that the mean that is about to be taken is finite.
+    /// Checks that the mean that the next commit applies is finite.
     ///
     /// Errors: [`OptimError::StepNotFinite`] if it is not.
     pub(super) fn prepare(&self) -> Result<(), OptimError> {

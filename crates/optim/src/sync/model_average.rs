@@ -24,7 +24,8 @@ pub const ASYNC_AVERAGE: SyncMethod = SyncMethod {
     compensates: false,
     outer_momentum: None,
     missing: IN_FLIGHT,
-    // What was sent, what comes back, the mean for evaluations, and what a synchronisation averages.
+    // Parameters that were sent, the change to apply, the mean for evaluations, and what a synchronisation
+    // averages.
     buffers: |_| Buffers { held: 4, saved: 1 },
     build: |s| Ok(Box::new(ModelAverage::new(s)?)),
 };

@@ -9,7 +9,7 @@ use crate::OptimError;
 
 /// Largest number of bits of an element.
 const MOST_BITS: u32 = 24;
-/// Number of bytes of the hash behind the elements.
+/// Number of bytes of the hash after the elements.
 const CHECK: usize = 8;
 
 /// Moniqua's quantiser. For an element `x` it sends which of `2^bits` cells of `[-1/2, 1/2)` contains

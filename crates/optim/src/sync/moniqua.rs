@@ -9,7 +9,7 @@ use super::neighbours::Graph;
 /// bound.
 ///
 /// Source: Lu and De Sa 2020, "Moniqua: Modulo Quantized Communication in Decentralized SGD", Alg. 1;
-/// `--consensus-rate` is the slack of its 1-bit form.
+/// `--consensus-rate` is the slack parameter of its 1-bit form.
 pub const MONIQUA: SyncMethod = SyncMethod {
     name: "moniqua",
     summary: "as d-psgd, in --moniqua-bits a value: parameters modulo a bound, --theta, on how far neighbours \

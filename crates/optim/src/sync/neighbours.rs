@@ -28,7 +28,7 @@ pub enum Graph {
 pub struct Neighbour {
     /// Number of the rank.
     pub rank: u32,
-    /// Its weight. The receiver keeps the rest to 1 of its own values.
+    /// Weight of its values. The receiver's own values have the rest of the total weight of 1.
     pub weight: f64,
 }
 

@@ -49,7 +49,7 @@ pub struct NoLoCo {
     /// Next outer state, which is taken once all ranks agreed.
     next: Outer,
     mean: CommonMean,
-    /// Whether `next` holds an outer step that was not taken yet.
+    /// Whether `next` holds an outer step that was not committed yet.
     stepped: bool,
     rounds: u64,
 }

@@ -49,8 +49,8 @@ pub const CHOCO: SyncMethod = SyncMethod {
     ..LOW_PRECISION
 };
 
-/// What a worker computes from its parameters `x`, its own replica `w` and its neighbours' replicas `w_j`, and
-/// the change `u` that it sends. `C` is the codec.
+/// Rule by which a worker updates its parameters `x` from its own replica `w` and its neighbours' replicas
+/// `w_j`, and computes the change `u` that it sends. `C` is the codec.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Rule {
     /// `u = C(x - w + sum W_ij (w_j - w))`, and `x = w + u`.

@@ -24,7 +24,8 @@ pub struct Push {
     pub step: u64,
     /// Weight of the worker in a mean, where 1 is an equal share.
     pub weight: f64,
-    /// The worker's earlier parameters minus its present ones: as long as the model.
+    /// Change, as long as the model: the parameters from which the worker started minus those that it has
+    /// reached.
     pub change: Vec<f32>,
 }
 

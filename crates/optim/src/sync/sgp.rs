@@ -30,9 +30,9 @@ pub const SGP: SyncMethod = SyncMethod {
 };
 
 /// A replica has parameters `z` and a push-sum weight `m`. After a step it splits `m` and `m z` into equal
-/// parts, keeps one and sends one to each of its neighbours in the graph. The columns of this matrix sum to 1,
-/// its rows need not. So the sums of `m` and of `m z` over all replicas are preserved. Messages have the time
-/// of the next step to arrive; then
+/// parts, keeps one and sends one to each of its neighbours in the graph. The shares form a matrix whose
+/// columns sum to 1, while its rows need not. So the sums of `m` and of `m z` over all replicas are preserved.
+/// Messages have the time of the next step to arrive; then
 ///
 /// ```text
 /// m_i' = kept m_i + sum over arrived m_j

@@ -7,7 +7,7 @@ use super::{Buffers, Delayed, DelayedSettings, IN_FLIGHT, Kept, Merge, SyncMetho
 ///
 /// Source: Douillard et al. 2025, "Streaming `DiLoCo` with overlapping communication", Alg. 2. Differs: a
 /// fragment is a run of neighbouring parameters with its share of all elements; in the paper it consists of
-/// layers at a fixed distance from each other. After the last step all parameters are averaged once more.
+/// every n-th layer. After the last step all parameters are averaged once more.
 pub const STREAMING: SyncMethod = SyncMethod {
     name: "streaming",
     summary: "diloco by fragments that travel while the next steps are computed, and are taken up later",

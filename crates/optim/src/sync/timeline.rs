@@ -2,8 +2,9 @@
 
 use crate::OptimError;
 
-/// Fragment `p` of `P` leaves every `H` steps: after the steps `(p + 1) H / P`, `(p + 1) H / P + H` and so on
-/// (rounded down). It comes back `delay` steps later, at the latest when the next fragment leaves.
+/// Departures and returns of `P` fragments, each of which leaves every `H` steps. Fragment `p` leaves after the
+/// steps `(p + 1) H / P`, `(p + 1) H / P + H` and so on (rounded down). It comes back `delay` steps later, at
+/// the latest when the next fragment leaves.
 ///
 /// ```
 /// use farflung_optim::sync::Timeline;

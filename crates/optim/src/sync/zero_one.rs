@@ -51,7 +51,7 @@ pub struct ZeroOne {
     anchor: Tensor,
     /// What local steps accumulated: first this replica's values, then the mean of all.
     mean: Tensor,
-    /// Whether `mean` is about to be taken.
+    /// Whether the next commit applies `mean`.
     exchanged: bool,
 }
 

@@ -95,7 +95,7 @@ pub struct Asynchronous {
     /// The model as of the last synchronisation.
     common: Tensor,
     gathered: bool,
-    /// Whether `common` is about to be taken.
+    /// Whether the next commit sets the parameters to `common`.
     last: bool,
     /// States of the servers, as of the last [`settle`](Synchroniser::settle).
     remembered: Vec<(Remembered, Tensor)>,
@@ -214,7 +214,7 @@ impl Asynchronous {
     /// Sends the change of the parameters to all servers.
     fn push(&mut self, params: &[f32], step: u64, weight: f64) -> Result<(), OptimError> {
         let weight = weight * self.pace.weight;
-        // Messages that have arrived here by now come first.
+        // Messages that have already arrived at this rank's service are handled first.
         self.comm.first(&mut [&mut self.serving], Look::Now);
         for owner in &mut self.owners {
             let message = owner.push(params, (step, step / self.every), weight)?;

@@ -33,8 +33,8 @@ fn tagged(kind: u8, message: &[u8]) -> Vec<u8> {
 pub(super) struct Region {
     members: Vec<Rank>,
     server: Server,
-    /// Earlier minus present model since the last message to the world, without the moves towards the world's
-    /// model.
+    /// Sum of the changes that workers made to the model since the last message to the world, as old minus new
+    /// values. Moves towards the world's model are not included.
     pending: Vec<f32>,
     world: Rank,
     /// Number of changes between two messages to the world.

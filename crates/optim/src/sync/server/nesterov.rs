@@ -4,7 +4,8 @@ use super::{Push, RuleState, ServerRule};
 
 /// Moves the model at once by each change's share of a mean; momentum is added at every `buffer`-th change.
 ///
-/// Changes `D` point back: the model that a worker pulled minus its present parameters. With `N = buffer`:
+/// A change `D` is the model that a worker received minus the parameters that it has reached. With
+/// `N = buffer`:
 ///
 /// ```text
 /// buf += D;   every N-th:  m = mu m + buf / N;  x -= lr (mu m + D / N);  buf = 0      else:  x -= lr D / N
