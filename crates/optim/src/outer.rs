@@ -1,5 +1,5 @@
-//! DiLoCo's outer optimizer, which can be any chain. Its gradient is the distance that the parameters moved
-//! since the workers last agreed on them.
+//! DiLoCo's outer optimizer, which can be any chain. Its gradient is the change of the parameters, as old minus
+//! new, since the workers last agreed on them.
 
 use farflung_tensor::{Op, Program, ProgramBuilder, Tensor};
 

@@ -40,8 +40,9 @@ pub struct DelayedSettings {
     pub merge: Merge,
 }
 
-/// Local training with a common model, the anchor. The anchor moves by the mean distance of the replicas from
-/// it, one fragment after the other, while they train on. Replicas differ even after a synchronisation.
+/// Local training with a common model, the anchor. The anchor moves by the mean over replicas of
+/// `anchor - params`, one fragment after the other, while they train on. Replicas differ even after a
+/// synchronisation.
 ///
 /// For each fragment, at the steps of a [`Timeline`]:
 ///
@@ -64,9 +65,9 @@ pub struct Delayed {
     outer: Outer,
     /// Next outer state, which is taken once all ranks agreed.
     next: Outer,
-    /// Distance of this replica from the anchor when the fragment left.
+    /// `anchor - params` of this replica, as of when the fragment left.
     delta: Tensor,
-    /// Mean of that distance over all replicas, once it arrived.
+    /// Mean of `delta` over all replicas, once it arrived.
     mean: Tensor,
     flight: Option<Flight>,
     /// Name of `mean` among the states. It includes the timeline's settings, so that another timeline does not

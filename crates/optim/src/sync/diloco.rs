@@ -1,4 +1,4 @@
-//! DiLoCo: local steps, then an outer step by the average distance that the parameters moved.
+//! DiLoCo: local steps, then an outer step by the average change of the parameters.
 
 use farflung_tensor::Tensor;
 
