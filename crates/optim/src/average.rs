@@ -1,6 +1,6 @@
-//! The mean of flat buffers over all ranks, in buckets that travel while the rest is still being computed,
-//! through a codec if asked for. Knows no model, no schedule and no network: ranges become ready, means come
-//! back.
+//! The mean of flat buffers over all ranks. Buffers are cut into buckets that are sent while the rest is still
+//! being computed, through a codec if one is set. This module does not depend on models, schedules or networks:
+//! the caller marks ranges as ready and gets means back.
 
 mod bucket;
 mod coder;
@@ -31,22 +31,22 @@ pub use config::AverageConfig;
 
 /// Averages flat buffers of one layout over the ranks of a communicator.
 ///
-/// Only parameters travel, packed: `4 * layout.count()` bytes with codec `none`, and the padding stays as it
-/// is. Buckets are cut from the end of the buffer to its start, in which order gradients become final, and are
-/// started in that order on every rank, whatever the order in which ranges became ready. All ranks must use the
-/// same layout and config.
+/// Only parameters are sent, packed: `4 * layout.count()` bytes with codec `none`. Padding stays unchanged.
+/// Buckets are cut from the end of the buffer to its start, the order in which gradients become final. Every
+/// rank starts them in that order, even if ranges became ready in another. All ranks must use the same layout
+/// and config.
 ///
-/// A round is prepared by [`Averaging::finish`] and final with [`Average::commit`], when all ranks [`agree`]d
-/// to take the step; what was not committed never happened to the codecs' residuals. A shard with a value that
-/// its codec refuses, because it is not finite or too large, travels as plain f32 and leaves the residual as it
-/// was: all ranks see the same mean, and skip the step together unless it is finite.
+/// A round is prepared by [`Averaging::finish`]. [`Average::commit`] makes it final, after all ranks [`agree`]d
+/// to take the step; without it the codecs' residuals stay as they were. If a codec rejects a value of a shard,
+/// because it is not finite or too large, the shard is sent as plain f32 and its residual stays as it was. All
+/// ranks then see the same mean, and skip the step together if that is not finite.
 ///
-/// Where the device has kernels of the codec ([`crate::device_codec`]), values are encoded, summed and decoded
-/// in its memory, residuals too, and only bytes cross its bus; else they are downloaded first. The bytes are
-/// the same, and ranks may differ.
+/// If the device has kernels for the codec ([`crate::device_codec`]), its memory holds the residuals, values
+/// are encoded, summed and decoded there, and only bytes cross the bus. Otherwise values are downloaded first.
+/// The bytes are the same, so ranks may use different kinds of devices.
 ///
-/// Means are not weighted. Scale each rank's loss by [`token_weight`] and they are the gradient of the mean
-/// loss over all tokens, however unevenly the ranks hold them.
+/// Means are not weighted. If each rank scales its loss by [`token_weight`], the mean is the gradient of the
+/// mean loss over all tokens, even if ranks hold unequal numbers of tokens.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -88,45 +88,46 @@ pub struct Average {
     len: usize,
     slots: Vec<Slot>,
     buckets: Vec<Bucket>,
-    /// Where flat buffers lie.
+    /// Device that holds the flat buffers.
     device: Device,
-    /// One for each bucket.
+    /// How each bucket is averaged.
     ways: Vec<Way>,
-    /// Those after the warm-up, until it is over.
+    /// How each bucket will be averaged after the warm-up; `None` once the warm-up is over.
     warm: Option<Vec<Way>>,
-    /// Of a selecting codec.
+    /// Density warm-up of a selecting codec.
     density: Option<DensityWarmup>,
-    /// The stage of its warm-up that `ways` are of.
+    /// Stage of the density warm-up that `ways` was made for.
     stage: usize,
-    /// Buckets whose values come from a device, behind those in flight.
+    /// Buckets that are being downloaded from a device; they follow those in flight.
     fetching: VecDeque<Fetch>,
     in_flight: Vec<Travelling>,
     round: u64,
-    /// Buckets of this round that came back.
+    /// Number of buckets of this round that have arrived.
     came: usize,
-    /// Those among them that are not committed.
+    /// Range of the arrived buckets that are not committed yet.
     uncommitted: Range<usize>,
 }
 
-/// What a round of averaging was.
+/// Statistics of a round of averaging.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Averaged {
-    /// Buckets.
+    /// Number of buckets.
     pub buckets: usize,
-    /// Parameters averaged.
+    /// Number of elements averaged.
     pub elements: usize,
-    /// What this rank's own values take as they are encoded once; an exchange of equal shards sends `2 (n - 1)
-    /// / n` times as much.
+    /// Bytes of this rank's own values, each encoded once. An exchange of equal shards sends `2 (n - 1) / n`
+    /// times as many.
     pub payload: Bytes,
-    /// Time that [`Averaging::finish`] waited, by the transport's clock: the communication that nothing hid.
+    /// Time that [`Averaging::finish`] waited, by the transport's clock: communication that did not overlap
+    /// with computation.
     pub wait: Nanos,
 }
 
 impl Average {
-    /// For flat buffers of `layout` on `device`, over all ranks of `comm`.
+    /// Creates an average for flat buffers of `layout` on `device`, over all ranks of `comm`.
     ///
-    /// Errors: [`OptimError::Setting`] for buckets of no bytes or no fragments; [`OptimError::Comm`] for an
-    /// algorithm by which a codec's bytes cannot be reduced.
+    /// Errors: [`OptimError::Setting`] if `bucket_bytes` or `fragments` is 0; [`OptimError::Comm`] if the
+    /// algorithm cannot reduce a codec's bytes.
     pub fn new(
         comm: Communicator,
         device: &Device,
@@ -162,7 +163,8 @@ impl Average {
         Ok(average)
     }
 
-    /// Sends buckets these ways from now on; if the warm-up is not over, plain until then.
+    /// Sets how buckets are averaged from now on. During the warm-up they are averaged as plain f32, and `ways`
+    /// is kept for later.
     fn take(&mut self, ways: Vec<Way>) {
         let plain = |bucket: &Bucket| Way::Plain(bucket.len);
         (self.ways, self.warm) = if self.round < self.config.warmup {
@@ -178,12 +180,12 @@ impl Average {
         }
     }
 
-    /// The stage of the density's warm-up in a round.
+    /// Returns the stage of the density warm-up in a round.
     fn stage_of(&self, round: u64) -> usize {
         self.density.map_or(0, |density| density.stage(round.saturating_sub(self.config.warmup)))
     }
 
-    /// Goes on with the next stage's share where the round is the first of one. What codecs remember stays.
+    /// Changes to the codec of the next stage if this round is the first of it. The codecs keep their state.
     fn change_density(&mut self) -> Result<(), OptimError> {
         let stage = self.stage_of(self.round);
         let between = self.in_flight.is_empty() && self.fetching.is_empty() && self.uncommitted.is_empty();
@@ -202,7 +204,7 @@ impl Average {
         Ok(())
     }
 
-    /// Ways through the codec of a stage.
+    /// Builds the way of each bucket with the codec of a stage.
     fn new_ways(&self, stage: usize) -> Result<Vec<Way>, OptimError> {
         let comm = &self.comm;
         let staged = self.density.map(|density| density.codec(stage));
@@ -224,17 +226,17 @@ impl Average {
         self.buckets.iter().enumerate().map(way).collect()
     }
 
-    /// Begins a round. A round before it that was not committed is rolled back.
+    /// Begins a round. Rolls back an earlier round that was not committed.
     pub fn begin(&mut self) -> Averaging<'_> {
         self.open();
         Averaging { average: self, finished: false }
     }
 
-    /// As [`Average::begin`], for a caller that cannot hold the borrow: ranges follow through
-    /// [`Average::ready`], and the round ends with [`Average::finish_all`]. A round that does not end is given
-    /// up by the next.
+    /// Begins a round as [`Average::begin`] does, for a caller that cannot hold the borrow. The caller marks
+    /// ranges with [`Average::ready`] and ends the round with [`Average::finish_all`]. A round that was not
+    /// ended is dropped when the next one begins.
     pub fn open(&mut self) {
-        // Of a round that was started and never finished.
+        // Drops what is left of a round that was never finished.
         self.fetching.clear();
         self.in_flight.clear();
         self.rollback();
@@ -250,9 +252,9 @@ impl Average {
         }
     }
 
-    /// As [`Averaging::ready`], in a round that [`Average::open`] began.
+    /// Marks a range as ready, like [`Averaging::ready`], in a round that [`Average::open`] began.
     ///
-    /// Errors: as [`Averaging::ready`].
+    /// Errors: those of [`Averaging::ready`].
     pub fn ready(&mut self, range: Range<usize>, flat: &Tensor) -> Result<(), OptimError> {
         self.check(flat)?;
         self.change_density()?;
@@ -260,18 +262,18 @@ impl Average {
         if self.config.overlap { self.start(flat) } else { Ok(()) }
     }
 
-    /// Averages a whole buffer at once: DiLoCo's delta. To be committed as any round.
+    /// Averages a whole buffer at once, such as DiLoCo's delta. The round must be committed like any other.
     ///
-    /// Errors: as [`Averaging::finish`].
+    /// Errors: those of [`Averaging::finish`].
     pub fn all(&mut self, flat: &mut Tensor) -> Result<Averaged, OptimError> {
         self.start_all(flat)?;
         self.finish_all(flat)
     }
 
-    /// Begins a round of a whole buffer whose values are final, for which nobody has to wait yet. It ends with
-    /// [`Average::finish_all`]; a round that does not is given up by the next.
+    /// Begins a round of a whole buffer whose values are final, and does not wait for it.
+    /// [`Average::finish_all`] ends the round. A round that was not ended is dropped when the next one begins.
     ///
-    /// Errors: [`OptimError::Tensor`] for a buffer of another length.
+    /// Errors: [`OptimError::Tensor`] if the buffer has another length.
     pub fn start_all(&mut self, flat: &Tensor) -> Result<(), OptimError> {
         self.open();
         let begun = self.ready(0..self.len, flat);
@@ -281,15 +283,16 @@ impl Average {
         begun
     }
 
-    /// Ends the round that [`Average::start_all`] began: waits for all buckets, then writes the means into
-    /// `flat`.
+    /// Ends the round that [`Average::start_all`] or [`Average::open`] began: waits for all buckets, then
+    /// writes the means into `flat`.
     ///
-    /// Errors: as [`Averaging::finish`].
+    /// Errors: those of [`Averaging::finish`].
     pub fn finish_all(&mut self, flat: &mut Tensor) -> Result<Averaged, OptimError> {
         Averaging { average: self, finished: false }.finish(flat)
     }
 
-    /// Makes what came back final: all ranks agreed on the step. Where that is nothing it does nothing.
+    /// Makes the buckets that arrived final, after all ranks agreed on the step. Does nothing if there are
+    /// none.
     pub fn commit(&mut self) {
         let committed = std::mem::take(&mut self.uncommitted);
         if !committed.is_empty() {
@@ -303,13 +306,14 @@ impl Average {
         }
     }
 
-    /// Takes back what came and was not committed: the step was given up.
+    /// Undoes the changes that arrived but uncommitted buckets made to the codecs' state, after the step was
+    /// abandoned.
     pub fn rollback(&mut self) {
         self.uncommitted = 0..0;
         self.ways.iter_mut().for_each(Way::rollback);
     }
 
-    /// Elements of a fragment, the runs of its parameters in the order of the layout.
+    /// Returns the ranges of a fragment's elements in the flat buffer, in the order of the layout.
     #[must_use]
     pub fn fragment(&self, fragment: usize) -> Vec<Range<usize>> {
         let buckets = self.buckets.iter().filter(|bucket| bucket.fragment == fragment);
@@ -318,11 +322,11 @@ impl Average {
         pieces
     }
 
-    /// Sends a fragment of `flat`, whose values are final; nobody has to wait for it yet. The round was
-    /// [opened](Average::open), and fragments follow each other: those before this one that were not sent are
-    /// passed over. All ranks must do the same.
+    /// Sends a fragment of `flat`, whose values are final, and does not wait for it. The round must be
+    /// [open](Average::open). Fragments must be sent in order; earlier ones that were not sent are skipped. All
+    /// ranks must do the same.
     ///
-    /// Errors: as [`Averaging::ready`].
+    /// Errors: those of [`Averaging::ready`].
     pub fn start_fragment(&mut self, fragment: usize, flat: &Tensor) -> Result<(), OptimError> {
         self.check(flat)?;
         self.change_density()?;
@@ -338,18 +342,18 @@ impl Average {
 
     /// Waits for the fragments that were sent, then writes their means into `flat`: all of them, or none.
     ///
-    /// Errors: as [`Averaging::finish`].
+    /// Errors: those of [`Averaging::finish`].
     pub fn finish_fragments(&mut self, flat: &mut Tensor) -> Result<Averaged, OptimError> {
         self.check(flat)?;
         self.arrive(flat)
     }
 
-    /// Waits for the buckets that left.
+    /// Waits for the buckets in flight and writes their means into `flat`.
     fn arrive(&mut self, flat: &mut Tensor) -> Result<Averaged, OptimError> {
         let began = self.comm.now();
         let mut travelling: Vec<_> = self.in_flight.drain(..).map(Some).collect();
         let came = self.came..self.came + travelling.len();
-        // Buckets of several exchanges go on in their order, the same on all ranks.
+        // Buckets with several exchanges continue in their order, which is the same on all ranks.
         while travelling.iter().any(Option::is_some) {
             let (ways, buckets) = (&mut self.ways[came.clone()], &mut self.buckets[came.clone()]);
             for ((pending, way), bucket) in travelling.iter_mut().zip(ways).zip(buckets) {
@@ -379,24 +383,25 @@ impl Average {
         Ok(averaged)
     }
 
-    /// Rounds committed so far.
+    /// Returns the number of rounds committed so far.
     #[must_use]
     pub const fn round(&self) -> u64 {
         self.round
     }
 
-    /// Over whose ranks it averages.
+    /// Returns the communicator over whose ranks it averages.
     #[must_use]
     pub const fn communicator(&self) -> &Communicator {
         &self.comm
     }
 
-    /// What this rank remembers between rounds: buffers named `{prefix}bucket0.worker1.residual` or
-    /// `{prefix}bucket0.server.residual`, with the number of the block, or `{prefix}bucket0.PARAMETER.residual`
-    /// of a protocol; residuals are empty before the first round. They belong to this rank, the program by
-    /// which buckets are reduced, the layout and `bucket_bytes`.
+    /// Returns the state that this rank's codecs keep between rounds. Buffers are named
+    /// `{prefix}bucket0.worker1.residual` or `{prefix}bucket0.server.residual`, with the number of the block,
+    /// or `{prefix}bucket0.PARAMETER.residual` for a protocol. Residuals are empty before the first round. The
+    /// state is valid only for this rank, for the program that reduces the buckets, for the layout and for
+    /// `bucket_bytes`.
     ///
-    /// Errors: [`OptimError::Compress`] between a finished round and its commit or rollback.
+    /// Errors: [`OptimError::Compress`] between the end of a round and its commit or rollback.
     pub fn save(&self, prefix: &str) -> Result<Vec<(String, Vec<f32>)>, OptimError> {
         let mut saved = Vec::new();
         for (bucket, way) in self.ways.iter().enumerate() {
@@ -405,11 +410,11 @@ impl Average {
         Ok(saved)
     }
 
-    /// Restores what [`Average::save`] gave under the same `prefix`, and the number of rounds; `get` gives each
-    /// buffer by name. What is empty begins anew.
+    /// Restores the state that [`Average::save`] returned under the same `prefix`, and the number of rounds;
+    /// `get` returns each buffer by its name. A codec whose buffer is empty starts anew.
     ///
-    /// Errors: [`OptimError::State`] for a buffer that is missing or of another length,
-    /// [`OptimError::Compress`] for one that is not finite; nothing has changed then.
+    /// Errors: [`OptimError::State`] if a buffer is missing or has another length, [`OptimError::Compress`] if
+    /// one is not finite; nothing has changed then.
     pub fn restore<'a>(
         &mut self,
         prefix: &str,
@@ -436,7 +441,7 @@ impl Average {
         Err(TensorError::ShapeMismatch { op, lhs, rhs }.into())
     }
 
-    /// Notes that the parameters in `range` are final.
+    /// Marks the parameters in `range` as final.
     fn mark(&mut self, range: Range<usize>) -> Result<(), OptimError> {
         if range.end > self.len {
             let (op, start, end, len) = ("average", range.start, range.end, self.len);
@@ -462,10 +467,10 @@ impl Average {
         Ok(())
     }
 
-    /// Fetches the buckets that are complete, up to the first that is not, and sends those that an earlier call
-    /// asked for: a device has computed on meanwhile, and is not kept waiting. With the last bucket all are
-    /// sent, so that ranks on unlike devices have started the same collectives when the last range became
-    /// ready.
+    /// Starts to download the complete buckets, up to the first incomplete one, and sends the buckets whose
+    /// download an earlier call started. The device has computed on in the meantime, so this wait is short.
+    /// Once the last bucket is complete, all are sent, so that ranks on different kinds of devices have started
+    /// the same collectives when the last range becomes ready.
     fn start(&mut self, flat: &Tensor) -> Result<(), OptimError> {
         let earlier = self.fetching.len();
         loop {
@@ -478,7 +483,8 @@ impl Average {
         self.send(if all { self.fetching.len() } else { earlier })
     }
 
-    /// Sends the first `due` of the buckets that are fetched, and those behind them that are there.
+    /// Sends the first `due` of the buckets that are being downloaded, and the next ones if they are already
+    /// there.
     fn send(&mut self, due: usize) -> Result<(), OptimError> {
         for sent in 0.. {
             let Some(fetch) = self.fetching.pop_front_if(|fetch| sent < due || fetch.is_here()) else {
@@ -492,8 +498,8 @@ impl Average {
     }
 }
 
-/// A round of averaging under way. Dropping it unfinished cancels what is on its way, which ends the
-/// communicator, and leaves the codecs as they were.
+/// A round of averaging in progress. Dropping it unfinished cancels the buckets in flight, after which the
+/// communicator can no longer be used, and leaves the codecs' state as it was.
 #[derive(Debug)]
 #[must_use = "dropping a round of averaging gives it up"]
 pub struct Averaging<'a> {
@@ -502,20 +508,20 @@ pub struct Averaging<'a> {
 }
 
 impl Averaging<'_> {
-    /// Notes that `range` of `flat` is final for this round, and starts every bucket that can go.
+    /// Marks `range` of `flat` as final for this round, and starts every bucket that can be sent.
     ///
-    /// A range may hold padding, and any number of whole parameters, each of which becomes ready once.
+    /// A range may include padding, and any number of whole parameters. Each parameter becomes ready once.
     ///
-    /// Errors: [`OptimError::Ready`] for a parameter that is ready twice or only in part;
-    /// [`OptimError::Tensor`] for a buffer of another length. A collective's error is [`Averaging::finish`]'s.
+    /// Errors: [`OptimError::Ready`] if a parameter becomes ready twice or only in part; [`OptimError::Tensor`]
+    /// if the buffer has another length. Errors of collectives are returned by [`Averaging::finish`].
     pub fn ready(&mut self, range: Range<usize>, flat: &Tensor) -> Result<(), OptimError> {
         self.average.ready(range, flat)
     }
 
     /// Waits for all buckets, then writes the means into `flat`: all of them, or none.
     ///
-    /// Errors: [`OptimError::Ready`] for a parameter that never became ready, [`OptimError::Comm`] when a rank
-    /// failed. `flat` is untouched then, and the round is rolled back.
+    /// Errors: [`OptimError::Ready`] if a parameter never became ready, [`OptimError::Comm`] if a rank failed.
+    /// `flat` is unchanged then, and the round is rolled back.
     pub fn finish(mut self, flat: &mut Tensor) -> Result<Averaged, OptimError> {
         let average = &mut *self.average;
         average.check(flat)?;
@@ -540,7 +546,8 @@ impl Drop for Averaging<'_> {
     }
 }
 
-/// The flat buffers of a state. A codec of tomorrow may keep what is no flat buffer; there is none today.
+/// Appends the f32 buffers of a state to `into`. Values of other types are left out; no codec has such values
+/// today.
 fn flat(map: StateMap<'_>, into: &mut Vec<(String, Vec<f32>)>) {
     for (name, value) in map {
         if let StateValue::F32(values) = value {
@@ -549,9 +556,9 @@ fn flat(map: StateMap<'_>, into: &mut Vec<(String, Vec<f32>)>) {
     }
 }
 
-/// The state of these names, as `get` gives it.
+/// Collects the state with these names from `get`.
 ///
-/// Errors: [`OptimError::State`] for a buffer that is missing, or whose length does not fit.
+/// Errors: [`OptimError::State`] if a buffer is missing or its length does not fit.
 fn given<'a>(
     names: Vec<String>,
     expected: usize,
@@ -568,16 +575,16 @@ fn given<'a>(
     names.into_iter().map(entry).collect()
 }
 
-/// Whether all ranks are `ok`: the vote between preparing a step and committing it. A collective of eight
-/// bytes.
+/// Returns whether `ok` is true on all ranks: the vote between preparing a step and committing it. This is a
+/// collective of eight bytes.
 pub fn agree(comm: &Communicator, ok: bool) -> Result<bool, OptimError> {
     let mut vote = [u64::from(ok)];
     comm.all_reduce(&mut vote, ReduceOp::Min)?;
     Ok(vote[0] == 1)
 }
 
-/// What each rank scales its summed loss by, so that the plain mean over ranks is the mean over the tokens of
-/// all: `world / global_tokens`.
+/// Returns the factor by which each rank scales its summed loss, so that the plain mean over ranks is the mean
+/// over the tokens of all ranks: `world / global_tokens`.
 #[must_use]
 pub fn token_weight(world: usize, global_tokens: u64) -> f32 {
     (world as f64 / global_tokens as f64) as f32

@@ -1,4 +1,4 @@
-//! A chain of transforms, fused: one pass for the norm, one pass for everything else.
+//! A chain of transforms, fused: one pass over memory for the norm, and one for everything else.
 
 mod contribution;
 mod gathered;
@@ -17,18 +17,18 @@ use crate::transform::{Rounds, StateKind, StepInfo, Transform};
 pub use gathered::Meets;
 use pass::{Class, Numbered, Pass, Place, classify, close, passes};
 
-/// Tells whether a link is for a parameter.
+/// Predicate that tells whether a link applies to a parameter.
 type Select = Box<dyn Fn(&Param) -> bool + Send>;
 
-/// Which parameters a link is for.
+/// Parameters that a link applies to.
 enum For {
     All,
     Some(Select),
-    /// Those that the link before is not for; it uses that one's state buffers.
+    /// Parameters that the previous link skips. The link shares the state buffers of that link.
     Others,
 }
 
-/// A link, and which parameters it is for.
+/// A transform, and the parameters that it applies to.
 struct Link {
     transform: Box<dyn Transform>,
     is_for: For,
@@ -41,7 +41,7 @@ impl fmt::Debug for Link {
     }
 }
 
-/// Links in order, before they are bound to a device and a layout.
+/// Links in order, not yet bound to a device and a layout.
 #[derive(Debug, Default)]
 pub struct ChainBuilder {
     links: Vec<Link>,
@@ -49,15 +49,15 @@ pub struct ChainBuilder {
 }
 
 impl ChainBuilder {
-    /// Adds a link at the end.
+    /// Appends a link.
     #[must_use]
     pub fn then(mut self, link: impl Transform + 'static) -> Self {
         self.links.push(Link { transform: Box::new(link), is_for: For::All });
         self
     }
 
-    /// Adds a link at the end, for some parameters: the others go past it. Its state buffers are as long as the
-    /// layout.
+    /// Appends a link that applies to the selected parameters only; the others skip it. Its state buffers still
+    /// have the layout's length.
     #[must_use]
     pub fn then_for(
         mut self,
@@ -68,16 +68,16 @@ impl ChainBuilder {
         self
     }
 
-    /// Adds a link for the parameters that the link before goes past: all that [`ChainBuilder::then_for`] did
-    /// not select. Since no parameter has both, the two have state buffers together: those of the first, and
-    /// what more the second has.
+    /// Appends a link that applies to the parameters that the previous link skips: all that
+    /// [`ChainBuilder::then_for`] did not select. No parameter uses both links, so they share state buffers:
+    /// those of the previous link, and more if this one has more states.
     #[must_use]
     pub fn otherwise(mut self, link: impl Transform + 'static) -> Self {
         self.links.push(Link { transform: Box::new(link), is_for: For::Others });
         self
     }
 
-    /// Whether each link is for a parameter.
+    /// Returns for each link whether it applies to a parameter.
     fn selection(&self, param: &Param) -> Vec<bool> {
         let mut last = true;
         let each = self.links.iter().map(|link| {
@@ -91,7 +91,7 @@ impl ChainBuilder {
         each.collect()
     }
 
-    /// Sets rules for parameters by name. Without any, tensors of two and more dimensions decay and vectors do
+    /// Sets rules for parameters by name. Without rules, tensors of two or more dimensions decay and vectors do
     /// not.
     #[must_use]
     pub fn groups(mut self, groups: Groups) -> Self {
@@ -101,21 +101,21 @@ impl ChainBuilder {
 
     /// Binds the chain to a device and a layout.
     ///
-    /// Links are fused into one pass over memory. A link that sees whole tensors, or one that would be the
-    /// owner of a fourth state buffer in a pass, begins a new one, and the update between two passes is a
-    /// buffer of the layout's length.
+    /// Links are fused into one pass over memory. A new pass begins at a link that works on whole tensors, and
+    /// at a link that would bring the pass to more than three state buffers. Between two passes the update is
+    /// kept in a buffer of the layout's length.
     ///
-    /// Errors: [`OptimError::Setting`] for a link's setting, for a link that needs the incoming gradient's norm
-    /// but does not stand first, or for one that does not stand last but rewrites parameters;
-    /// [`OptimError::NotAMatrix`]; [`OptimError::Tensor`] for a link that needs more buffers than a pass can
-    /// have.
+    /// Errors: [`OptimError::Setting`] if a setting of a link is invalid, if a link that needs the incoming
+    /// gradient's norm is not first, or if a link that rewrites moved parameters is not last;
+    /// [`OptimError::NotAMatrix`] if a tensor that is to be orthogonalized is not a matrix;
+    /// [`OptimError::Tensor`] if a link needs more buffers than a pass can have.
     pub fn build(self, device: &Device, layout: &ParamLayout) -> Result<Chain, OptimError> {
         self.check()?;
         let mut named: Vec<(String, Tensor)> = Vec::new();
         let mut kinds = Vec::new();
         let (mut numbers, mut scalars, mut begun) = (Vec::new(), 0, 0);
         for (i, Link { transform: link, is_for }) in self.links.iter().enumerate() {
-            // The second of two alike has names of its own.
+            // A second link of the same name numbers its states' names.
             let before = self.links[..i].iter().filter(|l| l.transform.name() == link.name()).count();
             let number = if before == 0 { String::new() } else { (before + 1).to_string() };
             begun = if matches!(is_for, For::Others) { begun } else { named.len() };
@@ -138,7 +138,7 @@ impl ChainBuilder {
                 .collect();
             passes(&all, group)
         };
-        // A layout may have no parameters, and its chain is checked like others.
+        // Checks the chain even if the layout has no parameters.
         passes_of(&vec![true; self.links.len()], ParamGroup { lr: 1.0, decay: None })?;
         let (mut classes, mut last) = (Vec::new(), None);
         for param in layout.params() {
@@ -171,7 +171,7 @@ impl ChainBuilder {
         })
     }
 
-    /// Whether each link has settings in their domain, and a place where it can stand.
+    /// Checks the settings and the position of each link.
     fn check(&self) -> Result<(), OptimError> {
         let links = self.links.iter().map(|link| &link.transform);
         for (i, link) in links.clone().enumerate() {
@@ -196,23 +196,23 @@ impl ChainBuilder {
 pub struct Chain {
     links: Vec<Box<dyn Transform>>,
     classes: Vec<Class>,
-    /// From a state and the gradient to what replicas average.
+    /// Program that computes what replicas average from a state and the gradient.
     contribution: Program,
     states: Vec<(String, Tensor)>,
-    /// What each of them is.
+    /// Kind of each state buffer.
     kinds: Vec<StateKind>,
-    /// Where the states of each link begin.
+    /// Index of each link's first state buffer.
     first_states: Vec<usize>,
-    /// The update between two passes, if there are several.
+    /// Update between two passes; `None` if no class has several.
     update: Option<Tensor>,
-    /// The program that multiplies a tensor's update.
+    /// Program that multiplies a tensor's update by a factor.
     factor: Program,
     step: u64,
     len: usize,
     scalars: Vec<f32>,
 }
 
-/// A step that was prepared and not yet committed. Dropping it leaves everything as it was.
+/// A step that was prepared but not yet committed. Dropping it changes nothing.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[must_use = "a prepared step changes nothing until it is committed"]
 pub struct Prepared {
@@ -220,16 +220,16 @@ pub struct Prepared {
 }
 
 impl Prepared {
-    /// A step of a part of a model whose whole gradient has this global l2 norm: the root of what
-    /// [`sum_of_squares`](crate::sum_of_squares) gives, summed over all parts. [`Chain::prepare`] is for a
-    /// chain that has the whole model.
+    /// Prepares a step of a chain that holds only a part of a model. `norm` is the global l2 norm of the whole
+    /// gradient: the root of the sum of [`sum_of_squares`](crate::sum_of_squares) over all parts. For a chain
+    /// that holds the whole model use [`Chain::prepare`].
     ///
-    /// Errors: [`OptimError::NotFinite`].
+    /// Errors: [`OptimError::NotFinite`] if `norm` is not finite.
     pub fn with_norm(norm: f64) -> Result<Self, OptimError> {
         if norm.is_finite() { Ok(Self { norm }) } else { Err(OptimError::NotFinite { norm }) }
     }
 
-    /// Global l2 norm of the gradient before clipping.
+    /// Returns the global l2 norm of the gradient before clipping.
     #[must_use]
     pub const fn norm(&self) -> f64 {
         self.norm
@@ -237,7 +237,7 @@ impl Prepared {
 }
 
 impl Chain {
-    /// An empty chain, to be built link by link.
+    /// Returns the builder of an empty chain, to which links are added.
     #[expect(
         clippy::new_ret_no_self,
         reason = "`Chain::new().then(..)` is how chains are written in the field"
@@ -247,27 +247,29 @@ impl Chain {
         ChainBuilder::default()
     }
 
-    /// Steps committed so far.
+    /// Returns the number of steps committed so far.
     #[must_use]
     pub const fn step(&self) -> u64 {
         self.step
     }
 
-    /// In which steps replicas average gradients, and which are local, where a link decides that.
+    /// Returns in which steps replicas average gradients and which steps are local, if a link decides this.
     #[must_use]
     pub fn rounds(&self) -> Option<Rounds> {
         self.links.iter().find_map(|link| link.rounds())
     }
 
-    /// Whether replicas average something else than gradients in the next step: [`Chain::contribute`].
+    /// Returns whether replicas average something other than gradients in the next step; see
+    /// [`Chain::contribute`].
     #[must_use]
     pub fn contributes(&self) -> bool {
         self.links.iter().any(|link| link.contribution(self.step).is_some())
     }
 
-    /// What replicas average in the next step in the place of a range of the gradient, and the chain then takes
-    /// for it: 1-bit Adam's momentum. The gradient itself for most chains. `share` is the state's part in it,
-    /// 1 but where several contributions are added up to one.
+    /// Writes to `into` what replicas average in the next step in place of a range of the gradient. For most
+    /// chains that is the gradient itself; for 1-bit Adam it is the momentum. The chain then takes the mean as
+    /// its gradient. `share` is a factor of the state's term: 1 unless several contributions are added up to
+    /// one.
     ///
     /// Errors: [`OptimError::Tensor`] for a range that is not in the buffers.
     pub fn contribute(
@@ -297,15 +299,16 @@ impl Chain {
         Ok(grads.device().run(Op::Cast { x, y })?)
     }
 
-    /// What a step needs before any element moves. Changes nothing, so a step that is given up here never was.
+    /// Prepares a step: computes the gradient's norm. Changes nothing, so the step can still be abandoned.
     ///
-    /// Errors: [`OptimError::NotFinite`] if the gradient's norm is not finite, whether or not a link asks for
-    /// it: a step that would leave no number in the parameters is not taken.
+    /// Errors: [`OptimError::NotFinite`] if the gradient's norm is not finite, even if no link uses it: the
+    /// step would write NaN or infinity into the parameters.
     pub fn prepare(&self, grads: &Tensor) -> Result<Prepared, OptimError> {
         Prepared::with_norm(global_norm(grads)?)
     }
 
-    /// Takes the step in place: one pass over parameters, gradients and state, unless links see whole tensors.
+    /// Takes the step in place. If all links fit into one pass, it goes over parameters, gradients and state
+    /// once.
     pub fn commit(
         &mut self,
         params: &mut Tensor,
@@ -354,7 +357,8 @@ impl Chain {
         Ok(())
     }
 
-    /// Takes the last committed step back: `states` are copies of the states before it, in their order.
+    /// Undoes the last committed step. `states` are copies of the states before it, in the order of
+    /// [`Chain::states`].
     pub(crate) fn take_back(&mut self, states: Vec<Tensor>) {
         for ((_, state), before) in self.states.iter_mut().zip(states) {
             *state = before;
@@ -362,31 +366,30 @@ impl Chain {
         self.step -= 1;
     }
 
-    /// Named state buffers, each of the layout's length.
+    /// Returns the state buffers with their names; each has the layout's length.
     pub fn states(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.states.iter().map(|(name, t)| (name.as_str(), t))
     }
 
-    /// The state buffers by what they are, in the order of [`Chain::states`].
+    /// Returns the state buffers with their kinds, in the order of [`Chain::states`].
     pub fn kinds(&self) -> impl Iterator<Item = (StateKind, &Tensor)> {
         self.kinds.iter().copied().zip(self.states.iter().map(|(_, state)| state))
     }
 
-    /// The same, to be replaced by what replicas averaged.
+    /// Returns the state buffers with their kinds for writing, so that a mean over replicas can replace them.
     pub fn kinds_mut(&mut self) -> impl Iterator<Item = (StateKind, &mut Tensor)> {
         self.kinds.iter().copied().zip(self.states.iter_mut().map(|(_, state)| state))
     }
 
-    /// Buffers of the layout's length that are in use during a step only.
+    /// Returns the number of buffers of the layout's length that are used only during a step.
     #[must_use]
     pub const fn work_buffers(&self) -> usize {
         self.update.is_some() as usize
     }
 
-    /// Restores the step counter and all state buffers; `get` gives each by name.
+    /// Restores the step counter and all state buffers; `get` returns each buffer by its name.
     ///
-    /// Errors: [`OptimError::State`] for a buffer that is missing or of another length; nothing has changed
-    /// then.
+    /// Errors: [`OptimError::State`] if a buffer is missing or has another length; nothing has changed then.
     pub fn restore<'a>(
         &mut self,
         step: u64,
@@ -410,7 +413,7 @@ impl Chain {
     }
 }
 
-/// Why an update is there.
+/// Reason why the update buffer exists, for `expect`.
 const IN_MEMORY: &str = "a chain with several passes has a buffer for the update";
 
 /// The flat buffers of a step.
@@ -502,7 +505,8 @@ mod tests {
                 assert_eq!((program.reads(), program.writes()), (1, writes));
                 assert_eq!(program.stores().len(), writes);
             }
-            // Links that tell matrices from vectors cut the pass where one kind ends, and leave nothing out.
+            // Weight decay splits the pass into ranges of matrices and of vectors. Together they cover the
+            // layout.
             let ranges: Vec<_> = chain.classes.iter().flat_map(|class| class.ranges.clone()).collect();
             assert_eq!(ranges.len(), parts);
             assert!(ranges.windows(2).all(|p| p[0].end == p[1].start));
@@ -519,7 +523,7 @@ mod tests {
             let grads = cpu.tensor(&grad, layout.len()).unwrap();
             let prepared = chain.prepare(&grads).unwrap();
             chain.commit(&mut params, &grads, prepared).unwrap();
-            // One evaluation of the program for each element is the whole step, to the bit.
+            // The step is one evaluation of the program per element, to the bit.
             let got = params.to_vec::<f32>().unwrap();
             let states: Vec<Vec<f32>> = chain.states().map(|(_, s)| s.to_vec().unwrap()).collect();
             for i in 0..layout.len() {

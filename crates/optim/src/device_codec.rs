@@ -1,11 +1,11 @@
-//! The codecs of a tensor device: where there are kernels, vectors are encoded and decoded in the device's
-//! memory, and only compressed bytes cross the bus; where the memory is the host's, the host's codecs work in
-//! place. The one place that knows both tensors and codecs; it refuses to know when and with whom the bytes are
-//! exchanged.
+//! Codecs for vectors in the memory of a tensor device. If the device has kernels for a codec, vectors are
+//! encoded and decoded in its memory, and only compressed bytes cross the bus. If its memory is the host's, the
+//! host's codecs work in place. This module connects tensors with codecs, whose crates do not depend on each
+//! other. It does not decide when the bytes are exchanged, or with which ranks.
 //!
-//! There are kernels of `sign`, `sign-l2`, `int8` and `int4`, and of `none`, behind any of `rolling`,
-//! `permuted`, `random`, `topk` and `dct`. Indices of `topk` cross the bus as four bytes each, because the host
-//! chooses how they are written.
+//! There are kernels for `sign`, `sign-l2`, `int8` and `int4`, alone or after any of `rolling`, `permuted`,
+//! `random`, `topk` and `dct`, and for `none` after one of these. Indices of `topk` cross the bus as four bytes
+//! each, because the host chooses how they are encoded.
 //!
 //! ```
 //! use farflung_base::Philox;
@@ -43,8 +43,8 @@ use crate::OptimError;
 
 type Result<T, E = OptimError> = std::result::Result<T, E>;
 
-/// Some of the codecs that every device has kernels of, alone and behind selections: for those who hold one to
-/// the law.
+/// Names of codecs that every device with kernels supports, alone and after selections. For tests that compare
+/// the kernels with the host.
 pub const KERNELS: [&str; 17] = [
     "sign",
     "sign:100",
@@ -65,7 +65,7 @@ pub const KERNELS: [&str; 17] = [
     "dct:20/topk:0.05/int8",
 ];
 
-/// `y += x`.
+/// Program `y += x`.
 static ADD: LazyLock<Program> = LazyLock::new(|| {
     let mut program = ProgramBuilder::new();
     let (y, x) = (program.load(0), program.read(0));
@@ -74,7 +74,7 @@ static ADD: LazyLock<Program> = LazyLock::new(|| {
     program.build().expect("its operands come before their uses")
 });
 
-/// `x *= factor`.
+/// Program `x *= factor`.
 static SCALE: LazyLock<Program> = LazyLock::new(|| {
     let mut program = ProgramBuilder::new();
     let (x, factor) = (program.load(0), program.scalar(0));
@@ -83,12 +83,12 @@ static SCALE: LazyLock<Program> = LazyLock::new(|| {
     program.build().expect("its operands come before their uses")
 });
 
-/// A device whose f32 tensors, of any shape, are the vectors that codecs take.
+/// A tensor device as codecs see it: its f32 tensors, of any shape, are the vectors.
 #[derive(Debug, Clone)]
 pub struct Vectors(Device);
 
 impl Vectors {
-    /// Those of that device.
+    /// Wraps a device.
     #[must_use]
     pub const fn on(device: Device) -> Self {
         Self(device)
@@ -96,23 +96,24 @@ impl Vectors {
 }
 
 impl Vectors {
-    /// Where their codec works: there if there are kernels of all of it, else in the host's memory.
+    /// Returns the place where a codec works: the device if it has kernels for all of the codec, otherwise the
+    /// host's memory.
     ///
-    /// Errors: none where there are kernels.
+    /// Errors: none if the device has kernels.
     pub fn of(device: &Device, spec: CodecSpec) -> Result<Self> {
         let there = Self(device.clone());
         let works = device::VectorDevice::codec(&there, spec).is_some() && spec.momentum().is_none();
         if works { Ok(there) } else { Self::in_memory() }
     }
 
-    /// Those of the host's memory.
+    /// Returns the host's memory.
     ///
     /// Errors: none.
     pub fn in_memory() -> Result<Self> {
         Ok(Self(Device::cpu(1)?))
     }
 
-    /// The device.
+    /// Returns the device.
     #[must_use]
     pub const fn device(&self) -> &Device {
         &self.0
@@ -167,18 +168,18 @@ impl device::VectorDevice for Vectors {
         }
         let device = self.0.clone();
         match Path::of(spec, &device)? {
-            // All bits pass: there is nothing to do on the device.
+            // `none` keeps all bits, so there is nothing to compute on the device.
             Path::Values(Values::Plain) => None,
             path => Some(Box::new(Kernels { device, path, host })),
         }
     }
 }
 
-/// A codec of the host on tensors in its memory.
+/// A codec of the host that works in place on tensors in the host's memory.
 #[derive(Debug)]
 struct InPlace(Box<dyn Memoryless>);
 
-/// What is not the host's f32.
+/// Returns the error for a tensor that is not f32 in the host's memory.
 fn elsewhere(x: &Tensor) -> OptimError {
     if x.dtype() == DType::F32 {
         let (expected, found) = ("cpu".to_owned(), x.device().name().to_owned());
@@ -222,12 +223,12 @@ impl DeviceCodec<Vectors> for InPlace {
     }
 }
 
-/// Whether a kernel's verdict is that nothing was wrong.
+/// Returns whether a kernel's verdict is 0, which means that it found nothing wrong.
 fn passed(verdict: &Tensor) -> Result<bool> {
     Ok(verdict.to_vec::<u32>()? == [0])
 }
 
-/// Seals a payload of a body.
+/// Seals `body` as a payload.
 fn seal(out: &mut Payload, id: CodecId, count: usize, body: &Body) {
     let sealed: Result<(), Infallible> = out.seal(id, count, body.len(), |bytes| {
         body.write(bytes);
@@ -236,8 +237,8 @@ fn seal(out: &mut Payload, id: CodecId, count: usize, body: &Body) {
     let Ok(()) = sealed;
 }
 
-/// The host's way, for what kernels refuse, and for payloads of other parameters: it says exactly what is
-/// wrong.
+/// Encodes on the host. Used for input that a kernel rejects: the host's codec encodes it or reports exactly
+/// what is wrong. [`decompress_on_host`] does the same for payloads, and decodes those with other parameters.
 fn compress_on_host(
     host: &mut dyn Memoryless,
     x: &Tensor,
@@ -263,7 +264,7 @@ fn decompress_on_host(host: &dyn Memoryless, p: PayloadRef<'_>, out: &mut Tensor
     Ok(out.write(&values)?)
 }
 
-/// A codec that a device has kernels of.
+/// A codec for which the device has kernels.
 #[derive(Debug)]
 struct Kernels {
     device: Device,
@@ -272,7 +273,8 @@ struct Kernels {
 }
 
 impl Kernels {
-    /// The body of `x`, or of `x + before`; `None` if something is refused.
+    /// Encodes `x`, or `x + before` if there is a residual. Returns the body, or `None` if a kernel rejects a
+    /// value.
     fn encode(
         &self,
         x: &Tensor,
@@ -281,7 +283,7 @@ impl Kernels {
     ) -> Result<Option<Body>> {
         let mut body = Body::default();
         if let Path::Values(values) = &self.path {
-            // One kernel adds, checks, encodes and subtracts.
+            // One kernel adds the residual, checks, encodes and computes the new residual.
             let (before, lost) = residual.map(|(before, after)| (before.view(), after.view_mut())).unzip();
             let encoded = values.encode(&self.device, x.view(), before, lost, &mut body)?;
             return Ok(encoded.then_some(body));

@@ -1,96 +1,97 @@
-//! What can go wrong in an optimizer.
+//! Errors of the optimizers.
 
 use farflung_tensor::{Shape, TensorError};
 
-/// An error of this crate; completes "failed to ...".
+/// Error of this crate. Its messages complete the sentence "failed to ...".
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OptimError {
     /// A tensor op failed.
     #[error(transparent)]
     Tensor(#[from] TensorError),
-    /// A setting outside its domain.
+    /// A setting is outside its domain.
     #[error("{transform}: `{field}` is {value}, expected {expected}")]
     Setting {
-        /// The transform or schedule.
+        /// Name of the transform or schedule.
         transform: &'static str,
-        /// The setting.
+        /// Name of the setting.
         field: &'static str,
-        /// Its value.
+        /// Value that was given.
         value: f64,
-        /// What it may be.
+        /// Allowed values, in words.
         expected: &'static str,
     },
-    /// A gradient that is not finite: the step was not taken, and nothing changed.
+    /// The gradient's norm is not finite. The step was not taken, and nothing changed.
     #[error("the gradient's norm is {norm}; the step was not taken")]
     NotFinite {
-        /// The norm.
+        /// Global l2 norm of the gradient.
         norm: f64,
     },
-    /// A step after which some values would not be finite: it was not taken, and nothing changed.
+    /// Some values would not be finite after the step. The step was not taken, and nothing changed.
     #[error("the step would leave {name} that are not finite; it was not taken")]
     StepNotFinite {
-        /// Which values.
+        /// Name of the values: `parameters`, or a state buffer.
         name: String,
     },
-    /// A tensor whose update would be orthogonalized, and which is not a matrix.
+    /// A tensor that is to be orthogonalized does not have two dimensions.
     #[error("orthogonalize: parameter `{name}` is {shape}, expected two dimensions")]
     NotAMatrix {
-        /// The parameter.
+        /// Name of the parameter.
         name: String,
         /// Its shape.
         shape: Shape,
     },
-    /// Saved state that does not fit.
+    /// Saved optimizer state does not fit the layout.
     #[error("optimizer state `{name}`: {found} elements, expected {expected}")]
     State {
-        /// Name of the buffer.
+        /// Name of the state buffer.
         name: String,
-        /// Elements in what was given; 0 if it is missing.
+        /// Number of elements given; 0 if the buffer is missing.
         found: usize,
-        /// Elements it must have.
+        /// Number of elements expected.
         expected: usize,
     },
-    /// A parameter that did not become ready once in a round of averaging, whole.
+    /// A parameter did not become ready as a whole and exactly once in a round of averaging.
     #[cfg(feature = "sync")]
     #[error("average: parameter `{parameter}` was {problem}")]
     Ready {
-        /// The parameter.
+        /// Name of the parameter.
         parameter: String,
         /// What was wrong.
         problem: &'static str,
     },
-    /// A method that would be registered by a name which another has.
+    /// A method was registered under a name that is already taken.
     #[cfg(feature = "sync")]
     #[error("there is a method `{name}` already")]
     NameTaken {
-        /// The name.
+        /// Name of the method.
         name: &'static str,
     },
-    /// A protocol where a codec is needed: its exchanges are sums over all ranks.
+    /// A protocol was given where a codec is needed. A protocol's exchanges are sums over all ranks.
     #[cfg(feature = "sync")]
     #[error("sync: `{name}` needs sums over all ranks, expected a codec")]
     NotACodec {
-        /// The protocol.
+        /// Name of the protocol.
         name: String,
     },
-    /// A neighbour whose parameters are too far away to be told from what it sent: no parameter has changed.
+    /// A neighbour's parameters differ from this rank's by more than `theta`, so its message cannot be decoded.
+    /// No parameter has changed.
     #[cfg(feature = "sync")]
     #[error(
         "moniqua: parameters of worker {from} are farther away than messages can tell, since some differ by \
          more than theta {theta}: raise --theta, or lower --lr"
     )]
     TooFar {
-        /// The neighbour.
+        /// Number of the neighbour.
         from: u32,
-        /// The bound.
+        /// Bound on the difference between neighbours' parameters.
         theta: f64,
     },
     /// A collective failed.
     #[cfg(feature = "sync")]
     #[error(transparent)]
     Comm(#[from] farflung_comm::CommError),
-    /// A codec refused its input or a payload.
+    /// A codec rejected its input or a payload.
     #[cfg(feature = "sync")]
     #[error(transparent)]
     Compress(#[from] farflung_compress::CompressError),

@@ -1,16 +1,17 @@
-//! Whether values are finite.
+//! Checks whether values are finite.
 
 use farflung_tensor::{TensorError, View};
 
-/// Whether all values are finite. One pass without an early exit, which runs at the speed of memory.
+/// Returns whether all values are finite. It reads all of them without an early exit, so that the loop runs at
+/// the speed of memory.
 #[must_use]
 pub fn all_finite(values: &[f32]) -> bool {
     values.iter().fold(true, |all, value| all & value.is_finite())
 }
 
-/// Whether all elements of a view of f32 are finite.
+/// Returns whether all elements of an f32 view are finite.
 ///
-/// Errors: those of a download from the view's device.
+/// Errors: those of downloading from the view's device.
 pub(crate) fn is_finite(x: View<'_>) -> Result<bool, TensorError> {
     match x.host::<f32>() {
         Some(values) => Ok(all_finite(values)),

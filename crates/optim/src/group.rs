@@ -1,4 +1,4 @@
-//! Parameter groups: settings of some parameters by the patterns of their names.
+//! Parameter groups: settings for the parameters whose names match a pattern.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,12 +10,13 @@ use farflung_tensor::Param;
 pub struct ParamGroup {
     /// Factor of the learning rate.
     pub lr: f64,
-    /// Weight decay; `None` is the optimizer's own.
+    /// Weight decay; `None` means the optimizer's own.
     pub decay: Option<f64>,
 }
 
 impl ParamGroup {
-    /// Without any rule: tensors of two and more dimensions have the optimizer's decay, vectors none.
+    /// Returns the settings of a parameter that no rule matches: tensors of two or more dimensions have the
+    /// optimizer's decay, vectors have none.
     #[must_use]
     pub fn default_of(param: &Param) -> Self {
         let matrix = param.shape.dims().len() >= 2;
@@ -23,10 +24,10 @@ impl ParamGroup {
     }
 }
 
-/// A rule such as `*.bias:lr=0.1,decay=0`: a pattern of names, and what holds for them.
+/// Rule such as `*.bias:lr=0.1,decay=0`: a pattern of names, and the settings of the parameters that match it.
 ///
-/// In a pattern `*` stands for any characters, also none, and `?` for one. `lr` is a factor of the learning
-/// rate, `decay` the weight decay.
+/// In a pattern `*` matches any number of characters, including none, and `?` matches exactly one. `lr` is a
+/// factor of the learning rate, `decay` is the weight decay.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GroupRule {
     pattern: String,
@@ -35,24 +36,25 @@ pub struct GroupRule {
 }
 
 impl GroupRule {
-    /// The pattern.
+    /// Returns the pattern.
     #[must_use]
     pub fn pattern(&self) -> &str {
         &self.pattern
     }
 
-    /// Whether it is about the parameter of this name.
+    /// Returns whether the pattern matches this parameter name.
     #[must_use]
     pub fn matches(&self, name: &str) -> bool {
         matches(self.pattern.as_bytes(), name.as_bytes())
     }
 }
 
-/// Whether a name has the form of a pattern: `*` is any run of bytes, `?` one byte. Takes at most the product
-/// of both lengths.
+/// Returns whether a name matches a pattern: `*` is any run of bytes, `?` is one byte. The time is at most
+/// proportional to the product of both lengths.
 fn matches(pattern: &[u8], name: &[u8]) -> bool {
     let (mut p, mut n) = (0, 0);
-    // Behind the last star, and what of the name it has taken so far.
+    // Position in the pattern after the last star, and the end of the part of the name that this star has
+    // matched so far.
     let mut star = None;
     while n < name.len() {
         match pattern.get(p) {
@@ -71,8 +73,8 @@ fn matches(pattern: &[u8], name: &[u8]) -> bool {
     pattern[p..].iter().all(|&c| c == b'*')
 }
 
-/// Rules in order, separated by `;`. Of several rules that match a name, the last that has a setting decides
-/// it.
+/// Rules in order, separated by `;`. If several rules match a name, the last one that has a setting decides
+/// that setting.
 ///
 /// ```
 /// use farflung_optim::Groups;
@@ -92,24 +94,24 @@ pub struct Groups {
     rules: Vec<GroupRule>,
 }
 
-/// What is wrong with the text of [`Groups`].
+/// Error in the text of [`Groups`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("group `{rule}`: {problem}")]
 pub struct GroupError {
-    /// The rule.
+    /// Text of the rule.
     pub rule: String,
     /// What is wrong with it.
     pub problem: String,
 }
 
 impl Groups {
-    /// The rules in order.
+    /// Returns the rules in order.
     #[must_use]
     pub fn rules(&self) -> &[GroupRule] {
         &self.rules
     }
 
-    /// The settings of a parameter.
+    /// Returns the settings of a parameter.
     #[must_use]
     pub fn of(&self, param: &Param) -> ParamGroup {
         let mut group = ParamGroup::default_of(param);
@@ -120,8 +122,8 @@ impl Groups {
         group
     }
 
-    /// The first rule that is about none of a model's names. A part of a model may lack a name, so this is not
-    /// an error of a chain.
+    /// Returns the first rule that matches none of a model's names. A chain does not treat this as an error,
+    /// because it may hold only a part of the model.
     #[must_use]
     pub fn unmatched(&self, names: &[&str]) -> Option<&GroupRule> {
         self.rules.iter().find(|rule| !names.iter().any(|name| rule.matches(name)))

@@ -1,5 +1,5 @@
-//! Optimizers of one rank by name: one file a method, one row in [`METHODS`]. Each is a chain with the
-//! arithmetic and the order of PyTorch's, or of its paper where PyTorch has none.
+//! Optimizers of one rank by name, with one file and one row of [`METHODS`] per method. Each is a chain with
+//! the arithmetic of PyTorch's optimizer, in the same order, or that of its paper where PyTorch has none.
 
 mod adabelief;
 mod adabound;
@@ -38,20 +38,20 @@ pub use sgd::{SGD, Sgd, sgd};
 pub use signum::{SIGNUM, Signum, signum};
 pub use zero_one_adam::{ZERO_ONE_ADAM, zero_one_adam};
 
-/// The numbers that methods are made of; each reads those that it has a use for.
+/// Settings of all methods. Each method reads those that it uses.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LocalSettings {
     /// Decay of the first moment.
     pub beta1: f64,
     /// Decay of the second moment.
     pub beta2: f64,
-    /// Added to what is divided by.
+    /// Added to denominators.
     pub eps: f64,
-    /// Momentum; 0 keeps no buffer.
+    /// Momentum. At 0 there is no momentum buffer.
     pub momentum: f64,
-    /// What SGD leaves out of each gradient after the first as it joins the momentum.
+    /// SGD's dampening: the part of each gradient after the first that is not added to the momentum.
     pub dampening: f64,
-    /// Nesterov's look-ahead.
+    /// Whether momentum is Nesterov's.
     pub nesterov: bool,
     /// Decay of `RMSprop`'s average of squares.
     pub rho: f64,
@@ -59,32 +59,32 @@ pub struct LocalSettings {
     pub centered: bool,
     /// `AdaGrad`'s own decay of the learning rate.
     pub lr_decay: f64,
-    /// What `AdaBound`'s rates go to.
+    /// Limit of the bounds of `AdaBound`'s rates.
     pub final_lr: f64,
-    /// How fast they do.
+    /// Speed at which these bounds approach their limit.
     pub gamma: f64,
-    /// How far Muon moves hidden matrices.
+    /// Scale of Muon's steps of hidden matrices.
     pub muon_scale: MuonScale,
     /// Weight decay of matrices.
     pub weight_decay: f64,
-    /// Global l2 norm that gradients are scaled down to.
+    /// Upper bound of the gradient's global l2 norm; `None` disables clipping.
     pub clip: Option<f64>,
     /// The learning rate.
     pub schedule: LrSchedule,
-    /// Updates after which a second moment stands still.
+    /// Number of updates after which the second moment is frozen.
     pub freeze: u64,
-    /// Changes of a second moment after which the updates between two of them double.
+    /// Number of changes of the second moment after which the updates between two changes double.
     pub variance_doubling: u64,
-    /// Local updates after which those between two meetings of replicas double.
+    /// Number of local updates after which the updates between two synchronisations of replicas double.
     pub local_doubling: u64,
-    /// The most local updates between two meetings.
+    /// Largest number of local updates between two synchronisations.
     pub most_local: u64,
-    /// Slow weights around the method.
+    /// Lookahead around the method, if any.
     pub lookahead: Option<Lookahead>,
 }
 
 impl Default for LocalSettings {
-    /// PyTorch's, where its optimizers agree.
+    /// Returns PyTorch's defaults, where its optimizers agree.
     fn default() -> Self {
         Self {
             beta1: 0.9,
@@ -114,40 +114,40 @@ impl Default for LocalSettings {
 /// Settings of [`lookahead`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Lookahead {
-    /// Steps between two moves of the slow weights.
+    /// Number of steps between two updates of the slow weights.
     pub every: u64,
-    /// How far these then go towards the fast ones.
+    /// Part of the distance to the fast weights that the slow weights then move.
     pub alpha: f64,
 }
 
 impl Default for Lookahead {
-    /// The paper's.
+    /// Returns the paper's settings.
     fn default() -> Self {
         Self { every: 5, alpha: 0.5 }
     }
 }
 
-/// What replicas average where their gradients meet.
+/// Values that replicas average. They depend on the optimizer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Averages {
-    /// Gradients.
+    /// Gradients in all steps.
     Gradients,
     /// Gradients in a warm-up, then the first moment.
     Momentum {
-        /// The codec that it goes through, unless another is asked for.
+        /// Default codec for the first moment.
         codec: &'static str,
     },
-    /// Gradients, by a codec in most steps, and later what local steps gathered.
+    /// Gradients, through a codec in most steps, and later what local steps accumulated.
     Gathered {
-        /// The codec that they go through, unless another is asked for.
+        /// Default codec for both.
         codec: &'static str,
-        /// The method of synchronisation that it takes.
+        /// Method of synchronisation that the optimizer requires.
         sync: &'static str,
     },
 }
 
 impl Averages {
-    /// The codec that an optimizer's averages go through, unless another is asked for.
+    /// Returns the default codec for what replicas average; `None` means no codec.
     #[must_use]
     pub const fn codec(self) -> Option<&'static str> {
         match self {
@@ -156,7 +156,7 @@ impl Averages {
         }
     }
 
-    /// The method of synchronisation that an optimizer takes, where that is not one of several.
+    /// Returns the method of synchronisation that the optimizer requires; `None` if it can run with several.
     #[must_use]
     pub const fn sync(self) -> Option<&'static str> {
         match self {
@@ -169,25 +169,25 @@ impl Averages {
 /// A row of the table of optimizers.
 #[derive(Debug, Clone, Copy)]
 pub struct LocalMethod {
-    /// The name on command lines.
+    /// Name on command lines.
     pub name: &'static str,
-    /// One line on what it does.
+    /// One-line summary.
     pub summary: &'static str,
-    /// The settings that only some methods read, by their names on command lines.
+    /// Settings that this method reads and some others do not, by their names on command lines.
     pub reads: &'static [&'static str],
-    /// Those of them whose value, where none is given, is the method's own; a flag's is 0 or 1.
+    /// The method's own defaults for some of these settings; a flag is 0 or 1.
     pub defaults: &'static [(&'static str, f64)],
     /// What replicas average.
     pub averages: Averages,
-    /// Buffers that it keeps, each as long as the parameters.
+    /// Returns the number of state buffers, each as long as the parameters.
     pub buffers: fn(&LocalSettings) -> usize,
-    /// Whether it sees whole tensors, so that a step has several passes.
+    /// Whether the method works on whole tensors, so that a step has several passes.
     pub per_tensor: bool,
-    /// Its chain.
+    /// Builds the method's chain.
     pub build: fn(LocalSettings) -> ChainBuilder,
 }
 
-/// All methods; the first is the default.
+/// All methods. The first is the default.
 pub const METHODS: &[LocalMethod] = &[
     ADAMW,
     SGD,
@@ -208,29 +208,29 @@ pub const METHODS: &[LocalMethod] = &[
     ONEBIT_LAMB,
 ];
 
-/// Buffers of a method, each as long as the parameters.
+/// Number of buffers of a method, each as long as the parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LocalBuffers {
-    /// Its state, which checkpoints hold.
+    /// State buffers, which checkpoints contain.
     pub states: usize,
-    /// Those that are in use during a step only.
+    /// Buffers that are used only during a step.
     pub work: usize,
 }
 
 impl LocalMethod {
-    /// The method of a name.
+    /// Returns the method of a name.
     #[must_use]
     pub fn by_name(name: &str) -> Option<&'static Self> {
         METHODS.iter().find(|method| method.name == name)
     }
 
-    /// Its own default of a setting, if it has one.
+    /// Returns the method's own default of a setting, if it has one.
     #[must_use]
     pub fn default_of(&self, setting: &str) -> Option<f64> {
         self.defaults.iter().find(|(name, _)| *name == setting).map(|(_, value)| *value)
     }
 
-    /// Its chain, with slow weights around it where the settings say so.
+    /// Builds the method's chain, with Lookahead around it if the settings say so.
     #[must_use]
     pub fn chain(&self, settings: LocalSettings) -> ChainBuilder {
         let chain = (self.build)(settings);
@@ -240,11 +240,11 @@ impl LocalMethod {
         }
     }
 
-    /// The buffers of [`LocalMethod::chain`].
+    /// Returns the number of buffers of [`LocalMethod::chain`].
     #[must_use]
     pub fn memory(&self, settings: &LocalSettings) -> LocalBuffers {
         let states = (self.buffers)(settings) + usize::from(settings.lookahead.is_some());
-        // A pass has room for three states.
+        // A fused pass has at most three states.
         LocalBuffers { states, work: usize::from(self.per_tensor || states > 3) }
     }
 }

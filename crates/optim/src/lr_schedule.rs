@@ -2,28 +2,29 @@
 
 use crate::OptimError;
 
-/// What follows the warm-up.
+/// Course of the learning rate after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Decay {
-    /// The peak for ever.
+    /// Stays at the peak.
     Constant,
-    /// A straight line from the peak to the least rate.
+    /// Falls on a straight line from the peak to the least rate.
     Linear,
-    /// Half a cosine from the peak to the least rate (Loshchilov and Hutter 2017).
+    /// Falls on half a cosine from the peak to the least rate (Loshchilov and Hutter 2017).
     Cosine,
-    /// Warm-up, stable, decay (Hu et al. 2024, "MiniCPM"): the peak, and in the last steps a straight line to
-    /// the least rate.
+    /// Warm-up, stable, decay (Hu et al. 2024, "MiniCPM"): stays at the peak, then falls on a straight line to
+    /// the least rate in the last steps.
     Wsd {
-        /// Steps of that line, at the end of the schedule.
+        /// Number of steps of that line, at the end of the schedule.
         steps: u64,
     },
-    /// The peak divided by the root of the step (Vaswani et al. 2017), but not below the least rate.
+    /// Falls with the inverse square root of the step (Vaswani et al. 2017), but not below the least rate.
     InverseSqrt,
 }
 
-/// Linear warm-up, then decay. The rate of step `s` (counted from 0) is `peak * (s + 1) / warmup` below step
-/// `warmup`; from that step on, the first of the decay, it is
+/// Linear warm-up, then decay. Steps are counted from 0. Below step `warmup` the rate of step `s` is
+/// `peak * (s + 1) / warmup`. From step `warmup` on, which is the first of the decay, `Linear` and `Cosine`
+/// have the rate
 ///
 /// ```text
 /// least + (peak - least) * left(a),   a = min(1, (s - warmup) / (steps - 1 - warmup))
@@ -31,11 +32,14 @@ pub enum Decay {
 /// ```
 ///
 /// So the last step of the warm-up and the first of the decay both have the peak, and step `warmup + 1` is the
-/// first below it. Step `steps - 1` and all later ones have `least`. Where `steps <= warmup + 1`, `a` is 1 from
-/// step `warmup` on. `Constant` has the peak throughout. `Wsd` is `Linear` that begins at step `steps - 1 - n`
-/// where its line has `n` steps, or at the end of the warm-up if that is later. `InverseSqrt` has
-/// `max(least, peak * sqrt(t / (t + s - warmup)))`, where `t` is `warmup`, or 10000 without one, as in Hugging
-/// Face's.
+/// first below it. Step `steps - 1` and all later ones have `least`. If `steps <= warmup + 1`, `a` is 1 from
+/// step `warmup` on. The other shapes are:
+///
+/// - `Constant` stays at the peak.
+/// - `Wsd` is `Linear` with a later start. Its line of `n` steps begins at step `steps - 1 - n`, or at the end
+///   of the warm-up if that is later.
+/// - `InverseSqrt` is `max(least, peak * sqrt(t / (t + s - warmup)))`, as in Hugging Face's library. `t` is
+///   `warmup`, or 10000 if there is no warm-up.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LrSchedule {
     peak: f64,
@@ -45,19 +49,20 @@ pub struct LrSchedule {
     decay: Decay,
 }
 
-/// The time scale of [`Decay::InverseSqrt`] without a warm-up.
+/// Time scale of [`Decay::InverseSqrt`] without a warm-up, in steps.
 const TIME_SCALE: u64 = 10_000;
 
 impl LrSchedule {
-    /// One rate for all steps.
+    /// Creates a schedule with one rate for all steps.
     #[must_use]
     pub const fn constant(rate: f64) -> Self {
         Self { peak: rate, least: rate, warmup: 0, steps: 0, decay: Decay::Constant }
     }
 
-    /// Warm-up over `warmup` steps to `peak`, then `decay` to `least` by the end of `steps`.
+    /// Creates a schedule that warms up to `peak` over `warmup` steps and then decays to `least` by the end of
+    /// `steps`.
     ///
-    /// Errors: [`OptimError::Setting`] for rates that are negative, not finite, or `least > peak`.
+    /// Errors: [`OptimError::Setting`] if a rate is negative or not finite, or if `least > peak`.
     pub fn new(peak: f64, least: f64, warmup: u64, steps: u64, decay: Decay) -> Result<Self, OptimError> {
         for (field, value, ok) in [
             ("peak", peak, peak.is_finite() && peak >= 0.0),
@@ -75,13 +80,13 @@ impl LrSchedule {
         Ok(Self { peak, least, warmup, steps, decay })
     }
 
-    /// The highest rate.
+    /// Returns the highest rate.
     #[must_use]
     pub const fn peak(&self) -> f64 {
         self.peak
     }
 
-    /// The rate of a step, counted from 0.
+    /// Returns the rate of a step, counted from 0.
     #[must_use]
     pub fn rate(&self, step: u64) -> f64 {
         if step < self.warmup {
@@ -147,7 +152,8 @@ mod tests {
         let third = 1.0 / 3.0;
         let want = [third, 2.0 * third, 1.0, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2];
         assert!(rates.iter().zip(want).all(|(rate, want)| (rate - want).abs() < 1e-12), "{rates:?}");
-        // A line longer than the schedule is `Linear`; one of no steps falls at the end.
+        // A line longer than the schedule is the same as `Linear`. A line of 0 steps drops to the least rate at
+        // the last step.
         let [long, line] = [Decay::Wsd { steps: 99 }, Decay::Linear]
             .map(|decay| LrSchedule::new(1.0, 0.2, 3, 11, decay).unwrap());
         assert!((0..20).all(|i| long.rate(i) == line.rate(i)));

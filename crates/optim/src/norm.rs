@@ -4,13 +4,14 @@ use std::ops::Range;
 
 use farflung_tensor::{DType, Op, Param, Tensor, TensorError};
 
-/// Global l2 norm of a flat buffer, padding (which is zero) included; partial sums are added in f64 in order.
+/// Returns the global l2 norm of a flat buffer, including its padding, which is zero. Partial sums are added in
+/// f64, in order.
 pub fn global_norm(flat: &Tensor) -> Result<f64, TensorError> {
     Ok(sum_of_squares(flat, 0..flat.shape().len())?.sqrt())
 }
 
-/// Sum of the squares of a part of a flat buffer: what several holders of a model add up to a global norm.
-/// Partial sums are added in f64 in order.
+/// Returns the sum of squares of a range of a flat buffer. If a model is split over several ranks, they add up
+/// these sums and take the root to get the global norm. Partial sums are added in f64, in order.
 pub fn sum_of_squares(flat: &Tensor, range: Range<usize>) -> Result<f64, TensorError> {
     let x = flat.view().part(range.start, range.len())?;
     let mut partials = flat.device().empty(DType::F32, chunks(range.len()))?;
@@ -21,7 +22,8 @@ pub fn sum_of_squares(flat: &Tensor, range: Range<usize>) -> Result<f64, TensorE
     })
 }
 
-/// The l2 norm of each of some tensors of a flat buffer, brought from the device at once.
+/// Returns the l2 norm of each of the given tensors of a flat buffer. All partial sums are downloaded from the
+/// device at once.
 pub(crate) fn norms(flat: &Tensor, tensors: &[Param]) -> Result<Vec<f64>, TensorError> {
     let counts: Vec<usize> = tensors.iter().map(|tensor| chunks(tensor.shape.len())).collect();
     let mut partials = flat.device().empty(DType::F32, counts.iter().sum::<usize>())?;

@@ -1,4 +1,5 @@
-//! DiLoCo's outer optimizer: any chain, fed with how far the parameters moved since they were last agreed upon.
+//! DiLoCo's outer optimizer, which can be any chain. Its gradient is the change of the parameters, as old minus
+//! new, since the workers last agreed on them.
 
 use farflung_tensor::{Op, Program, ProgramBuilder, Tensor};
 
@@ -7,8 +8,8 @@ use crate::local::with_momentum;
 use crate::transform::scale_by_schedule;
 use crate::{Chain, ChainBuilder, LrSchedule, OptimError, Prepared};
 
-/// The chain of a DiLoCo [`OuterOptimizer`](crate::OuterOptimizer): Nesterov momentum, no decay, no clipping.
-/// The paper's settings are 0.7 and 0.9.
+/// Builds the chain of a DiLoCo [`OuterOptimizer`](crate::OuterOptimizer): Nesterov momentum without weight
+/// decay and clipping. The paper uses a rate of 0.7 and a momentum of 0.9.
 ///
 /// Source: Douillard et al. 2023, "DiLoCo", section 3.1.
 #[must_use]
@@ -16,22 +17,23 @@ pub fn diloco_outer(lr: f64, momentum: f64) -> ChainBuilder {
     with_momentum(Chain::new(), momentum, true).then(scale_by_schedule(LrSchedule::constant(lr)))
 }
 
-/// Every H steps: `delta = mean over workers of (anchor - params)`; the chain takes `delta` for a gradient and
-/// moves the anchor; the parameters become the anchor.
+/// Outer optimizer of DiLoCo. The anchor holds the parameters that all workers last agreed on. Every H steps,
+/// `delta = mean over workers of (anchor - params)` is computed; the chain takes `delta` as its gradient and
+/// moves the anchor; then the parameters are set to the anchor.
 ///
-/// Source: Douillard et al. 2023, "DiLoCo", Alg. 1; Nesterov momentum as in PyTorch's SGD, so the first step
-/// moves by `lr (1 + mu) delta`.
+/// Source: Douillard et al. 2023, "DiLoCo", Alg. 1. Nesterov momentum is that of PyTorch's SGD, so the first
+/// step moves by `lr (1 + mu) delta`.
 #[derive(Debug)]
 pub struct OuterOptimizer {
     chain: Chain,
     anchor: Tensor,
     delta: Tensor,
     difference: Program,
-    /// The anchor and the chain's states before a step that was tried and not yet committed.
+    /// Anchor and chain states from before a step that was tried but not yet committed.
     before: Option<(Tensor, Vec<Tensor>)>,
 }
 
-/// A copy on the same device.
+/// Copies a tensor to a new buffer on the same device.
 fn copy(x: &Tensor) -> Result<Tensor, OptimError> {
     let mut y = x.device().empty(x.dtype(), x.shape())?;
     x.device().run(Op::Cast { x: x.view(), y: y.view_mut() })?;
@@ -39,7 +41,7 @@ fn copy(x: &Tensor) -> Result<Tensor, OptimError> {
 }
 
 impl OuterOptimizer {
-    /// Anchored at the parameters as they are.
+    /// Creates an outer optimizer whose anchor is a copy of the parameters.
     pub fn new(chain: Chain, params: &Tensor) -> Result<Self, OptimError> {
         let device = params.device();
         let len = params.shape().len();
@@ -52,8 +54,8 @@ impl OuterOptimizer {
         Ok(Self { chain, anchor, delta: device.zeros(len)?, difference: p.build()?, before: None })
     }
 
-    /// Computes `anchor - params` of this worker and gives the buffer, to be averaged over all workers in
-    /// place.
+    /// Computes `anchor - params` of this worker and returns the buffer. The caller averages it in place over
+    /// all workers.
     pub fn delta(&mut self, params: &Tensor) -> Result<&mut Tensor, OptimError> {
         params.device().run(Op::Map {
             program: &self.difference,
@@ -64,20 +66,20 @@ impl OuterOptimizer {
         Ok(&mut self.delta)
     }
 
-    /// The buffer of [`OuterOptimizer::delta`], after it was averaged.
+    /// Returns the buffer of [`OuterOptimizer::delta`], which the caller has averaged.
     pub const fn averaged_mut(&mut self) -> &mut Tensor {
         &mut self.delta
     }
 
-    /// What the chain needs before anything moves; see [`Chain::prepare`].
+    /// Prepares a step with the averaged delta; changes nothing. See [`Chain::prepare`].
     pub fn prepare(&self) -> Result<Prepared, OptimError> {
         self.chain.prepare(&self.delta)
     }
 
-    /// Moves the anchor by the averaged delta, to be [committed](OuterOptimizer::commit) or
-    /// [undone](OuterOptimizer::undo).
+    /// Moves the anchor by the averaged delta. Must be followed by [`commit`](OuterOptimizer::commit) or
+    /// [`undo`](OuterOptimizer::undo).
     ///
-    /// Errors: [`OptimError::StepNotFinite`] if the anchor or the chain's states would not be finite; nothing
+    /// Errors: [`OptimError::StepNotFinite`] if the anchor or a state of the chain would not be finite; nothing
     /// has changed then.
     pub fn try_step(&mut self, prepared: Prepared) -> Result<(), OptimError> {
         let states = self.chain.states().map(|(_, state)| copy(state)).collect::<Result<_, _>>()?;
@@ -98,7 +100,7 @@ impl OuterOptimizer {
         }
     }
 
-    /// Takes back a step that was tried and not committed, if there is one.
+    /// Undoes a step that was tried but not committed. Does nothing if there is none.
     pub fn undo(&mut self) {
         if let Some((anchor, states)) = self.before.take() {
             self.anchor = anchor;
@@ -106,8 +108,8 @@ impl OuterOptimizer {
         }
     }
 
-    /// Sets the parameters to the anchor, after the step if that was not [tried](OuterOptimizer::try_step)
-    /// before.
+    /// Sets the parameters to the anchor. If the step was not [tried](OuterOptimizer::try_step) before, takes
+    /// it first.
     ///
     /// Errors: those of [`OuterOptimizer::try_step`].
     pub fn commit(&mut self, params: &mut Tensor, prepared: Prepared) -> Result<(), OptimError> {
@@ -119,32 +121,32 @@ impl OuterOptimizer {
         Ok(())
     }
 
-    /// Outer steps committed so far.
+    /// Returns the number of outer steps committed so far.
     #[must_use]
     pub const fn step(&self) -> u64 {
         self.chain.step()
     }
 
-    /// The parameters that all workers last agreed upon.
+    /// Returns the anchor: the parameters that all workers last agreed on.
     #[must_use]
     pub const fn anchor(&self) -> &Tensor {
         &self.anchor
     }
 
-    /// Takes parameters from elsewhere for agreed upon.
+    /// Sets the anchor to the given parameters.
     pub fn anchor_at(&mut self, params: &Tensor) -> Result<(), OptimError> {
         Ok(params.device().run(Op::Cast { x: params.view(), y: self.anchor.view_mut() })?)
     }
 
-    /// Named state buffers: the chain's, and `anchor`.
+    /// Returns the named state buffers: those of the chain, and `anchor`.
     pub fn states(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.chain.states().chain([("anchor", &self.anchor)])
     }
 
-    /// Restores what [`OuterOptimizer::states`] gave.
+    /// Restores the step counter and the buffers of [`OuterOptimizer::states`]; `get` returns each buffer by
+    /// its name.
     ///
-    /// Errors: [`OptimError::State`] for a buffer that is missing or of another length; nothing has changed
-    /// then.
+    /// Errors: [`OptimError::State`] if a buffer is missing or has another length; nothing has changed then.
     pub fn restore<'a>(
         &mut self,
         step: u64,

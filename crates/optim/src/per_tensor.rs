@@ -1,4 +1,4 @@
-//! Links that see whole tensors: their norms, their shapes, products of them.
+//! Links that work on whole tensors: on their norms, shapes and matrix products.
 
 use std::fmt::Debug;
 
@@ -9,34 +9,35 @@ use farflung_tensor::{
 use crate::OptimError;
 use crate::norm::norms;
 
-/// What a [`Transform`](crate::Transform) does with whole tensors, before its instructions.
+/// Part of a [`Transform`](crate::Transform) that works on whole tensors. It runs before the transform's
+/// elementwise instructions.
 pub trait PerTensor: Debug + Send {
-    /// Whether it can be used for a tensor; asked when the chain is built.
+    /// Checks whether the link can be used for a tensor. Called when the chain is built.
     fn check(&self, _tensor: &Param) -> Result<(), OptimError> {
         Ok(())
     }
 
-    /// Rewrites the updates of the tensors in place. It may run for some of a model's tensors at a time, so
-    /// that no tensor's result may depend on another's.
+    /// Rewrites the updates of the tensors in place. It may be called with only some of a model's tensors, so
+    /// the result for one tensor must not depend on another.
     fn rewrite(&self, tensors: &mut Tensors<'_>) -> Result<(), OptimError>;
 }
 
-/// Tensors of a layout, with their parameters and their updates so far.
+/// Tensors of a layout with their parameters and their current updates.
 #[derive(Debug)]
 pub struct Tensors<'a> {
     pub(crate) list: &'a [Param],
     pub(crate) params: &'a Tensor,
     pub(crate) update: &'a mut Tensor,
     pub(crate) factor: &'a Program,
-    /// The states of the link.
+    /// State buffers of the link, with their names.
     pub(crate) states: &'a mut [(String, Tensor)],
     /// The step, counted from 0.
     pub(crate) step: u64,
-    /// Weight decay of their group; `None` is the optimizer's own.
+    /// Weight decay of the tensors' group; `None` means the optimizer's own.
     pub(crate) decay: Option<f64>,
 }
 
-/// The program of [`Tensors::scale`]: `x = s x`.
+/// Returns the program of [`Tensors::scale`]: `x = s x`.
 pub(crate) fn factor() -> Result<Program, TensorError> {
     let mut p = ProgramBuilder::new();
     let (x, s) = (p.load(0), p.scalar(0));
@@ -46,78 +47,78 @@ pub(crate) fn factor() -> Result<Program, TensorError> {
 }
 
 impl Tensors<'_> {
-    /// Their number.
+    /// Returns the number of tensors.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.list.len()
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no tensors.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.list.is_empty()
     }
 
-    /// Where they are.
+    /// Returns the device that holds the tensors.
     #[must_use]
     pub const fn device(&self) -> &Device {
         self.update.device()
     }
 
-    /// The name of tensor `i`, below [`len`](Self::len) here and in all other methods.
+    /// Returns the name of tensor `i`. Here and in all other methods `i` is below [`len`](Self::len).
     #[must_use]
     pub fn name(&self, i: usize) -> &str {
         &self.list[i].name
     }
 
-    /// The shape of tensor `i`.
+    /// Returns the shape of tensor `i`.
     #[must_use]
     pub fn shape(&self, i: usize) -> Shape {
         self.list[i].shape
     }
 
-    /// The parameters of tensor `i`, as they were before the step.
+    /// Returns the parameters of tensor `i` as they were before the step.
     pub fn param(&self, i: usize) -> Result<View<'_>, OptimError> {
         Ok(self.params.view().part(self.list[i].start, self.list[i].shape)?)
     }
 
-    /// The update of tensor `i`.
+    /// Returns the update of tensor `i`.
     pub fn update(&self, i: usize) -> Result<View<'_>, OptimError> {
         Ok(self.update.view().part(self.list[i].start, self.list[i].shape)?)
     }
 
-    /// The update of tensor `i`, to rewrite.
+    /// Returns the update of tensor `i` for writing.
     pub fn update_mut(&mut self, i: usize) -> Result<ViewMut<'_>, OptimError> {
         Ok(self.update.view_mut().part(self.list[i].start, self.list[i].shape)?)
     }
 
-    /// The step, counted from 0.
+    /// Returns the step, counted from 0.
     #[must_use]
     pub const fn step(&self) -> u64 {
         self.step
     }
 
-    /// Weight decay of the tensors' group; `None` is the optimizer's own.
+    /// Returns the weight decay of the tensors' group; `None` means the optimizer's own.
     #[must_use]
     pub const fn decay(&self) -> Option<f64> {
         self.decay
     }
 
-    /// State `number` of the link, for tensor `i`.
+    /// Returns the part of the link's state `number` that belongs to tensor `i`.
     ///
     /// # Panics
-    /// For a state that the link does not have.
+    /// If the link has no state of this number.
     pub fn state_mut(&mut self, number: usize, i: usize) -> Result<ViewMut<'_>, OptimError> {
         let Param { start, shape, .. } = self.list[i];
         Ok(self.states[number].1.view_mut().part(start, shape)?)
     }
 
-    /// The l2 norm of each tensor's parameters.
+    /// Returns the l2 norm of each tensor's parameters.
     pub fn param_norms(&self) -> Result<Vec<f64>, OptimError> {
         Ok(norms(self.params, self.list)?)
     }
 
-    /// The l2 norm of each tensor's update.
+    /// Returns the l2 norm of each tensor's update.
     pub fn update_norms(&self) -> Result<Vec<f64>, OptimError> {
         Ok(norms(self.update, self.list)?)
     }

@@ -1,20 +1,19 @@
-//! The scale of gradients in 16 bits, found by trial: as large as overflows nothing. It refuses to know where
-//! gradients are scaled.
+//! Scale of gradients in 16-bit floats, found by trial: the largest at which nothing overflows. This module
+//! only computes the scale; the caller applies it.
 
-/// Where a scale that is found by trial starts, as PyTorch's `GradScaler`.
+/// Initial value of a dynamic scale, as in PyTorch's `GradScaler`.
 const START: f32 = 65_536.0;
-/// Steps without an overflow after which it doubles.
+/// Number of steps without an overflow after which the scale doubles.
 const GROW_EVERY: u32 = 2000;
-/// The largest tried: whatever f16 still loses then is below 2^-48.
+/// Upper bound of a dynamic scale, 2^24. The smallest positive f16, 2^-24, then stands for a gradient of 2^-48.
 const MOST: f32 = 16_777_216.0;
 
-/// A power of two that keeps small gradients from vanishing in f16: fixed, or halved at each overflow and
-/// doubled after 2000 steps without one (Micikevicius et al. 2018, section 3.2; dynamic scaling as in PyTorch's
-/// `GradScaler`).
+/// Power of two that multiplies gradients so that small ones do not vanish in f16. It is either fixed, or
+/// halved at each overflow and doubled after 2000 steps without one (Micikevicius et al. 2018, section 3.2;
+/// dynamic scaling as in PyTorch's `GradScaler`).
 ///
-/// It differs in what an overflow costs. PyTorch leaves the step out; here whoever holds the scale is told to
-/// compute the same step again with half of it, so that no batch is lost and steps are counted alike on all
-/// ranks.
+/// Differs from PyTorch in what an overflow costs. PyTorch skips the step. Here the caller computes the same
+/// step again with half the scale, so that no batch is lost and all ranks count the same steps.
 ///
 /// ```
 /// use farflung_optim::LossScale;
@@ -31,37 +30,38 @@ const MOST: f32 = 16_777_216.0;
 pub struct LossScale {
     scale: f32,
     dynamic: bool,
-    /// Steps taken since the scale last changed, where it does.
+    /// Number of steps taken since the scale last changed; 0 if the scale is fixed.
     taken: u32,
 }
 
 impl LossScale {
-    /// Stays.
+    /// Creates a scale that never changes.
     #[must_use]
     pub const fn fixed(scale: f32) -> Self {
         Self { scale, dynamic: false, taken: 0 }
     }
 
-    /// Starts at 65536.
+    /// Creates a dynamic scale, which starts at 65536.
     #[must_use]
     pub const fn dynamic() -> Self {
         Self { scale: START, dynamic: true, taken: 0 }
     }
 
-    /// The scale.
+    /// Returns the scale.
     #[must_use]
     pub const fn get(&self) -> f32 {
         self.scale
     }
 
-    /// Whether it is found by trial.
+    /// Returns whether the scale is dynamic, which means found by trial.
     #[must_use]
     pub const fn is_dynamic(&self) -> bool {
         self.dynamic
     }
 
-    /// A step's gradients were not finite. Whether to compute it again, with half the scale; where the scale is
-    /// 1 or fixed it is not what overflowed.
+    /// Records that a step's gradients were not finite. Returns whether to compute the step again; the scale
+    /// has been halved then. Returns `false` if the scale is fixed or already 1, since there is no other scale
+    /// to try.
     #[must_use]
     pub fn overflowed(&mut self) -> bool {
         let again = self.dynamic && self.scale > 1.0;
@@ -72,7 +72,7 @@ impl LossScale {
         again
     }
 
-    /// A step was taken.
+    /// Records that a step was taken. A dynamic scale doubles after 2000 such steps in a row.
     pub fn taken(&mut self) {
         if !self.dynamic {
             return;
@@ -84,14 +84,14 @@ impl LossScale {
         }
     }
 
-    /// Its state.
+    /// Returns the state to save: the scale, and the number of steps taken since it last changed.
     #[must_use]
     pub const fn save(&self) -> [f32; 2] {
         [self.scale, self.taken as f32]
     }
 
-    /// Takes a saved state up, unless it stays as it is or the state is none: a scale that is a power of two in
-    /// its range.
+    /// Restores a saved state. Does nothing if the scale is fixed or the state is invalid: the scale must be a
+    /// power of two between 1 and 2^24, and the number of steps must be below 2000.
     pub fn restore(&mut self, state: &[f32]) {
         if let [scale, taken] = *state
             && self.dynamic

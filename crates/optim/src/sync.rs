@@ -1,7 +1,7 @@
-//! Methods by which copies of the same parameters stay one model: one file a method or a family of them, one
-//! row each in [`METHODS`].
+//! Methods that keep replicas of the same parameters one model. Each method or family of methods has one file,
+//! and each method one row in [`METHODS`].
 //!
-//! A trainer calls a [`Synchroniser`] at the moments of a step and does not depend on which method it is.
+//! A trainer calls a [`Synchroniser`] at fixed moments of a step, and does not depend on which method it is.
 
 mod asynchronous;
 mod cocktail;
@@ -60,52 +60,58 @@ pub use streaming::STREAMING;
 pub use timeline::Timeline;
 pub use zero_one::{ZERO_ONE, ZeroOne};
 
-/// A moment of a run: after which step.
+/// Moment of a run: the end of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct After {
-    /// The step, counted from 1.
+    /// Number of the step, counted from 1.
     pub step: u64,
-    /// Whether it is the run's last.
+    /// Whether it is the last step of the run.
     pub last: bool,
 }
 
-/// Keeps a rank's copy of some parameters equal to the copies of others.
+/// Keeps a rank's replica of some parameters synchronised with the other replicas.
 ///
-/// Order of the calls in a step: where [`Synchroniser::gradients`] gives an average, the step's gradients go
-/// through it and the optimizer's update follows. Then, where [`Synchroniser::is_due`],
-/// [`Synchroniser::exchange`], [`Synchroniser::prepare`] and, once all ranks agreed, [`Synchroniser::commit`]:
-/// once more where [`Synchroniser::goes_on`]. [`Synchroniser::rollback`] instead of a commit leaves no trace.
-/// After each step, [`Synchroniser::depart`].
+/// Order of the calls in a step:
+///
+/// 1. If [`Synchroniser::gradients`] returns an average, the step's gradients go through it. Then the optimizer
+///    updates the parameters.
+/// 2. [`Synchroniser::mix`], in methods with local steps.
+/// 3. If [`Synchroniser::is_due`]: [`Synchroniser::exchange`], [`Synchroniser::prepare`] and, once all ranks
+///    have agreed, [`Synchroniser::commit`]. They are repeated while [`Synchroniser::goes_on`].
+///    [`Synchroniser::rollback`] instead of a commit leaves everything as it was before.
+/// 4. [`Synchroniser::depart`].
 pub trait Synchroniser: std::fmt::Debug + Send {
-    /// The average that the gradients of each step go through; `None` for a method whose steps are local.
+    /// Returns the average that the gradients of the next step go through; `None` if that step is local.
     fn gradients(&mut self) -> Option<&mut Average>;
 
-    /// Whether [`Synchroniser::gradients`] gives an average in the next step, in a method that also has local
-    /// steps.
+    /// Returns whether [`Synchroniser::gradients`] returns an average in the next step. Only methods that also
+    /// have local steps return `true`.
     fn averages_gradients(&self) -> bool {
         false
     }
 
-    /// After each local step: takes up what neighbours or servers sent. Only they wait for each other. `weight`
-    /// is as in [`Synchroniser::exchange`].
+    /// Applies what neighbours or servers sent; called after each local step. It may wait for these, but not
+    /// for all replicas. `weight` is as in [`Synchroniser::exchange`].
     ///
     /// Errors: a neighbour or server that was lost.
     fn mix(&mut self, _params: &mut Tensor, _after: After, _weight: f64) -> Result<(), OptimError> {
         Ok(())
     }
 
-    /// Whether all copies meet now; they always do after the last step.
+    /// Returns whether all replicas synchronise after this step. Methods with local steps always do so after
+    /// the last one.
     fn is_due(&self, after: After) -> bool;
 
-    /// Averages over all copies. No parameter has changed when it returns. `weight` is this copy's part of the
-    /// mean, where 1 is an equal part.
+    /// Averages over all replicas, without changing the parameters. `weight` is this replica's weight in the
+    /// mean, where 1 is an equal share.
     ///
-    /// Errors: a peer that was lost; a codec that refuses values which are not finite.
+    /// Errors: a peer that was lost; a codec that rejects values that are not finite.
     fn exchange(&mut self, params: &Tensor, after: After, weight: f64) -> Result<(), OptimError>;
 
-    /// As [`Synchroniser::exchange`], for a method that averages what the optimizer gathered over local steps.
+    /// Does the work of [`Synchroniser::exchange`] in a method that averages what the optimizer accumulated
+    /// over local steps.
     ///
-    /// Errors: as [`Synchroniser::exchange`].
+    /// Errors: those of [`Synchroniser::exchange`].
     fn exchange_gathered(
         &mut self,
         params: &Tensor,
@@ -116,156 +122,157 @@ pub trait Synchroniser: std::fmt::Debug + Send {
         self.exchange(params, after, weight)
     }
 
-    /// What [`Synchroniser::exchange`] averaged, before it is committed; `None` where it averages nothing.
+    /// Returns what [`Synchroniser::exchange`] averaged and is not committed yet; `None` if it averaged
+    /// nothing.
     fn exchanged(&mut self) -> Option<&mut Tensor>;
 
-    /// What else it averaged, in the same order on all copies.
+    /// Returns the other averages of that exchange, in the same order on all replicas.
     fn exchanged_beside(&mut self) -> Vec<&mut Tensor> {
         Vec::new()
     }
 
-    /// Computes the parameters' next values. No parameter has changed when it returns.
+    /// Computes the parameters' next values, without changing the parameters.
     ///
-    /// Errors: [`OptimError::NotFinite`] and [`OptimError::StepNotFinite`] where what was averaged or what
-    /// follows from it is not finite: on all copies alike, since all have the same average.
+    /// Errors: [`OptimError::NotFinite`] and [`OptimError::StepNotFinite`] if the average, or what follows from
+    /// it, is not finite. This fails on all replicas alike, since all have the same average.
     fn prepare(&mut self) -> Result<(), OptimError>;
 
-    /// Takes the step that was exchanged, or makes the average of gradients final.
+    /// Applies the exchanged step to the parameters, or makes the average of gradients final.
     fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError>;
 
-    /// As [`Synchroniser::commit`], for a method that averages what the optimizer gathered.
+    /// Does the work of [`Synchroniser::commit`] in a method that averages what the optimizer accumulated.
     ///
-    /// Errors: as [`Synchroniser::commit`].
+    /// Errors: those of [`Synchroniser::commit`].
     fn commit_gathered(&mut self, params: &mut Tensor, _chain: &mut Chain) -> Result<(), OptimError> {
         self.commit(params)
     }
 
-    /// After each local step, and after the commit where copies met: sends what leaves now and comes back at a
-    /// later meeting, and tells whether that is something. Nobody waits for it.
+    /// Starts exchanges whose results are applied in later steps, and does not wait for them. Called after each
+    /// local step, and after the commit if replicas synchronised. Returns `true` if the trainer is to send its
+    /// vote on the steps so far at the same time.
     ///
-    /// Errors: those of the copies' device, and of codecs.
+    /// Errors: those of the device and of codecs.
     fn depart(&mut self, _params: &Tensor, _after: After, _weight: f64) -> Result<bool, OptimError> {
         Ok(false)
     }
 
-    /// Whether copies meet once more after the step that was just committed.
+    /// Returns whether replicas synchronise once more after the step that was just committed.
     fn goes_on(&self) -> bool {
         false
     }
 
-    /// The parameters as all copies last had them, where the method holds them until they meet again.
+    /// Returns the parameters on which all replicas last agreed, if the method keeps them until the next
+    /// synchronisation.
     fn agreed(&self) -> Option<&Tensor> {
         None
     }
 
-    /// Whether each copy has parameters of its own also after they met; the model that the run trains is then
+    /// Returns whether replicas differ even after a synchronisation. The model that the run trains is then
     /// [`Synchroniser::common`].
     fn is_apart(&self) -> bool {
         self.common().is_some()
     }
 
-    /// Computes what copies have in common, where they do not have it already. For all copies to call.
+    /// Computes the common parameters, if they are not known already. All replicas must call it.
     ///
     /// Errors: a peer that was lost.
     fn gather_common(&mut self, _params: &Tensor) -> Result<(), OptimError> {
         Ok(())
     }
 
-    /// The parameters that all copies have in common where they are apart, after
-    /// [`Synchroniser::gather_common`].
+    /// Returns the common parameters of replicas that differ. Call [`Synchroniser::gather_common`] first.
     fn common(&self) -> Option<&Tensor> {
         None
     }
 
-    /// The same, to be set to what all copies have.
+    /// Returns the common parameters for writing. The caller sets them to the same values on all replicas.
     fn common_mut(&mut self) -> Option<&mut Tensor> {
         None
     }
 
-    /// Waits for what is in flight, so that [`Synchroniser::states`] has it. For all copies to call.
+    /// Waits for what is in flight, so that [`Synchroniser::states`] includes it. All replicas must call it.
     ///
     /// Errors: a peer that was lost.
     fn settle(&mut self) -> Result<(), OptimError> {
         Ok(())
     }
 
-    /// Gives up what is in flight. Nothing but saving follows.
+    /// Drops all exchanges in flight. Afterwards only the state may be saved.
     fn abandon(&mut self) {
         self.average_mut().open();
     }
 
-    /// Gives up what was not committed.
+    /// Drops an exchange that was not committed.
     fn rollback(&mut self);
 
-    /// The parameters were set from elsewhere, to what all copies have.
+    /// Records that the parameters were set from outside, to the same values on all replicas.
     fn moved(&mut self, params: &Tensor) -> Result<(), OptimError>;
 
-    /// Averages of its own that were committed.
+    /// Returns the number of the method's own averages that were committed.
     fn steps(&self) -> u64;
 
-    /// Its state by name, each of the layout's length, so that it can be cut in another way: the same on all
-    /// copies.
+    /// Returns the state by name, the same on all replicas. Each buffer has the layout's length, so that the
+    /// state can be re-cut for another plan.
     fn states(&self) -> Vec<(&str, &Tensor)>;
 
-    /// State of this copy alone, by name.
+    /// Returns the state of this replica alone, by name.
     fn own_states(&self) -> Vec<(&str, &Tensor)> {
         Vec::new()
     }
 
-    /// Restores what [`Synchroniser::states`] and [`Synchroniser::own_states`] gave; without the latter, and
-    /// without what is in flight, it goes on as if that had never left.
+    /// Restores what [`Synchroniser::states`] and [`Synchroniser::own_states`] returned. If the latter, or what
+    /// was in flight, is missing, continues as if nothing had been sent.
     ///
-    /// Errors: [`OptimError::State`] for a buffer that is missing or of another length; nothing has changed
-    /// then.
+    /// Errors: [`OptimError::State`] if a buffer is missing or has another length; nothing has changed then.
     fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError>;
 
-    /// The average whose codecs' residuals are this rank's own.
+    /// Returns the average whose codecs hold this rank's residuals.
     fn average(&self) -> &Average;
 
-    /// The same, to restore it.
+    /// Returns that average for writing, to restore it.
     fn average_mut(&mut self) -> &mut Average;
 }
 
-/// What a method is made of.
+/// Settings from which a method is built.
 #[derive(Debug)]
 pub struct SyncSettings<'a> {
-    /// All that hold a copy.
+    /// Communicator of all ranks that hold a replica.
     pub comm: Communicator,
-    /// Where the copies lie.
+    /// Device that holds the parameters.
     pub device: &'a Device,
-    /// Their layout.
+    /// Layout of the parameters.
     pub layout: &'a ParamLayout,
-    /// How values are averaged.
+    /// Configuration of averages.
     pub average: AverageConfig,
-    /// Steps between averages.
+    /// Number of steps between averages.
     pub every: u64,
-    /// Steps between averages of what optimizers remember.
+    /// Numbers of steps between averages of the optimizer's moments.
     pub moments: MomentPeriods,
     /// Learning rate of an outer optimizer.
     pub outer_lr: f64,
     /// Nesterov momentum of an outer optimizer.
     pub outer_momentum: f64,
-    /// Parts of the parameters that travel at different times.
+    /// Number of parts of the parameters that are sent at different times.
     pub fragments: usize,
-    /// Steps that an average may take.
+    /// Number of steps that an average may take to arrive.
     pub delay: u64,
-    /// What stays of a copy's own parameters where it takes up an average.
+    /// Share of a replica's own parameters that stays when it applies an average.
     pub mixing: f64,
-    /// How far a copy goes towards its neighbours in a step.
+    /// Part of the distance to its neighbours that a replica moves in a step.
     pub consensus_rate: f64,
-    /// By how much of its norm a tensor has to change before it is sent, where that is asked.
+    /// Smallest change of a tensor, relative to its norm, at which it is sent; used by [`EVENT`].
     pub trigger: f64,
-    /// What only asynchronous methods read.
+    /// Settings that only asynchronous methods read.
     pub asynchronous: AsynchronousSettings,
-    /// How far neighbours' copies are apart in any element, at most.
+    /// Upper bound of the difference between neighbours' parameters in any element.
     pub theta: f64,
-    /// Bits of an element that is sent modulo a bound.
+    /// Number of bits of an element that is sent modulo a bound.
     pub bits: u32,
-    /// The parts of all copies in a mean, where 1 is an equal part.
+    /// Weights of all replicas in a mean, where 1 is an equal share.
     pub weights: Vec<f64>,
-    /// In which steps the optimizer has gradients averaged, and which are local, where it decides that.
+    /// In which steps the optimizer takes averaged gradients and which steps are local, if it decides this.
     pub rounds: Option<Rounds>,
-    /// The parameters as all copies have them.
+    /// Initial parameters, the same on all replicas.
     pub params: &'a Tensor,
 }
 
@@ -273,78 +280,82 @@ pub struct SyncSettings<'a> {
 #[expect(clippy::struct_excessive_bools, reason = "a row of a table: each is a column")]
 #[derive(Debug, Clone, Copy)]
 pub struct SyncMethod {
-    /// The name on command lines and in plans.
+    /// Name on command lines and in plans.
     pub name: &'static str,
-    /// One line on what it does.
+    /// One-line summary.
     pub summary: &'static str,
-    /// Whether the gradients of each step are averaged: replicas are then the same after each step.
+    /// Whether the gradients of each step are averaged, so that replicas are the same after each step.
     pub each_step: bool,
-    /// The settings that only some methods read, by their names on command lines.
+    /// Settings that this method reads and some others do not, by their names on command lines.
     pub reads: &'static [&'static str],
-    /// Whether what replicas send travels while they compute the next steps, so that they need not wait for it.
+    /// Whether messages travel while replicas compute the next steps, so that they need not wait for them.
     pub overlaps: bool,
-    /// Whether the result depends on when messages arrive: bits are then the same on the virtual clock alone.
+    /// Whether the result depends on when messages arrive. It is then the same to the bit only on the virtual
+    /// clock.
     pub timed: bool,
-    /// Steps between averages, where the method itself decides that.
+    /// Number of steps between averages, if the method itself decides this.
     pub every: Option<u64>,
-    /// The codec that its averages go through, unless another is asked for; `none` where there is no other.
+    /// Default codec of the method's averages; `None` means that it has no default of its own.
     pub codec: Option<&'static str>,
-    /// Whether a codec is for what it sends itself, rather than for averages.
+    /// Whether the codec is applied to the method's own messages, rather than to averages.
     pub codes_changes: bool,
-    /// Whether it makes up itself for what a codec loses, so that the codec needs no feedback.
+    /// Whether the method itself compensates for what a codec loses, so that the codec needs no error feedback.
     pub compensates: bool,
-    /// The outer momentum, unless another is asked for, where it is not that of `diloco`.
+    /// Default outer momentum, if it differs from that of `diloco`.
     pub outer_momentum: Option<f64>,
-    /// What it does with a round that a member is missing from.
+    /// What the method does in a round without one of the members.
     pub missing: Missing,
-    /// What it keeps beside optimizers.
+    /// Returns the number of buffers that the method keeps besides those of optimizers.
     pub buffers: fn(&Kept) -> Buffers,
-    /// Makes one.
+    /// Builds the method.
     pub build: fn(SyncSettings<'_>) -> Result<Box<dyn Synchroniser>, OptimError>,
 }
 
-/// What a method does with a round that a member is missing from, whose values and weight are then both absent.
+/// What a method does in a round without one of the members. The values and the weight of that member are then
+/// both absent.
 ///
-/// Only runs whose members come and leave go on without a member. All others end, and say which rank was lost.
+/// Only runs whose members join and leave continue without a member. All other runs end, and report which rank
+/// was lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Missing {
-    /// The round is the mean of the members that are left, by their tokens. Residuals of codecs are dropped.
+    /// The round is the mean of the remaining members, weighted by their tokens. The codecs' residuals are
+    /// dropped.
     MeanOfOthers,
-    /// Runs whose members come and leave do not take the method, for this reason.
+    /// The method cannot be used in runs whose members join and leave, for this reason.
     Refused(&'static str),
 }
 
-/// Why copies that mix with their neighbours do not go on without a member.
+/// Reason why replicas that mix with their neighbours cannot continue without a member.
 const OWN_COPIES: Missing =
     Missing::Refused("each member has parameters of its own, and nobody else has those of a lost one");
 
-/// Why averages that travel beside steps do not go on without a member.
+/// Reason why averages that are in flight during steps cannot continue without a member.
 const IN_FLIGHT: Missing =
     Missing::Refused("averages are on their way when a member is lost, and were weighted for all members");
 
-/// What decides how many buffers a method keeps.
+/// Settings on which the number of a method's buffers depends.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Kept {
     /// Momentum of an outer optimizer.
     pub momentum: f64,
     /// Momentum of the world server.
     pub world_momentum: f64,
-    /// Buffers of a copy's own optimizer.
+    /// Number of state buffers of a replica's own optimizer.
     pub states: usize,
-    /// Whether the codec keeps what it loses.
+    /// Whether the codec has error feedback.
     pub feedback: bool,
 }
 
-/// Buffers of a method, each as long as the parameters.
+/// Number of buffers of a method, each as long as the parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Buffers {
-    /// All of them.
+    /// All buffers.
     pub held: usize,
-    /// Those that a checkpoint has.
+    /// Buffers that are saved in a checkpoint.
     pub saved: usize,
 }
 
-/// All methods; the first is the default.
+/// All methods. The first is the default.
 pub const METHODS: &[SyncMethod] = &[
     DDP,
     DILOCO,
@@ -371,20 +382,20 @@ pub const METHODS: &[SyncMethod] = &[
     ZERO_ONE,
 ];
 
-/// Methods that are not in the table.
+/// Methods that were registered at run time.
 static REGISTERED: RwLock<Vec<&'static SyncMethod>> = RwLock::new(Vec::new());
 
 impl SyncMethod {
-    /// The method of a name: of the table, or registered.
+    /// Returns the method of a name, from the table or registered.
     #[must_use]
     pub fn by_name(name: &str) -> Option<&'static Self> {
         let registered = REGISTERED.read().unwrap_or_else(PoisonError::into_inner);
         METHODS.iter().chain(registered.iter().copied()).find(|method| method.name == name)
     }
 
-    /// Makes a method of your own known by its name to this process: to its settings, plans and checkpoints.
+    /// Registers a method of your own under its name in this process: for settings, plans and checkpoints.
     ///
-    /// Errors: [`OptimError::NameTaken`] for the name of another method.
+    /// Errors: [`OptimError::NameTaken`] if the name is already taken.
     pub fn register(method: &'static Self) -> Result<(), OptimError> {
         let mut registered = REGISTERED.write().unwrap_or_else(PoisonError::into_inner);
         let known = METHODS.iter().chain(registered.iter().copied()).any(|other| other.name == method.name);

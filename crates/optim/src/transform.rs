@@ -1,9 +1,9 @@
-//! The links of a chain: one file each. A link takes the update that came before it and gives its own; state is
-//! explicit and named.
+//! Links of a chain, one file each. A link takes the update of the link before it and returns its own. Its
+//! state is explicit and named.
 //!
-//! Elementwise links write instructions, so that a chain of them is one pass over memory. A link that needs the
-//! global norm says so, and gets it before any element is touched. A link that needs whole tensors
-//! ([`PerTensor`]) ends the pass before it.
+//! Elementwise links emit instructions, so that a chain of them runs as one pass over memory. A link that needs
+//! the global norm declares it ([`Transform::needs_norm`]) and gets it before any element changes. A link that
+//! needs whole tensors ([`PerTensor`]) ends the pass before it.
 
 mod adabelief;
 mod adabound;
@@ -51,14 +51,14 @@ pub use trace::{trace, trace_with};
 pub use trust_ratio::scale_by_trust_ratio;
 pub use zero_one_adam::{Rounds, ZeroOneAdam, scale_by_zero_one_adam};
 
-/// What a link may use while it writes its instructions.
+/// Context in which a link emits its instructions.
 #[derive(Debug)]
 pub struct Emit<'a> {
     /// The program under construction.
     pub program: &'a mut ProgramBuilder,
     /// The parameter, as it was before the step.
     pub param: Value,
-    /// Settings of these parameters: a chain has a program for each group.
+    /// Settings of the parameters' group; a chain has a program for each group.
     pub group: ParamGroup,
     /// Index of this link's first scalar.
     pub scalars: u16,
@@ -67,7 +67,7 @@ pub struct Emit<'a> {
 }
 
 impl Emit<'_> {
-    /// `beta old + (1 - beta) new`, in two products and a sum.
+    /// Emits `beta old + (1 - beta) new`, as two products and a sum.
     pub fn average(&mut self, beta: f64, old: Value, new: Value) -> Value {
         let p = &mut *self.program;
         let (keep, take) = (p.constant(beta as f32), p.constant((1.0 - beta) as f32));
@@ -75,7 +75,8 @@ impl Emit<'_> {
         p.add(old, new)
     }
 
-    /// Adam's two moments of the gradient after this step, which are the link's first two states.
+    /// Emits the update of Adam's two moments by the gradient `g` and returns them. They are the link's first
+    /// two states.
     fn moments(&mut self, beta1: f64, beta2: f64, g: Value) -> (Value, Value) {
         let (m, v) = (self.program.load(self.states), self.program.load(self.states + 1));
         let m = self.average(beta1, m, g);
@@ -87,145 +88,147 @@ impl Emit<'_> {
     }
 }
 
-/// What the scalars of a step depend on.
+/// Values that the scalars of a step depend on.
 #[derive(Debug, Clone, Copy)]
 pub struct StepInfo {
     /// The step, counted from 0.
     pub step: u64,
     /// Global l2 norm of the incoming gradient.
     pub norm: f64,
-    /// Factor of the learning rate of the parameters that the scalars are for.
+    /// Learning-rate factor of the parameters that the scalars are for.
     pub lr: f64,
 }
 
-/// What replicas average in a step in the place of the gradient: `keep * state + take * gradient`, times a
-/// number of each tensor.
+/// Value that replicas average in a step instead of the gradient: `keep * state + take * gradient`, times a
+/// factor per tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Contribution {
-    /// Which of the link's states.
+    /// Index among the link's states.
     pub state: u16,
-    /// The state's part.
+    /// Factor of the state.
     pub keep: f32,
-    /// The gradient's part.
+    /// Factor of the gradient.
     pub take: f32,
-    /// Where each tensor's number is; `None` is 1.
+    /// Place of each tensor's factor; `None` means 1 for all tensors.
     pub scale: Option<TensorScale>,
 }
 
-/// Where a link has a number for each tensor; 0 stands for 1.
+/// Place where a link stores a factor for each tensor. A stored 0 means 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorScale {
-    /// In which of the link's states.
+    /// Index among the link's states.
     pub state: u16,
-    /// Which element of the tensor's part of that; no tensor is shorter.
+    /// Index of the factor within the tensor's part of that state. No tensor has fewer elements than that.
     pub element: u16,
 }
 
-/// What a link gathers over local steps, for replicas to average where they meet.
+/// Value that a link accumulates over local steps, for replicas to average when they synchronise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Gathered {
-    /// Which of the link's states.
+    /// Index among the link's states.
     pub state: u16,
-    /// Number of scalars that [`Transform::gathered_scalars`] gives.
+    /// Number of scalars that [`Transform::gathered_scalars`] appends.
     pub scalars: u16,
 }
 
-/// What a link remembers in a buffer, for methods that average it over replicas.
+/// Kind of value in a state buffer, for methods that average state over replicas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StateKind {
-    /// Slow weights.
+    /// Slow weights of Lookahead.
     Weights,
-    /// A running mean of gradients.
+    /// Running mean of gradients.
     FirstMoment,
-    /// A running mean of their squares, or a sum of them.
+    /// Running mean of squared gradients, or their sum.
     SecondMoment,
 }
 
-/// One link of a chain.
+/// One link of a chain: computes an update from the update of the link before it.
 pub trait Transform: Debug + Send {
-    /// Its name, the prefix of its state's names.
+    /// Returns the link's name, which is also the prefix of its states' names.
     fn name(&self) -> &'static str;
 
-    /// Whether its settings are in their domain.
+    /// Checks that the settings are in their domain.
     fn validate(&self) -> Result<(), OptimError> {
         Ok(())
     }
 
-    /// Names of its state buffers, each of the parameters' length, starting at zero; three at most, unless it
-    /// sees whole tensors: its instructions then do without its states.
+    /// Returns the names of the state buffers. Each buffer has the parameters' length and starts at zero. At
+    /// most three, unless the link works on whole tensors; the instructions of such a link cannot use its
+    /// states.
     fn states(&self) -> &'static [&'static str] {
         &[]
     }
 
-    /// What is in the state buffer of this number. Not asked of a link that decides itself what replicas
-    /// average.
+    /// Returns the kind of a state buffer. Not used for a link that itself decides what replicas average.
     fn state_kind(&self, _state: usize) -> StateKind {
         StateKind::FirstMoment
     }
 
-    /// Whether it uses the global norm of the incoming gradient: such a link stands first.
+    /// Returns whether the link uses the global norm of the incoming gradient. Such a link must be first in the
+    /// chain.
     fn needs_norm(&self) -> bool {
         false
     }
 
-    /// Number of scalars that [`Transform::scalars`] gives.
+    /// Returns the number of scalars that [`Transform::scalars`] appends.
     fn scalar_count(&self) -> u16 {
         0
     }
 
-    /// The scalars of a step, for parameters of one group.
+    /// Appends the scalars of a step for the parameters of one group.
     fn scalars(&self, _info: StepInfo, _out: &mut Vec<f32>) {}
 
-    /// What replicas average in a step, counted from 0, if that is not the gradient: the chain takes the mean
-    /// for its gradient. For one link of a chain at most.
+    /// Returns what replicas average in a step, counted from 0, if that is not the gradient. The chain then
+    /// takes the mean as its gradient. At most one link of a chain may return `Some`.
     fn contribution(&self, _step: u64) -> Option<Contribution> {
         None
     }
 
-    /// In which steps replicas average gradients, and which are local, if the link decides that.
+    /// Returns in which steps replicas average gradients and which steps are local, if the link decides this.
     fn rounds(&self) -> Option<Rounds> {
         None
     }
 
-    /// What it gathers over local steps, if anything. For one link of a chain at most, which has three states:
-    /// all of them are rewritten where replicas meet.
+    /// Returns what the link accumulates over local steps, if anything. At most one link of a chain may return
+    /// `Some`. It must have three states, and all of them are rewritten when replicas synchronise.
     fn gathers(&self) -> Option<Gathered> {
         None
     }
 
-    /// The scalars of a meeting after these steps, for parameters with a factor of the learning rate.
+    /// Appends the scalars of a synchronisation after these local steps, for parameters with the given
+    /// learning-rate factor.
     fn gathered_scalars(&self, _lr: f64, _steps: std::ops::Range<u64>, _out: &mut Vec<f32>) {}
 
-    /// Writes the instructions from the mean of what replicas gathered to the parameters' next values. The
-    /// parameter of `e` is what it was when replicas last met; scalars begin with 0.
+    /// Emits the instructions that compute the parameters' next values from the mean of what replicas
+    /// accumulated. `e.param` holds the parameters at the previous synchronisation, and `e.scalars` is 0.
     fn emit_gathered(&self, e: &mut Emit<'_>, _mean: Value) -> Value {
         e.param
     }
 
-    /// What it does with whole tensors before its instructions, if anything. The links before it run as a pass
-    /// of their own, so that their update lies in memory.
+    /// Returns the part of the link that works on whole tensors, if it has one. It runs before the link's
+    /// instructions. The links before it run as a pass of their own, so that their update is in memory.
     fn per_tensor(&self) -> Option<&dyn PerTensor> {
         None
     }
 
-    /// Writes the instructions from the incoming update to its own.
+    /// Emits the instructions that compute the link's update from the incoming one.
     fn emit(&self, _e: &mut Emit<'_>, update: Value) -> Value {
         update
     }
 
-    /// Whether it rewrites the parameter after the update is subtracted ([`Transform::finish`]): such links
-    /// stand last.
+    /// Returns whether the link rewrites the parameter after the update is subtracted ([`Transform::finish`]).
+    /// Such links must be last in the chain.
     fn finishes(&self) -> bool {
         false
     }
 
-    /// Writes the instructions from the moved parameter to what is stored.
+    /// Emits the instructions that compute the stored parameter from the moved one.
     fn finish(&self, _e: &mut Emit<'_>, moved: Value) -> Value {
         moved
     }
 }
 
-/// [`OptimError::Setting`] unless `ok`.
+/// Returns [`OptimError::Setting`] unless `ok`.
 fn require(
     ok: bool,
     transform: &'static str,
@@ -236,12 +239,12 @@ fn require(
     if ok { Ok(()) } else { Err(OptimError::Setting { transform, field, value, expected }) }
 }
 
-/// A share such as a momentum: at least 0 and below 1.
+/// Checks that a fraction, such as a momentum, is at least 0 and below 1.
 fn require_share(transform: &'static str, field: &'static str, value: f64) -> Result<(), OptimError> {
     require((0.0..1.0).contains(&value), transform, field, value, "at least 0 and below 1")
 }
 
-/// What keeps a zero gradient, and all padding, from becoming 0 / 0.
+/// Checks that `eps` is above 0 in f32. It keeps a zero gradient, and all padding, from becoming 0 / 0.
 fn require_eps(transform: &'static str, eps: f64) -> Result<(), OptimError> {
     require(eps as f32 > 0.0, transform, "eps", eps, "above 0 in f32")
 }

@@ -1,10 +1,10 @@
-//! A copy's part of a mean.
+//! Scales a buffer by a replica's weight in a mean.
 
 use farflung_tensor::{Op, ProgramBuilder, Tensor};
 
 use crate::OptimError;
 
-/// Multiplies all elements by a copy's part of a mean, where 1 is an equal part: that one changes no bit.
+/// Multiplies all elements by a replica's weight in a mean. A weight of 1 is an equal share and changes no bit.
 ///
 /// Errors: those of the buffer's device.
 pub fn weigh(x: &mut Tensor, weight: f64) -> Result<(), OptimError> {

@@ -1,4 +1,4 @@
-//! Which parameters travel together, and how they are packed. Knows no network.
+//! Buckets: which parameters are sent together, and how they are packed. Does not depend on the network.
 
 use std::ops::Range;
 
@@ -7,12 +7,12 @@ use farflung_tensor::{Op, Param, ParamLayout, Shape, Tensor, TensorError};
 
 use crate::OptimError;
 
-/// A parameter that travels.
+/// A parameter that is sent.
 #[derive(Debug)]
 pub(super) struct Slot {
     pub(super) name: String,
     pub(super) shape: Shape,
-    /// Its elements in the flat buffer.
+    /// Range of its elements in the flat buffer.
     pub(super) range: Range<usize>,
     pub(super) bucket: usize,
     /// Whether it is final in this round.
@@ -22,21 +22,21 @@ pub(super) struct Slot {
 /// Neighbouring parameters that are reduced together, without the padding between them.
 #[derive(Debug, Default)]
 pub(super) struct Bucket {
-    /// Runs of the flat buffer without padding, in order.
+    /// Ranges of the flat buffer without padding, in order.
     pieces: Vec<Range<usize>>,
-    /// Where they lie in what travels.
+    /// Places of these ranges in the packed buffers.
     parts: Vec<Part>,
     pub(super) fragment: usize,
-    /// Elements of all pieces.
+    /// Number of elements of all pieces.
     pub(super) len: usize,
     pub(super) params: usize,
-    /// Parameters that are not final yet in this round.
+    /// Number of parameters that are not final yet in this round.
     pub(super) missing: usize,
-    /// The buffers that travel, kept for the next round.
+    /// Packed buffers, kept for the next round.
     pub(super) packed: Option<Packed>,
 }
 
-/// A run of the flat buffer, and the shard and its element where that lies side by side with the others.
+/// A range of the flat buffer, and its place in the packed buffers: the shard and its first element there.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Part {
     flat: Range<usize>,
@@ -44,17 +44,17 @@ struct Part {
     at: usize,
 }
 
-/// A bucket's elements, side by side.
+/// Packed elements of a bucket.
 #[derive(Debug)]
 pub(super) enum Packed {
-    /// As they travel.
+    /// One buffer, as it is sent.
     Plain(Vec<f32>),
-    /// As codecs take them, by shards.
+    /// One tensor per shard, as codecs take them.
     Coded(Vec<Tensor>),
 }
 
 impl Packed {
-    /// Where a part lies, if that is the host's memory.
+    /// Returns the packed values of a part, if they are in the host's memory.
     fn host(&self, part: &Part) -> Option<&[f32]> {
         let all = match self {
             Self::Plain(all) => Some(&all[..]),
@@ -71,7 +71,7 @@ impl Packed {
         Some(&mut all?[part.at..][..part.flat.len()])
     }
 
-    /// The shard of a part that does not lie in the host's memory.
+    /// Returns the shard of a part that is not in the host's memory.
     fn shard(&mut self, part: &Part) -> &mut Tensor {
         match self {
             Self::Plain(_) => unreachable!("it lies in the host's memory"),
@@ -82,7 +82,7 @@ impl Packed {
 
 type Download = Pending<Result<Vec<f32>, TensorError>>;
 
-/// A bucket's elements, side by side or on their way from a device.
+/// Elements of a bucket, packed or still being downloaded from a device.
 #[derive(Debug)]
 pub(super) struct Fetch {
     packed: Packed,
@@ -103,9 +103,9 @@ impl Fetch {
     }
 }
 
-/// The fragment of each parameter that has elements, from the layout's end to its start: `count` runs of about
-/// the same number of elements. The last holds the first parameter in any case, so that parts of a model which
-/// share that one have it in the same fragment.
+/// Returns the fragment of each parameter that has elements, from the layout's end to its start. Fragments are
+/// `count` runs of about the same number of elements. The last one always contains the first parameter, so that
+/// parts of a model which share this parameter have it in the same fragment.
 pub(super) fn fragments(layout: &ParamLayout, count: usize) -> Vec<usize> {
     let params = || layout.params().iter().rev().filter(|p| !p.shape.is_empty());
     let total: usize = params().map(|p| p.range().len()).sum();
@@ -122,9 +122,9 @@ pub(super) fn fragments(layout: &ParamLayout, count: usize) -> Vec<usize> {
     of
 }
 
-/// Cuts a layout into buckets of at most `bytes`, from its end to its start; a larger parameter is a bucket
-/// alone, and none lies in two of `count` [fragments]. The slots are in the layout's order, the buckets in the
-/// opposite one.
+/// Cuts a layout into buckets of at most `bytes`, from its end to its start. A larger parameter is a bucket
+/// alone, and no bucket crosses the border of two of `count` [fragments]. The slots are in the layout's order,
+/// the buckets in the opposite one.
 pub(super) fn cut(layout: &ParamLayout, bytes: usize, count: usize) -> (Vec<Slot>, Vec<Bucket>) {
     let mut buckets: Vec<Bucket> = Vec::new();
     let mut slots = Vec::new();
@@ -156,7 +156,7 @@ pub(super) fn cut(layout: &ParamLayout, bytes: usize, count: usize) -> (Vec<Slot
 }
 
 impl Bucket {
-    /// From the next round on its elements go side by side into these shards.
+    /// Sets the shards into which the elements are packed from the next round on.
     pub(super) fn place(&mut self, shards: &[Range<usize>]) {
         self.parts.clear();
         self.packed = None;
@@ -173,13 +173,13 @@ impl Bucket {
         }
     }
 
-    /// Its runs of the flat buffer, in order.
+    /// Returns the ranges of the flat buffer, in order.
     pub(super) fn pieces(&self) -> &[Range<usize>] {
         &self.pieces
     }
 
-    /// Starts to fetch its elements of `flat`, into the buffers of the last round if these came back, else into
-    /// `new` ones.
+    /// Starts to fetch the elements from `flat`, into the buffers of the last round if these came back,
+    /// otherwise into `new` ones.
     pub(super) fn fetch(
         &mut self,
         flat: &Tensor,
@@ -201,7 +201,7 @@ impl Bucket {
         Ok(Fetch { packed, coming })
     }
 
-    /// Writes what came back to its places in `flat`.
+    /// Writes the packed means to their places in `flat`.
     pub(super) fn unpack(&mut self, flat: &mut Tensor) -> Result<(), OptimError> {
         let packed = self.packed.as_mut().expect("it came back");
         let device = flat.device().clone();
@@ -235,7 +235,8 @@ mod tests {
     #[test]
     fn buckets_run_from_the_end_to_the_start_and_hold_no_padding() {
         let (slots, buckets) = cut(&layout(&[64, 64, 10, 0, 200, 3]), 4 * 128, 1);
-        // 3 and 200 do not fit together; 200 is too large and stands alone; 10 + 64 fit, and 64 more do not.
+        // 3 and 200 do not fit together; 200 is too large and is a bucket alone; 10 + 64 fit, and 64 more do
+        // not.
         let seen: Vec<_> = buckets.iter().map(|b| (b.pieces.clone(), b.len, b.params)).collect();
         assert_eq!(
             seen,

@@ -1,6 +1,6 @@
-//! Codecs of one bucket, and its values as a coded all-reduce sees them: a codec for each message that this
-//! rank encodes in the bucket's program. Vectors stay where the codecs are. Of a bucket only the length is
-//! known here.
+//! Codecs of one bucket, and the bucket's values as a coded all-reduce sees them. There is one codec for each
+//! message that this rank encodes in the bucket's program. Vectors stay in the memory where the codecs work.
+//! This module uses only the length of a bucket, not its parameters.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -20,11 +20,11 @@ use super::coding::Streams;
 use crate::OptimError;
 use crate::device_codec::Vectors;
 
-/// The codecs of a bucket. They stay here while a collective uses them, so that one that fails or is cancelled
-/// cannot take their residuals along.
+/// Codecs of a bucket. A collective shares them and does not own them, so that their residuals survive if it
+/// fails or is cancelled.
 #[derive(Debug, Clone)]
 pub(super) struct Codecs {
-    /// How the bucket is reduced.
+    /// Steps by which the bucket is reduced.
     program: Arc<Program>,
     state: Arc<Mutex<State>>,
 }
@@ -34,28 +34,28 @@ struct State {
     seed: u64,
     rank: Rank,
     bucket: usize,
-    /// The blocks of the program.
+    /// Ranges of the program's blocks.
     blocks: Vec<Range<usize>>,
-    /// One for each side on which this rank encodes a block.
+    /// One codec for each block and side of the reduction that this rank encodes.
     streams: BTreeMap<(Phase, usize), Stream<Vectors>>,
-    /// Only decodes.
+    /// Codec that only decodes.
     decoder: Stream<Vectors>,
     payload: Payload,
-    /// What a message says, while it is added: of a block's length.
+    /// Scratch tensor of a block's length for a decoded message that is then added.
     decoded: Option<Tensor>,
     /// Bytes of this rank's own values in this round.
     sent: u64,
-    /// The side on which they are encoded: a form may have no [`Phase::Worker`].
+    /// Side on which this rank's own values are encoded. A program may have no [`Phase::Worker`].
     own: Phase,
     round: u64,
-    /// Counts beginnings and ends, so that values of a round that was given up cannot be encoded any more.
+    /// Incremented when a round begins or ends, so that values of an abandoned round can no longer be encoded.
     era: u64,
 }
 
 impl Codecs {
-    /// For a bucket of `len` elements.
+    /// Creates the codecs of a bucket with `len` elements.
     ///
-    /// Errors: [`OptimError::Comm`] for an algorithm without a coded form.
+    /// Errors: [`OptimError::Comm`] if the algorithm has no coded form.
     pub(super) fn new(
         comm: &Communicator,
         streams: &Streams,
@@ -91,12 +91,12 @@ impl Codecs {
         Ok(Self { program: Arc::new(program), state: Arc::new(Mutex::new(state)) })
     }
 
-    /// How the bucket is reduced.
+    /// Returns the steps by which the bucket is reduced.
     pub(super) fn program(&self) -> Arc<Program> {
         Arc::clone(&self.program)
     }
 
-    /// The blocks of the program.
+    /// Returns the ranges of the program's blocks.
     pub(super) fn blocks(&self) -> Vec<Range<usize>> {
         self.lock().blocks.clone()
     }
@@ -111,7 +111,7 @@ impl Codecs {
         state.era += 1;
     }
 
-    /// Blocks without values yet.
+    /// Returns a tensor for each block, not filled yet.
     pub(super) fn empty(&self) -> Result<Packed, OptimError> {
         let state = self.lock();
         let device = state.decoder.device().device();
@@ -119,12 +119,12 @@ impl Codecs {
         Ok(Packed::Coded(state.blocks.iter().map(empty).collect::<Result<_, _>>()?))
     }
 
-    /// The bucket's values in this round, for a collective.
+    /// Returns the bucket's values in this round in the form that a collective takes.
     pub(super) fn values(&self, blocks: Vec<Tensor>) -> Values {
         Values { codecs: self.clone(), era: self.lock().era, blocks }
     }
 
-    /// Bytes of this rank's own values in this round.
+    /// Returns the bytes of this rank's own values in this round.
     pub(super) fn sent(&self) -> u64 {
         self.lock().sent
     }
@@ -137,7 +137,7 @@ impl Codecs {
         self.lock().end(Stream::rollback);
     }
 
-    /// Adds what each codec remembers, its side and block behind `prefix`.
+    /// Appends the state of each codec; its name is `prefix`, then the side and the block.
     pub(super) fn save(&self, prefix: &str, saved: &mut Vec<(String, Vec<f32>)>) -> Result<(), OptimError> {
         self.each(prefix, |codec, prefix, _| {
             let mut map = StateMap::new();
@@ -147,14 +147,14 @@ impl Codecs {
         })
     }
 
-    /// Restores what [`Self::save`] gave; an empty buffer begins anew.
+    /// Restores what [`Self::save`] returned. A codec whose buffer is empty starts anew.
     pub(super) fn restore<'a>(
         &self,
         prefix: &str,
         get: &dyn Fn(&str) -> Option<&'a [f32]>,
     ) -> Result<(), OptimError> {
         self.each(prefix, |codec, prefix, expected| {
-            // A new codec knows its own names.
+            // Saving the new codec gives the names of its buffers.
             let mut known = StateMap::new();
             codec.save(prefix, &mut known)?;
             let fits = |len| len == expected || len == 0;
@@ -173,7 +173,7 @@ impl Codecs {
         for (&(phase, block), codec) in streams {
             let side = match phase {
                 Phase::Worker => format!("worker{block}"),
-                // Where one block is reduced here, its number says nothing.
+                // If only one block is reduced here, its number is left out.
                 Phase::Server if results == 1 => "server".to_owned(),
                 Phase::Server => format!("server{block}"),
             };
@@ -189,7 +189,7 @@ impl State {
         self.streams.values_mut().for_each(f);
     }
 
-    /// The block of a range.
+    /// Returns the index of the block that has this range.
     fn block(&self, range: &Range<usize>) -> Result<usize, CommError> {
         let place = self.blocks.iter().position(|block| block == range);
         place.ok_or_else(|| unknown(range))
@@ -197,16 +197,16 @@ impl State {
 
     /// Encodes the values of a range.
     fn encode(&mut self, phase: Phase, range: &Range<usize>, x: &Tensor) -> Result<&[u8], OptimError> {
-        // Empty blocks may be equal; which of their codecs encodes nothing does not matter.
+        // Empty blocks may have equal ranges; it does not matter which of their codecs is used.
         let mut streams = self.streams.iter_mut();
         let stream = streams.find(|((side, block), _)| *side == phase && self.blocks[*block] == *range);
         let (&(_, block), codec) = stream.ok_or_else(|| unknown(range))?;
         let shard = ((2 * self.bucket + phase as usize) * self.blocks.len() + block) as u32;
         let key = RoundKey { seed: self.seed, round: self.round, shard, rank: self.rank };
         match codec.compress(x, key, &mut self.payload) {
-            // All ranks must see the values, or some would step and some would not. The mean decides; it may be
-            // finite if a value was only too large for the codec. Plain f32 loses nothing of the values, so the
-            // residual stays as it was.
+            // All ranks must see these values, or only some would take the step. The mean decides about the
+            // step: it may be finite if a value was only too large for the codec. Plain f32 loses nothing, so
+            // the residual stays as it was.
             Err(OptimError::Compress(error)) if error.refuses_a_value() => {
                 F32::new().compress(&x.to_vec::<f32>()?, key, &mut self.payload)?;
             }
@@ -220,12 +220,12 @@ impl State {
     }
 }
 
-/// No block of the program has this range.
+/// Returns the error for a range that is not a block of the program.
 fn unknown(range: &Range<usize>) -> CommError {
     CommError::Argument { op: "average", what: "start of a block", got: range.start, want: 0 }
 }
 
-/// The codec of plain f32 takes what others refuse.
+/// Decodes a message. Values that a codec rejected arrive as plain f32.
 fn decode(codec: &mut Stream<Vectors>, bytes: &[u8], out: &mut Tensor) -> Result<(), OptimError> {
     let payload = PayloadRef::parse(bytes)?;
     if payload.codec() != CodecId::F32 {
@@ -239,7 +239,7 @@ fn decode(codec: &mut Stream<Vectors>, bytes: &[u8], out: &mut Tensor) -> Result
     Ok(out.write(&values)?)
 }
 
-/// A bucket's values in a round, by blocks.
+/// Values of a bucket in a round, by blocks.
 #[derive(Debug)]
 pub(super) struct Values {
     codecs: Codecs,
@@ -252,7 +252,7 @@ impl Values {
         Packed::Coded(self.blocks)
     }
 
-    /// Calls `decode` with the values of a range, or with a buffer of their length that is then added to them.
+    /// Calls `decode` with the values of a range, or with a scratch tensor that is then added to them.
     fn merge(
         &mut self,
         range: &Range<usize>,

@@ -1,5 +1,5 @@
-//! What a bucket's values go through on their way to a mean, as data or as a caller's own code. Knows no
-//! bucket.
+//! How values are encoded on their way to a mean: by a named method or by the caller's own code. Does not
+//! depend on buckets.
 
 use std::fmt;
 use std::str::FromStr;
@@ -13,14 +13,14 @@ use farflung_tensor::Device;
 use crate::OptimError;
 use crate::device_codec::Vectors;
 
-/// Makes a codec for one stream of vectors.
+/// Function that creates a codec for one stream of vectors.
 pub type MakeCompressor = dyn Fn() -> Box<dyn Compressor> + Send + Sync;
 
-/// Makes a protocol for matrices of a shape from a seed that all ranks share; `None` for one that is to travel
-/// as it is.
+/// Function that creates a protocol for matrices of a shape, from a seed that all ranks share. It returns
+/// `None` for a matrix that is to be sent as plain f32.
 pub type MakeProtocol = dyn Fn(MatrixShape, u64) -> Option<Box<dyn Protocol>> + Send + Sync;
 
-/// What averaged values go through: a method that has a name, or the caller's own.
+/// Encoding of averaged values: a method that has a name, or the caller's own.
 ///
 /// ```
 /// use farflung_compress::{CodecId, CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
@@ -56,28 +56,28 @@ pub type MakeProtocol = dyn Fn(MatrixShape, u64) -> Option<Box<dyn Protocol>> + 
 #[derive(Clone)]
 #[non_exhaustive]
 pub enum Coding {
-    /// By its name.
+    /// A method with a name.
     Named(AverageSpec),
-    /// Codecs of the caller's own, one for each stream. They work in the host's memory.
+    /// The caller's own codecs, one for each stream. They work in the host's memory.
     Compressor(Arc<MakeCompressor>),
-    /// Protocols of the caller's own, one for each matrix.
+    /// The caller's own protocols, one for each matrix.
     Protocol(Arc<MakeProtocol>),
 }
 
 impl Coding {
-    /// Codecs of the caller's own.
+    /// Creates a coding from the caller's own codecs.
     pub fn compressor(make: impl Fn() -> Box<dyn Compressor> + Send + Sync + 'static) -> Self {
         Self::Compressor(Arc::new(make))
     }
 
-    /// Protocols of the caller's own.
+    /// Creates a coding from the caller's own protocols.
     pub fn protocol(
         make: impl Fn(MatrixShape, u64) -> Option<Box<dyn Protocol>> + Send + Sync + 'static,
     ) -> Self {
         Self::Protocol(Arc::new(make))
     }
 
-    /// How buckets are coded; `None` where f32 travels plainly.
+    /// Returns the factory of the buckets' codecs; `None` if values are sent as plain f32 or by a protocol.
     pub(super) fn streams(&self, device: &Device) -> Result<Option<Streams>, OptimError> {
         Ok(match self {
             Self::Named(AverageSpec::Codec(spec)) if *spec == CodecSpec::default() => None,
@@ -87,7 +87,7 @@ impl Coding {
         })
     }
 
-    /// One codec without memory of its own.
+    /// Returns one codec. A named one has no error feedback.
     ///
     /// Errors: [`OptimError::NotACodec`] for a protocol.
     pub(crate) fn memoryless(&self) -> Result<Box<dyn Compressor>, OptimError> {
@@ -102,9 +102,9 @@ impl Coding {
         }
     }
 
-    /// One codec with the memory that it has; `None` where every value travels as it is.
+    /// Returns one codec with its error feedback; `None` if every value is sent as plain f32.
     ///
-    /// Errors: [`OptimError::NotACodec`] for a protocol, and for a codec that gathers momentum.
+    /// Errors: [`OptimError::NotACodec`] for a protocol, and for a codec that accumulates momentum.
     pub(crate) fn compressor_alone(&self) -> Result<Option<Box<dyn Compressor>>, OptimError> {
         match self {
             Self::Named(AverageSpec::Codec(spec)) if *spec == CodecSpec::default() => Ok(None),
@@ -117,7 +117,7 @@ impl Coding {
         }
     }
 
-    /// What makes protocols, if they are what values go through.
+    /// Returns the function that creates protocols, if this coding uses protocols.
     pub(super) fn protocols(&self) -> Option<Arc<MakeProtocol>> {
         match self {
             Self::Named(AverageSpec::Protocol(spec)) => {
@@ -130,14 +130,14 @@ impl Coding {
     }
 }
 
-/// Makes the codecs of buckets.
+/// Factory of the codecs of buckets.
 pub(super) enum Streams {
     Named(Vectors, CodecSpec),
     Own(Vectors, Arc<MakeCompressor>),
 }
 
 impl Streams {
-    /// One for a side of a reduction.
+    /// Creates a codec for one side of a reduction.
     pub(super) fn stream(&self, phase: Phase) -> Stream<Vectors> {
         match self {
             Self::Named(vectors, spec) => {
@@ -148,7 +148,7 @@ impl Streams {
         }
     }
 
-    /// One that says how many bytes there are at most.
+    /// Creates a codec that is used only to compute the largest size of payloads.
     pub(super) fn sizes(&self) -> Box<dyn Compressor> {
         match self {
             Self::Named(_, spec) => spec.build(),
@@ -158,7 +158,7 @@ impl Streams {
 }
 
 impl Default for Coding {
-    /// Every value as it is.
+    /// Returns the coding that sends every value as plain f32.
     fn default() -> Self {
         Self::Named(AverageSpec::default())
     }

@@ -1,4 +1,4 @@
-//! How buffers are averaged, as data, and what follows from it for a layout.
+//! Configuration of averages, and what follows from it for a layout.
 
 use std::ops::Range;
 
@@ -9,35 +9,37 @@ use super::bucket::{Bucket, Slot, cut};
 use super::coding::Coding;
 use super::rounds::Rounds;
 
-/// How buffers are averaged.
+/// Configuration of averages.
 #[derive(Debug, Clone)]
 pub struct AverageConfig {
-    /// What travels: plain f32 (`none`, reduced as the communicator does), a codec's bytes, or what a protocol
-    /// exchanges (plain, as well).
+    /// Encoding of values: plain f32 (`none`), a codec, or a protocol. Plain values, and those that a protocol
+    /// exchanges, are reduced as the communicator does.
     pub codec: Coding,
-    /// How a codec's bytes are reduced: one of [`Algorithm::CODED`], or `auto`, the cheapest on the
-    /// communicator's links.
+    /// Algorithm that reduces a codec's bytes: one of [`Algorithm::CODED`], or `auto`, which is the cheapest on
+    /// the communicator's links.
     pub algorithm: Algorithm,
-    /// Most f32 bytes of a bucket; a larger parameter is a bucket alone.
+    /// Largest size of a bucket in bytes of f32; a larger parameter is a bucket alone.
     pub bucket_bytes: usize,
-    /// Parts of a round that can leave at different times, by
-    /// [`Average::start_fragment`](super::Average::start_fragment): runs of neighbouring parameters with about
-    /// the same number of elements, from the layout's end to its start. At least 1.
+    /// Number of parts of a round that can be sent at different times, by
+    /// [`Average::start_fragment`](super::Average::start_fragment). They are runs of neighbouring parameters
+    /// with about the same number of elements, from the layout's end to its start. At least 1.
     pub fragments: usize,
-    /// Rounds at the beginning that travel as plain f32, before [`AverageConfig::codec`] holds: from the first
-    /// step on, lossy codecs lose more than later.
+    /// Number of rounds at the beginning that send plain f32, before [`AverageConfig::codec`] is used: lossy
+    /// codecs lose more in the first steps than later.
     pub warmup: u64,
-    /// Rounds after these in which a codec that keeps a share of the elements, such as `dgc:0.001`, keeps more:
-    /// a quarter, then a quarter of that and so on, each share for as many rounds. 0 is none.
+    /// Number of rounds after these in which a codec that keeps a share of the elements, such as `dgc:0.001`,
+    /// keeps more: a quarter, then a quarter of that and so on, each share for the same number of rounds. 0
+    /// disables it.
     pub density_warmup: u64,
-    /// Whether buckets start as soon as they are ready, rather than all at the end.
+    /// Whether buckets are sent as soon as they are ready, rather than all at the end.
     pub overlap: bool,
-    /// Seed of the codecs that draw.
+    /// Seed of codecs that draw random numbers.
     pub seed: u64,
 }
 
 impl Default for AverageConfig {
-    /// Plain f32, buckets of 4 MiB, overlapped; a codec's bytes by a scatter-gather of equal shards.
+    /// Returns plain f32 in buckets of 4 MiB that overlap with computation. A codec's bytes are reduced by a
+    /// scatter-gather of equal shards.
     fn default() -> Self {
         Self {
             codec: Coding::default(),
@@ -57,14 +59,14 @@ impl AverageConfig {
         cut(layout, self.bucket_bytes, self.fragments)
     }
 
-    /// Elements of each bucket into which a layout is cut, in the order in which they travel.
+    /// Returns the number of elements of each bucket of a layout, in the order in which buckets are sent.
     #[must_use]
     pub fn buckets(&self, layout: &ParamLayout) -> Vec<usize> {
         self.cut(layout).1.iter().map(|bucket| bucket.len).collect()
     }
 
-    /// Values of each bucket's exchanges where a protocol averages them, in the order of
-    /// [`AverageConfig::buckets`]; `None` where none does.
+    /// Returns the number of values in each exchange of each bucket, in the order of
+    /// [`AverageConfig::buckets`]; `None` if no protocol is used.
     #[must_use]
     pub fn exchanges(&self, layout: &ParamLayout) -> Option<Vec<Vec<usize>>> {
         let make = self.codec.protocols()?;
@@ -76,9 +78,9 @@ impl AverageConfig {
         Some((0..buckets.len()).map(of).collect())
     }
 
-    /// For each bucket, after which of some ranges of a layout, which become final in this order, it leaves:
-    /// when its parameters are all final and those of the buckets before it too. The number of ranges where
-    /// that never is.
+    /// Returns for each bucket after which of `ranges` it is sent. The ranges become final in this order; a
+    /// bucket is sent once its parameters and those of all buckets before it are final. The index is the number
+    /// of ranges if that never happens.
     #[must_use]
     pub fn ready_after(&self, layout: &ParamLayout, ranges: &[Range<usize>]) -> Vec<usize> {
         let (slots, buckets) = self.cut(layout);

@@ -1,15 +1,15 @@
-//! The warm-up of a selection's density.
+//! Warm-up of the density, which is the share of elements that a selecting codec keeps.
 
 use farflung_compress::{AverageSpec, CodecSpec};
 
 use super::Coding;
 
-/// What the share that is kept falls by from stage to stage, and begins with.
+/// Factor by which the kept share falls from stage to stage; the first share is one over it.
 const FALLS: u32 = 4;
 const WHOLE: u32 = 1_000_000;
 
-/// A codec that keeps more at first: a quarter of the elements, then a sixteenth and so on, down to its own
-/// share. Stages last equally long.
+/// A codec that keeps more elements at first: a quarter of them, then a sixteenth and so on, down to its own
+/// share. All stages have the same length.
 ///
 /// Source: Lin et al. 2018, "Deep Gradient Compression", section 3.3: 25 %, 6.25 %, 1.5625 %, 0.4 % and 0.1 %
 /// in the first epochs.
@@ -17,25 +17,26 @@ const WHOLE: u32 = 1_000_000;
 pub(super) struct DensityWarmup {
     spec: CodecSpec,
     own: u32,
-    /// Rounds of all stages before the codec's own share.
+    /// Number of rounds in all stages before the codec's own share.
     rounds: u64,
 }
 
 impl DensityWarmup {
-    /// Over so many rounds; `None` where there are none, or for what keeps no share.
+    /// Creates a warm-up over `rounds` rounds; `None` if that is 0 or the codec does not keep a share of the
+    /// elements.
     pub(super) fn new(codec: &Coding, rounds: u64) -> Option<Self> {
         let Coding::Named(AverageSpec::Codec(spec)) = codec else { return None };
         let own = spec.density().filter(|_| rounds > 0)?;
         Some(Self { spec: *spec, own, rounds })
     }
 
-    /// Shares before the own one.
+    /// Returns the shares before the codec's own, in millionths.
     fn shares(&self) -> impl Iterator<Item = u32> {
         let own = self.own;
         std::iter::successors(Some(WHOLE / FALLS), |share| Some(share / FALLS)).take_while(move |&s| s > own)
     }
 
-    /// The stage of a round, counted from the first coded one.
+    /// Returns the stage of a round; rounds are counted from the first that uses the codec.
     pub(super) fn stage(&self, round: u64) -> usize {
         let count = self.shares().count();
         if round >= self.rounds {
@@ -44,7 +45,7 @@ impl DensityWarmup {
         (u128::from(round) * count as u128 / u128::from(self.rounds)) as usize
     }
 
-    /// The codec of a stage.
+    /// Returns the codec of a stage.
     pub(super) fn codec(&self, stage: usize) -> Coding {
         self.shares().nth(stage).map_or(self.spec, |share| self.spec.with_density(share)).into()
     }
@@ -67,7 +68,7 @@ mod tests {
             ["0.25", "0.0625", "0.015625", "0.003906", "0.001"].map(|s| format!("topk:{s}/none+dgc"));
         let wanted: Vec<String> = stages.into_iter().flat_map(|name| [name.clone(), name]).collect();
         assert_eq!(names, wanted);
-        // What is denser than a quarter has no warm-up, and other codecs have no density.
+        // A share above a quarter has no warm-up, and other codecs have no density.
         let dense = DensityWarmup::new(&"topk:0.5".parse().unwrap(), 8).unwrap();
         assert_eq!((dense.stage(0), dense.stage(100)), (0, 0));
         for other in ["none", "int8", "topk:64", "topk:4of16", "powersgd:2"] {

@@ -1,5 +1,6 @@
-//! A bucket that is averaged by protocols: a protocol for each matrix that gains by one; what does not travels
-//! as it is with their first exchange. All of a bucket's protocols go through their exchanges together.
+//! A bucket that is averaged by protocols. A matrix has its own protocol if that sends fewer values; all other
+//! values are sent as plain f32 with the first exchange. All protocols of a bucket run their exchanges
+//! together.
 
 use std::ops::Range;
 
@@ -10,15 +11,15 @@ use super::bucket::Slot;
 use super::coding::MakeProtocol;
 use crate::OptimError;
 
-/// The protocols of a bucket.
+/// Protocols of a bucket.
 #[derive(Debug)]
 pub(super) struct Rounds {
     matrices: Vec<Matrix>,
-    /// Runs of the bucket that have no protocol.
+    /// Ranges of the bucket that have no protocol.
     plain: Vec<Range<usize>>,
-    /// Elements of each exchange.
+    /// Number of elements in each exchange.
     sizes: Vec<usize>,
-    /// The exchange under way.
+    /// Index of the exchange in progress.
     at: usize,
     /// The bucket's values in a round.
     values: Vec<f32>,
@@ -27,17 +28,17 @@ pub(super) struct Rounds {
 #[derive(Debug)]
 struct Matrix {
     name: String,
-    /// Where it lies in the bucket.
+    /// Range of the matrix in the bucket.
     range: Range<usize>,
     protocol: Box<dyn Protocol>,
     sizes: Vec<usize>,
-    /// Its values were refused here. All must see that, so that no rank takes the step: NaN travels in their
-    /// place.
+    /// Whether the protocol rejected the matrix on this rank. NaN is then sent in place of its values, so that
+    /// all ranks see it and none takes the step.
     refused: bool,
 }
 
 impl Matrix {
-    /// Its part of an exchange.
+    /// Appends the matrix's part of an exchange to `into`.
     fn outgoing(&self, exchange: usize, into: &mut Vec<f32>) -> Result<(), OptimError> {
         let Some(&size) = self.sizes.get(exchange) else { return Ok(()) };
         if self.refused {
@@ -56,14 +57,14 @@ fn check(what: &'static str, found: usize, wanted: usize) -> Result<(), Compress
 }
 
 impl Rounds {
-    /// For the parameters of a bucket, in the layout's order.
+    /// Creates the protocols for the parameters of a bucket, given in the layout's order.
     pub(super) fn new<'a>(slots: impl Iterator<Item = &'a Slot>, make: &MakeProtocol, seed: u64) -> Self {
         let (mut matrices, mut plain) = (Vec::new(), Vec::<Range<usize>>::new());
         let mut start = 0;
         for slot in slots {
             let range = start..start + slot.range.len();
             start = range.end;
-            // Matrices of one shape begin from seeds of their own.
+            // Matrices of one shape get different seeds.
             let seed = seed.wrapping_add(slot.range.start as u64);
             match matrix(slot.shape).and_then(|shape| make(shape, seed)) {
                 Some(protocol) => {
@@ -85,14 +86,14 @@ impl Rounds {
         Self { matrices, plain, sizes, at: 0, values: Vec::new() }
     }
 
-    /// Elements of each exchange of a round.
+    /// Returns the number of elements in each exchange of a round.
     pub(super) fn sizes(&self) -> &[usize] {
         &self.sizes
     }
 
-    /// Begins a round with the bucket's values; what is to be averaged first.
+    /// Begins a round with the bucket's values. Returns the values of the first exchange.
     ///
-    /// Errors: a protocol that breaks its own rules. Values that one refuses are no error here.
+    /// Errors: those of a protocol that breaks its contract. A rejected value is not an error here.
     pub(super) fn begin(&mut self, values: Vec<f32>) -> Result<Vec<f32>, OptimError> {
         (self.at, self.values) = (0, values);
         for matrix in &mut self.matrices {
@@ -114,9 +115,11 @@ impl Rounds {
         Ok(values)
     }
 
-    /// Takes the mean of an exchange; what is to be averaged next, or the bucket's mean.
+    /// Takes the mean of an exchange. Returns the values of the next exchange, or the bucket's mean after the
+    /// last one.
     ///
-    /// Errors: a protocol that breaks its own rules. A mean that one refuses is NaN on all ranks.
+    /// Errors: those of a protocol that breaks its contract. If a protocol rejects a mean, the result is NaN on
+    /// all ranks.
     pub(super) fn incoming(&mut self, mean: &[f32]) -> Result<Exchanged, OptimError> {
         check("the mean of an exchange", mean.len(), self.sizes[self.at])?;
         let mut start = 0;
@@ -160,7 +163,7 @@ impl Rounds {
         self.matrices.iter_mut().for_each(|matrix| matrix.protocol.rollback());
     }
 
-    /// Adds what the protocols remember, named by the parameter behind `prefix`.
+    /// Appends the state of the protocols; its name is `prefix`, then the parameter.
     pub(super) fn save(&self, prefix: &str, saved: &mut Vec<(String, Vec<f32>)>) -> Result<(), OptimError> {
         for matrix in &self.matrices {
             let mut map = StateMap::new();
@@ -170,7 +173,7 @@ impl Rounds {
         Ok(())
     }
 
-    /// Restores what [`Self::save`] gave. A matrix of which all buffers are empty begins anew.
+    /// Restores what [`Self::save`] returned. A matrix whose buffers are all empty starts anew.
     pub(super) fn restore<'a>(
         &mut self,
         prefix: &str,
@@ -180,7 +183,7 @@ impl Rounds {
             let prefix = format!("{prefix}{}.", matrix.name);
             let mut known = StateMap::new();
             matrix.protocol.save(&prefix, &mut known)?;
-            // The protocol knows the lengths.
+            // The protocol checks the lengths itself.
             let mut map = super::given(known.into_keys().collect(), matrix.range.len(), get, |_| true)?;
             let empty =
                 |value: &StateValue<'_>| matches!(value, StateValue::F32(values) if values.is_empty());
@@ -198,15 +201,16 @@ impl Rounds {
     }
 }
 
-/// What follows an exchange.
+/// Result of an exchange.
 pub(super) enum Exchanged {
-    /// The values of the next one.
+    /// Values of the next exchange.
     Next(Vec<f32>),
-    /// The bucket's mean.
+    /// Mean of the bucket.
     Mean(Vec<f32>),
 }
 
-/// A parameter as a matrix: of more than two dimensions, the first by all others. `None` for a vector.
+/// Returns the matrix shape of a parameter. With more than two dimensions, the first are the rows and all
+/// others together the columns. `None` for a vector.
 fn matrix(shape: Shape) -> Option<MatrixShape> {
     let (&rows, rest) = shape.dims().split_first()?;
     (!rest.is_empty()).then(|| MatrixShape { rows, columns: rest.iter().product() })

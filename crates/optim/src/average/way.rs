@@ -1,4 +1,4 @@
-//! The way of one bucket to its mean: plain, through codecs, or by protocols.
+//! How one bucket is averaged: as plain f32, through codecs, or by protocols.
 
 use farflung_base::Pending;
 use farflung_comm::{CommError, Communicator, ReduceOp};
@@ -8,21 +8,21 @@ use super::coder::{Codecs, Values};
 use super::rounds::{Exchanged, Rounds};
 use crate::OptimError;
 
-/// A bucket on its way.
+/// Exchange of a bucket in progress.
 pub(super) type Travelling = Pending<Result<Packed, CommError>>;
 
 #[derive(Debug)]
 pub(super) enum Way {
-    /// Each value as it is, and so many of them.
+    /// As plain f32, with the number of values.
     Plain(usize),
     Coded(Codecs),
     Rounds(Rounds),
 }
 
-/// What came of a bucket's exchange.
+/// Result of an exchange of a bucket.
 pub(super) enum Came {
     Mean(Packed),
-    /// There is another one.
+    /// There is another exchange.
     Goes(Travelling),
 }
 
@@ -31,14 +31,14 @@ fn plain(comm: &Communicator, values: Vec<f32>) -> Travelling {
 }
 
 impl Way {
-    /// A new round.
+    /// Begins a round.
     pub(super) fn begin(&self, round: u64) {
         if let Self::Coded(codecs) = self {
             codecs.begin(round);
         }
     }
 
-    /// Room for its values, of which there are none yet.
+    /// Returns buffers for the bucket's values, not filled yet.
     pub(super) fn empty(&self, len: usize) -> Result<Packed, OptimError> {
         match self {
             Self::Plain(_) | Self::Rounds(_) => Ok(Packed::Plain(vec![0.0; len])),
@@ -46,7 +46,7 @@ impl Way {
         }
     }
 
-    /// Sends the bucket off.
+    /// Starts the first exchange of the bucket.
     pub(super) fn start(&mut self, comm: &Communicator, packed: Packed) -> Result<Travelling, OptimError> {
         Ok(match (self, packed) {
             (Self::Coded(codecs), Packed::Coded(shards)) => {
@@ -60,7 +60,7 @@ impl Way {
         })
     }
 
-    /// Takes what came back.
+    /// Takes the result of an exchange, and starts the next one if there is one.
     pub(super) fn came(&mut self, comm: &Communicator, packed: Packed) -> Result<Came, OptimError> {
         match (self, packed) {
             (Self::Rounds(rounds), Packed::Plain(mean)) => Ok(match rounds.incoming(&mean)? {
@@ -71,7 +71,7 @@ impl Way {
         }
     }
 
-    /// Bytes of this rank's own values in a round.
+    /// Returns the bytes of this rank's own values in a round.
     pub(super) fn sent(&self) -> u64 {
         match self {
             Self::Plain(values) => 4 * *values as u64,
@@ -96,7 +96,7 @@ impl Way {
         }
     }
 
-    /// Adds what it remembers, each name behind `prefix`.
+    /// Appends the state that is kept between rounds; each name begins with `prefix`.
     pub(super) fn save(&self, prefix: &str, saved: &mut Vec<(String, Vec<f32>)>) -> Result<(), OptimError> {
         match self {
             Self::Plain(_) => Ok(()),
@@ -105,7 +105,7 @@ impl Way {
         }
     }
 
-    /// Restores what [`Self::save`] gave.
+    /// Restores what [`Self::save`] returned.
     pub(super) fn restore<'a>(
         &mut self,
         prefix: &str,

@@ -1,4 +1,4 @@
-//! What replicas average in the place of gradients, computed over ranges.
+//! Computes what replicas average in place of gradients, range by range.
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use farflung_tensor::{Op, Program, ProgramBuilder, Tensor, TensorError};
 use crate::OptimError;
 use crate::transform::{Contribution, TensorScale};
 
-/// The program of a [`Contribution`].
+/// Builds the program of a [`Contribution`]: `keep * state + take * gradient`.
 pub(super) fn program() -> Result<Program, TensorError> {
     let mut p = ProgramBuilder::new();
     let (state, gradient, keep, take) = (p.read(0), p.read(1), p.scalar(0), p.scalar(1));
@@ -17,18 +17,18 @@ pub(super) fn program() -> Result<Program, TensorError> {
     p.build()
 }
 
-/// The flat buffers of a contribution.
+/// Flat buffers from which a contribution is computed, and to which it is written.
 pub(super) struct Buffers<'a> {
-    /// Those of the link.
+    /// States of the link.
     pub(super) states: &'a [(String, Tensor)],
     pub(super) grads: &'a Tensor,
-    /// The state's part, 1 but where several contributions are added up to one.
+    /// Factor of the state's term: 1 unless several contributions are added up to one.
     pub(super) share: f32,
     pub(super) into: &'a mut Tensor,
 }
 
 impl Buffers<'_> {
-    /// Writes a range, times a number.
+    /// Writes a range of the contribution, multiplied by `number`.
     pub(super) fn blend(
         &mut self,
         program: &Program,
@@ -44,7 +44,7 @@ impl Buffers<'_> {
         Ok(self.grads.device().run(Op::Map { program, scalars, reads, writes })?)
     }
 
-    /// The number of the tensor that begins at `start`.
+    /// Returns the factor of the tensor that begins at `start`, or 1 if none is stored.
     pub(super) fn number(&self, of: TensorScale, start: usize) -> Result<f32, OptimError> {
         let (_, state) = &self.states[usize::from(of.state)];
         let number = state.view().part(start + usize::from(of.element), 1)?.to_vec::<f32>()?[0];

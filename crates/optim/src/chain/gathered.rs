@@ -1,4 +1,4 @@
-//! What a chain gathers over local steps, and what it makes of the mean where replicas meet.
+//! Accumulation over local steps, and how a chain applies the mean when replicas synchronise.
 
 use std::ops::Range;
 
@@ -9,8 +9,8 @@ use crate::OptimError;
 use crate::group::ParamGroup;
 use crate::transform::{Emit, Gathered, Transform};
 
-/// The program of a meeting for parameters of one group. Rewritten buffer 0 holds the parameters, the link's
-/// states follow; read-only are the mean and the anchor.
+/// Builds the program of a synchronisation for parameters of one group. Rewritten buffer 0 holds the
+/// parameters; the link's states follow. The read-only buffers are the mean and the anchor.
 pub(super) fn program(link: &dyn Transform, group: ParamGroup) -> Result<Program, OptimError> {
     let mut program = ProgramBuilder::new();
     let (mean, param) = (program.read(0), program.read(1));
@@ -20,35 +20,36 @@ pub(super) fn program(link: &dyn Transform, group: ParamGroup) -> Result<Program
     Ok(program.build()?)
 }
 
-/// The flat buffers of a meeting.
+/// Buffers and steps of a synchronisation.
 #[derive(Debug)]
 pub struct Meets<'a> {
-    /// The mean of what replicas gathered.
+    /// Mean over replicas of what they accumulated.
     pub mean: &'a Tensor,
-    /// The parameters as they were when replicas last met.
+    /// Anchor: the parameters at the previous synchronisation.
     pub anchor: &'a Tensor,
-    /// Steps since then, counted from 0.
+    /// Steps taken since then; steps are counted from 0.
     pub steps: Range<u64>,
 }
 
 impl Chain {
-    /// The link that gathers, what, and where its states begin.
+    /// Returns the link that accumulates, what it accumulates, and the index of its first state.
     fn gathering(&self) -> Option<(&dyn Transform, Gathered, usize)> {
         let mut links = self.links.iter().zip(&self.first_states);
         links.find_map(|(link, &first)| Some((&**link, link.gathers()?, first)))
     }
 
-    /// What was gathered since replicas last met, if a link gathers: they average it.
+    /// Returns what was accumulated since the previous synchronisation, for replicas to average; `None` if no
+    /// link accumulates.
     #[must_use]
     pub fn gathered(&self) -> Option<&Tensor> {
         let (_, gathered, states) = self.gathering()?;
         self.states.get(states + usize::from(gathered.state)).map(|(_, state)| state)
     }
 
-    /// Takes the mean of what all replicas gathered: parameters, moments and what is gathered are the same on
-    /// all of them then. Nothing happens where no link gathers.
+    /// Applies the mean of what all replicas accumulated. Parameters, moments and accumulators are then the
+    /// same on all of them. Does nothing if no link accumulates.
     ///
-    /// Errors: [`OptimError::Tensor`] for buffers of other lengths.
+    /// Errors: [`OptimError::Tensor`] if a buffer has another length.
     pub fn take_gathered(&mut self, meets: Meets<'_>, params: &mut Tensor) -> Result<(), OptimError> {
         let Meets { mean, anchor, steps } = meets;
         let Some((link, _, first)) = self.gathering() else { return Ok(()) };

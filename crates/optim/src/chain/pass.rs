@@ -1,5 +1,4 @@
-//! What a chain runs for parameters that are treated alike: fused passes, and links that see whole tensors
-//! between them.
+//! Passes that a chain runs for a class of parameters: fused programs, and links on whole tensors between them.
 
 use std::ops::Range;
 
@@ -9,49 +8,52 @@ use crate::OptimError;
 use crate::group::ParamGroup;
 use crate::transform::{Emit, Transform};
 
-/// Rewritten buffers of a program besides the first: as many states as a pass can have.
+/// Largest number of states in a pass: a program's rewritten buffers besides the first.
 const STATES: usize = 3;
 
-/// Where a fused pass stands among those of its parameters.
+/// Position of a fused pass among the passes of its parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Place {
-    /// It reads the gradient; others read the update that the pass before left in memory.
+    /// Whether it is the first pass. It reads the gradient; others read the update that the pass before left in
+    /// memory.
     pub(super) first: bool,
-    /// It moves the parameters; others leave an update.
+    /// Whether it is the last pass. It moves the parameters; others leave an update in memory.
     pub(super) last: bool,
 }
 
 /// One step of a commit.
 #[derive(Debug, PartialEq)]
 pub(super) enum Pass {
-    /// Links as one program.
+    /// Several links as one program.
     Fused {
         /// Rewritten buffer 0 holds the parameters in the last pass and the update in others; states follow.
-        /// Read-only buffer 0 holds the gradient or the update, but the parameters in a pass in the middle.
+        /// Read-only buffer 0 holds the gradient in the first pass, the update in the last, and the parameters
+        /// in a middle pass. Read-only buffer 1 holds the parameters in a first pass that is not the last.
         program: Program,
         place: Place,
-        /// Its states among all of the chain, ascending.
+        /// Indices of its states among all states of the chain, ascending.
         states: Vec<usize>,
     },
-    /// A link that sees whole tensors.
+    /// Index of a link that works on whole tensors.
     PerTensor(usize),
 }
 
-/// Parameters that are treated alike.
+/// Parameters that have the same passes.
 #[derive(Debug)]
 pub(super) struct Class {
-    /// Settings of their group. Where no link sees whole tensors, the decay is that of the first tensor:
-    /// others' stand in their passes.
+    /// Settings of their group. `decay` is that of the class's first tensor. Only links on whole tensors read
+    /// it, and in a class with such a link all tensors have the same decay; fused programs contain the decay as
+    /// a constant.
     pub(super) group: ParamGroup,
     pub(super) passes: Vec<Pass>,
-    /// What becomes of the mean of what replicas gathered, if a link of theirs gathers.
+    /// Program that applies the mean of what replicas accumulated; `None` if no link of the class accumulates.
     pub(super) gathered: Option<Program>,
     pub(super) tensors: Vec<Param>,
-    /// Their ranges of the flat buffers, as long as they can be; padding goes with what stands before it.
+    /// Ranges of the flat buffers, merged where they adjoin. Padding belongs to the range before it.
     pub(super) ranges: Vec<Range<usize>>,
 }
 
-/// A link as the passes see it: with the indices of its first scalar and its first state.
+/// A link with its index in the chain and the indices of its first scalar and its first state.
 #[derive(Clone, Copy)]
 pub(super) struct Numbered<'a> {
     pub(super) index: usize,
@@ -61,13 +63,13 @@ pub(super) struct Numbered<'a> {
 }
 
 impl Numbered<'_> {
-    /// States that its instructions load: a link that sees whole tensors has its own for these.
+    /// Returns the number of states that the link's instructions load: 0 for a link on whole tensors.
     fn fused_states(&self) -> usize {
         if self.link.per_tensor().is_some() { 0 } else { self.link.states().len() }
     }
 }
 
-/// The passes of links that are applied to parameters of one group.
+/// Splits the links that apply to parameters of one group into passes.
 pub(super) fn passes(links: &[Numbered<'_>], group: ParamGroup) -> Result<Vec<Pass>, OptimError> {
     enum Step<'a> {
         Fused(Vec<Numbered<'a>>),
@@ -96,7 +98,7 @@ pub(super) fn passes(links: &[Numbered<'_>], group: ParamGroup) -> Result<Vec<Pa
     steps.into_iter().enumerate().map(pass).collect()
 }
 
-/// Links as one program.
+/// Fuses links into one program.
 fn fuse(links: &[Numbered<'_>], place: Place, group: ParamGroup) -> Result<Pass, OptimError> {
     let mut program = ProgramBuilder::new();
     let (param, mut update) = match (place.first, place.last) {
@@ -124,8 +126,8 @@ fn fuse(links: &[Numbered<'_>], place: Place, group: ParamGroup) -> Result<Pass,
     Ok(Pass::Fused { program: program.build()?, place, states: used })
 }
 
-/// Adds a tensor to the class with these passes, or makes it one. `last` is the class of the tensor before it
-/// in the layout; returns this one's.
+/// Adds a tensor to the class with these passes, or to a new class. `last` is the class of the previous tensor
+/// in the layout. Returns the index of the tensor's class.
 pub(super) fn classify(
     classes: &mut Vec<Class>,
     last: Option<usize>,
@@ -159,7 +161,7 @@ pub(super) fn classify(
     found
 }
 
-/// Lets the last range end with the layout.
+/// Extends the last range to the end of the layout.
 pub(super) fn close(classes: &mut [Class], last: Option<usize>, layout: &ParamLayout) {
     if let Some(range) = last.and_then(|last| classes[last].ranges.last_mut()) {
         range.end = layout.len();

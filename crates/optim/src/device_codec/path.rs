@@ -1,5 +1,5 @@
-//! What a vector goes through on a device: selections and transforms, then values. It mirrors the host's
-//! compositions stage by stage, and refuses to know frames.
+//! Path of a vector through a codec on a device: selections and transforms, then values. The stages mirror
+//! those of the host's codec. Payload headers are not handled here.
 
 use farflung_compress::device::VectorDevice as _;
 use farflung_compress::sparse::{Drawn, Places};
@@ -9,15 +9,15 @@ use farflung_tensor::{DType, Device, Op, Tensor};
 use super::values::{Body, Values, codecs};
 use super::{Result, Vectors, passed};
 
-/// `2^96`: times this, coefficients from `2^32` on are not finite, and the host encodes the vector. It checks
-/// that what large coefficients decode as is finite; for smaller ones that is always so.
+/// `2^96`. Coefficients of `2^32` or more overflow when multiplied by it, and the host then encodes the vector.
+/// The host checks that large coefficients decode to finite values; smaller ones always do.
 const LIFT: f32 = f32::from_bits((127 + 96) << 23);
 
-/// What is encoded.
+/// Vector that is encoded.
 #[derive(Debug)]
 pub(super) enum Source<'a> {
     Read(&'a Tensor),
-    /// Becomes what is lost of it.
+    /// Vector that is overwritten by the part of it that the encoding loses.
     Lose(&'a mut Tensor),
 }
 
@@ -30,19 +30,20 @@ impl Source<'_> {
     }
 }
 
-/// Stages from the outside in.
+/// Stages of a codec, from the outermost to the innermost.
 #[derive(Debug)]
 pub(super) enum Path {
     Values(Values),
-    /// One element of each stratum.
+    /// Keeps one element of each stratum.
     Masked(Mask, Box<Self>),
-    /// The largest elements, of all or of each chunk.
+    /// Keeps the largest elements, of the whole vector or of each chunk.
     Largest(Select, Box<Self>),
-    /// The coefficients of squares of a side, by a matrix.
+    /// Transforms each square of this side length to coefficients, by multiplication with a matrix.
     Squares(u8, Tensor, Box<Self>),
 }
 
-/// The chunk, how many are kept of it, and how many that is in all; `None` if that depends on the values.
+/// Returns the length of a chunk, the number of elements kept of it, and the number kept in all; `None` if the
+/// latter depends on the values.
 fn largest(select: Select, len: usize) -> Option<[usize; 3]> {
     let (chunk, kept) = match select {
         Select::Largest(amount) => (len.max(1), amount.of(len)),
@@ -53,7 +54,7 @@ fn largest(select: Select, len: usize) -> Option<[usize; 3]> {
 }
 
 impl Path {
-    /// That of a codec, if the device has kernels of all its stages.
+    /// Builds the path of a codec, or returns `None` if the device lacks kernels for one of its stages.
     pub(super) fn of(spec: CodecSpec, device: &Device) -> Option<Self> {
         let inner = |spec| Some(Box::new(Self::of(spec, device)?));
         if let Some((mask, spec)) = spec.mask() {
@@ -65,14 +66,14 @@ impl Path {
         }
         if let Some((side, spec)) = spec.dct() {
             let inner = inner(spec)?;
-            // A device without room for the matrix has none for a vector.
+            // A device without room for the matrix has no room for a vector either.
             let matrix = device.tensor(&dct::matrix(side), [side as usize; 2]).ok()?;
             return Some(Self::Squares(u8::try_from(side).ok()?, matrix, inner));
         }
         Values::of(spec).map(Self::Values)
     }
 
-    /// The number on the wire.
+    /// Returns the codec's number in payloads.
     pub(super) const fn id(&self) -> CodecId {
         match self {
             Self::Values(values) => values.id(),
@@ -82,7 +83,8 @@ impl Path {
         }
     }
 
-    /// Adds the body of a vector, whose values the caller checks; false if something on the way is refused.
+    /// Appends the body of a vector, whose values the caller checks. Returns `false` if a stage rejects
+    /// something.
     pub(super) fn encode(
         &self,
         device: &Device,
@@ -122,14 +124,14 @@ impl Path {
                 let mut verdict = device.empty(DType::U32, 1)?;
                 codecs.squares(source.tensor().view(), matrix.view(), false, coefficients.view_mut())?;
                 let encoded = inner.encode(device, Source::Read(&coefficients), key, body)?;
-                // The coefficients are sent and not needed again.
+                // The coefficients have been encoded and are not needed again, so they are scaled in place.
                 Vectors::on(device.clone()).scale(&mut coefficients, LIFT)?;
                 codecs.finite(coefficients.view(), verdict.view_mut())?;
                 if !encoded || !passed(&verdict)? {
                     return Ok(false);
                 }
                 let Source::Lose(x) = source else { return Ok(true) };
-                // What is lost is what the bytes do not give back.
+                // The loss is the difference between the vector and what the bytes decode to.
                 let mut bytes = vec![0; body.len()];
                 body.write(&mut bytes);
                 let (mut sent, mut lost) = (coefficients, device.empty(DType::F32, x.shape())?);
@@ -141,7 +143,7 @@ impl Path {
         }
     }
 
-    /// Adds the body of the elements at `indices`.
+    /// Appends the body of the elements at `indices`.
     fn encode_at(
         &self,
         device: &Device,
@@ -156,14 +158,14 @@ impl Path {
         let Source::Lose(x) = source else {
             return self.encode(device, Source::Read(&values), key, body);
         };
-        // What is not sent is lost as it is.
+        // Elements that are not sent are lost in full, so they keep their values in `x`.
         let encoded = self.encode(device, Source::Lose(&mut values), key, body)?;
         codecs.put(values.view(), indices.view(), x.view_mut())?;
         Ok(encoded)
     }
 
-    /// Decodes a body, which is untrusted, of a codec into all of `out`; false if it is not of this path, or
-    /// refused.
+    /// Decodes an untrusted body of a codec into all of `out`. Returns `false` if it does not fit this path or
+    /// is rejected.
     pub(super) fn decode(&self, device: &Device, id: CodecId, body: &[u8], out: &mut Tensor) -> Result<bool> {
         let len = out.shape().len();
         if id != self.id() {
@@ -200,7 +202,7 @@ impl Path {
         }
     }
 
-    /// Decodes the elements at `indices`; the others become 0.
+    /// Decodes the elements at `indices` and sets all others to 0.
     fn decode_at(
         &self,
         device: &Device,
@@ -219,7 +221,7 @@ impl Path {
     }
 }
 
-/// The indices of a mask of a vector.
+/// Returns the indices that a mask keeps of a vector.
 fn masked(device: &Device, drawn: &Drawn, len: usize) -> Result<Tensor> {
     let kept = drawn.kept();
     let mask = farflung_tensor::DrawnMask {

@@ -1,18 +1,19 @@
-//! Values without selections: in blocks by kernels, or as they are. Knows no frames.
+//! Encoding of the values after all selections: in blocks by kernels, or as plain f32. Payload headers are not
+//! handled here.
 
 use farflung_compress::{CodecId, CodecSpec};
 use farflung_tensor::{BlockCodec, Code, Codecs, DType, Device, Op, View, ViewMut};
 
 use super::{Result, passed};
 
-/// A body on its way to a payload.
+/// Body of a payload that is being built.
 #[derive(Debug, Default)]
 pub(super) struct Body {
-    /// What stands before the values.
+    /// Bytes before the values.
     pub(super) prefix: Vec<u8>,
-    /// The values' body, the last word filled up.
+    /// Encoded values; the last word is padded.
     words: Vec<u32>,
-    /// Bytes of that.
+    /// Number of bytes of the encoded values without the padding.
     bytes: usize,
 }
 
@@ -21,7 +22,7 @@ impl Body {
         self.prefix.len() + self.bytes
     }
 
-    /// Fills so many bytes with it.
+    /// Writes the body to `bytes`, which has the same length.
     pub(super) fn write(&self, bytes: &mut [u8]) {
         let (prefix, rest) = bytes.split_at_mut(self.prefix.len());
         prefix.copy_from_slice(&self.prefix);
@@ -31,7 +32,7 @@ impl Body {
     }
 }
 
-/// What values go through on a device.
+/// Encoding of values on a device.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Values {
     /// f32, bit for bit.
@@ -40,7 +41,7 @@ pub(super) enum Values {
 }
 
 impl Values {
-    /// Those of a codec without selections, if there are kernels of it.
+    /// Returns the encoding of a codec without selections, if there are kernels for it.
     pub(super) fn of(spec: CodecSpec) -> Option<Self> {
         let (method, block) = spec.method()?;
         let (id, code) = match method {
@@ -61,7 +62,7 @@ impl Values {
         }
     }
 
-    /// Bytes of so many values.
+    /// Returns the number of bytes of `len` values.
     pub(super) const fn bytes(self, len: usize) -> usize {
         match self {
             Self::Plain => 4 * len,
@@ -69,7 +70,7 @@ impl Values {
         }
     }
 
-    /// Whether a body of that codec is one of ours, without a look at its values.
+    /// Returns whether a body has this encoding's codec, length and parameters. The values are not checked.
     pub(super) fn fits(self, id: CodecId, len: usize, body: &[u8]) -> bool {
         let begins = match self {
             Self::Plain => true,
@@ -78,8 +79,8 @@ impl Values {
         id == self.id() && body.len() == self.bytes(len) && begins
     }
 
-    /// Adds to `body` that of `x`, or in blocks of `x + before`, and writes to `lost` what it loses; false if
-    /// something is refused.
+    /// Appends the body of `x` to `body`, or that of `x + before` for an encoding in blocks, and writes what is
+    /// lost to `lost`. Returns `false` if a value is rejected.
     pub(super) fn encode(
         self,
         device: &Device,
@@ -93,8 +94,8 @@ impl Values {
             let mut out = device.empty(DType::U32, 1 + codec.words(x.len()))?;
             codecs(device).encode(codec, x, before, lost, out.view_mut())?;
             let mut words = out.to_vec::<u32>()?;
-            // Copied within the host's memory rather than fetched in two parts, each of which would wait for
-            // the device.
+            // The first word is cut off in the host's memory. Fetching it separately would wait for the device
+            // twice.
             refused = words.remove(0);
             words
         } else {
@@ -105,7 +106,7 @@ impl Values {
         Ok(refused == 0)
     }
 
-    /// Decodes a body that fits; false if it is refused.
+    /// Decodes a body that [`fits`](Self::fits). Returns `false` if it is rejected.
     pub(super) fn decode(self, device: &Device, body: &[u8], mut y: ViewMut<'_>) -> Result<bool> {
         let body = words(body);
         let Self::Blocks(_, codec) = self else {
@@ -124,7 +125,7 @@ pub(super) fn codecs(device: &Device) -> Codecs<'_> {
     device.codecs().expect("only such devices have kernels")
 }
 
-/// A body in words, the last one filled up.
+/// Returns a body as words; the last one is padded.
 fn words(body: &[u8]) -> Vec<u32> {
     let (whole, rest) = body.as_chunks::<4>();
     let mut last = [0; 4];

@@ -4,7 +4,7 @@ use super::{Averages, LocalMethod, LocalSettings, clipped};
 use crate::transform::{add_decayed_weights, scale_by_adabelief, scale_by_schedule};
 use crate::{ChainBuilder, LrSchedule};
 
-/// [`adabelief`] with the settings' numbers.
+/// Row of [`METHODS`](super::METHODS) for [`adabelief`].
 pub const ADABELIEF: LocalMethod = LocalMethod {
     name: "adabelief",
     summary: "Adam with the variance around the average gradient",
@@ -19,7 +19,7 @@ pub const ADABELIEF: LocalMethod = LocalMethod {
     },
 };
 
-/// Settings of [`adabelief`]; those of the authors' package, but no clipping.
+/// Settings of [`adabelief`]. The defaults are those of the authors' package, without clipping.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdaBelief {
     /// Decay of the first moment.
@@ -30,7 +30,7 @@ pub struct AdaBelief {
     pub eps: f64,
     /// Decoupled weight decay of matrices; vectors do not decay.
     pub weight_decay: f64,
-    /// Global l2 norm that gradients are scaled down to.
+    /// Upper bound of the gradient's global l2 norm; `None` disables clipping.
     pub clip: Option<f64>,
     /// The learning rate.
     pub schedule: LrSchedule,
@@ -43,10 +43,10 @@ impl Default for AdaBelief {
     }
 }
 
-/// `AdaBelief` with decoupled weight decay: `p -= lr (m^ / (sqrt(s^) + eps) + decay p)`.
+/// Builds `AdaBelief` with decoupled weight decay: `p -= lr (m^ / (sqrt(s^) + eps) + decay p)`.
 ///
 /// Source: Zhuang et al. 2020, "`AdaBelief` Optimizer: Adapting Stepsizes by the Belief in Observed Gradients",
-/// Alg. 2. Differs from the authors' package: no rectification, which is a setting there.
+/// Alg. 2. Differs from the authors' package: no rectification, which is optional there.
 #[must_use]
 pub fn adabelief(settings: AdaBelief) -> ChainBuilder {
     let AdaBelief { beta1, beta2, eps, weight_decay, clip, schedule } = settings;

@@ -4,7 +4,7 @@ use super::{Averages, LocalMethod, LocalSettings, clipped};
 use crate::transform::{Bound, add_decayed_weights, scale_by_adabound, scale_by_schedule};
 use crate::{ChainBuilder, LrSchedule};
 
-/// [`adabound`] with the settings' numbers.
+/// Row of [`METHODS`](super::METHODS) for [`adabound`].
 pub const ADABOUND: LocalMethod = LocalMethod {
     name: "adabound",
     summary: "Adam whose rates are bounded ever closer to one",
@@ -19,7 +19,7 @@ pub const ADABOUND: LocalMethod = LocalMethod {
     },
 };
 
-/// Settings of [`adabound`]; those of the authors' package, but no clipping.
+/// Settings of [`adabound`]. The defaults are those of the authors' package, without clipping.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdaBound {
     /// Decay of the first moment.
@@ -28,13 +28,13 @@ pub struct AdaBound {
     pub beta2: f64,
     /// Added to the root of the second moment.
     pub eps: f64,
-    /// What the bounds of an element's rate go to, where `schedule` has its highest rate.
+    /// Limit of the bounds of an element's rate, at the schedule's highest rate.
     pub final_lr: f64,
-    /// How fast the bounds close.
+    /// Speed at which the bounds approach that limit.
     pub gamma: f64,
     /// l2 regularisation of matrices, added to the gradient; vectors have none.
     pub weight_decay: f64,
-    /// Global l2 norm that gradients are scaled down to.
+    /// Upper bound of the gradient's global l2 norm; `None` disables clipping.
     pub clip: Option<f64>,
     /// The learning rate.
     pub schedule: LrSchedule,
@@ -56,14 +56,14 @@ impl Default for AdaBound {
     }
 }
 
-/// `AdaBound`: Adam whose rate of each element is clipped between bounds that both go to `final_lr`, so that it
-/// ends as SGD. The bounds follow the schedule as in the authors' package.
+/// Builds `AdaBound`: Adam with each element's rate clipped between two bounds. Both bounds approach
+/// `final_lr`, so that the method ends as SGD. The bounds follow the schedule, as in the authors' package.
 ///
 /// Source: Luo et al. 2019, "Adaptive Gradient Methods with Dynamic Bound of Learning Rate", Alg. 1.
 #[must_use]
 pub fn adabound(settings: AdaBound) -> ChainBuilder {
     let AdaBound { beta1, beta2, eps, final_lr, gamma, weight_decay, clip, schedule } = settings;
-    // The bounds follow the schedule, so that they are in multiples of its rate.
+    // The bounds follow the schedule, so they are in multiples of its rate.
     let peak = schedule.peak();
     let last = if peak == 0.0 { 0.0 } else { final_lr / peak };
     let chain = clipped(clip).then(add_decayed_weights(weight_decay));

@@ -4,7 +4,7 @@ use super::{Averages, LocalMethod, LocalSettings, clipped};
 use crate::transform::{add_decayed_weights, scale_by_adagrad, scale_by_schedule};
 use crate::{ChainBuilder, LrSchedule};
 
-/// [`adagrad`] with the settings' numbers.
+/// Row of [`METHODS`](super::METHODS) for [`adagrad`].
 pub const ADAGRAD: LocalMethod = LocalMethod {
     name: "adagrad",
     summary: "the gradient over the root of the sum of all its squares",
@@ -19,16 +19,16 @@ pub const ADAGRAD: LocalMethod = LocalMethod {
     },
 };
 
-/// Settings of [`adagrad`]; PyTorch's defaults, but no clipping.
+/// Settings of [`adagrad`]. The defaults are PyTorch's, without clipping.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdaGrad {
-    /// The learning rate of step `t`, counted from 0, is divided by `1 + t lr_decay`.
+    /// Decay of the learning rate: the rate of step `t`, counted from 0, is divided by `1 + t lr_decay`.
     pub lr_decay: f64,
     /// Added to the root of the sum of squares.
     pub eps: f64,
     /// l2 regularisation of matrices, added to the gradient; vectors have none.
     pub weight_decay: f64,
-    /// Global l2 norm that gradients are scaled down to.
+    /// Upper bound of the gradient's global l2 norm; `None` disables clipping.
     pub clip: Option<f64>,
     /// The learning rate.
     pub schedule: LrSchedule,
@@ -41,7 +41,7 @@ impl Default for AdaGrad {
     }
 }
 
-/// `AdaGrad`: `s += g^2`, `p -= lr / (1 + t lr_decay) g / (sqrt(s) + eps)`.
+/// Builds `AdaGrad`: `s += g^2`, `p -= lr / (1 + t lr_decay) g / (sqrt(s) + eps)`.
 ///
 /// Source: Duchi et al. 2011, "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization",
 /// in PyTorch's form.

@@ -4,7 +4,7 @@ use super::{Averages, LocalMethod, LocalSettings, clipped};
 use crate::transform::{add_decayed_weights, scale_by_adam, scale_by_schedule};
 use crate::{ChainBuilder, LrSchedule, Transform};
 
-/// [`adam`] with the settings' numbers.
+/// Row of [`METHODS`](super::METHODS) for [`adam`].
 pub const ADAM: LocalMethod = LocalMethod {
     name: "adam",
     summary: "Adam, with weight decay as l2 regularisation",
@@ -16,8 +16,8 @@ pub const ADAM: LocalMethod = LocalMethod {
     build: |settings| adam(settings.into()),
 };
 
-/// Settings of [`adam`], [`amsgrad`](super::amsgrad()) and [`radam`](super::radam()); PyTorch's defaults, but
-/// no clipping.
+/// Settings of [`adam`], [`amsgrad`](super::amsgrad()) and [`radam`](super::radam()). The defaults are
+/// PyTorch's, without clipping.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Adam {
     /// Decay of the first moment.
@@ -28,7 +28,7 @@ pub struct Adam {
     pub eps: f64,
     /// l2 regularisation of matrices, added to the gradient; vectors have none.
     pub weight_decay: f64,
-    /// Global l2 norm that gradients are scaled down to.
+    /// Upper bound of the gradient's global l2 norm; `None` disables clipping.
     pub clip: Option<f64>,
     /// The learning rate.
     pub schedule: LrSchedule,
@@ -49,7 +49,7 @@ impl From<LocalSettings> for Adam {
 }
 
 impl Adam {
-    /// A chain with this direction, made of both decays and `eps`.
+    /// Builds a chain whose direction is made from `beta1`, `beta2` and `eps`.
     pub(super) fn chain<T: Transform + 'static>(
         self,
         direction: impl Fn(f64, f64, f64) -> T,
@@ -60,7 +60,7 @@ impl Adam {
     }
 }
 
-/// Adam: `p -= lr m^ / (sqrt(v^) + eps)`.
+/// Builds Adam: `p -= lr m^ / (sqrt(v^) + eps)`.
 ///
 /// Source: Kingma and Ba 2015, "Adam: A Method for Stochastic Optimization", Alg. 1, in PyTorch's form.
 #[must_use]

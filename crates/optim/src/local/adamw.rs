@@ -4,7 +4,7 @@ use super::{Averages, LocalMethod, LocalSettings, clipped};
 use crate::transform::{add_decayed_weights, scale_by_adam, scale_by_schedule};
 use crate::{ChainBuilder, LrSchedule};
 
-/// [`adamw`] with the settings' numbers.
+/// Row of [`METHODS`](super::METHODS) for [`adamw`].
 pub const ADAMW: LocalMethod = LocalMethod {
     name: "adamw",
     summary: "Adam with decoupled weight decay",
@@ -19,7 +19,7 @@ pub const ADAMW: LocalMethod = LocalMethod {
     },
 };
 
-/// Settings of [`adamw`]; PyTorch's defaults, but no clipping.
+/// Settings of [`adamw`]. The defaults are PyTorch's, without clipping.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamW {
     /// Decay of the first moment.
@@ -30,7 +30,7 @@ pub struct AdamW {
     pub eps: f64,
     /// Decoupled weight decay of matrices; vectors do not decay.
     pub weight_decay: f64,
-    /// Global l2 norm that gradients are scaled down to.
+    /// Upper bound of the gradient's global l2 norm; `None` disables clipping.
     pub clip: Option<f64>,
     /// The learning rate.
     pub schedule: LrSchedule,
@@ -43,10 +43,10 @@ impl Default for AdamW {
     }
 }
 
-/// Adam with decoupled weight decay: `p -= lr (m^ / (sqrt(v^) + eps) + decay p)`.
+/// Builds Adam with decoupled weight decay: `p -= lr (m^ / (sqrt(v^) + eps) + decay p)`.
 ///
-/// Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", Alg. 2, with PyTorch's `lr
-/// decay`.
+/// Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", Alg. 2, with the decay
+/// multiplied by the learning rate, as in PyTorch.
 #[must_use]
 pub fn adamw(settings: AdamW) -> ChainBuilder {
     let AdamW { beta1, beta2, eps, weight_decay, clip, schedule } = settings;

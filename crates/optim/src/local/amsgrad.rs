@@ -4,7 +4,7 @@ use super::{Adam, Averages, LocalMethod};
 use crate::ChainBuilder;
 use crate::transform::scale_by_amsgrad;
 
-/// [`amsgrad`] with the settings' numbers.
+/// Row of [`METHODS`](super::METHODS) for [`amsgrad`].
 pub const AMSGRAD: LocalMethod = LocalMethod {
     name: "amsgrad",
     summary: "Adam with the largest second moment so far",
@@ -16,7 +16,7 @@ pub const AMSGRAD: LocalMethod = LocalMethod {
     build: |settings| amsgrad(settings.into()),
 };
 
-/// `AMSGrad`: Adam with the largest second moment so far, as PyTorch's `Adam(amsgrad=True)`.
+/// Builds `AMSGrad`: Adam with the largest second moment so far, as PyTorch's `Adam(amsgrad=True)`.
 ///
 /// Source: Reddi et al. 2018, "On the Convergence of Adam and Beyond", Alg. 2.
 #[must_use]

@@ -4,7 +4,7 @@ use super::{Averages, LocalMethod, LocalSettings, clipped};
 use crate::transform::{add_decayed_weights, scale_by_adam, scale_by_schedule, scale_by_trust_ratio};
 use crate::{ChainBuilder, LrSchedule};
 
-/// [`lamb`] with the settings' numbers.
+/// Row of [`METHODS`](super::METHODS) for [`lamb`].
 pub const LAMB: LocalMethod = LocalMethod {
     name: "lamb",
     summary: "AdamW with each tensor's step as long as its weights",
@@ -19,7 +19,7 @@ pub const LAMB: LocalMethod = LocalMethod {
     },
 };
 
-/// Settings of [`lamb`]; those of the paper, but no clipping.
+/// Settings of [`lamb`]. The defaults are those of the paper, without clipping.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Lamb {
     /// Decay of the first moment.
@@ -30,7 +30,7 @@ pub struct Lamb {
     pub eps: f64,
     /// Decoupled weight decay of matrices; vectors do not decay.
     pub weight_decay: f64,
-    /// Global l2 norm that gradients are scaled down to.
+    /// Upper bound of the gradient's global l2 norm; `None` disables clipping.
     pub clip: Option<f64>,
     /// The learning rate.
     pub schedule: LrSchedule,
@@ -43,9 +43,10 @@ impl Default for Lamb {
     }
 }
 
-/// LAMB: AdamW's update `u` scaled to its tensor, `p -= lr ||p|| / ||u|| u`, or `lr u` where a norm is 0.
+/// Builds LAMB: AdamW's update `u` scaled to its tensor, `p -= lr ||p|| / ||u|| u`, or `lr u` where a norm
+/// is 0.
 ///
-/// Each tensor has a ratio of its own. In a pipeline a rank holds whole tensors, so that ranks share no norms.
+/// Each tensor has its own ratio. In a pipeline a rank holds whole tensors, so ranks exchange no norms.
 ///
 /// Source: You et al. 2020, "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", Alg. 2,
 /// with bias correction.

@@ -4,7 +4,7 @@ use super::{Averages, LocalMethod, LocalSettings, clipped};
 use crate::transform::{add_decayed_weights, scale_by_lion, scale_by_schedule};
 use crate::{ChainBuilder, LrSchedule};
 
-/// [`lion`] with the settings' numbers.
+/// Row of [`METHODS`](super::METHODS) for [`lion`].
 pub const LION: LocalMethod = LocalMethod {
     name: "lion",
     summary: "the sign of an interpolated momentum",
@@ -19,16 +19,16 @@ pub const LION: LocalMethod = LocalMethod {
     },
 };
 
-/// Settings of [`lion`]; those of the paper, but no clipping.
+/// Settings of [`lion`]. The defaults are those of the paper, without clipping.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Lion {
-    /// How much of the direction is momentum.
+    /// Weight of the momentum in the direction.
     pub beta1: f64,
     /// Decay of the momentum.
     pub beta2: f64,
     /// Decoupled weight decay of matrices; vectors do not decay.
     pub weight_decay: f64,
-    /// Global l2 norm that gradients are scaled down to.
+    /// Upper bound of the gradient's global l2 norm; `None` disables clipping.
     pub clip: Option<f64>,
     /// The learning rate.
     pub schedule: LrSchedule,
@@ -41,7 +41,8 @@ impl Default for Lion {
     }
 }
 
-/// Lion with decoupled weight decay: `p -= lr (sign(b1 m + (1 - b1) g) + decay p)`, `m = b2 m + (1 - b2) g`.
+/// Builds Lion with decoupled weight decay: `p -= lr (sign(b1 m + (1 - b1) g) + decay p)`,
+/// `m = b2 m + (1 - b2) g`.
 ///
 /// Source: Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", Alg. 2.
 #[must_use]

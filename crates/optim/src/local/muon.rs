@@ -8,8 +8,7 @@ use crate::transform::{
 };
 use crate::{ChainBuilder, LrSchedule};
 
-/// [`muon`] with the settings' numbers; matrices are `[inputs, outputs]`, and a step is about as long as
-/// AdamW's.
+/// Row of [`METHODS`](super::METHODS) for [`muon`]. Matrices are `[inputs, outputs]`.
 pub const MUON: LocalMethod = LocalMethod {
     name: "muon",
     summary: "momentum with orthogonal steps for hidden matrices, AdamW for the rest",
@@ -26,16 +25,16 @@ pub const MUON: LocalMethod = LocalMethod {
     },
 };
 
-/// Settings of [`muon`]; PyTorch's defaults of `Muon` and of `AdamW`, but no clipping.
+/// Settings of [`muon`]. The defaults are those of PyTorch's `Muon` and `AdamW`, without clipping.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Muon {
     /// Momentum of hidden matrices.
     pub momentum: f64,
-    /// Nesterov's look-ahead.
+    /// Whether momentum is Nesterov's.
     pub nesterov: bool,
-    /// How far hidden matrices move.
+    /// Scale of the steps of hidden matrices.
     pub scale: MuonScale,
-    /// Which dimension of a matrix its outputs are.
+    /// Dimension of a matrix that holds its outputs.
     pub outputs: Outputs,
     /// Decay of AdamW's first moment.
     pub beta1: f64,
@@ -45,7 +44,7 @@ pub struct Muon {
     pub eps: f64,
     /// Decoupled weight decay of matrices; vectors do not decay.
     pub weight_decay: f64,
-    /// Global l2 norm that gradients are scaled down to.
+    /// Upper bound of the gradient's global l2 norm; `None` disables clipping.
     pub clip: Option<f64>,
     /// The learning rate.
     pub schedule: LrSchedule,
@@ -68,23 +67,25 @@ impl Default for Muon {
     }
 }
 
-/// Parts of the names of embeddings and heads in common models: matrices whose rows are looked up or are
-/// classes.
+/// Parts of the names of embeddings and output heads in common models. The rows of these matrices are looked
+/// up, or stand for classes.
 const EMBEDDINGS: [&str; 5] = ["wte", "wpe", "embed", "lm_head", "shared"];
 
-/// Whether Muon moves a parameter: a matrix that is neither an embedding nor a head, by its name.
+/// Returns whether Muon updates a parameter: a matrix that is neither an embedding nor a head, judged by its
+/// name.
 #[must_use]
 pub fn is_hidden_matrix(param: &Param) -> bool {
     param.shape.dims().len() == 2 && !EMBEDDINGS.iter().any(|part| param.name.contains(part))
 }
 
-/// Muon: hidden matrices move along their momentum `b = mu b + g` (with Nesterov along `g + mu b`) after all
-/// its singular values are made 1. Embeddings, heads and vectors have AdamW ([`is_hidden_matrix`]), so that
-/// both users of a tied token table take the same step.
+/// Builds Muon: hidden matrices move along their momentum `b = mu b + g` (with Nesterov along `g + mu b`) after
+/// all its singular values are made about 1. Embeddings, heads and vectors are updated by AdamW (see
+/// [`is_hidden_matrix`]), so that both users of a tied token table take the same step.
 ///
-/// Each matrix has a step of its own. In a pipeline a rank holds whole matrices, so that ranks share nothing.
-/// It keeps two buffers of the parameters' length: the momentum, which is AdamW's first moment elsewhere, and
-/// AdamW's second moment, which hidden matrices leave at zero.
+/// Each matrix is updated on its own. In a pipeline a rank holds whole matrices, so ranks exchange nothing. The
+/// chain has two buffers of the parameters' length. The first holds the momentum of hidden matrices and AdamW's
+/// first moment of the other parameters. The second holds AdamW's second moment and stays zero for hidden
+/// matrices.
 ///
 /// Source: Jordan 2024, "Muon: An optimizer for hidden layers in neural networks"; weight decay as in Liu et
 /// al. 2025, "Muon is Scalable for LLM Training".

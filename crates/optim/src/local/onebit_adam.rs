@@ -1,10 +1,10 @@
-//! 1-bit Adam, and `QAdam`, which is the same with moments corrected for their start and another codec.
+//! 1-bit Adam, and `QAdam`: the same method with bias correction and another default codec.
 
 use super::{Averages, LocalMethod, LocalSettings, clipped};
 use crate::transform::{FrozenAdam, add_decayed_weights, scale_by_frozen_adam, scale_by_schedule};
 use crate::{ChainBuilder, LrSchedule};
 
-/// [`onebit_adam`] with the decays, weight decay and clipping of the settings.
+/// Row of [`METHODS`](super::METHODS) for [`onebit_adam`].
 pub const ONEBIT_ADAM: LocalMethod = LocalMethod {
     name: "onebit-adam",
     summary: "Adam whose variance stands still after --codec-warmup, while momentum is averaged in 1 bit",
@@ -16,7 +16,7 @@ pub const ONEBIT_ADAM: LocalMethod = LocalMethod {
     build: |settings| onebit_adam(settings.into()),
 };
 
-/// [`qadam`] with the decays, weight decay and clipping of the settings.
+/// Row of [`METHODS`](super::METHODS) for [`qadam`].
 pub const QADAM: LocalMethod = LocalMethod {
     name: "qadam",
     summary: "as onebit-adam, with moments corrected for their start and averaged in 8 bits",
@@ -25,7 +25,7 @@ pub const QADAM: LocalMethod = LocalMethod {
     ..ONEBIT_ADAM
 };
 
-/// Settings of [`onebit_adam`] and [`qadam`]; `DeepSpeed`'s defaults, but no clipping.
+/// Settings of [`onebit_adam`] and [`qadam`]. The defaults are `DeepSpeed`'s, without clipping.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OnebitAdam {
     /// Decay of the first moment.
@@ -34,11 +34,12 @@ pub struct OnebitAdam {
     pub beta2: f64,
     /// Added to the root of the second moment.
     pub eps: f64,
-    /// Steps of the warm-up.
+    /// Number of warm-up steps.
     pub freeze: u64,
     /// Decoupled weight decay of matrices; vectors do not decay.
     pub weight_decay: f64,
-    /// Global l2 norm that averaged gradients, and after the warm-up averaged momentum, are scaled down to.
+    /// Upper bound of the global l2 norm of averaged gradients and, after the warm-up, of averaged momentum;
+    /// `None` disables clipping.
     pub clip: Option<f64>,
     /// The learning rate.
     pub schedule: LrSchedule,
@@ -58,21 +59,22 @@ impl From<LocalSettings> for OnebitAdam {
     }
 }
 
-/// 1-bit Adam: Adam without bias correction for `freeze` steps; then the second moment stays, and replicas
-/// average the momentum to which each has added its own gradient, through a codec with feedback on both sides
-/// ([`AverageConfig::warmup`](crate::AverageConfig) is to be `freeze` as well).
+/// Builds 1-bit Adam: Adam without bias correction for `freeze` steps. After them the second moment is frozen.
+/// Each replica adds its own gradient to the momentum, and replicas average the result through a codec with
+/// error feedback on both sides. [`AverageConfig::warmup`](crate::AverageConfig) must be `freeze` as well.
 ///
-/// Source: Tang et al. 2021, "1-bit Adam", Alg. 1. Differs: clipping, if any, is of what was averaged; and as
-/// [`scale_by_frozen_adam`] says, where `DeepSpeed` asks for a mask.
+/// Source: Tang et al. 2021, "1-bit Adam", Alg. 1. Differs: clipping, if any, applies to the averaged values;
+/// and elements that get momentum from a codec alone are treated as in [`scale_by_frozen_adam`], where
+/// `DeepSpeed` asks the user for a mask.
 #[must_use]
 pub fn onebit_adam(settings: OnebitAdam) -> ChainBuilder {
     chain(settings, false)
 }
 
-/// `QAdam`: as [`onebit_adam`], with bias correction.
+/// Builds `QAdam`: [`onebit_adam`] with bias correction.
 ///
-/// Source: BAGUA's `QAdam` (Gan et al. 2021). Differs: the correction of the second moment stands still with
-/// it; theirs goes on, and so changes the step's size.
+/// Source: BAGUA's `QAdam` (Gan et al. 2021). Differs: the bias correction of the second moment is frozen with
+/// it. In BAGUA it continues, which changes the size of the step.
 #[must_use]
 pub fn qadam(settings: OnebitAdam) -> ChainBuilder {
     chain(settings, true)

@@ -4,7 +4,7 @@ use super::{Averages, LocalMethod, LocalSettings, ONEBIT_ADAM};
 use crate::transform::{FrozenLamb, clip_by_global_norm_until, scale_by_onebit_lamb, scale_by_schedule};
 use crate::{Chain, ChainBuilder, LrSchedule};
 
-/// [`onebit_lamb`] with the settings' numbers.
+/// Row of [`METHODS`](super::METHODS) for [`onebit_lamb`].
 pub const ONEBIT_LAMB: LocalMethod = LocalMethod {
     name: "onebit-lamb",
     summary: "1-bit LAMB: LAMB whose variance and layer coefficients stand still after --codec-warmup, while \
@@ -20,15 +20,16 @@ pub const ONEBIT_LAMB: LocalMethod = LocalMethod {
     ..ONEBIT_ADAM
 };
 
-/// 1-bit LAMB: [`scale_by_onebit_lamb`] and the learning rate.
+/// Builds 1-bit LAMB: [`scale_by_onebit_lamb`] and the learning rate.
 ///
 /// Source: Li et al. 2021, "1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's
-/// Convergence Speed". Differs: clipping, if any, is of gradients averaged in the warm-up; and as
-/// [`scale_by_onebit_lamb`] says.
+/// Convergence Speed". Differs: clipping, if any, applies only to gradients, which are averaged in the warm-up;
+/// for more see [`scale_by_onebit_lamb`].
 #[must_use]
 pub fn onebit_lamb(settings: FrozenLamb, clip: Option<f64>, schedule: LrSchedule) -> ChainBuilder {
     let chain = match clip {
-        // After the warm-up, what comes is momentum whose tensors were brought to one size.
+        // After the warm-up the chain takes momentum in which all tensors were scaled to one size, so it is not
+        // clipped.
         Some(max) => Chain::new().then(clip_by_global_norm_until(max, settings.freeze)),
         None => Chain::new(),
     };

@@ -4,7 +4,7 @@ use super::{Adam, Averages, LocalMethod};
 use crate::ChainBuilder;
 use crate::transform::scale_by_radam;
 
-/// [`radam`] with the settings' numbers.
+/// Row of [`METHODS`](super::METHODS) for [`radam`].
 pub const RADAM: LocalMethod = LocalMethod {
     name: "radam",
     summary: "Adam that warms its second moment up (rectified)",
@@ -16,7 +16,8 @@ pub const RADAM: LocalMethod = LocalMethod {
     build: |settings| radam(settings.into()),
 };
 
-/// Rectified Adam: momentum alone until the second moment has seen enough steps, then Adam with a factor.
+/// Builds rectified Adam: momentum alone until the second moment has averaged enough steps, then Adam times a
+/// rectification factor.
 ///
 /// Source: Liu et al. 2020, "On the Variance of the Adaptive Learning Rate and Beyond", Alg. 2, in PyTorch's
 /// form.

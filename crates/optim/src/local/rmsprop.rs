@@ -4,7 +4,7 @@ use super::{Averages, LocalMethod, LocalSettings, clipped, with_momentum};
 use crate::transform::{add_decayed_weights, scale_by_centered_rms, scale_by_rms, scale_by_schedule};
 use crate::{ChainBuilder, LrSchedule};
 
-/// [`rmsprop`] with the settings' numbers.
+/// Row of [`METHODS`](super::METHODS) for [`rmsprop`].
 pub const RMSPROP: LocalMethod = LocalMethod {
     name: "rmsprop",
     summary: "the gradient over the root of an average of its squares",
@@ -19,20 +19,20 @@ pub const RMSPROP: LocalMethod = LocalMethod {
     },
 };
 
-/// Settings of [`rmsprop`]; PyTorch's defaults, but no clipping.
+/// Settings of [`rmsprop`]. The defaults are PyTorch's, without clipping.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RmsProp {
     /// Decay of the average of squares; `alpha` in PyTorch.
     pub rho: f64,
     /// Added to the root of the average of squares.
     pub eps: f64,
-    /// Subtracts the square of the average gradient from the average of squares.
+    /// Whether to subtract the square of the average gradient from the average of squares.
     pub centered: bool,
-    /// Momentum; 0 keeps no buffer.
+    /// Momentum. At 0 there is no momentum buffer.
     pub momentum: f64,
     /// l2 regularisation of matrices, added to the gradient; vectors have none.
     pub weight_decay: f64,
-    /// Global l2 norm that gradients are scaled down to.
+    /// Upper bound of the gradient's global l2 norm; `None` disables clipping.
     pub clip: Option<f64>,
     /// The learning rate.
     pub schedule: LrSchedule,
@@ -45,9 +45,10 @@ impl Default for RmsProp {
     }
 }
 
-/// `RMSprop`: `v = rho v + (1 - rho) g^2`, `p -= lr g / (sqrt(v) + eps)`, with momentum of the quotient.
+/// Builds `RMSprop`: `v = rho v + (1 - rho) g^2`, `p -= lr g / (sqrt(v) + eps)`. Momentum, if any, is that of
+/// the quotient.
 ///
-/// Source: Tieleman and Hinton 2012, "Lecture 6.5: `RMSprop`"; centred as in Graves 2013; PyTorch's form.
+/// Source: Tieleman and Hinton 2012, "Lecture 6.5: `RMSprop`", in PyTorch's form; centred as in Graves 2013.
 #[must_use]
 pub fn rmsprop(settings: RmsProp) -> ChainBuilder {
     let RmsProp { rho, eps, centered, momentum, weight_decay, clip, schedule } = settings;

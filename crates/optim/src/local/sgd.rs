@@ -4,7 +4,7 @@ use super::{Averages, LocalMethod, LocalSettings, clipped};
 use crate::transform::{add_decayed_weights, scale_by_schedule, trace_with};
 use crate::{ChainBuilder, LrSchedule};
 
-/// [`sgd`] with the settings' numbers.
+/// Row of [`METHODS`](super::METHODS) for [`sgd`].
 pub const SGD: LocalMethod = LocalMethod {
     name: "sgd",
     summary: "gradient descent with momentum",
@@ -19,18 +19,18 @@ pub const SGD: LocalMethod = LocalMethod {
     },
 };
 
-/// Settings of [`sgd`]; the default is plain gradient descent at PyTorch's rate.
+/// Settings of [`sgd`]. The default is plain gradient descent at PyTorch's rate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sgd {
-    /// Momentum; 0 keeps no buffer.
+    /// Momentum. At 0 there is no momentum buffer.
     pub momentum: f64,
-    /// What is left out of each gradient after the first as it joins the momentum.
+    /// Dampening: the part of each gradient after the first that is not added to the momentum.
     pub dampening: f64,
-    /// Nesterov's look-ahead.
+    /// Whether momentum is Nesterov's.
     pub nesterov: bool,
     /// l2 regularisation of matrices, added to the gradient before momentum.
     pub weight_decay: f64,
-    /// Global l2 norm that gradients are scaled down to.
+    /// Upper bound of the gradient's global l2 norm; `None` disables clipping.
     pub clip: Option<f64>,
     /// The learning rate.
     pub schedule: LrSchedule,
@@ -43,7 +43,7 @@ impl Default for Sgd {
     }
 }
 
-/// Gradient descent with momentum, as PyTorch's SGD.
+/// Builds gradient descent with momentum, as PyTorch's SGD.
 ///
 /// Source: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning".
 #[must_use]

@@ -4,7 +4,7 @@ use super::{Averages, LocalMethod, LocalSettings, clipped, with_momentum};
 use crate::transform::{add_decayed_weights, scale_by_schedule, sign};
 use crate::{ChainBuilder, LrSchedule};
 
-/// [`signum`] with the settings' numbers.
+/// Row of [`METHODS`](super::METHODS) for [`signum`].
 pub const SIGNUM: LocalMethod = LocalMethod {
     name: "signum",
     summary: "the sign of the momentum; signSGD where that is 0",
@@ -19,14 +19,14 @@ pub const SIGNUM: LocalMethod = LocalMethod {
     },
 };
 
-/// Settings of [`signum`]; those of the paper, but no clipping.
+/// Settings of [`signum`]. The defaults are those of the paper, without clipping.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Signum {
-    /// Momentum; 0 keeps no buffer.
+    /// Momentum. At 0 there is no momentum buffer.
     pub momentum: f64,
     /// Decoupled weight decay of matrices; vectors do not decay.
     pub weight_decay: f64,
-    /// Global l2 norm that gradients are scaled down to.
+    /// Upper bound of the gradient's global l2 norm; `None` disables clipping.
     pub clip: Option<f64>,
     /// The learning rate.
     pub schedule: LrSchedule,
@@ -39,10 +39,10 @@ impl Default for Signum {
     }
 }
 
-/// Signum: `b = mu b + g`, `p -= lr (sign(b) + decay p)`, with the sign of 0 being 0. Without momentum it is
+/// Builds Signum: `b = mu b + g`, `p -= lr (sign(b) + decay p)`. The sign of 0 is 0. Without momentum it is
 /// `signSGD`.
 ///
-/// Source: Bernstein et al. 2018, "signSGD: Compressed Optimisation for Non-Convex Problems", Alg. 2; there the
+/// Source: Bernstein et al. 2018, "signSGD: Compressed Optimisation for Non-Convex Problems", Alg. 2. There the
 /// momentum is an average, which has the same sign.
 #[must_use]
 pub fn signum(settings: Signum) -> ChainBuilder {

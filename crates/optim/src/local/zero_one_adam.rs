@@ -4,7 +4,7 @@ use super::{Averages, LocalMethod, LocalSettings, clipped};
 use crate::ChainBuilder;
 use crate::transform::{Rounds, ZeroOneAdam, add_decayed_weights, scale_by_schedule, scale_by_zero_one_adam};
 
-/// [`zero_one_adam`] with the decays, rounds, weight decay and clipping of the settings.
+/// Row of [`METHODS`](super::METHODS) for [`zero_one_adam`].
 pub const ZERO_ONE_ADAM: LocalMethod = LocalMethod {
     name: "zero-one-adam",
     summary: "0/1 Adam: gradients in 1 bit while its variance changes more and more rarely; after \
@@ -22,12 +22,12 @@ pub const ZERO_ONE_ADAM: LocalMethod = LocalMethod {
     },
 };
 
-/// 0/1 Adam, for replicas that [`ZeroOne`](crate::sync::ZeroOne) keeps one model: [`scale_by_zero_one_adam`]
-/// with decoupled weight decay and the learning rate.
+/// Builds 0/1 Adam: [`scale_by_zero_one_adam`] with decoupled weight decay and the learning rate. Replicas with
+/// this chain are synchronised by [`ZeroOne`](crate::sync::ZeroOne).
 ///
 /// Source: Lu et al. 2022, "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam".
-/// Differs: clipping, if any, is of averaged gradients, and of a replica's own in local steps; and as
-/// [`scale_by_zero_one_adam`] says.
+/// Differs: clipping, if any, applies to averaged gradients, and in local steps to a replica's own gradients;
+/// for more see [`scale_by_zero_one_adam`].
 #[must_use]
 pub fn zero_one_adam(settings: ZeroOneAdam, clip: Option<f64>) -> ChainBuilder {
     let ZeroOneAdam { schedule, weight_decay, .. } = settings;

@@ -1,4 +1,4 @@
-//! Workers that update a model on servers when each is ready, without waiting for the slowest.
+//! Workers that update a model on servers, each when it is ready, without waiting for the slowest.
 
 mod owner;
 mod packer;
@@ -12,49 +12,52 @@ pub(super) use owner::{Owner, Route};
 pub use worker::Asynchronous;
 pub(super) use worker::{Pace, Parts, Remembered};
 
-/// Where servers are.
+/// Placement of the servers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Servers {
     /// Each worker serves its shard of the model.
     #[default]
     Sharded,
-    /// The first worker serves all of it.
+    /// The first worker serves the whole model.
     Central,
 }
 
-/// What only asynchronous methods read.
+/// Settings that only asynchronous methods read.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AsynchronousSettings {
-    /// Where servers are.
+    /// Placement of the servers.
     pub servers: Servers,
-    /// Steps between meetings of all workers, at which they tell losses and may evaluate and save.
+    /// Number of steps between synchronisations of all workers, at which they exchange losses and may evaluate
+    /// and save.
     pub meet_every: u64,
-    /// Changes that delayed Nesterov gathers for a step of its momentum; 0 is as many as there are workers.
+    /// Number of changes that delayed Nesterov accumulates for a step of its momentum; 0 means as many as there
+    /// are workers.
     pub buffer: u64,
-    /// Steps that a worker may be ahead of the slowest.
+    /// Number of steps that a worker may be ahead of the slowest.
     pub staleness: u64,
-    /// When a mean of changes is taken.
+    /// Rule for when a mean of changes is taken.
     pub quorum: Quorum,
     /// Time from the end of a round of model averaging to the next.
     pub interval: Nanos,
-    /// Steps at the beginning that average gradients.
+    /// Number of steps at the beginning that average gradients.
     pub warmup: u64,
-    /// Tokens of this worker's local step, where 1 is as many as all have in the mean.
+    /// Number of tokens in this worker's local step, relative to the mean over all workers.
     pub tokens_per_step: f64,
-    /// The upper of two levels of servers.
+    /// Settings of the world server, the upper of two levels of servers.
     pub world: WorldSettings,
 }
 
-/// The server of all regions, as the servers of regions use it.
+/// Settings of the world server, which serves all regions.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct WorldSettings {
-    /// Its learning rate.
+    /// Learning rate.
     pub lr: f64,
-    /// Its momentum, which joins once as many changes have come as there are regions.
+    /// Momentum, which is applied at every `n`-th change, where `n` is the number of regions.
     pub momentum: f64,
-    /// Changes of a region's workers between two messages to it; 0 is two of each worker.
+    /// Number of changes by a region's workers between two messages to the world server; 0 means two per
+    /// worker.
     pub every: u64,
-    /// What stays of a region's model where it takes up the world's.
+    /// Share of a region's own model that stays when it applies the world's model.
     pub mixing: f64,
 }
 
@@ -80,10 +83,10 @@ impl Default for AsynchronousSettings {
     }
 }
 
-/// [`Asynchronous`] with [`DelayedNesterov`].
+/// Row of [`METHODS`](super::METHODS) for [`Asynchronous`] with [`DelayedNesterov`].
 ///
 /// Source: Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling". Differs: with a delay
-/// above 0, a worker trains on while its change and the answer travel.
+/// above 0, a worker trains on while its change and the answer are in flight.
 pub const ASYNC: SyncMethod = SyncMethod {
     name: "async",
     summary: "each worker moves the model on the servers when its local steps are done, and waits for nobody \
@@ -104,13 +107,13 @@ pub const ASYNC: SyncMethod = SyncMethod {
     codec: Some("none"),
     codes_changes: true,
     compensates: false,
-    // With the papers' 0.9 eight workers that are a round stale diverge (bench async).
+    // With the papers' 0.9 eight workers that are one round stale diverge (bench async).
     outer_momentum: Some(0.5),
     missing: Missing::Refused("a lost member takes the shard of the model that it serves with it"),
     buffers: |&Kept { momentum, feedback, .. }| {
         let (momentum, feedback) = (if momentum == 0.0 { 0 } else { 2 }, usize::from(feedback));
-        // The model and what the server remembers, the same as they are saved, three of the worker's own, and
-        // what a codec lost.
+        // Held: the model and the server's states, both also in the form of a checkpoint; three vectors of the
+        // worker; what a codec lost, also twice.
         Buffers { held: 5 + 2 * (momentum + feedback), saved: 4 + momentum + feedback }
     },
     build: |s| {
@@ -123,11 +126,12 @@ pub const ASYNC: SyncMethod = SyncMethod {
     },
 };
 
-/// [`Asynchronous`] stochastic gradient descent: a change after each step.
+/// Row of [`METHODS`](super::METHODS) for [`Asynchronous`] stochastic gradient descent: a change after each
+/// step.
 ///
 /// Source: Dean et al. 2012, "Large Scale Distributed Deep Networks" (Downpour SGD); Li et al. 2014, "Scaling
-/// Distributed Machine Learning with the Parameter Server". Differs: workers send the steps of optimizers of
-/// their own rather than gradients.
+/// Distributed Machine Learning with the Parameter Server". Differs: workers send the steps of their own
+/// optimizers rather than gradients.
 pub const PARAMETER_SERVER: SyncMethod = SyncMethod {
     name: "parameter-server",
     summary: "each worker's step moves the model on the servers at once, and the worker goes on from there",
@@ -143,7 +147,8 @@ pub const PARAMETER_SERVER: SyncMethod = SyncMethod {
     ..ASYNC
 };
 
-/// [`PARAMETER_SERVER`] whose workers are at most so many steps apart.
+/// Row of [`METHODS`](super::METHODS) for [`PARAMETER_SERVER`] with a bound on how many steps workers are
+/// apart.
 ///
 /// Source: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server".
 pub const BOUNDED_STALE: SyncMethod = SyncMethod {
@@ -158,16 +163,17 @@ pub const BOUNDED_STALE: SyncMethod = SyncMethod {
     ..PARAMETER_SERVER
 };
 
-/// [`Asynchronous`] with a [`QuorumMean`]: workers train on until its answer arrives.
+/// Row of [`METHODS`](super::METHODS) for [`Asynchronous`] with a [`QuorumMean`]: workers train on until its
+/// answer arrives.
 ///
 /// Source: Douillard et al. 2026, "Decoupled `DiLoCo`". Differs: the fragments are the servers' shards, whose
-/// changes leave together; the grace is a constant.
+/// changes are sent together; the grace time is a constant.
 pub const DECOUPLED: SyncMethod = SyncMethod {
     name: "decoupled",
     summary: "servers take an outer Nesterov step of the changes that came, once these are --quorum and --grace is \
               over",
     reads: &["sync-every", "outer-lr", "outer-momentum", "quorum", "grace", "servers", "meet-every"],
-    // As with `async`: a quorum of half moves the model twice a round.
+    // Lower than that of `async`: a quorum of half the workers moves the model twice a round.
     outer_momentum: Some(0.3),
     buffers: |&Kept { feedback, .. }| {
         let feedback = usize::from(feedback);
@@ -177,14 +183,15 @@ pub const DECOUPLED: SyncMethod = SyncMethod {
         let settings = s.asynchronous;
         let (outer, workers) = ((s.outer_lr, s.outer_momentum), s.comm.size());
         let rule = |len| Box::new(QuorumMean::new(len, outer, settings.quorum, workers)) as _;
-        // Tokens, times tokens of a step.
+        // A change is weighted by tokens, times tokens per step.
         let pace = Pace { waits: None, staleness: None, weight: settings.tokens_per_step };
         Ok(Box::new(Asynchronous::new(s, &rule, pace)?))
     },
     ..ASYNC
 };
 
-/// A mean of so many workers' changes, one by one: for a shard of a length.
+/// Returns a constructor of rules for shards of a given length. Each change moves the model by its share of a
+/// mean over `workers` changes.
 fn sgd(workers: usize) -> impl Fn(usize) -> Box<dyn ServerRule> {
     move |len| Box::new(DelayedNesterov::new(len, 1.0, 0.0, workers as u64))
 }

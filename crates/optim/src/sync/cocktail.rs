@@ -1,12 +1,13 @@
-//! The loop of `CocktailSGD`.
+//! `CocktailSGD`: averages that are applied one step after they were sent.
 
 use super::{Buffers, Delayed, DelayedSettings, IN_FLIGHT, Merge, SyncMethod};
 
-/// After each step the difference from the common model leaves, and its mean is taken up one step later: a
-/// whole step's compute hides the exchange.
+/// Row of [`METHODS`](super::METHODS) for `CocktailSGD`. After each step a replica sends its difference from
+/// the common model. The mean is applied one step later, so that the exchange overlaps with the computation of
+/// a whole step.
 ///
 /// Source: Wang et al. 2023, "`CocktailSGD`", Alg. 1, whose compressor is the codec `rolling:10/topk:0.2/int4`.
-/// Differs: what the codec dropped waits in its residual, where theirs stays in the copy's parameters.
+/// Differs: what the codec drops stays in its residual; in the paper it stays in the replica's parameters.
 pub const COCKTAIL: SyncMethod = SyncMethod {
     name: "cocktail",
     summary: "a mean of parameters at each step, taken up one step later, while the next is computed",
@@ -20,7 +21,7 @@ pub const COCKTAIL: SyncMethod = SyncMethod {
     compensates: false,
     outer_momentum: None,
     missing: IN_FLIGHT,
-    // Anchor, what it becomes, delta, mean; saved with a copy's own parameters.
+    // Held: anchor, next anchor, delta, mean. Saved: anchor, delta, mean, the replica's own parameters.
     buffers: |_| Buffers { held: 4, saved: 4 },
     build: |s| {
         let (every, fragments, delay, outer_lr, outer_momentum) = (1, 1, 1, 1.0, 0.0);

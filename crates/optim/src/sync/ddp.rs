@@ -5,7 +5,7 @@ use farflung_tensor::Tensor;
 use super::{After, Buffers, Missing, SyncMethod, Synchroniser};
 use crate::{Average, OptimError};
 
-/// [`Ddp`].
+/// Row of [`METHODS`](super::METHODS) for [`Ddp`].
 pub const DDP: SyncMethod = SyncMethod {
     name: "ddp",
     summary: "gradients are averaged at each step",
@@ -23,7 +23,7 @@ pub const DDP: SyncMethod = SyncMethod {
     build: |s| Ok(Box::new(Ddp::new(Average::new(s.comm, s.device, s.layout, s.average)?))),
 };
 
-/// Averages gradients at each step, so that copies never differ.
+/// Averages gradients at each step, so that replicas never differ.
 ///
 /// Source: Li et al. 2020, "PyTorch Distributed".
 #[derive(Debug)]
@@ -32,7 +32,7 @@ pub struct Ddp {
 }
 
 impl Ddp {
-    /// Through this average.
+    /// Creates the method with an average for gradients.
     #[must_use]
     pub const fn new(average: Average) -> Self {
         Self { average }

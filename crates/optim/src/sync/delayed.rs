@@ -1,4 +1,4 @@
-//! Averages that are taken up some steps after they left, by fragments of the parameters.
+//! Averages of fragments of the parameters, which are applied some steps after they were sent.
 
 mod programs;
 
@@ -12,37 +12,39 @@ use crate::finite::is_finite;
 use crate::{Average, AverageConfig, OptimError};
 use programs::Programs;
 
-/// How a copy takes up an average that it waited for.
+/// How a replica applies an average that arrives late.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Merge {
-    /// So much of its own parameters stays, the rest is the common model's: 0 takes that as it is.
+    /// Keeps this share of the replica's own parameters and takes the rest from the common model; 0 takes the
+    /// common model alone.
     Mix(f64),
-    /// Its own parameters move by how far the common model is from where it was when they left: what it learned
-    /// since then stays whole.
+    /// Moves the replica's own parameters by the difference between the common model and the parameters that
+    /// were sent. What the replica learned since then is kept in full.
     Rebase,
 }
 
-/// What [`Delayed`] does when.
+/// Settings of [`Delayed`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DelayedSettings {
-    /// Steps between two departures of a fragment.
+    /// Number of steps between two departures of a fragment.
     pub every: u64,
-    /// Fragments.
+    /// Number of fragments.
     pub fragments: usize,
-    /// Steps between a departure and its return; 0 waits at once.
+    /// Number of steps between a departure and the return; 0 waits at once.
     pub delay: u64,
-    /// Learning rate of the common model's steps.
+    /// Learning rate of the common model.
     pub outer_lr: f64,
-    /// Its Nesterov momentum; 0 keeps no buffer.
+    /// Nesterov momentum of the common model. At 0 there is no momentum buffer.
     pub outer_momentum: f64,
-    /// How copies take it up.
+    /// How replicas apply an average.
     pub merge: Merge,
 }
 
-/// Copies train for themselves. A common model, the anchor, moves by the mean of how far they are from it, one
-/// fragment after the other, while they train on; between meetings each copy has parameters of its own.
+/// Local training with a common model, the anchor. The anchor moves by the mean over replicas of
+/// `anchor - params`, one fragment after the other, while they train on. Replicas differ even after a
+/// synchronisation.
 ///
-/// Per fragment, as on a [`Timeline`]:
+/// For each fragment, at the steps of a [`Timeline`]:
 ///
 /// ```text
 /// as it leaves:   d = anchor - params, sent
@@ -50,28 +52,29 @@ pub struct DelayedSettings {
 ///                 Mix(a): params = a params + (1 - a) anchor     Rebase: params += d + the anchor's move
 /// ```
 ///
-/// With one fragment, no delay and `Mix(0)` it is `DiLoCo`. After the last step of a run everything comes back,
-/// and all parameters are averaged once more, without delay.
+/// With one fragment, no delay and `Mix(0)` it is `DiLoCo`. After the last step of a run, the fragment in
+/// flight is applied, and then all parameters are averaged once more, without delay.
 #[derive(Debug)]
 pub struct Delayed {
     average: Average,
     timeline: Timeline,
     settings: DelayedSettings,
-    /// Elements of each fragment.
+    /// Ranges of the elements of each fragment.
     fragments: Vec<Vec<Range<usize>>>,
     programs: Programs,
     outer: Outer,
-    /// What the outer state becomes, once all agreed.
+    /// Next outer state, which is taken once all ranks agreed.
     next: Outer,
-    /// How far this copy was from the anchor as the fragment left.
+    /// `anchor - params` of this replica, as of when the fragment left.
     delta: Tensor,
-    /// The mean of that over all copies, once it came.
+    /// Mean of `delta` over all replicas, once it arrived.
     mean: Tensor,
     flight: Option<Flight>,
-    /// The name of `mean` among the states: it says on what timeline, so that no other takes it up.
+    /// Name of `mean` among the states. It includes the timeline's settings, so that another timeline does not
+    /// restore it.
     mean_name: String,
     merging: Option<Merging>,
-    /// Whether fragments have left in this round of averaging.
+    /// Whether fragments were sent in this round of averaging.
     opened: bool,
     steps: u64,
     goes_on: bool,
@@ -80,25 +83,25 @@ pub struct Delayed {
 /// A fragment between its departure and its return.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Flight {
-    /// On its way.
+    /// Still in flight.
     Away(usize),
-    /// Its mean came early.
+    /// Its mean has arrived and is not applied yet.
     Here(usize),
-    /// The same, in a run that goes on: which one, the step tells.
+    /// The same after a restart from a checkpoint. The step determines which fragment it is.
     Restored,
 }
 
-/// What is taken up in a meeting.
+/// Elements that the next commit merges.
 #[derive(Debug, Clone)]
 struct Merging {
     elements: Vec<Range<usize>>,
-    /// Whether copies take the anchor as it is.
+    /// Whether replicas take the anchor in place of their own parameters.
     takes: bool,
-    /// Whether it has the layout's first parameter.
+    /// Whether the elements include the layout's first parameter.
     first: bool,
 }
 
-/// The common model, and how it has moved.
+/// The common model and its momentum.
 #[derive(Debug)]
 struct Outer {
     anchor: Tensor,
@@ -135,10 +138,11 @@ impl Outer {
 }
 
 impl Delayed {
-    /// Anchored at the parameters of `sync`; of its settings the averages' hold, the others are in `settings`.
+    /// Creates the method with the parameters of `sync` as its anchor. `sync` also configures the averages;
+    /// everything else comes from `settings`.
     ///
-    /// Errors: those of [`Timeline::new`] and [`Average::new`]; [`OptimError::Setting`] for a mixing that is
-    /// not between 0 and 1.
+    /// Errors: those of [`Timeline::new`] and [`Average::new`]; [`OptimError::Setting`] if the share of
+    /// [`Merge::Mix`] is not between 0 and 1.
     pub fn new(sync: SyncSettings<'_>, settings: DelayedSettings) -> Result<Self, OptimError> {
         let SyncSettings { comm, device, layout, average, params, .. } = sync;
         let DelayedSettings { every, fragments, delay, outer_momentum, merge, .. } = settings;
@@ -176,7 +180,7 @@ impl Delayed {
         self.mean.device().clone()
     }
 
-    /// Sends some fragments, in their order.
+    /// Sends some fragments, in order.
     fn send(&mut self, params: &Tensor, fragments: Range<usize>, weight: f64) -> Result<(), OptimError> {
         if fragments.start == 0 || !self.opened {
             self.average.open();
@@ -199,7 +203,7 @@ impl Delayed {
         Ok(())
     }
 
-    /// The fragment that is taken up now, once its mean is here.
+    /// Returns the fragment that is due after this step, once its mean has arrived.
     fn returned(&mut self, after: After) -> Result<Option<usize>, OptimError> {
         let due = after.last || self.timeline.returns(after.step).is_some();
         let Some(flight) = self.flight.filter(|_| due) else { return Ok(None) };
@@ -213,14 +217,14 @@ impl Delayed {
         })
     }
 
-    /// All elements that are merged.
+    /// Sets the elements that the next commit merges.
     fn merges(&mut self, fragments: Range<usize>, takes: bool) {
         let first = fragments.end == self.fragments.len();
         let elements = self.fragments[fragments].concat();
         self.merging = Some(Merging { elements, takes, first });
     }
 
-    /// What stays of own parameters, and the common ones' part.
+    /// Returns the shares of the replica's own parameters and of the anchor; `None` for [`Merge::Rebase`].
     fn parts(&self, takes: bool) -> Option<[f32; 2]> {
         match self.settings.merge {
             _ if takes => Some([0.0, 1.0]),
@@ -241,7 +245,7 @@ impl Synchroniser for Delayed {
         (self.merging, self.goes_on) = (None, false);
         if let Some(fragment) = self.returned(after)? {
             self.merges(fragment..fragment + 1, false);
-            // Then all of them once more, without delay.
+            // All fragments are then averaged once more, without delay.
             self.goes_on = after.last;
             return Ok(());
         }

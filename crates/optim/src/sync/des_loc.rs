@@ -1,4 +1,5 @@
-//! `DES-LOC`: local Adam whose parameters, first and second moments are averaged at periods of their own.
+//! `DES-LOC`: local Adam whose parameters, first moments and second moments are averaged, each with its own
+//! period.
 
 use farflung_comm::Algorithm;
 use farflung_tensor::Tensor;
@@ -9,7 +10,7 @@ use crate::finite::is_finite;
 use crate::transform::StateKind;
 use crate::{Average, AverageConfig, Chain, Coding, OptimError, weigh};
 
-/// [`DesLoc`].
+/// Row of [`METHODS`](super::METHODS) for [`DesLoc`].
 pub const DES_LOC: SyncMethod = SyncMethod {
     name: "des-loc",
     summary: "local Adam: parameters, first and second moments are averaged, each at a period of its own",
@@ -23,48 +24,48 @@ pub const DES_LOC: SyncMethod = SyncMethod {
     compensates: false,
     outer_momentum: None,
     missing: Missing::MeanOfOthers,
-    // The anchor, how far parameters are from it, the anchor before a step that is tried, and a mean of each
-    // state.
+    // Anchor, delta, the anchor from before a step that is being tried, and a mean of each optimizer state.
     buffers: |&Kept { states, .. }| Buffers { held: 3 + states, saved: 1 },
     build: |s| Ok(Box::new(DesLoc::new(s)?)),
 };
 
-/// Steps between averages of what optimizers remember.
+/// Numbers of steps between averages of the optimizer's moments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MomentPeriods {
-    /// Of first moments.
+    /// Steps between averages of first moments.
     pub first: u64,
-    /// Of second moments.
+    /// Steps between averages of second moments.
     pub second: u64,
 }
 
-/// Every `every` steps copies take the mean of their parameters; every [`MomentPeriods::first`] steps that of
-/// their first moments, every [`MomentPeriods::second`] that of their second ones. Slow weights follow the
-/// parameters. Whatever is not averaged stays a copy's own.
+/// Averages parameters every `every` steps, first moments every [`MomentPeriods::first`] steps and second
+/// moments every [`MomentPeriods::second`] steps. Lookahead's slow weights are averaged with the parameters.
+/// What is not averaged stays different on each replica.
 ///
-/// Means are by weights. A rank sends `8 P (n - 1) / n (1 / every + 1 / first + 1 / second)` bytes a step with
-/// Adam: the codec is for parameters alone, since a second moment that it rounds to zero would leave `eps` to
-/// divide by. With equal periods it is local Adam.
+/// Means are weighted. With Adam, and P parameters on n ranks, a rank sends
+/// `8 P (n - 1) / n (1 / every + 1 / first + 1 / second)` bytes per step. The codec is used for parameters
+/// alone: where it rounded a second moment to zero, only `eps` would be left to divide by. With equal periods
+/// the method is local Adam.
 ///
 /// Source: Iacob et al. 2025, "`DES-LOC`: Desynced Low Communication Adaptive Optimizers for Training
-/// Foundation Models", Alg. 1. Differs: moments are averaged where parameters are, so that their periods are
-/// multiples of `every`; copies count by their tokens.
+/// Foundation Models", Alg. 1. Differs: moments are averaged together with parameters, so their periods are
+/// multiples of `every`; replicas are weighted by their tokens.
 #[derive(Debug)]
 pub struct DesLoc {
-    /// Of parameters: an outer step of the whole mean.
+    /// Averages parameters: an outer step by the whole mean.
     params: DiLoCo,
     every: u64,
     periods: MomentPeriods,
-    /// Of all else, plain.
+    /// Averages everything else, without a codec.
     plain: Average,
-    /// Of each state of the optimizer, once it was averaged.
+    /// Mean of each optimizer state, once it was averaged.
     means: Vec<Tensor>,
-    /// The states whose means are about to be taken.
+    /// Indices of the states whose means the next commit applies.
     due: Vec<usize>,
 }
 
 impl MomentPeriods {
-    /// The paper's, beside parameters that are averaged every so many steps.
+    /// Returns the paper's periods for parameters that are averaged every `every` steps.
     #[must_use]
     pub const fn of(every: u64) -> Self {
         Self { first: every.saturating_mul(3), second: every.saturating_mul(6) }
@@ -78,10 +79,10 @@ fn multiple(field: &'static str, value: u64, every: u64) -> Result<(), OptimErro
 }
 
 impl DesLoc {
-    /// Anchored at the parameters of `settings`.
+    /// Creates the method with the parameters of `settings` as its anchor.
     ///
-    /// Errors: [`OptimError::Setting`] for periods of moments that are no multiples of the parameters'; those
-    /// of [`Average::new`].
+    /// Errors: [`OptimError::Setting`] if a period of moments is not a multiple of the parameters' period;
+    /// those of [`Average::new`].
     pub fn new(settings: SyncSettings<'_>) -> Result<Self, OptimError> {
         let (every, periods) = (settings.every.max(1), settings.moments);
         multiple("first-moment-every", periods.first, every)?;
@@ -97,7 +98,7 @@ impl DesLoc {
         Ok(Self { params, every, periods, plain, means: Vec::new(), due: Vec::new() })
     }
 
-    /// Whether states of a kind are averaged after a step.
+    /// Returns whether states of a kind are averaged after a step.
     const fn averages(&self, kind: StateKind, after: After) -> bool {
         let every = match kind {
             StateKind::Weights => self.every,

@@ -1,11 +1,11 @@
-//! DiLoCo: local steps, then an average of how far the parameters moved, through an outer optimizer.
+//! DiLoCo: local steps, then an outer step by the average change of the parameters.
 
 use farflung_tensor::Tensor;
 
 use super::{After, Buffers, Kept, Missing, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError, OuterOptimizer, Prepared, diloco_outer, weigh};
 
-/// [`DiLoCo`].
+/// Row of [`METHODS`](super::METHODS) for [`DiLoCo`].
 pub const DILOCO: SyncMethod = SyncMethod {
     name: "diloco",
     summary: "parameters are averaged every so many steps, through an outer Nesterov step",
@@ -19,7 +19,7 @@ pub const DILOCO: SyncMethod = SyncMethod {
     compensates: false,
     outer_momentum: None,
     missing: Missing::MeanOfOthers,
-    // The anchor, the delta, and the outer momentum; the anchor and the momentum before a step that is tried.
+    // Anchor, delta and outer momentum, and the anchor and momentum from before a step that is being tried.
     buffers: |&Kept { momentum, .. }| {
         let momentum = usize::from(momentum != 0.0);
         Buffers { held: 3 + 2 * momentum, saved: 1 + momentum }
@@ -29,8 +29,8 @@ pub const DILOCO: SyncMethod = SyncMethod {
 
 /// Averages `anchor - params` every `every` steps and moves the anchor by it.
 ///
-/// Source: Douillard et al. 2023, "DiLoCo", Alg. 1. Differs: copies that trained on unequal numbers of tokens
-/// are weighted by them, and the last step of a run always averages.
+/// Source: Douillard et al. 2023, "DiLoCo", Alg. 1. Differs: replicas are weighted by the tokens that they
+/// trained on, and the last step of a run always averages.
 #[derive(Debug)]
 pub struct DiLoCo {
     average: Average,
@@ -40,7 +40,7 @@ pub struct DiLoCo {
 }
 
 impl DiLoCo {
-    /// Anchored at the parameters of `settings`.
+    /// Creates the method with the parameters of `settings` as its anchor.
     ///
     /// Errors: those of [`Average::new`] and of the outer chain.
     pub fn new(settings: SyncSettings<'_>) -> Result<Self, OptimError> {

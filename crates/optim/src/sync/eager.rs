@@ -1,4 +1,5 @@
-//! Eager updates: `DiLoCo` whose averages take a whole round, while each copy counts its own change at once.
+//! Eager updates: `DiLoCo` whose averages take a whole round to arrive, while each replica applies its own
+//! change at once.
 
 use farflung_comm::Algorithm;
 use farflung_compress::AverageSpec;
@@ -10,7 +11,7 @@ use super::saved::required;
 use super::{After, Buffers, IN_FLIGHT, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, AverageConfig, OptimError};
 
-/// [`Eager`].
+/// Row of [`METHODS`](super::METHODS) for [`Eager`].
 pub const EAGER: SyncMethod = SyncMethod {
     name: "eager",
     summary: "diloco whose averages have the next round's time to arrive; each worker counts its own change at \
@@ -23,29 +24,31 @@ pub const EAGER: SyncMethod = SyncMethod {
     codec: None,
     codes_changes: false,
     compensates: false,
-    // The mean is a round old: with the paper's 0.9 eight workers diverge once local steps come near an
-    // optimum, and with 0.5 they end 17 % above averaging at each step (bench local-vs-sync).
+    // The mean is one round old. With the paper's momentum of 0.9 eight workers diverge once local steps come
+    // near an optimum; with 0.5 they end 17 % above averaging at each step (bench local-vs-sync).
     outer_momentum: Some(0.0),
     missing: IN_FLIGHT,
-    // Model and momentum that all have, the same of what is this copy's own, its last change, the mean on its
-    // way and the one of evaluations; what is saved of them, with a copy's own parameters.
+    // Held: shared and own position and velocity, the last change, the mean as it is saved, the mean in flight,
+    // and the mean for evaluations. Saved: the first six, and the replica's own parameters.
     buffers: |_| Buffers { held: 8, saved: 7 },
     build: |s| Ok(Box::new(Eager::new(s)?)),
 };
 
-/// Every `every` steps a copy's change `D_t = start - params` leaves to be averaged, and the outer Nesterov
-/// step is taken with the mean of the round before, in which its own part is replaced by the fresh one:
+/// Every `every` steps a replica's change `D_t = start - params` is sent to be averaged. The outer Nesterov
+/// step is taken with the mean of the previous round, in which the replica's own part is replaced by the fresh
+/// one:
 ///
 /// ```text
 /// D = mean(D_{t-1}) + w (D_t - D_{t-1});   v = mu v + D;   x -= lr (D + mu v);   params = start = x
 /// ```
 ///
-/// where `w` is the copy's part of the mean. The step is linear in `D`, so that `x` is what all copies have of
-/// the means alone and, beside it, a copy's own answer to its differences; both are kept apart here. The model
-/// of the run is the mean of all copies, which all take after the last step.
+/// where `w` is the replica's weight in the mean. The step is linear in `D`. So `x` is the sum of two
+/// positions, which are kept apart here: one that only the means move, the same on all replicas, and one that
+/// this replica's own differences move. The model of the run is the mean of all replicas, which all take after
+/// the last step.
 ///
 /// Source: Kale et al. 2025, "Eager Updates For Overlapped Communication and Computation in `DiLoCo`". Differs:
-/// copies count by their tokens.
+/// replicas are weighted by their tokens.
 #[derive(Debug)]
 pub struct Eager {
     every: u64,
@@ -53,21 +56,21 @@ pub struct Eager {
     momentum: f32,
     copies: f64,
     packing: Packing,
-    /// Moved by means: the same on all copies.
+    /// Position that means move: the same on all replicas.
     shared: Path,
-    /// Moved by this copy's own differences.
+    /// Position that this replica's own differences move.
     own: Path,
-    /// The change that left last, and its part of the mean.
+    /// Change that was sent last; `part` is its weight in the mean.
     left: Vec<f32>,
     part: f32,
-    /// Of changes.
+    /// Average of changes.
     average: Average,
-    /// Where a change leaves and its mean arrives.
+    /// Holds the change that is sent, and then the mean that arrives.
     buffer: Tensor,
-    /// Of parameters, plain.
+    /// Average of parameters, without a codec.
     mean: CommonMean,
     flight: Flight,
-    /// What is taken once all agreed.
+    /// Values that the next commit applies.
     next: Option<Next>,
     goes_on: bool,
     rounds: u64,
@@ -82,7 +85,7 @@ struct Path {
     velocity: Vec<f32>,
 }
 
-/// Both paths after the step, and the change that it is of.
+/// Both paths after the step, and the change that the step is for.
 #[derive(Debug)]
 struct Next {
     shared: Path,
@@ -91,14 +94,14 @@ struct Next {
     part: f32,
 }
 
-/// The mean of the last round.
+/// State of the previous round's mean.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Flight {
-    /// None yet: the first round.
+    /// There is none, or it was applied.
     Nothing,
-    /// On its way.
+    /// In flight.
     Away,
-    /// In the buffer.
+    /// Arrived, in the buffer.
     Here,
 }
 
@@ -107,7 +110,7 @@ impl Path {
         Self { velocity: vec![0.0; at.len()], at }
     }
 
-    /// A Nesterov step.
+    /// Takes a Nesterov step.
     fn step(&mut self, rate: f32, momentum: f32, change: impl Iterator<Item = f32>) {
         for ((x, v), d) in self.at.iter_mut().zip(&mut self.velocity).zip(change) {
             *v = momentum * *v + d;
@@ -120,7 +123,7 @@ const SHARED: [&str; 2] = ["anchor", "momentum"];
 const OWN: [&str; 4] = ["own", "own-momentum", "change", "mean"];
 
 impl Eager {
-    /// At the parameters of `settings`.
+    /// Creates the method at the parameters of `settings`.
     ///
     /// Errors: those of [`Average::new`].
     pub fn new(settings: SyncSettings<'_>) -> Result<Self, OptimError> {
@@ -171,12 +174,12 @@ impl Eager {
         })
     }
 
-    /// Where the copy's round began.
+    /// Returns the parameters at which this replica's round began.
     fn start(&self) -> impl Iterator<Item = f32> {
         self.shared.at.iter().zip(&self.own.at).map(|(shared, own)| shared + own)
     }
 
-    /// Waits for the mean of the round before.
+    /// Waits for the mean of the previous round.
     fn arrive(&mut self) -> Result<(), OptimError> {
         if self.flight == Flight::Away {
             self.average.finish_all(&mut self.buffer)?;
@@ -186,7 +189,7 @@ impl Eager {
         Ok(())
     }
 
-    /// The step of a round, with this copy's part of the mean.
+    /// Computes the step of a round, with this replica's weight in the mean.
     fn plan(&mut self, params: &Tensor, weight: f64) -> Result<(), OptimError> {
         let part = (weight / self.copies) as f32;
         let now = self.packing.pack(params)?;
@@ -308,7 +311,7 @@ impl Synchroniser for Eager {
         self.flight = Flight::Nothing;
         if let [at, velocity, change, mean @ ..] = &own[..] {
             self.own = Path { at: at.clone(), velocity: velocity.clone() };
-            // It was saved as its part of the mean.
+            // The change was saved multiplied by its weight.
             (self.left, self.part) = (change.clone(), 1.0);
             if let [mean] = mean {
                 self.packing.unpack(mean, &mut self.buffer)?;

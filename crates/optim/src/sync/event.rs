@@ -13,7 +13,7 @@ use super::saved::optional;
 use super::{After, Buffers, OWN_COPIES, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
-/// [`EventTriggered`].
+/// Row of [`METHODS`](super::METHODS) for [`EventTriggered`].
 pub const EVENT: SyncMethod = SyncMethod {
     name: "event",
     summary: "as d-psgd, but a tensor is sent only once it has changed by --trigger since it was sent last",
@@ -27,45 +27,49 @@ pub const EVENT: SyncMethod = SyncMethod {
     compensates: false,
     outer_momentum: None,
     missing: OWN_COPIES,
-    // As they were sent, here and by two neighbours, what these change, and the mean; saved with a copy's own.
+    // Held: parameters as last sent here and by two neighbours, the change, the mean. Saved: the same with own
+    // parameters in place of the mean.
     buffers: |_| Buffers { held: 5, saved: 5 },
     build: |s| Ok(Box::new(EventTriggered::new(s)?)),
 };
 
-/// Neighbours on a ring know each other's parameters as they were last sent, `x'`. After each step a copy sends
-/// those tensors with `|x - x'| >= trigger |x'|`, and all mix what is known of all, one step later:
+/// Replicas on a ring store their own and their neighbours' parameters as they were last sent, `x'`. After each
+/// step a replica sends those tensors with `|x - x'| >= trigger |x'|`. One step later all replicas mix what
+/// they stored:
 ///
 /// ```text
 /// x_i = x_i - step_i + sum over neighbours j of w_ij (x'_j - x'_i)
 /// ```
 ///
-/// The mean over all copies stays what the steps make it, whatever was not sent. With a trigger of 0 it is
-/// [`D_PSGD`](super::D_PSGD). A round sends one bit a tensor and 4 bytes a value of the tensors that changed.
+/// Mixing preserves the mean over all replicas, whatever was not sent. With a trigger of 0 it is
+/// [`D_PSGD`](super::D_PSGD). A round sends one bit per tensor, and 4 bytes per value of the tensors that
+/// changed.
 ///
 /// Source: Ghosh et al. 2021, "`EventGraD`: event-triggered communication in parallel machine learning".
-/// Differs: the threshold is relative to the tensor's norm, where theirs follows its last changes; mixing is of
-/// what was sent.
+/// Differs: the threshold is relative to the tensor's norm, where in the paper it follows the tensor's last
+/// changes; replicas mix the parameters as they were sent.
 #[derive(Debug)]
 pub struct EventTriggered {
     trigger: f64,
     every: u64,
-    /// The same in each round.
+    /// Neighbours, the same in each round.
     meeting: Meeting,
     packing: Packing,
-    /// Of each tensor in packed values.
+    /// Range of each tensor in packed values.
     tensors: Vec<Range<usize>>,
-    /// What this copy sent last.
+    /// Parameters as this replica last sent them.
     sent: Vec<f32>,
-    /// What its neighbours sent last, by their ranks.
+    /// Parameters as neighbours last sent them, by rank.
     heard: Vec<Heard>,
     flight: Flight,
     mean: CommonMean,
     rounds: u64,
-    /// What was last settled: sent, heard of the first and the second neighbour, and the change that waits.
+    /// Buffers of a checkpoint: sent, heard from the first and from the second neighbour, and the change to be
+    /// applied.
     settled: [Tensor; 4],
 }
 
-/// What a neighbour sent last.
+/// Parameters as a neighbour last sent them.
 #[derive(Debug)]
 struct Heard {
     from: u32,
@@ -76,14 +80,14 @@ struct Heard {
 enum Flight {
     Nothing,
     Away(Exchange),
-    /// What neighbours change.
+    /// Arrived: the change that neighbours cause.
     Here(Vec<f32>),
 }
 
 const SETTLED: [&str; 4] = ["sent", "heard-before", "heard-after", "change"];
 
 impl EventTriggered {
-    /// On a ring of the ranks of `settings`.
+    /// Creates the method on a ring of the ranks of `settings`.
     ///
     /// Errors: those of [`Average::new`].
     pub fn new(settings: SyncSettings<'_>) -> Result<Self, OptimError> {
@@ -116,7 +120,8 @@ impl EventTriggered {
         })
     }
 
-    /// The tensors of `now` that have changed enough: a bit for each, then their values. They count as sent.
+    /// Returns a message with the tensors of `now` that have changed enough: one bit for each tensor, then the
+    /// values. These tensors are recorded as sent.
     fn message(&mut self, now: &[f32]) -> Vec<u8> {
         let mut mask = vec![0_u8; self.tensors.len().div_ceil(8)];
         let mut values = Vec::new();
@@ -135,7 +140,7 @@ impl EventTriggered {
         mask
     }
 
-    /// Takes down what a neighbour sent.
+    /// Stores what a neighbour sent.
     fn hear(&mut self, from: Rank, bytes: &[u8]) -> Result<(), OptimError> {
         let bits = self.tensors.len().div_ceil(8);
         let short = || {
@@ -157,7 +162,7 @@ impl EventTriggered {
         Ok(())
     }
 
-    /// Waits for neighbours, and computes what they change.
+    /// Waits for neighbours' messages, and computes the change that they cause.
     fn arrive(&mut self) -> Result<(), OptimError> {
         let messages = match std::mem::replace(&mut self.flight, Flight::Nothing) {
             Flight::Away(messages) => messages,

@@ -1,4 +1,4 @@
-//! Messages between a rank and its neighbours: parameters without padding, or whatever else they make of them.
+//! Messages between a rank and its neighbours, and packing of parameters without padding.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use farflung_tensor::{Param, ParamLayout, Tensor};
 use super::neighbours::Meeting;
 use crate::OptimError;
 
-/// Takes parameters out of flat buffers, without padding, and puts them back.
+/// Packs the parameters of flat buffers without padding, and unpacks them.
 #[derive(Debug)]
 pub(super) struct Packing {
     pieces: Vec<Range<usize>>,
@@ -17,17 +17,17 @@ pub(super) struct Packing {
 }
 
 impl Packing {
-    /// For flat buffers of a layout.
+    /// Creates the packing of a layout.
     pub(super) fn new(layout: &ParamLayout) -> Self {
         Self { pieces: layout.params().iter().map(Param::range).collect(), len: layout.count() }
     }
 
-    /// Values of all parameters.
+    /// Returns the number of values of all parameters.
     pub(super) const fn len(&self) -> usize {
         self.len
     }
 
-    /// The values of a flat buffer, `[len]`.
+    /// Returns the parameters of a flat buffer, `[len]`.
     pub(super) fn pack(&self, flat: &Tensor) -> Result<Vec<f32>, OptimError> {
         Ok(match flat.host() {
             Some(all) => self.pack_host(all),
@@ -35,12 +35,12 @@ impl Packing {
         })
     }
 
-    /// The same of a flat buffer's elements, padding included.
+    /// Returns the parameters among a flat buffer's elements, which include padding.
     pub(super) fn pack_host(&self, all: &[f32]) -> Vec<f32> {
         self.pieces.iter().flat_map(|piece| &all[piece.clone()]).copied().collect()
     }
 
-    /// Writes values, `[len]`, to a flat buffer; its padding stays.
+    /// Writes parameters, `[len]`, to a flat buffer; its padding stays.
     pub(super) fn unpack(&self, values: &[f32], flat: &mut Tensor) -> Result<(), OptimError> {
         let mut start = 0;
         for piece in &self.pieces {
@@ -52,14 +52,14 @@ impl Packing {
     }
 }
 
-/// Values as bytes: f32, little-endian.
+/// Returns values as bytes: f32, little-endian.
 pub(super) fn to_bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
-/// The values of [`to_bytes`], `[len]`.
+/// Returns the values that [`to_bytes`] encoded, `[len]`.
 ///
-/// Errors: [`CommError::Mismatch`] with the sender for bytes of another length.
+/// Errors: [`CommError::Mismatch`] with the sender's rank if the bytes have another length.
 pub(super) fn from_bytes(bytes: &[u8], len: usize, from: Rank) -> Result<Vec<f32>, OptimError> {
     let (values, rest) = bytes.as_chunks::<4>();
     if values.len() != len || !rest.is_empty() {
@@ -69,7 +69,7 @@ pub(super) fn from_bytes(bytes: &[u8], len: usize, from: Rank) -> Result<Vec<f32
     Ok(values.iter().map(|&value| f32::from_le_bytes(value)).collect())
 }
 
-/// Messages of a round on their way.
+/// Messages of a round in flight.
 #[derive(Debug)]
 pub(super) struct Exchange {
     leaving: Vec<Pending<Result<(), CommError>>>,
@@ -87,16 +87,16 @@ struct Coming {
 #[derive(Debug)]
 pub(super) struct Arrived {
     pub(super) from: Rank,
-    /// The neighbour's part of the result.
+    /// Weight of the neighbour in the result.
     pub(super) weight: f64,
     pub(super) bytes: Vec<u8>,
 }
 
-/// Messages of even and odd rounds have a tag each.
+/// Tag of messages of even rounds; odd rounds use the next tag.
 const TAG: u32 = 0x6055_1900;
 
 impl Exchange {
-    /// Sends `bytes` to all whom this rank meets in a round, and receives theirs.
+    /// Sends `bytes` to all ranks of `meeting.to`, and starts to receive from all of `meeting.from`.
     pub(super) fn start(comm: &Communicator, meeting: Meeting, round: u64, bytes: &[u8]) -> Self {
         let tag = TAG + (round % 2) as u32;
         let coming = meeting.from.into_iter().map(|neighbour| {
@@ -108,7 +108,7 @@ impl Exchange {
         Self { leaving: leaving.collect(), coming }
     }
 
-    /// Waits for all of them; they are in the order of the meeting.
+    /// Waits for all messages. Those received are returned in the order of `meeting.from`.
     ///
     /// Errors: a neighbour that was lost.
     pub(super) fn wait(self) -> Result<Vec<Arrived>, OptimError> {

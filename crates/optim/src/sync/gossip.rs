@@ -1,4 +1,4 @@
-//! Decentralised training: each copy mixes its parameters with those of a few others after each step.
+//! Decentralised training: after each step a replica mixes its parameters with those of a few others.
 
 use farflung_tensor::{Device, Op, Program, ProgramBuilder, Tensor};
 
@@ -10,7 +10,7 @@ use super::saved::optional;
 use super::{After, Buffers, OWN_COPIES, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
-/// [`Gossip`] on a ring.
+/// Row of [`METHODS`](super::METHODS) for [`Gossip`] on a ring.
 ///
 /// Source: Lian et al. 2017, "Can decentralized algorithms outperform centralized algorithms?", Alg. 1.
 pub const D_PSGD: SyncMethod = SyncMethod {
@@ -26,12 +26,12 @@ pub const D_PSGD: SyncMethod = SyncMethod {
     compensates: false,
     outer_momentum: None,
     missing: OWN_COPIES,
-    // What was sent, what comes back, and the mean; saved with a copy's own parameters.
+    // Held: what was sent, the change, and the mean. Saved: the change, and the replica's own parameters.
     buffers: |_| Buffers { held: 3, saved: 2 },
     build: |s| Ok(Box::new(Gossip::new(s, Graph::Ring)?)),
 };
 
-/// [`Gossip`] in pairs that change in each step.
+/// Row of [`METHODS`](super::METHODS) for [`Gossip`] in pairs that change in each step.
 ///
 /// Source: Gan et al. 2021, "BAGUA", its decentralised algorithm with `shift_one`.
 pub const SHIFT_ONE: SyncMethod = SyncMethod {
@@ -41,10 +41,10 @@ pub const SHIFT_ONE: SyncMethod = SyncMethod {
     ..D_PSGD
 };
 
-/// [`Gossip`] on exponential graphs.
+/// Row of [`METHODS`](super::METHODS) for [`Gossip`] on exponential graphs.
 ///
 /// Source: Ying et al. 2021, "Exponential graph is provably efficient for decentralized deep training". With
-/// equal weights it is [`SGP`](super::SGP), whose push-sum weights then stay what they are.
+/// equal weights it is [`SGP`](super::SGP), whose push-sum weights then do not change.
 pub const EXPONENTIAL: SyncMethod = SyncMethod {
     name: "exponential",
     summary: "as d-psgd, from the worker 1, 2, 4 and so on before in turn",
@@ -52,9 +52,9 @@ pub const EXPONENTIAL: SyncMethod = SyncMethod {
     ..D_PSGD
 };
 
-/// [`Gossip`] in pairs that are drawn.
+/// Row of [`METHODS`](super::METHODS) for [`Gossip`] in random pairs.
 ///
-/// Source: Boyd et al. 2006, "Randomized gossip algorithms"; all ranks draw alike.
+/// Source: Boyd et al. 2006, "Randomized gossip algorithms". All ranks draw the same pairs.
 pub const RANDOM_PAIRS: SyncMethod = SyncMethod {
     name: "random-pairs",
     summary: "as d-psgd, in pairs of workers that are drawn in each step",
@@ -65,17 +65,17 @@ pub const RANDOM_PAIRS: SyncMethod = SyncMethod {
     ..D_PSGD
 };
 
-/// After a step, each copy sends its parameters to its neighbours, which have the next step's time to arrive;
-/// then
+/// After a step, each replica sends its parameters to its neighbours. Messages have the time of the next step
+/// to arrive; then
 ///
 /// ```text
 /// x_i = x_i - step_i + sum over neighbours j of w_ij (x_j - x_i)      x: as they were sent
 /// ```
 ///
-/// Copies are never quite the same; the model of the run is their mean, which is computed where it is evaluated
-/// or saved, and which all take after the last step. Every so many steps all meet to tell their losses, and
-/// average nothing. Copies count by their weights: `w_ij` are those of [`Graph::weighted`], so that what copies
-/// have in common is the mean by weights. Parameters travel as f32, or through a codec of their own.
+/// Replicas always differ a little. The model of the run is their mean. It is computed for evaluations and
+/// checkpoints, and all replicas take it after the last step. Every `every` steps all replicas synchronise only
+/// to exchange their losses. Replicas are weighted: `w_ij` are those of [`Graph::weighted`], so that replicas
+/// converge to the weighted mean. Parameters are sent as f32, or modulo a bound in a few bits.
 #[derive(Debug)]
 pub struct Gossip {
     graph: Graph,
@@ -84,14 +84,14 @@ pub struct Gossip {
     every: u64,
     packing: Packing,
     add: Program,
-    /// What neighbours' parameters change, once they came.
+    /// Change that neighbours' parameters cause, once they arrived.
     change: Tensor,
     mean: CommonMean,
     flight: Flight,
     rounds: u64,
 }
 
-/// How parameters travel.
+/// Encoding of parameters in messages.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Wire {
     /// As f32.
@@ -99,34 +99,34 @@ pub(super) enum Wire {
     /// In a few bits, modulo a bound.
     Modulo {
         modulo: Modulo,
-        /// How far a copy goes towards its neighbours: less for fewer bits.
+        /// Part of the distance to its neighbours that a replica moves: less for fewer bits.
         rate: f64,
     },
 }
 
-/// What neighbours sent.
+/// State of neighbours' messages.
 #[derive(Debug)]
 enum Flight {
     Nothing,
     Away {
-        /// What this rank sent.
+        /// Parameters that this rank sent.
         sent: Vec<f32>,
         round: u64,
         messages: Exchange,
     },
-    /// It is in `change`.
+    /// Arrived: the result is in `change`.
     Here,
 }
 
 impl Gossip {
-    /// On a graph over the ranks of `settings`.
+    /// Creates the method on a graph over the ranks of `settings`.
     ///
     /// Errors: those of [`Average::new`].
     pub fn new(settings: SyncSettings<'_>, graph: Graph) -> Result<Self, OptimError> {
         Self::with_wire(settings, graph, Wire::Plain)
     }
 
-    /// The same, whose messages are packed.
+    /// Creates the method with this encoding of messages.
     pub(super) fn with_wire(
         settings: SyncSettings<'_>,
         graph: Graph,
@@ -156,7 +156,7 @@ impl Gossip {
         self.change.device().clone()
     }
 
-    /// Waits for neighbours, and writes what they change.
+    /// Waits for neighbours' messages, and writes the change that they cause.
     fn arrive(&mut self) -> Result<(), OptimError> {
         let (sent, round, messages) = match std::mem::replace(&mut self.flight, Flight::Nothing) {
             Flight::Away { sent, round, messages } => (sent, round, messages),

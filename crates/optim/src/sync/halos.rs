@@ -14,36 +14,35 @@ use super::{ASYNC, Buffers, Kept, SyncMethod, SyncSettings};
 use crate::OptimError;
 use node::{Node, Region, World, forward};
 
-/// [`Asynchronous`] workers of regional servers, which in turn are workers of a world server.
+/// Row of [`METHODS`](super::METHODS) for [`Asynchronous`] workers of regional servers, which in turn are
+/// workers of a world server.
 ///
-/// Every `every` steps a worker sends its change to the server of its region and goes on from that one's model,
-/// as in [`ASYNC`]. After `world.every` of these changes a region's server sends what they moved its model by
-/// to the world's, and answers its workers meanwhile. Both levels move by delayed Nesterov. When the
-/// world's model
-/// comes back:
+/// Every `every` steps a worker sends its change to the server of its region and continues from that server's
+/// model, as in [`ASYNC`]. After `world.every` of these changes, a region's server sends the sum of the moves
+/// of its model to the world server. It answers its workers in the meantime. Both levels move by delayed
+/// Nesterov. When the world's model comes back:
 ///
 /// ```text
 /// sent:      change = pending;  pending = 0
 /// answered:  region = mixing region + (1 - mixing) world
 /// ```
 ///
-/// The model of the run is the world's. A meeting leaves `pending` where it is; after the last step it is sent.
+/// The model of the run is the world's. A synchronisation does not send `pending`; after the last step it is
+/// sent.
 ///
-/// The smallest region has `s` workers, and the first `s` of each region serve a shard of its model; `central`
-/// is the first alone. The world's shards are spread over the same ranks. A worker sends and receives
-/// `4 P (s - 1) / s` bytes each for a change in a region of `s`, and a region `4 P (m - 1) / m` each for
-/// `world.every` of them, of `P` values among `m` regions. Through a codec goes what regions send; what it
-/// loses
-/// stays `pending`.
+/// If the smallest region has `s` workers, the first `s` workers of each region serve a shard of its model
+/// each; with `central` only the first worker serves. The world's shards are spread over the same ranks. For
+/// `P` values, a worker sends and receives `4 P (s - 1) / s` bytes each per change, and one of `m` regions
+/// sends and receives `4 P (m - 1) / m` bytes each per `world.every` changes. Only messages of regions go
+/// through a codec; what it loses stays in `pending`.
 ///
-/// A region's change counts for its share of the workers, and a worker's for its tokens, so that a round of all
-/// is the mean by tokens.
+/// A region's change is weighted by its share of the workers, and a worker's by its tokens, so that a round of
+/// all workers is the mean by tokens.
 ///
-/// Source: Kim et al. 2025, "`HALoS`: Hierarchical Asynchronous Local SGD over Slow Networks for Geo-
-/// Distributed
-/// Large Language Model Training". Differs: the authors' code measures a region's next change from the merged
-/// model, so that what workers sent while a message travelled never reaches the world. Here it is part of the
-/// next message.
+/// Source: Kim et al. 2025, "`HALoS`: Hierarchical Asynchronous Local SGD over Slow Networks for
+/// Geo-Distributed Large Language Model Training". Differs: the authors' code measures a region's next change
+/// from the merged model, so that what workers sent while a message was in flight never reaches the world. Here
+/// it is part of the next message.
 pub const HALOS: SyncMethod = SyncMethod {
     name: "halos",
     summary: "as async with a server in each region of --topology; these send their changes to a world server \
@@ -65,10 +64,9 @@ pub const HALOS: SyncMethod = SyncMethod {
     buffers: |&Kept { momentum, world_momentum, .. }| {
         let states = |momentum: f64| if momentum == 0.0 { 0 } else { 2 };
         let (region, world) = (states(momentum), states(world_momentum));
-        // Of the world, the model and its states; of a region, these, what is pending, and how many changes
-        // came.
+        // World: the model and its states. Region: the same, `pending`, and the number of changes.
         let remembered = 1 + world + 3 + region;
-        // What is served, the same as it is saved, and three of the worker's own.
+        // What is served, the same in the form of a checkpoint, and three vectors of the worker.
         Buffers { held: (3 + world + region) + remembered + 3, saved: remembered + 3 }
     },
     build: |s| {
@@ -79,11 +77,11 @@ pub const HALOS: SyncMethod = SyncMethod {
     ..ASYNC
 };
 
-/// Who serves what.
+/// Placement of the servers.
 struct Sites {
     /// Ranks by region.
     regions: Vec<Vec<Rank>>,
-    /// Shards of each region's model and of the world's.
+    /// Number of shards of each region's model and of the world's.
     shards: usize,
     values: usize,
 }
@@ -93,24 +91,24 @@ impl Sites {
         self.values * shard / self.shards..self.values * (shard + 1) / self.shards
     }
 
-    /// The servers of a shard, by region.
+    /// Returns the servers of a shard, by region.
     fn regional(&self, shard: usize) -> Vec<Rank> {
         self.regions.iter().map(|region| region[shard]).collect()
     }
 
-    /// The world's server of a shard.
+    /// Returns the world's server of a shard.
     fn world(&self, shard: usize) -> Rank {
         self.regional(shard)[shard % self.regions.len()]
     }
 
-    /// A rank's region, and its place in that.
+    /// Returns a rank's region, and its index in that region.
     fn place(&self, rank: Rank) -> (usize, usize) {
         let at = |(i, region): (usize, &Vec<Rank>)| Some((i, region.iter().position(|r| *r == rank)?));
         self.regions.iter().enumerate().find_map(at).expect("each rank is in a region")
     }
 }
 
-/// A worker's servers, and what its rank serves.
+/// Returns a worker's servers, and what its rank serves.
 fn parts(s: &SyncSettings<'_>) -> Result<Parts, OptimError> {
     let SyncSettings { comm, average, asynchronous, .. } = s;
     let WorldSettings { lr, momentum, every, mixing } = asynchronous.world;
@@ -132,7 +130,7 @@ fn parts(s: &SyncSettings<'_>) -> Result<Parts, OptimError> {
         let model = values[range].to_vec();
         let rule = Box::new(regional(model.len()));
         let region = Region::new(model, rule, members.clone(), sites.world(place));
-        // The mean of all workers is that of regions by their workers.
+        // Regions weighted by their workers give the mean of all workers.
         let weight = here as f64 * among as f64 / all;
         let every = if every == 0 { 2 * here } else { every };
         Ok::<_, OptimError>(region.sends(every, weight, s.every).merges(mixing).packs(codec()?, average))

@@ -1,4 +1,4 @@
-//! The mean of copies that are apart: the model of the run, and what all take after the last step.
+//! Mean of replicas that differ: the model of the run, which all replicas take after the last step.
 
 use farflung_tensor::{Device, Op, ParamLayout, Tensor};
 
@@ -10,21 +10,21 @@ pub(super) fn copy(from: &Tensor, to: &mut Tensor) -> Result<(), OptimError> {
     Ok(from.device().run(Op::Cast { x: from.view(), y: to.view_mut() })?)
 }
 
-/// The mean of all copies by their weights, exactly the same on all.
+/// Mean of all replicas by their weights, the same on all of them to the bit.
 #[derive(Debug)]
 pub(super) struct CommonMean {
     pub(super) average: Average,
-    /// This copy's part of the mean, where 1 is an equal part.
+    /// This replica's weight in the mean, where 1 is an equal share.
     weight: f64,
     mean: Tensor,
-    /// Whether it was computed for [`CommonMean::common`].
+    /// Whether the mean was computed for [`CommonMean::common`].
     gathered: bool,
-    /// Whether all copies are about to take it.
+    /// Whether the next commit sets the parameters to the mean.
     last: bool,
 }
 
 impl CommonMean {
-    /// With all copies' weights, which are 1 where there are none.
+    /// Creates the mean with the weights of all replicas. An empty list means 1 for each.
     pub(super) fn new(
         average: Average,
         weights: &[f64],
@@ -35,7 +35,7 @@ impl CommonMean {
         Ok(Self { average, weight, mean: device.zeros(layout.len())?, gathered: false, last: false })
     }
 
-    /// This copy's part of means from now on, where 1 is an equal part.
+    /// Sets this replica's weight in later means, where 1 is an equal share.
     pub(super) const fn set_weight(&mut self, weight: f64) {
         self.weight = weight;
     }
@@ -47,18 +47,20 @@ impl CommonMean {
         Ok(())
     }
 
-    /// After the last step: computes the mean, which [`CommonMean::commit`] takes.
+    /// Computes the mean after the last step, for [`CommonMean::commit`]. Does nothing after other steps.
     pub(super) fn exchange(&mut self, params: &Tensor, last: bool) -> Result<(), OptimError> {
         self.last = last;
         if last { self.compute(params) } else { Ok(()) }
     }
 
-    /// The mean that is about to be taken.
+    /// Returns the mean that the next commit applies.
     pub(super) fn exchanged(&mut self) -> Option<&mut Tensor> {
         if self.last { Some(&mut self.mean) } else { None }
     }
 
-    /// Errors: [`OptimError::StepNotFinite`] for a mean that is not finite.
+    /// Checks that the mean that the next commit applies is finite.
+    ///
+    /// Errors: [`OptimError::StepNotFinite`] if it is not.
     pub(super) fn prepare(&self) -> Result<(), OptimError> {
         if self.last && !is_finite(self.mean.view())? {
             return Err(OptimError::StepNotFinite { name: "parameters".to_owned() });
@@ -66,7 +68,7 @@ impl CommonMean {
         Ok(())
     }
 
-    /// Takes the mean after the last step.
+    /// Sets the parameters to the mean, after the last step.
     pub(super) fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
         if std::mem::take(&mut self.last) {
             copy(&self.mean, params)?;
@@ -88,7 +90,7 @@ impl CommonMean {
         Ok(())
     }
 
-    /// The mean as it was gathered last.
+    /// Returns the mean that [`CommonMean::gather`] computed last.
     pub(super) fn common(&self) -> Option<&Tensor> {
         self.gathered.then_some(&self.mean)
     }

@@ -1,5 +1,5 @@
-//! Asynchronous model averaging: copies train on while their parameters are averaged in the background, by a
-//! timer.
+//! Asynchronous model averaging: replicas train on while their parameters are averaged in the background,
+//! started by a timer.
 
 use farflung_base::{Nanos, Pending};
 use farflung_comm::{CommError, Communicator, Look, ReduceOp};
@@ -10,7 +10,7 @@ use super::mean::CommonMean;
 use super::{After, Buffers, IN_FLIGHT, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
-/// [`ModelAverage`].
+/// Row of [`METHODS`](super::METHODS) for [`ModelAverage`].
 pub const ASYNC_AVERAGE: SyncMethod = SyncMethod {
     name: "async-average",
     summary: "workers train on while their parameters are averaged with all others', every --average-interval",
@@ -24,58 +24,59 @@ pub const ASYNC_AVERAGE: SyncMethod = SyncMethod {
     compensates: false,
     outer_momentum: None,
     missing: IN_FLIGHT,
-    // What was sent, what comes back, the mean of evaluations, and what a meeting averages.
+    // Parameters that were sent, the change to apply, the mean for evaluations, and what a synchronisation
+    // averages.
     buffers: |_| Buffers { held: 4, saved: 1 },
     build: |s| Ok(Box::new(ModelAverage::new(s)?)),
 };
 
-/// In the first `warmup` steps gradients are averaged. After them a copy joins a round of averaging with its
-/// parameters as they are, trains on, and at the end of the step in which the mean arrives takes up what others
-/// have learned:
+/// Gradients are averaged in the first `warmup` steps. After them a replica joins a round of averaging with its
+/// current parameters and trains on. At the end of the step in which the mean arrives, it applies what the
+/// others have learned:
 ///
 /// ```text
 /// params = params + mean(sent of all copies) - sent
 /// ```
 ///
-/// A copy joins the next round at the end of the first step behind `interval` from then. A round begins with
-/// its first copy and arrives once the last has joined, so that all copies are in the same rounds; a copy
-/// that computes for three of another's steps is in a round with one of its steps to the other's three. A
-/// round sends `8 P (n - 1) / n` bytes a copy. Every `meet_every` steps all meet to tell their losses: they
-/// complete a round that some have joined, and the timer begins anew. The model of the run is the mean of all
-/// copies.
+/// A replica joins the next round at the end of the first step that ends at least `interval` later. A round
+/// begins when the first replica joins and arrives once the last has joined, so that all replicas are in the
+/// same rounds. If a replica needs three times as long for a step, it takes one step in a round where others
+/// take three. A round sends `8 P (n - 1) / n` bytes per replica. Every `meet_every` steps all replicas
+/// synchronise to exchange their losses: they complete a round that some have joined, and the timer starts
+/// again. The model of the run is the mean of all replicas.
 ///
-/// Copies count by their tokens. Bits are the same in each run on the virtual clock alone, since it matters
-/// what has arrived when.
+/// Replicas are weighted by their tokens. Results are the same to the bit only on the virtual clock, since they
+/// depend on when messages arrive.
 ///
-/// Source: Gan et al. 2021, "BAGUA", its `async_model_average`, where parameters are locked from the start of
-/// a step's forward pass to the end of its backward pass, and the timer runs from a round's end as here.
+/// Source: Gan et al. 2021, "BAGUA", its `async_model_average`. There, parameters are locked from the start of
+/// a step's forward pass to the end of its backward pass; the timer runs from a round's end, as here.
 #[derive(Debug)]
 pub struct ModelAverage {
     interval: Nanos,
     warmup: u64,
     meet_every: u64,
     packing: Packing,
-    /// Rounds have a communicator of their own, since copies are not at the same step when they join them. The
-    /// last to join may be late.
+    /// Communicator of the rounds alone, since replicas join them at different steps. It has no deadline, since
+    /// the last replica may join late.
     background: Communicator,
-    /// This copy's part of a mean, where 1 is an equal part.
+    /// This replica's weight in a mean, where 1 is an equal share.
     weight: f32,
     flight: Flight,
-    /// When the next round may be joined.
+    /// Time from which on the next round may be joined.
     due: Nanos,
-    /// Rounds joined.
+    /// Number of rounds joined.
     rounds: u64,
-    /// Steps done, and when all last met.
+    /// Number of steps done; `met` is their number at the last synchronisation.
     step: u64,
     met: u64,
-    /// Of gradients.
+    /// Average of gradients.
     gradients: Average,
     mean: CommonMean,
-    /// Parameters of a meeting, what came back with the last round included.
+    /// Parameters in a synchronisation, including what came back with the last round.
     here: Tensor,
 }
 
-/// A round of averaging, as a copy sees it.
+/// State of a round of averaging on this replica.
 #[derive(Debug)]
 enum Flight {
     Nothing,
@@ -83,12 +84,12 @@ enum Flight {
         sent: Vec<f32>,
         mean: Pending<Result<Vec<f32>, CommError>>,
     },
-    /// How far the mean was from what was sent.
+    /// Arrived: the mean minus what was sent.
     Here(Vec<f32>),
 }
 
 impl ModelAverage {
-    /// For the ranks of `settings`. All must make it together.
+    /// Creates the method for the ranks of `settings`. All ranks must call it together.
     ///
     /// Errors: those of [`Average::new`]; a peer that was lost.
     pub fn new(settings: SyncSettings<'_>) -> Result<Self, OptimError> {
@@ -118,7 +119,7 @@ impl ModelAverage {
         self.mean.average.communicator()
     }
 
-    /// Joins the next round with parameters as they are.
+    /// Joins the next round with the current parameters.
     fn join(&mut self, params: &Tensor) -> Result<(), OptimError> {
         let sent = self.landed(params)?;
         self.leave(sent);
@@ -132,7 +133,7 @@ impl ModelAverage {
         self.rounds += 1;
     }
 
-    /// Parameters with what came back and was not taken up.
+    /// Returns the parameters plus what came back and was not applied yet.
     fn landed(&self, params: &Tensor) -> Result<Vec<f32>, OptimError> {
         let mut values = self.packing.pack(params)?;
         if let Flight::Here(moved) = &self.flight {
@@ -154,7 +155,7 @@ impl ModelAverage {
         Ok(())
     }
 
-    /// Whether the round that was joined has arrived by now.
+    /// Returns whether the round that was joined has arrived by now.
     fn has_arrived(&mut self) -> bool {
         match &mut self.flight {
             Flight::Away { mean, .. } => self.background.first(&mut [mean], Look::Now).is_some(),
@@ -163,19 +164,19 @@ impl ModelAverage {
         }
     }
 
-    /// Takes up what came back.
+    /// Applies what came back.
     fn take_up(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
         let values = self.landed(params)?;
         self.flight = Flight::Nothing;
         self.packing.unpack(&values, params)
     }
 
-    /// All copies complete the newest round that any has joined. For all to call.
+    /// Completes the newest round that any replica has joined. All replicas must call it.
     fn complete(&mut self, params: &Tensor) -> Result<(), OptimError> {
         let mut rounds = [self.rounds];
         self.comm().all_reduce(&mut rounds, ReduceOp::Max)?;
         if self.rounds < rounds[0] {
-            // All have joined the round before, or none of them could have joined this one.
+            // All replicas have joined the previous round, since otherwise none could have joined this one.
             self.arrive()?;
             let sent = self.landed(params)?;
             let before = std::mem::replace(&mut self.flight, Flight::Nothing);
@@ -247,7 +248,7 @@ impl Synchroniser for ModelAverage {
     }
     fn abandon(&mut self) {
         self.flight = Flight::Nothing;
-        // Steps since all last met are dropped.
+        // Drops the steps since the last synchronisation.
         self.step = self.met;
         self.gradients.open();
         self.mean.average.open();
@@ -266,7 +267,7 @@ impl Synchroniser for ModelAverage {
         Vec::new()
     }
     fn restore(&mut self, steps: u64, _: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
-        // It is saved where all have met, and then nothing is on its way.
+        // Checkpoints are made only after a synchronisation, when nothing is in flight.
         (self.step, self.met, self.rounds) = (steps, steps, 0);
         (self.flight, self.due) = (Flight::Nothing, Nanos::ZERO);
         Ok(())

@@ -1,4 +1,5 @@
-//! Parameters modulo a bound, in a few bits: whoever has parameters near the sender's can tell which they are.
+//! Parameters modulo a bound, in a few bits per value. A receiver whose parameters are near the sender's can
+//! recover them.
 
 use farflung_base::philox::unit;
 use farflung_base::{PeerId, Philox, Rank};
@@ -6,21 +7,22 @@ use farflung_comm::CommError;
 
 use crate::OptimError;
 
-/// Most bits of an element.
+/// Largest number of bits of an element.
 const MOST_BITS: u32 = 24;
-/// Bytes of the check behind the elements.
+/// Number of bytes of the hash after the elements.
 const CHECK: usize = 8;
 
-/// Moniqua's quantiser: of an element `x` it sends which of `2^bits` cells of `[-1/2, 1/2)` holds
-/// `x / B + u` modulo 1, where `B = 2 theta / (1 - 2^-bits)` and `u` is a draw that all ranks share. A receiver
-/// whose element is within `theta` of `x` knows it to `B / 2^(bits + 1)`.
+/// Moniqua's quantiser. For an element `x` it sends which of `2^bits` cells of `[-1/2, 1/2)` contains
+/// `x / B + u` modulo 1, where `B = 2 theta / (1 - 2^-bits)` and `u` is a random number that all ranks share. A
+/// receiver whose own element is within `theta` of `x` recovers it to within `B / 2^(bits + 1)`.
 ///
-/// A message is the cells, packed from the lowest bit on, and eight bytes: a hash of the whole multiples of
-/// `B` that the sender left out. A receiver that infers others is too far away, and sees that.
+/// A message consists of the cells, packed from the lowest bit on, and of eight bytes: a hash of the multiples
+/// of `B` that the sender left out. A receiver that infers other multiples is too far away, and the hash shows
+/// it.
 ///
 /// Source: Lu and De Sa 2020, "Moniqua: Modulo Quantized Communication in Decentralized SGD", Alg. 1. Differs:
-/// `u` makes the error independent of `x` (their stochastic rounding with shared randomness does so on
-/// average); the hash is ours.
+/// `u` makes the error independent of `x` (in the paper stochastic rounding with shared randomness does so on
+/// average); the hash is added here.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Modulo {
     theta: f64,
@@ -28,18 +30,20 @@ pub(super) struct Modulo {
     seed: u64,
 }
 
-/// What a receiver makes of a message.
+/// Values that a receiver decodes from a message.
 pub(super) struct Inferred {
     /// The sender's values.
     pub(super) values: Vec<f32>,
-    /// The receiver's own as the sender would have sent them, so that what both change by cancels.
+    /// The receiver's own values as its messages give them to others. With these, the changes on both sides
+    /// cancel, and the mean is preserved.
     pub(super) own: Vec<f32>,
 }
 
 impl Modulo {
-    /// For neighbours within `theta` of each other in each element.
+    /// Creates a quantiser for neighbours that are within `theta` of each other in each element.
     ///
-    /// Errors: [`OptimError::Setting`] for a bound that is not above 0 and finite, or no bits, or more than 24.
+    /// Errors: [`OptimError::Setting`] if `theta` is not above 0 and finite, or if `bits` is not between 1
+    /// and 24.
     pub(super) fn new(theta: f64, bits: u32, seed: u64) -> Result<Self, OptimError> {
         let wrong =
             |field, value, expected| Err(OptimError::Setting { transform: "sync", field, value, expected });
@@ -56,20 +60,20 @@ impl Modulo {
         f64::from(1_u32 << self.bits)
     }
 
-    /// `B`.
+    /// Returns the modulus `B`.
     fn modulus(&self) -> f64 {
-        // The quantiser is off by half a cell at most.
+        // The quantiser is off by at most half a cell.
         2.0 * self.theta / (1.0 - 1.0 / self.cells())
     }
 
-    /// The draws of all elements in a round: half a cell either way.
+    /// Returns the random numbers of all elements in a round: at most half a cell in either direction.
     fn draws(&self, round: u64, len: usize) -> Vec<f64> {
         let draws = Philox::new(self.seed ^ 0x4d6f_6e69_7175_6100, round);
         let words = (0..len.div_ceil(4) as u64).flat_map(|block| draws.block(block));
         words.take(len).map(|word| (f64::from(unit(word)) - 0.5) / self.cells()).collect()
     }
 
-    /// The cell of a value, where its middle is, and the whole multiple that it leaves out.
+    /// Returns the cell of a value, the middle of the cell, and the multiple of the modulus that is left out.
     fn quantise(&self, x: f32, draw: f64) -> (u32, f64, i64) {
         let y = f64::from(x) / self.modulus() + draw;
         let whole = (y + 0.5).floor();
@@ -81,12 +85,12 @@ impl Modulo {
         (f64::from(cell) + 0.5) / self.cells() - 0.5
     }
 
-    /// Bytes of a message of `len` elements.
+    /// Returns the number of bytes of a message with `len` elements.
     pub(super) const fn message(&self, len: usize) -> usize {
         (len * self.bits as usize).div_ceil(8) + CHECK
     }
 
-    /// The message of a round.
+    /// Encodes the message of a round.
     pub(super) fn encode(&self, values: &[f32], round: u64) -> Vec<u8> {
         let draws = self.draws(round, values.len());
         let mut bytes = Vec::with_capacity(self.message(values.len()));
@@ -109,10 +113,10 @@ impl Modulo {
         bytes
     }
 
-    /// What a message of a round says to one who has `mine`.
+    /// Decodes the message of a round for a receiver with the values `mine`.
     ///
-    /// Errors: [`CommError::Mismatch`] for bytes of another length; [`OptimError::TooFar`] for a sender whose
-    /// values are too far from `mine` to be told apart.
+    /// Errors: [`CommError::Mismatch`] if the message has another length; [`OptimError::TooFar`] if the
+    /// sender's values are too far from `mine` to be recovered.
     pub(super) fn decode(
         &self,
         bytes: &[u8],
@@ -151,9 +155,9 @@ impl Modulo {
     }
 }
 
-/// Adds element `i`'s multiple to the hash of all: multiples 0 add nothing.
+/// Adds the multiple of element `i` to the hash of all elements. A multiple of 0 adds nothing.
 const fn hash(check: u64, i: usize, whole: i64) -> u64 {
-    // An odd factor for each element, by SplitMix64.
+    // Odd factor of the element, by SplitMix64.
     let mut z = (i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -174,7 +178,7 @@ mod tests {
         let (theta, len) = (0.05, 301);
         for bits in [1, 2, 3, 5, 8, 16, 24] {
             let codec = Modulo::new(theta, bits, 9).unwrap();
-            // Parameters of any size; multiples are left out.
+            // Parameters may have any size: multiples of the modulus are left out.
             let theirs = values(1, len, 7.0);
             let apart = values(2, len, 2.0 * theta * 0.999);
             let mine: Vec<f32> = theirs.iter().zip(&apart).map(|(x, d)| x + d).collect();
@@ -182,14 +186,15 @@ mod tests {
                 let bytes = codec.encode(&theirs, round);
                 assert_eq!(bytes.len(), (len * bits as usize).div_ceil(8) + 8);
                 let seen = codec.decode(&bytes, &mine, round, Rank(1)).unwrap();
-                // What rounding to f32 adds to values up to 3.5.
+                // The last term is for values up to 3.5 that are rounded to f32.
                 let most = codec.modulus() / f64::from(1 << (bits + 1).min(30)) + 5e-7;
                 let off = |a: &[f32], b: &[f32]| {
                     a.iter().zip(b).map(|(a, b)| f64::from((a - b).abs())).fold(0.0, f64::max)
                 };
                 assert!(off(&seen.values, &theirs) <= most, "{bits}");
                 assert!(off(&seen.own, &mine) <= most, "{bits}");
-                // The mean stays: what it makes of its own values is what others make of these.
+                // The mean is preserved: each side decodes its own values to what the other side decodes them
+                // to.
                 let there = codec.decode(&codec.encode(&mine, round), &theirs, round, Rank(0)).unwrap();
                 assert_eq!((there.values, there.own), (seen.own, seen.values));
                 // One element that is too far away is enough.
@@ -209,7 +214,7 @@ mod tests {
         let mine = values(3, 10, 1.0);
         for len in 0..30 {
             let refused = codec.decode(&vec![0xff; len], &mine, 0, Rank(2)).is_err();
-            // Twelve bytes are a message, whose hash is of other multiples.
+            // Twelve bytes are a message of the right length, but the hash does not match.
             assert!(refused, "{len}");
         }
         for (theta, bits) in [(0.0, 8), (-1.0, 8), (f64::NAN, 8), (f64::INFINITY, 8), (0.1, 0), (0.1, 25)] {
@@ -217,7 +222,7 @@ mod tests {
         }
     }
 
-    /// Half a cell either way, whatever the value: the mean over rounds is the value.
+    /// The error is up to half a cell either way, whatever the value, so the mean over rounds is the value.
     #[test]
     fn one_bit_is_right_on_average() {
         let codec = Modulo::new(0.1, 1, 5).unwrap();

@@ -1,43 +1,43 @@
-//! Who mixes with whom in a round: a pure function of the round, as data.
+//! Graphs of ranks that mix with each other: a pure function of the round, as data.
 
 use farflung_base::Philox;
 
-/// A graph over ranks in which each mixes its parameters with those of a few others.
+/// A graph over ranks, in which each rank mixes its parameters with those of a few others.
 ///
-/// What ranks receive, with what they keep, makes a doubly stochastic matrix in every round: the mean over all
-/// ranks stays what it was.
+/// In every round, the shares that ranks receive and keep form a doubly stochastic matrix. So the mean over all
+/// ranks is preserved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Graph {
-    /// Both neighbours on a ring, a third each (Lian et al. 2017, D-PSGD).
+    /// Both neighbours on a ring, with a weight of a third each (Lian et al. 2017, D-PSGD).
     Ring,
-    /// Pairs that change in each round until all have met: the lower half against the shifted upper one, as
-    /// BAGUA's `shift_one`. Of an odd number one rests, each in turn.
+    /// Pairs of a rank of the lower half and one of the upper half, shifted by one in each round until all have
+    /// met, as BAGUA's `shift_one`. If the number of ranks is odd, one rests, another in each round.
     ShiftOne,
-    /// Half from the rank `2^k` before it, where `k` counts up to the logarithm of all and begins again (Ying
-    /// et al. 2021, one-peer exponential graphs; SGP's graph of Assran et al. 2019).
+    /// The rank `2^k` before it, with a weight of a half. `k` counts up to the logarithm of the number of ranks
+    /// and starts again (Ying et al. 2021, one-peer exponential graphs; SGP's graph of Assran et al. 2019).
     Exponential,
-    /// Random pairs that all ranks draw alike. Of an odd number one rests.
+    /// Random pairs, which all ranks draw alike. If the number of ranks is odd, one rests.
     RandomPairs {
-        /// Of the drawing.
+        /// Seed of the random numbers.
         seed: u64,
     },
 }
 
-/// Another rank that a rank receives from, and what part of the result that is.
+/// A rank that another rank receives from, and its weight in the result.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Neighbour {
-    /// The rank.
+    /// Number of the rank.
     pub rank: u32,
-    /// Its part; the rank keeps what is left to 1 of its own.
+    /// Weight of its values. The receiver's own values have the rest of the total weight of 1.
     pub weight: f64,
 }
 
-/// What a rank does in a round.
+/// Neighbours of a rank in a round.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Meeting {
-    /// Whom it sends to.
+    /// Ranks that it sends to.
     pub to: Vec<u32>,
-    /// Whom it receives from.
+    /// Ranks that it receives from.
     pub from: Vec<Neighbour>,
 }
 
@@ -49,12 +49,12 @@ impl Meeting {
 }
 
 impl Graph {
-    /// As [`Graph::meeting`] of as many ranks as there are weights, which are above 0: the mean by weights
-    /// stays what it was, and is what ranks come to.
+    /// Returns the neighbours as [`Graph::meeting`] does, for ranks with these weights, which must be above 0.
+    /// The weighted mean is preserved, and ranks converge to it.
     ///
-    /// Two that meet alone go to their mean by weights. On a ring a rank takes `1/3 min(1, w_j / w_i)` of a
-    /// neighbour (Metropolis and Hastings); of the one before it on an exponential graph half the least weight
-    /// over its own.
+    /// Two ranks that meet alone take their weighted mean. On a ring, rank `i` takes `1/3 min(1, w_j / w_i)` of
+    /// neighbour `j` (Metropolis-Hastings). On an exponential graph, a rank takes half of `w_min / w_i` of the
+    /// rank before it, where `w_min` is the least weight.
     #[must_use]
     pub fn weighted(self, rank: u32, weights: &[f64], round: u64) -> Meeting {
         let mut meeting = self.meeting(rank, weights.len() as u32, round);
@@ -76,7 +76,7 @@ impl Graph {
         meeting
     }
 
-    /// Whom `rank` of `size` meets in a round, counted from 0.
+    /// Returns the neighbours of `rank` among `size` ranks in a round, counted from 0.
     #[must_use]
     pub fn meeting(self, rank: u32, size: u32, round: u64) -> Meeting {
         let others = |shift: u32| (rank + shift) % size;
@@ -125,7 +125,7 @@ mod tests {
     const GRAPHS: [Graph; 4] =
         [Graph::Ring, Graph::ShiftOne, Graph::Exponential, Graph::RandomPairs { seed: 7 }];
 
-    /// What each rank has of each one's values after a round.
+    /// Returns the matrix of a round: a row for each rank, with the shares of all ranks' values in its result.
     fn matrix(graph: Graph, size: u32, round: u64) -> Vec<Vec<f64>> {
         let row = |rank: u32| {
             let mut row = vec![0.0; size as usize];
@@ -208,7 +208,8 @@ mod tests {
                 assert!(values.iter().all(|x| (x - mean).abs() < 1e-3), "{graph:?} {size}: {values:?}");
             }
         }
-        // With a power of two of ranks, an exponential graph is exact after as many rounds.
+        // If the number of ranks is a power of two, an exponential graph is exact after its logarithm of
+        // rounds.
         let mut values = vec![0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
         for round in 0..3 {
             let mixed = matrix(Graph::Exponential, 8, round).into_iter();

@@ -1,4 +1,4 @@
-//! `NoLoCo`: local steps, and an outer step with one other copy instead of all.
+//! `NoLoCo`: local steps, then an outer step with one other replica instead of all.
 
 use farflung_tensor::Tensor;
 
@@ -8,7 +8,7 @@ use super::neighbours::Graph;
 use super::{After, Buffers, OWN_COPIES, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
-/// [`NoLoCo`].
+/// Row of [`METHODS`](super::METHODS) for [`NoLoCo`].
 pub const NOLOCO: SyncMethod = SyncMethod {
     name: "noloco",
     summary: "diloco in pairs of workers that are drawn anew each time: no average over all",
@@ -22,20 +22,20 @@ pub const NOLOCO: SyncMethod = SyncMethod {
     compensates: false,
     outer_momentum: Some(0.5),
     missing: OWN_COPIES,
-    // Slow parameters and momentum, what both become, the mean; saved with a copy's own parameters.
+    // Held: slow parameters, momentum, their next values, the mean. Saved: the first two, own parameters.
     buffers: |_| Buffers { held: 5, saved: 3 },
     build: |s| Ok(Box::new(NoLoCo::new(s)?)),
 };
 
-/// Every `every` steps copies meet in pairs `{i, j}` that all draw alike; of an odd number one is alone. With
-/// the slow parameters `s` of each copy and how far it came from them, `d = params - s`:
+/// Every `every` steps replicas meet in random pairs `{i, j}`, the same on all ranks; if their number is odd,
+/// one is alone. A replica has slow parameters `s`, and has moved from them by `d = params - s`:
 ///
 /// ```text
 /// v_i = mu v_i + eta mean(d_i, d_j) + eta (mean(s_i, s_j) - s_i);   s_i += v_i;   params_i = s_i
 /// ```
 ///
-/// Means are by weights; each sends `8 P` bytes. Slow parameters are never quite the same; the model
-/// of the run is the mean of all copies, which all take after the last step.
+/// Means are weighted. Each replica sends `8 P` bytes for `P` parameters. Slow parameters always differ a
+/// little; the model of the run is the mean of all replicas, which all take after the last step.
 ///
 /// Source: Kolehmainen et al. 2025, "`NoLoCo`", and its code.
 #[derive(Debug)]
@@ -46,10 +46,10 @@ pub struct NoLoCo {
     momentum: f32,
     packing: Packing,
     outer: Outer,
-    /// What the outer state becomes, once all agreed.
+    /// Next outer state, which is taken once all ranks agreed.
     next: Outer,
     mean: CommonMean,
-    /// Whether `next` is an outer step that was not taken yet.
+    /// Whether `next` holds an outer step that was not committed yet.
     stepped: bool,
     rounds: u64,
 }
@@ -60,7 +60,7 @@ struct Outer {
     velocity: Tensor,
 }
 
-/// A copy's weight, its `d` and its `s`.
+/// Message of a replica: its weight, its `d` and its `s`.
 struct Brought {
     weight: f32,
     moved: Vec<f32>,
@@ -68,7 +68,7 @@ struct Brought {
 }
 
 impl NoLoCo {
-    /// Slow parameters begin at those of `settings`.
+    /// Creates the method with the parameters of `settings` as slow parameters.
     ///
     /// Errors: those of [`Average::new`].
     pub fn new(settings: SyncSettings<'_>) -> Result<Self, OptimError> {
@@ -103,7 +103,7 @@ impl NoLoCo {
         })
     }
 
-    /// The outer step with the copy that this one meets.
+    /// Computes the outer step with the replica that this one meets.
     fn step(&mut self, params: &Tensor, weight: f64) -> Result<(), OptimError> {
         let slow = self.packing.pack(&self.outer.slow)?;
         let params = self.packing.pack(params)?;
@@ -136,7 +136,7 @@ impl Brought {
         Ok(Self { weight: values[0], moved: moved.to_vec(), slow: slow.to_vec() })
     }
 
-    /// Means of how far both came and of both slow values, by weights.
+    /// Returns the weighted means of both replicas' `d` and of their `s`, for element `i`.
     fn mean_with(&self, own: &Self, i: usize) -> (f32, f32) {
         let all = self.weight + own.weight;
         let moved = (self.weight * self.moved[i] + own.weight * own.moved[i]) / all;

@@ -1,5 +1,5 @@
-//! Decentralised training whose messages a codec packs: neighbours hold a replica of each copy, and changes of
-//! replicas travel.
+//! Decentralised training with compressed messages. Neighbours hold a replica of each worker's parameters, and
+//! workers send compressed changes of these replicas.
 
 use farflung_compress::{Compressor, Payload, PayloadRef, RoundKey};
 use farflung_tensor::Tensor;
@@ -11,7 +11,7 @@ use super::saved::optional;
 use super::{After, Buffers, OWN_COPIES, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, AverageConfig, OptimError};
 
-/// [`Replicas`] whose copies are what was sent of them.
+/// Row of [`METHODS`](super::METHODS) for [`Replicas`] in which a worker's parameters equal its replica.
 ///
 /// Source: Gan et al. 2021, "BAGUA", `low_precision_decentralized`; Tang et al. 2018, "Communication
 /// compression for decentralized training", DCD-PSGD.
@@ -28,12 +28,12 @@ pub const LOW_PRECISION: SyncMethod = SyncMethod {
     compensates: true,
     outer_momentum: None,
     missing: OWN_COPIES,
-    // The own replica and those of both neighbours, the mean; saved with a copy's own parameters.
+    // Held: own replica, those of both neighbours, the mean. Saved: own replica, own parameters.
     buffers: |_| Buffers { held: 4, saved: 2 },
     build: |s| Ok(Box::new(Replicas::new(s, Rule::Sent)?)),
 };
 
-/// [`Replicas`] beside which copies have parameters of their own.
+/// Row of [`METHODS`](super::METHODS) for [`Replicas`] in which a worker's parameters differ from its replica.
 ///
 /// Source: Koloskova et al. 2019, "Decentralized stochastic optimization and gossip algorithms with compressed
 /// communication", Alg. 2 (`CHOCO-SGD`).
@@ -49,26 +49,29 @@ pub const CHOCO: SyncMethod = SyncMethod {
     ..LOW_PRECISION
 };
 
-/// What a copy makes of its parameters `x`, its own replica `w` and its neighbours' `w_j`, and what it sends.
+/// Rule by which a worker updates its parameters `x` from its own replica `w` and its neighbours' replicas
+/// `w_j`, and computes the change `u` that it sends. `C` is the codec.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Rule {
     /// `u = C(x - w + sum W_ij (w_j - w))`, and `x = w + u`.
     Sent,
     /// `x += rate sum W_ij (w_j - w)`, and `u = C(x - w)`.
     Consensus {
-        /// How far a copy goes towards its neighbours; with a codec that loses much it must be small.
+        /// Part of the distance to its neighbours that a worker moves. It must be small if the codec loses
+        /// much.
         rate: f64,
     },
 }
 
-/// After each step, on a ring whose weights `W` are those of [`Graph::weighted`], with replicas that all begin
-/// as the parameters: by a
-/// [`Rule`] a copy sends `u`, and everyone who holds its replica, the copy included, adds `u` to it. A message
-/// has the next step's time to arrive, and no rule asks for it sooner.
+/// Workers on a ring whose weights `W` are those of [`Graph::weighted`]. A worker's replica is held by the
+/// worker itself and by its neighbours, and starts as the initial parameters. After each step a worker sends a
+/// change `u` by a [`Rule`], and all holders of its replica add `u` to it. A message has the time of the next
+/// step to arrive, and no rule needs it sooner.
 ///
-/// What a codec loses of a difference stays in the difference, so codecs work without feedback. Copies are
-/// never quite the same; the model of the run is their mean, averaged as f32. A run that goes on begins with a
-/// round of whole replicas as f32. Differs from CHOCO-SGD: neighbours' replicas count one step later.
+/// What a codec loses of a difference stays in the difference, so codecs work without error feedback. Workers
+/// always differ a little; the model of the run is their mean, averaged as f32. A resumed run begins with a
+/// round in which whole replicas are sent as f32. Differs from CHOCO-SGD: neighbours' replicas are used one
+/// step later.
 #[derive(Debug)]
 pub struct Replicas {
     rule: Rule,
@@ -76,24 +79,24 @@ pub struct Replicas {
     packing: Packing,
     codec: Box<dyn Compressor>,
     seed: u64,
-    /// The replica that neighbours have of this copy.
+    /// Replica of this worker, which its neighbours hold too.
     own: Tensor,
-    /// Those of neighbours, in the order of the graph; none until they are known.
+    /// Replicas of neighbours, in the order of the graph.
     others: Vec<Vec<f32>>,
-    /// Whether `others` hold.
+    /// Whether `others` is valid.
     known: bool,
     flight: Option<Exchange>,
-    /// Of all copies.
+    /// Weights of all workers.
     weights: Vec<f64>,
     mean: CommonMean,
     rounds: u64,
 }
 
 impl Replicas {
-    /// On a ring over the ranks of `settings`.
+    /// Creates the method on a ring over the ranks of `settings`.
     ///
-    /// Errors: those of [`Average::new`]; [`OptimError::Setting`] for a rate that is not above 0 and at most 1,
-    /// and for a protocol in the place of a codec.
+    /// Errors: those of [`Average::new`]; [`OptimError::Setting`] if a rate is not above 0 and at most 1;
+    /// [`OptimError::NotACodec`] for a protocol in place of a codec.
     pub fn new(settings: SyncSettings<'_>, rule: Rule) -> Result<Self, OptimError> {
         let SyncSettings { comm, device, layout, average, every, params, weights, .. } = settings;
         if let Rule::Consensus { rate: value } = rule
@@ -104,7 +107,7 @@ impl Replicas {
         }
         let codec = average.codec.memoryless()?;
         let seed = average.seed;
-        // The model of the run is evaluated and saved as it is.
+        // The mean is the model that is evaluated and saved, so it is averaged without a codec.
         let average = AverageConfig { codec: super::Coding::default(), warmup: 0, ..average };
         let mut own = device.zeros(layout.len())?;
         copy(params, &mut own)?;
@@ -128,13 +131,13 @@ impl Replicas {
         })
     }
 
-    /// Sends `bytes` to both neighbours, and receives theirs.
+    /// Sends `bytes` to both neighbours and starts to receive theirs.
     fn start(&self, bytes: &[u8]) -> Exchange {
         let comm = self.mean.average.communicator();
         Exchange::start(comm, Graph::Ring.weighted(comm.rank().0, &self.weights, 0), self.rounds, bytes)
     }
 
-    /// Takes up what neighbours sent.
+    /// Adds the changes that neighbours sent to their replicas.
     fn arrive(&mut self) -> Result<(), OptimError> {
         let Some(flight) = self.flight.take() else { return Ok(()) };
         let mut change = vec![0.0; self.packing.len()];
@@ -145,7 +148,7 @@ impl Replicas {
         Ok(())
     }
 
-    /// Neighbours' replicas as they themselves have them.
+    /// Receives neighbours' replicas as the neighbours themselves hold them.
     fn learn(&mut self) -> Result<(), OptimError> {
         let own = self.packing.pack(&self.own)?;
         let arrived = self.start(&to_bytes(&own)).wait()?;
@@ -155,7 +158,8 @@ impl Replicas {
         Ok(())
     }
 
-    /// Adds to `x` so many times how far neighbours' replicas are from the own one, by their weights.
+    /// Moves `x` towards the neighbours: adds `rate` times the weighted differences between their replicas and
+    /// the own one.
     fn approach(&self, x: &mut [f32], own: &[f32], rate: f64) {
         for (Neighbour { weight, .. }, other) in
             neighbours(&self.mean.average, &self.weights).iter().zip(&self.others)
@@ -168,7 +172,7 @@ impl Replicas {
     }
 }
 
-/// Whose replicas a rank holds, and what part each is of the mean on the ring.
+/// Returns the ranks whose replicas a rank holds, with their weights on the ring.
 fn neighbours(average: &Average, weights: &[f64]) -> Vec<Neighbour> {
     Graph::Ring.weighted(average.communicator().rank().0, weights, 0).from
 }
@@ -256,7 +260,7 @@ impl Synchroniser for Replicas {
         if let Some(own) = optional(get, "replica", expected)? {
             self.own.write(&own)?;
         }
-        // Neighbours may have begun anew, or have dropped what was in flight.
+        // Neighbours may have started anew, or may have dropped what was in flight.
         (self.rounds, self.known, self.flight) = (steps, false, None);
         Ok(())
     }

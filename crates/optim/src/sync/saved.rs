@@ -1,13 +1,13 @@
-//! Vectors of a checkpoint, by the names that [`Synchroniser::states`](super::Synchroniser::states) gave them.
+//! Vectors of a checkpoint, by the names that [`Synchroniser::states`](super::Synchroniser::states) returned.
 
 use crate::OptimError;
 
-/// Gives a vector of a checkpoint by its name.
+/// Function that returns a vector of a checkpoint by its name.
 pub(super) type Get<'a> = &'a dyn Fn(&str) -> Option<Vec<f32>>;
 
-/// A vector that a checkpoint may lack.
+/// Returns a vector that a checkpoint may lack.
 ///
-/// Errors: [`OptimError::State`] for one of another length.
+/// Errors: [`OptimError::State`] if it has another length.
 pub(super) fn optional(get: Get<'_>, name: &str, expected: usize) -> Result<Option<Vec<f32>>, OptimError> {
     match get(name) {
         Some(values) if values.len() != expected => {
@@ -17,9 +17,9 @@ pub(super) fn optional(get: Get<'_>, name: &str, expected: usize) -> Result<Opti
     }
 }
 
-/// A vector that a checkpoint must have.
+/// Returns a vector that a checkpoint must contain.
 ///
-/// Errors: [`OptimError::State`] for one that is missing or of another length.
+/// Errors: [`OptimError::State`] if it is missing or has another length.
 pub(super) fn required(get: Get<'_>, name: &str, expected: usize) -> Result<Vec<f32>, OptimError> {
     let missing = || OptimError::State { name: name.to_owned(), found: 0, expected };
     optional(get, name, expected)?.ok_or_else(missing)

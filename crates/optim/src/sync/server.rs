@@ -1,5 +1,5 @@
-//! The server of a model, or of a shard of it, that workers move whenever they are ready: a pure state machine
-//! that is handed messages with their times.
+//! Server of a model, or of a shard of it, that workers move whenever they are ready: a pure state machine that
+//! gets messages with their times of arrival.
 
 mod message;
 mod nesterov;
@@ -16,65 +16,66 @@ pub use quorum::{Quorum, QuorumMean};
 /// A worker's change of the model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Push {
-    /// The worker.
+    /// Rank of the worker.
     pub from: u32,
-    /// When it came.
+    /// Time of arrival.
     pub at: Nanos,
-    /// The worker's step.
+    /// Step of the worker.
     pub step: u64,
-    /// The worker's part of a mean, where 1 is an equal part.
+    /// Weight of the worker in a mean, where 1 is an equal share.
     pub weight: f64,
-    /// What the worker had before less what it has now: as long as the model.
+    /// Change, as long as the model: the parameters from which the worker started minus those that it has
+    /// reached.
     pub change: Vec<f32>,
 }
 
-/// A vector that a [`ServerRule`] remembers, as long as the model.
+/// A state vector of a [`ServerRule`], as long as the model.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RuleState<'a> {
-    /// Its name.
+    /// Name of the state.
     pub name: &'static str,
-    /// Its values.
+    /// Values of the state.
     pub values: &'a [f32],
 }
 
-/// What a rank serves of a model.
+/// A service that holds a model, or shards of models.
 pub(super) trait Serves: Service + std::fmt::Debug {
-    /// The model is this from now on.
+    /// Sets the model.
     fn stand_at(&mut self, model: &[f32]);
-    /// Sets what it remembers under a name.
+    /// Restores the state of this name.
     fn restore(&mut self, name: &str, values: &[f32]);
-    /// It goes on after so many changes, with workers of which nothing has come yet.
+    /// Continues after this number of changes, with workers that have not sent anything yet.
     fn resume(&mut self, pushes: u64);
 }
 
-/// How changes move a model. What it returns are workers that are to be told of the model.
+/// Rule by which changes move a model. Its methods return the workers to which the model must be sent.
 pub trait ServerRule: std::fmt::Debug + Send {
-    /// A change came.
+    /// Applies a change that arrived.
     fn push(&mut self, model: &mut [f32], push: &Push) -> Vec<u32>;
-    /// Something is about to come at this time: what was only waiting for it happens.
+    /// Called before a message of this time is handled. Does what was due before that time.
     fn reach(&mut self, _model: &mut [f32], _at: Nanos) -> Vec<u32> {
         Vec::new()
     }
-    /// All workers have met: nothing waits any longer.
+    /// Called when all workers synchronise. Applies the changes that still wait.
     fn flush(&mut self, model: &mut [f32]) -> Vec<u32>;
-    /// What it remembers.
+    /// Returns the states of the rule.
     fn states(&self) -> Vec<RuleState<'_>>;
-    /// One of these, to be restored.
+    /// Returns the state of this name for writing, to restore it.
     fn state_mut(&mut self, name: &str) -> Option<&mut [f32]>;
-    /// It goes on after so many changes.
+    /// Continues after this number of changes.
     fn resume(&mut self, _pushes: u64) {}
 }
 
-/// What a server knows of a worker.
+/// What a server stores about a worker.
 #[derive(Debug, Clone, Default)]
 struct Worker {
-    /// Changes that came of it.
+    /// Number of changes that arrived from it.
     pushes: u64,
-    /// Its step at the last of them; `None` where it goes on from a checkpoint and nothing came since.
+    /// Its step at its last change; `None` after a restart from a checkpoint, until its first change.
     step: Option<u64>,
-    /// Whether it is to be told of the model.
+    /// Whether the model must be sent to it.
     due: bool,
-    /// What it wants to know once all workers have met.
+    /// What it asks for in a synchronisation; `None` until it asked.
     meets: Option<Wants>,
 }
 
@@ -84,11 +85,12 @@ pub(super) struct Server {
     pub(super) model: Vec<f32>,
     pub(super) rule: Box<dyn ServerRule>,
     workers: Vec<Worker>,
-    /// How many steps a worker may be ahead of the slowest before it is told of the model.
+    /// Number of steps that a worker may be ahead of the slowest and still be sent the model; `None` sets no
+    /// bound.
     staleness: Option<u64>,
-    /// What changes come through, if they are packed.
+    /// Codec of the changes, if they are compressed.
     codec: Option<Box<dyn Compressor>>,
-    /// Changes of all workers.
+    /// Number of changes of all workers.
     pub(super) pushes: u64,
 }
 
@@ -103,12 +105,12 @@ impl Server {
         Self { model, rule, workers: vec![begun; workers], staleness, codec: None, pushes: 0 }
     }
 
-    /// The same, whose workers may send changes through a codec.
+    /// Sets the codec through which workers may send changes.
     pub(super) fn with_codec(self, codec: Option<Box<dyn Compressor>>) -> Self {
         Self { codec, ..self }
     }
 
-    /// Reads a message; `None` if it is none.
+    /// Decodes a message; `None` if it is invalid.
     pub(super) fn read(&self, bytes: &[u8]) -> Option<ToServer> {
         match ToServer::from_bytes(bytes, self.model.len())? {
             ToServer::Packed { step, weight, payload } => {
@@ -129,12 +131,13 @@ impl Server {
         }
     }
 
-    /// The step of the slowest worker, of those that have told theirs.
+    /// Returns the step of the slowest worker among those whose step is known.
     fn slowest(&self) -> u64 {
         self.workers.iter().filter_map(|worker| worker.step).min().unwrap_or(0)
     }
 
-    /// Messages to those that are due and not too far ahead; to all that are due where all have met.
+    /// Returns messages with the model for the workers that are due and not too far ahead; with `all`, for all
+    /// that are due.
     fn answers(&mut self, all: bool) -> Vec<Answer> {
         let slowest = self.slowest();
         let mut answers = Vec::new();
@@ -149,7 +152,7 @@ impl Server {
         answers
     }
 
-    /// All workers have met.
+    /// Answers all workers, once all of them asked to synchronise.
     fn meet(&mut self) -> Vec<Answer> {
         let told = self.rule.flush(&mut self.model);
         self.mark(told);
@@ -194,7 +197,8 @@ impl Service for Server {
         };
         match message {
             ToServer::Push { step, weight, change } => {
-                // Of what was waiting only for this moment, those hear that sent it.
+                // The workers whose changes `reach` merged are answered first, with a model that does not
+                // include this change.
                 let mut answers = self.answers(false);
                 let worker = &mut self.workers[from.index()];
                 worker.pushes += 1;
@@ -205,7 +209,7 @@ impl Service for Server {
                 answers.extend(self.answers(false));
                 answers
             }
-            // It was decoded as it was read.
+            // `read` has decoded it to a `Push`.
             ToServer::Packed { .. } => Vec::new(),
             ToServer::Meet { wants } => {
                 worker.meets = Some(wants);

@@ -1,4 +1,4 @@
-//! Stochastic gradient push: gossip whose parameters travel with a weight and are divided by it.
+//! Stochastic gradient push: gossip in which parameters are sent with a weight and divided by it.
 
 use farflung_comm::ReduceOp;
 use farflung_tensor::Tensor;
@@ -10,7 +10,7 @@ use super::saved::optional;
 use super::{After, Buffers, OWN_COPIES, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
-/// [`PushSum`] on exponential graphs.
+/// Row of [`METHODS`](super::METHODS) for [`PushSum`] on exponential graphs.
 pub const SGP: SyncMethod = SyncMethod {
     name: "sgp",
     summary: "as exponential by push-sum: each worker pushes half of its parameters and of its weight, and divides",
@@ -24,59 +24,61 @@ pub const SGP: SyncMethod = SyncMethod {
     compensates: false,
     outer_momentum: None,
     missing: OWN_COPIES,
-    // What was sent, what comes back, the mean, and both weights; saved with a copy's own parameters.
+    // Held: what was sent, the change, the mean, two weights. Saved: the change, both weights, own parameters.
     buffers: |_| Buffers { held: 5, saved: 4 },
     build: |s| Ok(Box::new(PushSum::new(s, Graph::Exponential)?)),
 };
 
-/// A copy has parameters `z` and a push-sum weight `m`. After a step it keeps an equal part of `m` and `m z`
-/// and sends one to each whom the graph says. Columns of that matrix sum to 1, rows need not, so that the sums
-/// over all copies of `m` and of `m z` stay what they are. What arrives has the next step's time; then
+/// A replica has parameters `z` and a push-sum weight `m`. After a step it splits `m` and `m z` into equal
+/// parts, keeps one and sends one to each of its neighbours in the graph. The shares form a matrix whose
+/// columns sum to 1, while its rows need not. So the sums of `m` and of `m z` over all replicas are preserved.
+/// Messages have the time of the next step to arrive; then
 ///
 /// ```text
 /// m_i' = kept m_i + sum over arrived m_j
 /// z_i  = (kept m_i z_i + sum over arrived m_j z_j - w_i step_i) / m_i'      z: as they were sent
 /// ```
 ///
-/// Weights `m` begin as a copy's part of the tokens, `w`, so that all come to the mean by tokens. They are
-/// whole numbers of parts of a total that nobody loses, to the last: a copy in `n` has at most `2^23 / n` parts
-/// of its equal share, and `w` is rounded to these. A message has `4 + 4 P` bytes for `P` parameters.
+/// Weights `m` begin as a replica's share of the tokens, `w`, so that all replicas converge to the mean by
+/// tokens. They are integers, so that their sum is preserved exactly: among `n` replicas an equal share is
+/// `2^23 / n`, and `w` is rounded to an integer. A message has `4 + 4 P` bytes for `P` parameters.
 ///
-/// The model of the run is the mean of `z` by `m`, which all take after the last step.
+/// The model of the run is the mean of `z` weighted by `m`, which all replicas take after the last step.
 ///
-/// Source: Assran et al. 2019, "Stochastic Gradient Push for Distributed Deep Learning", Alg. 1. Differs: what
-/// is sent is what the step began with, as in its overlapped form, and copies count by their tokens.
+/// Source: Assran et al. 2019, "Stochastic Gradient Push for Distributed Deep Learning", Alg. 1. Differs: a
+/// replica sends the parameters with which the next step begins, as in the paper's overlapped form; replicas
+/// are weighted by their tokens.
 #[derive(Debug)]
 pub struct PushSum {
     graph: Graph,
     every: u64,
     packing: Packing,
-    /// The weight that its own steps count by.
+    /// Weight of this replica's own steps.
     own: u32,
-    /// The weight of the parameters as they are.
+    /// Push-sum weight of the current parameters.
     mass: u32,
-    /// What neighbours' parameters change, once they came: `z = own / mass' z + change`.
+    /// Change that neighbours' parameters cause, once they arrived: `z = own / mass' z + change`.
     change: Tensor,
     mean: CommonMean,
     flight: Flight,
     rounds: u64,
-    /// Both weights as they are saved: of the parameters as they are, and with what arrived.
+    /// Both weights in the form of a checkpoint: of the current parameters, and after the change.
     masses: [Tensor; 2],
 }
 
-/// What neighbours sent.
+/// State of neighbours' messages.
 #[derive(Debug)]
 enum Flight {
     Nothing,
     Away {
-        /// What this rank sent, and the weight that it kept.
+        /// Parameters that this rank sent; `kept` is the weight that it kept.
         sent: Vec<f32>,
         kept: u32,
         messages: Exchange,
     },
-    /// It is in `change`.
+    /// Arrived: the result is in `change`.
     Here {
-        /// The weight with it.
+        /// Weight after the change.
         mass: u32,
     },
 }
@@ -85,13 +87,13 @@ const CHANGE: &str = "change";
 const MASSES: [&str; 2] = ["push-weight", "next-push-weight"];
 
 impl PushSum {
-    /// On a graph over the ranks of `settings`.
+    /// Creates the method on a graph over the ranks of `settings`.
     ///
     /// Errors: those of [`Average::new`].
     pub fn new(settings: SyncSettings<'_>, graph: Graph) -> Result<Self, OptimError> {
         let SyncSettings { comm, device, layout, average, every, weights, .. } = settings;
         let (size, rank) = (comm.size(), comm.rank().index());
-        // So that all together are exact in f32.
+        // The sum of all weights is then exact in f32.
         let parts = f64::from(1_u32 << 23) / size as f64;
         let own = weights.get(rank).copied().unwrap_or(1.0) * parts;
         let own = own.round().clamp(1.0, f64::from(1_u32 << 23)) as u32;
@@ -110,7 +112,7 @@ impl PushSum {
         })
     }
 
-    /// Waits for neighbours, and writes what they change.
+    /// Waits for neighbours' messages, and writes the change that they cause.
     fn arrive(&mut self) -> Result<(), OptimError> {
         let (sent, kept, messages) = match std::mem::replace(&mut self.flight, Flight::Nothing) {
             Flight::Away { sent, kept, messages } => (sent, kept, messages),
@@ -122,7 +124,7 @@ impl PushSum {
         let mut sums: Vec<f64> = sent.iter().map(|z| f64::from(kept) * f64::from(*z)).collect();
         let mut mass = kept;
         for Arrived { from, bytes, .. } in messages.wait()? {
-            // A message that is too short for its weight has the wrong length for its parameters, too.
+            // A message that is too short for its weight also has the wrong length for its parameters.
             let (head, rest) = bytes.split_first_chunk::<4>().unwrap_or((&[0; 4], &[]));
             let (weight, theirs) = (u32::from_le_bytes(*head), from_bytes(rest, sent.len(), from)?);
             sums.iter_mut().zip(theirs).for_each(|(sum, z)| *sum += f64::from(weight) * f64::from(z));
@@ -135,12 +137,12 @@ impl PushSum {
         Ok(())
     }
 
-    /// How much of its own step a copy of this weight takes.
+    /// Returns the share of its own step that a replica of this weight takes.
     fn part(&self, mass: u32) -> f64 {
         f64::from(self.own) / f64::from(mass)
     }
 
-    /// Gives each copy its part of the mean: its weight now. For all ranks to call.
+    /// Sets the replica's weight in the mean to its current push-sum weight. All ranks must call it.
     fn weigh(&mut self) -> Result<(), OptimError> {
         let comm = self.mean.average.communicator();
         let mut all = [f64::from(self.mass)];
@@ -247,7 +249,7 @@ impl Synchroniser for PushSum {
         let change = optional(get, CHANGE, expected)?;
         let mut masses = [self.own; 2];
         for (mass, name) in masses.iter_mut().zip(MASSES) {
-            // Padding is no part of a checkpoint.
+            // Padding is not part of a checkpoint.
             let saved = optional(get, name, expected)?.unwrap_or_default();
             let saved = saved.into_iter().fold(0.0, f32::max);
             *mass = if saved >= 1.0 { saved as u32 } else { *mass };

@@ -2,11 +2,12 @@
 
 use super::{Buffers, Delayed, DelayedSettings, IN_FLIGHT, Kept, Merge, SyncMethod};
 
-/// [`Delayed`] outer steps of fragments, which copies mix with their own parameters.
+/// Row of [`METHODS`](super::METHODS) for streaming `DiLoCo`: [`Delayed`] outer steps of fragments, which
+/// replicas mix with their own parameters.
 ///
 /// Source: Douillard et al. 2025, "Streaming `DiLoCo` with overlapping communication", Alg. 2. Differs: a
-/// fragment is a run of neighbouring parameters with its share of all elements, where theirs has every so
-/// manyth layer; after the last step all parameters are averaged once more.
+/// fragment is a run of neighbouring parameters with its share of all elements; in the paper it consists of
+/// every n-th layer. After the last step all parameters are averaged once more.
 pub const STREAMING: SyncMethod = SyncMethod {
     name: "streaming",
     summary: "diloco by fragments that travel while the next steps are computed, and are taken up later",
@@ -22,7 +23,8 @@ pub const STREAMING: SyncMethod = SyncMethod {
     missing: IN_FLIGHT,
     buffers: |&Kept { momentum, .. }| {
         let momentum = usize::from(momentum != 0.0);
-        // Anchor, momentum, what they become, delta, mean; saved with a copy's own parameters.
+        // Held: anchor, momentum, their next values, delta, mean. Saved: the same without next values, and own
+        // parameters.
         Buffers { held: 4 + 2 * momentum, saved: 4 + momentum }
     },
     build: |s| {

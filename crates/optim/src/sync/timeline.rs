@@ -1,9 +1,10 @@
-//! When fragments of the parameters leave and come back: a pure function of the step.
+//! Steps after which fragments of the parameters leave and come back: a pure function of the step.
 
 use crate::OptimError;
 
-/// Fragment `p` of `P` leaves after the steps `(p + 1) H / P`, `(p + 1) H / P + H` and so on (rounded down),
-/// and comes back `delay` steps later, at most as the next one leaves.
+/// Departures and returns of `P` fragments, each of which leaves every `H` steps. Fragment `p` leaves after the
+/// steps `(p + 1) H / P`, `(p + 1) H / P + H` and so on (rounded down). It comes back `delay` steps later, at
+/// the latest when the next fragment leaves.
 ///
 /// ```
 /// use farflung_optim::sync::Timeline;
@@ -26,10 +27,10 @@ fn require(ok: bool, field: &'static str, value: u64, expected: &'static str) ->
 }
 
 impl Timeline {
-    /// Each of `fragments` leaves every `every` steps.
+    /// Creates a timeline in which each of `fragments` leaves every `every` steps.
     ///
-    /// Errors: [`OptimError::Setting`] for no steps, no fragments, more fragments than steps, and a delay
-    /// beyond the next departure.
+    /// Errors: [`OptimError::Setting`] if `every` or `fragments` is 0, if there are more fragments than steps,
+    /// or if a fragment would come back after the next one leaves.
     pub fn new(every: u64, fragments: u64, delay: u64) -> Result<Self, OptimError> {
         require(every > 0, "every", every, "above 0")?;
         let some = (1..=every).contains(&fragments);
@@ -38,19 +39,19 @@ impl Timeline {
         Ok(Self { every, fragments, delay })
     }
 
-    /// Fragments.
+    /// Returns the number of fragments.
     #[must_use]
     pub const fn fragments(&self) -> usize {
         self.fragments as usize
     }
 
-    /// Steps between a fragment's departure and its return.
+    /// Returns the number of steps between a fragment's departure and its return.
     #[must_use]
     pub const fn delay(&self) -> u64 {
         self.delay
     }
 
-    /// The fragment that leaves after a step, counted from 1.
+    /// Returns the fragment that leaves after a step, counted from 1.
     #[must_use]
     pub fn leaves(&self, step: u64) -> Option<usize> {
         let phase = step % self.every;
@@ -58,13 +59,13 @@ impl Timeline {
         (0..self.fragments).find(at).filter(|_| step > 0).map(|p| p as usize)
     }
 
-    /// The fragment that comes back after a step.
+    /// Returns the fragment that comes back after a step.
     #[must_use]
     pub fn returns(&self, step: u64) -> Option<usize> {
         self.leaves(step.checked_sub(self.delay)?)
     }
 
-    /// The fragment that is away after a step: it has left, and does not come back before a later one.
+    /// Returns the fragment that is in flight after a step: it has left, and comes back after a later step.
     #[must_use]
     pub fn away(&self, step: u64) -> Option<usize> {
         (0..self.delay).find_map(|since| self.leaves(step.checked_sub(since)?))

@@ -1,5 +1,5 @@
-//! 0/1 Adam's averages: gradients plainly where the variance changes and through the codec elsewhere, then what
-//! local steps gathered.
+//! Averages of 0/1 Adam. At first these are gradients: as plain f32 where the variance changes, and through the
+//! codec elsewhere. Later they are what local steps accumulated.
 
 use farflung_tensor::Tensor;
 
@@ -9,7 +9,7 @@ use crate::finite::is_finite;
 use crate::transform::Rounds;
 use crate::{Average, AverageConfig, Chain, Coding, Meets, OptimError, weigh};
 
-/// [`ZeroOne`].
+/// Row of [`METHODS`](super::METHODS) for [`ZeroOne`].
 pub const ZERO_ONE: SyncMethod = SyncMethod {
     name: "zero-one",
     summary: "what --optimizer zero-one-adam takes: gradients in 1 bit, then local steps that meet in 1 bit",
@@ -23,42 +23,43 @@ pub const ZERO_ONE: SyncMethod = SyncMethod {
     compensates: false,
     outer_momentum: None,
     missing: Missing::Refused("a member that is behind cannot take what the others' optimizers gathered"),
-    // The anchor, and the mean.
+    // Anchor and mean.
     buffers: |_| Buffers { held: 2, saved: 0 },
     build: |s| Ok(Box::new(ZeroOne::new(s)?)),
 };
 
-/// Keeps the replicas of [`zero_one_adam`](crate::zero_one_adam) one model, by its [`Rounds`]: before `freeze`
-/// each step's gradients are averaged, as f32 where the variance changes and through the codec elsewhere; after
-/// it replicas average what their local steps gathered, through the codec.
+/// Synchronises replicas whose optimizer is [`zero_one_adam`](crate::zero_one_adam), by its [`Rounds`]. Before
+/// `freeze`, the gradients of each step are averaged, as f32 where the variance changes and through the codec
+/// elsewhere. After it, replicas average through the codec what their local steps accumulated.
 ///
-/// The codec's residuals begin anew at `freeze`: what is averaged has another scale from then on. A replica's
-/// part of each mean is its weight.
+/// The codec's residuals are reset at `freeze`, because the averaged values have another scale from then on.
+/// Each mean is weighted.
 ///
 /// Source: Lu et al. 2022, "0/1 Adam", Alg. 1; `DeepSpeed`'s `zoadam.py`.
 #[derive(Debug)]
 pub struct ZeroOne {
     rounds: Rounds,
-    /// Of gradients where the variance changes.
+    /// Averages gradients in steps in which the variance changes.
     plain: Average,
-    /// Of all else.
+    /// Averages everything else.
     coded: Average,
-    /// Steps done.
+    /// Number of steps done.
     step: u64,
-    /// Steps when replicas last met.
+    /// Number of steps done at the last synchronisation.
     met: u64,
-    /// The parameters as they were then.
+    /// Parameters at the last synchronisation.
     anchor: Tensor,
-    /// What was gathered, its own and then of all.
+    /// What local steps accumulated: first this replica's values, then the mean of all.
     mean: Tensor,
-    /// Whether `mean` is about to be taken.
+    /// Whether the next commit applies `mean`.
     exchanged: bool,
 }
 
 impl ZeroOne {
-    /// With the rounds of the optimizer, anchored at the parameters of `settings`.
+    /// Creates the method with the rounds of the optimizer, and with the parameters of `settings` as its
+    /// anchor.
     ///
-    /// Errors: [`OptimError::Setting`] without rounds; those of [`Average::new`].
+    /// Errors: [`OptimError::Setting`] if there are no rounds; those of [`Average::new`].
     pub fn new(settings: SyncSettings<'_>) -> Result<Self, OptimError> {
         let SyncSettings { comm, device, layout, average, params, rounds, .. } = settings;
         let Some(rounds) = rounds else {
@@ -83,7 +84,7 @@ impl ZeroOne {
     }
 }
 
-/// Why an optimizer gathers.
+/// Reason why the optimizer accumulates, for `expect`.
 const GATHERS: &str = "an optimizer with rounds gathers";
 
 impl Synchroniser for ZeroOne {
@@ -163,7 +164,7 @@ impl Synchroniser for ZeroOne {
         (!self.averages_gradients()).then_some(&self.anchor)
     }
     fn abandon(&mut self) {
-        // Local steps since replicas last met are dropped.
+        // Drops the local steps since the last synchronisation.
         self.step = self.met;
         self.plain.open();
         self.coded.open();
@@ -183,7 +184,7 @@ impl Synchroniser for ZeroOne {
         Vec::new()
     }
     fn restore(&mut self, steps: u64, _: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
-        // It is saved where replicas have met.
+        // Checkpoints are made only after a synchronisation.
         (self.step, self.met, self.exchanged) = (steps, steps, false);
         Ok(())
     }

@@ -1,16 +1,16 @@
-//! `AdaBelief`'s direction.
+//! Update direction of `AdaBelief`.
 
 use farflung_tensor::Value;
 
 use super::{Emit, StateKind, StepInfo, Transform, require_eps, require_share};
 use crate::OptimError;
 
-/// Adam's direction with the variance of the gradient around its average instead of its second moment:
-/// `s = b2 s + (1 - b2) (g - m)^2 + eps`, `m^ / (sqrt(s^) + eps)`.
+/// Rescales gradients as `AdaBelief` does. It is Adam with the variance of the gradient around its running
+/// average in place of the second moment: `s = b2 s + (1 - b2) (g - m)^2 + eps`, `m^ / (sqrt(s^) + eps)`.
 ///
-/// Source: Zhuang et al. 2020, "`AdaBelief` Optimizer", Alg. 2; `eps` is added twice, as in the authors'
-/// package, whose default is 1e-16. Differs from that package: no rectification. The sum of the added `eps` is
-/// a number of the step, so the state holds the variance alone.
+/// Source: Zhuang et al. 2020, "`AdaBelief` Optimizer", Alg. 2. `eps` is added twice, as in the authors'
+/// package, where its default is 1e-16. Differs from that package: no rectification. The state holds the
+/// variance alone: the sum of the added `eps` depends only on the step, so it is a scalar.
 #[must_use]
 pub fn scale_by_adabelief(beta1: f64, beta2: f64, eps: f64) -> impl Transform {
     ScaleByAdaBelief { beta1, beta2, eps }
@@ -46,7 +46,7 @@ impl Transform for ScaleByAdaBelief {
         let left = 1.0 - self.beta2.powf(t);
         out.push((1.0 / (1.0 - self.beta1.powf(t))) as f32);
         out.push((1.0 / left.sqrt()) as f32);
-        // eps (1 + b2 + b2^2 + ...), t terms.
+        // Sum of the `eps` added so far: eps (1 + b2 + b2^2 + ...), t terms.
         out.push((self.eps * left / (1.0 - self.beta2)) as f32);
     }
     fn emit(&self, e: &mut Emit<'_>, g: Value) -> Value {

@@ -1,26 +1,26 @@
-//! `AdaBound`'s direction.
+//! Update direction of `AdaBound`.
 
 use farflung_tensor::Value;
 
 use super::{Emit, StateKind, StepInfo, Transform, require, require_eps, require_share};
 use crate::OptimError;
 
-/// Between what bounds `AdaBound` keeps the rate of each element.
+/// Bounds of `AdaBound` on the rate of each element.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Bound {
-    /// What both bounds go to, in multiples of the learning rate: the authors' `final_lr / lr`.
+    /// Limit of both bounds, in multiples of the learning rate: the authors' `final_lr / lr`.
     pub last: f64,
-    /// How fast: the bounds of step `t` (from 1) are `last (1 - 1 / (gamma t + 1))` and
-    /// `last (1 + 1 / (gamma t))`.
+    /// Speed at which the bounds approach that limit. The bounds of step `t`, counted from 1, are
+    /// `last (1 - 1 / (gamma t + 1))` and `last (1 + 1 / (gamma t))`.
     pub gamma: f64,
 }
 
-/// Adam's direction with the rate of each element clipped: `clip(r, low, high) m` with
-/// `r = sqrt(1 - b2^t) / (1 - b1^t) / (sqrt(v) + eps)`.
+/// Rescales gradients as `AdaBound` does. It is Adam with the rate of each element clipped:
+/// `clip(r, low, high) m` with `r = sqrt(1 - b2^t) / (1 - b1^t) / (sqrt(v) + eps)`.
 ///
 /// Source: Luo et al. 2019, "Adaptive Gradient Methods with Dynamic Bound of Learning Rate", Alg. 1, with the
-/// bias correction of the authors' package. All is in multiples of the learning rate, which scales the bounds
-/// too, as there.
+/// bias correction of the authors' package. Rates and bounds are in multiples of the learning rate, so a
+/// schedule scales the bounds too, as in that package.
 #[must_use]
 pub fn scale_by_adabound(beta1: f64, beta2: f64, eps: f64, bound: Bound) -> impl Transform {
     ScaleByAdaBound { beta1, beta2, eps, bound }

@@ -1,11 +1,11 @@
-//! `AdaGrad`'s direction.
+//! Update direction of `AdaGrad`.
 
 use farflung_tensor::Value;
 
 use super::{Emit, StateKind, StepInfo, Transform, require, require_eps};
 use crate::OptimError;
 
-/// The gradient over the root of the sum of all its squares: `s += g^2`,
+/// Divides the gradient by the root of the sum of all its squares: `s += g^2`,
 /// `g / (sqrt(s) + eps) / (1 + t lr_decay)` in step `t`, counted from 0.
 ///
 /// Source: Duchi et al. 2011, "Adaptive Subgradient Methods", in PyTorch's form.

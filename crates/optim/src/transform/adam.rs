@@ -1,22 +1,23 @@
-//! Adam's direction, and `AMSGrad`'s.
+//! Update directions of Adam and `AMSGrad`.
 
 use farflung_tensor::Value;
 
 use super::{Emit, StateKind, StepInfo, Transform, require_eps, require_share};
 use crate::OptimError;
 
-/// Adam's direction with bias correction: `m^ / (sqrt(v^) + eps)`.
+/// Rescales gradients as Adam does, with bias correction: `m^ / (sqrt(v^) + eps)`.
 ///
-/// Source: Kingma and Ba 2015, Alg. 1. `eps` stands where PyTorch has it, outside the corrected root.
+/// Source: Kingma and Ba 2015, Alg. 1. `eps` is added after bias correction and root, as in PyTorch.
 #[must_use]
 pub fn scale_by_adam(beta1: f64, beta2: f64, eps: f64) -> impl Transform {
     ScaleByAdam { name: "adam", states: &["m", "v"], beta1, beta2, eps }
 }
 
-/// Adam's direction with the largest second moment so far instead of the present one.
+/// Rescales gradients as `AMSGrad` does. It is Adam with the largest second moment so far in place of the
+/// current one.
 ///
 /// Source: Reddi et al. 2018, "On the Convergence of Adam and Beyond", Alg. 2, with PyTorch's bias correction,
-/// which comes after the maximum.
+/// which is applied after the maximum.
 #[must_use]
 pub fn scale_by_amsgrad(beta1: f64, beta2: f64, eps: f64) -> impl Transform {
     ScaleByAdam { name: "amsgrad", states: &["m", "v", "largest_v"], beta1, beta2, eps }

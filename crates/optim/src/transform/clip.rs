@@ -5,15 +5,15 @@ use farflung_tensor::Value;
 use super::{Emit, StepInfo, Transform, require};
 use crate::OptimError;
 
-/// Scales the gradient down to a global l2 norm of `max`: `g * min(1, max / (norm + 1e-6))`, as PyTorch's
-/// `clip_grad_norm_`. It stands first in its chain.
+/// Scales the gradient down so that its global l2 norm is at most `max`: `g * min(1, max / (norm + 1e-6))`, as
+/// PyTorch's `clip_grad_norm_`. Must be first in its chain.
 #[must_use]
 pub fn clip_by_global_norm(max: f64) -> impl Transform {
     ClipByGlobalNorm { max, until: u64::MAX }
 }
 
-/// [`clip_by_global_norm`] in the first `until` steps: for a link that takes other values than gradients after
-/// them.
+/// Clips as [`clip_by_global_norm`] in the first `until` steps, and does nothing after them. For a chain that
+/// takes gradients in these steps and other values later.
 #[must_use]
 pub fn clip_by_global_norm_until(max: f64, until: u64) -> impl Transform {
     ClipByGlobalNorm { max, until }

@@ -5,9 +5,9 @@ use farflung_tensor::Value;
 use super::{Emit, Transform, require};
 use crate::OptimError;
 
-/// Adds `decay * parameter` to matrices, not to vectors, unless the parameter's group says otherwise: decoupled
-/// weight decay when it stands after [`scale_by_adam`](super::scale_by_adam) (Loshchilov and Hutter 2019), l2
-/// regularisation when it stands before.
+/// Adds `decay * parameter` to the update of matrices, not of vectors. A parameter's group can override this.
+/// After [`scale_by_adam`](super::scale_by_adam) it is decoupled weight decay (Loshchilov and Hutter 2019);
+/// before it, it is l2 regularisation.
 #[must_use]
 pub fn add_decayed_weights(decay: f64) -> impl Transform {
     AddDecayedWeights { decay }

@@ -1,5 +1,5 @@
-//! Adam whose second moment stands still after a warm-up, so that replicas can average first moments through
-//! any codec: the step is linear in them then, and what a codec carries over is not lost.
+//! Adam whose second moment is frozen after a warm-up. The step is then linear in the first moments, so
+//! replicas can average these through any codec, and error feedback loses nothing.
 
 use farflung_tensor::{ProgramBuilder, Value};
 
@@ -15,27 +15,29 @@ pub struct FrozenAdam {
     pub beta2: f64,
     /// Added to the root of the second moment.
     pub eps: f64,
-    /// Steps of the warm-up: the second moment changes in these alone.
+    /// Number of warm-up steps. The second moment changes only in these.
     pub freeze: u64,
-    /// Whether moments are corrected for their start at zero; the second one by the last step of the warm-up.
+    /// Whether both moments are corrected for their start at zero. After the warm-up, the correction of the
+    /// second moment stays at that of the last warm-up step.
     pub corrects: bool,
 }
 
-/// Adam's direction `m / (sqrt(v) + eps)`. In the first `freeze` steps replicas average gradients, and both
-/// moments are Adam's. After them, replicas average `beta1 m + (1 - beta1) g`, which becomes `m`, and `v`
-/// stays.
+/// Rescales gradients as Adam does, `m / (sqrt(v) + eps)`, with a second moment that is frozen after a warm-up.
+/// In the first `freeze` steps replicas average gradients, and both moments are Adam's. After them, replicas
+/// average `beta1 m + (1 - beta1) g`, which becomes `m`, and `v` does not change.
 ///
-/// Source: Tang et al. 2021, "1-bit Adam", Alg. 1. Differs, since codecs give elements momentum that they never
-/// had: an element without any gradient in the warm-up, `v = 0`, no longer moves, and no element moves farther
-/// than Adam can ever go, [`FrozenAdam::longest`].
+/// Source: Tang et al. 2021, "1-bit Adam", Alg. 1. Differs, because codecs can give momentum to elements that
+/// never had a gradient: an element without any gradient in the warm-up, `v = 0`, no longer moves, and no
+/// element moves farther than Adam can ever move it, [`FrozenAdam::longest`].
 #[must_use]
 pub fn scale_by_frozen_adam(settings: FrozenAdam) -> impl Transform {
     ScaleByFrozenAdam(settings)
 }
 
 impl FrozenAdam {
-    /// The largest that Adam's `m / sqrt(v)` can be, whatever the gradients (by Cauchy and Schwarz):
-    /// `(1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2))`. Infinite where `beta1^2 >= beta2`.
+    /// Returns the largest absolute value that Adam's `m / sqrt(v)` can have for any gradients (by the
+    /// Cauchy-Schwarz inequality): `(1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2))`. Infinite where
+    /// `beta1^2 >= beta2`.
     #[must_use]
     pub fn longest(&self) -> f64 {
         let left = 1.0 - self.beta1 * self.beta1 / self.beta2;

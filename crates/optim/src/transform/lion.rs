@@ -1,12 +1,12 @@
-//! Lion's direction.
+//! Update direction of Lion.
 
 use farflung_tensor::Value;
 
 use super::{Emit, Transform, require_share};
 use crate::OptimError;
 
-/// The sign of an interpolated momentum: `sign(b1 m + (1 - b1) g)`, then `m = b2 m + (1 - b2) g`. The sign of 0
-/// is 0.
+/// Takes the sign of an interpolated momentum: `sign(b1 m + (1 - b1) g)`, then `m = b2 m + (1 - b2) g`. The
+/// sign of 0 is 0.
 ///
 /// Source: Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", Alg. 2.
 #[must_use]

@@ -1,15 +1,15 @@
-//! Lookahead around a chain.
+//! Lookahead: slow weights around a chain.
 
 use farflung_tensor::Value;
 
 use super::{Emit, StateKind, StepInfo, Transform, require};
 use crate::OptimError;
 
-/// Slow weights beside the fast ones that the chain before it moves: every `every` steps
-/// `slow += alpha (fast - slow)`, and then `fast = slow`. It stands last in its chain.
+/// Keeps slow weights beside the fast ones that the chain before it moves. After every `every` steps,
+/// `slow += alpha (fast - slow)`, then `fast = slow`. Must be last in its chain.
 ///
-/// Source: Zhang et al. 2019, "Lookahead Optimizer: k steps forward, 1 step back", Alg. 1. The chain's states
-/// stay as they are, the authors' default.
+/// Source: Zhang et al. 2019, "Lookahead Optimizer: k steps forward, 1 step back", Alg. 1. The states of the
+/// other links are not reset, which is the authors' default.
 #[must_use]
 pub fn lookahead(every: u64, alpha: f64) -> impl Transform {
     Lookahead { every, alpha }
@@ -51,8 +51,8 @@ impl Transform for Lookahead {
     fn finish(&self, e: &mut Emit<'_>, fast: Value) -> Value {
         let p = &mut *e.program;
         let [first, alpha, synchronises, goes_on] = [0, 1, 2, 3].map(|i| p.scalar(e.scalars + i));
-        // The slow weights begin as the parameters before the first step. Factors are 0 or 1, so that sums are
-        // exact.
+        // In the first step the slow weights start as the parameters before that step. The flags are 0 or 1, so
+        // that products and sums with them are exact.
         let slow = p.load(e.states);
         let begin = p.sub(e.param, slow);
         let begin = p.mul(first, begin);

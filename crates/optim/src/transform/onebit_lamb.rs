@@ -1,4 +1,4 @@
-//! LAMB whose variance and layer coefficients stand still after a warm-up, so that replicas can average first
+//! LAMB whose variance and layer coefficients are frozen after a warm-up, so that replicas can average first
 //! moments through any codec.
 
 use farflung_tensor::{DType, Op, Param, Program, ProgramBuilder, Tensor, TensorError, Value, View};
@@ -17,7 +17,7 @@ pub struct FrozenLamb {
     pub beta2: f64,
     /// Added to the root of the second moment.
     pub eps: f64,
-    /// Steps of the warm-up: the second moment and the layers' coefficients change in these alone.
+    /// Number of warm-up steps. The second moment and the layers' coefficients change only in these.
     pub freeze: u64,
     /// Decoupled weight decay of matrices.
     pub weight_decay: f64,
@@ -25,35 +25,38 @@ pub struct FrozenLamb {
 
 /// Bounds of a layer's coefficient in the warm-up.
 const COEFFICIENT: [f64; 2] = [0.01, 10.0];
-/// Decay of the average of a layer's coefficients.
+/// Decay of the running average of a layer's coefficients.
 const COEFFICIENT_BETA: f64 = 0.9;
-/// Bounds of what the coefficient is multiplied with after the warm-up.
+/// Bounds of the factor that multiplies the coefficient after the warm-up.
 const FACTOR: [f64; 2] = [0.5, 4.0];
-/// The most that this changes in a step, relative.
+/// Largest relative change of that factor in one step.
 const CHANGE: f64 = 0.1;
 
-/// LAMB's direction, without bias correction. In the first `freeze` steps replicas average gradients, and each
-/// tensor's update `u = m / (sqrt(v) + eps) + decay p` is scaled by `c = ||p|| / ||u||`, between 0.01 and 10.
-/// After them `v` stays, as does the average of each tensor's `c` (decay 0.9). Replicas average
-/// `s (beta1 m + (1 - beta1) g)`, where `s` brings each tensor's momentum at `freeze` to a root mean square of
-/// 1, so that tensors share a codec's scales. The update is scaled by `c f`, where `f` is the largest
-/// `(sqrt(v) + eps) / (sqrt(w) + eps)` of the tensor, between 0.5 and 4 and at most a tenth from what it was;
-/// `w` is a second moment that goes on with the gradient that follows from two momenta.
+/// Rescales gradients as 1-bit LAMB does, without bias correction. In the first `freeze` steps replicas average
+/// gradients, and each tensor's update `u = m / (sqrt(v) + eps) + decay p` is multiplied by
+/// `c = ||p|| / ||u||`, clamped to between 0.01 and 10.
 ///
-/// Each tensor has three numbers, `c`, `f` and `s`: the first elements of its part of the state `layers`.
+/// After the warm-up, `v` and the running average of each tensor's `c` (decay 0.9) are frozen. Replicas average
+/// `s (beta1 m + (1 - beta1) g)`, where `s` is a factor per tensor that brings the root mean square of its
+/// momentum at step `freeze` to 1, so that all tensors can share a codec's scales. The update is multiplied by
+/// `c f`. `f` is the largest `(sqrt(v) + eps) / (sqrt(w) + eps)` of the tensor, moved towards 1 by the share of
+/// weight decay in the update, and clamped to between 0.5 and 4 and to within a tenth of its previous value.
+/// `w` is a second moment that still changes; its gradient is recovered from two successive momenta.
+///
+/// The first three elements of a tensor's part of the state `layers` hold its `c`, `f` and `s`.
 ///
 /// Errors when the chain is built: [`OptimError::Setting`] for a tensor of fewer than three elements.
 ///
 /// Source: Li et al. 2021, "1-bit LAMB", Alg. 1; the constants are those of `DeepSpeed`'s `lamb.py`. Differs:
-/// `s` is not multiplied with the mean over all tensors, which is one factor for all values and changes no
-/// result; and as [`scale_by_frozen_adam`](super::scale_by_frozen_adam) says, where codecs give elements
-/// momentum that they never had.
+/// `s` is not multiplied by its mean over all tensors, since this one factor of all values changes no result.
+/// Elements that get momentum from a codec alone are treated as in
+/// [`scale_by_frozen_adam`](super::scale_by_frozen_adam).
 #[must_use]
 pub fn scale_by_onebit_lamb(settings: FrozenLamb) -> impl Transform {
     ScaleByOnebitLamb(settings)
 }
 
-/// Places of a tensor's numbers among the first elements of `layers`.
+/// Indices of `c`, `f` and `s` among a tensor's elements of `layers`.
 const C: usize = 0;
 const F: usize = 1;
 const S: usize = 2;
@@ -112,7 +115,8 @@ impl PerTensor for ScaleByOnebitLamb {
 }
 
 impl ScaleByOnebitLamb {
-    /// From the gradient to `m / (sqrt(v) + eps)`: rewrites update, `m`, `v` and `w`.
+    /// Builds the program of the warm-up: computes `m / (sqrt(v) + eps)` from the gradient. It rewrites the
+    /// update, `m`, `v` and `w`.
     fn warm(&self) -> Result<Program, TensorError> {
         let FrozenLamb { beta1, beta2, eps, .. } = self.0;
         let mut p = ProgramBuilder::new();
@@ -128,8 +132,9 @@ impl ScaleByOnebitLamb {
         p.build()
     }
 
-    /// From the mean of what replicas sent to `m / (sqrt(v) + eps)`: reads `v`, rewrites update, `m`, `w`, and
-    /// a buffer with the ratio of both roots. The scalar is `1 / s`.
+    /// Builds the program after the warm-up: computes `m / (sqrt(v) + eps)` from the mean of what replicas
+    /// sent. It reads `v` and rewrites the update, `m`, `w`, and a buffer with the ratio of both roots. Its
+    /// scalar is `1 / s`.
     fn frozen(&self) -> Result<Program, TensorError> {
         let FrozenLamb { beta1, beta2, eps, freeze, .. } = self.0;
         let longest = FrozenAdam { beta1, beta2, eps, freeze, corrects: false }.longest() as f32;
@@ -158,21 +163,21 @@ impl ScaleByOnebitLamb {
     }
 }
 
-/// `beta old + (1 - beta) new`.
+/// Emits `beta old + (1 - beta) new`.
 fn average(p: &mut ProgramBuilder, beta: f64, old: Value, new: Value) -> Value {
     let (keep, take) = (p.constant(beta as f32), p.constant((1.0 - beta) as f32));
     let (old, new) = (p.mul(keep, old), p.mul(take, new));
     p.add(old, new)
 }
 
-/// `sqrt(v) + eps`.
+/// Emits `sqrt(v) + eps`.
 fn root(p: &mut ProgramBuilder, v: Value, eps: f64) -> Value {
     let eps = p.constant(eps as f32);
     let root = p.sqrt(v);
     p.add(root, eps)
 }
 
-/// Adds the scalar times the parameter to the update.
+/// Builds the program that adds the scalar times the parameter to the update.
 fn decayed() -> Result<Program, TensorError> {
     let mut p = ProgramBuilder::new();
     let (param, x, decay) = (p.read(0), p.load(0), p.scalar(0));
@@ -182,7 +187,7 @@ fn decayed() -> Result<Program, TensorError> {
     p.build()
 }
 
-/// A tensor in a step.
+/// One tensor during a step.
 struct Layer<'a, 't> {
     tensors: &'a mut Tensors<'t>,
     param: Param,
@@ -196,7 +201,7 @@ impl<'a, 't> Layer<'a, 't> {
         let read = tensors.states[3].1.view().part(param.start, 3)?.to_vec::<f32>()?;
         let mut numbers = [f64::from(read[C]), f64::from(read[F]), f64::from(read[S])];
         for number in [F, S] {
-            // In a run without a warm-up.
+            // A number that was never written is 0 and means 1.
             if numbers[number] <= 0.0 {
                 numbers[number] = 1.0;
             }
@@ -213,7 +218,7 @@ impl<'a, 't> Layer<'a, 't> {
         Ok(norms(flat, std::slice::from_ref(&self.param))?[0])
     }
 
-    /// Adds the decay to the update.
+    /// Adds weight decay to the update.
     fn decay(&mut self, program: &Program, decay: f32) -> Result<(), OptimError> {
         let (start, len) = (self.param.start, self.param.shape.len());
         let reads = &[self.tensors.params.view().part(start, len)?];
@@ -221,7 +226,7 @@ impl<'a, 't> Layer<'a, 't> {
         Ok(self.tensors.params.device().run(Op::Map { program, scalars: &[decay], reads, writes })?)
     }
 
-    /// What the update is multiplied with.
+    /// Takes a warm-up step for the tensor and returns the factor of its update.
     fn warm(&mut self, [warm, _, decayed]: &[Program; 3], decay: f32, last: bool) -> Result<f64, OptimError> {
         let (start, len) = (self.param.start, self.param.shape.len());
         let [(_, m), (_, v), (_, w), _] = &mut *self.tensors.states else {
@@ -248,7 +253,7 @@ impl<'a, 't> Layer<'a, 't> {
         Ok(c)
     }
 
-    /// What the update is multiplied with.
+    /// Takes a step after the warm-up for the tensor and returns the factor of its update.
     fn frozen(&mut self, [_, frozen, decayed]: &[Program; 3], decay: f32) -> Result<f64, OptimError> {
         let (start, len) = (self.param.start, self.param.shape.len());
         let mut ratio = self.tensors.params.device().empty(DType::F32, len)?;
@@ -278,7 +283,7 @@ impl<'a, 't> Layer<'a, 't> {
     }
 }
 
-/// The largest element.
+/// Returns the largest element.
 fn largest(x: View<'_>) -> Result<f64, OptimError> {
     let of = |values: &[f32]| values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     Ok(f64::from(match x.host::<f32>() {

@@ -8,14 +8,14 @@ use super::Transform;
 use crate::OptimError;
 use crate::per_tensor::{PerTensor, Tensors};
 
-/// Coefficients of the Newton-Schulz iteration: those that raise small singular values fastest.
+/// Coefficients of the Newton-Schulz iteration, chosen to raise small singular values fastest.
 const COEFFICIENTS: [f32; 3] = [3.4445, -4.7750, 2.0315];
-/// Iterations.
+/// Number of iterations.
 const STEPS: usize = 5;
-/// Least norm that a matrix is divided by.
+/// Lower bound of the norm that a matrix is divided by.
 const EPS: f64 = 1e-7;
 
-/// Which dimension of a matrix its outputs are.
+/// Dimension of a matrix that holds its outputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outputs {
     /// `[outputs, inputs]`, as in PyTorch's `Linear`.
@@ -24,13 +24,13 @@ pub enum Outputs {
     Columns,
 }
 
-/// How far Muon moves a matrix, in multiples of the learning rate.
+/// Scale of Muon's steps, in multiples of the learning rate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MuonScale {
-    /// `sqrt(max(1, outputs / inputs))` (Jordan 2024); PyTorch's default, called `original` there.
+    /// `sqrt(max(1, outputs / inputs))` (Jordan 2024); PyTorch's default, where it is called `original`.
     Original,
-    /// `0.2 sqrt(max(outputs, inputs))`, about the size of AdamW's steps, so that both have one learning rate
-    /// (Liu et al. 2025, "Muon is Scalable for LLM Training"); `match_rms_adamw` in PyTorch.
+    /// `0.2 sqrt(max(outputs, inputs))`: steps about as large as AdamW's, so that both can use one learning
+    /// rate (Liu et al. 2025, "Muon is Scalable for LLM Training"); `match_rms_adamw` in PyTorch.
     MatchAdamW,
 }
 
@@ -45,12 +45,14 @@ impl MuonScale {
     }
 }
 
-/// Makes the singular values of each matrix about 1 (between 0.7 and 1.2) by five Newton-Schulz iterations in
-/// f32. A tensor with other than two dimensions is an error: select matrices with
-/// [`ChainBuilder::then_for`](crate::ChainBuilder::then_for).
+/// Makes all singular values of each matrix about 1 (between 0.7 and 1.2) by five Newton-Schulz iterations in
+/// f32.
+///
+/// Errors when the chain is built: [`OptimError::NotAMatrix`] for a tensor that does not have two dimensions.
+/// Select matrices with [`ChainBuilder::then_for`](crate::ChainBuilder::then_for).
 ///
 /// Source: Jordan 2024, "Muon: An optimizer for hidden layers in neural networks". Differs: products are in
-/// f32, not bf16, whatever the device's precision; tall matrices are not transposed, `X (X^T X)` is used
+/// f32, not bf16, whatever the device's precision; a tall matrix is not transposed, `X (X^T X)` is computed
 /// instead.
 #[must_use]
 pub fn orthogonalize(scale: MuonScale, outputs: Outputs) -> impl Transform {
@@ -93,7 +95,7 @@ impl PerTensor for Orthogonalize {
     }
 }
 
-/// The rows and columns of a tensor.
+/// Returns the rows and columns of a tensor.
 fn matrix(name: &str, shape: Shape) -> Result<[usize; 2], OptimError> {
     match *shape.dims() {
         [rows, cols] => Ok([rows, cols]),
@@ -101,7 +103,7 @@ fn matrix(name: &str, shape: Shape) -> Result<[usize; 2], OptimError> {
     }
 }
 
-/// `y = s0 x + s1 y`.
+/// Builds the program `y = s0 x + s1 y`.
 fn combination() -> Result<Program, TensorError> {
     let mut p = ProgramBuilder::new();
     let (x, y, s, t) = (p.read(0), p.load(0), p.scalar(0), p.scalar(1));
@@ -111,7 +113,8 @@ fn combination() -> Result<Program, TensorError> {
     p.build()
 }
 
-/// `X = a X + (b A + c A^2) X` with `A = X X^T`, or with the factors the other way round where `X` is tall.
+/// Iterates `X = a X + (b A + c A^2) X` with `A = X X^T`. Where `X` is tall, `A = X^T X` and stands right of
+/// `X`.
 fn newton_schulz(
     combine: &Program,
     tensors: &mut Tensors<'_>,
@@ -145,7 +148,7 @@ fn newton_schulz(
     Ok(())
 }
 
-/// `c = a b`, each transposed where its flag says so.
+/// Returns the op `c = a b`. A factor is transposed if its flag is set.
 fn product<'a>((a, a_t): (View<'a>, bool), (b, b_t): (View<'a>, bool), c: &'a mut Tensor) -> Op<'a> {
     let c = c.view_mut();
     Op::MatMul { a, a_t, b, b_t, c, accumulate: false, scales: [1.0; 2], fuse: Fuse::None }

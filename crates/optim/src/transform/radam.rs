@@ -1,16 +1,16 @@
-//! `RAdam`'s direction.
+//! Update direction of `RAdam`.
 
 use farflung_tensor::Value;
 
 use super::{Emit, StateKind, StepInfo, Transform, require_eps, require_share};
 use crate::OptimError;
 
-/// Adam's direction once the second moment can be relied on, scaled by how far; before that the first moment
-/// alone.
+/// Rescales gradients as `RAdam` does: Adam's direction times a rectification factor once the variance of the
+/// second moment is tractable; before that, the first moment alone.
 ///
-/// Source: Liu et al. 2020, "On the Variance of the Adaptive Learning Rate and Beyond", Alg. 2; the second
-/// moment is used from a length of more than 5 on, and `eps` is added to the root before its correction, both
-/// as in PyTorch.
+/// Source: Liu et al. 2020, "On the Variance of the Adaptive Learning Rate and Beyond", Alg. 2. As in PyTorch,
+/// the second moment is used once its effective length exceeds 5, and `eps` is added to the root before bias
+/// correction.
 #[must_use]
 pub fn scale_by_radam(beta1: f64, beta2: f64, eps: f64) -> impl Transform {
     ScaleByRAdam { beta1, beta2, eps }
@@ -24,7 +24,8 @@ struct ScaleByRAdam {
 }
 
 impl ScaleByRAdam {
-    /// The rectification of step `t`, counted from 1; `None` where the variance is not tractable.
+    /// Returns the rectification factor of step `t`, counted from 1, or `None` while the variance is not
+    /// tractable.
     fn rectification(&self, t: f64) -> Option<f64> {
         let most = 2.0 / (1.0 - self.beta2) - 1.0;
         let power = self.beta2.powf(t);
@@ -57,7 +58,8 @@ impl Transform for ScaleByRAdam {
         let rectification = self.rectification(t);
         out.push((rectification.unwrap_or(1.0) / (1.0 - self.beta1.powf(t))) as f32);
         out.push((1.0 / (1.0 - self.beta2.powf(t)).sqrt()) as f32);
-        // One program for both cases: the denominator is `adaptive x + plain`, which is exact.
+        // One program for both cases: the denominator is `adaptive x + plain`. One of the two is 1 and the
+        // other 0, so this is exact.
         let adaptive = if rectification.is_some() { 1.0 } else { 0.0 };
         out.extend([adaptive, 1.0 - adaptive]);
     }

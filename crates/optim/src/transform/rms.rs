@@ -1,24 +1,25 @@
-//! `RMSprop`'s direction.
+//! Update direction of `RMSprop`.
 
 use farflung_tensor::Value;
 
 use super::{Emit, StateKind, Transform, require_eps, require_share};
 use crate::OptimError;
 
-/// The gradient over the root of a running average of its squares: `v = rho v + (1 - rho) g^2`,
+/// Divides the gradient by the root of a running average of its squares: `v = rho v + (1 - rho) g^2`,
 /// `g / (sqrt(v) + eps)`.
 ///
-/// Source: Tieleman and Hinton 2012, "Lecture 6.5: `RMSprop`", in PyTorch's form, where `rho` is `alpha`.
+/// Source: Tieleman and Hinton 2012, "Lecture 6.5: `RMSprop`", in PyTorch's form, where `rho` is called
+/// `alpha`.
 #[must_use]
 pub fn scale_by_rms(rho: f64, eps: f64) -> impl Transform {
     ScaleByRms { name: "rms", states: &["v"], rho, eps }
 }
 
-/// As [`scale_by_rms`], with the variance of the gradient instead of its second moment: `v - mean^2`, where
-/// `mean` is the gradient's running average.
+/// Rescales gradients as [`scale_by_rms`] does, with the variance of the gradient in place of its second
+/// moment: `v - mean^2`, where `mean` is the gradient's running average.
 ///
 /// Source: Graves 2013, "Generating Sequences with Recurrent Neural Networks", section 4. Differs from PyTorch:
-/// a variance that rounding makes negative is 0.
+/// a variance that is negative through rounding counts as 0.
 #[must_use]
 pub fn scale_by_centered_rms(rho: f64, eps: f64) -> impl Transform {
     ScaleByRms { name: "centered_rms", states: &["v", "mean"], rho, eps }

@@ -5,8 +5,8 @@ use farflung_tensor::Value;
 use super::{Emit, StepInfo, Transform};
 use crate::LrSchedule;
 
-/// Multiplies by the learning rate, and by its factor in the parameter's group. The chain subtracts what its
-/// last link gives.
+/// Multiplies the update by the learning rate, and by the parameter group's factor of it. The chain subtracts
+/// the update of its last link from the parameters.
 #[must_use]
 pub fn scale_by_schedule(schedule: LrSchedule) -> impl Transform {
     ScaleBySchedule { schedule }

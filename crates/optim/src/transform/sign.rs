@@ -4,7 +4,8 @@ use farflung_tensor::Value;
 
 use super::{Emit, Transform};
 
-/// The sign of each element: 1, -1, or 0. After [`super::trace`] it is Signum's direction, alone `signSGD`'s.
+/// Takes the sign of each element: 1, -1 or 0. After [`super::trace`] it is Signum's direction, alone it is
+/// `signSGD`'s.
 ///
 /// Source: Bernstein et al. 2018, "signSGD: Compressed Optimisation for Non-Convex Problems", Alg. 1 and 2.
 #[must_use]

@@ -5,15 +5,15 @@ use farflung_tensor::Value;
 use super::{Emit, StepInfo, Transform, require, require_share};
 use crate::OptimError;
 
-/// Momentum: `b = mu b + g`, and `b`, or `g + mu b` with Nesterov's look-ahead: PyTorch's SGD without
-/// dampening.
+/// Accumulates momentum as PyTorch's SGD without dampening: `b = mu b + g`. The update is `b`, or `g + mu b`
+/// with Nesterov momentum.
 #[must_use]
 pub fn trace(momentum: f64, nesterov: bool) -> impl Transform {
     trace_with(momentum, 0.0, nesterov)
 }
 
-/// As [`trace`] with dampening: `b = mu b + (1 - dampening) g`, but `b = g` in the first step, as PyTorch's
-/// SGD.
+/// Accumulates momentum as [`trace`], but with dampening: `b = mu b + (1 - dampening) g`, and `b = g` in the
+/// first step, as in PyTorch's SGD.
 #[must_use]
 pub fn trace_with(momentum: f64, dampening: f64, nesterov: bool) -> impl Transform {
     Trace { momentum, dampening, nesterov }

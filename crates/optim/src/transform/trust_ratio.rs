@@ -4,11 +4,12 @@ use super::Transform;
 use crate::OptimError;
 use crate::per_tensor::{PerTensor, Tensors};
 
-/// Scales the update of each tensor to the size of its parameters: by `||p|| / ||u||`, or 1 where either is 0.
+/// Scales the update of each tensor to the norm of its parameters: multiplies it by `||p|| / ||u||`, or by 1
+/// where either norm is 0.
 ///
 /// Source: You et al. 2020, "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", Alg. 2,
-/// with `phi(z) = z`. Each tensor is scaled, vectors too. A rank that holds some of a model's tensors needs
-/// nothing of the others.
+/// with `phi(z) = z`. All tensors are scaled, vectors too. Tensors are independent, so a rank that holds some
+/// of a model's tensors needs nothing from other ranks.
 #[must_use]
 pub fn scale_by_trust_ratio() -> impl Transform {
     ScaleByTrustRatio

@@ -1,20 +1,21 @@
-//! 0/1 Adam: a variance that changes more and more rarely, then stands still while replicas take local steps.
+//! 0/1 Adam: the variance changes more and more rarely, and is then frozen while replicas take local steps.
 
 use farflung_tensor::{ProgramBuilder, Value};
 
 use super::{Emit, Gathered, StepInfo, Transform, require, require_eps, require_share};
 use crate::{LrSchedule, OptimError};
 
-/// When the variance changes and when replicas meet: a pure function of the step, the same on all ranks.
+/// Steps in which the variance changes, and after which replicas synchronise: a pure function of the step, the
+/// same on all ranks.
 ///
-/// Steps are counted from 0. The variance changes in the steps `k_j` below `freeze`, where `k_0 = 0` and
-/// `k_(j+1) = k_j + 2^floor(j / variance_doubling)`. From `freeze` on steps are local, and replicas meet after
-/// those whose number, counted from there, is a multiple of the interval: 1 at first, twice as much after each
-/// `local_doubling` steps, and `most` at most.
+/// Steps are counted from 0. Below `freeze`, the variance changes in the steps `k_j`, where `k_0 = 0` and
+/// `k_(j+1) = k_j + 2^floor(j / variance_doubling)`. From `freeze` on, steps are local. Replicas synchronise
+/// after each local step whose number, counted from 1, is a multiple of the interval. The interval is 1 at
+/// first, doubles after each `local_doubling` local steps, and is at most `most`.
 ///
 /// Source: Lu et al. 2022, "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam", section
-/// 6 (the sets `T_v` and `T_u`). Differs: intervals double by steps, as in `DeepSpeed`'s `zoadam.py`, rather
-/// than with the learning rate.
+/// 6 (the sets `T_v` and `T_u`). Differs: intervals double after a number of steps, as in `DeepSpeed`'s
+/// `zoadam.py`, rather than with the learning rate.
 ///
 /// ```
 /// use farflung_optim::transform::Rounds;
@@ -27,40 +28,43 @@ use crate::{LrSchedule, OptimError};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rounds {
-    /// Steps after which the variance stands still and steps are local.
+    /// Number of steps after which the variance is frozen and steps are local.
     pub freeze: u64,
-    /// Changes of the variance after which the steps between two of them double.
+    /// Number of changes of the variance after which the steps between two changes double.
     pub variance_doubling: u64,
-    /// Local steps after which the steps between two meetings double.
+    /// Number of local steps after which the steps between two synchronisations double.
     pub local_doubling: u64,
-    /// The most steps between two meetings.
+    /// Largest number of steps between two synchronisations.
     pub most: u64,
 }
 
 impl Rounds {
-    /// Whether the variance changes in a step: gradients then travel as they are.
+    /// Returns whether the variance changes in a step. Gradients are not compressed in such a step.
     #[must_use]
     pub fn varies(&self, step: u64) -> bool {
         let doubling = self.variance_doubling.max(1);
-        // 2^block - 1 times `doubling` steps lie before a block, in which changes are 2^block steps apart.
+        // Changes come in blocks of `doubling`. In block `b` they are 2^b steps apart, and (2^b - 1) `doubling`
+        // steps lie before it.
         let block = (step / doubling + 1).ilog2();
         let within = step - doubling * ((1 << block) - 1);
         step < self.freeze && within.is_multiple_of(1 << block)
     }
 
-    /// Whether each step so far changed the variance, this one included: it is Adam's then.
+    /// Returns whether each step so far changed the variance, including this one. The variance is the same as
+    /// Adam's then.
     #[must_use]
     pub fn is_adam(&self, step: u64) -> bool {
         step < self.freeze && step <= self.variance_doubling.max(1)
     }
 
-    /// Whether a step is local.
+    /// Returns whether a step is local.
     #[must_use]
     pub const fn is_local(&self, step: u64) -> bool {
         step >= self.freeze
     }
 
-    /// Whether replicas meet after a step; they are not apart before the first local one.
+    /// Returns whether replicas synchronise after a step. Before the first local step this is always so, since
+    /// replicas do not differ.
     #[must_use]
     pub fn meets(&self, step: u64) -> bool {
         let Some(local) = step.checked_sub(self.freeze) else { return true };
@@ -79,25 +83,26 @@ pub struct ZeroOneAdam {
     pub beta2: f64,
     /// Added to the root of the second moment.
     pub eps: f64,
-    /// When the variance changes and when replicas meet.
+    /// Steps in which the variance changes, and after which replicas synchronise.
     pub rounds: Rounds,
-    /// The learning rate, which is part of what replicas average.
+    /// Learning rate, which is part of what replicas average.
     pub schedule: LrSchedule,
-    /// Decoupled weight decay of matrices where replicas meet.
+    /// Decoupled weight decay of matrices, applied when replicas synchronise.
     pub weight_decay: f64,
 }
 
-/// Adam's direction `m / (sqrt(v) + eps)`, without bias correction. `v` changes where [`Rounds::varies`]; from
-/// `freeze` on each replica gathers `u = sum of lr m` over its local steps. Replicas average `u` where they
-/// meet, and take `m = u / sum of lr` and `p = a - u / (sqrt(v) + eps)`, where `a` is what `p` was when they
-/// last met.
+/// Rescales gradients as 0/1 Adam does: `m / (sqrt(v) + eps)`, without bias correction. `v` changes only in the
+/// steps of [`Rounds::varies`]. From `freeze` on, each replica accumulates `u = sum of lr m` over its local
+/// steps. When replicas synchronise, they average `u` and set `m = u / sum of lr` and
+/// `p = a - u / (sqrt(v) + eps)`, where `a` is `p` at the previous synchronisation.
 ///
-/// Source: Lu et al. 2022, "0/1 Adam", Alg. 1, with the order of `DeepSpeed`'s `zoadam.py`: before `freeze` the
-/// gradients are averaged, before the step. Differs: weight decay over local steps is that of `a`, and is no
-/// part of `u`, since it would gather in `m`; as
-/// [`scale_by_frozen_adam`](super::scale_by_frozen_adam) says, where codecs give elements momentum that they
-/// never had: an element without any gradient before `freeze` does not move, and none moves farther than Adam
-/// can go.
+/// Source: Lu et al. 2022, "0/1 Adam", Alg. 1, in the order of `DeepSpeed`'s `zoadam.py`: before `freeze`,
+/// gradients are averaged before the step. Differs:
+///
+/// - Weight decay over local steps is that of `a`. It is not part of `u`, because it would accumulate in `m`.
+/// - As in [`scale_by_frozen_adam`](super::scale_by_frozen_adam), because codecs can give momentum to elements
+///   that never had a gradient: an element without any gradient before `freeze` does not move, and none moves
+///   farther than Adam can move it.
 #[must_use]
 pub fn scale_by_zero_one_adam(settings: ZeroOneAdam) -> impl Transform {
     ScaleByZeroOneAdam(settings)
@@ -112,7 +117,7 @@ impl ScaleByZeroOneAdam {
         super::FrozenAdam { beta1, beta2, eps, freeze: rounds.freeze, corrects: false }.longest()
     }
 
-    /// `x / (sqrt(v) + eps)` between `least` and `most`, and 0 where `v` is.
+    /// Emits `x / (sqrt(v) + eps)`, at most `bounds[0]` and at least `bounds[1]`, and 0 where `v` is 0.
     fn direction(&self, p: &mut ProgramBuilder, x: Value, v: Value, bounds: [Value; 2]) -> Value {
         let eps = p.constant(self.0.eps as f32);
         let root = p.sqrt(v);
@@ -175,7 +180,7 @@ impl Transform for ScaleByZeroOneAdam {
     fn gathered_scalars(&self, lr: f64, steps: std::ops::Range<u64>, out: &mut Vec<f32>) {
         let rates: f64 = steps.map(|step| lr * self.0.schedule.rate(step)).sum();
         let longest = rates * self.longest();
-        // Without any rate no momentum can be told from what was gathered.
+        // If all rates are 0, the momentum cannot be computed from what was accumulated.
         let inverse = if rates > 0.0 { 1.0 / rates } else { 0.0 };
         out.extend([inverse, rates, longest, -longest].map(|x| x as f32));
     }
@@ -226,7 +231,7 @@ mod tests {
             assert_eq!(meets, wanted);
             assert!(!rounds.varies(500) && rounds.is_local(500));
         }
-        // Nothing overflows at the ends.
+        // Nothing overflows at the extremes.
         let rounds = Rounds { freeze: u64::MAX, variance_doubling: 0, local_doubling: 0, most: 0 };
         assert!(rounds.varies(0) && rounds.meets(u64::MAX - 1));
         let never = Rounds { variance_doubling: u64::MAX, ..rounds };

@@ -1,5 +1,5 @@
-//! Workers that move a model on servers at their own times: against plain loops over the same times, and from
-//! any step.
+//! Tests of workers that move a model on servers, each at its own times: compared with plain loops over the
+//! same times, and resumed from any step.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -14,17 +14,17 @@ use farflung_optim::sync::{
     ASYNC, After, AsynchronousSettings, BOUNDED_STALE, DECOUPLED, PARAMETER_SERVER, Quorum, Servers,
 };
 
-/// Microseconds of each rank's step: no two ranks are done within 553 us of each other.
+/// Microseconds per step of each rank. No two ranks finish a step within 553 us of each other.
 const SPEEDS: [u64; 3] = [10_000, 16_877, 25_617];
 
-/// A case whose workers wait for answers.
+/// Returns a case whose workers wait for answers.
 fn case(servers: Servers, settings: AsynchronousSettings) -> Case {
     Case { delay: 0, every: 3, asynchronous: AsynchronousSettings { servers, ..settings }, ..PLAIN }
 }
 
-/// Asynchronous local SGD as its paper writes it, in f64: workers that are done in the order of their clocks,
-/// and a server that all of them go on from. Parameters of each rank after each step; after the last they are
-/// to meet, which is not in it.
+/// Asynchronous local SGD as in its paper, in f64: workers finish in the order of their clocks, and all
+/// continue from a server's model. Returns the parameters of each rank after each step but the last, after
+/// which all synchronise.
 fn plain(every: u64, outer: (f64, f64), buffer: u64, speeds: &[u64]) -> Vec<Vec<Vec<f64>>> {
     let start: Vec<f64> = random(1).into_iter().map(f64::from).collect();
     let (lr, mu) = outer;
@@ -105,7 +105,7 @@ fn a_parameter_server_does_what_plain_loops_do_and_a_worker_alone_is_sgd() {
 
 #[test]
 fn nobody_waits_for_the_slowest_unless_the_bound_says_so() {
-    // When each rank was done with a step that is no meeting, by how far it had come.
+    // Time in ms at which each rank finished each step, without any synchronisation of all.
     let clock = |method, staleness| {
         let settings = AsynchronousSettings { staleness, meet_every: 1000, ..PLAIN.asynchronous };
         let case = case(Servers::Sharded, settings);
@@ -134,7 +134,7 @@ fn nobody_waits_for_the_slowest_unless_the_bound_says_so() {
     };
     let free = clock(&PARAMETER_SERVER, 0);
     assert_eq!(free[0], (1..=10).map(|step| step * 10).collect::<Vec<_>>());
-    // Ahead by two at most: the answer to step 3 waits for the slow rank's first, and so on.
+    // At most two steps ahead: the answer to step 3 waits for the slow rank's first step, and so on.
     let bound = clock(&BOUNDED_STALE, 2);
     assert_eq!(free[1], bound[1]);
     assert_eq!(bound[0][..2], free[0][..2]);
@@ -149,8 +149,8 @@ fn a_quorum_of_all_is_diloco() {
         ..PLAIN.asynchronous
     };
     let got = trace(&DECOUPLED, case(Servers::Sharded, settings), &[10_000; 3], Cut::Never);
-    // Where all push at once, the step is one outer step of the mean; it is taken up a local step later, to
-    // which the change since then is added.
+    // If all push at once, the result is one outer step of the mean. It is applied one local step later,
+    // together with the change since then.
     let n = 3.0;
     let start: Vec<f64> = random(1).into_iter().map(f64::from).collect();
     let (mut model, mut momentum) = (start.clone(), vec![0.0; start.len()]);
@@ -163,7 +163,7 @@ fn a_quorum_of_all_is_diloco() {
                 *s += f64::from(0.01 * g);
             }
             if step % 3 == 1 && step > 1 {
-                // The answer came while this step was computed.
+                // The answer arrived while this step was computed.
                 for i in 0..model.len() {
                     params[rank][i] = model[i] - f64::from(0.01 * local(rank, step)[i]);
                 }
@@ -235,13 +235,14 @@ fn bytes_are_those_of_the_formula() {
             .collect();
         all.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
     });
-    // Changes to two servers and answers of one to two workers, 17 and 9 bytes before the values.
+    // Changes to two servers and answers from one server to two workers, with 17 and 9 bytes in front of the
+    // values.
     let all: u64 = sent.iter().map(|(before, _, after)| after - before).sum();
     let changes = 2 * ranks * (17 + 9) + 2 * (ranks - 1) * 4 * values;
     assert!(all >= changes && all < changes + 200, "{all}, {changes}");
 }
 
-/// A parameter server in f64 whose workers send changes through a codec of one server, with what that loses.
+/// A parameter server in f64 whose workers send changes to one server through a codec, with error feedback.
 fn plain_coded(codec: &str, speeds: &[u64], warmup: u64) -> Vec<Vec<Vec<f64>>> {
     let spec: CodecSpec = codec.parse().unwrap();
     let places = elements();
@@ -293,7 +294,7 @@ fn changes_through_a_codec_are_those_of_plain_loops_with_feedback() {
             for (step, wanted) in wanted.iter().enumerate() {
                 let values: Vec<f32> = places.iter().map(|&i| got[rank].0[step][i]).collect();
                 let off = far(&values, wanted);
-                // A change that is rounded the other way is a step of the codec off.
+                // A change that is rounded the other way is off by one step of the codec.
                 assert!(off < 1e-4, "{codec}: rank {rank}, step {}: {off}", step + 1);
             }
         }

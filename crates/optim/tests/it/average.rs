@@ -1,5 +1,5 @@
-//! `Average` over endpoints in one process: exact means, exact bytes, replicas alike, feedback that loses
-//! nothing, and rounds that never were.
+//! Tests of `Average` over endpoints in one process: exact means, exact bytes, equal replicas, error feedback
+//! that loses nothing, and rounds that are rolled back without a trace.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -17,7 +17,7 @@ use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
 const CODECS: [&str; 9] =
     ["none", "f16", "bf16", "int8", "int8:7", "none+ef", "f16+ef", "bf16+ef", "int8:16+ef"];
 
-/// Runs `rank` on a thread of each rank and gives what they returned, in rank order.
+/// Runs `rank` on one thread per rank and returns the results in rank order.
 fn on_ranks<T: Send>(n: usize, rank: impl Fn(Communicator) -> T + Sync) -> Vec<T> {
     thread::scope(|scope| {
         let ranks: Vec<_> = memory::cluster(n)
@@ -33,8 +33,8 @@ fn on_ranks<T: Send>(n: usize, rank: impl Fn(Communicator) -> T + Sync) -> Vec<T
     })
 }
 
-/// Matrices, vectors, a parameter larger than most buckets here, one of a single element, and padding after
-/// most.
+/// Returns a layout of matrices, vectors, a parameter larger than most buckets here, and one of a single
+/// element. Most are followed by padding.
 fn layout() -> ParamLayout {
     let shapes = [vec![7, 11], vec![7], vec![40, 50], vec![50], vec![1], vec![64], vec![3, 3]];
     ParamLayout::new(shapes.iter().enumerate().map(|(i, s)| (format!("p{i}"), Shape::new(s).unwrap())))
@@ -50,7 +50,7 @@ fn config(codec: &str, bucket_bytes: usize, overlap: bool) -> AverageConfig {
     }
 }
 
-/// A flat buffer with `value(parameter element index)` in parameters and zero in padding.
+/// Returns a flat buffer with `value(element index)` in parameters and zero in padding.
 fn fill(layout: &ParamLayout, mut value: impl FnMut(usize) -> f32) -> Vec<f32> {
     let mut flat = vec![0.0; layout.len()];
     for p in layout.params() {
@@ -76,7 +76,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| v.to_bits()).collect()
 }
 
-/// The ranges of the parameters in the order `order`, up to the start of the next parameter.
+/// Returns the ranges of the parameters in the order `order`. Each ends at the start of the next parameter.
 fn spans(layout: &ParamLayout, order: impl Iterator<Item = usize>) -> Vec<std::ops::Range<usize>> {
     let params = layout.params();
     order.map(|i| params[i].start..params.get(i + 1).map_or(layout.len(), |p| p.start)).collect()
@@ -86,10 +86,11 @@ fn spans(layout: &ParamLayout, order: impl Iterator<Item = usize>) -> Vec<std::o
 fn a_bucket_leaves_after_its_last_range_and_those_before_it() {
     let (layout, config) = (layout(), config("none", 300, true));
     let span = |first: usize, last: usize| layout.params()[first].start..layout.params()[last].range().end;
-    // Buckets from the end: 9 + 64 and 1, 50, 2000, 7, 77 elements of at most 75.
+    // Buckets of at most 75 elements, from the end: 9 + 64 + 1, 50, 2000, 7, 77. Larger parameters are alone.
     assert_eq!(config.buckets(&layout), [74, 50, 2000, 7, 77]);
     assert_eq!(config.ready_after(&layout, &[span(4, 6), span(2, 3), span(0, 1)]), [0, 1, 1, 2, 2]);
-    // The last parameter comes last: nothing may overtake its bucket. What never comes never leaves.
+    // If the last parameter is ready last, its bucket delays all others. A bucket that is never ready is never
+    // sent.
     assert_eq!(config.ready_after(&layout, &[span(0, 5), span(6, 6)]), [1; 5]);
     assert_eq!(config.ready_after(&layout, &[span(3, 6)]), [0, 0, 1, 1, 1]);
 }
@@ -107,7 +108,7 @@ fn means_of_integers_are_exact_whatever_the_buckets_and_the_order_of_ready_calls
                 for round in 0..3 {
                     let mut grads = flat(&fill(&layout, |i| (3 * i + (rank + round) * 6) as f32));
                     let mut averaging = average.begin();
-                    // Each rank calls in another order; collectives still match.
+                    // Each rank marks ranges in another order; the collectives still match.
                     let order: Box<dyn Iterator<Item = usize>> = match rank {
                         0 => Box::new((0..n).rev()),
                         1 => Box::new(0..n),
@@ -139,7 +140,7 @@ fn exactly_the_parameters_travel() {
         average.all(&mut grads).unwrap();
         comm.stats().sent.payload.0
     });
-    // A ring of n ranks sends each element 2 (n - 1) times in all.
+    // In a ring of n ranks, all together send each element 2 (n - 1) times.
     assert_eq!(sent.iter().sum::<u64>(), 2 * 2 * 4 * layout.count() as u64);
 }
 
@@ -177,7 +178,8 @@ fn replicas_have_the_same_bits_near_the_mean_with_every_codec() {
             for (rank, seen) in results.iter().enumerate() {
                 assert_eq!(bits(&seen[round]), bits(&results[0][round]), "{codec}, rank {rank}");
             }
-            // int8 loses at most half a step of 1/127 on each side, and as much again through the feedback.
+            // int8 loses at most half a step of 1/127 on each side, and as much again through the error
+            // feedback.
             for i in 0..layout.len() {
                 let mean = (a[i] + b[i] + c[i]) / 3.0;
                 assert!((results[0][round][i] - mean).abs() < 0.02, "{codec}");
@@ -188,8 +190,8 @@ fn replicas_have_the_same_bits_near_the_mean_with_every_codec() {
 
 #[test]
 fn feedback_telescopes_over_rounds() {
-    // The sum of what was applied is the sum of the exact means, less what the residuals still hold; so after
-    // many rounds the distance is bounded, where without feedback it grows.
+    // The sum of the applied means is the sum of the exact means minus what the residuals still hold. So the
+    // distance stays bounded over many rounds; without feedback it grows.
     let layout = layout();
     let rounds = 60;
     let drift = |codec: &str| {
@@ -205,7 +207,7 @@ fn feedback_telescopes_over_rounds() {
                     *t += f64::from(g);
                 }
             }
-            // What the residuals say is missing: mean of the workers', plus the server's.
+            // What is missing is in the residuals: the mean of the workers', plus the server's.
             (total, average.save("").unwrap())
         });
         let [a, b, c] = [0, 1, 2].map(|rank| random(&layout, rank, 1.0));
@@ -245,7 +247,7 @@ fn a_round_that_is_not_committed_never_was() {
                 if give_up {
                     average.all(&mut flat(&random(&layout, 900 + round, 3.0))).unwrap();
                     assert!(matches!(average.save(""), Err(OptimError::Compress(_))));
-                    // Both ways of giving up: by name, and by beginning anew.
+                    // There are two ways to drop a round: a rollback, and beginning a new round.
                     if round % 2 == 0 {
                         average.rollback();
                     }
@@ -337,7 +339,8 @@ fn a_gradient_that_is_not_finite_reaches_all_ranks_and_changes_nothing() {
 fn a_rank_that_fails_leaves_the_others_as_they_were() {
     let layout = layout();
     for (codec, overlap) in [("none", true), ("none", false), ("int8:16+ef", true), ("int8:16+ef", false)] {
-        // Nobody fails before all have their first round: an abort overtakes what is on its way.
+        // No rank fails before all have finished their first round, because an abort overtakes messages in
+        // flight.
         let first = Barrier::new(3);
         on_ranks(3, |comm| {
             let rank = comm.rank().0;
@@ -353,12 +356,13 @@ fn a_rank_that_fails_leaves_the_others_as_they_were() {
             let mut averaging = average.begin();
             let ready = spans(&layout, (0..layout.params().len()).rev());
             if rank == 1 {
-                // Half of the backward pass, and then an error elsewhere.
+                // An error elsewhere, after half of the backward pass.
                 for span in &ready[..4] {
                     averaging.ready(span.clone(), &grads).unwrap();
                 }
                 drop(averaging);
-                // What it had not started is what the others miss; a rank that fails leaves.
+                // The others miss the buckets that this rank had not started. A rank that fails drops its
+                // communicator.
                 drop(comm);
                 assert_eq!(average.save("").unwrap(), before);
                 return;
@@ -414,7 +418,7 @@ fn all_ranks_must_agree() {
 
 #[test]
 fn ranks_with_unequal_tokens_give_the_mean_over_tokens() {
-    // Rank r holds 10 (r + 1) tokens; the gradient of each token's loss is the token's number.
+    // Rank r has 10 (r + 1) tokens; the gradient of each token's loss is the token's number.
     let layout = ParamLayout::new([("w".to_owned(), Shape::from(1))]);
     let world = 3;
     let tokens = |rank: usize| 10 * (rank + 1);
@@ -486,7 +490,7 @@ fn diloco_of_one_step_of_sgd_is_plain_averaging() {
 
 #[test]
 fn pseudo_gradients_average_as_in_prime() {
-    // Worker r anchored at r + 1 and moved to (r + 1) / 2: the mean of the distances is (world + 1) / 4.
+    // Worker r has its anchor at r + 1 and moved to (r + 1) / 2: the mean of the distances is (world + 1) / 4.
     let layout = layout();
     for world in [2, 3] {
         on_ranks(world, |comm| {

@@ -1,5 +1,5 @@
-//! Chains against PyTorch's optimizers, each transform against plain f64 loops, and the laws that all chains
-//! keep.
+//! Tests of chains: compared with PyTorch's optimizers, single transforms compared with f64 loops, and laws
+//! that hold for all chains.
 #![expect(
     clippy::float_cmp,
     clippy::unwrap_used,
@@ -47,7 +47,7 @@ fn step(chain: &mut Chain, params: &mut Tensor, grads: &[f32]) -> f64 {
     prepared.norm()
 }
 
-/// Every preset with everything in it, and every transform alone before a constant rate.
+/// Returns every preset with all of its options, and every transform alone before a learning rate.
 fn all_chains() -> Vec<(&'static str, ChainBuilder)> {
     let schedule = LrSchedule::new(0.1, 0.01, 2, 8, Decay::Cosine).unwrap();
     let rate = || scale_by_schedule(schedule);
@@ -70,9 +70,9 @@ fn all_chains() -> Vec<(&'static str, ChainBuilder)> {
         ("adam", Chain::new().then(scale_by_adam(0.9, 0.95, 1e-8)).then(rate())),
         ("trace", Chain::new().then(trace(0.9, false)).then(rate())),
         ("decay", Chain::new().then(add_decayed_weights(0.2)).then(rate())),
-        // Four buffers to rewrite: as many as a pass can have.
+        // Four rewritten buffers: as many as a pass can have.
         ("two traces", Chain::new().then(trace(0.9, false)).then(trace(0.5, true)).then(rate())),
-        // Five: two passes.
+        // Five rewritten buffers: two passes.
         (
             "five buffers",
             Chain::new()
@@ -88,7 +88,7 @@ fn all_chains() -> Vec<(&'static str, ChainBuilder)> {
         schedule,
         centered: true,
         lookahead: Some(Lookahead { every: 2, alpha: 0.5 }),
-        // Local steps of the methods that have such, which fill all of their buffers.
+        // Methods with local steps take some, so that all of their buffers are filled.
         freeze: 2,
         ..LocalSettings::default()
     };
@@ -96,7 +96,7 @@ fn all_chains() -> Vec<(&'static str, ChainBuilder)> {
     chains
 }
 
-/// The transforms once more, as loops in f64 over one parameter vector.
+/// The transforms as loops in f64 over one parameter vector.
 struct Reference {
     m: Vec<f64>,
     v: Vec<f64>,
@@ -135,7 +135,8 @@ impl Reference {
     }
 }
 
-/// A transform as loops: the reference's state, the update, the parameters before the step, and their layout.
+/// A transform as loops. Arguments: the reference's state, the update, the parameters before the step, the
+/// layout.
 type Rule = fn(&mut Reference, &mut [f64], &[f64], &ParamLayout);
 
 #[test]
@@ -169,7 +170,7 @@ fn transforms_do_what_plain_loops_do() {
         let mut want: Vec<f64> = start.iter().map(|&x| f64::from(x)).collect();
         let mut reference = Reference::new(want.len());
         for t in 0..10 {
-            // Norms of about 0.7 and 7, on both sides of the clip.
+            // Norms of about 0.7 and 7: below and above the bound of the clipping.
             let grads = random(&layout, 100 + t, if t % 2 == 0 { 0.1 } else { 1.0 });
             step(&mut chain, &mut params, &grads);
             let mut update: Vec<f64> = grads.iter().map(|&g| f64::from(g)).collect();
@@ -298,7 +299,7 @@ fn padding_stays_zero_and_outside_the_norm() {
             let padding = values[w.end..b.start].iter().chain(&values[b.end..]);
             assert!(padding.clone().count() > 0);
             assert!(padding.into_iter().all(|v| v.to_bits() == 0), "{name}");
-            // Muon's second moments are those of vectors only.
+            // Muon has second moments of vectors only.
             assert!([w, b].into_iter().any(|range| values[range].iter().any(|&v| v != 0.0)), "{name}");
         }
     }
@@ -390,7 +391,7 @@ fn settings_outside_their_domain_are_refused() {
 #[test]
 fn diloco_follows_the_trace_of_torchft() {
     // torchft/test_fixtures, streaming_diloco regression test 0, fragment 0: weights 1, gradients 2, inner rate
-    // 1, outer rate 2, the fragment synchronised after three steps.
+    // 1, outer rate 2; the fragment is synchronised after three steps.
     let layout = ParamLayout::new([("w".to_owned(), Shape::from([2, 3]))]);
     let settings = Sgd { schedule: LrSchedule::constant(1.0), ..Sgd::default() };
     let mut inner = sgd(settings).build(&CPU, &layout).unwrap();
@@ -417,7 +418,7 @@ fn diloco_follows_the_trace_of_torchft() {
 
 #[test]
 fn the_outer_momentum_is_nesterovs_and_survives_a_restart() {
-    // A delta of 1 each time: v_t = (1 - mu^t) / (1 - mu), and the move is lr (1 + mu v_t); 1.33 at first.
+    // The delta is 1 each time: v_t = (1 - mu^t) / (1 - mu), and the move is lr (1 + mu v_t); 1.33 at first.
     let layout = ParamLayout::new([("w".to_owned(), Shape::from(1))]);
     let (lr, mu) = (0.7, 0.9_f64);
     let new = |params: &Tensor| {
@@ -462,7 +463,7 @@ fn the_outer_momentum_is_nesterovs_and_survives_a_restart() {
     assert_eq!(outer.step(), 20);
 }
 
-/// A model in two parts, each with a chain of its own, steps as the whole if both know the global norm.
+/// A model in two parts, each with its own chain, takes the same step as the whole if both use the global norm.
 #[test]
 fn parts_that_know_the_global_norm_step_as_the_whole() {
     let shapes = [("w", Shape::from([8, 8])), ("b", Shape::from(64))].map(|(n, s)| (n.to_owned(), s));
@@ -497,7 +498,7 @@ fn an_outer_step_that_would_not_be_finite_changes_nothing() {
     let mut outer =
         OuterOptimizer::new(diloco_outer(1e25, 0.9).build(&CPU, &layout).unwrap(), &flat(1.0)).unwrap();
     let mut params = flat(-1e15);
-    // The average is finite and the step is not.
+    // The average is finite, but the step is not.
     outer.delta(&params).unwrap();
     let prepared = outer.prepare().unwrap();
     let before: Vec<_> = outer.states().map(|(_, state)| state.to_vec::<f32>().unwrap()).collect();
@@ -512,7 +513,7 @@ fn an_outer_step_that_would_not_be_finite_changes_nothing() {
         assert_eq!((now, outer.step()), (before.clone(), 0));
         assert_eq!(params.to_vec::<f32>().unwrap()[0], -1e15);
     }
-    // A step that was tried and is given up has never been.
+    // A step that was tried and undone leaves no trace.
     let mut outer =
         OuterOptimizer::new(diloco_outer(0.7, 0.9).build(&CPU, &layout).unwrap(), &flat(1.0)).unwrap();
     outer.delta(&flat(0.5)).unwrap();
@@ -522,8 +523,8 @@ fn an_outer_step_that_would_not_be_finite_changes_nothing() {
     assert_eq!((outer.step(), outer.anchor().to_vec::<f32>().unwrap()[0]), (0, 1.0));
 }
 
-/// In a pipeline a rank holds some of a model's tensors. In every optimizer each tensor's step is its own, to
-/// the bit.
+/// In a pipeline a rank holds some of a model's tensors. In every optimizer the step of a tensor does not
+/// depend on other tensors, to the bit.
 #[test]
 fn a_part_of_a_model_steps_as_within_the_whole() {
     let shapes: [(&str, &[usize]); 4] =

@@ -1,5 +1,5 @@
-//! Averages that are taken up later: against plain loops, as the methods that they degenerate to, and from any
-//! step.
+//! Tests of averages that are applied later: compared with plain loops and with the methods to which they
+//! reduce, and resumed from any step.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -31,7 +31,7 @@ fn one_fragment_without_delay_and_mixing_is_diloco_to_the_bit() {
     }
 }
 
-/// The method as plain loops in f64 over whole vectors, with a mean that loses nothing.
+/// The method as plain loops in f64 over whole vectors, with an exact mean.
 fn reference(case: Case, merge: Merge, outer_lr: f64, weights: &[f64]) -> Vec<(Vec<Vec<f64>>, Vec<f64>)> {
     let timeline = Timeline::new(case.every, case.fragments as u64, case.delay).unwrap();
     let fragments = {
@@ -158,7 +158,8 @@ fn a_run_goes_on_from_any_step_with_the_same_bits() {
     }
 }
 
-/// What left on another timeline is of other elements: it is dropped, and nothing is lost but its delay.
+/// A fragment that was sent on another timeline has other elements. It is dropped, and its change is sent
+/// later.
 #[test]
 fn what_is_in_flight_is_not_taken_up_on_another_timeline() {
     let params = CPU.tensor(&random(1), layout().len()).unwrap();
@@ -221,8 +222,8 @@ fn what_no_timeline_has_is_refused() {
     }
 }
 
-/// Eager updates as their paper writes them, in f64: each worker's own outer state, driven by the last round's
-/// mean with its own part fresh.
+/// Eager updates as in their paper, in f64: each worker has its own outer state, which is driven by the last
+/// round's mean with the worker's own part replaced by the fresh one.
 #[test]
 fn eager_updates_do_what_plain_loops_do() {
     use farflung_optim::sync::EAGER;
@@ -275,8 +276,8 @@ fn eager_updates_do_what_plain_loops_do() {
     }
 }
 
-/// torchft's streaming fixture (swarm.md, section 2) where averages are not delayed; its delayed rounds leave a
-/// step earlier than ours. Parameters 1, gradients 2, inner rate 1, outer SGD rate 2, H = 6, two fragments.
+/// torchft's streaming fixture, where averages are not delayed; torchft sends delayed rounds one step earlier
+/// than this crate. Parameters 1, gradients 2, inner rate 1, outer SGD rate 2, H = 6, two fragments.
 #[test]
 fn torchfts_streaming_fixture() {
     let layout = ParamLayout::new(["a", "b"].map(|name| (name.to_owned(), Shape::from(64))));
@@ -322,7 +323,7 @@ fn torchfts_streaming_fixture() {
             sync.depart(&params, after, 1.0).unwrap();
             if step % 3 == 0 {
                 let all = params.to_vec::<f32>().unwrap();
-                // Fragments are counted from the last parameters on, which are ready first.
+                // Fragments are counted from the last parameters, which are ready first.
                 let got = [1, 0].map(|i| all[layout.params()[i].start]);
                 let wanted: [f32; 2] = wanted[step as usize / 3 - 1];
                 let near = got.iter().zip(wanted).all(|(got, wanted)| (got - wanted).abs() < 1e-5);

@@ -1,5 +1,5 @@
-//! The warm-up of a selection's density: the codec of each stage with what the one before remembered, and from
-//! any round on.
+//! Tests of the density warm-up: each stage uses its codec with the state of the stage before it, and a run can
+//! resume from any round.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -16,10 +16,11 @@ static CPU: LazyLock<Device> = LazyLock::new(|| Device::cpu(1).unwrap());
 
 const RANKS: usize = 3;
 const ROUNDS: u64 = 14;
-/// Rounds that travel as they are, and those of a falling density.
+/// Number of rounds that are sent uncompressed; `FALLING` is that of rounds with a falling density.
 const WARM: u64 = 2;
 const FALLING: u64 = 7;
-/// The shares of rounds after the first two, for a codec that keeps 1 %: three stages over seven rounds.
+/// Shares in the rounds after the first two, for a codec that keeps 1 %: three stages over seven rounds, then 1
+/// %.
 const SHARES: [&str; 12] = [
     "0.25", "0.25", "0.25", "0.0625", "0.0625", "0.015625", "0.015625", "0.01", "0.01", "0.01", "0.01",
     "0.01",
@@ -60,8 +61,8 @@ fn on_ranks<T: Send>(rank: impl Fn(Communicator) -> T + Sync) -> Vec<T> {
     })
 }
 
-/// Means of each round, with an average that ends and goes on after the `cut`, and with rounds that are given
-/// up in between.
+/// Returns the means of each round. With `cut`, the average is replaced by one with its saved state after that
+/// round. Before each round, another one is rolled back.
 fn trace(comm: &Communicator, codec: &str, cut: Option<u64>) -> Vec<Vec<u32>> {
     let mut it = average(comm.clone(), codec);
     let mut seen = Vec::new();
@@ -82,7 +83,7 @@ fn trace(comm: &Communicator, codec: &str, cut: Option<u64>) -> Vec<Vec<u32>> {
     seen
 }
 
-/// The codecs alone, each of a stage with the state of the one before.
+/// The codecs alone, each of a stage with the state of the stage before it.
 fn written_out(codec: &str) -> Vec<Vec<u32>> {
     let mut codecs: Vec<Box<dyn Compressor>> = Vec::new();
     let mut rounds = Vec::new();

@@ -1,4 +1,5 @@
-//! `DES-LOC`: against its algorithm in f64, at its degenerate periods, and from any meeting on.
+//! Tests of `DES-LOC`: compared with its algorithm in f64, at periods where it reduces to other methods, and
+//! resumed after any synchronisation.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -20,13 +21,13 @@ static LAYOUT: LazyLock<ParamLayout> = LazyLock::new(|| {
 
 const STEPS: u64 = 31;
 const RANKS: usize = 3;
-/// Parts of a mean, as of replicas with unequal numbers of tokens.
+/// Weights in a mean, as of replicas with unequal numbers of tokens.
 const WEIGHTS: [f64; RANKS] = [0.5, 1.0, 1.5];
 const BETAS: [f64; 2] = [0.9, 0.95];
 const EPS: f64 = 1e-3;
 const RATE: f64 = 0.02;
 
-/// Steps between averages of parameters, first and second moments.
+/// Numbers of steps between averages of parameters, first moments and second moments.
 #[derive(Debug, Clone, Copy)]
 struct Periods {
     params: u64,
@@ -37,7 +38,7 @@ const fn periods(params: u64, first: u64, second: u64) -> Periods {
     Periods { params, moments: MomentPeriods { first, second } }
 }
 
-/// Places of parameters in flat buffers.
+/// Returns the indices of parameters in flat buffers.
 fn places() -> Vec<usize> {
     LAYOUT.params().iter().flat_map(Param::range).collect()
 }
@@ -105,7 +106,7 @@ impl Replica {
         Self { number, chain, sync, params }
     }
 
-    /// Whether replicas met after it.
+    /// Takes a step. Returns whether replicas synchronised after it.
     fn step(&mut self, step: u64) -> bool {
         let grads = flat(&gradient(self.number, step));
         let prepared = self.chain.prepare(&grads).unwrap();
@@ -115,7 +116,7 @@ impl Replica {
             return false;
         }
         let weight = WEIGHTS[self.number];
-        // A meeting that is given up leaves no trace.
+        // A synchronisation that is rolled back leaves no trace.
         self.sync.exchange_gathered(&self.params, &self.chain, after, weight).unwrap();
         self.sync.rollback();
         self.sync.exchange_gathered(&self.params, &self.chain, after, weight).unwrap();
@@ -140,8 +141,8 @@ fn on_ranks<T: Send>(rank: impl Fn(Communicator) -> T + Sync) -> Vec<T> {
     })
 }
 
-/// Alg. 1 in f64 on values without padding: before a step whose number, from 0, is a multiple of a period, what
-/// has that period becomes the mean. After the last one all parameters do.
+/// Alg. 1 in f64 on values without padding. Before a step whose number, counted from 0, is a multiple of a
+/// period, the values with that period are set to their mean. After the last step all parameters are.
 fn reference(periods: Periods) -> Vec<f64> {
     let places = places();
     let pick = |flat: Vec<f32>| -> Vec<f64> { places.iter().map(|&i| f64::from(flat[i])).collect() };
@@ -201,7 +202,8 @@ fn off(got: &[f32], wanted: &[f64]) -> f64 {
 
 #[test]
 fn it_is_the_papers_algorithm() {
-    // The paper's multiples, moments in turns, local Adam, all at each step, and moments that never meet.
+    // The paper's multiples, other orders of the periods, local Adam, averages at each step, and moments that
+    // are never averaged.
     for periods in [
         periods(2, 6, 12),
         periods(2, 4, 6),
@@ -216,7 +218,7 @@ fn it_is_the_papers_algorithm() {
         let off = off(&got[0], &wanted);
         assert!(off < 1e-5, "{periods:?}: {off:e}");
     }
-    // Each period matters: it is not one of the others by chance.
+    // Each period matters: no two of these runs have equal results by chance.
     let all = [periods(2, 6, 12), periods(2, 4, 12), periods(2, 6, 6), periods(4, 8, 12)].map(reference);
     for (i, one) in all.iter().enumerate() {
         for other in &all[..i] {
@@ -286,7 +288,7 @@ fn a_rank_sends_what_the_periods_say() {
     let of = periods(2, 6, 12);
     let sent = on_ranks(|comm| {
         let mut replica = Replica::new(comm.clone(), of, adam_of());
-        // Each meeting is tried twice here.
+        // Each synchronisation is done twice here.
         let before = comm.stats().sent.payload.0;
         for step in 0..12 {
             replica.step(step);
@@ -294,7 +296,7 @@ fn a_rank_sends_what_the_periods_say() {
         (comm.stats().sent.payload.0 - before) / 2
     });
     let (values, ranks) = (places().len() as u64, RANKS as u64);
-    // Six means of parameters, two of first and one of second moments, by rings.
+    // Six means of parameters, two of first moments and one of second moments, by ring all-reduces.
     let wanted = 9 * 4 * values * 2 * (ranks - 1);
     assert_eq!(sent.iter().sum::<u64>(), wanted);
 }

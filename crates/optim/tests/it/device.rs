@@ -1,4 +1,4 @@
-//! `Average` where ranks have unlike devices: the same bits as where all are on processors.
+//! Tests of `Average` on ranks with different kinds of devices: the bits are the same as on CPUs alone.
 #![cfg(all(feature = "sync", feature = "wgpu"))]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -9,7 +9,7 @@ use farflung_comm::{Communicator, memory};
 use farflung_optim::{Average, AverageConfig, agree, global_norm};
 use farflung_tensor::{Device, ParamLayout, Shape};
 
-/// With kernels, without, and with a last stage.
+/// Codecs with kernels, without kernels, and with a lossless last stage.
 const CODECS: [&str; 7] = [
     "int8:16+ef",
     "sign:64+ef",
@@ -25,15 +25,15 @@ fn layout() -> ParamLayout {
     ParamLayout::new(shapes.iter().enumerate().map(|(i, s)| (format!("p{i}"), Shape::new(s).unwrap())))
 }
 
-/// What a rank has after each round, and what its codecs remember, in bits.
+/// Means that a rank has after each round, and the state of its codecs, in bits.
 type Seen = (Vec<Vec<u32>>, Vec<(String, Vec<u32>)>);
 
 fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| v.to_bits()).collect()
 }
 
-/// Four rounds, of which one has a value that is not finite and is given up; half of them continue what was
-/// saved.
+/// Runs four rounds. One has a value that is not finite and is rolled back; the last one continues from saved
+/// state.
 fn rounds(comm: &Communicator, device: &Device, codec: &str) -> Seen {
     let layout = layout();
     let config = AverageConfig {
@@ -50,7 +50,7 @@ fn rounds(comm: &Communicator, device: &Device, codec: &str) -> Seen {
         if round == 1 && comm.rank().0 == 2 {
             values[300] = f32::NAN;
         }
-        // Padding does not travel.
+        // Only parameters have values; padding is zero, since it is not sent.
         let params = layout.params().iter().map(farflung_tensor::Param::range);
         let mut held = vec![0.0; values.len()];
         params.for_each(|range| held[range.clone()].copy_from_slice(&values[range]));

@@ -1,5 +1,5 @@
-//! Coded averages in every form: the flat one to the bit as it is written down, the others near the mean with
-//! equal replicas, rounds that never were, and residuals that go on.
+//! Tests of coded averages by every algorithm. The flat one has the bits of the published method, the others
+//! are near the mean with equal replicas; rounds can be rolled back, and residuals continue from saved state.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -12,7 +12,7 @@ use farflung_compress::{CodecSpec, Compressor as _, Payload, RoundKey, State};
 use farflung_optim::{Average, AverageConfig, OptimError};
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
 
-/// Regions of three and two, far from each other, behind unlike uplinks.
+/// Returns a topology with regions of three and two ranks, far from each other and behind different uplinks.
 fn topology() -> Topology {
     let mut topology = Topology::uniform(5, "1gbit,1ms".parse().unwrap());
     for rank in 0..5 {
@@ -25,7 +25,7 @@ fn topology() -> Topology {
     topology
 }
 
-/// Three regions of two, one and two.
+/// Returns a topology with regions of one, two and two ranks.
 fn three_regions() -> Topology {
     let mut topology = Topology::uniform(5, "1gbit,1ms".parse().unwrap());
     let region = |rank: u32| rank.div_ceil(2);
@@ -67,7 +67,7 @@ fn layout() -> ParamLayout {
     )
 }
 
-/// Values of parameters, in their order without padding.
+/// Returns values of parameters, in their order without padding.
 fn random(seed: u64, len: usize) -> Vec<f32> {
     let draw = Philox::new(seed, 0);
     (0..len).map(|i| 2.0 * draw.uniform(i as u64) - 1.0).collect()
@@ -97,7 +97,7 @@ fn config(codec: &str, algorithm: Algorithm, bucket_bytes: usize) -> AverageConf
     }
 }
 
-/// The two-sided compression of Tang et al. 2021 over ranks in one thread, by the codecs alone.
+/// The two-sided compression of Tang et al. 2021 for all ranks in one thread, with the codecs alone.
 fn written_out(codec: CodecSpec, n: usize, rounds: &[Vec<Vec<f32>>]) -> Vec<Vec<u32>> {
     let len = rounds[0][0].len();
     let shard = |r: usize| len * r / n..len * (r + 1) / n;
@@ -149,7 +149,7 @@ fn the_flat_form_has_the_bits_of_the_compression_as_it_is_written_down() {
                 let mut grads = flat(&layout, &inputs[comm.rank().index()]);
                 average.all(&mut grads).unwrap();
                 average.commit();
-                // The last parameters lie in the first bucket, and here there is one.
+                // There is only one bucket, so values are in the layout's order.
                 bits(&layout, &grads)
             };
             rounds.iter().map(round).collect::<Vec<_>>()
@@ -206,7 +206,7 @@ fn a_momentum_corrected_average_gathers_momentum_once_and_goes_on_after_a_rollba
     let (layout, topology) = (layout(), topology());
     let rounds: Vec<Vec<Vec<f32>>> =
         (0..4).map(|round| (0..5).map(|rank| random(10 * round + rank, layout.count())).collect()).collect();
-    // Workers by the memory of the paper, servers by feedback.
+    // Workers use the paper's momentum correction, servers use error feedback.
     let want = written_out("dgc:0.05".parse().unwrap(), 5, &rounds);
     on_ranks(&topology, |comm| {
         let new = || {
@@ -250,7 +250,7 @@ fn every_form_has_equal_replicas_near_the_mean() {
                 }
                 seen
             });
-            // A ring loses at each of its four hops.
+            // A ring loses precision at each of its four hops.
             let bound = if form == Algorithm::Ring { 0.08 } else { 0.03 };
             for round in 0..3 {
                 let inputs: Vec<_> =
@@ -269,7 +269,7 @@ fn every_form_has_equal_replicas_near_the_mean() {
 
 #[test]
 fn feedback_makes_up_for_what_a_two_level_average_lost() {
-    // The sum of what was applied stays within one round's loss of the sum of the exact means.
+    // The sum of the applied means stays within one round's loss of the sum of the exact means.
     let layout = layout();
     let drift = |codec: &str, topology: &Topology| {
         let totals = on_ranks(topology, |comm| {

@@ -1,5 +1,5 @@
-//! Copies that mix with neighbours: against plain loops, as the methods that they degenerate to, and from any
-//! step.
+//! Tests of replicas that mix with neighbours: compared with plain loops and with the methods to which they
+//! reduce, and resumed from any step.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -20,14 +20,14 @@ fn start(ranks: usize) -> All {
     vec![random(1).into_iter().map(f64::from).collect(); ranks]
 }
 
-/// Each rank's own step.
+/// Takes each rank's own step.
 fn learn(params: &mut All, step: u64) {
     for (rank, params) in params.iter_mut().enumerate() {
         params.iter_mut().zip(local(rank, step)).for_each(|(p, g)| *p -= 0.01 * f64::from(g));
     }
 }
 
-/// The mean of all ranks by weights, which they take after the last step.
+/// Sets all ranks to their weighted mean, which they take after the last step.
 fn end_by(params: &mut All, weights: &[f64]) {
     let all: f64 = weights.iter().sum();
     let mean = |i: usize| params.iter().zip(weights).map(|(p, w)| w * p[i]).sum::<f64>() / all;
@@ -39,12 +39,12 @@ fn end(params: &mut All) {
     end_by(params, &vec![1.0; params.len()]);
 }
 
-/// Weights of ranks that train on unequal numbers of tokens; an equal part is 1.
+/// Returns weights of ranks that train on unequal numbers of tokens, where 1 is an equal share.
 fn unequal(ranks: usize) -> &'static [f64] {
     [&[][..], &[1.0], &[0.5, 1.5], &[0.5, 1.0, 1.5], &[0.5, 1.0, 1.5, 1.0], &[0.4, 1.0, 2.0, 1.0, 0.6]][ranks]
 }
 
-/// A neighbour's part as the methods' documentation has it.
+/// Returns a neighbour's weight as in the methods' documentation.
 fn part(graph: Graph, weights: &[f64], rank: usize, meeting: &Meeting, of: Neighbour) -> f64 {
     let (own, theirs) = (weights[rank], weights[of.rank as usize]);
     match graph {
@@ -54,7 +54,7 @@ fn part(graph: Graph, weights: &[f64], rank: usize, meeting: &Meeting, of: Neigh
     }
 }
 
-/// That a method gave these parameters after each step.
+/// Checks that a method gave these parameters after each step.
 fn compare(method: &SyncMethod, got: &[crate::synchronise::Trace], wanted: &[All], within: f64) {
     assert_eq!((wanted.len() as u64, got.len()), (STEPS, wanted[0].len()));
     for (step, params) in wanted.iter().enumerate() {
@@ -87,7 +87,7 @@ fn gossip_does_what_plain_loops_do() {
                 let before = params.clone();
                 learn(&mut params, step);
                 for (rank, params) in params.iter_mut().enumerate() {
-                    // What neighbours had before the step, from the second on.
+                    // From the second step on, what neighbours had before the step.
                     let round = step.checked_sub(2);
                     let meeting = round.map(|round| graph.meeting(rank as u32, ranks as u32, round));
                     let meeting = meeting.unwrap_or_default();
@@ -109,8 +109,7 @@ fn gossip_does_what_plain_loops_do() {
     }
 }
 
-/// Push-sum as its paper writes it, in f64: numerators and weights are pushed, and parameters are their
-/// quotient.
+/// Push-sum as in its paper, in f64: numerators and weights are pushed, and parameters are their quotient.
 #[test]
 fn push_sum_does_what_plain_loops_do() {
     for (ranks, weights) in [1, 2, 3, 5].into_iter().flat_map(|n| [(n, &[1.0; 5][..n]), (n, unequal(n))]) {
@@ -146,7 +145,7 @@ fn push_sum_does_what_plain_loops_do() {
         }
         let total: f64 = masses.iter().sum();
         assert!((total - weights.iter().sum::<f64>()).abs() < 1e-9);
-        // With these weights they do not stay what they are, so that dividing by them matters.
+        // With these weights the push-sum weights change, so that dividing by them matters.
         assert!(
             ranks < 3 || weights[0] > 0.9 || masses.iter().zip(weights).any(|(m, w)| (m - w).abs() > 0.1)
         );
@@ -154,7 +153,7 @@ fn push_sum_does_what_plain_loops_do() {
     }
 }
 
-/// Copies that take no steps of their own from the second on come to the mean by weights.
+/// Replicas that take no steps of their own from the second step on converge to the weighted mean.
 #[test]
 fn what_copies_come_to_is_the_mean_by_weights() {
     let plain = [&D_PSGD, &SHIFT_ONE, &EXPONENTIAL, &SGP, &RANDOM_PAIRS, &CHOCO, &LOW_PRECISION, &MONIQUA];
@@ -165,7 +164,7 @@ fn what_copies_come_to_is_the_mean_by_weights() {
         let mut wanted = start(5);
         learn(&mut wanted, 1);
         end_by(&mut wanted, weights);
-        // Before the last step, after which all take the mean as it is computed.
+        // Before the last step, because after it all replicas take the mean itself.
         for (rank, trace) in got.iter().enumerate() {
             let off = far(&trace[STEPS as usize - 2].0, &wanted[rank]);
             assert!(off < 2e-4, "{}, rank {rank}: {off}", method.name);
@@ -174,7 +173,7 @@ fn what_copies_come_to_is_the_mean_by_weights() {
     }
 }
 
-/// Moniqua as its paper writes it, in f64: `q = Q(x / B mod 1)`, and `x_j = (q_j B - x_i) mod B + x_i`.
+/// Moniqua as in its paper, in f64: `q = Q(x / B mod 1)`, and `x_j = (q_j B - x_i) mod B + x_i`.
 #[test]
 fn moniqua_does_what_plain_loops_do() {
     for (bits, rate, within) in [(8, 1.0, 1e-3), (16, 0.5, 1e-5), (1, 0.05, 1e-3), (3, 0.2, 1e-3)] {
@@ -244,7 +243,7 @@ fn a_bound_that_does_not_hold_ends_the_run_and_names_the_neighbour() {
     }
 }
 
-/// `NoLoCo` as its paper writes it, over whole vectors in f64.
+/// `NoLoCo` as in its paper, over whole vectors in f64.
 #[test]
 fn noloco_does_what_plain_loops_do() {
     let (rate, mu) = (0.7, PLAIN.momentum);
@@ -283,8 +282,8 @@ fn noloco_does_what_plain_loops_do() {
     }
 }
 
-/// BAGUA's low-precision ring and CHOCO-SGD, written from the papers: every rank holds replicas of all in f64;
-/// the codec alone is ours.
+/// BAGUA's low-precision ring and CHOCO-SGD, written from the papers: every rank holds replicas of all in f64.
+/// Only the codec is this workspace's.
 fn with_replicas(case: Case, ranks: usize, choco: Option<f64>) -> Vec<All> {
     let mut codecs: Vec<_> =
         (0..ranks).map(|_| case.codec.parse::<CodecSpec>().unwrap().build_memoryless()).collect();
@@ -326,7 +325,7 @@ fn with_replicas(case: Case, ranks: usize, choco: Option<f64>) -> Vec<All> {
 #[test]
 fn replicas_do_what_plain_loops_do() {
     for ranks in [1, 2, 3, 5] {
-        // A codec that loses nothing, for which rounding cannot fall to the other side.
+        // A lossless codec, so that no value can be rounded in another way.
         let case = PLAIN;
         compare(
             &LOW_PRECISION,
@@ -340,8 +339,8 @@ fn replicas_do_what_plain_loops_do() {
             &with_replicas(case, ranks, Some(0.5)),
             1e-6,
         );
-        // One that does: a value near the middle of two codes may take the other one, which a later step
-        // corrects.
+        // A lossy codec: a value near the middle of two codes may be rounded to the other one, which a later
+        // step corrects.
         for codec in ["int8", "topk:0.3/f16"] {
             let case = Case { codec, ..PLAIN };
             compare(
@@ -360,7 +359,7 @@ fn replicas_do_what_plain_loops_do() {
     }
 }
 
-/// With all of what neighbours differ by and nothing lost, CHOCO-SGD is D-PSGD.
+/// With a rate of 1 and a lossless codec, CHOCO-SGD is D-PSGD.
 #[test]
 fn choco_without_loss_is_d_psgd() {
     let case = Case { rate: 1.0, ..PLAIN };
@@ -371,7 +370,7 @@ fn choco_without_loss_is_d_psgd() {
     }
 }
 
-/// In pairs without a codec, everyone ends up with everyone's steps; the distance between copies stays bounded.
+/// All workers' steps reach all workers, and the distance between replicas stays bounded.
 #[test]
 fn copies_stay_near_each_other() {
     for (method, codec) in
@@ -384,7 +383,7 @@ fn copies_stay_near_each_other() {
             got.iter().map(|trace| far(&trace[step].0, &first)).fold(0.0, f64::max)
         };
         let most = (0..STEPS as usize).map(apart).fold(0.0, f64::max);
-        // Twenty-seven steps of their own would be 0.08 away.
+        // After 27 steps without mixing they would be 0.08 apart.
         assert!(most > 0.0 && most < 0.06, "{}: {most}", method.name);
         assert!(apart(STEPS as usize - 1) == 0.0);
     }
@@ -464,7 +463,7 @@ fn a_method_of_ones_own_is_found_by_its_name_and_names_are_not_taken_twice() {
     }
 }
 
-/// Event-triggered averages in f64: all hold what each sent last, tensor by tensor.
+/// Event-triggered averages in f64: every rank stores what each rank sent last, tensor by tensor.
 #[test]
 fn event_triggered_averages_do_what_plain_loops_do() {
     let layout = layout();
@@ -477,7 +476,7 @@ fn event_triggered_averages_do_what_plain_loops_do() {
         for step in 1..=STEPS {
             learn(&mut params, step);
             for i in 0..ranks {
-                // What neighbours had sent by the step before.
+                // What neighbours had sent by the previous step.
                 for Neighbour { rank, weight } in Graph::Ring.meeting(i as u32, ranks as u32, 0).from {
                     for e in 0..params[i].len() {
                         params[i][e] += weight * (before[rank as usize][e] - before[i][e]);

@@ -1,4 +1,4 @@
-//! Two levels of servers: against a plain loop over the same times, and from any step.
+//! Tests of two levels of servers: compared with a plain loop over the same times, and resumed from any step.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -12,9 +12,9 @@ use farflung_base::{Link, Rank, Topology};
 use farflung_comm::{Communicator, simulated};
 use farflung_optim::sync::{ASYNC, After, AsynchronousSettings, HALOS, Servers, WorldSettings};
 
-/// Microseconds of each rank's step: no two ranks are done at nearly the same time.
+/// Microseconds per step of each rank. No two ranks finish at nearly the same time.
 const SPEEDS: [u64; 5] = [10_000, 16_877, 25_617, 12_347, 18_211];
-/// Microseconds between regions.
+/// Latency between regions, in microseconds.
 const AWAY: u64 = 3_331;
 const EVERY: u64 = 3;
 
@@ -22,7 +22,7 @@ fn regions() -> Vec<Vec<Rank>> {
     vec![vec![Rank(0), Rank(2)], vec![Rank(1), Rank(3), Rank(4)]]
 }
 
-/// Five ranks in two regions.
+/// Returns a topology of five ranks in two regions.
 fn network(away: u64) -> Topology {
     let mut topology = Topology::uniform(5, "10gbit,1us".parse().unwrap());
     let link: Link = format!("10gbit,{away}us").parse().unwrap();
@@ -71,19 +71,19 @@ impl Server {
     }
 }
 
-/// What happens, in the order of its time.
+/// Events of the plain loop, in the order of their times.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
-    /// A rank is done with a step.
+    /// A rank has finished a step.
     Step(usize, u64),
-    /// A region's message is at the world.
+    /// A region's message has arrived at the world server.
     Sent(usize, usize),
-    /// The world's answer is at a region.
+    /// The world server's answer has arrived at a region.
     Answered(usize, usize),
 }
 
-/// The method as its paper writes it, in f64, without losing what workers sent meanwhile. Parameters of each
-/// rank after each step; after the last, the world's model.
+/// The method as in its paper, in f64, but without losing what workers sent in the meantime. Returns the
+/// parameters of each rank after each step; after the last step, the world's model.
 fn plain(outer: (f64, f64), world: WorldSettings, away: u64) -> Vec<Vec<Vec<f64>>> {
     let regions: Vec<Vec<usize>> = regions().iter().map(|r| r.iter().map(|r| r.index()).collect()).collect();
     let home = |rank: usize| regions.iter().position(|r| r.contains(&rank)).unwrap();
@@ -108,7 +108,7 @@ fn plain(outer: (f64, f64), world: WorldSettings, away: u64) -> Vec<Vec<Vec<f64>
                 }
                 if step % EVERY == 0 {
                     let region = home(rank);
-                    // A worker goes on from its region's model, as it was when it last sent.
+                    // A worker continues from its region's model as of when it last sent a change.
                     let change: Vec<f64> = trace_base(&mut trace[rank], &start)
                         .iter()
                         .zip(&params[rank])
@@ -156,7 +156,7 @@ fn plain(outer: (f64, f64), world: WorldSettings, away: u64) -> Vec<Vec<Vec<f64>
     trace
 }
 
-/// From where a rank's next change is measured: its parameters after its last one.
+/// Returns what a rank's next change is measured from: its parameters after its last change.
 fn trace_base<'a>(trace: &'a mut [Vec<f64>], start: &'a Vec<f64>) -> &'a Vec<f64> {
     let done = trace.len() / EVERY as usize * EVERY as usize;
     if done == 0 { start } else { &trace[done - 1] }
@@ -184,7 +184,7 @@ fn two_levels_do_what_a_plain_loop_does() {
             let network = network(away);
             let case = Case { momentum: 0.9, ..case(servers, world) };
             let got = trace_over(&HALOS, case, (&SPEEDS, &network, &regions()), Cut::Never);
-            // In which order regions send their rests matters where a buffer is full between them.
+            // The order in which regions send their last changes matters if a buffer is full between them.
             let steps = if world.momentum == 0.0 { STEPS } else { STEPS - 1 } as usize;
             compare(&got, &plain((0.7, 0.9), world, away), steps);
         }
@@ -202,7 +202,7 @@ fn one_region_that_keeps_its_model_is_async() {
             for (halos, flat) in halos.iter().zip(&flat) {
                 let last = STEPS as usize - 1;
                 assert!(halos.0[..last] == flat.0[..last], "{servers:?}, delay {delay}");
-                // The world adds up the moves of the region's model.
+                // The world server adds up the moves of the region's model.
                 let wanted: Vec<f64> = flat.0[last].iter().map(|x| f64::from(*x)).collect();
                 assert!(far(&halos.0[last], &wanted) < 1e-6, "{servers:?}, delay {delay}");
             }
@@ -229,7 +229,7 @@ fn what_was_settled_goes_on_from_what_was_saved() {
     }
 }
 
-/// Payload bytes that left each region for the other, in a run of so many rounds of all workers.
+/// Returns the payload bytes that all ranks sent in a run of this number of rounds of all workers.
 fn across(codec: &'static str, rounds: u64) -> u64 {
     let topology = network(1);
     let world = WorldSettings { every: 2, ..WorldSettings::default() };
@@ -259,15 +259,15 @@ fn across(codec: &'static str, rounds: u64) -> u64 {
 fn bytes_are_those_of_the_formula() {
     let values = elements().len() as u64;
     let used = |codec| across(codec, 4) - across(codec, 2);
-    // Two rounds of five workers, of which three do not sit at their server: 17 bytes before a change and 9
-    // before a model, and one for the kind of message. The second region's three changes a round are three
-    // messages to the world and three answers, of another byte each.
+    // Two rounds of five workers, of which three are not on their server's rank: 17 bytes in front of a change,
+    // 9 in front of a model, and one for the kind of message. The second region's three changes per round make
+    // three messages to the world and three answers, with another byte each.
     let inside = 2 * 3 * (1 + 17 + 9 + 8 * values);
     let barriers = 2 * 200;
     let plain = inside + 3 * (2 + 17 + 9 + 8 * values);
     let got = used("none");
     assert!(got >= plain && got < plain + barriers, "{got}, {plain}");
-    // Of the three, one way is in 8 bits.
+    // The messages of these three to the world are in 8 bits.
     let coded = plain - 3 * 3 * values;
     let got = used("int8");
     assert!(got > coded && got < coded + barriers + 3 * values / 8, "{got}, {coded}");

@@ -1,4 +1,5 @@
-//! Every optimizer against PyTorch, or against its paper's formulas in NumPy where PyTorch has none.
+//! Tests that compare every optimizer with PyTorch, or with its paper's formulas in NumPy where PyTorch has
+//! none.
 
 use farflung_optim::local::{Averages, METHODS};
 use farflung_tensor::Device;
@@ -17,14 +18,14 @@ fn check(device: &Device) {
 fn optimizers_do_what_pytorch_and_the_papers_do() {
     check(&Device::cpu(1).unwrap());
     check(&Device::cpu(3).unwrap());
-    // No method is left out; tests of momentum averages have the others.
+    // Every method is covered; those that average momentum have their own tests.
     for method in METHODS.iter().filter(|method| method.averages == Averages::Gradients) {
         let found = chains().into_iter().any(|(name, _)| name.split('-').next() == Some(method.name));
         assert!(found, "{}", method.name);
     }
 }
 
-/// A driver may fuse or divide less exactly, within the same limits.
+/// A driver may fuse operations or divide less exactly, within the same limits.
 #[cfg(feature = "wgpu")]
 #[test]
 fn a_device_does_the_same() {

@@ -1,4 +1,5 @@
-//! Asynchronous model averaging: against a plain loop over the same clocks, and from any meeting.
+//! Tests of asynchronous model averaging: compared with a plain loop over the same clocks, and resumed after
+//! any synchronisation.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -9,12 +10,12 @@ use farflung_base::{Nanos, Topology};
 use farflung_comm::{Communicator, simulated};
 use farflung_optim::sync::{ASYNC_AVERAGE, After, AsynchronousSettings};
 
-/// Microseconds of each rank's step.
+/// Microseconds per step of each rank.
 const SPEEDS: [u64; 3] = [10_000, 16_877, 25_617];
-/// Parts of a mean, as of replicas with unequal numbers of tokens.
+/// Weights in a mean, as of replicas with unequal numbers of tokens.
 const WEIGHTS: [f64; 3] = [0.5, 1.0, 1.5];
 
-/// What a rank saw: its parameters after each step, and the bytes that it sent.
+/// Result of a rank: its parameters after each step, and the bytes that it sent.
 #[derive(Debug, PartialEq)]
 struct Seen {
     params: Vec<Vec<f32>>,
@@ -27,7 +28,8 @@ fn case(interval: u64, warmup: u64, meet_every: u64) -> Case {
     Case { asynchronous, ..PLAIN }
 }
 
-/// Trains on ranks of these speeds; one that is `cut` goes on from what was saved after that step.
+/// Trains on ranks of these speeds. With `cut`, the method is replaced by one with its saved state after that
+/// step.
 fn trace(case: Case, speeds: &[u64], cut: Option<u64>) -> Vec<Seen> {
     let rank = |comm: Communicator| {
         let number = comm.rank().index();
@@ -83,7 +85,7 @@ fn trace(case: Case, speeds: &[u64], cut: Option<u64>) -> Vec<Seen> {
 /// A rank of the plain loop.
 struct Plain {
     x: Vec<f64>,
-    /// Rounds joined, and taken up.
+    /// Number of rounds joined; `taken` is that of rounds applied.
     joined: usize,
     taken: usize,
     due: u64,
@@ -94,7 +96,7 @@ struct Plain {
 struct Round(Vec<Option<(u64, Vec<f64>)>>);
 
 impl Round {
-    /// When the last rank had joined.
+    /// Returns when the last rank joined; `None` if some have not.
     fn arrives(&self) -> Option<u64> {
         self.0
             .iter()
@@ -111,8 +113,8 @@ impl Round {
     }
 }
 
-/// The method in f64: ranks that end their steps at multiples of their speeds, and rounds that arrive as the
-/// last has joined. Parameters of each rank after each step.
+/// The method in f64: ranks finish their steps at multiples of their speeds, and a round arrives when the last
+/// rank has joined. Returns the parameters of each rank after each step.
 fn plain(interval: u64, speeds: &[u64]) -> Vec<Vec<Vec<f64>>> {
     let start: Vec<f64> = random(1).into_iter().map(f64::from).collect();
     let new = || Plain { x: start.clone(), joined: 0, taken: 0, due: 0 };
@@ -181,7 +183,7 @@ fn it_does_what_a_plain_loop_over_the_same_clocks_does() {
             }
         }
         assert!(got.windows(2).all(|pair| pair[0].params.last() == pair[1].params.last()));
-        // Copies train on in between: they are apart.
+        // Replicas train on in the meantime, so they differ.
         assert!(got[0].params[9] != got[1].params[9]);
     }
 }
@@ -191,8 +193,8 @@ fn the_timer_says_how_much_is_sent_and_a_round_is_an_average_of_parameters() {
     let values = crate::synchronise::elements().len() as u64;
     let all =
         |interval| trace(case(interval, 0, 1000), &[10_000; 3], None).iter().map(|s| s.sent).sum::<u64>();
-    // A round a step, one each third step, and the mean after the last: beside it small numbers alone. A
-    // meeting that was tried twice here takes two means.
+    // One round per step, one per three steps, or one in all, and the mean after the last step; all else is
+    // small messages. The last synchronisation is done twice here, so it takes two means.
     for (interval, rounds) in [(0, 26), (15_000, 9), (1_000_000, 1)] {
         let (sent, round) = (all(interval), 4 * values * 2 * 2);
         let wanted = (rounds + 2) * round;

@@ -1,5 +1,5 @@
-//! Chains whose momentum replicas average: against the papers' algorithms in f64, and averages that travel
-//! plain at first.
+//! Tests of chains whose momentum replicas average: compared with the papers' algorithms in f64, with averages
+//! that are uncompressed at first.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -46,7 +46,7 @@ fn flat(values: &[f32]) -> Tensor {
     CPU.tensor(values, values.len()).unwrap()
 }
 
-/// Values of parameters; padding is zero.
+/// Returns random values of parameters; padding is zero.
 fn random(layout: &ParamLayout, seed: u64) -> Vec<f32> {
     let draw = Philox::new(seed, 0);
     let mut flat = vec![0.0; layout.len()];
@@ -56,7 +56,7 @@ fn random(layout: &ParamLayout, seed: u64) -> Vec<f32> {
     flat
 }
 
-/// A rank's gradient in a step; the last element has none in the warm-up.
+/// Returns a rank's gradient in a step. The last element has no gradient in the warm-up.
 fn gradient(layout: &ParamLayout, rank: usize, step: u64) -> Vec<f32> {
     let mut values = random(layout, 100 + 10 * step + rank as u64);
     if step < FREEZE {
@@ -100,7 +100,7 @@ impl Rank {
     }
 }
 
-/// Algorithm 1 of 1-bit Adam in f64, with a compressor that loses nothing; with `corrects`, as `QAdam`.
+/// Algorithm 1 of 1-bit Adam in f64, with a lossless compressor; with `corrects`, `QAdam`.
 fn reference(ranks: usize, corrects: bool) -> Vec<f64> {
     let layout = layout();
     let mut x: Vec<f64> = random(&layout, 1).into_iter().map(f64::from).collect();
@@ -124,7 +124,7 @@ fn reference(ranks: usize, corrects: bool) -> Vec<f64> {
             };
             let decay = if layout.params()[0].range().contains(&i) { weight_decay } else { 0.0 };
             let moves = if v[i] == 0.0 { 0.0 } else { m[i] / fix_m / ((v[i] / fix_v).sqrt() + eps) };
-            // By Cauchy and Schwarz for geometric weights.
+            // The Cauchy-Schwarz inequality for geometric weights.
             let longest = (1.0 - beta1) / (1.0 - beta2).sqrt() / (1.0 - beta1 * beta1 / beta2).sqrt();
             let moves = if step < FREEZE { moves } else { moves.clamp(-longest, longest) };
             x[i] -= 0.01 * (moves + decay * x[i]);

@@ -1,4 +1,5 @@
-//! 1-bit LAMB: against the paper's algorithm in f64 with its compression errors, and from any step on.
+//! Tests of 1-bit LAMB: compared with the paper's algorithm in f64 with its compression errors, and resumed
+//! from any step.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -39,13 +40,14 @@ fn random(seed: u64) -> Vec<f32> {
     flat
 }
 
-/// A rank's gradient in a step: tensors of unlike sizes, and an element without any in the warm-up.
+/// Returns a rank's gradient in a step. Tensors have different sizes, and one element has no gradient in the
+/// warm-up.
 fn gradient(rank: usize, step: u64) -> Vec<f32> {
     let (layout, mut values) = (layout(), random(100 + 10 * step + rank as u64));
     for (param, scale) in layout.params().iter().zip([1.0, 30.0, 0.01]) {
         values[param.range()].iter_mut().for_each(|g| *g *= scale);
     }
-    // Gradients that shrink, so that the factors of the coefficients move.
+    // Gradients become smaller, so that the factors of the coefficients change.
     let shrinks = if step < 20 { 1.0 } else { 0.3 };
     for g in &mut values {
         *g *= shrinks;
@@ -87,7 +89,7 @@ impl Rank {
     fn step(&mut self, step: u64) -> Vec<f32> {
         let grads = flat(&gradient(self.number, step));
         let mut sent = CPU.zeros(layout().len()).unwrap();
-        // In two pieces, as gradients become final.
+        // In two pieces, as when gradients become final one after the other.
         let cut = layout().params()[1].start;
         for range in [cut..layout().len(), 0..cut] {
             self.chain.contribute(&grads, range, 1.0, &mut sent).unwrap();
@@ -111,7 +113,7 @@ fn on_ranks<T: Send>(rank: impl Fn(Communicator) -> T + Sync) -> Vec<T> {
     })
 }
 
-/// The algorithm in f64 on values without padding; factors of the coefficients are checked to move.
+/// The algorithm in f64 on values without padding. Checks that the factors of the coefficients change.
 fn reference(settings: FrozenLamb, signs: bool) -> Vec<f64> {
     let FrozenLamb { beta1, beta2, eps, freeze, weight_decay } = settings;
     let layout = layout();

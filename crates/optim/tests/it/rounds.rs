@@ -1,5 +1,5 @@
-//! Averages by protocols: `PowerSGD` as it is written down, exact bytes, refusals that all ranks see, rounds
-//! that never were; and codecs and protocols of the caller's own.
+//! Tests of averages by protocols: `PowerSGD` has the bits of the method itself, exact bytes, rejections that
+//! all ranks see, and rounds that are rolled back; and of codecs and protocols of the caller's own.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 #![expect(clippy::float_cmp, reason = "these means are exact")]
@@ -27,7 +27,8 @@ fn on_ranks<T: Send>(n: usize, rank: impl Fn(Communicator) -> T + Sync) -> Vec<T
     })
 }
 
-/// Two matrices that gain by low rank, one that does not, and vectors between them.
+/// Returns a layout with two matrices that become smaller at low rank, one that does not, and vectors between
+/// them.
 fn layout() -> ParamLayout {
     let shapes = [vec![30], vec![40, 50], vec![50], vec![3, 3], vec![64, 20], vec![1]];
     ParamLayout::new(shapes.iter().enumerate().map(|(i, s)| (format!("p{i}"), Shape::new(s).unwrap())))
@@ -58,7 +59,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| v.to_bits()).collect()
 }
 
-/// The method by itself, matrix by matrix, for two ranks, whose sums have one order.
+/// The method itself, matrix by matrix, for two ranks, whose sums have only one order.
 struct WrittenOut {
     methods: Vec<Option<[PowerSgd; 2]>>,
 }
@@ -111,7 +112,7 @@ fn power_sgd_has_the_bits_of_the_method_as_it_is_written_down() {
             let new = || Average::new(comm.clone(), &CPU, &layout, named(bucket_bytes)).unwrap();
             let mut average = new();
             let round = |(i, x): (usize, &[Vec<f32>; 2])| {
-                // A round that is taken back, and one that is given up in the middle, leave no trace.
+                // A round that is rolled back, and one that is dropped in the middle, leave no trace.
                 average.all(&mut tensor(&random(&layout, 900))).unwrap();
                 average.rollback();
                 let mut averaging = average.begin();
@@ -150,12 +151,12 @@ fn what_travels_are_the_factors_and_the_vectors() {
         let averaged = average.all(&mut tensor(&random(&layout, 1))).unwrap();
         let sizes = named(9000).exchanges(&layout).unwrap();
         let elements: usize = sizes.iter().flatten().sum();
-        // Two matrices by factors of three vectors, and what is left as it is.
+        // Two matrices with three vectors per factor, and everything else as it is.
         assert_eq!(elements, 3 * (40 + 50) + 3 * (64 + 20) + 30 + 50 + 9 + 1);
         assert_eq!((averaged.payload.0, sizes.len()), (4 * elements as u64, averaged.buckets));
         comm.stats().sent.payload.0
     });
-    // A ring of n ranks sends each element 2 (n - 1) times in all.
+    // In a ring of n ranks, all together send each element 2 (n - 1) times.
     assert_eq!(sent.iter().sum::<u64>(), 2 * 2 * 4 * (3 * 90 + 3 * 84 + 90));
 }
 
@@ -179,7 +180,7 @@ fn what_one_rank_refuses_no_rank_takes() {
                 let seen: Vec<f32> = grads.to_vec().unwrap();
                 assert!(seen[spoilt.clone()].iter().all(|v| v.is_nan()), "{bad}");
                 assert!(seen[..spoilt.start].iter().all(|v| v.is_finite()));
-                // The next round is as if that had not been.
+                // The next round has the same result as without the rejected one.
                 let (mut grads, mut same) = (tensor(&values), tensor(&values));
                 average.all(&mut grads).unwrap();
                 other.all(&mut same).unwrap();
@@ -194,7 +195,7 @@ fn what_one_rank_refuses_no_rank_takes() {
     }
 }
 
-/// Every value as a byte of eighths.
+/// Encodes every value as a byte that counts eighths.
 #[derive(Debug)]
 struct Eighths;
 
@@ -218,7 +219,7 @@ impl Compressor for Eighths {
     }
 }
 
-/// The mean of each row in the place of its values.
+/// Replaces values by the mean of their row.
 #[derive(Debug)]
 struct RowMeans {
     shape: MatrixShape,
@@ -272,7 +273,7 @@ fn a_codec_and_a_protocol_of_the_callers_own_average() {
         let seen = grads.to_vec::<f32>().unwrap();
         let of = |i: usize| &seen[layout.params()[i].range()];
         assert!((0..6).all(|i| of(i).iter().all(|v| *v == 1.25)));
-        // Two shards, a byte a value.
+        // Two shards, with one byte per value.
         assert_eq!(averaged.payload.0, 2 * 28 + layout.count() as u64);
 
         let mut average = Average::new(comm.clone(), &CPU, &layout, config(rows.clone(), 4096)).unwrap();

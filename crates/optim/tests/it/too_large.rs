@@ -1,5 +1,5 @@
-//! Finite gradients that are too large for their codec: all ranks see the same mean, take or skip the step
-//! together, and residuals stay finite.
+//! Tests of finite gradients that are too large for their codec: all ranks see the same mean, take or skip the
+//! step together, and residuals stay finite.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -11,9 +11,9 @@ use farflung_comm::{Communicator, memory};
 use farflung_optim::{Average, AverageConfig, agree, global_norm};
 use farflung_tensor::{Device, ParamLayout, Shape};
 
-/// Each of three ranks owns four squares of eight times eight.
+/// Each of three ranks reduces a shard of four squares of 8 x 8.
 const LEN: usize = 3 * 4 * 64;
-/// Of all codecs those that refuse finite values, some of them only with a residual.
+/// All codecs that reject some finite values; some do so only with a residual.
 const CODECS: [&str; 9] = [
     "dct:8",
     "dct:8+ef",
@@ -28,7 +28,7 @@ const CODECS: [&str; 9] = [
 
 type Saved = Vec<(String, Vec<f32>)>;
 
-/// One rank of a job that averages a gradient a step, as a training loop does.
+/// One rank of a job that averages one gradient per step, as a training loop does.
 struct Job {
     comm: Communicator,
     device: Device,
@@ -45,12 +45,12 @@ impl Job {
         Self { comm, device, average }
     }
 
-    /// The mean, and whether the step was taken.
+    /// Takes a step. Returns the mean, and whether the step was taken.
     fn step(&mut self, gradient: &[f32]) -> (Vec<f32>, bool) {
         let mut flat = self.device.tensor(gradient, gradient.len()).unwrap();
         self.average.all(&mut flat).unwrap();
         let finite = global_norm(&flat).unwrap().is_finite();
-        // All ranks have the same mean, and so they agree without a vote.
+        // All ranks have the same mean, so the vote is unanimous.
         assert_eq!(agree(&self.comm, finite).unwrap(), finite);
         if finite {
             self.average.commit();
@@ -60,7 +60,7 @@ impl Job {
         (flat.to_vec::<f32>().unwrap(), finite)
     }
 
-    /// What the codecs remember, which must be finite.
+    /// Returns the state of the codecs. Checks that it is finite.
     fn saved(&self) -> Saved {
         let saved = self.average.save("").unwrap();
         assert!(saved.iter().all(|(_, values)| values.iter().all(|value| value.is_finite())));
@@ -90,7 +90,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|value| value.to_bits()).collect()
 }
 
-/// The largest numbers of both signs in turns, in a third of the elements.
+/// Returns the largest numbers, alternately of both signs, for a third of the elements.
 fn turns(sign: f32) -> Vec<f32> {
     (0..LEN / 3).map(|i| if i % 2 == 0 { sign * f32::MAX } else { -sign * f32::MAX }).collect()
 }
@@ -107,7 +107,7 @@ fn a_step_with_too_large_values_is_skipped_by_all_ranks_and_never_was() {
                     gradient[..large.len()].copy_from_slice(large);
                 }
                 let (mean, taken) = job.step(&gradient);
-                // A mask may have left the large ones for later.
+                // The mean is finite if a mask left out the large values in this round.
                 let finite = mean.iter().all(|m| m.abs() < 1e19);
                 assert_eq!(taken, finite, "{codec}");
                 if !taken {
@@ -123,8 +123,8 @@ fn a_step_with_too_large_values_is_skipped_by_all_ranks_and_never_was() {
     }
 }
 
-/// Values that are too large for the codec may have a small mean. The step is taken with all that the ranks
-/// gave, and their residuals stay as they were.
+/// Values that are too large for the codec may have a small mean. The step is then taken with all values of all
+/// ranks, and the residuals of the ranks that could not encode theirs stay as they were.
 #[test]
 fn a_small_mean_of_too_large_values_is_taken_and_loses_nothing() {
     for codec in CODECS.into_iter().filter(|codec| codec.contains("+ef")) {
@@ -146,7 +146,8 @@ fn a_small_mean_of_too_large_values_is_taken_and_loses_nothing() {
                 assert_eq!(of(&after), of(&before), "{codec}");
             }
             if codec == "dct:8+ef" {
-                // Without a lossy stage the mean is what the third rank gave.
+                // Without a lossy stage the mean is a third of the third rank's values, since the others
+                // cancel.
                 let given = normal(2, 1);
                 assert!(mean.iter().zip(given).take(LEN / 3).all(|(m, g)| (m - g / 3.0).abs() < 1e-5));
             }

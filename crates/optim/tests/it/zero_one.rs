@@ -1,4 +1,5 @@
-//! 0/1 Adam: against the paper's algorithm in f64 with its compression errors, and from any meeting on.
+//! Tests of 0/1 Adam: compared with the paper's algorithm in f64 with its compression errors, and resumed after
+//! any synchronisation.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -20,7 +21,7 @@ static CPU: LazyLock<Device> = LazyLock::new(|| Device::cpu(1).unwrap());
 
 const STEPS: u64 = 40;
 const RANKS: usize = 3;
-/// Parts of a mean, as of replicas with unequal numbers of tokens.
+/// Weights in a mean, as of replicas with unequal numbers of tokens.
 const WEIGHTS: [f64; RANKS] = [0.5, 1.0, 1.5];
 
 const ROUNDS: Rounds = Rounds { freeze: 13, variance_doubling: 3, local_doubling: 6, most: 4 };
@@ -34,7 +35,7 @@ fn layout() -> ParamLayout {
     ParamLayout::new([("w".to_owned(), Shape::from([8, 8])), ("b".to_owned(), Shape::from(5))])
 }
 
-/// Places of parameters in flat buffers.
+/// Returns the indices of parameters in flat buffers.
 fn places() -> Vec<usize> {
     layout().params().iter().flat_map(farflung_tensor::Param::range).collect()
 }
@@ -48,7 +49,7 @@ fn random(seed: u64) -> Vec<f32> {
     flat
 }
 
-/// A rank's gradient in a step; the last element has none before the variance stands still.
+/// Returns a rank's gradient in a step. The last element has no gradient before the variance is frozen.
 fn gradient(rank: usize, step: u64) -> Vec<f32> {
     let mut values = random(100 + 10 * step + rank as u64);
     if step < ROUNDS.freeze {
@@ -83,7 +84,7 @@ impl Replica {
         Self { number, weight, chain, sync, params }
     }
 
-    /// Whether replicas are the same after it.
+    /// Takes a step. Returns whether replicas are the same after it.
     fn step(&mut self, step: u64) -> bool {
         let mut grads = gradient(self.number, step);
         let average = self.sync.gradients();
@@ -107,7 +108,7 @@ impl Replica {
         if !self.sync.is_due(after) {
             return false;
         }
-        // A meeting that is given up leaves no trace.
+        // A synchronisation that is rolled back leaves no trace.
         self.sync.exchange_gathered(&self.params, &self.chain, after, self.weight).unwrap();
         self.sync.rollback();
         self.sync.exchange_gathered(&self.params, &self.chain, after, self.weight).unwrap();
@@ -162,7 +163,7 @@ fn on_ranks<T: Send>(n: usize, rank: impl Fn(Communicator) -> T + Sync) -> Vec<T
     })
 }
 
-/// The algorithm in f64 on values without padding. With `signs` compressed, else exact.
+/// The algorithm in f64 on values without padding: compressed with `signs`, otherwise exact.
 fn reference(rounds: Rounds, signs: bool) -> Vec<f64> {
     let ZeroOneAdam { beta1, beta2, eps, schedule, weight_decay, .. } = settings(rounds);
     let places = places();
@@ -177,7 +178,7 @@ fn reference(rounds: Rounds, signs: bool) -> Vec<f64> {
         }
         if signs { reduce.mean(each) } else { plain_mean(each) }
     };
-    // By Cauchy and Schwarz for geometric weights.
+    // The Cauchy-Schwarz inequality for geometric weights.
     let longest = (1.0 - beta1) / ((1.0 - beta2) * (1.0 - beta1 * beta1 / beta2)).sqrt();
     let toward = |x: f64, v: f64, most: f64| {
         if v == 0.0 { 0.0 } else { (x / (v.sqrt() + eps)).clamp(-most, most) }
@@ -188,7 +189,7 @@ fn reference(rounds: Rounds, signs: bool) -> Vec<f64> {
     let mut m = vec![vec![0.0; len]; RANKS];
     let mut u = vec![vec![0.0; len]; RANKS];
     let (mut v, mut rates) = (vec![0.0; len], 0.0);
-    // When the variance changes next, and how often it did.
+    // Step in which the variance changes next, and the number of its changes so far.
     let (mut next, mut changes) = (0, 0);
     let mut adam = true;
     for step in 0..STEPS {

@@ -1,4 +1,4 @@
-//! What a worker knows of one server and the shard of the model that it has.
+//! A worker's view of one server, and of the shard of the model that this server holds.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -11,58 +11,58 @@ use super::worker::TAGS;
 use crate::OptimError;
 use crate::sync::server::{FromServer, ToServer};
 
-/// The parameters as they were when a change left.
+/// Parameters at the time when a change was sent.
 #[derive(Debug)]
 struct Sent {
-    /// The change's number, from 1.
+    /// Number of the change, counted from 1.
     number: u64,
-    /// The worker's step.
+    /// Step of the worker.
     step: u64,
     params: Vec<f32>,
 }
 
-/// A server's model that was not taken up yet.
+/// A server's model that was not applied yet.
 #[derive(Debug)]
 struct Answered {
     model: Vec<f32>,
-    /// The worker's parameters when the newest change left that is in it.
+    /// The worker's parameters when it sent the newest change that the model includes.
     sent: Vec<f32>,
 }
 
-/// How a worker's messages come to a server.
+/// Route of a worker's messages to a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::sync) enum Route {
-    /// To the server's rank.
+    /// Directly to the server's rank.
     Direct,
-    /// To what the worker's own rank serves, behind these bytes.
+    /// To the service of the worker's own rank, with these bytes in front.
     Own(Rank, [u8; 5]),
 }
 
-/// A server, as a worker sees it.
+/// A server as a worker sees it.
 #[derive(Debug)]
 pub(in crate::sync) struct Owner {
     rank: Rank,
     route: Route,
     range: Range<usize>,
-    /// From where the next change is measured.
+    /// Parameters from which the next change is measured.
     base: Vec<f32>,
-    /// Changes that no answer has yet.
+    /// Changes that no answer includes yet.
     sent: VecDeque<Sent>,
     answered: Option<Answered>,
     changes: u64,
-    /// What changes go through, if that is a codec.
+    /// Codec of the changes, if there is one.
     packer: Option<Packer>,
     leaving: Vec<Pending<Result<(), CommError>>>,
-    /// The next message, once something was sent.
+    /// The next message, if its reception was started.
     next: Option<Pending<Result<Vec<u8>, CommError>>>,
 }
 
-/// An answer of another length than what was expected, or none.
+/// Returns the error for an answer that is invalid or has another length than expected.
 pub(super) fn refused(from: Rank, want: usize, got: usize) -> OptimError {
     CommError::Mismatch { op: "parameter server", peer: PeerId(from.0), want, got }.into()
 }
 
-/// Moves values by how far `to` is from `from`; where that is nowhere, not by a bit.
+/// Moves values by `to - from`. Values where both are equal keep their bits.
 fn shift(values: &mut [f32], from: &[f32], to: &[f32]) {
     for ((value, from), to) in values.iter_mut().zip(from).zip(to) {
         if from.to_bits() != to.to_bits() {
@@ -72,7 +72,7 @@ fn shift(values: &mut [f32], from: &[f32], to: &[f32]) {
 }
 
 impl Owner {
-    /// The server of a range, whose model is `values` now.
+    /// Creates the view of the server of a range, whose model is `values` now.
     pub(in crate::sync) fn new(rank: Rank, range: Range<usize>, values: &[f32]) -> Self {
         Self {
             rank,
@@ -88,12 +88,12 @@ impl Owner {
         }
     }
 
-    /// The same, to which changes go through a codec.
+    /// Sets the codec of the changes.
     pub(super) fn with_packer(self, packer: Option<Packer>) -> Self {
         Self { packer, ..self }
     }
 
-    /// The same, to which messages take another way.
+    /// Sets the route of the messages.
     pub(in crate::sync) fn by(self, route: Route) -> Self {
         Self { route, ..self }
     }
@@ -116,7 +116,8 @@ impl Owner {
         self.leaving.push(leaving);
     }
 
-    /// The message of how far the parameters moved since the last change: the next one, of a round.
+    /// Returns the message with the change of the parameters since the last such message. `round` is the
+    /// codec's round.
     pub(super) fn push(
         &mut self,
         params: &[f32],
@@ -136,18 +137,18 @@ impl Owner {
         Ok(message.to_bytes())
     }
 
-    /// What the codec lost of changes; `None` without one.
+    /// Returns what the codec lost of changes; `None` without a codec.
     pub(super) fn residual(&self) -> Option<Result<Vec<f32>, OptimError>> {
         self.packer.as_ref().map(|packer| packer.residual(self.range.len()))
     }
 
-    /// Goes on with what [`Owner::residual`] gave, as part of all.
+    /// Restores what [`Owner::residual`] returned, from this server's range of `all`.
     pub(super) fn set_residual(&mut self, all: &[f32]) -> Result<(), OptimError> {
         let range = self.range();
         Ok(self.packer.as_mut().map_or(Ok(()), |packer| packer.restore(&all[range]))?)
     }
 
-    /// The step of the oldest change that no answer has.
+    /// Returns the step of the oldest change that no answer includes yet.
     pub(super) fn awaits(&self) -> Option<u64> {
         self.sent.front().map(|sent| sent.step)
     }
@@ -168,7 +169,7 @@ impl Owner {
         Ok(())
     }
 
-    /// Waits for the next message, which is a model.
+    /// Waits for the next message, which must be a model.
     pub(super) fn receive(&mut self, comm: &Communicator) -> Result<(), OptimError> {
         match self.message(comm)? {
             FromServer::Moved { pushes, model } => self.answer(pushes, model),
@@ -191,7 +192,7 @@ impl Owner {
         }
         match newest {
             Some(sent) if want == got => {
-                // It stands for those before it, too.
+                // The answer also includes the changes before this one.
                 self.answered = Some(Answered { model, sent: sent.params });
                 Ok(())
             }
@@ -199,7 +200,8 @@ impl Owner {
         }
     }
 
-    /// Waits until all workers have met at the server: the changes that it had, and its values.
+    /// Waits until all workers have synchronised at the server. Returns the number of changes at the server,
+    /// and its values.
     pub(super) fn met(&mut self, comm: &Communicator) -> Result<(u64, Vec<f32>), OptimError> {
         loop {
             match self.message(comm)? {
@@ -210,7 +212,8 @@ impl Owner {
         }
     }
 
-    /// Takes up the newest model: what the worker learned since the change that is in it stays.
+    /// Applies the newest model. What the worker learned since it sent the change that the model includes is
+    /// kept.
     pub(super) fn take_up(&mut self, params: &mut [f32]) {
         let Some(Answered { model, sent }) = self.answered.take() else { return };
         shift(&mut params[self.range()], &sent, &model);
@@ -218,21 +221,21 @@ impl Owner {
         self.sent.iter_mut().for_each(|later| shift(&mut later.params, &sent, &model));
     }
 
-    /// The next change is measured from these parameters; nothing is on its way.
+    /// Measures the next change from these parameters. Drops what is in flight.
     pub(super) fn stand_at(&mut self, params: &[f32]) {
         self.base.copy_from_slice(&params[self.range.clone()]);
         self.sent.clear();
         self.answered = None;
     }
 
-    /// A model that waits to be taken up.
+    /// Sets a model that is to be applied.
     pub(super) fn set_answer(&mut self, model: &[f32], sent: &[f32]) {
         let (model, sent) = (model[self.range()].to_vec(), sent[self.range()].to_vec());
         self.answered = Some(Answered { model, sent });
     }
 
-    /// The base, the newest model, and the parameters when the change left that is in it; the base for each
-    /// where no model waits.
+    /// Returns the base, the newest model, and the parameters when the change that it includes was sent; the
+    /// base for each of the latter if there is no model to apply.
     pub(super) fn vectors(&self) -> [&[f32]; 3] {
         let waits = self.answered.as_ref();
         [

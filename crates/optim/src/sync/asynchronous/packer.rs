@@ -1,4 +1,4 @@
-//! What a change goes through on its way to a server. What a codec loses of it waits for the next.
+//! Compression of a worker's changes for a server. What a codec loses of a change is added to the next one.
 
 use farflung_base::Rank;
 use farflung_compress::{CompressError, Compressor, Payload, RoundKey, StateMap, StateValue};
@@ -10,7 +10,7 @@ use crate::{AverageConfig, OptimError};
 pub(super) struct Packer {
     codec: Box<dyn Compressor>,
     seed: u64,
-    /// The last round whose change travels as it is.
+    /// Last round whose change is sent uncompressed.
     warmup: u64,
     worker: Rank,
     server: Rank,
@@ -19,7 +19,7 @@ pub(super) struct Packer {
 const RESIDUAL: &str = "residual";
 
 impl Packer {
-    /// Of a worker for a server, which draws by `average`'s seed and holds behind its warm-up.
+    /// Creates the packer of a worker for a server, with the seed and the warm-up of `average`.
     pub(super) const fn new(
         codec: Box<dyn Compressor>,
         average: &AverageConfig,
@@ -30,10 +30,10 @@ impl Packer {
         Self { codec, seed, warmup, worker, server }
     }
 
-    /// The payload of a round's change, counted from 1; `None` in the warm-up, and for values that the codec
-    /// refuses: these travel as they are, and the residual stays.
+    /// Returns the payload of a round's change; rounds are counted from 1. Returns `None` in the warm-up, and
+    /// if the codec rejects a value: the change is then sent uncompressed, and the residual stays.
     ///
-    /// Errors: a codec that breaks its own rules.
+    /// Errors: those of a codec that breaks its contract.
     pub(super) fn pack(&mut self, change: &[f32], round: u64) -> Result<Option<Vec<u8>>, OptimError> {
         if round <= self.warmup {
             return Ok(None);
@@ -50,9 +50,9 @@ impl Packer {
         }
     }
 
-    /// What was lost of the changes so far: so many values, or none before the first.
+    /// Returns what was lost of the changes so far, `[len]`; zeros before the first.
     ///
-    /// Errors: a codec that remembers something else.
+    /// Errors: those of saving the codec's state.
     pub(super) fn residual(&self, len: usize) -> Result<Vec<f32>, OptimError> {
         let mut saved = StateMap::new();
         self.codec.save("", &mut saved)?;
@@ -62,7 +62,7 @@ impl Packer {
         }
     }
 
-    /// Goes on with what [`Packer::residual`] gave.
+    /// Restores what [`Packer::residual`] returned.
     ///
     /// Errors: values that are not finite.
     pub(super) fn restore(&mut self, residual: &[f32]) -> Result<(), CompressError> {

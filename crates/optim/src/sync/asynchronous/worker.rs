@@ -1,4 +1,4 @@
-//! A worker of asynchronous methods, and the server that its rank holds.
+//! A worker of asynchronous methods, and the server on its rank.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,93 +18,95 @@ use crate::sync::server::{Server, ServerRule, Serves, ToServer, Wants};
 use crate::sync::{After, SyncSettings, Synchroniser};
 use crate::{Average, AverageConfig, Coding, OptimError};
 
-/// When a worker waits, and what its changes count for.
+/// When a worker waits, and how its changes are weighted.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::sync) struct Pace {
-    /// Steps until the answer to a change is waited for; never without.
+    /// Number of steps after which the answer to a change is waited for; `None` means never.
     pub(in crate::sync) waits: Option<u64>,
-    /// How far it may be ahead of the slowest.
+    /// Number of steps that the worker may be ahead of the slowest; `None` sets no bound.
     pub(in crate::sync) staleness: Option<u64>,
-    /// A factor of its changes' weight.
+    /// Factor of the weight of its changes.
     pub(in crate::sync) weight: f64,
 }
 
-/// A vector that servers tell beside the model where all is settled.
+/// A state vector that servers send with the model before a checkpoint.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::sync) struct Remembered {
     /// Its name in checkpoints.
     pub(in crate::sync) name: &'static str,
-    /// Whether it is the same on all ranks.
+    /// Whether the values are the same on all ranks.
     pub(in crate::sync) shared: bool,
 }
 
-/// Servers as one worker sees them, and what its own rank serves.
+/// The servers of one worker, and what its own rank serves.
 #[derive(Debug)]
 pub(in crate::sync) struct Parts {
-    /// The worker's servers, each with its shard. They answer a meeting with the model and, where all is
-    /// settled, what they remember in the order of `remembered`.
+    /// The worker's servers, each with its shard. In a synchronisation they answer with the model and, for
+    /// [`Wants::All`], with their states in the order of `remembered`.
     pub(in crate::sync) owners: Vec<Owner>,
-    /// What this rank serves.
+    /// Service of this rank.
     pub(in crate::sync) server: Arc<Mutex<dyn Serves>>,
-    /// The part of the model that it serves.
+    /// Range of the model that this rank serves.
     pub(in crate::sync) held: Option<Range<usize>>,
-    /// What servers remember.
+    /// States of the servers.
     pub(in crate::sync) remembered: Vec<Remembered>,
     /// Whether the worker's own changes go through a codec.
     pub(in crate::sync) packs: bool,
 }
 
-/// The messages of workers and servers.
+/// Tags of the messages between workers and servers.
 pub(super) const TAGS: ServiceTags = ServiceTags { ask: 0x5E47_0001, answer: 0x5E47_0002 };
 
-/// Every `every` steps a worker sends how far its parameters moved to the servers that hold the model. Each
-/// server moves its shard by a [`ServerRule`] as changes arrive and sends it back; the worker then goes on from
-/// there, and keeps what it has learned since it sent:
+/// Every `every` steps a worker sends the change of its parameters to the servers that hold the model. Each
+/// server moves its shard by a [`ServerRule`] as changes arrive, and sends it back. The worker then continues
+/// from this model, and keeps what it has learned since it sent its change:
 ///
 /// ```text
 /// sent:      change = base - params;  base = params
 /// answered:  params = model + (params - params as they were sent)
 /// ```
 ///
-/// A change may go through a codec, of which each worker has one for each server; what that loses joins the
-/// worker's next change. Models travel as they are.
+/// A change may go through a codec. Each worker has one codec per server, and what the codec loses is added to
+/// the worker's next change. Models are sent uncompressed.
 ///
-/// Without one a worker sends and receives `8 P (n - 1) / n` bytes for each change of `P` values among `n`
-/// sharded servers. Every `meet_every` steps all workers meet to tell their losses. The model of the run is
-/// the servers'; what waits for a quorum is merged where it is evaluated, saved, and after the last step,
-/// when all take it.
+/// Without a codec a worker sends and receives `8 P (n - 1) / n` bytes in sum for each change of `P` values
+/// among `n` sharded servers. Every `meet_every` steps all workers synchronise to exchange their losses. The
+/// model of the run is that of the servers. Changes that wait for a quorum are merged for evaluations and
+/// checkpoints and after the last step, when all workers take the model.
 ///
-/// Bits are the same in each run on the virtual clock alone: the order in which changes arrive matters.
+/// Results are the same to the bit only on the virtual clock, since they depend on the order in which changes
+/// arrive.
 #[derive(Debug)]
 pub struct Asynchronous {
     every: u64,
     meet_every: u64,
     pace: Pace,
     comm: Communicator,
-    /// Gives up waiting for an answer at the deadline only where answers are waited for.
+    /// Communicator on which answers are received. It has a deadline only if answers are waited for.
     answers: Communicator,
     packing: Packing,
     owners: Vec<Owner>,
     server: Arc<Mutex<dyn Serves>>,
-    /// The part of the model that it has.
+    /// Range of the model that this rank serves.
     held: Option<Range<usize>>,
-    /// It answers until this is dropped.
+    /// The running service, which answers until this is dropped.
     serving: Pending<Result<(), CommError>>,
     average: Average,
-    /// The model as all workers last met over it.
+    /// The model as of the last synchronisation.
     common: Tensor,
     gathered: bool,
-    /// Whether it is about to be taken.
+    /// Whether the next commit sets the parameters to `common`.
     last: bool,
-    /// What the servers remember, as it was last settled.
+    /// States of the servers, as of the last [`settle`](Synchroniser::settle).
     remembered: Vec<(Remembered, Tensor)>,
-    /// What this worker does, as it was last settled: [`Owner`]'s vectors.
+    /// Vectors of this worker's [`Owner`]s, as of the last [`settle`](Synchroniser::settle).
     own: Vec<(&'static str, Tensor)>,
-    /// What codecs lost of this worker's changes, as it was last settled; `None` without codecs.
+    /// What codecs lost of this worker's changes, as of the last [`settle`](Synchroniser::settle); `None`
+    /// without codecs.
     residual: Option<Tensor>,
-    /// Whether an answer waits to be taken up, in what was last settled.
+    /// Whether an answer was waiting to be applied at the last [`settle`](Synchroniser::settle).
     answered: bool,
-    /// Changes of all workers, as all last met.
+    /// Number of changes of all workers, as of the last synchronisation.
     pushes: u64,
 }
 
@@ -112,12 +114,12 @@ fn lock(server: &Arc<Mutex<dyn Serves>>) -> MutexGuard<'_, dyn Serves + 'static>
     server.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The names of a worker's own vectors in checkpoints.
+/// Names of a worker's own vectors in checkpoints.
 const OWN: [&str; 3] = ["base", "answer", "sent"];
 const RESIDUAL: &str = "residual";
 
 impl Asynchronous {
-    /// A worker, and the server of its shard, with the rule for so many values.
+    /// Creates a worker, and the server of its shard. `rule` creates the rule for a number of values.
     pub(super) fn new(
         settings: SyncSettings<'_>,
         rule: &dyn Fn(usize) -> Box<dyn ServerRule>,
@@ -136,7 +138,7 @@ impl Asynchronous {
             Servers::Central => 0..0,
         };
         let mine = values[range(comm.rank().0)].to_vec();
-        // Also of a worker that serves nothing.
+        // Also for a worker that serves nothing.
         let remembered =
             rule(1).states().iter().map(|state| Remembered { name: state.name, shared: true }).collect();
         let rule = rule(mine.len());
@@ -155,7 +157,7 @@ impl Asynchronous {
         Self::over(settings, pace, Parts { owners, server, held, remembered, packs })
     }
 
-    /// A worker of some servers.
+    /// Creates a worker of the given servers.
     pub(in crate::sync) fn over(
         settings: SyncSettings<'_>,
         pace: Pace,
@@ -172,7 +174,7 @@ impl Asynchronous {
         let named = |remembered| Ok::<_, OptimError>((remembered, zeros()?));
         let remembered = remembered.into_iter().map(named).collect::<Result<_, _>>()?;
         let serving = comm.start_service(TAGS, &server);
-        // What is averaged are numbers of meetings: nothing goes through it.
+        // The trait requires an average; no values are averaged with it.
         let plain = AverageConfig { codec: Coding::default(), warmup: 0, ..average };
         let average = Average::new(comm.clone(), device, layout, plain)?;
         let mut common = zeros()?;
@@ -200,7 +202,7 @@ impl Asynchronous {
         })
     }
 
-    /// Fails where the own server does: it has lost all others.
+    /// Fails if the service of this rank failed, because it has lost all other ranks.
     fn check(&mut self) -> Result<(), OptimError> {
         if !self.serving.is_ready() {
             return Ok(());
@@ -209,10 +211,10 @@ impl Asynchronous {
         Ok(failed.wait()?)
     }
 
-    /// Sends how far the parameters moved.
+    /// Sends the change of the parameters to all servers.
     fn push(&mut self, params: &[f32], step: u64, weight: f64) -> Result<(), OptimError> {
         let weight = weight * self.pace.weight;
-        // What has arrived here by now was first.
+        // Messages that have already arrived at this rank's service are handled first.
         self.comm.first(&mut [&mut self.serving], Look::Now);
         for owner in &mut self.owners {
             let message = owner.push(params, (step, step / self.every), weight)?;
@@ -221,7 +223,7 @@ impl Asynchronous {
         Ok(())
     }
 
-    /// Takes up the servers' models that have come; waits for those that are due.
+    /// Applies the servers' models that have arrived. Waits for the answers to changes whose step is `due`.
     fn take_up(&mut self, params: &mut Tensor, due: impl Fn(u64) -> bool) -> Result<(), OptimError> {
         self.check()?;
         for owner in &mut self.owners {
@@ -238,11 +240,11 @@ impl Asynchronous {
         Ok(())
     }
 
-    /// All workers meet: each server has all changes, and all know the model. What servers remember too, where
-    /// it is wanted.
+    /// Synchronises all workers: each server then has all changes, and all workers have the model. For
+    /// [`Wants::All`] they also receive the servers' states.
     fn meet(&mut self, wants: Wants) -> Result<(), OptimError> {
         self.check()?;
-        // A server that is there answers: this wait has a deadline.
+        // A server that is alive answers, so a lost rank is noticed here: this wait has a deadline.
         self.comm.barrier()?;
         for owner in &mut self.owners {
             owner.send(&self.comm, ToServer::Meet { wants }.to_bytes());
@@ -268,13 +270,13 @@ impl Asynchronous {
         Ok(())
     }
 
-    /// What servers remember: what is the same on all ranks, or what is not.
+    /// Returns the servers' states that are the same on all ranks, or those that are not.
     fn remembered_by(&self, shared: bool) -> impl Iterator<Item = (&str, &Tensor)> {
         let of = self.remembered.iter().filter(move |(remembered, _)| remembered.shared == shared);
         of.map(|(remembered, tensor)| (remembered.name, tensor))
     }
 
-    /// All owners' vectors of one kind, as a flat buffer.
+    /// Copies the vectors and residuals of all servers' views to flat buffers, for a checkpoint.
     fn note_own(&mut self) -> Result<(), OptimError> {
         let mut all = [(); OWN.len()].map(|()| vec![0.0; self.packing.len()]);
         for owner in &self.owners {

@@ -1,26 +1,26 @@
-//! What [`Delayed`](super::Delayed) computes, each one pass over memory.
+//! Programs of [`Delayed`](super::Delayed), each one pass over memory.
 
 use farflung_tensor::{Program, ProgramBuilder};
 
 use crate::OptimError;
 
-/// The passes over memory.
+/// Programs, each one pass over memory.
 #[derive(Debug)]
 pub(super) struct Programs {
     /// `anchor - params`.
     pub(super) delta: Program,
-    /// By a factor.
+    /// Multiplies by a factor.
     pub(super) scaled: Program,
-    /// The outer step, with momentum if there is any.
+    /// Outer step, with momentum if there is any.
     pub(super) step: Program,
-    /// Own parameters and common ones, by parts.
+    /// Sum of the replica's own parameters and the anchor, by shares.
     pub(super) mix: Program,
-    /// Own parameters, the anchor before and after, and how far they were from it.
+    /// Adds to the replica's own parameters the delta that was sent and the move of the anchor.
     pub(super) rebase: Program,
 }
 
 impl Programs {
-    /// With or without momentum in the outer step.
+    /// Builds the programs, with or without momentum in the outer step.
     pub(super) fn new(momentum: bool) -> Result<Self, OptimError> {
         let mut p = ProgramBuilder::new();
         let (anchor, params) = (p.read(0), p.read(1));
@@ -34,7 +34,7 @@ impl Programs {
         p.store(0, scaled);
         let scaled = p.build()?;
 
-        // As the chain of momentum and a rate does it, to the bit.
+        // The same arithmetic as the chain of momentum and learning rate, to the bit.
         let mut p = ProgramBuilder::new();
         let (mean, anchor, rate) = (p.read(0), p.load(0), p.scalar(0));
         let mut update = mean;

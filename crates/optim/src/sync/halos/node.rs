@@ -1,4 +1,4 @@
-//! What one rank serves on the two levels: a pure state machine that is handed messages with their times.
+//! What one rank serves on the two levels: a pure state machine that gets messages with their times of arrival.
 
 use std::collections::VecDeque;
 
@@ -9,16 +9,16 @@ use farflung_compress::{Compressor, Payload, RoundKey};
 use crate::AverageConfig;
 use crate::sync::server::{FromServer, Server, ServerRule, Serves, ToServer, Wants};
 
-/// From a rank's worker to what the rank serves: to be passed on to the server of a rank.
+/// Message kind: from a worker to its own rank's node, which passes it on to the server of a rank.
 const FORWARD: u8 = 0;
-/// From a worker to the server of its region.
+/// Message kind: from a worker to the server of its region.
 const WORKER: u8 = 1;
-/// From a region's server to the world's.
+/// Message kind: from a region's server to the world's.
 const REGION: u8 = 2;
-/// From the world's server to a region's.
+/// Message kind: from the world's server to a region's.
 const WORLD: u8 = 3;
 
-/// The bytes before a worker's message to the server of a rank.
+/// Returns the bytes in front of a worker's message to the server of a rank.
 pub(super) fn forward(server: Rank) -> [u8; 5] {
     let [a, b, c, d] = server.0.to_le_bytes();
     [FORWARD, a, b, c, d]
@@ -28,48 +28,49 @@ fn tagged(kind: u8, message: &[u8]) -> Vec<u8> {
     [&[kind], message].concat()
 }
 
-/// The server of a region's model, or of a shard of it.
+/// Server of a region's model, or of a shard of it.
 #[derive(Debug)]
 pub(super) struct Region {
     members: Vec<Rank>,
     server: Server,
-    /// How far its model has moved back since the last message to the world, without what came from there.
+    /// Sum of the changes that workers made to the model since the last message to the world, as old minus new
+    /// values. Moves towards the world's model are not included.
     pending: Vec<f32>,
     world: Rank,
-    /// Changes between two messages.
+    /// Number of changes between two messages to the world.
     every: u64,
-    /// What a message counts for, where 1 is an equal part.
+    /// Weight of a message to the world, where 1 is an equal share.
     weight: f64,
-    /// Steps between a worker's changes.
+    /// Number of steps between a worker's changes.
     steps: u64,
-    /// What stays of its model beside the world's.
+    /// Share of its own model that stays when it applies the world's.
     mixing: f32,
     packer: Option<Packer>,
-    /// The newest step of its workers.
+    /// Largest step of its workers.
     step: u64,
-    /// What members want to know of a meeting.
+    /// What each member asks for in a synchronisation; `None` until it asked.
     meets: Vec<Option<Wants>>,
 }
 
-/// What messages to the world go through.
+/// Compression of messages to the world.
 #[derive(Debug)]
 struct Packer {
     codec: Box<dyn Compressor>,
     seed: u64,
-    /// The last round of a worker's changes in which messages travel as they are.
+    /// Last round of a worker's changes in which messages are sent uncompressed.
     warmup: u64,
 }
 
-/// The names of what a region remembers, after those of its rule: `pending`, and the changes that came.
+/// Names of a region's states that are not its rule's: `pending`, the number of changes, and the model.
 const PENDING: &str = "pending";
 const CAME: &str = "region-changes";
 const MODEL: &str = "region";
 
-/// A region's name for what a rule remembers, and the rule's.
+/// Names of the rule's states: that in a region's checkpoints, and the rule's own.
 const STATES: [(&str, &str); 2] = [("region-momentum", "momentum"), ("region-buffer", "buffer")];
 
 impl Region {
-    /// The server of some workers, whose own server is another.
+    /// Creates the server of some workers. Its own server is at rank `world`.
     pub(super) fn new(model: Vec<f32>, rule: Box<dyn ServerRule>, members: Vec<Rank>, world: Rank) -> Self {
         let pending = vec![0.0; model.len()];
         let server = Server::new(model, rule, members.len(), None);
@@ -79,23 +80,24 @@ impl Region {
         Self { members, server, pending, world, every, weight, steps, mixing, packer, step, meets }
     }
 
-    /// The same, with a message after so many changes, each of so many steps.
+    /// Sets after how many changes a message is sent to the world, its weight, and the number of steps per
+    /// change.
     pub(super) fn sends(self, every: u64, weight: f64, steps: u64) -> Self {
         Self { every: every.max(1), weight, steps: steps.max(1), ..self }
     }
 
-    /// The same, which keeps so much of its own model beside the world's.
+    /// Sets the share of its own model that stays when it applies the world's.
     pub(super) fn merges(self, mixing: f64) -> Self {
         Self { mixing: mixing as f32, ..self }
     }
 
-    /// The same, whose messages go through a codec.
+    /// Sets the codec of messages to the world.
     pub(super) fn packs(self, codec: Option<Box<dyn Compressor>>, average: &AverageConfig) -> Self {
         let AverageConfig { seed, warmup, .. } = *average;
         Self { packer: codec.map(|codec| Packer { codec, seed, warmup }), ..self }
     }
 
-    /// What it remembers beside its model, by name.
+    /// Returns the names of its model and states in checkpoints.
     pub(super) fn names(rule: &dyn ServerRule) -> Vec<&'static str> {
         let states = rule.states();
         let of = |name: &str| STATES.iter().find(|(_, of)| *of == name).map(|(own, _)| *own);
@@ -103,14 +105,15 @@ impl Region {
         [MODEL].into_iter().chain(states).chain([PENDING, CAME]).collect()
     }
 
-    /// Its values in the order of [`Region::names`].
+    /// Returns its values in the order of [`Region::names`].
     fn values(&self) -> Vec<f32> {
         let states = self.server.rule.states();
         let states = states.iter().filter(|state| STATES.iter().any(|(_, name)| *name == state.name));
         let mut values = self.server.model.clone();
         values.extend(states.flat_map(|state| state.values));
         values.extend(&self.pending);
-        // It is what remains of a count that matters; f32 holds this one exactly.
+        // f32 holds integers below 2^24 exactly. The count only determines when the next message and momentum
+        // step are due.
         let came = (self.server.pushes % (1 << 24)) as f32;
         values.resize(values.len() + self.pending.len(), came);
         values
@@ -138,7 +141,7 @@ impl Region {
         Answer::to_service(self.world, tagged(REGION, &message.to_bytes()))
     }
 
-    /// A worker's message.
+    /// Handles a worker's message.
     fn hear(&mut self, from: Rank, at: Nanos, bytes: Vec<u8>) -> Vec<Answer> {
         let place = self.members.iter().position(|member| *member == from);
         let Some((place, message)) = place.zip(self.server.read(&bytes)) else {
@@ -165,7 +168,7 @@ impl Region {
         }
     }
 
-    /// The message to the world of what is pending.
+    /// Returns the message to the world with the pending change, and sets what remains pending.
     fn send(&mut self) -> Answer {
         let (step, weight) = (self.step, self.weight);
         let change = std::mem::take(&mut self.pending);
@@ -179,7 +182,8 @@ impl Region {
         self.to_world(&message)
     }
 
-    /// A change through the codec, and what the world makes of that; `None` where it travels as it is.
+    /// Returns the payload of a change and the values that the world decodes from it; `None` if it is sent
+    /// uncompressed.
     fn packed(&mut self, change: &[f32]) -> Option<(Vec<u8>, Vec<f32>)> {
         let Packer { codec, seed, warmup } = self.packer.as_mut()?;
         if self.step / self.steps <= *warmup {
@@ -194,7 +198,7 @@ impl Region {
         Some((payload.as_bytes().to_vec(), sent))
     }
 
-    /// Meets the world once all members have come.
+    /// Asks the world to synchronise, once all members have asked.
     fn meet(&mut self) -> Vec<Answer> {
         if self.meets.iter().any(Option::is_none) {
             return Vec::new();
@@ -210,7 +214,7 @@ impl Region {
         answers
     }
 
-    /// The world's answer.
+    /// Handles the world's answer.
     fn take_up(&mut self, bytes: &[u8]) -> Vec<Answer> {
         let len = self.server.model.len();
         match FromServer::from_bytes(bytes) {
@@ -238,7 +242,7 @@ impl Region {
     }
 }
 
-/// The server of all regions' servers of a shard.
+/// World server of a shard, whose workers are the regions' servers.
 #[derive(Debug)]
 pub(super) struct World {
     regions: Vec<Rank>,
@@ -256,7 +260,7 @@ impl World {
         Self { regions, server }
     }
 
-    /// What it remembers beside its model, by name.
+    /// Returns the names of its states besides the model.
     pub(super) fn names(rule: &dyn ServerRule) -> Vec<&'static str> {
         rule.states().iter().map(|state| state.name).collect()
     }
@@ -273,13 +277,13 @@ impl World {
     }
 }
 
-/// The answer to what is no message.
+/// Returns the answer to an invalid message.
 fn refused(to: Rank) -> Vec<Answer> {
     vec![Answer::new(to, FromServer::Refused.to_bytes())]
 }
 
-/// All that a rank serves. Its worker's messages to any server go through it, so that one sender has the way to
-/// another rank's servers.
+/// All servers of a rank. Messages of its worker to any server go through it, so that each rank is the only
+/// sender of its messages to another rank's servers.
 #[derive(Debug)]
 pub(super) struct Node {
     me: Rank,

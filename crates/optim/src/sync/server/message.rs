@@ -1,11 +1,11 @@
-//! What workers and servers tell each other: a byte for the kind, then numbers, little-endian.
+//! Messages between workers and servers: a byte for the kind, then numbers, little-endian.
 
-/// What a worker that meets all others wants to know.
+/// What a worker asks for in a synchronisation of all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::sync) enum Wants {
     /// The model.
     Model,
-    /// And what the server's rule remembers.
+    /// The model and the states of the server's rule.
     All,
     /// The model after the last change.
     End,
@@ -14,22 +14,22 @@ pub(in crate::sync) enum Wants {
 /// A worker's message.
 #[derive(Debug, Clone, PartialEq)]
 pub(in crate::sync) enum ToServer {
-    /// A change: 17 bytes and 4 a value.
+    /// A change: 17 bytes, and 4 per value.
     Push { step: u64, weight: f64, change: Vec<f32> },
-    /// The same through a codec: 17 bytes and the payload.
+    /// A change through a codec: 17 bytes and the payload.
     Packed { step: u64, weight: f64, payload: Vec<u8> },
-    /// The worker has no more to send until all have met.
+    /// Request to synchronise: the worker sends no change until all workers have synchronised.
     Meet { wants: Wants },
 }
 
 /// A server's message.
 #[derive(Debug, Clone, PartialEq)]
 pub(in crate::sync) enum FromServer {
-    /// The model, in which so many of the worker's changes are: 9 bytes and 4 a value.
+    /// The model, which includes this number of the worker's changes: 9 bytes, and 4 per value.
     Moved { pushes: u64, model: Vec<f32> },
-    /// All have met, after so many changes: the model, and what was wanted beside it.
+    /// All workers have synchronised, after this number of changes: the model, and the states if asked for.
     Met { pushes: u64, values: Vec<f32> },
-    /// The worker's message was none.
+    /// The worker's message was invalid.
     Refused,
 }
 
@@ -75,8 +75,8 @@ impl ToServer {
         }
     }
 
-    /// Reads a message to a server of `len` values; `None` if it is none. A payload is for the reader to
-    /// decode.
+    /// Decodes a message to a server of `len` values; `None` if it is invalid. A payload is left for the caller
+    /// to decode.
     pub(in crate::sync) fn from_bytes(bytes: &[u8], len: usize) -> Option<Self> {
         let (&kind, rest) = bytes.split_first()?;
         match kind {
@@ -111,7 +111,7 @@ impl FromServer {
         }
     }
 
-    /// Reads a message; `None` if it is none. How many values it has is for the reader to check.
+    /// Decodes a message; `None` if it is invalid. The caller checks the number of values.
     pub(in crate::sync) fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (&kind, rest) = bytes.split_first()?;
         if kind == REFUSED {

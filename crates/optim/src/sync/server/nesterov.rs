@@ -2,16 +2,17 @@
 
 use super::{Push, RuleState, ServerRule};
 
-/// Every change moves the model at once by its part of a mean; momentum joins every `buffer`-th time.
+/// Moves the model at once by each change's share of a mean; momentum is added at every `buffer`-th change.
 ///
-/// With changes `D` that point back (what a worker pulled less what it has now), `N = buffer`:
+/// A change `D` is the model that a worker received minus the parameters that it has reached. With
+/// `N = buffer`:
 ///
 /// ```text
 /// buf += D;   every N-th:  m = mu m + buf / N;  x -= lr (mu m + D / N);  buf = 0      else:  x -= lr D / N
 /// ```
 ///
-/// After a full buffer the model does not depend on the order of arrival, to rounding, and `N` equal changes
-/// are one synchronous Nesterov step of their mean. Without momentum it is asynchronous SGD.
+/// After a full buffer the model does not depend on the order of arrival, up to rounding, and `N` equal changes
+/// give one synchronous Nesterov step of their mean. Without momentum it is asynchronous SGD.
 ///
 /// Source: Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", Alg. 3 with `c = 0`.
 #[derive(Debug)]
@@ -21,12 +22,12 @@ pub struct DelayedNesterov {
     buffer: u64,
     velocity: Vec<f32>,
     sum: Vec<f32>,
-    /// Changes in `sum`.
+    /// Number of changes in `sum`.
     gathered: u64,
 }
 
 impl DelayedNesterov {
-    /// For a model of `len` values.
+    /// Creates the rule for a model of `len` values.
     #[must_use]
     pub fn new(len: usize, lr: f64, momentum: f64, buffer: u64) -> Self {
         let held = if momentum == 0.0 { 0 } else { len };
@@ -34,7 +35,7 @@ impl DelayedNesterov {
         Self { lr, momentum, buffer, velocity: vec![0.0; held], sum: vec![0.0; held], gathered: 0 }
     }
 
-    /// Moves a model by a change of its length.
+    /// Moves a model by a change of the same length.
     pub fn step(&mut self, model: &mut [f32], change: &[f32]) {
         let (lr, part) = (self.lr as f32, (1.0 / self.buffer as f64) as f32);
         self.gathered += 1;
@@ -92,7 +93,7 @@ impl ServerRule for DelayedNesterov {
 mod tests {
     use super::*;
 
-    /// Where a model of one value is after each of some changes: N = 4, momentum 0.9, rate 0.7.
+    /// Returns a model of one value after each of some changes: N = 4, momentum 0.9, rate 0.7.
     fn path(changes: &[f32]) -> Vec<f32> {
         let (mut rule, mut model) = (DelayedNesterov::new(1, 0.7, 0.9, 4), [0.0]);
         let step = |&change: &f32| {
@@ -106,7 +107,7 @@ mod tests {
         got.len() == wanted.len() && got.iter().zip(wanted).all(|(a, b)| (a - b).abs() < 1e-5)
     }
 
-    /// The vectors of the facts (swarm.md, section 10).
+    /// Reference values.
     #[test]
     fn published_vectors() {
         assert!(near(&path(&[1.0; 8]), &[-0.175, -0.35, -0.525, -1.33, -1.505, -1.68, -1.855, -3.227]));

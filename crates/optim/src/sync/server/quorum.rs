@@ -1,24 +1,24 @@
-//! A mean of whoever has come in time: Decoupled `DiLoCo`'s syncer.
+//! Mean of the changes that arrived in time: the syncer of Decoupled `DiLoCo`.
 
 use farflung_base::Nanos;
 
 use super::{Push, RuleState, ServerRule};
 
-/// What decides when a mean is taken.
+/// Rule for when a mean is taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Quorum {
-    /// Workers whose changes make a mean.
+    /// Number of workers whose changes are enough for a mean.
     pub least: usize,
-    /// How long later ones may still join it.
+    /// Time in which later changes may still join it.
     pub grace: Nanos,
 }
 
-/// Changes wait until a quorum has come, and as long after that as the grace is; then the model takes an outer
-/// Nesterov step of their mean by weight, and those who sent them are answered. Nobody waits for a worker that
-/// is late: its change joins the next mean.
+/// Collects changes until a quorum has arrived, and then for the grace time. The model then takes an outer
+/// Nesterov step of their weighted mean, and their senders are answered. A late worker delays no other: its
+/// change joins the next mean.
 ///
-/// Source: Douillard et al. 2026, "Decoupled `DiLoCo`". Its text gives no formula for the grace window, which
-/// is a constant here, and is over at the first message after it.
+/// Source: Douillard et al. 2026, "Decoupled `DiLoCo`". Its text gives no formula for the grace window. Here it
+/// is a constant, and its end takes effect at the first message after it.
 #[derive(Debug)]
 pub struct QuorumMean {
     lr: f64,
@@ -27,12 +27,12 @@ pub struct QuorumMean {
     workers: usize,
     velocity: Vec<f32>,
     waiting: Vec<Push>,
-    /// When the grace of those that wait is over.
+    /// End of the grace time of the changes that wait.
     due: Option<Nanos>,
 }
 
 impl QuorumMean {
-    /// For a model of `len` values that so many workers move.
+    /// Creates the rule for a model of `len` values and this number of workers.
     #[must_use]
     pub fn new(len: usize, (lr, momentum): (f64, f64), quorum: Quorum, workers: usize) -> Self {
         let quorum = Quorum { least: quorum.least.clamp(1, workers.max(1)), ..quorum };
@@ -40,7 +40,7 @@ impl QuorumMean {
         Self { lr, momentum, quorum, workers, velocity, waiting: Vec::new(), due: None }
     }
 
-    /// Takes the step of those that wait, in the order of their ranks; who is answered.
+    /// Takes the step of the changes that wait, in the order of their ranks. Returns the workers to answer.
     fn merge(&mut self, model: &mut [f32]) -> Vec<u32> {
         let mut changes = std::mem::take(&mut self.waiting);
         self.due = None;
@@ -64,7 +64,7 @@ impl ServerRule for QuorumMean {
     fn push(&mut self, model: &mut [f32], push: &Push) -> Vec<u32> {
         let (from, at) = (push.from, push.at);
         match self.waiting.iter_mut().find(|waiting| waiting.from == from) {
-            // A worker that was not answered yet has gone on: both changes are its own.
+            // A worker that was not answered yet has trained on; its two changes are added up.
             Some(waiting) => {
                 waiting.change.iter_mut().zip(&push.change).for_each(|(a, b)| *a += b);
                 waiting.weight += push.weight;
@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn weights_are_tokens_times_tokens_a_step() {
-        // (tokens, steps) of the facts: (1000, 10), (500, 10), (1000, 20).
+        // (tokens, steps) of three workers: (1000, 10), (500, 10), (1000, 20).
         let weights = [(1000.0, 10.0), (500.0, 10.0), (1000.0, 20.0)].map(|(t, s): (f64, f64)| t * (t / s));
         let all: f64 = weights.iter().sum();
         for (weight, wanted) in weights.iter().zip([0.5714, 0.1429, 0.2857]) {
@@ -119,15 +119,15 @@ mod tests {
         let (mut rule, mut model) = (QuorumMean::new(1, (1.0, 0.0), quorum, 4), [0.0]);
         assert!(rule.push(&mut model, &push(0, 10, 1.0, 1.0)).is_empty());
         assert!(rule.push(&mut model, &push(1, 20, 1.0, 3.0)).is_empty());
-        // Within the grace.
+        // Within the grace time.
         assert!(rule.push(&mut model, &push(2, 110, 1.0, 5.0)).is_empty());
         assert!(model[0].abs() < 1e-6);
         assert!(rule.reach(&mut model, Nanos(120)).is_empty());
-        // Behind it: what comes then joins the next mean.
+        // After it: a change that arrives then joins the next mean.
         assert_eq!(rule.reach(&mut model, Nanos(121)), [0, 1, 2]);
         assert!(rule.push(&mut model, &push(3, 121, 1.0, 7.0)).is_empty());
         assert!((model[0] + 3.0).abs() < 1e-6, "{model:?}");
-        // A worker that pushes twice before it is answered is one of the quorum.
+        // A worker that pushes twice before it is answered counts once for the quorum.
         assert!(rule.push(&mut model, &push(3, 130, 1.0, 1.0)).is_empty());
         assert_eq!(rule.flush(&mut model), [3]);
         assert!((model[0] + 3.0 + 8.0).abs() < 1e-6, "{model:?}");

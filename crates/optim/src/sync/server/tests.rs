@@ -1,4 +1,4 @@
-//! Servers against plain sums, with workers that are ahead, late, or send what is no message.
+//! Servers compared with plain sums: workers that are ahead, late, or send invalid messages.
 
 use super::*;
 
@@ -27,7 +27,7 @@ fn who_is_too_far_ahead_is_told_when_the_slowest_has_come() {
     assert_eq!(push(&mut server, 0, 4, 3, 2.0), []);
     assert_eq!(push(&mut server, 1, 5, 2, 4.0), [moved(0, 3, -6.0), moved(1, 2, -6.0)]);
     assert_eq!(push(&mut server, 0, 6, 4, 2.0), []);
-    // Those that meet wait for nobody who is behind.
+    // In a synchronisation the bound on how far a worker is ahead does not apply.
     let meet = ToServer::Meet { wants: Wants::Model }.to_bytes();
     assert_eq!(tell(&mut server, 0, 7, meet.clone()), []);
     let met = |to| (to, FromServer::Met { pushes: 6, values: vec![-7.0] });
@@ -41,7 +41,8 @@ fn late_changes_are_told_apart_from_those_that_were_merged() {
     let mut server = Server::new(vec![0.0], Box::new(rule), 3, None);
     assert_eq!(push(&mut server, 0, 1, 1, 1.0), []);
     assert_eq!(push(&mut server, 1, 2, 1, 3.0), []);
-    // The first worker's second change comes behind the grace: the mean that it hears of has its first alone.
+    // The first worker's second change arrives after the grace time: the mean that answers it has only its
+    // first change.
     assert_eq!(push(&mut server, 0, 20, 2, 5.0), [moved(0, 1, -2.0), moved(1, 1, -2.0)]);
     let meet = ToServer::Meet { wants: Wants::All }.to_bytes();
     for worker in [0, 1] {
@@ -49,7 +50,7 @@ fn late_changes_are_told_apart_from_those_that_were_merged() {
     }
     let all = tell(&mut server, 2, 22, meet);
     assert_eq!(all[0], moved(0, 2, -7.0));
-    // Beside the model, the momentum.
+    // The momentum follows the model.
     assert_eq!(all[3], (2, FromServer::Met { pushes: 3, values: vec![-7.0, 5.0] }));
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-/// Signs under the mean magnitude, with what they lose carried over: one side of the paper's all-reduce.
+/// One side of the paper's all-reduce: signs times the mean magnitude, with error feedback.
 #[derive(Default, Clone)]
 struct Feedback {
     error: Vec<f64>,
@@ -19,7 +19,7 @@ impl Feedback {
     }
 }
 
-/// An all-reduce of means in equal shards, compressed on both sides.
+/// All-reduce of means in equal shards, compressed on both sides.
 #[derive(Default, Clone)]
 pub(crate) struct Reduce {
     workers: BTreeMap<(usize, usize), Feedback>,
@@ -43,7 +43,7 @@ impl Reduce {
     }
 }
 
-/// The mean of each element.
+/// Returns the mean of each element.
 pub(crate) fn plain_mean(each: &[Vec<f64>]) -> Vec<f64> {
     (0..each[0].len()).map(|i| each.iter().map(|x| x[i]).sum::<f64>() / each.len() as f64).collect()
 }

@@ -1,5 +1,5 @@
-//! A small trainer around a method of synchronisation: local steps that are drawn, and what copies have after
-//! each.
+//! A small trainer around a method of synchronisation: random local steps, and the parameters of all replicas
+//! after each.
 #![allow(dead_code, reason = "each suite uses its part")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -40,7 +40,7 @@ pub(crate) fn random(seed: u64) -> Vec<f32> {
     flat
 }
 
-/// How far a rank's local step goes.
+/// Returns the direction of a rank's local step.
 pub(crate) fn local(rank: usize, step: u64) -> Vec<f32> {
     random(100 * step + rank as u64)
 }
@@ -59,7 +59,7 @@ pub(crate) struct Case {
     pub(crate) asynchronous: AsynchronousSettings,
     pub(crate) theta: f64,
     pub(crate) bits: u32,
-    /// Steps after which ranks take none of their own.
+    /// Number of steps after which ranks take no steps of their own.
     pub(crate) still_after: u64,
 }
 
@@ -122,10 +122,11 @@ pub(crate) fn make(
     .unwrap()
 }
 
-/// Parameters, and those in common, after each step.
+/// Own parameters and common ones, after each step.
 pub(crate) type Trace = Vec<(Vec<f32>, Vec<f32>)>;
 
-/// Trains on some ranks; the `cut` ends and goes on from what was saved after that step.
+/// Trains on this number of ranks. With `cut`, the method is replaced by one with its saved state after that
+/// step.
 pub(crate) fn trace(
     method: &SyncMethod,
     case: Case,
@@ -186,7 +187,7 @@ pub(crate) fn trace(
     })
 }
 
-/// The relative distance of two vectors.
+/// Returns the relative distance of two vectors.
 pub(crate) fn far(got: &[f32], wanted: &[f64]) -> f64 {
     let off: f64 = got.iter().zip(wanted).map(|(g, w)| (f64::from(*g) - w).powi(2)).sum();
     (off / wanted.iter().map(|w| w * w).sum::<f64>()).sqrt()

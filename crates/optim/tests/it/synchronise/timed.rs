@@ -1,4 +1,4 @@
-//! Ranks that train at speeds of their own, on the virtual clock.
+//! Ranks that train at different speeds, on the virtual clock.
 
 use std::collections::BTreeMap;
 use std::thread;
@@ -9,26 +9,26 @@ use farflung_optim::sync::{After, SyncMethod};
 
 use super::{CPU, Case, STEPS, layout, local, make, random};
 
-/// What happens after a step.
+/// What happens after which step.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Cut {
     Never,
-    /// All is settled, as before a checkpoint.
+    /// The method waits for what is in flight, as before a checkpoint.
     Settled(u64),
-    /// All goes on from what was saved then.
+    /// The same, and then continues from the saved state.
     Restored(u64),
 }
 
 /// A rank's parameters after each step, and its clock at the end.
 pub(crate) type Trace = (Vec<Vec<f32>>, Nanos);
 
-/// Trains on ranks of unequal speed, by a network whose latency is nothing beside a step.
+/// Trains on ranks of different speeds, over a network whose latency is negligible compared with a step.
 pub(crate) fn trace(method: &SyncMethod, case: Case, speeds: &[u64], cut: Cut) -> Vec<Trace> {
     let topology = Topology::uniform(speeds.len(), "10gbit,1us".parse().unwrap());
     trace_over(method, case, (speeds, &topology, &[]), cut)
 }
 
-/// The same over a network, where that has regions with these.
+/// Trains like [`trace`] over this network. If `regions` are given, ranks are grouped into them.
 pub(crate) fn trace_over(
     method: &SyncMethod,
     case: Case,

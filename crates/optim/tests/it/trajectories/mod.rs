@@ -1,6 +1,7 @@
-//! Every optimizer as a case that any device can run: 20 steps, against PyTorch's trajectory, or NumPy's by the
-//! paper's formulas where PyTorch has none (`fixtures/make_local.py`). The bench `local-optimizers` has this
-//! file too: whoever includes it says where the crates are.
+//! Every optimizer as a case that any device can run: 20 steps, compared with PyTorch's trajectory, or with
+//! NumPy's by the paper's formulas where PyTorch has none (`fixtures/make_local.py`). The bench
+//! `local-optimizers` includes this file too, so the including module must name the crates `optim` and
+//! `tensor`.
 
 use super::optim::local::{
     AdaBelief, AdaBound, AdaGrad, Adam, AdamW, Lamb, Lion, Muon, RmsProp, Sgd, Signum, adabelief, adabound,
@@ -11,10 +12,11 @@ use super::optim::{ChainBuilder, Decay, Groups, LrSchedule, OptimError};
 use super::tensor::{Device, ParamLayout, Shape};
 
 const FIXTURE: &str = include_str!("../../fixtures/local.txt");
-/// Steps of a trajectory.
+/// Number of steps of a trajectory.
 pub(crate) const STEPS: u64 = 20;
 
-/// Most that a trajectory may be off, relative to the parameters' l2 norm: after one step, and after all.
+/// Largest error of a trajectory, relative to the parameters' l2 norm: after the first step, and after the
+/// last.
 pub(crate) const MOST: [f64; 2] = [1e-6, 1e-5];
 
 fn layout() -> ParamLayout {
@@ -30,7 +32,7 @@ fn layout() -> ParamLayout {
     )
 }
 
-/// The formulas of `make_local.py`; all values are exact in f32.
+/// Returns the initial parameters by the formulas of `make_local.py`; all values are exact in f32.
 fn start(i: usize, count: usize) -> f32 {
     if i >= count - 3 { 0.0 } else { ((i * 61) % 127) as f32 / 32.0 - 63.0 / 32.0 }
 }
@@ -45,7 +47,7 @@ fn gradient(i: usize, step: u64, count: usize) -> f32 {
     (((t * 7919 + i * 10473 + t * i * 31) % 509) as f32 - 254.0) / 128.0 * 2.0_f32.powi(step % 5 - 3)
 }
 
-/// The cases by name; the name begins with the optimizer's.
+/// Returns the cases by name. A name begins with that of the optimizer, or is `groups` or `lookahead`.
 pub(crate) fn chains() -> Vec<(&'static str, ChainBuilder)> {
     let schedule = LrSchedule::constant(0.05);
     let warm = LrSchedule::new(0.05, 0.05, 5, STEPS, Decay::Constant).expect("rates are finite");
@@ -73,7 +75,7 @@ pub(crate) fn chains() -> Vec<(&'static str, ChainBuilder)> {
         ("radam", radam(Adam { beta1, beta2: 0.95, eps, weight_decay, clip: None, schedule })),
         ("lookahead-adamw", adamw(AdamW { schedule: warm, ..adamw_settings }).then(lookahead(3, 0.4))),
         ("groups", adamw(adamw_settings).groups(rules)),
-        // Five buffers to rewrite: a pass has room for four.
+        // Five rewritten buffers, where a pass can have four.
         ("lookahead-amsgrad", amsgrad(adam_settings).then(lookahead(3, 0.4))),
         ("muon", muon(muon_settings)),
         ("muon-match", muon(Muon { scale: MuonScale::MatchAdamW, ..muon_settings })),
@@ -93,7 +95,8 @@ fn expected(name: &str, step: u64) -> Vec<f64> {
     line.split(' ').map(|value| value.parse().expect("the fixture has numbers")).collect()
 }
 
-/// Relative l2 distance of a device's trajectory from the fixture's, after the first step and the last.
+/// Returns the relative l2 distance of a device's trajectory from the fixture's, after the first step and the
+/// last.
 pub(crate) fn errors(device: &Device, name: &str, chain: ChainBuilder) -> Result<[f64; 2], OptimError> {
     let layout = layout();
     let count = layout.count();

@@ -1,4 +1,4 @@
-//! A region and a world, message by message: nothing of what workers sent is lost.
+//! A region and a world, message by message: no change that workers sent is lost.
 
 use super::*;
 use crate::sync::server::DelayedNesterov;
@@ -11,14 +11,14 @@ fn push(change: f32) -> Vec<u8> {
     ToServer::Push { step: 1, weight: 1.0, change: vec![change] }.to_bytes()
 }
 
-/// A region of ranks 0 and 1 whose world is at rank 2.
+/// Returns a node with a region of ranks 0 and 1 whose world server is at rank 2.
 fn region(every: u64, mixing: f64) -> Node {
     let rule = Box::new(DelayedNesterov::new(1, 1.0, 0.0, 2));
     let region = Region::new(vec![0.0], rule, vec![Rank(0), Rank(1)], Rank(2));
     Node::new(Rank(0), 3, Some(region.sends(every, 1.0, 1).merges(mixing)), None)
 }
 
-/// What a region's server sends to the world, of some answers.
+/// Returns the change that a region's server sends to the world among some answers.
 fn sent(answers: &[Answer]) -> Option<f32> {
     let answer = answers.iter().find(|answer| answer.asks && answer.to == Rank(2))?;
     match ToServer::from_bytes(answer.bytes.strip_prefix(&[REGION])?, 1)? {
@@ -32,7 +32,7 @@ fn what_arrives_while_a_message_travels_is_part_of_the_next() {
     let mut node = region(2, 0.75);
     let mut all = Vec::new();
     let moved = |model: f32| FromServer::Moved { pushes: 1, model: vec![model] }.to_bytes();
-    // Changes sum up to 31; the world's answers come between those of the next message.
+    // The changes sum up to 31. The world's answers arrive between the changes of the next message.
     for (i, change) in [1.0, 2.0, 4.0, 8.0, 16.0].into_iter().enumerate() {
         let answers = node.receive(asked(i as u32 % 2, WORKER, &push(change)));
         assert_eq!(answers[0].to, Rank(i as u32 % 2));
@@ -43,10 +43,10 @@ fn what_arrives_while_a_message_travels_is_part_of_the_next() {
     }
     assert_eq!(all, [1.5, 6.0]);
     let model = node.region.as_ref().unwrap().server.model[0];
-    // -1.5 - 2, merged, -4 - 8, merged.
+    // Moves of -1.5 and -2, merged with the world, then of -4 and -8, merged again.
     let wanted = 0.75 * (0.75 * (-1.5 - 2.0) + 25.0 - 4.0 - 8.0) + 25.0;
     assert!((model - wanted).abs() < 1e-5, "{model}, {wanted}");
-    // What is left follows at the end.
+    // The rest is sent at the end.
     let meet = ToServer::Meet { wants: Wants::End }.to_bytes();
     assert_eq!(node.receive(asked(0, WORKER, &meet)), []);
     let answers = node.receive(asked(1, WORKER, &meet));
@@ -64,12 +64,12 @@ fn a_meeting_in_between_sends_nothing() {
     let answers = node.receive(asked(1, WORKER, &meet));
     assert_eq!(sent(&answers), None);
     assert_eq!(answers, [Answer::to_service(Rank(2), tagged(REGION, &meet))]);
-    // The world's answer goes to both, with what the region remembers: model, pending, changes.
+    // The world's answer goes to both members, with the region's states: model, pending, number of changes.
     let met = FromServer::Met { pushes: 7, values: vec![9.0] }.to_bytes();
     let answers = node.receive(asked(2, WORLD, &met));
     let wanted = FromServer::Met { pushes: 7, values: vec![9.0, -0.5, 0.5, 1.0] };
     assert_eq!(answers, [0, 1].map(|to| Answer::new(Rank(to), wanted.to_bytes())));
-    // It tells nobody a second time.
+    // A second answer of the world is not passed on.
     assert_eq!(node.receive(asked(2, WORLD, &met)), []);
 }
 
@@ -99,19 +99,19 @@ fn what_is_no_message_changes_nothing() {
         (1, vec![9]),
         (1, vec![WORKER]),
         (1, tagged(WORKER, &long)),
-        // Of no member.
+        // From a rank that is not a member.
         (2, tagged(WORKER, &push(1.0))),
-        // Only the rank's own worker has messages passed on, and only to ranks.
+        // Only the rank's own worker can have messages passed on, and only to ranks that exist.
         (1, forwarded),
         (0, far),
         (0, vec![FORWARD, 1]),
-        // No world is here, and none at rank 1.
+        // There is no world server on this rank, and rank 1 is not the world server.
         (1, tagged(REGION, &push(1.0))),
         (1, tagged(WORLD, &FromServer::Moved { pushes: 1, model: vec![5.0] }.to_bytes())),
     ] {
         assert_eq!(node.receive(Asked { from: Rank(from), at: Nanos(1), bytes }), refused(from));
     }
-    // Of another length from the world: members hear of it.
+    // If the world's answer has another length, the members get an error.
     let long = FromServer::Moved { pushes: 1, model: vec![1.0; 9] }.to_bytes();
     assert_eq!(node.receive(asked(2, WORLD, &long)), [refused(0), refused(1)].concat());
     let region = node.region.unwrap();
