@@ -43,8 +43,8 @@ pub struct AccessArgs {
     /// File with this machine's key, made on first use. Default: `key` in FARFLUNG_HOME or ~/.config/farflung.
     #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
     pub key_file: Option<PathBuf>,
-    /// File with the public keys that may join, one per line (`farflung ticket --key` prints a machine's key).
-    /// # begins a comment. Default: any key, with the ticket or secret.
+    /// File with the public keys that may join, one per line; `farflung ticket --key` prints a machine's key.
+    /// Comments begin with #. Default: any key, with the ticket or secret.
     #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
     pub allow: Option<PathBuf>,
     /// Connect without encryption and accept any process that reaches the port. Only for networks that are not
