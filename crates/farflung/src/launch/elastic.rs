@@ -139,7 +139,7 @@ impl Running<'_> {
         start: &mut impl FnMut(&Start) -> Result<Option<Command>>,
     ) -> Result<()> {
         let (mut forwarded, mut passed, mut begun) = (None, 0, false);
-        // Time since the job began to end, in polls.
+        // Time since the job began to end, counted in polls.
         let mut ending: Option<Duration> = None;
         loop {
             if ending.is_none() {
