@@ -31,7 +31,7 @@ pub enum Error {
     /// This rank may not continue with the other ranks of its run.
     #[error("this member may not go on: {reason}")]
     Removed {
-        /// Why.
+        /// Why this rank may not continue.
         reason: String,
     },
     /// Too few members of its run are left for this rank to continue: the others may have continued without it.
@@ -62,7 +62,7 @@ pub enum Error {
     TooSlow {
         /// The time of a microbatch here and on the other members.
         reason: String,
-        /// What is saved.
+        /// What is saved and what is not.
         left: Box<crate::train::Leftover>,
     },
     /// No member of a run answers.

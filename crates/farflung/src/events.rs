@@ -59,7 +59,7 @@ pub enum What {
         /// The failure that this member saw; `None` if members joined or left normally.
         reason: Option<String>,
     },
-    /// A step failed although all members answered: they do it again under a new view.
+    /// A step failed although all members answered: the members repeat it under a new view.
     Repeated {
         /// The number of the view.
         epoch: u64,

@@ -1,4 +1,4 @@
-//! `farflung compress`.
+//! `farflung compress`: measures codecs on the tensors of a file.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;

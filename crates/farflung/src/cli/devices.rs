@@ -1,4 +1,4 @@
-//! `farflung devices`.
+//! `farflung devices`: lists devices, or measures how fast they train.
 
 use std::time::Duration;
 

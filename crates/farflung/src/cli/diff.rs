@@ -1,4 +1,4 @@
-//! `farflung diff`.
+//! `farflung diff`: compares two runs.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,4 @@
-//! `farflung eval`.
+//! `farflung eval`: measures a model's loss on held-out text.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,4 @@
-//! `farflung generate`.
+//! `farflung generate`: continues a text with a trained model.
 
 use farflung::zoo::{Sampling, generate};
 use farflung::{Result, terminal};

@@ -1,4 +1,4 @@
-//! `farflung train`.
+//! `farflung train`: trains a model, in this process or as one rank of a launched job.
 
 use std::ffi::OsString;
 use std::fmt::Write as _;

@@ -74,7 +74,7 @@ pub struct Failure {
 impl Failure {
     /// Fails if this is the injected failure's rank, step and moment.
     ///
-    /// Errors: [`Error::Placed`] there.
+    /// Errors: [`Error::Placed`] at that moment.
     pub(super) fn reach(self, rank: u32, step: u64, moment: Moment) -> Result<()> {
         if self == (Self { rank, step, moment }) {
             return Err(Error::Placed { step, moment: moment.number() });

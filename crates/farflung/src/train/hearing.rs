@@ -31,7 +31,7 @@ pub(super) enum Word {
     Failed {
         /// Its exit code.
         code: u8,
-        /// Why.
+        /// The error's text, with its causes.
         text: String,
     },
     /// The rank lost another one.

@@ -76,7 +76,7 @@ pub enum Phase {
     Finished,
     /// The run ended before its last step.
     Ended {
-        /// Why.
+        /// Why it ended.
         reason: String,
     },
 }

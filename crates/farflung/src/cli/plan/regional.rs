@@ -64,7 +64,7 @@ pub(super) fn json(found: &ByRegion, plan: &str, tokens: u64) -> serde_json::Val
     })
 }
 
-/// The chosen plan by site and stage, and those behind it.
+/// Returns the chosen plan by site and stage, and the next best plans, as text.
 pub(super) fn text(found: &ByRegion, tokens: u64, top: usize) -> String {
     let plan = &found.plans[0].found;
     let mut text = format!("{:>16} {:>9} {:>9} {:>12}\n", "site", "machines", "in use", "stages");
