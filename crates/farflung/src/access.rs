@@ -32,12 +32,12 @@ const LONGEST: u64 = 64 * 1024;
 /// How this process proves its identity to others, and which processes it accepts.
 #[derive(Debug, Clone, Default, PartialEq, Eq, clap::Args)]
 pub struct AccessArgs {
-    /// File with the ticket that `farflung ticket` made on rank 0's machine; - reads standard input. Instead of
-    /// the flag: FARFLUNG_TICKET (the ticket itself) or FARFLUNG_TICKET_FILE.
+    /// File with the ticket that `farflung ticket` made on rank 0's machine; - reads standard input. A ticket
+    /// can also be given by FARFLUNG_TICKET (the ticket itself) or FARFLUNG_TICKET_FILE.
     #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
     pub ticket_file: Option<PathBuf>,
-    /// File with a secret of at least 16 bytes that all ranks share, instead of a ticket. Instead of the flag:
-    /// FARFLUNG_SECRET (the secret itself) or FARFLUNG_SECRET_FILE.
+    /// File with a secret of at least 16 bytes that all ranks share, used in place of a ticket. A secret can
+    /// also be given by FARFLUNG_SECRET (the secret itself) or FARFLUNG_SECRET_FILE.
     #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true, conflicts_with = "ticket_file")]
     pub secret_file: Option<PathBuf>,
     /// File with this machine's key, made on first use. Default: `key` in FARFLUNG_HOME or ~/.config/farflung.

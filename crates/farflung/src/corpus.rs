@@ -30,9 +30,9 @@ pub const EXPECTED: &str = "d931b6eae46e91ebeb028231f24af58fca469996698f04a80df6
 /// Returns the default text and its hash.
 ///
 /// The text consists of each file `src/**/*.rs` of [`CRATES`], sorted by path within its crate and preceded by
-/// a line `// CRATE/PATH`. Line ends are as published. The sources are found through `cargo metadata
-/// --offline`. If that fails (as it does when dependencies of tests were never downloaded), they are looked up
-/// in cargo's home.
+/// a line `// CRATE/PATH`. Line ends are as published. The sources are found through
+/// `cargo metadata --offline`. If that fails (as it does when dependencies of tests were never downloaded),
+/// they are looked up in cargo's home.
 ///
 /// Errors: [`Error::NoCorpus`] if the sources are not on this machine, [`Error::CorpusHash`] if their hash is
 /// not [`EXPECTED`].

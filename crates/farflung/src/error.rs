@@ -298,7 +298,7 @@ pub enum Error {
         /// The loss.
         loss: f64,
     },
-    /// The gradients of a step are not finite at any of several attempts.
+    /// The gradients of a step were not finite in several attempts.
     #[error("step {step} was tried {tries} times: {cause}; {}", not_finite(ranks))]
     StepNotFinite {
         /// The step.

@@ -164,8 +164,8 @@ Ctrl-C leaves after the step under way, with a checkpoint; the others go on.
 #[derive(Debug, clap::Args)]
 #[command(after_help = JOIN_EXAMPLES)]
 pub(crate) struct JoinCommand {
-    /// File with the run's ticket; - reads standard input. Instead of the flag: FARFLUNG_TICKET (the ticket
-    /// itself) or FARFLUNG_TICKET_FILE.
+    /// File with the run's ticket; - reads standard input. A ticket can also be given by FARFLUNG_TICKET (the
+    /// ticket itself) or FARFLUNG_TICKET_FILE.
     #[arg(long, value_name = "FILE")]
     ticket_file: Option<PathBuf>,
     /// The run's text on this machine, which must be the same as on the other members. Default: the default

@@ -25,8 +25,8 @@ Each member has a ticket in its folder with its own address, for when the host i
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct StatusCommand {
-    /// File with the run's ticket; - reads standard input. Instead of the flag: FARFLUNG_TICKET (the ticket
-    /// itself) or FARFLUNG_TICKET_FILE.
+    /// File with the run's ticket; - reads standard input. A ticket can also be given by FARFLUNG_TICKET (the
+    /// ticket itself) or FARFLUNG_TICKET_FILE.
     #[arg(long, value_name = "FILE")]
     ticket_file: Option<PathBuf>,
     /// The run's name, if it is not the default.

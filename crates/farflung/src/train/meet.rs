@@ -50,8 +50,8 @@ impl fmt::Display for Ranks<'_> {
 /// Compares facts that must be the same on all ranks: first their hashes, and the facts only if these differ. A
 /// collective.
 ///
-/// `what` is the kind of the facts, as in "the `what` `NAME` is". A fact that only some ranks list counts as
-/// different, unless `optional` returns true for its name.
+/// `what` is the kind of the facts in error messages: "the WHAT `NAME` is ...". A fact that only some ranks
+/// list counts as different, unless `optional` returns true for its name.
 ///
 /// Errors: [`Error::RanksDiffer`] on every rank, with the first name that differs, all values and the ranks
 /// that have them.

@@ -21,9 +21,9 @@ use recorder::{Marks, Recorder, Worked};
 
 /// Predicted time of a plan's steps.
 ///
-/// With the links and rates of a run on the virtual clock, the prediction is exact. It does not contain
-/// evaluations, checkpoints, and comparisons that ranks do from time to time. Averages that are in flight
-/// during the next steps are assumed to arrive in time.
+/// With the links and rates of a run on the virtual clock, the prediction is within a percent of that run. It
+/// does not contain evaluations, checkpoints, and comparisons that ranks do from time to time. Averages that
+/// are in flight during the next steps are assumed to arrive in time.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Prediction {
     /// Number of steps after which the pattern repeats: from one average to the next.
@@ -186,7 +186,7 @@ impl Recorded<'_> {
     }
 }
 
-/// A sequence that was played.
+/// Result of playing a sequence in virtual time.
 struct PlayedSequence {
     played: Played,
     ranks: Vec<Vec<Act>>,

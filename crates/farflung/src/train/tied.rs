@@ -24,8 +24,8 @@ pub(super) enum Tied {
     Across(Across),
 }
 
-/// A group of ranks with the two parts: two ranks; or, with pools, a rank of the smaller pool and the ranks of
-/// the larger pool with which it exchanges.
+/// This rank's group for exchanging gradients of the token table: this rank and the one with the other part;
+/// or, with pools, a rank of the smaller pool and its partners in the larger pool.
 #[derive(Debug)]
 pub(super) struct Across {
     /// The ranks of the group.

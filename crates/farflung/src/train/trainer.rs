@@ -96,7 +96,7 @@ pub struct Trainer {
     steps: u64,
     /// Number of updates of each part in a step.
     updates: u64,
-    /// The transport's clock at the begin and at the end of the last step's pass on this rank.
+    /// The transport's clock at the start and at the end of the last step's pass on this rank.
     pass: (Nanos, Nanos),
     /// A bit that a test flips.
     fault: Option<Fault>,
@@ -244,7 +244,7 @@ impl Trainer {
         &self.scale
     }
 
-    /// Returns the transport's clock at the begin and at the end of the last step's pass: the time that the
+    /// Returns the transport's clock at the start and at the end of the last step's pass: the time that the
     /// simulator predicts. The agreement after it is not included.
     #[must_use]
     pub const fn last_pass(&self) -> (Nanos, Nanos) {
@@ -479,7 +479,7 @@ impl Trainer {
 
     /// Waits for the averages and the vote after the pass.
     fn reduced(&mut self, loss: f64, stop: bool) -> Result<Vote> {
-        // With one part, each rank knows the norm of all gradients, so the vote on losses need not wait for it.
+        // With one part each rank computes the norm itself, so the vote can start before averages are complete.
         let early = (self.schedule.placement().depth() == 1).then(|| self.start_vote(loss, stop, &[]));
         if self.schedule.updates() == Updates::Flush {
             let Executor { parts, placement, tied, .. } = &mut self.executor;

@@ -173,7 +173,7 @@ fn a_newcomer_has_the_bits_of_all() {
     }
 }
 
-/// Returns the begin and end of the fourth step in a run of five without faults, by the transport's clock.
+/// Returns the start and end of the fourth step in a run of five without faults, by the transport's clock.
 fn fourth_step(config: &TrainConfig) -> (Nanos, Nanos) {
     let folder = tempfile::tempdir().unwrap();
     let job = job(folder.path(), 5, config.clone());

@@ -89,7 +89,7 @@ fn a_replica_of_a_lost_part_goes_on_with_the_bits_of_a_polite_leave() {
     }
 }
 
-/// Returns the begin and end of the fourth step in a run without faults, by the transport's clock.
+/// Returns the start and end of the fourth step in a run without faults, by the transport's clock.
 fn fourth_step() -> (Nanos, Nanos) {
     let folder = tempfile::tempdir().unwrap();
     let job = job(folder.path(), 8, TrainConfig::default());

@@ -312,7 +312,7 @@ impl RankGroup<'_> {
     }
 }
 
-/// Returns whether a rank makes the steps of all ranks to choose an algorithm by predicted time. Other
+/// Returns whether a rank builds the steps of all ranks to choose an algorithm by predicted time. Other
 /// algorithms do so only for buffers that are large for the number of ranks, and then keep few.
 const fn priced(algorithm: Algorithm) -> bool {
     matches!(algorithm, Algorithm::Auto)

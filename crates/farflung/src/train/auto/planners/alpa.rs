@@ -152,8 +152,8 @@ impl LayerCuts {
         Ok(Self { graph, free, found: RefCell::default() })
     }
 
-    /// Returns the fastest splits within a limit. A program is solved for each step of the front of time and
-    /// memory, rather than for each amount of memory.
+    /// Returns the fastest splits within a limit. The integer program is solved once per point of the front of
+    /// time against memory, rather than once per amount of memory.
     fn within(&self, limit: &MemoryLimit) -> Result<Option<Sharding>, ParallelError> {
         let room = limit.bytes.0;
         let takes = |sharding: &Sharding| self.graph.memory(&sharding.strategies, limit);
