@@ -46,9 +46,9 @@ impl Error {
                 | ParallelError::TraceLine { .. },
             )
             | Self::Zoo(ZooError::UnknownPreset { .. } | ZooError::UnknownTokenizer { .. }) => 2,
-            // Peers compare what they hold when a run starts again, so a refusal is a usage error. A place that
-            // is still taken by a dead process becomes free after a while, so `Taken` is 75; the other reasons
-            // persist.
+            // A place that is still taken by a dead process becomes free after a while, so `Taken` is 75; other
+            // reasons for a refusal persist. A cache miss at a boundary is 75, since both ends compare their
+            // samples on a restart.
             Self::Comm(CommError::Refused { reason, .. }) if !matches!(reason, Refusal::Taken(_)) => 2,
             Self::Removed { .. }
             | Self::PartLost { .. }

@@ -116,7 +116,7 @@ pub struct Trainer {
     unmet: bool,
     /// Measured step times, if shares depend on them.
     speed: Option<Speedometer>,
-    /// The vote of the last step, and that of a step whose vote may have been counted by others.
+    /// The vote of the last step, and whether the outcome of the vote on the current step is unknown.
     undecided: Undecided,
 }
 
