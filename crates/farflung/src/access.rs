@@ -1,6 +1,6 @@
-//! How this process proves that it belongs to a job, from flags, files and variables: a ticket or a join
-//! secret, its own key, and whom it lets in. It refuses to know sockets. Secrets never stand on a command line,
-//! where others see them.
+//! How this process proves that it belongs to a job: a ticket or join secret, its own key, and an allow list,
+//! from flags, files and variables. It does not depend on sockets. Secrets are never arguments of a command
+//! line, where other users could see them.
 
 #![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
 
@@ -17,50 +17,50 @@ pub use home::Home;
 
 use crate::{Error, LaunchEnv, Result};
 
-/// The variable with a ticket.
+/// The variable that holds a ticket.
 pub const TICKET: &str = "FARFLUNG_TICKET";
-/// The variable with the path of a ticket.
+/// The variable that holds the path of a ticket file.
 pub const TICKET_FILE: &str = "FARFLUNG_TICKET_FILE";
-/// The variable with the join secret.
+/// The variable that holds the join secret.
 pub const SECRET: &str = "FARFLUNG_SECRET";
-/// The variable with the path of the join secret.
+/// The variable that holds the path of a file with the join secret.
 pub const SECRET_FILE: &str = "FARFLUNG_SECRET_FILE";
 
-/// The longest ticket or secret that is read.
+/// Size limit of a ticket or secret, in bytes.
 const LONGEST: u64 = 64 * 1024;
 
-/// What processes on other machines need to join, and whom this one lets in.
+/// How this process proves its identity to others, and which processes it accepts.
 #[derive(Debug, Clone, Default, PartialEq, Eq, clap::Args)]
 pub struct AccessArgs {
-    /// File with the ticket that `farflung ticket` made where rank 0 runs; - is standard input. Or
-    /// FARFLUNG_TICKET (the ticket itself), FARFLUNG_TICKET_FILE.
+    /// File with the ticket that `farflung ticket` made on rank 0's machine; - reads standard input. A ticket
+    /// can also be given by FARFLUNG_TICKET (the ticket itself) or FARFLUNG_TICKET_FILE.
     #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
     pub ticket_file: Option<PathBuf>,
-    /// File with a secret of 16 bytes or more that all ranks share, instead of a ticket. Or FARFLUNG_SECRET
-    /// (the secret itself), FARFLUNG_SECRET_FILE.
+    /// File with a secret of at least 16 bytes that all ranks share, used in place of a ticket. A secret can
+    /// also be given by FARFLUNG_SECRET (the secret itself) or FARFLUNG_SECRET_FILE.
     #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true, conflicts_with = "ticket_file")]
     pub secret_file: Option<PathBuf>,
-    /// This machine's key, made on first use; unless told `key` in FARFLUNG_HOME or ~/.config/farflung.
+    /// File with this machine's key, made on first use. Default: `key` in FARFLUNG_HOME or ~/.config/farflung.
     #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
     pub key_file: Option<PathBuf>,
-    /// File with the public keys that may join (`farflung ticket --key` prints one), one a line; # begins a
-    /// comment.
+    /// File with the public keys that may join, one per line; `farflung ticket --key` prints a machine's key.
+    /// Comments begin with #. Default: any key, with the ticket or secret.
     #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
     pub allow: Option<PathBuf>,
-    /// Connections without encryption, and whoever reaches the port may join: for networks that nobody else is
-    /// in.
+    /// Connect without encryption and accept any process that reaches the port. Only for networks that are not
+    /// shared with others.
     #[arg(long, help_heading = ACCESS, global = true,
           conflicts_with_all = ["ticket_file", "secret_file", "allow", "tls_ca"])]
     pub insecure: bool,
-    /// File with the certificates of a site's authority, as PEM: ranks show certificates of it instead of keys.
-    /// With --tls-cert and --tls-key, and with a secret or without; not with a ticket.
+    /// PEM file with the certificates of a site's certificate authority: ranks show certificates signed by it
+    /// instead of keys. Needs --tls-cert and --tls-key. May be combined with a secret, not with a ticket.
     #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
     pub tls_ca: Option<PathBuf>,
-    /// File with this process's certificate, and those between it and the authority, as PEM. Where others
-    /// connect to it, it has the name or address that they use.
+    /// PEM file with this process's certificate and any intermediate certificates. If others connect to this
+    /// process, the certificate must contain the name or address that they use.
     #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
     pub tls_cert: Option<PathBuf>,
-    /// File with the certificate's private key, as PEM, which others cannot read.
+    /// PEM file with the certificate's private key; other users must not be able to read it.
     #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
     pub tls_key: Option<PathBuf>,
 }
@@ -69,13 +69,13 @@ const ACCESS: &str = "Who may join";
 const ALL_THREE: &str = "a file: --tls-ca, --tls-cert and --tls-key go together";
 const NO_TICKET: &str = "a secret or nothing beside certificates: a ticket names its host by a key";
 
-/// That a flag's file is not what it should be.
+/// Returns the error of a flag whose file is wrong or missing.
 fn wrong(field: &'static str, path: Option<&PathBuf>, expected: &str) -> Error {
     let value = path.map_or_else(|| "missing".to_owned(), |path| path.display().to_string());
     Error::Setting { field, value, expected: expected.to_owned() }
 }
 
-/// What proves that a process belongs to a job.
+/// Proof that a process belongs to a job.
 enum Proof {
     Ticket(Box<Ticket>),
     Secret(JoinSecret),
@@ -83,10 +83,11 @@ enum Proof {
 
 impl AccessArgs {
     /// Finds this process's place in its job, as [`launch_env::detect`](crate::launch_env::detect) does, and
-    /// how its connections are protected. The address of rank 0 is the ticket's where no variable has one.
+    /// how its connections are protected. Without a variable for it, the address of rank 0 is taken from the
+    /// ticket.
     ///
-    /// Errors: those of `detect`; [`Error::Unprotected`] where ranks meet off the loopback and there is neither
-    /// ticket nor secret; what is wrong with a file, and what to do about it.
+    /// Errors: those of `detect`; [`Error::Unprotected`] if ranks meet outside the loopback without a ticket or
+    /// secret; errors of the files, with advice.
     pub fn detect(&self, env: impl Fn(&str) -> Option<String>) -> Result<Option<LaunchEnv>> {
         let proof = self.proof(&env)?;
         let addresses = match &proof {
@@ -102,7 +103,7 @@ impl AccessArgs {
         };
         let found = crate::launch_env::detect(|name| of_ticket(name).or_else(|| env(name)))?;
         let Some(mut found) = found else {
-            // With flags that say how to join, a run of one process is a mistake.
+            // A flag that says how to join is a mistake in a run of one process.
             let given = [(&self.ticket_file, "--ticket-file"), (&self.secret_file, "--secret-file")];
             return match given.iter().find(|(path, _)| path.is_some()) {
                 Some(&(_, present)) => Err(Error::HalfSet { present, missing: "RANK" }),
@@ -120,7 +121,7 @@ impl AccessArgs {
         Ok(Some(found))
     }
 
-    /// The protection of ranks that meet by a list of their addresses, where each has the same secret.
+    /// Returns the protection for ranks that meet by a list of their addresses, where all have the same secret.
     ///
     /// Errors: as [`AccessArgs::detect`].
     pub fn among_peers(&self, peers: &[String], env: impl Fn(&str) -> Option<String>) -> Result<Security> {
@@ -166,7 +167,7 @@ impl AccessArgs {
         self.restricted(security)
     }
 
-    /// With the allow list, if there is one.
+    /// Adds the allow list, if there is one.
     fn restricted(&self, security: Security) -> Result<Security> {
         match &self.allow {
             Some(path) => Ok(security.allowing(allowed(path)?)),
@@ -174,10 +175,10 @@ impl AccessArgs {
         }
     }
 
-    /// The site's certificates, if they are given.
+    /// Returns the site's certificates, if they are given.
     ///
-    /// Errors: [`Error::Setting`] for some of the three files without the others, and for what a file lacks;
-    /// [`Error::Exposed`] for a key that others can read; [`Error::Io`].
+    /// Errors: [`Error::Setting`] if only some of the three files are given, or if a file lacks what it should
+    /// contain; [`Error::Exposed`] for a key that other users can read; [`Error::Io`].
     fn certificates(&self) -> Result<Option<Certificates>> {
         let (ca, cert, key) = match (&self.tls_ca, &self.tls_cert, &self.tls_key) {
             (None, None, None) => return Ok(None),
@@ -199,7 +200,7 @@ impl AccessArgs {
         })
     }
 
-    /// The ticket or secret: by flag, else by variable.
+    /// Returns the ticket or secret: from a flag, else from a variable.
     fn proof(&self, env: &impl Fn(&str) -> Option<String>) -> Result<Option<Proof>> {
         if self.insecure {
             return Ok(None);
@@ -226,12 +227,12 @@ impl AccessArgs {
     }
 }
 
-/// A host without the brackets of IPv6, or the URL of a relay without its port.
+/// Returns a host without the brackets of IPv6; the URL of a relay is returned as it is.
 fn of_address(host: &str) -> &str {
     if host.contains("://") { host } else { host.trim_matches(['[', ']']) }
 }
 
-/// The ticket of a file; `-` is standard input.
+/// Reads the ticket of a file; `-` is standard input.
 ///
 /// Errors: [`Error::Io`]; [`Error::Exposed`] if others can read the file; [`Error::Ticket`].
 pub fn ticket_of(path: &Path) -> Result<Ticket> {
@@ -247,9 +248,9 @@ pub fn ticket_of(path: &Path) -> Result<Ticket> {
     parse_ticket(&String::from_utf8_lossy(&bytes), &from)
 }
 
-/// The ticket that a process joins by: of a file, else of the variables.
+/// Returns the ticket that a process joins with: from the file, else from the variables.
 ///
-/// Errors: as [`ticket_of`]; [`Error::Setting`] where there is none.
+/// Errors: as [`ticket_of`]; [`Error::Setting`] if there is none.
 pub fn ticket_for(path: Option<&Path>, env: impl Fn(&str) -> Option<String>) -> Result<Ticket> {
     if let Some(path) = path {
         return ticket_of(path);
@@ -267,7 +268,7 @@ pub fn ticket_for(path: Option<&Path>, env: impl Fn(&str) -> Option<String>) -> 
     }
 }
 
-/// Puts a ticket into a file that only this user reads.
+/// Writes a ticket to a file that only this user can read.
 ///
 /// Errors: [`Error::Io`].
 pub fn write_private(path: &Path, word: &str) -> Result<()> {
@@ -291,7 +292,7 @@ fn read_secret(path: &Path) -> Result<Proof> {
     Ok(Proof::Secret(JoinSecret::from_text(&text)?))
 }
 
-/// The public keys of an allow list.
+/// Reads the public keys of an allow list.
 ///
 /// Errors: [`Error::Io`]; [`Error::ConfigValue`] with the line.
 pub fn allowed(path: &Path) -> Result<BTreeSet<PublicKey>> {

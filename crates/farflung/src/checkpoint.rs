@@ -1,8 +1,8 @@
-//! One checkpoint: a folder of named files and a `manifest.json` with every file's length and BLAKE3 hash.
+//! A checkpoint: a folder of named files and a `manifest.json` with every file's length and BLAKE3 hash.
 //!
-//! Written beside (`.step-N.tmp`), synced, renamed; verified when it is opened. A file `NAME` stands as `NAME`,
-//! or as `NAME.zst` packed by zstd; lengths and hashes are those of the unpacked bytes, so packing never
-//! changes a manifest.
+//! A checkpoint is written to `.step-N.tmp`, synced, renamed, and verified when it is opened. A file `NAME` is
+//! stored as `NAME`, or compressed with zstd as `NAME.zst`. Lengths and hashes are those of the uncompressed
+//! bytes, so they do not depend on the compression.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -15,16 +15,16 @@ use crate::run_dir::folder;
 use crate::{Error, Result};
 
 const MANIFEST: &str = "manifest.json";
-/// The largest manifest that is read: thousands of files.
+/// Largest manifest that is read, in bytes; enough for thousands of files.
 const MANIFEST_LIMIT: u64 = 1 << 24;
 
 /// How a checkpoint's files are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Packing {
-    /// As they are: other programs can map them.
+    /// Uncompressed: other programs can map the files into memory.
     Plain,
-    /// Packed by zstd, level 1.
+    /// Compressed with zstd, level 1.
     Zstd,
 }
 
@@ -44,7 +44,7 @@ struct Entry {
     blake3: String,
 }
 
-/// A checkpoint that is being written; dropped without a commit, it leaves nothing.
+/// A checkpoint that is being written. If it is dropped without a commit, its files are removed.
 #[derive(Debug)]
 pub struct CheckpointWriter {
     run: PathBuf,
@@ -65,9 +65,9 @@ impl CheckpointWriter {
         self.write_with(name, |out| out.write_all(bytes))
     }
 
-    /// Adds a file that `fill` writes piece by piece, for what should not stand in memory as a whole.
+    /// Adds a file that `fill` writes piece by piece, for content that should not be in memory as a whole.
     ///
-    /// Errors: [`Error::FileName`] for a name that is no plain file name or was used, [`Error::Io`].
+    /// Errors: [`Error::FileName`] for a name that is no plain file name or is used already, [`Error::Io`].
     pub fn write_with(
         &mut self,
         name: &str,
@@ -100,7 +100,7 @@ impl CheckpointWriter {
         Ok(())
     }
 
-    /// Makes the checkpoint exist, whole, as `step-N` (instead of one of the same step, if there is one).
+    /// Commits the checkpoint as `step-N`, atomically; replaces a checkpoint of the same step, if there is one.
     pub(crate) fn commit(self) -> Result<PathBuf> {
         let path = self.run.join(folder(self.manifest.step));
         let finish = || {
@@ -110,7 +110,7 @@ impl CheckpointWriter {
             file.sync_all()?;
             File::open(&self.partial)?.sync_all()?;
             if path.exists() {
-                // A name that a restart removes as half-written.
+                // A name that a restart removes as a half-written checkpoint.
                 let old = self.run.join(format!(".{}-old.tmp", folder(self.manifest.step)));
                 fs::rename(&path, &old)?;
                 fs::rename(&self.partial, &path)?;
@@ -127,7 +127,8 @@ impl CheckpointWriter {
 
 impl Drop for CheckpointWriter {
     fn drop(&mut self) {
-        // After a commit the folder has another name. What cannot be removed now is removed at the next start.
+        // After a commit the folder has another name. A folder that cannot be removed now is removed at the
+        // next start.
         if let Err(error) = fs::remove_dir_all(&self.partial)
             && error.kind() != io::ErrorKind::NotFound
         {
@@ -136,7 +137,7 @@ impl Drop for CheckpointWriter {
     }
 }
 
-/// A whole checkpoint whose files were verified.
+/// A complete checkpoint whose files were verified.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
@@ -146,7 +147,7 @@ pub struct Checkpoint {
 impl Checkpoint {
     /// Opens a `step-N` folder and verifies every file against the manifest.
     ///
-    /// Errors: [`Error::Damaged`] with the file that is not what was written, [`Error::Io`].
+    /// Errors: [`Error::Damaged`] with the file that differs, [`Error::Io`].
     pub fn open(path: &Path) -> Result<Self> {
         let file = path.join(MANIFEST);
         let mut text = Vec::new();
@@ -168,34 +169,34 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// The step after which it was saved.
+    /// Returns the step after which it was saved.
     #[must_use]
     pub fn step(&self) -> u64 {
         self.manifest.step
     }
 
-    /// Its folder.
+    /// Returns the path of its folder.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The names of its files, sorted.
+    /// Returns the names of its files, sorted.
     #[must_use]
     pub fn names(&self) -> Vec<&str> {
         self.manifest.files.keys().map(String::as_str).collect()
     }
 
-    /// A file's bytes, unpacked and verified once more.
+    /// Returns a file's uncompressed bytes, verified again.
     ///
-    /// Errors: [`Error::Damaged`] if there is no such file or it is not what was written, [`Error::Io`].
+    /// Errors: [`Error::Damaged`] if there is no such file or it differs from the manifest, [`Error::Io`].
     pub fn read(&self, name: &str) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
         self.copy(name, &mut bytes)?;
         Ok(bytes)
     }
 
-    /// Streams a file to `out`, and checks length and hash on the way.
+    /// Copies a file to `out` and checks its length and hash.
     fn copy(&self, name: &str, out: &mut dyn Write) -> Result<()> {
         let path = self.path.join(stored(name, self.manifest.packing));
         let damaged = |what| Error::Damaged { path: path.clone(), what };
@@ -209,7 +210,8 @@ impl Checkpoint {
             Packing::Zstd => Box::new(zstd::Decoder::new(file).map_err(Error::io("unpack", &path))?),
         };
         let mut out = Hashing::new(out);
-        // One byte more than promised shows a longer file, and a packed bomb stops there.
+        // Reading one byte more than the manifest says detects a longer file, and limits what a decompression
+        // bomb can write.
         io::copy(&mut source.take(entry.bytes.saturating_add(1)), &mut out)
             .map_err(Error::io("read", &path))?;
         let (_, found) = out.finish();
@@ -223,7 +225,7 @@ impl Checkpoint {
     }
 }
 
-/// The name under which a file is stored.
+/// Returns the name under which a file is stored.
 fn stored(name: &str, packing: Packing) -> String {
     match packing {
         Packing::Plain => name.to_owned(),
@@ -231,7 +233,7 @@ fn stored(name: &str, packing: Packing) -> String {
     }
 }
 
-/// Whether a name stays inside the folder on every system and is not the manifest's.
+/// Returns whether a name is a plain file name on every system and is not the manifest's.
 fn plain_name(name: &str) -> bool {
     let good = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     !name.is_empty()
@@ -241,7 +243,7 @@ fn plain_name(name: &str) -> bool {
         && name != MANIFEST
 }
 
-/// Passes bytes on, counted and hashed.
+/// A writer that counts and hashes the bytes it passes on.
 struct Hashing<W> {
     inner: W,
     bytes: u64,

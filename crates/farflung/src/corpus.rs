@@ -1,8 +1,8 @@
-//! The default text: the Rust source of a fixed list of our own dependencies, so that it is there after any
-//! build.
+//! The default training text: the Rust source of a fixed list of our own dependencies, so that the text is
+//! available after any build.
 //!
-//! The versions are pinned with `=` in this crate's `Cargo.toml`; the hash below says that everybody trains on
-//! the same bytes. It refuses to know what is done with the text.
+//! The versions are pinned with `=` in this crate's `Cargo.toml`; the hash below ensures that all users train
+//! on the same bytes. This module does not depend on how the text is used.
 
 use std::env;
 use std::fs;
@@ -13,7 +13,7 @@ use blake3::Hash;
 
 use crate::{Error, Result};
 
-/// The crates whose source is the text, in its order.
+/// The crates whose source is the text, in the order of the text.
 pub const CRATES: [(&str, &str); 7] = [
     ("serde_core", "1.0.229"),
     ("serde", "1.0.229"),
@@ -27,13 +27,15 @@ pub const CRATES: [(&str, &str); 7] = [
 /// The BLAKE3 hash of the text, in hex.
 pub const EXPECTED: &str = "d931b6eae46e91ebeb028231f24af58fca469996698f04a80df6e27f93e4642f";
 
-/// The default text and its hash.
+/// Returns the default text and its hash.
 ///
-/// Each file `src/**/*.rs` of [`CRATES`], sorted by path within its crate, after a line `// CRATE/PATH`; line
-/// ends are as published. The sources are found through `cargo metadata --offline`, or in cargo's home where
-/// that fails (as it does when dependencies of tests were never downloaded).
+/// The text consists of each file `src/**/*.rs` of [`CRATES`], sorted by path within its crate and preceded by
+/// a line `// CRATE/PATH`. Line ends are as published. The sources are found through
+/// `cargo metadata --offline`. If that fails (as it does when dependencies of tests were never downloaded),
+/// they are looked up in cargo's home.
 ///
-/// Errors: [`Error::NoCorpus`] on a machine without them, [`Error::CorpusHash`] if they are not [`EXPECTED`].
+/// Errors: [`Error::NoCorpus`] if the sources are not on this machine, [`Error::CorpusHash`] if their hash is
+/// not [`EXPECTED`].
 pub fn default_text() -> Result<(Vec<u8>, Hash)> {
     let text = default_documents()?.concat();
     let hash = blake3::hash(&text);
@@ -43,14 +45,14 @@ pub fn default_text() -> Result<(Vec<u8>, Hash)> {
     Ok((text, hash))
 }
 
-/// The files of the default text with their headings, in its order.
+/// Returns the files of the default text, each with its heading, in the order of the text.
 ///
-/// Errors: as [`default_text`], but that their hash is not looked at.
+/// Errors: as [`default_text`], except that the hash is not checked.
 pub fn default_documents() -> Result<Vec<Vec<u8>>> {
     assemble(&from_metadata().or_else(|_| from_cargo_home())?)
 }
 
-/// The sources of the crates, whose folders stand in the order of [`CRATES`].
+/// Reads the sources of the crates; `folders` are in the order of [`CRATES`].
 fn assemble(folders: &[PathBuf]) -> Result<Vec<Vec<u8>>> {
     let mut documents = Vec::new();
     for ((name, _), folder) in CRATES.iter().zip(folders) {
@@ -66,7 +68,7 @@ fn assemble(folders: &[PathBuf]) -> Result<Vec<Vec<u8>>> {
     Ok(documents)
 }
 
-/// Collects the `.rs` files below `folder` with their paths from the crate's root, `/` between the parts.
+/// Collects the `.rs` files below `folder`, each with its path from the crate's root, with `/` as separator.
 fn rust_files(folder: &Path, inner: &str, files: &mut Vec<(String, PathBuf)>) -> Result<()> {
     for entry in fs::read_dir(folder).map_err(Error::io("list", folder))? {
         let path = entry.map_err(Error::io("list", folder))?.path();
@@ -81,7 +83,7 @@ fn rust_files(folder: &Path, inner: &str, files: &mut Vec<(String, PathBuf)>) ->
     Ok(())
 }
 
-/// Asks cargo where the crates are.
+/// Finds the crates' folders through `cargo metadata`.
 fn from_metadata() -> Result<Vec<PathBuf>> {
     let missing = |what: String| Error::NoCorpus { what };
     let cargo = env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
@@ -108,7 +110,7 @@ fn from_metadata() -> Result<Vec<PathBuf>> {
     CRATES.iter().map(find).collect()
 }
 
-/// Looks for the crates below cargo's home, in the unpacked sources of any registry.
+/// Finds the crates' folders below cargo's home, in the unpacked sources of any registry.
 fn from_cargo_home() -> Result<Vec<PathBuf>> {
     let home = env::var_os("CARGO_HOME")
         .map(PathBuf::from)
@@ -134,7 +136,7 @@ fn from_cargo_home() -> Result<Vec<PathBuf>> {
     CRATES.iter().map(find).collect()
 }
 
-/// A version without its build metadata: `1.2.1+spec-1.1.0` is `1.2.1`.
+/// Returns a version without its build metadata: `1.2.1` for `1.2.1+spec-1.1.0`.
 fn without_build(version: &str) -> &str {
     version.split('+').next().unwrap_or(version)
 }

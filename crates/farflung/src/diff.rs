@@ -1,4 +1,4 @@
-//! Compares two runs line by line: the first step and field at which they part.
+//! Compares two runs line by line and finds the first step and field that differ.
 
 use std::path::Path;
 
@@ -6,33 +6,33 @@ use serde::Serialize;
 
 use crate::{Result, StepMetrics, metrics};
 
-/// The first difference of two runs.
+/// The first difference between two runs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Difference {
     /// The step.
     pub step: u64,
     /// The field of `metrics.jsonl`.
     pub field: &'static str,
-    /// Its value in the first run; `None` if that does not have it.
+    /// Its value in the first run; `None` if that run lacks it.
     pub left: Option<String>,
-    /// Its value in the second run.
+    /// Its value in the second run; `None` if that run lacks it.
     pub right: Option<String>,
 }
 
-/// What two runs have in common.
+/// Result of comparing two runs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Comparison {
-    /// Steps that are in both and equal, from the first on.
+    /// Number of equal steps from the first on.
     pub equal_steps: u64,
-    /// Where they part; `None` if one has all that the other has.
+    /// The first difference; `None` if one run equals the beginning of the other.
     pub difference: Option<Difference>,
 }
 
-/// Compares what training computed: losses, tokens, digests of the parameters. Times and bytes are not looked
-/// at, since runs over unlike transports differ there. Where one run has a digest or a validation loss and the
-/// other has not, that is no difference; nor is it that one run is longer.
+/// Compares what training computed: losses, tokens and digests of the parameters. Times and bytes are not
+/// compared, since they differ between transports. A digest or validation loss that only one run has is not a
+/// difference; nor is it a difference if one run is longer.
 ///
-/// `left` and `right` are folders of runs, or their `metrics.jsonl`.
+/// `left` and `right` are run folders, or paths of `metrics.jsonl` files.
 ///
 /// Errors: [`crate::Error::Io`], [`crate::Error::Metrics`] with the line.
 pub fn compare(left: &Path, right: &Path) -> Result<Comparison> {
@@ -91,7 +91,7 @@ mod tests {
         let same = Comparison { equal_steps: 3, difference: None };
         assert_eq!(compare_rows(&a, &a), same);
         assert_eq!(compare_rows(&a, &a[..2]), Comparison { equal_steps: 2, difference: None });
-        // Times are not compared, nor what only one run has.
+        // Times are not compared, nor values that only one run has.
         let mut b = a.clone();
         (b[0].time_s, b[1].val_loss, b[2].digest) = (9.0, Some(1.0), Some("x".to_owned()));
         assert_eq!(compare_rows(&a, &b), same);

@@ -1,5 +1,4 @@
-//! The crate's one error: what failed, with the field, file or peer that is wrong, and the exit code that it
-//! stands for.
+//! The crate's error type: what failed, with the field, file or peer at fault, and the exit code of each error.
 
 mod sorts;
 
@@ -14,36 +13,36 @@ use farflung_zoo::ZooError;
 
 use crate::signals::Signal;
 
-/// A result of this crate.
+/// Result with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Everything that can go wrong between the command line and the run's folder.
+/// Every failure between the command line and the run's folder.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// What a test placed in a run.
+    /// A failure that a test injected into a run.
     #[error("a failure was placed at moment {moment} of step {step}")]
     Placed {
         /// The step.
         step: u64,
-        /// The number of the [moment](crate::train::Moment).
+        /// The number of the [moment](crate::train::Moment) within the step.
         moment: u8,
     },
-    /// This rank may not go on with the others of its run.
+    /// This rank may not continue with the other ranks of its run.
     #[error("this member may not go on: {reason}")]
     Removed {
-        /// Why.
+        /// Why this rank may not continue.
         reason: String,
     },
-    /// Too few members of its run are left for this rank to go on: the others may have gone on without it.
+    /// Too few members of its run are left for this rank to continue: the others may have continued without it.
     #[error("this member may not go on: {reason}{}", left.as_deref().map(ToString::to_string).unwrap_or_default())]
     NoMajority {
-        /// How many are left, of how many.
+        /// How many members are left, of how many.
         reason: String,
-        /// What is saved, and what is not.
+        /// What is saved and what is not.
         left: Option<Box<crate::train::Leftover>>,
     },
-    /// Nobody is left who has some of the model: its holders were lost, and nobody has a copy.
+    /// Part of the model is lost: the members that held it are gone, and no other member has a copy.
     #[error(
         "{tensor} of the model is lost with its member: no other member holds it, or can read a checkpoint \
          of it"
@@ -52,18 +51,18 @@ pub enum Error {
         /// The first tensor that is missing.
         tensor: String,
     },
-    /// A spare member of a run that is over.
+    /// A spare member's run is over.
     #[error("the run is over: this member was a spare, and holds no part of the model")]
     OverForSpare,
-    /// This rank holds the others of its run up.
+    /// This rank is too slow: the other ranks of its run wait for it.
     #[error(
         "this member is too slow for the run: {reason}; a host's `--microbatches N` makes smaller shares, and its \
          `--balance equal` keeps everyone{left}"
     )]
     TooSlow {
-        /// What a microbatch takes here and elsewhere.
+        /// The time of a microbatch here and on the other members.
         reason: String,
-        /// What is saved.
+        /// What is saved and what is not.
         left: Box<crate::train::Leftover>,
     },
     /// No member of a run answers.
@@ -71,39 +70,39 @@ pub enum Error {
         "no member of the run answers at {addresses} within {after}: it may be over, or the ticket may be old"
     )]
     NobodyAnswers {
-        /// Where.
+        /// The addresses that were tried.
         addresses: String,
-        /// How long it was asked.
+        /// How long they were tried.
         after: farflung_base::Nanos,
     },
-    /// The run of a folder goes on elsewhere.
+    /// The run of a folder is still running on other members.
     #[error(
         "the run of this folder goes on: {address} answers, one of {members} members; join it there with its ticket, or \
          give another folder with `--out`"
     )]
     StillRuns {
-        /// Who answers.
+        /// The address of the member that answers.
         address: String,
-        /// How many it knows.
+        /// Number of members that it counts.
         members: usize,
     },
-    /// A list of members that cannot be one.
+    /// A list of members is not a valid view.
     #[error("no view of the run's members: {reason}")]
     NotAView {
         /// What is wrong with it.
         reason: String,
     },
-    /// A setting of the command line or of a file has a value that cannot be.
+    /// A setting of the command line or of a file has an invalid value.
     #[error("`{field}` is {value}, expected {expected}")]
     Setting {
         /// The setting's name, as in `--name`.
         field: &'static str,
-        /// What was given.
+        /// The value that was given.
         value: String,
-        /// What would have been right.
+        /// The values that are allowed.
         expected: String,
     },
-    /// Ranks of a job were started with different values of what all must have alike.
+    /// Ranks of a job were started with different values of a setting that must be the same on all.
     #[error(
         "the {what} `{field}` is {}, expected the same on all ranks{}",
         values.iter().map(ToString::to_string).collect::<Vec<_>>().join(" and "),
@@ -116,72 +115,72 @@ pub enum Error {
         field: String,
         /// The values, each with the ranks that have it.
         values: Vec<crate::train::RankValue>,
-        /// Names of what differs too.
+        /// Names of the other things that differ.
         also: Vec<String>,
     },
-    /// This machine has another value than the members of the run that it would join.
+    /// This machine has a different value from the members of the run that it tries to join.
     #[error("the {what} `{field}` is {own} here and {theirs} on the run's members, expected the same")]
     MemberDiffers {
-        /// What differs.
+        /// What differs: a setting, or a field of the plan.
         what: &'static str,
         /// Its name.
         field: String,
         /// The value here.
         own: String,
-        /// That of the members.
+        /// The value on the members.
         theirs: String,
     },
-    /// Another rank failed at what all ranks must do before they go on.
+    /// Another rank failed at something that all ranks must do before they continue.
     #[error("rank {rank} failed: {message}")]
     OnRank {
         /// The rank.
         rank: usize,
-        /// What it says.
+        /// That rank's error message.
         message: String,
-        /// Its exit code.
+        /// That rank's exit code.
         code: u8,
     },
-    /// Ranks would meet where others can reach them, and nothing proves who they are.
+    /// Ranks would meet at an address that other machines can reach, without proof of identity.
     #[error(
         "ranks meet at {at}, which other machines can reach, and nothing says who may join: give all ranks \
          the same --secret-file or FARFLUNG_SECRET, or a ticket of rank 0 (`farflung ticket`), or --insecure \
          where nobody else is in the network"
     )]
     Unprotected {
-        /// Where they would meet.
+        /// The address of the meeting place.
         at: String,
     },
-    /// Others can read a file that holds a secret.
+    /// A file that holds a secret is readable by other users.
     #[error("{path} holds a secret and others can read it (mode {mode:o}): chmod 600 {path}")]
     Exposed {
         /// The file.
         path: PathBuf,
-        /// Its permissions.
+        /// The file's permission bits.
         mode: u32,
     },
-    /// A key file is not one.
+    /// A key file has the wrong length.
     #[error("{path} is no key: it has {got} bytes, expected {want}; move it away, and a new one is made")]
     KeyFile {
         /// The file.
         path: PathBuf,
-        /// Its length.
+        /// The file's length in bytes.
         got: usize,
-        /// The length of keys.
+        /// The length of a key in bytes.
         want: usize,
     },
-    /// A ticket cannot be read.
+    /// A ticket cannot be parsed.
     #[error("the ticket of {from} cannot be used")]
     Ticket {
-        /// Where it came from.
+        /// The file or variable that held it.
         from: String,
-        /// What is wrong with it.
+        /// What is wrong with the ticket.
         #[source]
         source: farflung_comm::secure::TicketError,
     },
-    /// A run needs more memory than there is.
+    /// A run needs more memory than is available.
     #[error("{0}")]
     TooLarge(Box<crate::train::TooLarge>),
-    /// A device gave other bits the second time, and the run was asked to be deterministic.
+    /// A device computed different bits for the same batch, and the run was asked to be deterministic.
     #[error(
         "`{device}` gave other gradients for the same batch the second time; without `deterministic` a run goes on"
     )]
@@ -189,7 +188,7 @@ pub enum Error {
         /// The device.
         device: String,
     },
-    /// A config file has a key that nobody knows.
+    /// A config file has an unknown key.
     #[error("{path}:{line}: unknown key `{key}`{}", nearest.as_ref().map_or(String::new(), |n| format!(", did you mean `{n}`?")))]
     UnknownKey {
         /// The config file.
@@ -198,10 +197,10 @@ pub enum Error {
         line: usize,
         /// The key as written.
         key: String,
-        /// The known key that is spelled most like it, if one is near.
+        /// The known key with the most similar spelling, if one is similar enough.
         nearest: Option<String>,
     },
-    /// A key of a config file has a wrong value.
+    /// A key of a config file has an invalid value.
     #[error("{path}:{line}: `{key}` is {value}, expected {expected}")]
     ConfigValue {
         /// The config file.
@@ -210,50 +209,50 @@ pub enum Error {
         line: usize,
         /// The key.
         key: String,
-        /// What was given.
+        /// The value that was given.
         value: String,
-        /// What would have been right.
+        /// The values that are allowed.
         expected: String,
     },
-    /// A config file is not TOML.
+    /// A config file is not valid TOML.
     #[error("{path} is not TOML")]
     ConfigSyntax {
         /// The config file.
         path: PathBuf,
-        /// What the parser says, with line and column.
+        /// The parser's error, with line and column.
         #[source]
         source: Box<toml::de::Error>,
     },
-    /// Some of a launcher's variables are set and one is not.
+    /// Some of a launcher's variables are set and a required one is not.
     #[error("{present} is set but {missing} is not: both are needed to join a job")]
     HalfSet {
         /// A variable that is set.
         present: &'static str,
-        /// The one that is missing.
+        /// The variable that is missing.
         missing: &'static str,
     },
-    /// A launcher's variable cannot be read.
+    /// A launcher's variable cannot be parsed.
     #[error("the environment variable {name} is `{value}`, expected {expected}")]
     Variable {
         /// The variable.
         name: &'static str,
         /// Its value.
         value: String,
-        /// What would have been right.
+        /// The values that are allowed.
         expected: &'static str,
     },
     /// A file or folder could not be read or written.
     #[error("failed to {action} {path}")]
     Io {
-        /// What was tried.
+        /// The operation, such as "read".
         action: &'static str,
-        /// On which path.
+        /// The path of the file or folder.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
-    /// The folder given for a run holds something else.
+    /// The folder given for a run is not empty and not a run's folder.
     #[error("{path} is not empty and is not a run's folder: give another `--out`")]
     NotARun {
         /// The folder.
@@ -270,48 +269,48 @@ pub enum Error {
     Locked {
         /// The run's folder.
         path: PathBuf,
-        /// The process that holds it, where it said so.
+        /// The process that holds the lock, if its id could be read.
         pid: Option<u32>,
     },
-    /// A file of a checkpoint is not what was written.
+    /// A file of a checkpoint differs from what was written.
     #[error("checkpoint file {path} is damaged: {what}")]
     Damaged {
         /// The file.
         path: PathBuf,
-        /// How one can tell.
+        /// How the damage was detected.
         what: &'static str,
     },
-    /// A tensor has values that no model can be computed with, or that must not be saved.
+    /// A tensor has values that are not finite; such values must not be computed with or saved.
     #[error("tensor `{tensor}` is not finite: its element {index} is {value}")]
     NotFinite {
-        /// The tensor, of weights or of an optimizer's state.
+        /// The tensor: a weight, or a state of the optimizer.
         tensor: String,
-        /// The first element that is not.
+        /// Index of the first element that is not finite.
         index: usize,
         /// Its value.
         value: String,
     },
-    /// The loss of the held-out text is not finite, so that the weights are of no use.
+    /// The loss on the held-out text is not finite, so the weights are not usable.
     #[error("after step {step} the validation loss is {loss}, which is not finite; nothing of it was saved")]
     LossNotFinite {
-        /// Steps done.
+        /// Number of steps done.
         step: u64,
         /// The loss.
         loss: f64,
     },
-    /// The gradients of a step are not finite, each time that it is computed.
+    /// The gradients of a step were not finite in several attempts.
     #[error("step {step} was tried {tries} times: {cause}; {}", not_finite(ranks))]
     StepNotFinite {
         /// The step.
         step: u64,
-        /// How often it was tried.
+        /// Number of attempts.
         tries: u32,
-        /// The ranks whose own gradients are not finite.
+        /// The ranks whose own gradients are not finite; empty if only their sum is not.
         ranks: Vec<farflung_base::Rank>,
         /// What is not finite.
         cause: Box<OptimError>,
     },
-    /// Members of a pipeline saved parts of the model, and some are not on this disk.
+    /// Members of a pipeline each saved a part of the model, and some parts are not on this disk.
     #[error(
         "the checkpoint {path} was saved by members that each held a part of the model, and none on this disk \
          has layers {} to {}: copy the folders of the other members into `members` of the run's folder, or name \
@@ -319,9 +318,9 @@ pub enum Error {
         layers.start, layers.end - 1
     )]
     PartsElsewhere {
-        /// The checkpoint of the member that is to go on.
+        /// The checkpoint of the member that should continue.
         path: PathBuf,
-        /// From the first to the last layer that is missing.
+        /// Range from the first to the last missing layer.
         layers: std::ops::Range<usize>,
     },
     /// A rank's folder holds another rank's checkpoint.
@@ -329,41 +328,41 @@ pub enum Error {
     ForeignFolder {
         /// The checkpoint.
         path: PathBuf,
-        /// Who wrote it.
+        /// The rank that wrote it.
         owner: farflung_base::Rank,
-        /// Who was to go on from it.
+        /// The rank that should continue from it.
         rank: farflung_base::Rank,
     },
-    /// A rank's checkpoint is lost, and no other rank has its parts of the model.
+    /// A rank's checkpoint is lost, and no other rank holds the same parts of the model.
     #[error(
         "the folder of rank {} has no good checkpoint of step {step}, and no other rank holds the same part of the model",
         rank.0
     )]
     NoCopy {
-        /// The rank.
+        /// The rank without a checkpoint.
         rank: farflung_base::Rank,
-        /// The step that the others have.
+        /// The step of the other ranks' checkpoint.
         step: u64,
     },
-    /// A rank whose part of the model is needed did not answer.
+    /// A rank whose part of the model is needed does not answer.
     #[error("rank {} does not answer, and the model is not whole without its part", rank.0)]
     NoAnswer {
         /// The rank.
         rank: farflung_base::Rank,
     },
-    /// Copies of the same values are no longer equal: a fault of a machine, or of this program.
+    /// Copies of the same values are no longer equal: a machine or this program computed wrongly.
     #[error("after step {step} {}; nothing of it was saved", diverged(what, ranks, *majority))]
     Diverged {
-        /// Steps done.
+        /// Number of steps done.
         step: u64,
         /// What differs.
         what: String,
-        /// The ranks that differ from the majority; all that hold a copy where there is none.
+        /// The ranks that differ from the majority, or all ranks that hold a copy if there is no majority.
         ranks: Vec<farflung_base::Rank>,
-        /// Whether more than half of the ranks that hold a copy are others.
+        /// Whether more than half of the ranks that hold a copy agree with each other.
         majority: bool,
     },
-    /// A file name inside a checkpoint that would leave its folder, or that stands for something else.
+    /// A file name inside a checkpoint points out of its folder, or is reserved.
     #[error("`{name}` cannot be the name of a checkpoint's file")]
     FileName {
         /// The name.
@@ -376,7 +375,7 @@ pub enum Error {
         path: PathBuf,
         /// Line, from 1.
         line: usize,
-        /// What the parser says.
+        /// The parser's error.
         #[source]
         source: serde_json::Error,
     },
@@ -387,7 +386,7 @@ pub enum Error {
         path: PathBuf,
         /// Line, from 1.
         line: usize,
-        /// What the parser says.
+        /// The parser's error.
         #[source]
         source: serde_json::Error,
     },
@@ -397,10 +396,10 @@ pub enum Error {
         /// What was looked for and not found.
         what: String,
     },
-    /// The default text is not the one that every bound was measured on.
+    /// The default text differs from the text on which all bounds were measured.
     #[error("the default text has hash {found}, expected {expected}: give `--data PATH`")]
     CorpusHash {
-        /// The hash of what was found.
+        /// The hash of the text that was found.
         found: String,
         /// [`crate::corpus::EXPECTED`].
         expected: &'static str,
@@ -408,7 +407,7 @@ pub enum Error {
     /// The loss curve could not be drawn.
     #[error("failed to draw the loss curve: {what}")]
     Plot {
-        /// What the drawing library says.
+        /// The drawing library's error.
         what: String,
     },
     /// A process of a launched job could not be started.
@@ -416,7 +415,7 @@ pub enum Error {
     Start {
         /// The rank.
         rank: usize,
-        /// What the system said.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
@@ -425,9 +424,9 @@ pub enum Error {
     Child {
         /// The first rank that failed.
         rank: usize,
-        /// Its exit status, in words.
+        /// Its exit status.
         status: std::process::ExitStatus,
-        /// The exit code to pass on.
+        /// The exit code to return.
         code: u8,
     },
     /// The processes of a launched job on another machine failed.
@@ -435,17 +434,17 @@ pub enum Error {
     OnHost {
         /// The machine.
         host: String,
-        /// The exit status there, in words.
+        /// The exit status of the processes there.
         status: std::process::ExitStatus,
-        /// The exit code to pass on.
+        /// The exit code to return.
         code: u8,
     },
-    /// A machine of a launched job was not reached, or its connection was lost.
+    /// A machine of a launched job could not be reached, or the connection to it was lost.
     #[error("ssh to {host} failed: see what it said, and try `ssh {host} true`")]
     Ssh {
         /// The machine.
         host: String,
-        /// The exit code to pass on.
+        /// The exit code to return.
         code: u8,
     },
     /// ssh could not be started.
@@ -453,67 +452,67 @@ pub enum Error {
     StartSsh {
         /// The command.
         command: String,
-        /// Why.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
     /// A peer was lost; the job can be started again.
     #[error("{peer} was lost")]
     PeerLost {
-        /// Who.
+        /// The peer.
         peer: farflung_base::PeerId,
-        /// How one can tell.
+        /// How the loss was detected.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// This rank has lost all others: it is the one that is cut off.
+    /// This rank has lost all other ranks, so it is probably cut off itself.
     #[error("rank {} has lost all other ranks: it is cut off from them", rank.0)]
     CutOff {
         /// This rank.
         rank: farflung_base::Rank,
-        /// What it noticed first.
+        /// The first failure that it noticed.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// A tensor op failed.
     #[error(transparent)]
     Tensor(#[from] TensorError),
-    /// A model, its data or its weights.
+    /// An error of a model, its data or its weights.
     #[error(transparent)]
     Zoo(#[from] ZooError),
-    /// A plan or a topology file.
+    /// An error in a plan or a topology file.
     #[error(transparent)]
     Parallel(#[from] ParallelError),
-    /// A codec.
+    /// An error of a codec.
     #[error(transparent)]
     Compress(#[from] farflung_compress::CompressError),
-    /// An optimizer.
+    /// An error of an optimizer.
     #[error(transparent)]
     Optim(OptimError),
-    /// A collective, without a peer to blame.
+    /// An error of a collective that no peer caused.
     #[error(transparent)]
     Comm(CommError),
-    /// What a rank of a pipeline got from another is not what was to come.
+    /// A message between ranks of a pipeline is not the one that was expected.
     #[error("{message} {problem}")]
     Message {
-        /// Which message.
+        /// Description of the message.
         message: String,
-        /// How one can tell.
+        /// What is wrong with it.
         problem: &'static str,
     },
-    /// A boundary's codec could not pack or unpack what crosses it.
+    /// The codec of a pipeline boundary could not encode or decode a message.
     #[error("{message}")]
     Boundary {
-        /// Which message.
+        /// Description of the message.
         message: String,
-        /// Why.
+        /// The codec's error.
         #[source]
         source: farflung_compress::CompressError,
     },
-    /// Two runs that were compared part.
+    /// Two compared runs differ.
     #[error("step {step}: `{field}` is {left} and {right}")]
     Differ {
-        /// The first step at which they do.
+        /// The first step at which they differ.
         step: u64,
         /// The field of `metrics.jsonl`.
         field: &'static str,
@@ -522,28 +521,28 @@ pub enum Error {
         /// Its value in the second run.
         right: String,
     },
-    /// The user or the system asked for a stop, and there was nothing to save.
+    /// A signal asked for a stop, and there was nothing to save.
     #[error("stopped by {0}")]
     Stopped(Signal),
-    /// The user or the system asked for a stop, and this is what the run leaves.
+    /// A signal asked for a stop; tells what the run leaves on disk.
     #[error("stopped by {signal}{left}")]
     StoppedAt {
-        /// Which signal.
+        /// The signal.
         signal: Signal,
-        /// What is saved, and what is not.
+        /// What is saved and what is not.
         left: Box<crate::train::Leftover>,
     },
-    /// Another rank was stopped by its user or its system.
+    /// Another rank was stopped by a signal.
     #[error("rank {} was stopped{left}", rank.0)]
     StoppedBy {
-        /// Who.
+        /// The rank that was stopped.
         rank: farflung_base::Rank,
-        /// What is saved here, and what is not.
+        /// What this rank saved and what it did not.
         left: Box<crate::train::Leftover>,
     },
 }
 
-/// The ranks whose own gradients are not finite, in words.
+/// Returns a text on the ranks whose own gradients are not finite.
 fn not_finite(ranks: &[farflung_base::Rank]) -> String {
     match ranks {
         [] => "each rank's own gradients are finite, and what they add up to is not".to_owned(),
@@ -552,7 +551,7 @@ fn not_finite(ranks: &[farflung_base::Rank]) -> String {
     }
 }
 
-/// The ranks whose copies differ, in words.
+/// Returns a text on the ranks whose copies differ.
 fn diverged(what: &str, ranks: &[farflung_base::Rank], majority: bool) -> String {
     let shown = crate::train::Ranks(ranks);
     match (ranks, majority) {
@@ -562,7 +561,7 @@ fn diverged(what: &str, ranks: &[farflung_base::Rank], majority: bool) -> String
     }
 }
 
-/// Names of what differs besides, in words.
+/// Returns a text with the names of the other things that differ.
 fn and_also(names: &[String]) -> String {
     match names {
         [] => String::new(),

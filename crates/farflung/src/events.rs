@@ -1,5 +1,5 @@
-//! `events.jsonl`: what happened in a run and when, an object a line. Each rank has one in its folder; rank 0's
-//! is beside the metrics. Lines of earlier starts of the run stay.
+//! `events.jsonl`: what happened in a run and when, one JSON object per line. Each rank has such a file in its
+//! folder; rank 0's is beside the metrics. Lines of earlier starts of the run are kept.
 
 use std::fs;
 use std::path::Path;
@@ -12,79 +12,81 @@ use crate::{Error, Result};
 /// The file's name.
 pub const EVENTS: &str = "events.jsonl";
 
-/// What happened.
+/// A kind of event with its data.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum What {
-    /// The run went on from a checkpoint.
+    /// The run continued from a checkpoint.
     Resumed {
         /// The checkpoint.
         from: String,
-        /// Settings that differ, and folders that were lost.
+        /// Settings that differ from the checkpoint's, and folders that were lost.
         notes: Vec<String>,
     },
     /// A checkpoint was saved on all ranks.
     Saved {
-        /// This rank's.
+        /// The path of this rank's checkpoint.
         path: String,
     },
-    /// Gradients overflowed: the step was given up on all ranks and computed again with a smaller loss scale.
+    /// Gradients overflowed: all ranks dropped the step and computed it again with a smaller loss scale.
     Skipped {
-        /// How often, in this step.
+        /// How often that happened in this step.
         times: u32,
     },
-    /// Members have come, left or were lost, and the others went on.
+    /// Members joined, left or were lost, and the others continued.
     Members {
         /// The number of the view.
         epoch: u64,
-        /// How many there are now.
+        /// Number of members now.
         members: usize,
-        /// Endpoints that have come.
+        /// Endpoints that joined.
         came: Vec<u32>,
-        /// Endpoints that are gone.
+        /// Endpoints that left or were lost.
         went: Vec<u32>,
-        /// Sequences that a lost member had trained on in local steps which no average has.
+        /// Sequences that a lost member had trained on in local steps since the last average; their effect is
+        /// lost.
         lost_sequences: u64,
-        /// Steps that were done and are lost, since nobody is left who has all of the model after them.
+        /// Steps that were done and are lost, since no remaining member has all of the model after them.
         #[serde(default)]
         lost_steps: u64,
-        /// Whether they went on from their checkpoints, since nobody had all of the model in memory.
+        /// Whether the members continued from their checkpoints, since none of them had all of the model in
+        /// memory.
         #[serde(default)]
         from_checkpoints: bool,
-        /// From the beginning of the change to the next step, in milliseconds of the run's clock.
+        /// Time from the beginning of the change to the next step, in milliseconds of the run's clock.
         took_ms: u64,
-        /// The failure that was seen here; none where members came or left in peace.
+        /// The failure that this member saw; `None` if members joined or left normally.
         reason: Option<String>,
     },
-    /// A step failed although all members answered: they do it again under a new view.
+    /// A step failed although all members answered: the members repeat it under a new view.
     Repeated {
         /// The number of the view.
         epoch: u64,
-        /// How often the step has failed so.
+        /// How often the step has failed this way.
         times: u32,
-        /// How long they wait for each other now, in milliseconds.
+        /// How long members now wait for each other, in milliseconds.
         deadline_ms: u64,
-        /// From the failure to the next attempt, in milliseconds of the run's clock.
+        /// Time from the failure to the next attempt, in milliseconds of the run's clock.
         took_ms: u64,
-        /// The failure that was seen here.
+        /// The failure that this member saw.
         reason: Option<String>,
     },
-    /// Members have other shares of a step: they follow their speed.
+    /// Members got new shares of a step, by their speed.
     Shares {
         /// Microbatches of each member in a step, by rank.
         microbatches: Vec<u32>,
-        /// What a step was expected to take, by the measured times, in microseconds.
+        /// Predicted time of a step before the change, from measured times, in microseconds.
         before_us: u64,
-        /// What it is expected to take now.
+        /// Predicted time of a step now, in microseconds.
         now_us: u64,
     },
-    /// A peer was lost, which ended the run here.
+    /// A peer was lost, which ended the run on this rank.
     Lost {
-        /// Who, and how one can tell.
+        /// The peer, and how the loss was detected.
         peer: String,
     },
-    /// A rank was found to have wrong values, which ended the run.
+    /// Ranks were found to have wrong values, which ended the run.
     Named {
         /// The ranks.
         ranks: Vec<u32>,
@@ -93,18 +95,18 @@ pub enum What {
     },
     /// A signal stopped the run.
     Stopped {
-        /// Which.
+        /// Which signal.
         reason: String,
     },
-    /// The run did not go on, for another reason.
+    /// The run ended for another reason.
     Refused {
-        /// Which.
+        /// The error.
         reason: String,
     },
 }
 
 impl What {
-    /// What an error that ends a run is.
+    /// Returns the event of an error that ends a run.
     pub(crate) fn ended(error: &Error) -> Self {
         let reason = causes(error);
         match error {
@@ -122,7 +124,7 @@ impl What {
     }
 }
 
-/// An error with its causes on one line.
+/// Returns an error and its causes on one line.
 pub(crate) fn causes(error: &Error) -> String {
     let mut text = error.to_string();
     let mut cause = std::error::Error::source(error);
@@ -145,21 +147,21 @@ pub struct Event {
     pub what: What,
 }
 
-/// Appends events to a run's file. What cannot be written is warned of and dropped: no run ends for it.
+/// Appends events to a run's file. Failures to write are logged and ignored: they do not end the run.
 #[derive(Debug)]
 pub(crate) struct EventLog {
     file: Option<LineFile>,
-    /// The run's clock in seconds, as it was last told.
+    /// The run's clock in seconds, as last set.
     pub(crate) time_s: f64,
 }
 
 impl EventLog {
-    /// A log in this folder; without one, events are dropped. The file is opened at the first event.
+    /// Makes a log in this folder; without a folder, events are dropped. The file is opened at the first event.
     pub(crate) fn new(folder: Option<&Path>) -> Self {
         Self { file: folder.map(|folder| LineFile::new(folder.join(EVENTS))), time_s: 0.0 }
     }
 
-    /// Writes an event after so many steps.
+    /// Writes an event that happened after `step` steps.
     pub(crate) fn write(&mut self, step: u64, what: What) {
         let event = Event { step, time_s: self.time_s, what };
         if let Some(Err(error)) = self.file.as_mut().map(|file| file.append(&event)) {
@@ -168,7 +170,7 @@ impl EventLog {
     }
 }
 
-/// Reads all events of a file, but for a line that a crash left half-written at its end.
+/// Reads all events of a file; a last line without a newline, as a crash leaves it, is ignored.
 ///
 /// Errors: [`Error::Io`], [`Error::Events`] with the line.
 pub fn read(path: &Path) -> Result<Vec<Event>> {
@@ -206,7 +208,7 @@ mod tests {
         assert_eq!(read(&path).unwrap(), [event(1, saved(1)), event(3, named)]);
         fs::write(&path, "{}\n").unwrap();
         assert!(read(&path).unwrap_err().to_string().ends_with("events.jsonl:1 is not an event"));
-        // Nothing is written where nothing can be.
+        // A log without a folder, or with a missing folder, writes nothing.
         log(None).write(1, saved(1));
         log(Some(&folder.path().join("missing"))).write(1, saved(1));
     }

@@ -1,12 +1,12 @@
-//! Weights and states that are not finite are refused by the name of their tensor.
+//! Checks that weights and states are finite; errors name the tensor.
 
 use farflung_tensor::ParamLayout;
 
 use crate::{Error, Result};
 
-/// Refuses a tensor with a NaN or an infinity.
+/// Checks that a tensor contains no NaN and no infinity.
 ///
-/// Errors: [`Error::NotFinite`] with its name and the first such element.
+/// Errors: [`Error::NotFinite`] with the tensor's name and the first such element.
 pub fn check(tensor: &str, values: &[f32]) -> Result<()> {
     if farflung_optim::all_finite(values) {
         return Ok(());
@@ -19,10 +19,10 @@ pub fn check(tensor: &str, values: &[f32]) -> Result<()> {
     }
 }
 
-/// Refuses a flat buffer whose tensors are not all finite; what lies between them does not count. `prefix`
-/// stands before the tensors' names.
+/// Checks that all tensors of a flat buffer are finite; elements between tensors are ignored. `prefix` is put
+/// before the tensors' names in errors.
 ///
-/// Errors: [`Error::NotFinite`] with the first tensor.
+/// Errors: [`Error::NotFinite`] with the first such tensor.
 pub fn check_flat(prefix: &str, layout: &ParamLayout, flat: &[f32]) -> Result<()> {
     layout.params().iter().try_for_each(|p| check(&format!("{prefix}{}", p.name), &flat[p.range()]))
 }

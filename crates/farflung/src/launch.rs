@@ -1,7 +1,7 @@
-//! Starts a job of several processes, here or over ssh on several machines, and stays until the last one ended.
+//! Starts the processes of a job, here or over ssh on several machines, and waits until the last one has ended.
 //!
-//! One thread a child reads its stderr; the caller's thread polls for exits and signals. It refuses to know
-//! what the children do.
+//! One thread per child reads its stderr; the caller's thread polls for exits and signals. It does not depend
+//! on what the children do.
 
 mod elastic;
 mod hosts;
@@ -31,25 +31,26 @@ pub use share::serve;
 
 use crate::{Error, Result, Stop};
 
-/// A job's processes on this machine.
+/// The processes of a job on this machine.
 #[derive(Debug, Clone)]
 pub struct Launch {
-    /// The ranks that are started here; all of the job's, unless other machines have the others.
+    /// The ranks that are started here: all of the job's, unless other machines start some.
     pub ranks: Range<usize>,
     /// Number of processes of the job.
     pub world_size: usize,
-    /// Host and port of rank 0; port 0 is any free one.
+    /// Host and port of rank 0; port 0 takes any free port.
     pub master: (String, u16),
-    /// How long the others may go on after one failed, and again how long they may take to end when asked to.
+    /// Time that the other processes may go on after one has failed, and time that they have to end when asked
+    /// to.
     pub grace: Duration,
-    /// A join secret for the processes, in `FARFLUNG_SECRET`, unless they have one from elsewhere.
+    /// A join secret for the processes, passed in `FARFLUNG_SECRET`; `None` if they get one in another way.
     pub secret: Option<JoinSecret>,
-    /// Whether the processes meet over QUIC: each gets a key of its own, and all get a ticket.
+    /// Whether the processes meet over QUIC. Each then gets a key of its own, and all get a ticket.
     pub over_quic: bool,
 }
 
 impl Launch {
-    /// So many processes, all on this machine, that meet at any free port of its loopback.
+    /// Returns a job of `processes` processes on this machine, which meet at any free port of its loopback.
     #[must_use]
     pub fn here(processes: usize) -> Self {
         Self {
@@ -62,21 +63,21 @@ impl Launch {
         }
     }
 
-    /// Starts `program` with `args` as each of the ranks and waits for all of them.
+    /// Starts `program` with `args` once per rank and waits for all of them.
     ///
-    /// Each gets RANK, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`; lines
-    /// of its stderr appear behind `[rank]`, stdout passes through. Each signal of `stop` is passed on, the
-    /// third as SIGKILL, also to those that stand still. After the first failure the others have `grace` to end
-    /// by themselves, then SIGTERM and `grace`, then SIGKILL. On Linux they get SIGTERM as well where the
-    /// thread that runs this ends first, however it ends.
+    /// Each process gets RANK, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`.
+    /// Lines of its stderr are shown with the prefix `[rank]`; its stdout passes through. Each signal of `stop`
+    /// is passed on, the third one as SIGKILL, also to stopped processes. After the first failure the others
+    /// have `grace` to end by themselves, then get SIGTERM and again `grace`, then SIGKILL. On Linux they also
+    /// get SIGTERM if the thread that runs this function ends first, however it ends.
     ///
-    /// Errors: [`Error::Child`] with the rank that the job failed by, [`Error::Stopped`] if a signal ended the
-    /// job, [`Error::Start`], [`Error::Io`] if no port is free.
+    /// Errors: [`Error::Child`] with the rank whose failure ended the job, [`Error::Stopped`] if a signal ended
+    /// the job, [`Error::Start`], [`Error::Io`] if no port is free.
     pub fn run(&self, program: &Path, args: &[OsString], stop: &Stop) -> Result<()> {
         self.run_with(program, args, &BTreeMap::new(), stop)
     }
 
-    /// As [`Launch::run`], with variables besides.
+    /// As [`Launch::run`], with further environment variables.
     fn run_with(
         &self,
         program: &Path,
@@ -109,7 +110,7 @@ impl Launch {
         job.run(self.grace, stop)
     }
 
-    /// A port on which rank 0 can listen.
+    /// Returns a port on which rank 0 can listen.
     fn free_port(&self) -> Result<u16> {
         let host = self.master.0.as_str();
         let free = if self.over_quic {
@@ -121,7 +122,7 @@ impl Launch {
     }
 }
 
-/// A secret as the text of a variable.
+/// Returns a secret as hexadecimal text for a variable.
 fn as_text(secret: &JoinSecret) -> String {
     secret.bytes().iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
 }

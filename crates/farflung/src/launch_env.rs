@@ -1,7 +1,8 @@
-//! Who this process is in a job that something else started: torchrun, mpirun, Slurm, Kubernetes or `farflung
-//! launch`.
+//! This process's place in a job that a launcher started: torchrun, mpirun, Slurm, Kubernetes or
+//! `farflung launch`.
 //!
-//! A pure function of the environment's variables, in the order of the design. It refuses to know sockets.
+//! Detection is a pure function of the environment variables, which are checked in the order of a table. It
+//! does not depend on sockets.
 
 use std::fmt;
 
@@ -11,10 +12,11 @@ use farflung_parallel::Cluster;
 
 use crate::{Error, Result};
 
-/// The port of rank 0 where nobody names one.
+/// The default port of rank 0.
 pub const MASTER_PORT: u16 = 29500;
 
-/// The most processes of a job: the limit of a topology. Each process keeps a connection to each other one.
+/// Highest number of processes of a job: the limit of a topology. Each process keeps a connection to each other
+/// one.
 pub const MOST_PROCESSES: u32 = Cluster::MAX_RANKS as u32;
 
 /// A process's place in its job.
@@ -26,28 +28,28 @@ pub struct LaunchEnv {
     pub world_size: usize,
     /// Position among the processes of this machine.
     pub local_rank: usize,
-    /// Number of processes of this machine, where the launcher says it.
+    /// Number of processes on this machine, if the launcher sets it.
     pub local_world_size: Option<usize>,
     /// Host of rank 0.
     pub master_addr: String,
     /// Port of rank 0.
     pub master_port: u16,
-    /// Whose variables said so.
+    /// The launcher whose variables were read.
     pub source: &'static str,
     /// Further addresses of rank 0, `host:port`, tried in turn after the first, and relays.
     pub more_addresses: Vec<String>,
-    /// How connections are protected, and who may join; nothing at first.
+    /// How connections are protected, and which processes may join; [`detect`] leaves it unprotected.
     pub security: Security,
 }
 
 impl LaunchEnv {
-    /// Whether ranks meet at this machine's loopback, which nobody else reaches.
+    /// Returns whether ranks meet at this machine's loopback, which other machines cannot reach.
     #[must_use]
     pub fn is_local(&self) -> bool {
         is_loopback(&self.master_addr)
     }
 
-    /// Where rank 0 is reached: `host:port`, or several with commas between.
+    /// Returns where rank 0 is reached: `host:port`, or several addresses separated by commas.
     #[must_use]
     pub fn meeting_place(&self) -> String {
         let Self { master_addr: host, master_port: port, .. } = self;
@@ -61,7 +63,7 @@ impl LaunchEnv {
     }
 }
 
-/// Whether a host is this machine's loopback.
+/// Returns whether a host is this machine's loopback.
 #[must_use]
 pub fn is_loopback(host: &str) -> bool {
     let address: Result<std::net::IpAddr, _> = host.parse();
@@ -87,8 +89,8 @@ struct Family {
     local_size: &'static str,
 }
 
-/// In the order in which they are asked. `PMIX_RANK` comes without a size: PMI's or `OpenMPI`'s stands beside
-/// it.
+/// In the order in which they are checked. `PMIX_RANK` comes without a size, which is then in PMI's or
+/// `OpenMPI`'s variables.
 const FAMILIES: [Family; 5] = [
     Family {
         source: "RANK",
@@ -127,17 +129,18 @@ const FAMILIES: [Family; 5] = [
     },
 ];
 
-/// Finds this process's place in its job; `None` if nothing launched it.
+/// Finds this process's place in its job; `None` if no launcher's variables are set.
 ///
-/// `MASTER_ADDR` and `MASTER_PORT` hold for every launcher; without them the master is Slurm's first host, or
-/// this machine for a job of one machine. Kubernetes' `JOB_COMPLETION_INDEX` needs `WORLD_SIZE` and
-/// `MASTER_ADDR` beside it.
+/// `MASTER_ADDR` and `MASTER_PORT` are read for every launcher. Without them the master is Slurm's first host,
+/// or this machine if the job has one machine. Kubernetes' `JOB_COMPLETION_INDEX` also needs `WORLD_SIZE` and
+/// `MASTER_ADDR`.
 ///
-/// Errors: [`Error::HalfSet`] with the missing variable, [`Error::Variable`] with the one that cannot be read.
+/// Errors: [`Error::HalfSet`] with the missing variable, [`Error::Variable`] with the one that cannot be
+/// parsed.
 pub fn detect(env: impl Fn(&str) -> Option<String>) -> Result<Option<LaunchEnv>> {
     for family in &FAMILIES {
-        // Slurm sets its size in a batch script too, which is no process of a job; the others set both or
-        // neither.
+        // Slurm sets its size also in a batch script, which is not a process of a job. The other launchers set
+        // both variables or neither.
         let size_alone_counts = family.source == "RANK" && env("JOB_COMPLETION_INDEX").is_none();
         match (env(family.rank), env(family.size)) {
             (Some(_), Some(_)) => return member(&env, family).map(Some),
@@ -192,8 +195,8 @@ fn member(env: &impl Fn(&str) -> Option<String>, family: &Family) -> Result<Laun
         },
     };
     let slurm_host = || env("SLURM_JOB_NODELIST").as_deref().and_then(first_host);
-    // Only OpenMPI and PMI start several machines without naming one of them; there a local job is all we can
-    // assume.
+    // Only OpenMPI and PMI start several machines without naming one of them; then a local job is all that can
+    // be assumed.
     let master_addr = match env("MASTER_ADDR").filter(|a| !a.is_empty()) {
         Some(addr) => addr,
         None => slurm_host().unwrap_or_else(|| "127.0.0.1".to_owned()),
@@ -202,7 +205,7 @@ fn member(env: &impl Fn(&str) -> Option<String>, family: &Family) -> Result<Laun
         rank: Rank(rank),
         world_size: size as usize,
         local_rank: number(family.local)?.unwrap_or(0) as usize,
-        // Used only to estimate this machine's memory: a value that is not a number is ignored.
+        // Used only to estimate this machine's memory, so a value that is not a number is ignored.
         local_world_size: env(family.local_size).and_then(|value| value.trim().parse().ok()),
         master_addr,
         master_port,
@@ -212,7 +215,7 @@ fn member(env: &impl Fn(&str) -> Option<String>, family: &Family) -> Result<Laun
     })
 }
 
-/// The first host of a Slurm node list: `n[01-03,05],m7` is `n01`, `a[1,2]b[3-4]` is `a1b3`.
+/// Returns the first host of a Slurm node list: `n01` for `n[01-03,05],m7`, `a1b3` for `a[1,2]b[3-4]`.
 fn first_host(list: &str) -> Option<String> {
     let mut host = String::new();
     let mut rest = list.trim();

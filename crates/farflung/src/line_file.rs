@@ -1,5 +1,5 @@
-//! A file of JSON lines that a run appends to: `events.jsonl`, `times.jsonl`. Lines of earlier starts of the
-//! run stay.
+//! A file of JSON lines that a run appends to, such as `events.jsonl` or `times.jsonl`. Lines of earlier starts
+//! of the run are kept.
 
 use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};
@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use crate::{Error, Result};
 
-/// A file that is opened at its first line.
+/// A file of JSON lines, opened when the first line is appended.
 #[derive(Debug)]
 pub(crate) struct LineFile {
     path: PathBuf,
@@ -21,7 +21,8 @@ impl LineFile {
         Self { path, file: None }
     }
 
-    /// Appends a line, behind the last whole one: what a crash left of another is cut off.
+    /// Appends a line. When the file is opened, a last line without a newline, as a crash leaves it, is
+    /// removed.
     ///
     /// Errors: [`Error::Io`].
     pub(crate) fn append(&mut self, line: &impl Serialize) -> Result<()> {

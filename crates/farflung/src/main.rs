@@ -1,4 +1,4 @@
-//! The `farflung` binary: the command line over the library.
+//! The `farflung` binary: runs the command line of the library.
 
 mod cli;
 

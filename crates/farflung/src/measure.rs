@@ -1,4 +1,4 @@
-//! How fast a machine trains a model: what a topology file wants to know of it.
+//! Measures how fast a machine trains a model, for its entry in a topology file.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -11,34 +11,35 @@ use serde::Serialize;
 
 use crate::{Error, Result};
 
-/// What a device reached.
+/// Result of a measurement.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Measured {
     /// The machine's name on its network.
     pub host: String,
     /// The device.
     pub device: String,
-    /// The model's name.
+    /// The name of the model.
     pub model: String,
-    /// Sequences of a step.
+    /// Sequences per step.
     pub batch: usize,
-    /// Steps that were timed.
+    /// Number of timed steps.
     pub steps: usize,
-    /// Median time of a step in seconds: forward, loss, backward, clipping, `AdamW`.
+    /// Median time of a step in seconds: forward, loss, backward, clipping and `AdamW`.
     pub step_s: f64,
-    /// Tokens a second.
+    /// Tokens per second.
     pub tokens_per_s: f64,
-    /// Mean loss of the last step in nats.
+    /// Mean loss of the last step, in nats.
     pub loss: f64,
-    /// Operations a second, as the virtual clock counts those of a token.
+    /// Operations per second; the operations of a token are counted as the virtual clock counts them.
     pub flops: f64,
-    /// Rate of matrix products that are cut among 2, 4 and 8 tensor ranks, in percent of the whole product's.
+    /// Rate of a matrix product that is split among 2, 4 and 8 tensor ranks, in percent of the unsplit
+    /// product's rate.
     pub tensor_efficiency: Vec<u8>,
-    /// Bytes of memory that a run on this machine may use; `None` where that is not known, as of a GPU.
+    /// Bytes of memory that a run on this machine may use; `None` if that is not known, as for a GPU.
     pub memory: Option<u64>,
 }
 
-/// The device's entry of a topology file.
+/// Formats the device's entry of a topology file.
 impl fmt::Display for Measured {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { host, device, model, batch, steps, tokens_per_s, .. } = self;
@@ -60,24 +61,24 @@ impl fmt::Display for Measured {
     }
 }
 
-/// What is timed.
+/// Parameters of a measurement.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Trial<'a> {
     /// The model's name.
     pub name: &'a str,
     /// The model.
     pub model: GptConfig,
-    /// Sequences of a step.
+    /// Sequences per step.
     pub batch: usize,
-    /// How long to train, three timed steps at least.
+    /// How long to train; at least three steps are timed.
     pub time: Duration,
-    /// Of the first weights.
+    /// Seed of the initial weights.
     pub seed: u64,
 }
 
-/// Trains a model on arbitrary tokens. [`Measured::memory`] is left to the caller.
+/// Trains a model on arbitrary tokens and measures the steps. The caller sets [`Measured::memory`].
 ///
-/// Errors: those of the device; [`Error::Setting`] for a batch of nothing; [`Error::LossNotFinite`].
+/// Errors: those of the device; [`Error::Setting`] if the batch is 0; [`Error::LossNotFinite`].
 pub fn measure(device: &Device, trial: &Trial<'_>) -> Result<Measured> {
     let Trial { name, model, batch, time, seed } = *trial;
     if batch == 0 {
@@ -101,7 +102,7 @@ pub fn measure(device: &Device, trial: &Trial<'_>) -> Result<Measured> {
     let (inputs, targets) = (ids(7919), ids(104_729));
     let (mut times, mut loss) = (Vec::new(), f64::NAN);
     let begun = now();
-    // The first step fills pools and compiles kernels.
+    // The first step fills memory pools and compiles kernels.
     while times.len() < 4 || begun.elapsed() < time {
         let step = now();
         let (x, y) = (whole.tokens(&inputs, model.context)?, whole.tokens(&targets, model.context)?);
@@ -141,17 +142,18 @@ pub fn measure(device: &Device, trial: &Trial<'_>) -> Result<Measured> {
     })
 }
 
-/// Numbers of tensor ranks whose products are timed.
+/// Numbers of tensor ranks for which products are timed.
 const TENSOR_RANKS: [usize; 4] = [1, 2, 4, 8];
 
-/// Times that each product is measured, in turns, so that a machine's moods fall on all.
+/// Number of rounds; each round measures every product once, so that variations of the machine affect all
+/// alike.
 const TURNS: usize = 15;
 
-/// Products of a measurement.
+/// Products per measurement.
 const REPEATS: usize = 4;
 
-/// The rate of the feed-forward layer's wider product at a half, a quarter and an eighth of its columns, in
-/// percent of that of all; at most 100.
+/// Returns the rate of the feed-forward layer's wider product at a half, a quarter and an eighth of its
+/// columns, in percent of the rate at all columns; at most 100.
 fn tensor_efficiency(device: &Device, tokens: usize, dim: usize) -> Result<Vec<u8>> {
     let columns = 4 * dim;
     let values = |len: usize| -> Vec<f32> { (0..len).map(|i| (i % 17) as f32 / 17.0 - 0.5).collect() };
@@ -177,18 +179,19 @@ fn tensor_efficiency(device: &Device, tokens: usize, dim: usize) -> Result<Vec<u
                 })?;
             }
             device.fence()?;
-            // The first turn fills pools and compiles kernels.
+            // The first round fills memory pools and compiles kernels.
             if turn > 0 {
                 times.push(begun.elapsed().as_secs_f64());
             }
         }
     }
-    // Whatever else the machine does only makes a turn slower.
+    // The minimum, since other load on the machine only makes a round slower.
     let fastest = |(_, _, times): (_, _, Vec<f64>)| times.into_iter().fold(f64::INFINITY, f64::min);
     Ok(percents(&products.into_iter().map(fastest).collect::<Vec<_>>()))
 }
 
-/// By the times of a product and of its parts: a half, a quarter, and so on.
+/// Returns the rates in percent, from the times of the whole product and of its parts: a half, a quarter, and
+/// so on.
 fn percents(times: &[f64]) -> Vec<u8> {
     let Some((whole, parts)) = times.split_first() else { return Vec::new() };
     let ranks = TENSOR_RANKS.into_iter().skip(1);
@@ -210,7 +213,7 @@ mod tests {
     #[test]
     fn efficiency_is_the_share_of_the_whole_products_rate() {
         assert_eq!(percents(&[8.0, 4.0, 2.5, 2.0]), [100, 80, 50]);
-        // Noise is not above the whole, and nothing is of no use at all.
+        // Percentages are limited to 100 (noise) and are at least 1.
         assert_eq!(percents(&[8.0, 3.9, 1e9]), [100, 1]);
         assert_eq!(percents(&[]), [0_u8; 0]);
     }

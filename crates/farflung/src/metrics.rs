@@ -1,4 +1,4 @@
-//! `metrics.jsonl`: one object a step, each line on disk as soon as the step is done.
+//! `metrics.jsonl`: one JSON object per step; each line is written as soon as the step is done.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -8,38 +8,39 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, PeerCounters, Result};
 
-/// What is known after a step. Counts are totals since the run's first step, over all its resumes.
+/// Metrics after a step. Counts are totals since the run's first step, over all its resumes.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepMetrics {
-    /// Steps done.
+    /// Number of steps done.
     pub step: u64,
     /// The run's clock in seconds: virtual on simulated links.
     pub time_s: f64,
-    /// Seconds that really passed.
+    /// Seconds of real time.
     pub wall_s: f64,
-    /// Tokens that all workers trained on.
+    /// Number of tokens on which all workers together trained.
     pub tokens: u64,
-    /// Mean loss of the step's tokens, in nats; JSON has no NaN and writes `null`.
+    /// Mean loss of the step's tokens, in nats. JSON has no NaN, so NaN is written as `null`.
     #[serde(deserialize_with = "null_is_nan")]
     pub train_loss: f64,
-    /// Mean loss of held-out tokens, where the step evaluated.
+    /// Mean loss of held-out tokens, in nats, if the step evaluated.
     pub val_loss: Option<f64>,
-    /// Bytes that this process's workers sent.
+    /// Bytes sent by this process's workers.
     pub bytes_sent: u64,
-    /// Bytes that they received.
+    /// Bytes received by this process's workers.
     pub bytes_received: u64,
-    /// All workers' tokens a second of `time_s`, in the step.
+    /// Tokens of all workers in the step per second of `time_s`.
     pub tokens_per_s: f64,
-    /// How far apart copies of parameters were, where they are on devices that round differently and the step
-    /// compared them: the largest relative l2 distance of a copy from its first holder's, which all have again
-    /// since.
+    /// How far copies of parameters differed, if they are on devices that round differently and the step
+    /// compared them: the largest relative l2 distance of a copy from that of its first holder. All copies were
+    /// then set to the first holder's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drift: Option<f64>,
-    /// Hash of all parameters by tensor, the same under any plan, where the step was asked for it
+    /// Hash of all parameters by tensor, the same under any plan, if it was due in this step
     /// (`--digest-every`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
-    /// What rank 0 and each of its peers have exchanged since they met, and how the paths between them do.
+    /// Counters of what rank 0 and each of its peers have exchanged since they met, with measurements of the
+    /// paths between them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub peers: Vec<PeerCounters>,
 }
@@ -56,7 +57,8 @@ pub struct MetricsWriter {
 }
 
 impl MetricsWriter {
-    /// Opens the file for the steps after `step`: later lines, and what a crash left half-written, are cut off.
+    /// Opens the file for the steps after `step`. Lines of later steps, and a line that a crash left
+    /// incomplete, are removed.
     pub(crate) fn open(path: &Path, step: u64) -> Result<Self> {
         let mut file = File::options()
             .create(true)
@@ -87,7 +89,7 @@ impl MetricsWriter {
     }
 }
 
-/// Reads all steps of a `metrics.jsonl`, but for what a crash left half-written at its end.
+/// Reads all steps of a `metrics.jsonl`; a line that a crash left incomplete at the end is ignored.
 ///
 /// Errors: [`Error::Io`], [`Error::Metrics`] with the line.
 pub fn read(path: &Path) -> Result<Vec<StepMetrics>> {
@@ -96,7 +98,7 @@ pub fn read(path: &Path) -> Result<Vec<StepMetrics>> {
     lines.enumerate().map(|(i, line)| parse(path, i + 1, line)).collect()
 }
 
-/// The bytes of all complete lines, without what a crash left at the end: a line without a newline, and lines
+/// Returns the bytes of all complete lines. A crash can leave, at the end, a line without a newline or lines
 /// that are not text (a power loss can leave blocks of zeros or of other data).
 fn whole(bytes: &[u8]) -> &[u8] {
     let ended = bytes.iter().rposition(|&b| b == b'\n').map_or(0, |last| last + 1);
@@ -161,7 +163,7 @@ mod tests {
             writer.write(&at(4)).unwrap();
             assert_eq!(read(&path).unwrap(), (1..=4).map(at).collect::<Vec<_>>(), "{tail:?}");
         }
-        // Not at the end it is damage.
+        // Such a line is damage if it is not at the end.
         let mut writer = MetricsWriter::open(&path, 2).unwrap();
         writer.file.write_all(b"\xff\n").unwrap();
         writer.write(&at(4)).unwrap();

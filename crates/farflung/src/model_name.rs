@@ -4,7 +4,8 @@
 use farflung_zoo::GptConfig;
 use farflung_zoo::config::PRESETS;
 
-/// The name of the preset with this shape (the vocabulary may differ), else layers and width, as in `gpt-4x96`.
+/// Returns the name of the preset with this shape (the vocabulary may differ), or layers and width, such as
+/// `gpt-4x96`.
 #[must_use]
 pub fn model_name(model: &GptConfig) -> String {
     let shape = |preset: &GptConfig| GptConfig { vocab: model.vocab, ..*preset };

@@ -1,5 +1,5 @@
-//! Notices that a machine is about to be taken away, as spot machines get them: a file that appears, or a
-//! command that succeeds. Then the run is asked to stop, as by SIGTERM.
+//! Termination notices, as spot machines get them before they are taken away: a file appears, or a command
+//! succeeds. The run is then asked to stop as by SIGTERM.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -10,17 +10,17 @@ use farflung_base::Nanos;
 
 use crate::{Error, Result, Signal, Stop, terminal};
 
-/// How this machine hears that it is about to be taken away.
+/// How the process detects a termination notice for its machine.
 #[derive(Debug, Clone, clap::Args)]
 pub struct NoticeArgs {
-    /// Leave in peace once this file is there, as after SIGTERM.
+    /// Stop the run after the current step, as after SIGTERM, once this file exists.
     #[arg(long = "notice-file", value_name = "FILE", help_heading = NOTICE)]
     file: Option<PathBuf>,
-    /// Leave in peace once this shell command succeeds, such as
-    /// `curl -sf http://169.254.169.254/latest/meta-data/spot/instance-action` on a spot machine of AWS.
+    /// Stop the run after the current step, as after SIGTERM, once this shell command succeeds. On an AWS spot
+    /// machine, for example: `curl -sf http://169.254.169.254/latest/meta-data/spot/instance-action`.
     #[arg(long = "notice-command", value_name = "COMMAND", help_heading = NOTICE)]
     command: Option<String>,
-    /// How often to look for either.
+    /// Time between two checks of the file and the command.
     #[arg(long = "notice-every", value_name = "TIME", default_value = "2s", help_heading = NOTICE)]
     every: Nanos,
 }
@@ -28,9 +28,10 @@ pub struct NoticeArgs {
 const NOTICE: &str = "When this machine is taken away";
 
 impl NoticeArgs {
-    /// Looks from now on, and asks `stop` once there is a notice.
+    /// Starts a thread that checks for a notice at the given interval and requests a stop from `stop` once
+    /// there is one.
     ///
-    /// Errors: the system gives no thread.
+    /// Errors: [`Error::Start`] if the system cannot start a thread.
     pub fn watch(&self, stop: &Stop) -> Result<()> {
         if self.file.is_none() && self.command.is_none() {
             return Ok(());
@@ -51,7 +52,7 @@ impl NoticeArgs {
         started.map(drop).map_err(|source| Error::Start { rank: 0, source })
     }
 
-    /// What gives notice, if anything does.
+    /// Returns a description of the notice, or `None` if there is none yet.
     fn given(&self) -> Option<String> {
         if let Some(file) = self.file.as_ref().filter(|file| file.exists()) {
             return Some(format!("{} is there", file.display()));

@@ -1,5 +1,5 @@
-//! Where a run's numbers go beside its own files: Prometheus, TensorBoard, OpenTelemetry. Each is behind a
-//! feature of its name; a build without it refuses the flag.
+//! Sends a run's metrics to other programs: Prometheus, TensorBoard, OpenTelemetry. Each is behind a feature of
+//! the same name; a build without the feature refuses the flag.
 
 #[cfg(feature = "otlp")]
 pub mod otlp;
@@ -14,37 +14,38 @@ use std::path::PathBuf;
 use crate::train::{Observation, Watch};
 use crate::{Error, LaunchEnv, Result, StepMetrics};
 
-/// Where this process's numbers go.
+/// Where this process's metrics are sent.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct ObserveArgs {
-    /// Serve this process's numbers for Prometheus at `http://ADDR/metrics`: `HOST:PORT`, or a port of the
-    /// loopback. Of several processes of a machine each takes the port after the last one's. Needs the feature
+    /// Serve this process's metrics for Prometheus at `http://ADDR/metrics`. ADDR is `HOST:PORT`, or a port of
+    /// the loopback. If several processes run on a machine, each takes the next port. Needs the feature
     /// `prometheus`.
     #[arg(long = "prometheus", value_name = "ADDR", num_args = 0..=1, default_missing_value = "9464",
           help_heading = HEADING)]
     prometheus: Option<String>,
-    /// Write event files for TensorBoard into this folder; ranks above 0 of a launched job into `rank-N` in it.
-    /// Needs the feature `tensorboard`.
+    /// Write event files for TensorBoard into this folder; ranks above 0 of a launched job write to `rank-N` in
+    /// it. Needs the feature `tensorboard`.
     #[arg(long = "tensorboard", value_name = "DIR", help_heading = HEADING)]
     tensorboard: Option<PathBuf>,
 }
 
 const HEADING: &str = "Observing";
 
-/// Takes up what is known after each step. None of them holds up or ends a run.
+/// Receives metrics after each step. An observer must not delay or end a run.
 pub trait Observer: Debug + Send {
-    /// A step's row, with its loss. Only where rows are written: on rank 0, and on every member of `farflung
-    /// host`.
+    /// Receives a step's row, with its loss. Called only where rows are written: on rank 0, and on every member
+    /// of `farflung host`.
     fn told(&mut self, row: &StepMetrics);
-    /// This process's first rank after a step.
+    /// Receives the state of this process's first rank after a step.
     fn observe(&mut self, seen: &Observation<'_>);
 }
 
 impl ObserveArgs {
-    /// What observes this process, which has this place in a launched job. `told` is given lines worth telling.
+    /// Returns the observers of this process, whose place in a launched job is `env`. Calls `told` with lines
+    /// to show to the user.
     ///
-    /// Errors: [`Error::Setting`] where this build lacks the feature; [`Error::Io`] for an address that cannot
-    /// be taken or a folder that cannot be made.
+    /// Errors: [`Error::Setting`] if this build lacks the feature; [`Error::Io`] for an address that cannot be
+    /// bound or a folder that cannot be made.
     pub fn observers(
         &self,
         env: Option<&LaunchEnv>,
@@ -91,14 +92,14 @@ fn write_events(folder: &std::path::Path) -> Result<Box<dyn Observer>> {
     Err(lacks("tensorboard", folder.display().to_string()))
 }
 
-/// A flag that this build cannot serve.
+/// Returns the error of a flag whose feature this build lacks.
 #[must_use]
 pub fn lacks(feature: &'static str, value: String) -> Error {
     let expected = format!("a build with it: this one lacks it, build it with `--features {feature}`");
     Error::Setting { field: feature, value, expected }
 }
 
-/// Follows a run as another does, and tells observers.
+/// Passes all calls on to another [`Watch`] and to observers.
 #[derive(Debug)]
 pub struct Observed<'a, W> {
     inner: &'a mut W,
@@ -106,7 +107,7 @@ pub struct Observed<'a, W> {
 }
 
 impl<'a, W: Watch> Observed<'a, W> {
-    /// `inner`, with these observers beside it.
+    /// Adds observers to `inner`.
     pub fn new(inner: &'a mut W, observers: Vec<Box<dyn Observer>>) -> Self {
         Self { inner, observers }
     }

@@ -1,6 +1,6 @@
-//! What a worker and each of its peers have exchanged, and how the path between them does. Rank 0's stand in
-//! its rows of `metrics.jsonl`; other ranks of real networks have them in `peers.jsonl` in their folders, an
-//! object a step.
+//! Counts what a worker and each of its peers have exchanged, and records measurements of the network path
+//! between them. Rank 0's counters are in its rows of `metrics.jsonl`. On real networks, the other ranks write
+//! theirs to `peers.jsonl` in their folders, one JSON object per step.
 
 use std::fmt;
 use std::path::Path;
@@ -14,37 +14,37 @@ use crate::line_file::LineFile;
 /// The file's name.
 pub const PEERS: &str = "peers.jsonl";
 
-/// Of one peer. Counts are since this process met it.
+/// Counters for one peer, since this process met it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct PeerCounters {
-    /// The number of its endpoint: its rank, but where members come and leave.
+    /// The number of the peer's endpoint. It equals the peer's rank unless members may join and leave.
     pub peer: u32,
-    /// Bytes sent to it, frames and all.
+    /// Bytes sent to the peer, including frame headers.
     pub bytes_sent: u64,
-    /// Bytes received of it.
+    /// Bytes received from the peer, including frame headers.
     pub bytes_received: u64,
-    /// How the path does, where the network measures it.
+    /// Measurements of the path, if the network provides them.
     #[serde(flatten)]
     pub path: Option<PathCounters>,
 }
 
-/// What the system's TCP, and the queues before it, tell of a path.
+/// Measurements of a path by the system's TCP and by this process's send queues.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct PathCounters {
-    /// The smoothed round trip in seconds.
+    /// Smoothed round-trip time in seconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub round_trip_s: Option<f64>,
-    /// The shortest round trip of the last minutes, in seconds. What is above it is waiting in queues on the
-    /// way.
+    /// Shortest round-trip time of the last minutes, in seconds. Time above it is spent in queues along the
+    /// path.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub least_round_trip_s: Option<f64>,
-    /// Packets with data that were sent, those sent again included.
+    /// Number of data packets sent, including retransmissions.
     pub packets: u64,
-    /// Packets that were sent again.
+    /// Number of retransmitted packets.
     pub retransmissions: u64,
-    /// Bytes that wait on this machine to be sent.
+    /// Bytes on this machine that wait to be sent.
     pub queued_bytes: u64,
-    /// Seconds in which frames waited in this process, for the socket or for the rate of `--up`.
+    /// Seconds for which frames waited in this process, for the socket or because of the rate of `--up`.
     pub queued_s: f64,
 }
 
@@ -63,20 +63,20 @@ impl From<PathStats> for PathCounters {
 }
 
 impl PathCounters {
-    /// Seconds of the round trip that are waiting in queues.
+    /// Returns the part of the round-trip time that is spent in queues, in seconds.
     #[must_use]
     pub fn queueing_s(&self) -> Option<f64> {
         Some((self.round_trip_s? - self.least_round_trip_s?).max(0.0))
     }
 
-    /// Packets sent again, of 1.
+    /// Returns the fraction of packets that were retransmitted.
     #[must_use]
     pub fn loss(&self) -> f64 {
         self.retransmissions as f64 / self.packets.max(1) as f64
     }
 }
 
-/// Times as people read them; `-` for what was not measured.
+/// Formats times with units; `-` stands for a value that was not measured.
 impl fmt::Display for PathCounters {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let time = |s: Option<f64>| s.map_or_else(|| "-".to_owned(), |s| Nanos::from_secs_f64(s).to_string());
@@ -95,7 +95,7 @@ impl fmt::Display for PathCounters {
 }
 
 impl PeerCounters {
-    /// Of one peer of an endpoint.
+    /// Returns the counters of an endpoint for one peer.
     #[must_use]
     pub fn of(transport: &dyn Transport, peer: PeerId) -> Self {
         let Stats { sent, received } = transport.traffic(peer);
@@ -107,7 +107,7 @@ impl PeerCounters {
         }
     }
 
-    /// Of all peers with which the endpoint has exchanged something.
+    /// Returns the counters for all peers with which the endpoint has exchanged bytes.
     #[must_use]
     pub fn all(transport: &dyn Transport) -> Vec<Self> {
         let peers = (0..transport.size() as u32).map(PeerId).filter(|&peer| peer != transport.me());
@@ -119,22 +119,22 @@ impl PeerCounters {
 /// A line of `peers.jsonl`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct PeerCountersLine {
-    /// Steps done. A run that goes on from a checkpoint repeats some.
+    /// Number of steps done. A run that continues from a checkpoint repeats some steps.
     pub step: u64,
-    /// The rank, among those of the step.
+    /// The rank among the ranks of the step.
     pub rank: u32,
     /// The run's clock in seconds.
     pub time_s: f64,
-    /// Its peers.
+    /// Counters for each peer.
     pub peers: Vec<PeerCounters>,
 }
 
-/// Appends to a rank's file. What cannot be written is warned of and dropped: no run ends for it.
+/// Appends to a rank's file. Failures to write are logged and ignored: they do not end the run.
 #[derive(Debug, Default)]
 pub(crate) struct PeerCountersLog(Option<LineFile>);
 
 impl PeerCountersLog {
-    /// A log in this folder; without one, lines are dropped. The file is opened at the first line.
+    /// Makes a log in this folder; without a folder, lines are dropped. The file is opened at the first line.
     pub(crate) fn new(folder: Option<&Path>) -> Self {
         Self(folder.map(|folder| LineFile::new(folder.join(PEERS))))
     }

@@ -1,6 +1,6 @@
-//! The static peer file: where each rank of a job is reached, for jobs without a master.
+//! The static peer file: the address of each rank of a job, for jobs without a master.
 //!
-//! It refuses to know sockets.
+//! This module parses text and does not depend on sockets.
 
 use std::path::Path;
 
@@ -14,9 +14,11 @@ struct File {
     peers: Vec<String>,
 }
 
-/// The addresses in a peer file, in the order of ranks: `peers = ["10.0.0.1:4000", "10.0.0.2:4000"]`, as TOML.
+/// Returns the addresses in a peer file, in the order of ranks. The file is TOML:
+/// `peers = ["10.0.0.1:4000", "10.0.0.2:4000"]`.
 ///
-/// Errors: [`Error::Io`], [`Error::ConfigSyntax`]; [`Error::Setting`] if there is nobody or no port.
+/// Errors: [`Error::Io`], [`Error::ConfigSyntax`]; [`Error::Setting`] if the list is empty or an address lacks
+/// a port.
 pub fn read(path: &Path) -> Result<Vec<String>> {
     let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
     parse(&text, path)

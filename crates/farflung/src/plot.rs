@@ -1,4 +1,4 @@
-//! The loss curve of a run as an SVG that needs nothing else: losses above, bytes sent below, over the steps.
+//! Draws a run's loss curve as a self-contained SVG: losses above, bytes sent below, over the steps.
 
 use plotters::coord::types::RangedCoordf64;
 use plotters::prelude::*;
@@ -14,7 +14,7 @@ const BYTES: RGBColor = RGBColor(77, 128, 77);
 
 type Panel<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
 
-/// Draws a run's steps; values that are not finite are left out, and no steps give empty axes.
+/// Draws a run's steps. Values that are not finite are left out; without steps the axes are empty.
 ///
 /// Errors: [`Error::Plot`].
 pub fn loss_curve_svg(title: &str, rows: &[StepMetrics]) -> Result<String> {
@@ -37,7 +37,7 @@ fn draw(svg: &mut String, title: &str, rows: &[StepMetrics]) -> Result<(), Box<d
 
     let losses = range(train.iter().chain(&val).map(|p| p.1), 0.05);
     let mut chart = panel(&upper, Some(title), steps.clone(), losses, "loss (nats per token)")?;
-    // A line of one point would not be seen.
+    // A line through one point is not visible, so draw a dot.
     let dots = if train.len() == 1 { 3 } else { 0 };
     chart.draw_series(train.iter().map(|&p| Circle::new(p, dots, TRAIN.filled())))?;
     chart
@@ -64,7 +64,7 @@ fn draw(svg: &mut String, title: &str, rows: &[StepMetrics]) -> Result<(), Box<d
     Ok(())
 }
 
-/// Axes with a grid; the x axis is steps.
+/// Returns axes with a grid; the x axis is in steps.
 fn panel<'a, 'b>(
     area: &'b Panel<'a>,
     title: Option<&str>,
@@ -97,7 +97,8 @@ where
     Ok(chart)
 }
 
-/// From the least to the greatest value with a margin on both sides; never empty.
+/// Returns the range from the least to the greatest value, with a margin (a fraction of its length) on both
+/// sides; never empty.
 fn range(values: impl Iterator<Item = f64>, margin: f64) -> std::ops::Range<f64> {
     let (low, high) =
         values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), v| (low.min(v), high.max(v)));
@@ -129,7 +130,7 @@ mod tests {
         for part in ["nano &amp; 4 &lt;workers&gt;", "train", "validation", "step", "MB sent", "loss (nats"] {
             assert!(svg.contains(part), "{part}");
         }
-        // Two validation points and the legend's.
+        // Two validation points and one in the legend.
         assert_eq!(svg.matches("r=\"4\"").count(), 3);
         assert!(svg.matches("<polyline").count() >= 3);
         assert!(!svg.contains("href"));

@@ -1,5 +1,4 @@
-//! How a run's progress is shown on stderr: a bar on a terminal, plain lines elsewhere, nothing when asked to
-//! be quiet.
+//! Shows a run's progress on stderr: a bar on a terminal, plain lines elsewhere, nothing with `--quiet`.
 
 use std::time::Duration;
 
@@ -9,13 +8,13 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use crate::metrics::StepMetrics;
 use crate::terminal::{self, Screen};
 
-/// Times a second that the bar is drawn at most.
+/// Highest number of redraws of the bar per second.
 const DRAWN_HZ: u8 = 10;
 
-/// Seconds between plain lines.
+/// Seconds between two plain lines.
 const LINE_EVERY_S: f64 = 5.0;
 
-/// Where progress goes.
+/// How progress is shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Show {
     /// A bar if stderr is a terminal, lines otherwise.
@@ -24,7 +23,7 @@ pub enum Show {
     Nothing,
 }
 
-/// A run's progress.
+/// Progress display of a run.
 #[derive(Debug)]
 pub struct Progress {
     total: u64,
@@ -42,13 +41,13 @@ enum View {
 }
 
 impl Progress {
-    /// Shows a run of `total` steps of which `done` are behind it.
+    /// Starts the display of a run of `total` steps, of which `done` are done already.
     #[must_use]
     pub fn new(total: u64, done: u64, show: Show) -> Self {
         let view = match show {
             Show::Nothing => View::Nothing,
             Show::Auto => {
-                // Hidden where stderr is no terminal, or one that cannot move its cursor.
+                // The bar is hidden if stderr is no terminal, or one that cannot move its cursor.
                 if ProgressDrawTarget::stderr().is_hidden() {
                     View::Lines { last: None }
                 } else {
@@ -56,7 +55,7 @@ impl Progress {
                     let bar = ProgressBar::with_draw_target(Some(total), screen);
                     let style = "{bar:24} {pos}/{len}  {msg}  eta {eta}";
                     bar.set_style(ProgressStyle::with_template(style).expect("the template is right"));
-                    // The rate of this process, not of the steps that an earlier one did.
+                    // The rate counts the steps of this process only, not those of an earlier start.
                     bar.set_position(done);
                     bar.reset_eta();
                     bar.enable_steady_tick(Duration::from_millis(500));
@@ -67,8 +66,8 @@ impl Progress {
         Self { total, view }
     }
 
-    /// Shows a step. `link_use` is the part of the run's time that the busiest link was busy, if links are
-    /// modelled.
+    /// Shows a step. `link_use` is the fraction of the run's time for which the busiest link was busy, if links
+    /// are simulated.
     pub fn step(&mut self, metrics: &StepMetrics, link_use: Option<f64>) {
         let due = |last: Option<f64>| {
             metrics.step == self.total
@@ -89,7 +88,7 @@ impl Progress {
         }
     }
 
-    /// Shows a line between the steps, such as that a checkpoint was saved.
+    /// Shows a line between steps, for example that a checkpoint was saved.
     pub fn note(&self, text: &str) {
         match &self.view {
             View::Bar(bar) => bar.suspend(|| terminal::say(format!("{text}\n"))),
@@ -106,7 +105,7 @@ impl Progress {
     }
 }
 
-/// A step in words: `loss 2.345 (val 2.4)  12.3k tokens/s  sent 4.1 MB  link 37 %  clock 12.5 s`.
+/// Returns the text of a step: `loss 2.345 (val 2.4)  12.3k tokens/s  sent 4.1 MB  link 37 %  clock 12.5 s`.
 fn describe(metrics: &StepMetrics, link_use: Option<f64>) -> String {
     let val = metrics.val_loss.map_or(String::new(), |v| format!(" (val {v:.3})"));
     let link = link_use.map_or(String::new(), |u| format!("  link {:.0} %", u * 100.0));
@@ -155,7 +154,7 @@ mod tests {
             progress.step(&metrics, None);
             lines += u32::from(matches!(progress.view, View::Lines { last } if last != before));
         }
-        // At 0.1 s, 5.1 s and the end.
+        // Lines are shown at 0.1 s, at 5.1 s and at the end.
         assert_eq!(lines, 3);
     }
 }

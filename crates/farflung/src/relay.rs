@@ -1,7 +1,7 @@
-//! A link in the middle: what comes in at one address goes out to another, as slowly and unreliably as asked
-//! for. In user space, over TCP or UDP, so that anybody can try a real run over a bad link on one machine.
+//! A simulated bad link: forwards what arrives at one address to another, with a given rate, delay, jitter and
+//! loss. It runs in user space over TCP or UDP, so that a real run over a bad link can be tried on one machine.
 //!
-//! It refuses to know what it carries.
+//! It does not depend on what it carries.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -17,53 +17,54 @@ use farflung_comm::CommError;
 
 use crate::Result;
 
-/// Bytes that are passed on at a time over TCP.
+/// Bytes forwarded at a time over TCP.
 const CHUNK: usize = 8 * 1024;
-/// Chunks and datagrams of one connection on their way at a time.
+/// Highest number of chunks or datagrams of one connection in flight.
 const ON_THE_WAY: usize = 8192;
-/// How far ahead of time the link may be sold: its queue.
+/// Length of the link's queue, as the time that it takes to send it.
 const QUEUE: Duration = Duration::from_millis(50);
-/// Between two looks at a link that is cut, or at whether all is over.
+/// Time between two checks of whether the link is cut or the relay has ended.
 const LOOK: Duration = Duration::from_millis(5);
-/// Clients over UDP at a time, and how long a silent one is remembered.
+/// Highest number of UDP clients at a time, and the time after which a silent one is forgotten.
 const CLIENTS: usize = 1024;
 const SILENCE: Duration = Duration::from_mins(2);
 
-/// What travels.
+/// Protocol that the relay forwards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Carries {
-    /// Streams, which keep their order: a loss is a stall until it is sent again.
+    /// TCP streams, which keep their order: a loss stalls the stream until the retransmission.
     #[default]
     Tcp,
-    /// Datagrams, in their order: those that are lost or find the queue full are gone.
+    /// UDP datagrams, forwarded in order: those that are lost, or that arrive while the queue is full, are
+    /// dropped.
     Udp,
 }
 
-/// What a link is like, each way.
+/// Properties of the link, the same in both directions.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Relay {
-    /// The address, `host:port`, at which it listens; port 0 is any that is free.
+    /// The address at which it listens, `host:port`; port 0 takes any free port.
     pub listen: String,
-    /// The address to which it passes on.
+    /// The address to which it forwards.
     pub to: String,
-    /// What travels.
+    /// The protocol.
     pub carries: Carries,
-    /// Of all connections together, each way.
+    /// Rate of all connections together, in each direction.
     pub rate: Bandwidth,
-    /// One way.
+    /// Delay in one direction.
     pub delay: Nanos,
-    /// A delay of up to so much comes on top, by chance.
+    /// Largest additional random delay.
     pub jitter: Nanos,
-    /// Losses in a million chunks or datagrams.
+    /// Losses per million chunks or datagrams.
     pub loss: u32,
-    /// The time after which what was lost of a stream is sent again.
+    /// Time after which lost data of a stream is sent again.
     pub retransmit: Nanos,
-    /// Of the chances.
+    /// Seed of jitter and losses.
     pub seed: u64,
 }
 
 impl Relay {
-    /// A link that changes nothing.
+    /// Returns a link without limit of rate, delay, jitter or loss.
     #[must_use]
     pub fn new(listen: impl Into<String>, to: impl Into<String>) -> Self {
         Self {
@@ -79,10 +80,10 @@ impl Relay {
         }
     }
 
-    /// Carries from now on, in threads of its own, until what is returned is dropped.
+    /// Starts to forward, in threads of its own, until the returned handle is dropped.
     ///
     /// # Errors
-    /// [`CommError::Io`] if one of the two addresses does not work.
+    /// [`CommError::Io`] if one of the two addresses cannot be used.
     pub fn start(&self) -> Result<Relaying> {
         let failed = |what, address: &str| {
             let address = address.to_owned();
@@ -125,7 +126,7 @@ impl Relay {
     }
 }
 
-/// A [`Relay`] at work.
+/// A running [`Relay`]; dropping it stops the relay.
 #[derive(Debug)]
 #[must_use = "dropping it ends it"]
 pub struct Relaying {
@@ -135,24 +136,24 @@ pub struct Relaying {
 }
 
 impl Relaying {
-    /// Where it listens.
+    /// Returns the address at which it listens.
     #[must_use]
     pub const fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Cuts the link, or joins it again: over a cut link nothing comes through, and nobody is told.
+    /// Cuts the link (`true`) or restores it (`false`). A cut link forwards nothing, and neither side gets an
+    /// error.
     pub fn cut(&self, cut: bool) {
         self.shared.cut.store(cut, Ordering::Relaxed);
     }
 
-    /// Turns one bit of what goes next from the side that listens to the other, behind the back of TCP's
-    /// checksums.
+    /// Flips one bit of the next data from the listening side to the other; TCP's checksums do not detect it.
     pub fn corrupt(&self) {
         self.shared.ways[0].spoil.store(true, Ordering::Relaxed);
     }
 
-    /// What was carried there and back.
+    /// Returns the bytes carried forward and back.
     #[must_use]
     pub fn carried(&self) -> [Bytes; 2] {
         [0, 1].map(|way: usize| Bytes(self.shared.ways[way].carried.load(Ordering::Relaxed)))
@@ -163,11 +164,11 @@ impl Drop for Relaying {
     fn drop(&mut self) {
         self.shared.over.store(true, Ordering::Relaxed);
         for stream in lock(&self.shared.streams).values() {
-            // It may be closed already.
+            // The stream may be closed already.
             let _ = stream.shutdown(Shutdown::Both);
         }
         if let Some(thread) = self.thread.take() {
-            // A panic in it has been reported by the runtime already.
+            // A panic in the thread has been reported by the runtime already.
             let _ = thread.join();
         }
     }
@@ -182,23 +183,24 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// One direction of the link, which all connections share.
+/// One direction of the link, shared by all connections.
 #[derive(Debug)]
 struct Way {
     link: Relay,
-    /// When the link has sent all that it took, and the number of the next.
+    /// The time at which the link has sent all that it accepted, and the number of the last packet.
     free: Mutex<(Instant, u64)>,
     spoil: AtomicBool,
     carried: AtomicU64,
 }
 
 impl Way {
-    /// How long until the queue takes more.
+    /// Returns the time until the queue accepts more.
     fn full_for(&self) -> Duration {
         lock(&self.free).0.saturating_duration_since(now()).saturating_sub(QUEUE)
     }
 
-    /// Takes so many bytes: when they are at the other end, and how often they were lost on the way.
+    /// Accepts so many bytes; returns when they arrive at the other end, and how often they were lost on the
+    /// way.
     fn take(&self, bytes: usize) -> (Instant, u32) {
         let (out, number) = {
             let mut free = lock(&self.free);
@@ -214,7 +216,7 @@ impl Way {
         (out + Duration::from(self.link.delay) + Duration::from_nanos(jitter), losses)
     }
 
-    /// Takes what a stream gives, until it ends.
+    /// Reads from a stream until it ends, and passes the data on with its time of arrival.
     fn read(&self, mut from: &TcpStream, sender: &SyncSender<Load>) {
         let mut last = now();
         let mut buffer = vec![0; CHUNK];
@@ -224,7 +226,7 @@ impl Way {
                 Ok(0) => return,
                 Ok(n) => {
                     let (at, losses) = self.take(n);
-                    // Nothing overtakes in a stream.
+                    // Data of a stream stays in order.
                     last = last.max(at + Duration::from(self.link.retransmit) * losses);
                     if sender.send((last, buffer[..n].to_vec())).is_err() {
                         return;
@@ -244,17 +246,17 @@ impl Way {
     }
 }
 
-/// Bytes, and when they are due.
+/// Bytes, and when they are due to arrive.
 type Load = (Instant, Vec<u8>);
 
 #[derive(Debug)]
 struct Shared {
     to: SocketAddr,
-    /// To the other side, and back.
+    /// The direction towards the target, and the direction back.
     ways: [Way; 2],
     cut: AtomicBool,
     over: AtomicBool,
-    /// By number; to be ended with the relay.
+    /// Streams by number, to be shut down when the relay ends.
     streams: Mutex<BTreeMap<u64, TcpStream>>,
 }
 
@@ -263,7 +265,7 @@ impl Shared {
         self.over.load(Ordering::Relaxed)
     }
 
-    /// Waits until it is time, and as long as the link is cut.
+    /// Waits until `due`, and while the link is cut.
     fn wait(&self, due: Instant) {
         thread::sleep(due.saturating_duration_since(now()));
         while self.cut.load(Ordering::Relaxed) && !self.is_over() {
@@ -280,12 +282,12 @@ impl Shared {
             };
             number += 2;
             let own = Arc::clone(self);
-            // Whoever cannot be served is hung up on.
+            // A connection for which no thread can be started is closed.
             let _ = thread::Builder::new().spawn(move || own.connect(&near, number));
         }
     }
 
-    /// One connection: a reader and a writer each way.
+    /// Serves one connection, with a reader and a writer in each direction.
     fn connect(self: &Arc<Self>, near: &TcpStream, number: u64) {
         self.wait(now() + Duration::from(self.ways[0].link.delay));
         let Ok(far) = TcpStream::connect_timeout(&self.to, Duration::from_secs(10)) else { return };
@@ -303,7 +305,7 @@ impl Shared {
                 scope.spawn(move || self.write(way, to, from, &receiver));
             }
             if self.is_over() {
-                // It may have ended before the two were known.
+                // The relay may have ended before the two streams were registered.
                 let _ = (near.shutdown(Shutdown::Both), far.shutdown(Shutdown::Both));
             }
         });
@@ -317,12 +319,12 @@ impl Shared {
             self.wait(due);
             way.spoil(&mut bytes);
             if to.write_all(&bytes).is_err() {
-                // The reader has nobody to read for.
+                // What the reader reads can no longer be delivered.
                 let _ = from.shutdown(Shutdown::Both);
                 return;
             }
         }
-        // The end comes a delay after the last byte, too; it may be closed already.
+        // The end of the stream also arrives one delay later. The stream may be closed already.
         self.wait(now() + Duration::from(way.link.delay));
         let _ = to.shutdown(Shutdown::Write);
     }
@@ -346,19 +348,19 @@ impl Shared {
         }
     }
 
-    /// Takes a datagram, unless it is lost or the queue is full.
+    /// Accepts a datagram, unless it is lost or the queue is full.
     fn pass(&self, way: &Way, sender: &SyncSender<Load>, datagram: &[u8]) {
         if self.cut.load(Ordering::Relaxed) || way.full_for() > Duration::ZERO {
             return;
         }
         let (due, losses) = way.take(datagram.len());
         if losses == 0 {
-            // A connection that has so much on its way loses more.
+            // Also dropped if the connection has too many datagrams in flight.
             let _: Result<_, TrySendError<_>> = sender.try_send((due, datagram.to_vec()));
         }
     }
 
-    /// A socket for one client, and the threads that go with it.
+    /// Opens a socket for one client and starts its threads.
     fn client(self: &Arc<Self>, near: &Arc<UdpSocket>, client: SocketAddr) -> Option<SyncSender<Load>> {
         let any = if self.to.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
         let far = UdpSocket::bind(any).ok()?;
@@ -374,7 +376,7 @@ impl Shared {
             while let Ok((due, mut datagram)) = out.recv() {
                 own.wait(due);
                 own.ways[0].spoil(&mut datagram);
-                // Nobody listens there yet, perhaps.
+                // The target may not listen yet.
                 let _ = to.send(&datagram);
             }
             told.store(true, Ordering::Relaxed);

@@ -1,7 +1,7 @@
-//! A run's folder: `config.toml`, `metrics.jsonl`, `step-N/` checkpoints and `latest`, held by one process at
+//! A run's folder: `config.toml`, `metrics.jsonl`, `step-N/` checkpoints and `latest`, locked by one process at
 //! a time.
 //!
-//! It refuses to know what a checkpoint contains: files have names and bytes.
+//! It does not depend on what a checkpoint contains: files are names and bytes.
 
 use std::fs::{self, File, TryLockError};
 use std::io::Write;
@@ -15,15 +15,15 @@ const LOCK: &str = "run.lock";
 const CONFIG: &str = "config.toml";
 pub(crate) const METRICS: &str = "metrics.jsonl";
 const LATEST: &str = "latest";
-/// The folder of the folders of ranks other than 0, which may be there before rank 0 has written anything.
+/// The folder with the folders of ranks other than 0. It may exist before rank 0 has written anything.
 pub(crate) const RANKS: &str = "ranks";
 
 /// What to do with a folder that holds a run already.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Existing {
-    /// Refuse it: the run is a new one.
+    /// Return an error: the run is a new one.
     Refuse,
-    /// Go on with it.
+    /// Continue that run.
     Continue,
 }
 
@@ -31,14 +31,15 @@ pub enum Existing {
 #[derive(Debug)]
 pub struct RunDir {
     path: PathBuf,
-    /// The system's lock on it is what counts, not that it exists: a crash leaves no stale lock.
+    /// The lock file, held by the system's file lock. The file's existence means nothing, so a crash leaves no
+    /// stale lock.
     _lock: File,
 }
 
 impl RunDir {
-    /// Creates or opens a run's folder, locks it, and removes what a crash left half-written.
+    /// Creates or opens a run's folder, locks it, and removes files that a crash left half-written.
     ///
-    /// Errors: [`Error::NotARun`] for a folder with other things in it, [`Error::RunExists`] under
+    /// Errors: [`Error::NotARun`] for a folder with other files in it, [`Error::RunExists`] under
     /// [`Existing::Refuse`], [`Error::Locked`] while another process holds it, [`Error::Io`].
     pub fn open(path: &Path, existing: Existing) -> Result<Self> {
         fs::create_dir_all(path).map_err(Error::io("create the folder", path))?;
@@ -47,8 +48,8 @@ impl RunDir {
             return Err(Error::NotARun { path: path.to_owned() });
         }
         let lock = lock(path)?;
-        // Only after the lock: a run that lives is "in use", which says more than "exists". A lock file alone
-        // is no run: its process died before it wrote anything.
+        // Checked after the lock, since "in use" says more than "exists" if the other run is still running. A
+        // folder with a lock file alone has no run: its process died before it wrote anything.
         if existing == Existing::Refuse && names.iter().any(|n| n != LOCK && n != RANKS) {
             return Err(Error::RunExists { path: path.to_owned() });
         }
@@ -65,45 +66,45 @@ impl RunDir {
         Ok(Self { path: path.to_owned(), _lock: lock })
     }
 
-    /// Whether a folder has files of a run.
+    /// Returns whether a folder has files of a run.
     pub fn holds_run(path: &Path) -> Result<bool> {
         Ok(names(path)?.iter().any(|name| is_of_run(name)))
     }
 
-    /// The folder.
+    /// Returns the folder's path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Whether a run has begun in it: its settings are there.
+    /// Returns whether a run has begun in the folder: whether its settings are there.
     #[must_use]
     pub fn has_begun(&self) -> bool {
         self.path.join(CONFIG).exists()
     }
 
-    /// Keeps a copy of the run's settings as `config.toml`.
+    /// Writes a copy of the run's settings to `config.toml`.
     pub fn write_config(&self, toml: &str) -> Result<()> {
         self.replace(CONFIG, toml.as_bytes())
     }
 
-    /// Writes a file of the run in one move: readers see the old one or the new one.
+    /// Writes a file of the run atomically: readers see the old file or the new one.
     pub fn replace(&self, name: &str, bytes: &[u8]) -> Result<()> {
         replace(&self.path.join(name), bytes)
     }
 
-    /// Opens `metrics.jsonl` for the steps after `step`; lines of later steps, which a resumed run repeats,
-    /// are dropped.
+    /// Opens `metrics.jsonl` for the steps after `step`. Lines of later steps are removed; a resumed run
+    /// repeats those steps.
     pub fn metrics(&self, step: u64) -> Result<MetricsWriter> {
         MetricsWriter::open(&self.path.join(METRICS), step)
     }
 
-    /// Begins `step-N`; it exists once its writer has committed.
+    /// Begins to write `step-N`, which exists once the writer has committed.
     pub fn begin_checkpoint(&self, step: u64, packing: Packing) -> Result<CheckpointWriter> {
         CheckpointWriter::begin(&self.path, step, packing)
     }
 
-    /// Commits a checkpoint and makes it the `latest`.
+    /// Commits a checkpoint and sets `latest` to it.
     pub fn commit(&self, writer: CheckpointWriter) -> Result<PathBuf> {
         let path = writer.commit()?;
         let name = path.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned());
@@ -111,14 +112,14 @@ impl RunDir {
         Ok(path)
     }
 
-    /// The steps of all whole checkpoints, oldest first.
+    /// Returns the steps of all complete checkpoints, oldest first.
     pub fn checkpoints(&self) -> Result<Vec<u64>> {
         list(&self.path)
     }
 
-    /// The newest good checkpoint; damaged ones are passed over with a warning.
+    /// Returns the newest valid checkpoint; damaged ones are skipped with a warning.
     ///
-    /// Errors: the newest one's, if there are checkpoints and none is good.
+    /// Errors: that of the newest checkpoint, if there are checkpoints and none is valid.
     pub fn latest(&self) -> Result<Option<Checkpoint>> {
         latest(&self.path)
     }
@@ -129,7 +130,7 @@ impl RunDir {
         let excess = if keep == 0 { 0 } else { steps.len().saturating_sub(keep) };
         for step in &steps[..excess] {
             let path = self.path.join(folder(*step));
-            // Renamed first, so that a crash in the middle leaves a partial one, not a damaged one.
+            // Renamed first, so that a crash in between leaves a partial checkpoint rather than a damaged one.
             let partial = self.path.join(format!(".{}.tmp", folder(*step)));
             fs::rename(&path, &partial)
                 .and_then(|()| fs::remove_dir_all(&partial))
@@ -139,9 +140,9 @@ impl RunDir {
     }
 }
 
-/// The newest good checkpoint of a run's folder, for readers that do not hold the run.
+/// Returns the newest valid checkpoint of a run's folder; for readers that do not hold the folder's lock.
 ///
-/// Errors: the newest one's, if there are checkpoints and none is good.
+/// Errors: that of the newest checkpoint, if there are checkpoints and none is valid.
 pub fn latest(run: &Path) -> Result<Option<Checkpoint>> {
     let mut first_error = None;
     for step in list(run)?.into_iter().rev() {
@@ -156,7 +157,7 @@ pub fn latest(run: &Path) -> Result<Option<Checkpoint>> {
     first_error.map_or(Ok(None), Err)
 }
 
-/// The steps of all whole checkpoints in a run's folder, oldest first.
+/// Returns the steps of all complete checkpoints in a run's folder, oldest first.
 pub(crate) fn list(run: &Path) -> Result<Vec<u64>> {
     let mut steps: Vec<u64> =
         names(run)?.iter().filter_map(|n| n.strip_prefix("step-")?.parse().ok()).collect();
@@ -164,17 +165,17 @@ pub(crate) fn list(run: &Path) -> Result<Vec<u64>> {
     Ok(steps)
 }
 
-/// Whether a name tells that its folder is a run's.
+/// Returns whether a file of this name shows that its folder is a run's.
 fn is_of_run(name: &str) -> bool {
     [CONFIG, METRICS, LOCK].contains(&name)
 }
 
-/// A checkpoint's folder name. Sorts by step for anybody who lists it.
+/// Returns the name of a checkpoint's folder. Names sort by step.
 pub(crate) fn folder(step: u64) -> String {
     format!("step-{step:08}")
 }
 
-/// Writes a file in one move: readers see the old one or the new one.
+/// Writes a file atomically: readers see the old file or the new one.
 pub(crate) fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let folder = path.parent().unwrap_or_else(|| Path::new("."));
@@ -189,7 +190,7 @@ pub(crate) fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
     write().map_err(Error::io("write", path))
 }
 
-/// The names in a folder, sorted.
+/// Returns the names in a folder, sorted.
 fn names(path: &Path) -> Result<Vec<String>> {
     let read = || {
         let entries = fs::read_dir(path)?;
@@ -202,7 +203,7 @@ fn names(path: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Takes the folder's lock or says who has it.
+/// Takes the folder's lock, or returns an error with the process that holds it.
 fn lock(run: &Path) -> Result<File> {
     let path = run.join(LOCK);
     let mut file = File::options()

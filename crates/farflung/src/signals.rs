@@ -1,9 +1,10 @@
-//! Ctrl-C and friends: the first signal asks a run to stop and save, the second ends the process at once, and
-//! before that what it waits for of other ranks, who are told.
+//! Signals such as Ctrl-C. The first signal asks a run to stop and save. The second one cancels the operations
+//! that wait for other ranks, which tells those ranks, and then ends the process at once.
 //!
-//! A run has a moment to end its step by itself: the loop polls [`Stop::requested`] between steps. After
-//! [`HURRY`] the step in flight is dropped where it computes, and after [`ABANDON`] where it waits for other
-//! ranks. A run that is still loading has nothing to save and ends at once. It refuses to know what is saved.
+//! The training loop polls [`Stop::requested`] between steps, so that a step may still end normally after a
+//! signal. After [`HURRY`] the step is dropped if it is still computing; after [`ABANDON`] it is dropped also
+//! if it waits for other ranks. A run that is still loading has nothing to save and ends at once. This module
+//! does not depend on what is saved.
 
 use std::fmt;
 use std::path::Path;
@@ -26,17 +27,17 @@ use crate::{Error, Result, terminal};
 pub enum Signal {
     /// SIGINT: Ctrl-C.
     Interrupt,
-    /// SIGTERM: a scheduler's or launcher's polite end.
+    /// SIGTERM: a scheduler or launcher asks the process to end.
     Terminate,
-    /// SIGHUP: the terminal is gone, a closed ssh session for instance.
+    /// SIGHUP: the terminal was closed, for example with its ssh session.
     Hangup,
 }
 
 impl Signal {
-    /// All of them.
+    /// All signals of this enum.
     const ALL: [Self; 3] = [Self::Interrupt, Self::Terminate, Self::Hangup];
 
-    /// Its number on this system.
+    /// Returns the signal's number on this system.
     const fn number(self) -> i32 {
         match self {
             Self::Interrupt => SIGINT,
@@ -45,12 +46,12 @@ impl Signal {
         }
     }
 
-    /// The signal with a number, if it is one of these.
+    /// Returns the signal with this number, or `None` if it is not one of these.
     fn of(number: i32) -> Option<Self> {
         Self::ALL.into_iter().find(|signal| signal.number() == number)
     }
 
-    /// 128 plus the signal's number, as shells have it: 130, 143 or 129.
+    /// Returns 128 plus the signal's number, as shells do: 130, 143 or 129.
     #[must_use]
     pub const fn exit_code(self) -> u8 {
         128 + self.number() as u8
@@ -67,58 +68,60 @@ impl fmt::Display for Signal {
     }
 }
 
-/// Signals closer than this are one: a shell, `timeout` or a scheduler signals a process and then its whole
-/// group.
+/// Signals that arrive within this time count as one: a shell, `timeout` or a scheduler signals a process and
+/// then its whole process group.
 const ONE_SIGNAL: Duration = Duration::from_millis(300);
 
-/// How long a process whose collectives were cancelled may take to say goodbye.
+/// Time between cancelling collectives and exiting, in which the process tells the other ranks.
 const PARTING: Duration = Duration::from_millis(300);
 
-/// How long after a signal a step may end by itself, as all ranks agree then.
+/// Time after a signal in which a step may still end normally, with the agreement of all ranks.
 pub const HURRY: Duration = Duration::from_millis(400);
 
-/// How long after a signal a rank that has done its part of a step waits for the others. It is well behind
-/// [`HURRY`], so that a step that one rank has committed arrives on those that are nearly done.
+/// Time after a signal for which a rank that has done its part of a step waits for the others. It is well above
+/// [`HURRY`], so that the ranks that have nearly finished a step still receive it after another rank has
+/// committed it.
 pub const ABANDON: Duration = Duration::from_millis(800);
 
-/// How long a process that loads may take to end by itself.
+/// Time that a process that is still loading has to end by itself.
 const LOADING: Duration = Duration::from_millis(500);
 
-/// What a second signal does.
+/// What the signals after the first one do.
 #[derive(Clone, Copy)]
 enum Repeat {
     Exits,
-    /// As `Exits`, and the first signal interrupts nothing.
+    /// As `Exits`, but the first signal does not interrupt the step.
     ExitsPatiently,
     Passes,
 }
 
-/// Says an error before the process ends without its main thread.
+/// Prints an error before the process exits from a thread other than its main one.
 pub type Say = fn(&Error);
 
-/// Whether a stop was asked for. Clones share the answer.
+/// Handle on a stop request. Clones share its state.
 #[derive(Debug, Clone, Default)]
 pub struct Stop {
-    /// The signal's number, or 0.
+    /// The number of the signal that was requested, or 0.
     signal: Arc<AtomicI32>,
-    /// Ends all that waits: nothing is saved any more.
+    /// Cancels all waiting operations; nothing is saved any more.
     cancel: Cancel,
-    /// Ends what a step waits for of other ranks, of whom some may have done it.
+    /// Cancels operations in which a step waits for other ranks, some of which may have committed the step
+    /// already.
     abandon: Cancel,
-    /// Ends what a step needs before it counts for any rank.
+    /// Cancels operations that a step needs before any rank can commit it.
     hurry: Cancel,
-    /// The computing that ends with it.
+    /// Interrupts of the computations that [`Stop::hurry`] ends.
     computing: Arc<Mutex<Vec<Interrupt>>>,
-    /// Whether there is something to cancel.
+    /// Whether there are operations to cancel.
     tied: Arc<AtomicBool>,
     /// Whether there may be something to save.
     begun: Arc<AtomicBool>,
 }
 
 impl Stop {
-    /// Catches SIGINT, SIGTERM and SIGHUP for the rest of the process's life. The first one asks for a stop:
-    /// see the module. The second one ends the process at once, with a moment for the calls that are
-    /// [tied](Stop::tie) to it. A SIGHUP that is ignored when the process starts, as under `nohup`, stays
+    /// Catches SIGINT, SIGTERM and SIGHUP for the rest of the process's life. The first signal requests a stop
+    /// (see the module). The second one cancels the calls that are [tied](Stop::tie) to this handle and ends
+    /// the process a moment later. A SIGHUP that is ignored when the process starts, as under `nohup`, stays
     /// ignored.
     ///
     /// Errors: [`Error::Io`] if the system refuses the handlers.
@@ -128,21 +131,22 @@ impl Stop {
         Ok(stop)
     }
 
-    /// As [`Stop::install`], but before [`Stop::begin`] the first signal ends the process too: within half a
-    /// second by itself, or then after `say`.
+    /// As [`Stop::install`], but before [`Stop::begin`] the first signal also ends the process: it may end by
+    /// itself for half a second; after that this handle calls `say` and exits.
     ///
     /// Errors: [`Error::Io`] if the system refuses the handlers.
     pub fn install_loading(say: Say) -> Result<Self> {
         Self::catch(Repeat::Exits, say)
     }
 
-    /// As [`Stop::install`], but no signal ends the process: for one that passes them on with [`Stop::take`].
+    /// As [`Stop::install`], but no signal ends the process: for a launcher, which takes signals with
+    /// [`Stop::take`] and passes them on to its children.
     pub fn install_passing() -> Result<Self> {
         Self::catch(Repeat::Passes, |_| {})
     }
 
-    /// As [`Stop::install`], but the step under way is finished, however long that takes: for a member that
-    /// leaves others who go on.
+    /// As [`Stop::install`], but the step in flight is always finished, however long that takes: for a member
+    /// that leaves while the other members go on.
     pub fn install_leaving() -> Result<Self> {
         Self::catch(Repeat::ExitsPatiently, |_| {})
     }
@@ -176,7 +180,7 @@ impl Stop {
                     (Repeat::Exits, None) => {
                         seen.request(signal);
                         let pressing = seen.clone();
-                        // This thread has to hear the second signal meanwhile.
+                        // In a thread of its own, since this thread must receive the second signal meanwhile.
                         let thread = thread::Builder::new().name("stop".to_owned());
                         if thread.spawn(move || pressing.press(signal, say)).is_err() {
                             seen.abandon();
@@ -190,7 +194,7 @@ impl Stop {
         Ok(stop)
     }
 
-    /// What follows a first signal, in time.
+    /// Does what follows the first signal, after the times above.
     fn press(&self, signal: Signal, say: Say) {
         if self.begun.load(Ordering::Acquire) {
             thread::sleep(HURRY);
@@ -206,43 +210,46 @@ impl Stop {
         low_level::exit(i32::from(signal.exit_code()));
     }
 
-    /// A stop that only [`Stop::request`], [`Stop::hurry`] and [`Stop::abandon`] can raise: for tests and for
-    /// callers with handlers of their own.
+    /// Returns a handle without signal handlers, on which only [`Stop::request`], [`Stop::hurry`] and
+    /// [`Stop::abandon`] act: for tests and for callers with handlers of their own.
     #[must_use]
     pub fn manual() -> Self {
         Self::default()
     }
 
-    /// From now on there may be something to save.
+    /// Records that there may be something to save from now on.
     pub fn begin(&self) {
         self.begun.store(true, Ordering::Release);
     }
 
-    /// The same communicator, whose calls a second signal ends at once: its other ranks are told by whom.
+    /// Returns the same communicator, whose calls are cancelled by a second signal; its other ranks are then
+    /// told which rank cancelled them.
     #[must_use]
     pub fn tie(&self, comm: Communicator) -> Communicator {
         self.tied.store(true, Ordering::Relaxed);
         comm.with_cancel(&self.cancel)
     }
 
-    /// As [`Stop::tie`], but [`Stop::abandon`] ends its calls too.
+    /// As [`Stop::tie`], but [`Stop::abandon`] also cancels its calls.
     pub(crate) fn tie_step(&self, comm: Communicator) -> Communicator {
         self.tied.store(true, Ordering::Relaxed);
         comm.with_cancel(&self.abandon)
     }
 
-    /// As [`Stop::tie`], but [`Stop::hurry`] ends its calls too: for messages without which no rank can do the
-    /// step.
+    /// As [`Stop::tie`], but [`Stop::hurry`] also cancels its calls: for messages without which no rank can do
+    /// the step.
     pub(crate) fn tie_messages(&self, comm: Communicator) -> Communicator {
         self.tied.store(true, Ordering::Relaxed);
         comm.with_cancel(&self.hurry)
     }
 
-    /// While this lives, [`Stop::hurry`] raises the interrupt; it is lowered at the end.
+    /// Registers an interrupt: until the returned guard is dropped, [`Stop::hurry`] raises it. Dropping the
+    /// guard lowers it.
     pub(crate) fn arm(&self, interrupt: &Interrupt) -> Armed {
         let mut computing = self.computing();
         computing.push(interrupt.clone());
-        // Under the lock: whoever hurries either sees the interrupt or has switched before.
+        // Checked under the lock: a concurrent `hurry` either finds this interrupt in the list or has set the
+        // flag before.
         if self.hurry.is_cancelled() {
             interrupt.raise();
         }
@@ -254,14 +261,15 @@ impl Stop {
         self.computing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Drops the step in flight where no rank can have done it yet: computing, and messages that it needs.
+    /// Drops the step in flight if no rank can have committed it yet: interrupts computation and cancels the
+    /// messages that the step needs.
     pub fn hurry(&self) {
         let computing = self.computing();
         self.hurry.cancel();
         computing.iter().for_each(Interrupt::raise);
     }
 
-    /// Drops the step in flight also where it waits for other ranks.
+    /// Drops the step in flight also if it waits for other ranks.
     pub fn abandon(&self) {
         self.hurry();
         self.abandon.cancel();
@@ -272,12 +280,13 @@ impl Stop {
         self.abandon();
     }
 
-    /// Whether steps are dropped where they compute.
+    /// Returns whether [`Stop::hurry`] was called.
     pub(crate) fn is_hurried(&self) -> bool {
         self.hurry.is_cancelled()
     }
 
-    /// Waits until steps are dropped also where they wait for other ranks, once they are dropped at all.
+    /// Waits until [`Stop::abandon`] is called, at most about [`ABANDON`]. Returns at once unless
+    /// [`Stop::hurry`] was called.
     pub(crate) fn wait_until_abandoned(&self) {
         const LOOK: Duration = Duration::from_millis(5);
         let mut looks = (ABANDON.as_millis() / LOOK.as_millis()) as u32;
@@ -287,31 +296,31 @@ impl Stop {
         }
     }
 
-    /// The signal that cancelled what is [tied](Stop::tie) to this, if one did.
+    /// Returns the signal that cancelled the calls [tied](Stop::tie) to this handle, or `None`.
     #[must_use]
     pub fn cancelled(&self) -> Option<Signal> {
         self.requested().filter(|_| self.cancel.is_cancelled())
     }
 
-    /// Asks for a stop as `signal` would.
+    /// Requests a stop as `signal` would.
     pub fn request(&self, signal: Signal) {
         self.signal.store(signal.number(), Ordering::Relaxed);
     }
 
-    /// The last signal since the last take.
+    /// Returns the last signal since the last call of this function, and clears it.
     #[must_use]
     pub fn take(&self) -> Option<Signal> {
         Signal::of(self.signal.swap(0, Ordering::Relaxed))
     }
 
-    /// The last signal that came, if one did.
+    /// Returns the last signal, or `None` if there was none.
     #[must_use]
     pub fn requested(&self) -> Option<Signal> {
         Signal::of(self.signal.load(Ordering::Relaxed))
     }
 }
 
-/// Computing that [`Stop::hurry`] ends.
+/// Guard of an interrupt that [`Stop::hurry`] raises.
 #[derive(Debug)]
 pub(crate) struct Armed {
     stop: Stop,
@@ -326,11 +335,11 @@ impl Drop for Armed {
     }
 }
 
-/// Whether the process was started with SIGHUP ignored.
+/// Returns whether the process was started with SIGHUP ignored.
 fn ignores_hangup() -> bool {
     #[expect(unsafe_code, reason = "there is no safe way to ask for a signal's action")]
-    // SAFETY: `sigaction` is a plain C struct for which all zeros are a value. The call reads no new action,
-    // since that pointer is null, and writes the old one to `action`, which lives beyond it.
+    // SAFETY: `sigaction` is a plain C struct for which all zeros are a valid value. The pointer to a new
+    // action is null, so the call only writes the old action to `action`, which outlives the call.
     let action = unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         (libc::sigaction(SIGHUP, std::ptr::null(), &raw mut action) == 0).then_some(action)

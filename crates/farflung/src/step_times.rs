@@ -1,5 +1,5 @@
-//! `times.jsonl`: where the time of each step went on a rank, an object a line. Each rank has one in its
-//! folder; rank 0's is beside the metrics. `farflung watch` draws them.
+//! `times.jsonl`: how the time of each step was spent on a rank, one JSON object per line. Each rank has such a
+//! file in its folder; rank 0's is beside the metrics. `farflung watch` plots them.
 
 use std::path::Path;
 
@@ -11,33 +11,34 @@ use crate::train::Spent;
 /// The file's name.
 pub const TIMES: &str = "times.jsonl";
 
-/// A line of the file. Seconds are of the run's clock: virtual on simulated links.
+/// A line of the file. Seconds are of the run's clock, which is virtual on simulated links.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepTimes {
-    /// Steps done. A run that goes on from a checkpoint repeats some.
+    /// Number of steps done. A run that continues from a checkpoint repeats some steps.
     pub step: u64,
-    /// The rank, among those of the step.
+    /// The rank among the ranks of the step.
     pub rank: u32,
-    /// Seconds from the step's beginning to its end: evaluations and checkpoints behind it are not in them.
+    /// Seconds from the step's beginning to its end, without the evaluation and checkpoint after it.
     pub took_s: f64,
-    /// Of these, waiting for hidden states or gradients of other stages.
+    /// Part of `took_s`: waiting for hidden states or gradients of other stages.
     pub wait_s: f64,
-    /// Of these, waiting for averages, votes and what replicas exchange between steps, slower ranks included.
+    /// Part of `took_s`: waiting for averages, votes and exchanges between replicas, including the wait for
+    /// slower ranks.
     pub communicate_s: f64,
-    /// Bytes that the rank has sent since the run's first step.
+    /// Bytes sent by this rank since the run's first step.
     pub bytes_sent: u64,
-    /// Whether all replicas were the same at the step's end.
+    /// Whether all replicas had the same parameters at the step's end.
     pub met: bool,
 }
 
 impl StepTimes {
-    /// Seconds in which the rank computed.
+    /// Returns the seconds for which the rank computed.
     #[must_use]
     pub fn compute_s(&self) -> f64 {
         (self.took_s - self.wait_s - self.communicate_s).max(0.0)
     }
 
-    /// The times of a step without the rest.
+    /// Returns the times of a step, with the other fields at their defaults.
     pub(crate) fn of(spent: Spent) -> Self {
         let Spent { took, wait, communicate } = spent;
         Self {
@@ -49,12 +50,12 @@ impl StepTimes {
     }
 }
 
-/// Appends steps to a rank's file. What cannot be written is warned of and dropped: no run ends for it.
+/// Appends steps to a rank's file. Failures to write are logged and ignored: they do not end the run.
 #[derive(Debug, Default)]
 pub(crate) struct StepTimesLog(Option<LineFile>);
 
 impl StepTimesLog {
-    /// A log in this folder; without one, steps are dropped. The file is opened at the first step.
+    /// Makes a log in this folder; without a folder, steps are dropped. The file is opened at the first step.
     pub(crate) fn new(folder: Option<&Path>) -> Self {
         Self(folder.map(|folder| LineFile::new(folder.join(TIMES))))
     }

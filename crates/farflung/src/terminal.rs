@@ -1,11 +1,11 @@
-//! The process's stderr and stdout: every write to them goes through here, none panics, and none to stderr
-//! stops a run.
+//! The process's stderr and stdout. Every write to them goes through this module. No write panics, and no write
+//! to stderr stops a run.
 //!
-//! Progress, logs and errors go to stderr through a bounded queue that a thread of its own writes out. Stderr
-//! may be closed, full or gone with its terminal: what it does not take is dropped. If its reader stands still
-//! (a stopped pager, Ctrl-S on a terminal), the queue fills and later messages are dropped; a line counts them
-//! once the reader goes on. Results go to stdout, where a write that fails is an error. SIGPIPE stays ignored,
-//! as Rust's runtime has it: a write to a closed pipe fails like any other.
+//! Progress, logs and errors go to stderr through a bounded queue, which a thread of its own writes out. Stderr
+//! may be closed, full or gone with its terminal: text that it does not accept is dropped. If its reader stands
+//! still (a stopped pager, Ctrl-S on a terminal), the queue fills and later messages are dropped; a line with
+//! their number is written once the reader continues. Results go to stdout, where a failed write is an error.
+//! SIGPIPE stays ignored, as Rust's runtime sets it: a write to a closed pipe fails like any other.
 
 mod queue;
 mod screen;
@@ -17,43 +17,43 @@ use crate::{Error, Result};
 use queue::Queue;
 pub(crate) use screen::Screen;
 
-/// The process's stderr. The only place that names it.
+/// Returns the process's stderr. Only this function accesses it.
 #[expect(clippy::disallowed_methods, reason = "this module is how the others write")]
 fn stderr() -> io::Stderr {
     io::stderr()
 }
 
-/// The process's stdout. The only place that names it.
+/// Returns the process's stdout. Only this function accesses it.
 #[expect(clippy::disallowed_methods, reason = "this module is how the others write")]
 fn stdout() -> io::Stdout {
     io::stdout()
 }
 
-/// What is on its way to stderr.
+/// Returns the queue of text to be written to stderr.
 fn queue() -> &'static Queue {
     static QUEUE: OnceLock<Queue> = OnceLock::new();
     QUEUE.get_or_init(|| Queue::new(stderr()))
 }
 
-/// Writes text to stderr, if stderr takes it. What is said first is written first.
+/// Queues text for stderr. Texts are written in the order of the calls.
 pub fn say(text: impl Into<Vec<u8>>) {
     queue().put(text.into());
 }
 
-/// Draws on stderr what the next drawing replaces: it is left out where older text still waits for a slow
-/// terminal.
+/// Queues a drawing for stderr, which the next drawing replaces. It is dropped if older text still waits for a
+/// slow terminal.
 fn draw(text: String) {
     queue().offer(text.into_bytes());
 }
 
-/// Writes a result to stdout, after what stderr takes of what was said before.
+/// Writes a result to stdout, after flushing what was queued for stderr before.
 ///
-/// Errors: [`Error::Io`] if stdout does not take all of it.
+/// Errors: [`Error::Io`] if stdout does not accept all of it.
 pub fn print(text: &str) -> Result<()> {
     print_bytes(text.as_bytes())
 }
 
-/// [`print()`] of text that need not be whole characters.
+/// As [`print()`], for bytes that need not be valid UTF-8.
 pub fn print_bytes(text: &[u8]) -> Result<()> {
     flush();
     let mut out = stdout().lock();
@@ -64,24 +64,25 @@ pub fn print_bytes(text: &[u8]) -> Result<()> {
     })
 }
 
-/// Waits until stderr has taken what was said, or takes nothing for a second. For the end of the process.
+/// Waits until stderr has accepted all queued text, or has accepted nothing for a second. For the end of the
+/// process.
 pub fn flush() {
     queue().flush();
 }
 
-/// Whether stderr is a terminal.
+/// Returns whether stderr is a terminal.
 #[must_use]
 pub fn stderr_is_terminal() -> bool {
     stderr().is_terminal()
 }
 
-/// Whether stdout is a terminal.
+/// Returns whether stdout is a terminal.
 #[must_use]
 pub fn stdout_is_terminal() -> bool {
     stdout().is_terminal()
 }
 
-/// Stderr as a writer, for a log's subscriber; it never fails.
+/// Stderr as a writer that never fails, for a log subscriber.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Log;
 

@@ -1,17 +1,17 @@
-//! The limit on the number of threads.
+//! Checks the number of threads against a limit.
 
 use crate::{Error, Result};
 
-/// Threads of all workers together that any machine may start. Machines with more cores may start four threads
-/// a core: more would only take turns, and systems limit the number of threads of a user or a container to some
-/// thousands.
+/// Number of threads of all workers together that any machine may start. Machines with more cores may start
+/// four threads per core. More threads would not run at the same time, and systems limit the threads of a user
+/// or container to a few thousand.
 const ENOUGH: usize = 1024;
 
 fn most(cores: usize, workers: usize) -> usize {
     (cores.saturating_mul(4).max(ENOUGH) / workers.max(1)).max(1)
 }
 
-/// Checks the number of threads of each of `workers` workers of this process, before any is started.
+/// Checks the number of threads for each of `workers` workers of this process, before any thread is started.
 ///
 /// Errors: [`Error::Setting`] with the limit.
 pub fn check(threads: usize, workers: usize) -> Result<()> {

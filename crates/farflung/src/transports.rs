@@ -1,4 +1,4 @@
-//! What carries bytes between ranks, by name: one file a transport, one row in [`TRANSPORTS`].
+//! Transports by name: one file per transport, one row each in [`TRANSPORTS`].
 
 mod iroh;
 mod memory;
@@ -23,38 +23,40 @@ pub use shared_memory::SHARED_MEMORY;
 pub use simulated::SIMULATED;
 pub use tcp::TCP;
 
-/// Where the processes of a job meet.
+/// What a process needs to meet the other processes of its job.
 #[derive(Debug, Clone)]
 pub struct Meeting {
     /// This process's rank.
     pub rank: u32,
-    /// All processes.
+    /// Number of processes of the job.
     pub world_size: u32,
-    /// Host and port of rank 0; several with commas between. Relays, as `http://host:port`, may be among them.
+    /// Host and port of rank 0, as `host:port`; several addresses are separated by commas. Relays, as
+    /// `http://host:port`, may be among them.
     pub master: String,
     /// Further relays that this process may use, by their URLs.
     pub relays: Vec<String>,
-    /// How connections are protected, and who may join.
+    /// How connections are protected, and which processes may join.
     pub security: Security,
     /// The job's name.
     pub job: String,
-    /// Longest wait for the others.
+    /// Longest time to wait for the other processes.
     pub deadline: Nanos,
-    /// How fast this process sends over sockets.
+    /// Limit on the rate at which this process sends over sockets.
     pub pace: Pace,
-    /// Whether processes of one machine share memory, where the transport leaves that open.
+    /// Whether processes of one machine share memory, for transports that support both.
     pub shared_memory: SharedMemory,
 }
 
-/// Opens the ends of all ranks.
+/// Opens the endpoints of all ranks; takes the number of ranks, and the topology if links are simulated.
 pub type OpenEnds = fn(usize, Option<&Topology>) -> Vec<Arc<dyn Transport>>;
 
-/// Who is at the ends of a transport.
+/// Whether a transport connects threads or processes.
 #[derive(Debug, Clone, Copy)]
 pub enum Ends {
-    /// Threads of one process: the endpoints of all ranks. Simulated links are declared.
+    /// Threads of one process: opens the endpoints of all ranks. The topology declares the links if they are
+    /// simulated.
     Threads(OpenEnds),
-    /// Processes, which meet.
+    /// Processes: meets the others and returns the communicator.
     Processes(fn(&Meeting) -> Result<Communicator>),
 }
 
@@ -63,30 +65,29 @@ pub enum Ends {
 pub struct TransportMethod {
     /// The name on command lines.
     pub name: &'static str,
-    /// One line on what it is.
+    /// One line that describes it.
     pub summary: &'static str,
-    /// Whether links are declared, and time is virtual.
+    /// Whether links are declared in a topology and time is virtual.
     pub simulated: bool,
-    /// Why members of a run cannot come and leave over it, where that is so.
+    /// Why members cannot join or leave a run over this transport; `None` if they can.
     pub fixed: Option<&'static str>,
-    /// Who is at its ends.
+    /// Whether it connects threads or processes.
     pub ends: Ends,
 }
 
-/// All transports: the first of those between threads, and the first of those between processes, is taken where
-/// nothing is said.
+/// All transports. The default between threads is the first row for threads; the default between processes is
+/// the first row for processes.
 pub const TRANSPORTS: &[TransportMethod] = &[SIMULATED, MEMORY, TCP, SHARED_MEMORY, IROH, MPI];
 
 impl TransportMethod {
-    /// Whether ranks are processes, rather than threads of one.
+    /// Returns whether ranks are processes, rather than threads of one process.
     #[must_use]
     pub const fn joins_processes(&self) -> bool {
         matches!(self.ends, Ends::Processes(_))
     }
 }
 
-/// To be called by a process that is about to exit with this code: ends what has to end in all processes of a
-/// job together, which is MPI.
+/// Ends MPI, if this process uses it, before the process exits with `code`. Other transports need no such call.
 pub fn leave(code: u8) {
     mpi::leave(code);
 }

@@ -1,10 +1,9 @@
-//! The page of a run, `farflung watch RUN`: what a run's folder tells, read as it grows and shown in a
-//! browser. It changes nothing of the run and does not need it to be alive.
+//! The web page of a run, `farflung watch RUN`: reads the files in a run's folder as they grow and shows them
+//! in a browser. It does not change the run, which need not be running.
 //!
-//! [`State`] is fed with lines and gives a [`Snapshot`]; [`Folder`] reads the lines of a run's folder by
-//! where it stopped; [`serve`] shows the newest snapshot over HTTP. Numbers and texts of files are not
-//! trusted: lines that are not what belongs there are counted, memory is bounded, and the page takes texts as
-//! texts.
+//! [`Folder`] reads new lines of a run's folder, [`State`] takes the lines and returns a [`Snapshot`], and
+//! [`serve`] shows the newest snapshot over HTTP. The files' content is not trusted: lines of the wrong form
+//! are counted, memory is bounded, and the page inserts texts as text, not as HTML.
 
 pub mod curve;
 mod event_text;

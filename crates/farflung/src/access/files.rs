@@ -1,4 +1,4 @@
-//! Files that hold secrets: made for their owner alone, and refused where others can read them.
+//! Files that hold secrets: created with access for their owner only, and refused if other users can read them.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Read, Write};
@@ -9,14 +9,15 @@ use farflung_comm::secure::JoinSecret;
 
 use crate::{Error, Result};
 
-/// Bits of a mode by which a group or others can read or write.
+/// Mode bits with which the group or others can access a file.
 const NOT_OWNER: u32 = 0o077;
-/// The same of others alone: a secret may be mounted for a group.
+/// Mode bits with which others can access a file; for secrets that are mounted for a group.
 const OTHERS: u32 = 0o007;
 
-/// The bytes of a file of this user's own, of exactly `length`; none where there is none.
+/// Reads a private file of exactly `length` bytes; `None` if it does not exist.
 ///
-/// Errors: [`Error::Exposed`] if anybody else can read it, [`Error::Io`], [`Error::KeyFile`].
+/// Errors: [`Error::Exposed`] if any other user can access it, [`Error::Io`], [`Error::KeyFile`] for another
+/// length.
 pub(super) fn read_own(path: &Path, length: usize) -> Result<Option<Vec<u8>>> {
     match File::open(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
@@ -31,9 +32,9 @@ pub(super) fn read_own(path: &Path, length: usize) -> Result<Option<Vec<u8>>> {
     }
 }
 
-/// The bytes of a file that a user has shared with those who are to have it, at most `most`.
+/// Reads at most `most` bytes of a file that its group may read.
 ///
-/// Errors: [`Error::Exposed`] if everybody can read it, [`Error::Io`].
+/// Errors: [`Error::Exposed`] if users outside the group can access it, [`Error::Io`].
 pub(super) fn read_shared(path: &Path, most: u64) -> Result<Vec<u8>> {
     read(File::open(path).map_err(Error::io("read", path))?, path, OTHERS, most)
 }
@@ -48,7 +49,7 @@ fn read(file: File, path: &Path, forbidden: u32, most: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Puts `bytes` into a new file of mode 600, whole or not at all; false where another process was first.
+/// Writes `bytes` to a new file of mode 600, atomically. Returns false if the file exists already.
 pub(super) fn create(path: &Path, bytes: &[u8]) -> Result<bool> {
     let beside = beside(path)?;
     write(&beside, bytes)?;
@@ -57,19 +58,19 @@ pub(super) fn create(path: &Path, bytes: &[u8]) -> Result<bool> {
         Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(false),
         Err(error) => Err(Error::io("make", path)(error)),
     };
-    // Left behind, it would be one more copy of a secret.
+    // A leftover temporary file would be another copy of a secret.
     fs::remove_file(&beside).map_err(Error::io("remove", &beside))?;
     made
 }
 
-/// Puts `bytes` into a file of mode 600, in the place of what was there.
+/// Writes `bytes` to a file of mode 600, which replaces the file at `path`.
 pub(super) fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
     let beside = beside(path)?;
     write(&beside, bytes)?;
     fs::rename(&beside, path).map_err(Error::io("replace", path))
 }
 
-/// Where a file is written before it takes its place. Makes the folder.
+/// Returns the path of the temporary file that is written before it is moved to `path`. Creates the folder.
 fn beside(path: &Path) -> Result<PathBuf> {
     if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
         let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(folder);

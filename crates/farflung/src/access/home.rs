@@ -1,4 +1,4 @@
-//! Where this user keeps the machine's key and, on a host, the secret from which its tickets are made.
+//! Locations of the machine's key and, on a host, of the secret from which its tickets are made.
 
 use std::path::{Path, PathBuf};
 
@@ -7,10 +7,10 @@ use farflung_comm::secure::{Identity, JoinSecret, PublicKey, Ticket};
 use super::files;
 use crate::{Error, Result};
 
-/// The variable with the folder.
+/// The variable that names the folder.
 const HOME: &str = "FARFLUNG_HOME";
 
-/// The key file, and beside it `join-secret`.
+/// Paths of the key file and of `join-secret` beside it.
 #[derive(Debug, Clone)]
 pub struct Home {
     key: PathBuf,
@@ -18,9 +18,10 @@ pub struct Home {
 }
 
 impl Home {
-    /// The key at `key`, else `key` in `FARFLUNG_HOME`, `XDG_CONFIG_HOME/farflung` or `HOME/.config/farflung`.
+    /// Finds the key file: `key` if given, else `key` in `FARFLUNG_HOME`, `XDG_CONFIG_HOME/farflung` or
+    /// `HOME/.config/farflung`.
     ///
-    /// Errors: [`Error::Setting`] if none of them is set.
+    /// Errors: [`Error::Setting`] if no path is given and none of the variables is set.
     pub fn new(key: Option<&Path>, env: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let set = |name| env(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         let config = || set("XDG_CONFIG_HOME").or_else(|| set("HOME").map(|home| home.join(".config")));
@@ -35,30 +36,30 @@ impl Home {
         Ok(Self { key, secret })
     }
 
-    /// The machine's key, which is made on first use.
+    /// Returns the machine's key, which is made on first use.
     ///
-    /// Errors: what is wrong with the file, and what to do about it.
+    /// Errors: those of the file, with advice.
     pub fn identity(&self) -> Result<Identity> {
         made_once(&self.key, || Ok(**Identity::generate()?.seed())).map(Identity::from_seed)
     }
 
-    /// The secret behind this host's tickets, which is made on first use.
+    /// Returns the secret from which this host's tickets are made; it is itself made on first use.
     ///
-    /// Errors: what is wrong with the file, and what to do about it.
+    /// Errors: those of the file, with advice.
     pub fn join_secret(&self) -> Result<JoinSecret> {
         made_once(&self.secret, || Ok(**JoinSecret::generate()?.bytes())).map(JoinSecret::new)
     }
 
-    /// Makes a new secret: all tickets from before are worth nothing from the next start of a job on.
+    /// Makes a new secret: jobs that start from now on refuse all earlier tickets.
     ///
     /// Errors: [`Error::Io`].
     pub fn rotate(&self) -> Result<()> {
         files::replace(&self.secret, &JoinSecret::generate()?.bytes()[..])
     }
 
-    /// The secret behind a ticket of this host, whose key is `own`.
+    /// Returns the secret from which a ticket of this host was made; `own` is this host's public key.
     ///
-    /// Errors: [`Error::Setting`] if the ticket is another host's, or from before the secret was rotated.
+    /// Errors: [`Error::Setting`] if the ticket is another host's, or was made before the secret was rotated.
     pub(super) fn secret_behind(&self, ticket: &Ticket, own: PublicKey) -> Result<JoinSecret> {
         let wrong = |value, expected: &str| {
             Err(Error::Setting { field: "ticket_file", value, expected: expected.to_owned() })
@@ -78,8 +79,8 @@ impl Home {
     }
 }
 
-/// The 32 bytes of a file, which is made where there is none. Processes that come at the same time end with the
-/// same.
+/// Returns the 32 bytes of a file, which is created if it does not exist. Processes that do so at the same time
+/// all get the same bytes.
 fn made_once(path: &Path, make: impl Fn() -> Result<[u8; 32]>) -> Result<[u8; 32]> {
     loop {
         if let Some(bytes) = files::read_own(path, 32)? {

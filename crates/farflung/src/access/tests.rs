@@ -1,11 +1,11 @@
-//! Who gets in with which files and variables, and what is said where it is none.
+//! Tests which files and variables let a process join, and the errors otherwise.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 
 use super::*;
 
-/// Variables of a process whose home is `home`.
+/// Returns the variables of a process whose home is `home`.
 fn env<'a>(home: &'a Path, more: &'a [(&'a str, &'a str)]) -> impl Fn(&str) -> Option<String> + 'a {
     move |name| match name {
         "FARFLUNG_HOME" => Some(home.display().to_string()),
@@ -39,12 +39,12 @@ fn off_the_loopback_a_proof_or_leave_is_needed() {
     assert!(!with(&insecure, home.path(), &far).unwrap().security.is_sealed());
     let secret = [("MASTER_ADDR", "10.0.0.1"), (SECRET, "sixteen bytes it is")];
     assert!(with(&none, home.path(), &secret).unwrap().security.is_sealed());
-    // Who wants to join says as which rank.
+    // A process that gives a secret must also give its rank.
     let file = AccessArgs { secret_file: Some(home.path().join("secret")), ..AccessArgs::default() };
     fs::write(home.path().join("secret"), "sixteen bytes it is").unwrap();
     mode(&home.path().join("secret"), 0o600);
     assert!(file.detect(env(home.path(), &[])).unwrap_err().to_string().contains("RANK is not"));
-    // A process alone needs nothing, and makes no key.
+    // A job of one process needs no proof, and makes no key.
     let home = tempfile::tempdir().unwrap();
     let alone = [("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "10.0.0.1")];
     assert!(none.detect(env(home.path(), &alone)).unwrap().is_some());
@@ -100,12 +100,12 @@ fn a_ticket_names_the_host_and_where_it_is() {
     assert_eq!((found.master_addr.as_str(), found.master_port), ("fd00::1", 4000));
     assert_eq!(found.more_addresses, ["home.example:4001"]);
     assert!(found.security.is_sealed());
-    // A variable wins, and the ticket may stand in one too.
+    // A variable overrides the address in the ticket; the ticket may be in a variable too.
     let by_variable = [(TICKET, word.as_str()), ("MASTER_ADDR", "10.0.0.9")];
     let found = with(&AccessArgs::default(), theirs.path(), &by_variable).unwrap();
     assert!(found.security.is_sealed() && found.master_addr == "10.0.0.9" && found.more_addresses.is_empty());
 
-    // Rank 0 has to be the host.
+    // Rank 0 must be the host that made the ticket.
     let rank_0 = [("RANK", "0"), ("WORLD_SIZE", "2")];
     assert!(by_file.detect(env(ours.path(), &rank_0)).unwrap().unwrap().security.is_sealed());
     let other = by_file.detect(env(theirs.path(), &rank_0)).unwrap_err();

@@ -1,4 +1,5 @@
-//! Parses the command line: negative numbers are values, not flags, and usage errors follow `--log-format`.
+//! Parses the command line. Negative numbers are values rather than flags, and usage errors are printed as
+//! `--log-format` says.
 
 use std::ffi::OsString;
 
@@ -15,7 +16,7 @@ pub(super) fn parse() -> Result<Cli, clap::Error> {
     Cli::from_arg_matches(&matches)
 }
 
-/// Lets every option take a negative number as its value; the option's range decides whether it is valid.
+/// Allows negative numbers as values of all options; the option's range decides whether one is valid.
 fn negative_numbers(command: Command) -> Command {
     let takes = |arg: Arg| {
         let values = arg.get_action().takes_values();
@@ -50,14 +51,15 @@ fn joined(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
     joined
 }
 
-/// Whether the arguments before `--` set `--log-format json`. For usage errors, where nothing was parsed.
+/// Returns whether the arguments before `--` set `--log-format json`. For usage errors, for which no arguments
+/// were parsed.
 pub(super) fn wants_json(args: impl Iterator<Item = OsString>) -> bool {
     let args: Vec<_> = args.take_while(|arg| arg != "--").collect();
     args.iter().any(|arg| arg == "--log-format=json")
         || args.windows(2).any(|pair| pair[0] == "--log-format" && pair[1] == "json")
 }
 
-/// The message of a usage error, without the usage text below it.
+/// Returns the message of a usage error, without the usage text below it.
 pub(super) fn said(error: &clap::Error) -> String {
     if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
         return "a command is missing".to_owned();

@@ -1,4 +1,4 @@
-//! `farflung compress`.
+//! `farflung compress`: measures codecs on the tensors of a file.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use plotters::prelude::*;
 use safetensors::{Dtype, SafeTensors};
 
-/// Look at what codecs do.
+/// Examine codecs.
 #[derive(Debug, clap::Args)]
 pub(crate) struct CompressCommand {
     #[command(subcommand)]
@@ -22,9 +22,9 @@ enum Action {
     Analyze(Analyze),
 }
 
-/// Measure every codec on the tensors of a file: bytes, error and speed.
+/// Measure codecs on the tensors of a file: bytes, error and speed.
 ///
-/// The error is that of one payload: what error feedback would send later counts as lost.
+/// The error is that of one payload: values that error feedback would send later count as lost.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung compress analyze gradient.safetensors
@@ -34,27 +34,27 @@ enum Action {
 Codecs are named as in the documentation of farflung-compress: METHOD[:BLOCK], SELECTION:AMOUNT/METHOD,
 each with +zstd or +lz4 behind it for a lossless last stage.")]
 struct Analyze {
-    /// Tensors in f32, f16 or bf16; all of them are taken as one vector.
+    /// File with tensors in f32, f16 or bf16; all of them are measured together as one vector.
     #[arg(value_name = "FILE.safetensors")]
     file: PathBuf,
     /// Only tensors whose name contains this.
     #[arg(long, value_name = "TEXT")]
     tensor: Option<String>,
-    /// A codec to measure, again for each; without any, a choice of all kinds.
+    /// Codec to measure; may be repeated. Default: a selection of all kinds.
     #[arg(long, value_name = "CODEC")]
     codec: Vec<CodecSpec>,
-    /// Values at most, from the first on.
+    /// Highest number of values to measure, from the beginning of the file.
     #[arg(long, value_name = "N", default_value_t = 1 << 24, value_parser = clap::value_parser!(u64).range(1..))]
     values: u64,
-    /// Draw ratio against error to this file.
+    /// Write a plot of ratio against error to this file, as SVG.
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// Print a JSON object for each codec.
+    /// Print one JSON object per codec.
     #[arg(long)]
     json: bool,
 }
 
-/// What is measured without `--codec`.
+/// Codecs that are measured without `--codec`.
 const CHOICE: [&str; 29] = [
     "f16",
     "bf16",
@@ -87,18 +87,18 @@ const CHOICE: [&str; 29] = [
     "int8+lz4",
 ];
 
-/// One codec on one vector.
+/// Result of measuring one codec on one vector.
 struct Row {
     codec: String,
     bytes: usize,
-    /// f32 bytes over the payload's.
+    /// Bytes as f32 divided by bytes of the payload.
     ratio: f64,
     /// `|x - y| / |x|`.
     relative: f64,
     cosine: f64,
-    /// The largest difference of an element.
+    /// The largest absolute error of an element.
     largest: f64,
-    /// GB/s of f32, and with feedback.
+    /// Speed in GB/s of f32 input. `feedback` is the speed of encoding with error feedback.
     encode: f64,
     feedback: Option<f64>,
     decode: f64,
@@ -159,7 +159,7 @@ impl Analyze {
     }
 }
 
-/// Widens a tensor; other types have no values to compress.
+/// Appends a tensor's values as f32; tensors of other types are skipped.
 fn append(x: &mut Vec<f32>, dtype: Dtype, data: &[u8]) {
     let halves = || data.as_chunks().0.iter().map(|bytes| u16::from_le_bytes(*bytes));
     match dtype {
@@ -207,7 +207,7 @@ fn measure(spec: CodecSpec, x: &[f32]) -> Result<Row> {
         bytes,
         ratio: 4.0 * x.len() as f64 / bytes as f64,
         relative: or_zero((lost / norm).sqrt()),
-        // Zeros that came back have the direction that they had.
+        // Without loss the direction is unchanged, also for a vector of zeros.
         cosine: if lost == 0.0 { 1.0 } else { or_zero(product / (norm * found).sqrt()) },
         largest,
         encode: rate(encode),
@@ -216,8 +216,8 @@ fn measure(spec: CodecSpec, x: &[f32]) -> Result<Row> {
     })
 }
 
-/// The least of some measurements, the first of which touches new memory: others may be interrupted by the
-/// machine's other work. Of slow ones there are two.
+/// Returns the minimum of several measurements, since other work of the machine only makes them slower; the
+/// first one also pays for touching new memory. Up to ten are made, fewer if they take more than 0.1 s.
 fn fastest(mut measure: impl FnMut() -> Result<f64>) -> Result<f64> {
     let (mut least, mut total) = (measure()?, 0.0);
     for _ in 0..9 {
@@ -267,9 +267,9 @@ fn json(rows: &[Row]) -> String {
     rows.iter().map(line).collect()
 }
 
-/// A point for each codec, both axes logarithmic.
+/// Draws one point per codec, with logarithmic axes.
 fn draw(svg: &mut String, rows: &[Row]) -> Result<(), Box<dyn std::error::Error>> {
-    // What loses nothing lies on the lower edge.
+    // Lossless codecs are drawn at the lower edge.
     const EXACT: f64 = 1e-5;
     let points = || rows.iter().map(|row| (row.ratio.max(0.1), row.relative.max(EXACT), &row.codec));
     let far = points().map(|(ratio, ..)| ratio).fold(2.0, f64::max) * 4.0;

@@ -1,4 +1,4 @@
-//! `farflung devices`.
+//! `farflung devices`: lists devices, or measures how fast they train.
 
 use std::time::Duration;
 
@@ -8,33 +8,33 @@ use farflung::train::machine_memory;
 use farflung::zoo::GptConfig;
 use farflung::{Error, Result};
 
-/// List the devices that `--device` can name, and say why a kind is missing; or measure how fast they train.
+/// List the devices that `--device` accepts, and say why a kind is missing; or measure how fast they train.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung devices
   farflung devices --measure --model baby --batch 8 >> topology.toml
   farflung devices --json")]
 pub(crate) struct DevicesCommand {
-    /// Print one JSON object a device.
+    /// Print one JSON object per device.
     #[arg(long)]
     json: bool,
-    /// Train the model for some seconds on each device, time matrix products that 2, 4 and 8 tensor ranks
-    /// share, and print its entry of a topology file.
+    /// Train the model for some seconds on each device, time matrix products split among 2, 4 and 8 tensor
+    /// ranks, and print the device's entry of a topology file.
     #[arg(long)]
     measure: bool,
-    /// The only device to list or measure, as `--device` of train names it.
+    /// Device to list or measure, as for `train --device`. Default: all devices.
     #[arg(long, value_name = "NAME")]
     device: Option<String>,
-    /// The model to measure with: a preset of `train --model`, with bytes as tokens.
+    /// Model to measure with: a preset of `train --model`, with bytes as tokens.
     #[arg(long, value_name = "NAME", default_value = "nano", requires = "measure")]
     model: String,
-    /// Sequences of a step.
+    /// Sequences per step.
     #[arg(long, value_name = "N", default_value_t = 12, requires = "measure")]
     batch: usize,
-    /// Threads of the processor; 0 takes all cores.
+    /// Threads of the CPU; 0 takes all cores.
     #[arg(long, value_name = "N", default_value_t = 0, requires = "measure")]
     threads: usize,
-    /// How long to measure each device.
+    /// Time to measure each device, in seconds.
     #[arg(long, value_name = "SECONDS", default_value_t = 5, requires = "measure")]
     seconds: u64,
 }

@@ -1,14 +1,14 @@
-//! `farflung diff`.
+//! `farflung diff`: compares two runs.
 
 use std::path::PathBuf;
 
 use farflung::diff::compare;
 use farflung::{Error, Result};
 
-/// Compare two runs step by step: say at which step and in which field they part.
+/// Compare two runs step by step and print the first step and field that differ.
 ///
-/// Losses, tokens and digests of the parameters (`train --digest-every`) are compared to the bit. Exit code 0
-/// if the runs are the same as far as both go, 1 if they part.
+/// Losses, tokens and digests of the parameters (`train --digest-every`) are compared to the bit. The exit code
+/// is 0 if the runs are equal over the steps that both have, 1 if they differ.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  farflung diff runs/nano-1 runs/nano-2")]
 pub(crate) struct DiffCommand {

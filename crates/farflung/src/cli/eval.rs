@@ -1,4 +1,4 @@
-//! `farflung eval`.
+//! `farflung eval`: measures a model's loss on held-out text.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use farflung::{Result, corpus};
 
 use super::model::ModelArgs;
 
-/// Measure a model's loss on the held-out tenth of a text.
+/// Measure a model's loss on the last tenth of a text, which training holds out.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung eval runs/nano-1
@@ -15,13 +15,14 @@ use super::model::ModelArgs;
 pub(crate) struct EvalCommand {
     #[command(flatten)]
     model: ModelArgs,
-    /// Text file, folder of text, or .bin token file; without it, the source of our own dependencies.
+    /// Text file, folder of text files, or .bin file of tokens. Default: the source code of farflung's own
+    /// dependencies.
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
-    /// Batches to measure, spread evenly over the held-out text.
+    /// Number of batches to measure, spread evenly over the held-out text.
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
     batches: u32,
-    /// Sequences in a batch.
+    /// Sequences per batch.
     #[arg(long, value_name = "N", default_value_t = 12, value_parser = clap::value_parser!(u32).range(1..))]
     batch: u32,
     /// Print one JSON object.

@@ -1,4 +1,4 @@
-//! `farflung generate`.
+//! `farflung generate`: continues a text with a trained model.
 
 use farflung::zoo::{Sampling, generate};
 use farflung::{Result, terminal};
@@ -16,19 +16,19 @@ pub(crate) struct GenerateCommand {
     /// The text to continue.
     #[arg(long, value_name = "TEXT", default_value = "")]
     prompt: String,
-    /// Tokens to write.
+    /// Number of tokens to generate.
     #[arg(long, value_name = "N", default_value_t = 200)]
     tokens: usize,
-    /// 0 takes the likeliest token.
+    /// Sampling temperature; 0 takes the likeliest token.
     #[arg(long, value_name = "X", default_value_t = 0.8)]
     temperature: f32,
-    /// Only the K likeliest tokens; 0 is all.
+    /// Sample only from the K likeliest tokens; 0 takes all.
     #[arg(long, value_name = "K", default_value_t = 0)]
     top_k: usize,
-    /// Only the likeliest tokens that make up this probability; 1 is all.
+    /// Sample only from the likeliest tokens that together have this probability; 1 takes all.
     #[arg(long, value_name = "P", default_value_t = 0.95)]
     top_p: f32,
-    /// The same seed gives the same text.
+    /// Seed of the sampling; the same seed gives the same text.
     #[arg(long, value_name = "N", default_value_t = 1337)]
     seed: u64,
     /// Print one JSON object with prompt and text.
@@ -52,7 +52,7 @@ impl GenerateCommand {
             put(self.prompt.as_bytes());
         }
         generate(&loaded.stage, &loaded.params, &prompt, self.tokens, &sampling, |token| {
-            // A model may know more tokens than its tokenizer: those have no text.
+            // A model may have more tokens than its tokenizer; those have no text.
             let bytes = loaded.tokenizer.decode(&[token]).unwrap_or_default();
             all.extend_from_slice(&bytes);
             self.json || put(&bytes)

@@ -1,4 +1,4 @@
-//! `farflung launch`: several processes of this binary, on this machine or over ssh on several.
+//! `farflung launch`: starts several processes of this binary, on this machine or over ssh on several.
 
 #![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
 
@@ -16,12 +16,12 @@ use farflung_base::Nanos;
 use super::launched_members as members;
 use super::train::TrainCommand;
 
-/// Start several processes of one job, on this machine or over ssh on several, joined over TCP.
+/// Start several processes of one job, on this machine or over ssh on several, connected over TCP.
 ///
-/// Everything after `--` is a farflung command; each process runs it with RANK, WORLD_SIZE, LOCAL_RANK,
-/// LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. When one fails, the others are ended. Where other
-/// machines can reach --master, connections are encrypted by a secret that only these processes know.
-/// With train --transport iroh each process gets a key of its own, and all get a ticket.
+/// Everything after `--` is a farflung command. Each process runs it with RANK, WORLD_SIZE, LOCAL_RANK,
+/// LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. If one process fails, the others are ended. If other
+/// machines can reach --master, connections are encrypted with a secret that only these processes have. With
+/// train --transport iroh each process gets its own key, and all get a ticket.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung launch -n 4 -- train --steps 200 --sync ddp
@@ -29,34 +29,35 @@ use super::train::TrainCommand;
   farflung launch --elastic 2:4 --restarts 10 -- host --out runs/mine --checkpoint-every 50
   farflung launch --hosts hosts.txt -- train --steps 200 --sync diloco")]
 pub(crate) struct LaunchCommand {
-    /// Number of processes; with --hosts unless told as many as the machines have slots.
+    /// Number of processes. Default with --hosts: the number of slots of all machines.
     #[arg(short = 'n', long = "nproc", value_name = "N",
           required_unless_present_any = ["hosts", "from_stdin", "elastic"],
           value_parser = clap::value_parser!(u16).range(1..=i64::from(launch_env::MOST_PROCESSES)))]
     processes: Option<u16>,
-    /// Where rank 0 listens; port 0 is any free one. [default: 127.0.0.1:0, with --hosts port 29500 of the
-    /// first machine]
+    /// Address at which rank 0 listens; port 0 takes any free port. [default: 127.0.0.1:0, with --hosts port
+    /// 29500 of the first machine]
     #[arg(long, value_name = "ADDR:PORT", value_parser = master)]
     master: Option<(String, u16)>,
-    /// How long the others may go on after one failed, and how long they may then take to end.
+    /// Time that the other processes may go on after one has failed, and time that they have to end when asked
+    /// to.
     #[arg(long, value_name = "TIME", default_value = "5s")]
     grace: Nanos,
-    /// How often all processes are started again after one failed, except where they were started wrongly.
-    /// They go on from their checkpoints with `train --resume auto --out DIR`.
+    /// Number of times that all processes are started again after one failed, unless they were started wrongly.
+    /// With `train --resume auto --out DIR` they continue from their checkpoints.
     #[arg(long, value_name = "N", default_value_t = 0)]
     restarts: u32,
-    /// MIN:MAX processes of a `host` command that may come and go: the first hosts the run, the others join it.
-    /// One that fails is started again after a second, as often as --restarts says in all, and the others go on
-    /// meanwhile. The job ends where fewer than MIN run or will be started again, and where nobody runs. Other
-    /// machines may join, too.
+    /// Start MIN to MAX processes of a `host` command, which may come and go: the first one hosts the run, the
+    /// others join it. A process that fails is started again after a second, while the others go on; --restarts
+    /// limits the restarts of all processes together. The job ends if fewer than MIN processes are running or
+    /// still to be started again, or if none is running. Further machines may join.
     #[arg(long, value_name = "MIN:MAX", value_parser = range,
           conflicts_with_all = ["processes", "master", "hosts", "from_stdin"])]
     elastic: Option<Range>,
-    /// File with the machines, one a line: `name`, or `user@name slots=4`. Each is reached by ssh, which must
-    /// not ask for a password. FARFLUNG_ variables go along; nothing secret stands on a command line.
+    /// File with the machines, one per line: `name`, or `user@name slots=4`. Each is reached by ssh, which must
+    /// not ask for a password. FARFLUNG_ variables are passed on; secrets are never on a command line.
     #[arg(long, value_name = "FILE", conflicts_with = "from_stdin")]
     hosts: Option<PathBuf>,
-    /// How ssh is called, with its flags.
+    /// The ssh command with its flags.
     #[arg(
         long,
         value_name = "COMMAND",
@@ -64,16 +65,16 @@ pub(crate) struct LaunchCommand {
         default_value = "ssh -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=15"
     )]
     ssh: String,
-    /// The path of farflung on the machines; unless told that of this one.
+    /// Path of farflung on the machines. Default: the path on this machine.
     #[arg(long, value_name = "PATH", requires = "hosts")]
     program: Option<String>,
-    /// The folder in which the processes run on the machines; unless told this one.
+    /// Folder in which the processes run on the machines. Default: the current folder.
     #[arg(long, value_name = "DIR", requires = "hosts")]
     dir: Option<PathBuf>,
-    /// Start what the first line of standard input says: how --hosts does it on each machine.
+    /// Start the processes that the first line of standard input describes; used by --hosts on each machine.
     #[arg(long, hide = true, conflicts_with_all = ["processes", "master", "command"])]
     from_stdin: bool,
-    /// The command of each process.
+    /// Command of each process.
     #[arg(last = true, required_unless_present = "from_stdin", value_name = "COMMAND")]
     command: Vec<OsString>,
 }
@@ -151,14 +152,14 @@ impl LaunchCommand {
     }
 }
 
-/// How many processes there may be.
+/// Limits on the number of processes.
 #[derive(Debug, Clone, Copy)]
 struct Range {
     least: usize,
     most: usize,
 }
 
-/// Reads `MIN:MAX`.
+/// Parses `MIN:MAX`.
 fn range(text: &str) -> std::result::Result<Range, String> {
     let most_allowed = launch_env::MOST_PROCESSES as usize;
     let numbers = text.split_once(':').map(|(least, most)| (least.parse(), most.parse()));
@@ -170,7 +171,8 @@ fn range(text: &str) -> std::result::Result<Range, String> {
     }
 }
 
-/// A secret for processes that meet where others can reach them, unless there is one already.
+/// Makes a secret if the processes meet at an address that others can reach, unless a ticket or secret is given
+/// already.
 fn secret(host: &str) -> Result<Option<JoinSecret>> {
     let given = [access::TICKET, access::TICKET_FILE, access::SECRET, access::SECRET_FILE];
     if launch_env::is_loopback(host) || given.iter().any(|name| env::var_os(name).is_some()) {
@@ -179,7 +181,7 @@ fn secret(host: &str) -> Result<Option<JoinSecret>> {
     Ok(Some(JoinSecret::generate()?))
 }
 
-/// Reads `HOST:PORT`; an IPv6 host stands in brackets.
+/// Parses `HOST:PORT`; an IPv6 host is in brackets.
 fn master(text: &str) -> std::result::Result<(String, u16), String> {
     let expected = || format!("expected ADDR:PORT such as `127.0.0.1:29500`, found `{text}`");
     let (host, port) = text.rsplit_once(':').ok_or_else(expected)?;

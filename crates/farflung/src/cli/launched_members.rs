@@ -1,4 +1,4 @@
-//! The processes of `farflung launch --elastic`: one that hosts a run, and those that join it.
+//! The processes of `farflung launch --elastic`: one hosts a run, the others join it.
 
 use std::ffi::OsString;
 use std::fs;
@@ -11,26 +11,26 @@ use farflung::{Error, Result, Stop, TrainConfig, terminal};
 
 use super::members::{HostCommand, TICKET};
 
-/// What the processes have in common.
+/// Data shared by all processes of the job.
 struct Members<'a> {
     program: &'a Path,
-    /// `host` with its flags.
+    /// The words of the command: `host` with its flags.
     words: &'a [OsString],
     host: HostCommand,
-    /// The run's folder; those of members that join are in it.
+    /// The run's folder; it contains the folders of the members that join.
     folder: PathBuf,
     config: TrainConfig,
-    /// Threads of each process, where the command does not say.
+    /// Threads of each process, unless the command sets them.
     threads: Option<usize>,
-    /// Whether the first process still hosts the run: when it comes back it joins.
+    /// Whether the first process still hosts the run. If it fails and is started again, it joins.
     hosts: bool,
-    /// When the ticket of an earlier run in the folder was written.
+    /// Modification time of the ticket that an earlier run left in the folder.
     former: Option<SystemTime>,
 }
 
-/// Starts the processes of a `host` command and stays until the run has ended.
+/// Starts the processes of a `host` command and waits until the run has ended.
 ///
-/// Errors: another command, or one without a folder; those of [`Elastic::run`].
+/// Errors: [`Error::Setting`] for another command or one without a folder; those of [`Elastic::run`].
 pub(super) fn launch(program: &Path, command: &[OsString], job: &Elastic, stop: &Stop) -> Result<()> {
     let wrong = |expected: &str| {
         let value = command.first().map_or_else(|| "nothing".to_owned(), |word| word.display().to_string());
@@ -56,18 +56,18 @@ pub(super) fn launch(program: &Path, command: &[OsString], job: &Elastic, stop: 
     ended
 }
 
-/// When a file was last written.
+/// Returns the time at which a file was last written.
 fn written(path: &Path) -> Option<SystemTime> {
     fs::metadata(path).and_then(|found| found.modified()).ok()
 }
 
 impl Members<'_> {
-    /// The folder of a member that joins.
+    /// Returns the folder of a member that joins.
     fn folder(&self, member: usize) -> PathBuf {
         self.folder.join("members").join(member.to_string())
     }
 
-    /// The ticket of a member that runs, where it has written one.
+    /// Returns the path of a running member's ticket, if the member has written one.
     fn ticket(&self, of: usize) -> Option<PathBuf> {
         if of == 0 && self.hosts {
             let path = self.folder.join(TICKET);
@@ -76,14 +76,14 @@ impl Members<'_> {
         Some(self.folder(of).join(TICKET)).filter(|path| path.exists())
     }
 
-    /// The command of a process; none while it cannot join.
+    /// Returns the command of a process; `None` if there is no ticket yet with which it could join.
     fn command(&mut self, Start { member, running }: &Start) -> Option<Command> {
         let mut command = Command::new(self.program);
         if running.is_empty() {
             command.args(self.words);
         } else {
             let ticket = running.iter().find_map(|&of| self.ticket(of))?;
-            // That of its life before says where it was then.
+            // The ticket of the member's last start has the address that it had then.
             let _ = fs::remove_file(self.folder(*member).join(TICKET));
             self.hosts &= *member != 0;
             command.arg("join").arg("--ticket-file").arg(ticket).arg("--out").arg(self.folder(*member));
@@ -109,7 +109,7 @@ impl Members<'_> {
         Some(command)
     }
 
-    /// The checkpoint of the latest step that any member has saved.
+    /// Returns the checkpoint of the latest step that any member has saved.
     fn newest_checkpoint(&self) -> Option<PathBuf> {
         let within = |folder: &Path| fs::read_dir(folder).into_iter().flatten().filter_map(Result::ok);
         let members = within(&self.folder.join("members")).map(|entry| entry.path());

@@ -1,4 +1,4 @@
-//! Logs on stderr, chosen by `RUST_LOG` and `--log-format`.
+//! Logs on stderr, configured by `RUST_LOG` and `--log-format`.
 
 #![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
 
@@ -9,49 +9,49 @@ use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::Directive;
 use tracing_subscriber::fmt;
 
-/// How log lines look.
+/// Format of log lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Format {
-    /// For people.
+    /// Plain text.
     Text,
-    /// An object a line.
+    /// One JSON object per line.
     Json,
 }
 
-/// The options of every command that concern logs.
+/// The options for logs, which every command has.
 #[derive(Debug, clap::Args)]
 pub(super) struct Logging {
-    /// Form of the log and of errors on stderr; RUST_LOG says what is logged (default: warn).
+    /// Format of the log and of errors on stderr. RUST_LOG selects what is logged (default: warn).
     #[arg(long, global = true, value_enum, default_value_t = Format::Text, value_name = "FORMAT")]
     log_format: Format,
-    /// Send traces of steps, collectives and waits to an OpenTelemetry collector, such as
+    /// Send traces of steps, collectives and waits to an OpenTelemetry collector at this URL, such as
     /// http://127.0.0.1:4318. Needs the feature `otlp`.
     #[arg(long, global = true, value_name = "URL", env = "FARFLUNG_OTLP")]
     otlp: Option<String>,
 }
 
-/// What is logged where `RUST_LOG` says nothing. The crates of iroh warn of each connection that breaks, which
-/// the transport reports itself.
+/// Default of `RUST_LOG`. The crates of iroh warn about each broken connection, which the transport reports
+/// itself, so only their errors are logged.
 const UNLESS_TOLD: &str = "warn,iroh=error,iroh_relay=error,noq=error,noq_proto=error,netwatch=error";
 
-/// What was given, once it is.
+/// The format that was given, once the log is installed.
 static FORMAT: OnceLock<Format> = OnceLock::new();
 
-/// Whether each line is an object.
+/// Returns whether each line is a JSON object.
 pub(super) fn is_json() -> bool {
     FORMAT.get() == Some(&Format::Json)
 }
 
 impl Logging {
-    /// Makes the process's log. A directive of `RUST_LOG` that makes no sense is said and left out.
+    /// Installs the process's log. An invalid directive of `RUST_LOG` is reported and ignored.
     ///
-    /// Errors: an address for traces that is none, or a build that sends none.
+    /// Errors: an invalid address for traces, or a build without the feature `otlp`.
     pub(super) fn install(&self) -> farflung::Result<()> {
         FORMAT.get_or_init(|| self.log_format);
         let wanted = std::env::var(EnvFilter::DEFAULT_ENV).ok().filter(|wanted| !wanted.is_empty());
         let wanted = wanted.unwrap_or_else(|| UNLESS_TOLD.to_owned());
-        // The subscriber would report wrong directives, and writes that fail, by `eprintln!`, which panics
-        // where stderr is a closed pipe.
+        // The subscriber would report invalid directives and failed writes with `eprintln!`, which panics if
+        // stderr is a closed pipe.
         let make_sense = |directive: &&str| {
             let parsed = directive.parse::<Directive>();
             if let Err(error) = &parsed {
@@ -80,7 +80,7 @@ impl Logging {
         Err(farflung::observe::lacks("otlp", url.to_owned()))
     }
 
-    /// The same with each span sent to a collector, whatever the log shows.
+    /// Installs the log and also sends each span to a collector, whatever the log shows.
     #[cfg(feature = "otlp")]
     fn install_with_traces(&self, url: &str, filter: EnvFilter) -> farflung::Result<()> {
         use tracing_subscriber::Layer as _;
@@ -102,7 +102,7 @@ impl Logging {
 #[cfg(feature = "otlp")]
 static TRACES: OnceLock<farflung::observe::otlp::Traces> = OnceLock::new();
 
-/// Sends what is left of traces, at the end of the process.
+/// Sends the remaining traces, at the end of the process.
 pub(super) fn end_traces() {
     #[cfg(feature = "otlp")]
     if let Some(traces) = TRACES.get() {

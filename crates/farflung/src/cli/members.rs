@@ -1,4 +1,4 @@
-//! `farflung host` and `farflung join`: a run that machines join and leave.
+//! `farflung host` and `farflung join`: a run that machines may join and leave.
 
 #![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
 
@@ -17,7 +17,7 @@ use farflung::{Error, NoticeArgs, ObserveArgs, Result, Show, Stop, TrainArgs, Tr
 use super::ticket::seconds;
 use super::train::{OnTerminal, print_report};
 
-/// Where a run's ticket is, in its folder.
+/// File name of a run's ticket in its folder.
 pub(super) const TICKET: &str = "run.ticket";
 
 const HOST_EXAMPLES: &str = "Examples:
@@ -29,26 +29,27 @@ A member that leaves (Ctrl-C) or is lost costs the others the step in flight at 
 With --stages, members form pipelines: as many whole ones as there can be, and the others are spares.
 ";
 
-/// Found a run that other machines join and leave, and train.
+/// Start a run that other machines may join and leave, and train.
 ///
-/// Prints a ticket, which `farflung join` needs, and begins alone.
+/// Prints a ticket, which `farflung join` needs, and begins to train alone.
 #[derive(Debug, clap::Args)]
 #[command(after_help = HOST_EXAMPLES)]
 pub(crate) struct HostCommand {
-    /// Where this machine listens for others.
+    /// Address at which this machine listens for others.
     #[arg(long, value_name = "HOST:PORT", default_value = "0.0.0.0:29500")]
     listen: String,
-    /// Where others reach it, for the ticket; up to 16, tried in turn. Unless told, the address from which this
-    /// machine reaches others.
+    /// Address at which others reach this machine, for the ticket; up to 16, which are tried in turn. Default:
+    /// the address from which this machine reaches others.
     #[arg(long, value_name = "HOST:PORT")]
     address: Vec<String>,
-    /// How long the ticket holds: 90s, 30min, 24h or 7d.
+    /// Time for which the ticket is valid, such as 90s, 30min, 24h or 7d.
     #[arg(long, value_name = "TIME", default_value = "7d", value_parser = seconds)]
     expires: u64,
-    /// Where the ticket is written, for its owner alone; unless told, run.ticket in the run's folder.
+    /// File to which the ticket is written, readable only by its owner. Default: run.ticket in the run's
+    /// folder.
     #[arg(long, value_name = "FILE")]
     ticket_out: Option<PathBuf>,
-    /// This machine's key, made on first use; unless told `key` in FARFLUNG_HOME or ~/.config/farflung.
+    /// File with this machine's key, made on first use. Default: `key` in FARFLUNG_HOME or ~/.config/farflung.
     #[arg(long, value_name = "FILE")]
     key_file: Option<PathBuf>,
     #[command(flatten)]
@@ -59,7 +60,7 @@ pub(crate) struct HostCommand {
     flags: TrainFlags,
 }
 
-/// A `host` command on its own.
+/// Parser for the words of a `host` command.
 #[derive(Debug, clap::Parser)]
 #[command(no_binary_name = true)]
 enum Alone {
@@ -67,7 +68,7 @@ enum Alone {
 }
 
 impl HostCommand {
-    /// The command of these words; none of another command.
+    /// Parses these words as a `host` command; `None` if they are another command.
     ///
     /// Errors: flags that `host` does not have.
     pub(super) fn read(words: &[OsString]) -> Option<Result<Self>> {
@@ -82,17 +83,17 @@ impl HostCommand {
         })
     }
 
-    /// The settings that hold.
+    /// Returns the resolved settings.
     pub(super) fn config(&self) -> Result<TrainConfig> {
         self.flags.clone().resolve()
     }
 
-    /// Whether the command says how many threads there are.
+    /// Returns whether the command sets the number of threads.
     pub(super) const fn tells_threads(&self) -> bool {
         self.flags.args.threads.is_some()
     }
 
-    /// This machine's key, where it is told.
+    /// Returns the path of this machine's key, if it was given.
     pub(super) fn key_file(&self) -> Option<&Path> {
         self.key_file.as_deref()
     }
@@ -104,7 +105,7 @@ impl HostCommand {
                     "1: each member is one worker, and a machine may join several times".to_owned();
                 return Err(Error::Setting { field: "workers", value: workers.to_string(), expected });
             }
-            // The settings may be those of a simulated run.
+            // One worker, also if the settings are those of a simulated run.
             _ => self.flags.args.workers = Some(1),
         }
         if self.flags.print_config {
@@ -117,7 +118,7 @@ impl HostCommand {
         gate.advertise = self.address.first().cloned();
         gate.deadline = Duration::from(config.deadline);
         let expiry = unix_seconds().saturating_add(self.expires);
-        // Of an earlier run of the folder.
+        // How to reach an earlier run of the folder, if there was one.
         let former = match &config.out {
             Some(folder) if folder.join(TICKET).exists() => {
                 let ticket = access::ticket_for(Some(&folder.join(TICKET)), |_| None)?;
@@ -157,41 +158,42 @@ const JOIN_EXAMPLES: &str = "Examples:
 Ctrl-C leaves after the step under way, with a checkpoint; the others go on.
 ";
 
-/// Join a run of `farflung host`, now or later, as a member that trains.
+/// Join a run of `farflung host`, at any time, as a member that trains.
 ///
-/// Settings come with the run; those of this machine alone are flags.
+/// The settings come from the run; only those of this machine are flags.
 #[derive(Debug, clap::Args)]
 #[command(after_help = JOIN_EXAMPLES)]
 pub(crate) struct JoinCommand {
-    /// File with the run's ticket; - is standard input. Or FARFLUNG_TICKET (the ticket itself),
-    /// FARFLUNG_TICKET_FILE.
+    /// File with the run's ticket; - reads standard input. A ticket can also be given by FARFLUNG_TICKET (the
+    /// ticket itself) or FARFLUNG_TICKET_FILE.
     #[arg(long, value_name = "FILE")]
     ticket_file: Option<PathBuf>,
-    /// The run's text on this machine, which has to be the same; unless told, the default text.
+    /// The run's text on this machine, which must be the same as on the other members. Default: the default
+    /// text.
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
-    /// What this machine computes on: cpu, wgpu, cuda, with a number behind for one of several.
+    /// Device of this machine: cpu, wgpu or cuda, with a number if there are several, such as `cuda:1`.
     #[arg(long, value_name = "NAME")]
     device: Option<String>,
-    /// Threads; 0 is as many as there are cores.
+    /// Number of threads; 0 takes all cores.
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
-    /// Folder for checkpoints and metrics of this member.
+    /// Folder for this member's checkpoints and metrics.
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Where this machine listens for members that come later.
+    /// Address at which this machine listens for members that join later.
     #[arg(long, value_name = "HOST:PORT", default_value = "0.0.0.0:0")]
     listen: String,
-    /// Where those reach it, if that is elsewhere.
+    /// Address at which those members reach this machine, if it differs.
     #[arg(long, value_name = "HOST:PORT")]
     address: Option<String>,
-    /// The run's name, where it has another than the default.
+    /// The run's name, if it is not the default.
     #[arg(long, value_name = "NAME")]
     job: Option<String>,
-    /// This machine's key, made on first use; unless told `key` in FARFLUNG_HOME or ~/.config/farflung.
+    /// File with this machine's key, made on first use. Default: `key` in FARFLUNG_HOME or ~/.config/farflung.
     #[arg(long, value_name = "FILE")]
     key_file: Option<PathBuf>,
-    /// No progress.
+    /// Show no progress on stderr.
     #[arg(long)]
     quiet: bool,
     /// Print the report as JSON.
@@ -228,7 +230,7 @@ impl JoinCommand {
         let stop = Stop::install_leaving()?;
         self.notice.watch(&stop)?;
         let mut open = |gate: &Gate, folder: &Path| {
-            // Others may come in by this member, too: the host may have left.
+            // Others may also join through this member, since the host may leave.
             let addresses = vec![reached(gate.address())];
             let ticket = Ticket { addresses, host: identity.public(), ..ticket.clone() };
             write_ticket(&ticket, folder, None).map(drop)
@@ -239,7 +241,7 @@ impl JoinCommand {
     }
 }
 
-/// Writes a member's ticket into its folder, and to where else it is wanted, which it gives.
+/// Writes a member's ticket to its folder and, if given, to another path. Returns the path to show to the user.
 fn write_ticket(ticket: &Ticket, folder: &Path, wanted: Option<&Path>) -> Result<PathBuf> {
     let word = ticket.word().map_err(|_| Error::Setting {
         field: "address",
@@ -259,7 +261,7 @@ fn write_ticket(ticket: &Ticket, folder: &Path, wanted: Option<&Path>) -> Result
     }
 }
 
-/// Runs with progress on the terminal and what else observes it, and prints the report.
+/// Runs with progress on the terminal and with the observers, and prints the report.
 fn watched(
     quiet: bool,
     json: bool,
@@ -274,14 +276,14 @@ fn watched(
     print_report(report?, json)
 }
 
-/// An address at which this machine listens as others reach it: where it listens at all of its addresses, the
+/// Returns the address at which other machines reach this one. If it listens at all its addresses, that is the
 /// one from which it would reach others.
 fn reached(listens: &str) -> String {
     let Ok(at) = listens.parse::<std::net::SocketAddr>() else { return listens.to_owned() };
     if !at.ip().is_unspecified() {
         return listens.to_owned();
     }
-    // Nothing is sent: the system only says by which way it would go.
+    // Connecting a UDP socket sends nothing; the system only chooses the local address.
     let way = UdpSocket::bind("0.0.0.0:0").and_then(|socket| {
         socket.connect("192.0.2.1:9")?;
         socket.local_addr()

@@ -1,4 +1,4 @@
-//! The command line: its commands, and what an error or a signal becomes.
+//! The command line: the commands, and how errors and signals become messages and exit codes.
 //!
 //! Results go to stdout; progress, logs and errors go to stderr.
 
@@ -81,7 +81,7 @@ pub(crate) fn main() -> ExitCode {
                 styled(&wrong.render(), terminal::stderr_is_terminal())
             };
             terminal::say(text);
-            // Every error of the command line is one of usage.
+            // All errors of the command line are usage errors.
             2
         }
         Err(help) => exit_code(print(&styled(&help.render(), terminal::stdout_is_terminal()))),
@@ -114,17 +114,18 @@ impl Cli {
     }
 }
 
-/// Whether a stream shows colours. The convention: `NO_COLOR` set and not empty means none.
+/// Returns whether output to a stream is coloured. By convention, `NO_COLOR` set and not empty disables
+/// colours.
 fn has_colours(is_terminal: bool) -> bool {
     is_terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
 }
 
-/// What the parser of the command line has to say.
+/// Returns a text of the command-line parser, coloured if the stream supports it.
 fn styled(text: &StyledStr, is_terminal: bool) -> String {
     if has_colours(is_terminal) { text.ansi().to_string() } else { text.to_string() }
 }
 
-/// The process's exit code; an error is said first.
+/// Returns the process's exit code; prints an error first.
 fn exit_code(outcome: farflung::Result<()>) -> u8 {
     match outcome {
         Ok(()) => 0,
@@ -135,12 +136,12 @@ fn exit_code(outcome: farflung::Result<()>) -> u8 {
     }
 }
 
-/// Says an error as the options of the log want it.
+/// Prints an error on stderr in the format of the log.
 fn say(error: &Error) {
     terminal::say(described(error, logging::is_json()));
 }
 
-/// An error and its causes, one a line; in a log of JSON one object.
+/// Returns an error and its causes, one per line, or as one JSON object.
 fn described(error: &Error, as_json: bool) -> String {
     let causes = causes(error);
     if as_json {
@@ -153,7 +154,7 @@ fn described(error: &Error, as_json: bool) -> String {
     lines
 }
 
-/// The causes of an error, without those that its own message already contains.
+/// Returns the causes of an error, without those that the message before already contains.
 fn causes(error: &Error) -> Vec<String> {
     let mut causes = Vec::new();
     let mut said = error.to_string();
@@ -169,7 +170,7 @@ fn causes(error: &Error) -> Vec<String> {
     causes
 }
 
-/// An error as one line of JSON.
+/// Returns an error as one line of JSON.
 fn json(error: &str, causes: &[String], exit_code: i32) -> String {
     serde_json::json!({ "error": error, "causes": causes, "exit_code": exit_code }).to_string()
 }

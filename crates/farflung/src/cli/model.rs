@@ -1,4 +1,5 @@
-//! A trained model for `generate` and `eval`: from a checkpoint, a run's folder, or a Hugging Face folder.
+//! Loads a trained model for `generate` and `eval`: from a checkpoint, a run's folder, or a Hugging Face
+//! folder.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -8,34 +9,35 @@ use farflung::zoo::weights::Weights;
 use farflung::zoo::{Stage, Tokenizer, tokenizer};
 use farflung::{Error, Result, finite, run_dir};
 
-/// Where a model comes from.
+/// Which model to load, and how to run it.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ModelArgs {
-    /// A run's folder (its newest checkpoint), a checkpoint, or a folder with Hugging Face GPT-2 weights.
+    /// A run's folder (its newest checkpoint is used), a checkpoint, or a folder with Hugging Face GPT-2
+    /// weights.
     #[arg(value_name = "DIR")]
     model: PathBuf,
-    /// How text becomes tokens: byte or gpt2; without it, byte for a vocabulary of 256, else gpt2.
+    /// How text is split into tokens: byte or gpt2. Default: byte for a vocabulary of 256, else gpt2.
     #[arg(long, value_name = "KIND")]
     tokenizer: Option<String>,
-    /// Threads; 0 is all cores.
+    /// Number of threads; 0 takes all cores.
     #[arg(long, value_name = "N", default_value_t = 0)]
     threads: usize,
-    /// Where it runs: auto, cpu, `wgpu[:n]` or `cuda[:n]`.
+    /// Device: auto, cpu, `wgpu[:n]` or `cuda[:n]`.
     #[arg(long, value_name = "NAME", default_value = "cpu")]
     device: DeviceName,
-    /// What matrix products round their operands to: f32, bf16 or f16.
+    /// Type to which matrix products round their operands: f32, bf16 or f16.
     #[arg(long, value_name = "KIND", default_value_t = Precision::F32)]
     precision: Precision,
 }
 
-/// A model ready to run.
+/// A loaded model.
 pub(crate) struct Loaded {
     pub(crate) stage: Stage,
     pub(crate) params: Tensor,
     pub(crate) tokenizer: Arc<dyn Tokenizer>,
 }
 
-/// The folder that holds the weights.
+/// Returns the folder that contains the weights.
 fn weights_folder(path: &Path) -> Result<PathBuf> {
     if path.join("config.json").is_file() {
         return Ok(path.to_owned());

@@ -1,4 +1,4 @@
-//! `farflung net`: what the links between the processes of a job can do.
+//! `farflung net`: measures the links between the processes of a job.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -13,8 +13,8 @@ use serde::{Deserialize, Serialize};
 
 use super::relay::RelayArgs;
 
-/// Measure the network between the processes of a job, or put a bad link into it. To be run under `farflung
-/// launch` or another launcher, or with a list of peers; a relay alone.
+/// Measure the network between the processes of a job, or simulate a bad link in it. Run bench and probe under
+/// `farflung launch` or another launcher, or with a list of peers; run relay alone.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung launch -n 4 -- net bench
@@ -24,8 +24,8 @@ use super::relay::RelayArgs;
   farflung net bench --peers peers.toml --rank 0 --secret-file ~/job-secret
   farflung net relay --listen 127.0.0.1:9001 --to 127.0.0.1:29500 --rate 100mbit --delay 20ms")]
 pub(crate) struct NetCommand {
-    /// Where each rank is reached, as TOML: `peers = ["10.0.0.1:4000", "10.0.0.2:4000"]`. Instead of a
-    /// launcher.
+    /// TOML file with the address of each rank, instead of a launcher:
+    /// `peers = ["10.0.0.1:4000", "10.0.0.2:4000"]`.
     #[arg(long, value_name = "FILE", global = true, requires = "rank")]
     peers: Option<PathBuf>,
     /// This process's rank among the peers.
@@ -44,50 +44,51 @@ enum Net {
     Relay(RelayArgs),
 }
 
-/// Time a collective at growing sizes, in the columns of nccl-tests: busbw is what each process's link carries,
-/// slowest the rank that took longest in the run that is told.
+/// Time a collective at growing sizes, with the columns of nccl-tests. busbw is the rate on each process's
+/// link; slowest is the rank that took longest in the reported run.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example: farflung launch -n 4 -- net bench --max 4194304")]
 struct BenchArgs {
-    /// What to time.
+    /// The collective to time.
     #[arg(long, value_enum, default_value_t = Op::AllReduce)]
     op: Op,
-    /// How to reduce: ring, double-tree and others; auto chooses by cost, for the links of --topology or a LAN.
+    /// All-reduce algorithm: ring, double-tree and others; auto takes the cheapest on the links of --topology,
+    /// or on a LAN.
     #[arg(long, value_name = "NAME", default_value_t = Algorithm::Ring)]
     algorithm: Algorithm,
-    /// TOML file with the links, as probe writes it.
+    /// TOML file with the links, as written by probe.
     #[arg(long, value_name = "FILE")]
     topology: Option<PathBuf>,
-    /// The smallest buffer, in bytes.
+    /// Size of the smallest buffer, in bytes.
     #[arg(long, value_name = "BYTES", default_value_t = 1024, value_parser = clap::value_parser!(u64).range(4..))]
     min: u64,
-    /// The largest buffer, in bytes.
+    /// Size of the largest buffer, in bytes.
     #[arg(long, value_name = "BYTES", default_value_t = 64 << 20, value_parser = clap::value_parser!(u64).range(4..=4 << 30))]
     max: u64,
-    /// Times that each size is run; the median is told.
+    /// Number of runs per size; the median is reported.
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     iterations: u32,
-    /// The fastest that each process sends to all others together, such as 20mbit.
+    /// Limit on what each process sends to all others together, such as 20mbit.
     #[arg(long, value_name = "BANDWIDTH", default_value = "unlimited")]
     up: Bandwidth,
-    /// Print a JSON object a line.
+    /// Print one JSON object per line.
     #[arg(long)]
     json: bool,
 }
 
-/// Measure latency and bandwidth of every pair, one after the other, and print a topology file. Comments at its
-/// end tell what the system's TCP counted of each pair: packets sent again, round trips while the link was in
-/// use and at rest, and what waited in queues.
+/// Measure latency and bandwidth of every pair of processes, one after the other, and print a topology file.
+/// Comments at its end contain the counters of the system's TCP for each pair: retransmitted packets,
+/// round-trip times under load and at rest, and queueing.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example: farflung launch -n 3 -- net probe --out links.toml")]
 struct ProbeArgs {
-    /// Bytes of the transfers by which bandwidth is measured.
+    /// Bytes of the transfers that measure bandwidth.
     #[arg(long, value_name = "BYTES", default_value_t = 4 << 20, value_parser = clap::value_parser!(u64).range(1024..=1 << 30))]
     bytes: u64,
-    /// Floating-point operations a second that the file says of each device; they are not measured.
+    /// Speed of each device in the file, in floating-point operations per second; it is not measured.
     #[arg(long, value_name = "N", default_value_t = 50_000_000_000)]
     flops: u64,
-    /// Where rank 0 writes the file; without it, on the screen.
+    /// File that rank 0 writes. Default: standard output.
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
 }
@@ -106,7 +107,7 @@ enum Op {
 }
 
 impl Op {
-    /// Runs it once over `x`.
+    /// Runs the collective once over `x`.
     fn run(self, comm: &Communicator, x: &mut [f32]) -> Result<(), CommError> {
         match self {
             Self::AllReduce => comm.all_reduce(x, ReduceOp::Sum),
@@ -120,13 +121,13 @@ impl Op {
         }
     }
 
-    /// As on the command line.
+    /// Returns the name on the command line.
     fn name(self) -> String {
         self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
     }
 
-    /// What each link carries, over the buffer: nccl-tests' factor. It has no scans; of these each rank but the
-    /// last sends one buffer on.
+    /// Returns the factor of nccl-tests: bytes on each link divided by bytes of the buffer. nccl-tests has no
+    /// scans; in a scan each rank but the last sends one buffer.
     fn factor(self, n: f64) -> f64 {
         match self {
             Self::AllReduce => 2.0 * (n - 1.0) / n,
@@ -154,7 +155,7 @@ impl NetCommand {
     }
 }
 
-/// This process's place in its job: by a list of peers, or by a launcher's variables.
+/// Returns this process's place in its job: from a list of peers, or from a launcher's variables.
 fn place(access: &AccessArgs, peers: Option<&Path>, rank: Option<u32>) -> Result<tcp::Config> {
     let variable = |name: &str| std::env::var(name).ok();
     if let (Some(path), Some(rank)) = (peers, rank) {
@@ -179,7 +180,7 @@ fn now() -> Instant {
     Instant::now()
 }
 
-/// Seconds that the slowest rank took, and which one that was.
+/// Seconds that the slowest rank took, and which rank that was.
 type Slowest = Located<f64, u64>;
 
 fn median<T: Copy>(mut times: Vec<T>, seconds: impl Fn(&T) -> f64) -> T {
@@ -221,7 +222,7 @@ impl BenchArgs {
                     times.push(Slowest { value, place });
                 }
             }
-            // The slowest rank's time counts.
+            // The time of the slowest rank counts.
             comm.all_reduce(&mut times, ReduceOp::Max)?;
             let Slowest { value: time, place: slowest } = median(times, |time| time.value);
             let size = size_of_val(&x[..]);
@@ -245,7 +246,7 @@ impl BenchArgs {
     }
 }
 
-/// The tag of probes.
+/// Tag of the probe's messages.
 const PROBE: u32 = 7;
 
 /// A measured link.
@@ -257,7 +258,8 @@ struct Pair {
 }
 
 impl ProbeArgs {
-    /// What this rank measures of its link to `to`, where the other answers, and what was counted of it.
+    /// Measures this rank's link to `to`, which answers each message, and returns it with the counters of that
+    /// peer.
     fn measure(&self, comm: &Communicator, to: Rank) -> Result<Pair> {
         let mut turns = Vec::new();
         for _ in 0..20 {
@@ -275,7 +277,7 @@ impl ProbeArgs {
             comm.recv(to, PROBE)?;
             transfers.push(start.elapsed().saturating_sub(turn).as_secs_f64());
         }
-        // At once, while the smoothed round trip is still that of the transfers.
+        // Read at once, while the smoothed round-trip time is still that of the transfers.
         let counters = PeerCounters::of(comm.transport().as_ref(), PeerId(to.0));
         let rate = self.bytes as f64 * 8.0 / median(transfers, |&seconds| seconds).max(1e-9);
         let link = Link { bandwidth: Bandwidth(rate as u64), latency: Nanos::from(turn / 2) };

@@ -1,4 +1,5 @@
-//! `farflung plan`: how the machines of a topology file should train a model together, and why.
+//! `farflung plan`: decides how the machines of a topology file should train a model together, and explains
+//! why.
 
 mod auto;
 mod churn;
@@ -20,8 +21,8 @@ use farflung::train::{AveragePrices, Fit, Prediction, fit, planned_codec, planne
 use farflung::zoo::GptConfig;
 use farflung::{Error, Result};
 
-/// Decide how unequal machines over given links should train a model: in step or with local steps, and each
-/// one's share.
+/// Plan how unequal machines over given links should train a model: synchronously or with local steps, and with
+/// which share for each machine.
 #[derive(Debug, clap::Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 #[command(after_help = "Examples:
@@ -36,25 +37,25 @@ use farflung::{Error, Result};
 pub(crate) struct PlanCommand {
     #[command(subcommand)]
     planner: Option<Planner>,
-    /// TOML file with devices, links and regions, as for `train --topology`; devices have a speed.
+    /// TOML file with devices, links and regions, as for `train --topology`; devices need a speed.
     #[arg(value_name = "FILE", required = true)]
     topology: Option<PathBuf>,
-    /// Model preset: nano, baby, gpt2, and the larger ones of GPT-2 and GPT-3.
+    /// Model preset: nano, baby, gpt2, or one of the larger sizes of GPT-2 and GPT-3.
     #[arg(long, value_name = "NAME", default_value = "gpt2")]
     model: String,
-    /// Tokens of a sequence, instead of the preset's.
+    /// Tokens per sequence; overrides the preset.
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     context: Option<usize>,
-    /// Sequences of a step, over all machines.
+    /// Sequences per step, over all machines.
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..))]
     sequences: u64,
-    /// How averaged values are packed.
+    /// Codec of averaged values.
     #[arg(long, value_name = "CODEC", default_value = "none", value_parser = CodecSpec::from_flag)]
     codec: CodecSpec,
-    /// Time that communication may add to a step, in percent of its compute.
+    /// Time that communication may add to a step, in percent of its computation.
     #[arg(long, value_name = "PERCENT", default_value_t = Limits::default().overhead_percent)]
     overhead: u32,
-    /// The most local steps between two averages.
+    /// Highest number of local steps between two averages.
     #[arg(long, value_name = "STEPS", default_value_t = Limits::default().max_every, value_parser = clap::value_parser!(u32).range(1..))]
     max_every: u32,
     /// Write the plan as TOML, for `train --plan`.
@@ -65,27 +66,28 @@ pub(crate) struct PlanCommand {
     json: bool,
 }
 
-/// Planners beside the one for data parallelism.
+/// Planners other than the one for data parallelism.
 #[derive(Debug, clap::Subcommand)]
 enum Planner {
     Dtfm(dtfm::DtfmCommand),
     Auto(auto::AutoCommand),
     Memory(memory::MemoryCommand),
     Churn(churn::ChurnCommand),
-    /// Alpa: stages and submeshes, and how the operators of a layer are cut in each, for the least step by
-    /// its cost model. Machines count as the slowest of them.
+    /// Alpa: chooses stages, submeshes and how the operators of a layer are split in each, for the shortest
+    /// step by its cost model. All machines are treated as the slowest of them.
     Alpa(named::NamedCommand),
-    /// PipeDream: stages and their copies over machines and links in two levels, for the shortest time
-    /// between two microbatches. Machines count as the slowest of them.
+    /// PipeDream: chooses stages and their copies over machines and links in two levels, for the shortest time
+    /// between two microbatches. All machines are treated as the slowest of them.
     Pipedream(named::NamedCommand),
-    /// Piper: stages with tensor ranks, copies and recompute under memory, for the shortest time between two
-    /// microbatches. Machines count as the slowest of them.
+    /// Piper: chooses stages with tensor ranks, copies and recomputation within memory, for the shortest time
+    /// between two microbatches. All machines are treated as the slowest of them.
     Piper(named::NamedCommand),
-    /// Galvatron: tensor ranks, sharding and recompute for each layer under memory, all machines sharing each
-    /// layer. Machines count as the slowest of them.
+    /// Galvatron: chooses tensor ranks, sharding and recomputation for each layer within memory; all machines
+    /// share each layer. All machines are treated as the slowest of them.
     Galvatron(named::NamedCommand),
-    /// DAPPLE: stages and their copies, placed on unequal machines, for the least warm-up, steady phase and
-    /// ending of a synchronous pipeline. Over 24 machines, copies are powers of two from an eighth of all on.
+    /// DAPPLE: places stages and their copies on unequal machines, for the shortest warm-up, steady phase and
+    /// ending of a synchronous pipeline. With more than 24 machines, the numbers of copies are powers of two
+    /// from an eighth of all machines on.
     Dapple(named::NamedCommand),
 }
 
@@ -120,7 +122,7 @@ impl PlanCommand {
         let limits = Limits {
             overhead_percent: self.overhead,
             max_every: self.max_every,
-            // As `train` has it unless told: what a biased codec drops is carried over.
+            // Error feedback for a biased codec, as in `train` by default.
             codec: planned_codec(self.codec.with_feedback()),
             ..Limits::default()
         };
@@ -132,7 +134,7 @@ impl PlanCommand {
             fit(plan, &model, &cluster, state)
         };
         let step = |plan: &Plan| -> Result<Option<StepTime>> {
-            // Local steps hold more than synchronous ones, so they may not fit where those do.
+            // Local steps need more memory than synchronous ones, so they may not fit where those do.
             let plan = match fitted(plan.clone()) {
                 Err(Error::Parallel(ParallelError::Memory { .. })) if plan.outermost().every > 1 => {
                     return Ok(None);
@@ -159,7 +161,7 @@ impl PlanCommand {
     }
 }
 
-/// What is computed again for want of memory: a line, where there is any.
+/// Returns a line on recomputation, if memory makes it necessary; else an empty text.
 fn memory(plan: &Plan, model: &GptConfig, repeated: usize) -> String {
     let Recompute::Within(budget) = plan.parts[0].recompute else { return String::new() };
     let layers = model.layers;
@@ -168,7 +170,7 @@ fn memory(plan: &Plan, model: &GptConfig, repeated: usize) -> String {
     )
 }
 
-/// The plan, what it is predicted to take, and what was compared; times in seconds.
+/// Returns the plan, its predicted time and the candidates as JSON; times in seconds.
 fn json(planned: &Planned, plan: &Plan, shape: &ModelShape, needs: Bytes) -> serde_json::Value {
     let chosen = planned.candidates.iter().find(|c| c.sync == planned.replicas.sync);
     let step_s = chosen.map_or(0.0, |c| c.step.as_secs_f64());

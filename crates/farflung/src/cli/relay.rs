@@ -1,4 +1,4 @@
-//! `farflung net relay`: a bad link on purpose.
+//! `farflung net relay`: simulates a bad link.
 
 use std::time::Duration;
 
@@ -6,8 +6,8 @@ use farflung::base::{Bandwidth, Nanos};
 use farflung::relay::{Carries, Relay};
 use farflung::{Error, Result, Stop};
 
-/// Pass on what comes to one address to another, over a link that is as slow and unreliable as you say, until a
-/// signal.
+/// Forward what arrives at one address to another, over a simulated link with the given rate, delay, jitter and
+/// loss. Runs until a signal.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung net relay --listen 127.0.0.1:9001 --to 127.0.0.1:29500 --rate 100mbit --delay 20ms
@@ -16,36 +16,36 @@ use farflung::{Error, Result, Stop};
 The first line on stdout is the address at which it listens; the last line is what it carried. A rank whose list of peers
 (`farflung net bench --peers`) names the relay in place of another rank reaches that rank through it.")]
 pub(crate) struct RelayArgs {
-    /// Where to listen; port 0 is any that is free.
+    /// Address at which to listen; port 0 takes any free port.
     #[arg(long, value_name = "HOST:PORT")]
     listen: String,
-    /// Where to pass on to.
+    /// Address to which to forward.
     #[arg(long, value_name = "HOST:PORT")]
     to: String,
-    /// Datagrams instead of streams.
+    /// Forward UDP datagrams instead of TCP streams.
     #[arg(long)]
     udp: bool,
-    /// Bits a second each way, of all connections together; without it as fast as the machine.
+    /// Rate of all connections together in each direction, in bits per second. Default: no limit.
     #[arg(long, value_name = "RATE")]
     rate: Option<Bandwidth>,
-    /// One-way delay.
+    /// Delay in one direction.
     #[arg(long, value_name = "TIME", default_value = "0ms")]
     delay: Nanos,
-    /// Up to so much more delay, by chance.
+    /// Largest additional random delay.
     #[arg(long, value_name = "TIME", default_value = "0ms")]
     jitter: Nanos,
-    /// Share of datagrams that are lost, or of pieces of a stream that are sent again.
+    /// Fraction of datagrams that are lost, or of pieces of a stream that are sent again.
     #[arg(long, value_name = "PERCENT", default_value = "0%", value_parser = percent)]
     loss: u32,
-    /// The time after which a lost piece of a stream is sent again.
+    /// Time after which a lost piece of a stream is sent again.
     #[arg(long, value_name = "TIME", default_value = "200ms")]
     retransmit: Nanos,
-    /// Of the chances.
+    /// Seed of jitter and losses.
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
 }
 
-/// Losses in a million, of `0.5%`.
+/// Parses a percentage such as `0.5%`; returns losses per million.
 fn percent(text: &str) -> Result<u32, String> {
     let number = text.strip_suffix('%').and_then(|number| number.trim().parse::<f64>().ok());
     match number {

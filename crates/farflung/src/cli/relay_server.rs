@@ -1,4 +1,4 @@
-//! `farflung relay`: the relay through which processes behind routers reach each other.
+//! `farflung relay`: runs the relay through which processes behind routers reach each other.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -16,16 +16,16 @@ routers allow one. It cannot read what it passes on. It prints its URL when it l
 passed on when it ends. Only a build with the feature `iroh` has it: cargo build --release --features iroh
 ";
 
-/// Run a relay of your own for `--transport iroh`: processes behind routers reach each other through it,
+/// Run your own relay for `--transport iroh`, through which processes behind routers reach each other. Runs
 /// until a signal.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct RelayCommand {
-    /// Where to listen, over TCP and UDP; port 0 is any that is free.
+    /// Address at which to listen, over TCP and UDP; port 0 takes any free port.
     #[arg(long, value_name = "ADDRESS:PORT", default_value = "0.0.0.0:3340")]
     listen: SocketAddr,
-    /// File with the public keys that may use it (`farflung ticket --key` prints one), one a line; without it
-    /// everybody may.
+    /// File with the public keys that may use the relay, one per line; `farflung ticket --key` prints a
+    /// machine's key. Default: any key.
     #[arg(long, value_name = "FILE")]
     allow: Option<PathBuf>,
 }

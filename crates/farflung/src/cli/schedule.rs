@@ -1,4 +1,4 @@
-//! `farflung schedule`: a pipeline's schedule, printed, drawn, simulated, or compared with all others.
+//! `farflung schedule`: prints, draws or simulates a pipeline's schedule, or compares all schedules.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use farflung::train::read_schedule;
 use farflung::{Error, Result};
 use farflung_base::{Bandwidth, Bytes, Link, Nanos};
 
-/// Print, draw or simulate a pipeline's schedule, or compare them all.
+/// Print, draw or simulate a pipeline's schedule, or compare all schedules.
 ///
 /// NAME is a schedule of the list below, or `compare` for a table of all of them. Times are in the units of
 /// --cost.
@@ -23,54 +23,53 @@ pub(crate) struct ScheduleCommand {
     /// The schedule, or `compare`.
     #[arg(value_name = "NAME", required_unless_present = "file", conflicts_with = "file")]
     name: Option<String>,
-    /// A schedule of your own: lines such as `r0: 0F0 0F1 0B0 0B1`, or PyTorch's CSV form in a .csv file.
+    /// File with your own schedule: lines such as `r0: 0F0 0F1 0B0 0B1`, or PyTorch's CSV form in a .csv file.
     #[arg(long, value_name = "PATH")]
     file: Option<PathBuf>,
-    /// Ranks.
+    /// Number of ranks.
     #[arg(long, short = 'p', value_name = "P", default_value_t = 4)]
     stages: u32,
-    /// Ranks of each stage, such as 1,2, for the schedule `pools`.
+    /// Number of ranks of each stage, such as 1,2, for the schedule `pools`.
     #[arg(long, value_name = "N,N", value_delimiter = ',', conflicts_with = "stages", requires = "name")]
     pools: Vec<u32>,
-    /// How fast each rank of the pools is beside the others of its pool; equally fast unless told.
+    /// Relative speed of each rank within its pool. Default: all equal.
     #[arg(long, value_name = "N,N", value_delimiter = ',', requires = "pools")]
     pool_rates: Vec<u32>,
-    /// Microbatches of one step.
+    /// Microbatches per step.
     #[arg(long, short = 'm', value_name = "M", default_value_t = 8)]
     microbatches: u32,
-    /// Stages on each rank; 2 for the schedules that have several, else 1.
+    /// Stages on each rank. Default: 2 for schedules that have several, else 1.
     #[arg(long, value_name = "V")]
     chunks: Option<u32>,
-    /// Slices of each microbatch's tokens, for terapipe.
+    /// Number of slices of each microbatch's tokens, for terapipe.
     #[arg(long, value_name = "N", default_value_t = 1)]
     slices: u16,
-    /// Time of a forward, an input gradient, a weight gradient, and a link's latency, of one chunk; entries
-    /// joined by `:` are for one stage each. For `compare`, of a rank's whole share of the model, and the last
-    /// link is that back to the first rank.
+    /// Times for one chunk: forward (F), input gradient (I), weight gradient (W), and latency of the link to
+    /// the next chunk (C). Several entries, joined by `:`, are for one stage each. For `compare`, the times are
+    /// for a rank's whole share of the model, and the last link is the one back to the first rank.
     #[arg(long, value_name = "F,I,W,C", default_value = "1,1,1,0", value_parser = costs)]
     cost: Costs,
-    /// Time for which a message holds its link.
+    /// Time for which a message occupies its link.
     #[arg(long, value_name = "TIME", default_value = "0", value_parser = time)]
     wire: Nanos,
-    /// Time to average a stage's gradients with its replicas, from the end of its last backward on.
+    /// Time to average a stage's gradients with its replicas, starting at the end of its last backward.
     #[arg(long, value_name = "TIME", value_parser = time)]
     reduce: Option<Nanos>,
-    /// Time to gather a stage's weights from those that share them out, before each run of computations that
-    /// needs them.
+    /// Time to gather a stage's sharded weights, before each group of computations that needs them.
     #[arg(long, value_name = "TIME", value_parser = time)]
     gather: Option<Nanos>,
-    /// Move a microbatch's activations to slower memory where its backward is at least N computations away, and
-    /// say how many each rank then holds.
+    /// Move a microbatch's activations to slower memory if its backward is at least N computations away, and
+    /// print how many each rank then holds.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
     offload: Option<u32>,
-    /// How much of the shorter half of an overlapped pair is free, in percent.
+    /// Fraction of the shorter half of an overlapped pair that takes no extra time, in percent.
     #[arg(long, value_name = "PERCENT", default_value_t = 0, value_parser = clap::value_parser!(u8).range(..=100))]
     overlap: u8,
-    /// Warm-up slope of 1f1b-mu; without it, the least that hides the link.
+    /// Warm-up slope of 1f1b-mu. Default: the smallest slope that hides the link.
     #[arg(long, value_name = "N")]
     mu: Option<u32>,
-    /// Microbatches that a rank may hold, for 1f1b-mu, zb-auto, varuna, pools and compare; without it, P for
-    /// zb-auto and varuna, as many as keep ranks busy for pools, and no limit for the others.
+    /// Number of microbatches that a rank may hold, for 1f1b-mu, zb-auto, varuna, pools and compare. Default: P
+    /// for zb-auto and varuna, as many as keep ranks busy for pools, no limit for the others.
     #[arg(long, value_name = "N")]
     memory: Option<u32>,
     /// Run gpipe's backwards from the first microbatch to the last.
@@ -79,40 +78,40 @@ pub(crate) struct ScheduleCommand {
     /// Recompute the forward of each microbatch before its backward, at the cost of a forward.
     #[arg(long)]
     recompute: bool,
-    /// What is printed.
+    /// Output format.
     #[arg(long, value_name = "FORMAT", default_value = "grid")]
     format: Format,
-    /// The same as --format json.
+    /// Same as --format json.
     #[arg(long)]
     json: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Format {
-    /// Who runs what when, as text.
+    /// A table of ranks over time, as text.
     Grid,
     /// The ops of each rank.
     Ops,
-    /// The ops with what ranks exchange.
+    /// The ops with the sends and receives between ranks.
     Lowered,
-    /// A drawing.
+    /// An SVG drawing.
     Svg,
     /// A trace for Perfetto or Chrome.
     Trace,
-    /// Makespan, bubbles, peaks and ops.
+    /// Makespan, bubbles, peaks and ops, as JSON.
     Json,
-    /// PyTorch's form.
+    /// PyTorch's CSV form.
     Csv,
 }
 
-/// What `--cost` says: a stage and the link behind it, or one such entry for each stage.
+/// Value of `--cost`: a stage and the link after it, once for all stages or once per stage.
 #[derive(Debug, Clone)]
 struct Costs(Vec<(StageCost, Nanos)>);
 
-/// One unit of the command line is a millisecond: six decimals are whole.
+/// A unit of the command line is a millisecond, so that six decimals are whole nanoseconds.
 const UNIT: u64 = 1_000_000;
 
-/// The widest grid in which each op has its name; wider ones show letters.
+/// Widest grid in which each op has its name, in characters; wider ones show letters.
 const WIDTH: usize = 240;
 
 fn help() -> String {
@@ -135,7 +134,7 @@ Schedules:\n"
     text
 }
 
-/// Reads a decimal number of units.
+/// Parses a decimal number of units.
 fn time(text: &str) -> std::result::Result<Nanos, String> {
     let parse = || {
         let (whole, fraction) = text.split_once('.').unwrap_or((text, ""));
@@ -145,7 +144,7 @@ fn time(text: &str) -> std::result::Result<Nanos, String> {
         }
         let whole: u64 = if whole.is_empty() { 0 } else { whole.parse().ok()? };
         let fraction: u64 = format!("{fraction:0<6}").parse().ok()?;
-        // Less than a million: sums over any schedule stay within 64 bits.
+        // Limited to below a million, so that sums over any schedule fit into 64 bits.
         (whole < 1_000_000).then(|| Nanos(whole * UNIT + fraction))
     };
     parse().ok_or_else(|| {
@@ -153,7 +152,7 @@ fn time(text: &str) -> std::result::Result<Nanos, String> {
     })
 }
 
-/// Reads `F,I,W,C`, once or once a stage.
+/// Parses `F,I,W,C`, given once or once per stage.
 fn costs(text: &str) -> std::result::Result<Costs, String> {
     let entry = |text: &str| {
         let values = text.split(',').map(|t| time(t.trim())).collect::<std::result::Result<Vec<_>, _>>()?;
@@ -209,7 +208,7 @@ impl ScheduleCommand {
         let (reduce, gather) = (of_parts(self.reduce), of_parts(self.gather));
         let step =
             schedule.simulate(&cost, &CollectivePrices { reduce, gather, ..CollectivePrices::default() })?;
-        // A microbatch's activations on a stage are a byte at these costs.
+        // At these costs, a microbatch's activations on a stage count as one byte.
         let held = self.offload.map(|_| schedule.peak_bytes(&cost)).transpose()?;
         if format == Format::Json {
             return json(name, schedule.order(), &cost, Some(step.makespan()), held.as_deref());
@@ -230,7 +229,7 @@ impl ScheduleCommand {
         }))
     }
 
-    /// The settings for a method; costs may be one for all stages.
+    /// Returns the settings for a method; one entry of costs may stand for all stages.
     fn settings(&self) -> Settings {
         let hop = self.cost.0.iter().map(|(_, hop)| *hop).max().unwrap_or_default();
         Settings {
@@ -269,7 +268,7 @@ impl ScheduleCommand {
         method.order(&self.settings()).map_err(Error::schedule)
     }
 
-    /// The pools of ranks that were asked for.
+    /// Returns the pools of ranks that were given, or `None`.
     fn pools(&self) -> Option<Pools> {
         let ranks = self.pools.iter().map(|&n| u64::from(n)).sum::<u64>();
         (!self.pools.is_empty()).then(|| match &self.pool_rates[..] {
@@ -278,7 +277,8 @@ impl ScheduleCommand {
         })
     }
 
-    /// What joins a stage and the next: nothing is sent but time, a byte a nanosecond.
+    /// Returns the boundary between a stage and the next: a message of `wire` bytes at one byte per nanosecond,
+    /// so that bytes are time.
     fn boundary(&self, hop: Nanos) -> Boundary {
         let link = Link { bandwidth: Bandwidth(8_000_000_000), latency: hop };
         Boundary { link, forward: Bytes(self.wire.0), backward: Bytes(self.wire.0) }
@@ -299,7 +299,7 @@ impl ScheduleCommand {
         cost
     }
 
-    /// What `compare` has no use for is refused rather than not looked at.
+    /// Returns the comparison, or an error if a flag is given that `compare` does not use.
     fn comparison(&self) -> Result<Comparison> {
         let refuse = |field, value: &dyn ToString, expected: &str| {
             let (value, expected) = (value.to_string(), format!("{expected} with `compare`"));
@@ -351,7 +351,7 @@ impl ScheduleCommand {
     }
 }
 
-/// A timeline as a drawing or a trace, or else the text for a terminal.
+/// Returns a timeline as a drawing or a trace, or else the text for a terminal.
 fn drawn(format: Format, timeline: &Timeline, text: impl FnOnce() -> String) -> String {
     match format {
         Format::Svg => render::svg(timeline),
@@ -360,7 +360,7 @@ fn drawn(format: Format, timeline: &Timeline, text: impl FnOnce() -> String) -> 
     }
 }
 
-/// Numbers with gaps between them.
+/// Returns the numbers separated by spaces.
 fn list(bytes: &[Bytes]) -> String {
     bytes.iter().map(|bytes| bytes.0.to_string()).collect::<Vec<_>>().join(" ")
 }

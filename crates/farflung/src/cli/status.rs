@@ -1,4 +1,4 @@
-//! `farflung status`: how a run stands that machines join and leave.
+//! `farflung status`: shows the state of a run that machines may join and leave.
 
 #![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
 
@@ -11,7 +11,7 @@ use farflung::comm::tcp::GateConfig;
 use farflung::train::elastic::{self, Status};
 use farflung::{Result, TrainConfig};
 
-/// How long its members are asked.
+/// Time limit for a member's answer.
 const ASKED: Duration = Duration::from_secs(10);
 
 const EXAMPLES: &str = "Examples:
@@ -20,41 +20,42 @@ const EXAMPLES: &str = "Examples:
 Each member has a ticket in its folder with its own address, for when the host is gone.
 ";
 
-/// Show how a run of `farflung host` stands: who is here, their shares, who waits for whom, loss, time lost.
+/// Show the state of a run of `farflung host`: its members, their shares, which member waits for which, loss,
+/// and lost time.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct StatusCommand {
-    /// File with the run's ticket; - is standard input. Or FARFLUNG_TICKET (the ticket itself),
-    /// FARFLUNG_TICKET_FILE.
+    /// File with the run's ticket; - reads standard input. A ticket can also be given by FARFLUNG_TICKET (the
+    /// ticket itself) or FARFLUNG_TICKET_FILE.
     #[arg(long, value_name = "FILE")]
     ticket_file: Option<PathBuf>,
-    /// The run's name, where it has another than the default.
+    /// The run's name, if it is not the default.
     #[arg(long, value_name = "NAME")]
     job: Option<String>,
-    /// This machine's key, made on first use; unless told `key` in FARFLUNG_HOME or ~/.config/farflung.
+    /// File with this machine's key, made on first use. Default: `key` in FARFLUNG_HOME or ~/.config/farflung.
     #[arg(long, value_name = "FILE")]
     key_file: Option<PathBuf>,
-    /// Print it as JSON.
+    /// Print the state as JSON.
     #[arg(long)]
     json: bool,
 }
 
-/// How the members of a run are asked.
+/// How to ask the members of a run for its state.
 pub(super) struct Asking {
     gate: GateConfig,
     addresses: Vec<String>,
 }
 
 impl Asking {
-    /// What a member says; none before the run's first step.
+    /// Returns the status that a member reports; `None` before the run's first step.
     ///
-    /// Errors: that no member answers.
+    /// Errors: no member answers.
     pub(super) fn ask(&self) -> Result<Option<Status>> {
         elastic::status(&self.gate, &self.addresses)
     }
 }
 
-/// How the members of the run of a ticket are asked.
+/// Prepares to ask the members of the run of a ticket.
 ///
 /// Errors: a ticket or a key that cannot be read.
 pub(super) fn asking(ticket: Option<&Path>, job: Option<String>, key: Option<&Path>) -> Result<Asking> {

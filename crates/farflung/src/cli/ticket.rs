@@ -1,4 +1,4 @@
-//! `farflung ticket`: the word with which other machines join a job of this one.
+//! `farflung ticket`: makes a ticket, with which other machines join a job of this one.
 
 #![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
 
@@ -7,9 +7,9 @@ use std::path::PathBuf;
 use farflung::comm::secure::{PublicKey, Ticket, unix_seconds};
 use farflung::{Error, Home, Result, access};
 
-/// Make a ticket: one word with this machine's addresses and key, a secret and an expiry. Give it to the other
-/// ranks of a job whose rank 0 runs here; whoever has it can join until it expires, so send it as you would a
-/// password.
+/// Make a ticket: one word with this machine's addresses and key, a secret and an expiry time. Give it to the
+/// other ranks of a job whose rank 0 runs here. Any process with the ticket can join until it expires, so
+/// protect it like a password.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung ticket --address 203.0.113.5:29500 > ticket
@@ -21,29 +21,29 @@ use farflung::{Error, Home, Result, access};
   farflung ticket --key >> allow")]
 #[expect(clippy::struct_excessive_bools, reason = "each is a switch of the command line")]
 pub(crate) struct TicketCommand {
-    /// Where other machines reach rank 0; up to 16, tried in turn. For --transport iroh also relays, as
-    /// http://HOST:PORT.
+    /// Address at which other machines reach rank 0; up to 16, which are tried in turn. For --transport iroh
+    /// also relays, as http://HOST:PORT.
     #[arg(long, value_name = "HOST:PORT", required_unless_present_any = ["show", "rotate", "key"])]
     address: Vec<String>,
-    /// How long the ticket holds: 90s, 30min, 24h or 7d.
+    /// Time for which the ticket is valid, such as 90s, 30min, 24h or 7d.
     #[arg(long, value_name = "TIME", default_value = "24h", value_parser = seconds)]
     expires: u64,
-    /// Where the ticket is written, for its owner alone; without it, on the screen.
+    /// File to which the ticket is written, readable only by its owner. Default: standard output.
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Show what a ticket says, without its secret.
+    /// Print the content of a ticket, without its secret.
     #[arg(long, conflicts_with_all = ["address", "out", "rotate", "key"])]
     show: bool,
-    /// The ticket to show; - is standard input.
+    /// File with the ticket to show; - reads standard input.
     #[arg(long, value_name = "FILE", default_value = "-", requires = "show")]
     ticket_file: PathBuf,
-    /// Make a new secret: tickets from before are refused by jobs that start from now on.
+    /// Make a new secret: jobs that start from now on refuse earlier tickets.
     #[arg(long, conflicts_with = "key")]
     rotate: bool,
     /// Print this machine's public key, for the --allow list of others.
     #[arg(long, conflicts_with = "address")]
     key: bool,
-    /// This machine's key, made on first use; unless told `key` in FARFLUNG_HOME or ~/.config/farflung.
+    /// File with this machine's key, made on first use. Default: `key` in FARFLUNG_HOME or ~/.config/farflung.
     #[arg(long, value_name = "FILE")]
     key_file: Option<PathBuf>,
     /// Print results as JSON.
@@ -108,7 +108,7 @@ impl TicketCommand {
 /// Units of time, the longest first.
 const UNITS: [(&str, u64); 4] = [("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)];
 
-/// Reads a time such as `24h`.
+/// Parses a time such as `24h`; returns seconds.
 pub(super) fn seconds(text: &str) -> std::result::Result<u64, String> {
     let read = |(unit, seconds): &(&str, u64)| {
         text.strip_suffix(unit)?.parse::<u64>().ok().filter(|n| *n > 0)?.checked_mul(*seconds)
@@ -120,7 +120,7 @@ pub(super) fn seconds(text: &str) -> std::result::Result<u64, String> {
     })
 }
 
-/// A time in its two longest units.
+/// Formats a time in its two longest units.
 fn lasting(seconds: u64) -> String {
     let at = UNITS.iter().position(|(_, unit)| seconds >= *unit).unwrap_or(3);
     let (unit, of) = UNITS[at];

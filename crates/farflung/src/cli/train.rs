@@ -1,4 +1,4 @@
-//! `farflung train`.
+//! `farflung train`: trains a model, in this process or as one rank of a launched job.
 
 use std::ffi::OsString;
 use std::fmt::Write as _;
@@ -14,17 +14,17 @@ use farflung::{
     AccessArgs, Error, NoticeArgs, ObserveArgs, Progress, Result, Show, StepMetrics, Stop, TrainFlags,
 };
 
-/// Train a model with several workers, here over simulated links, or one worker a process under `farflung
-/// launch`.
+/// Train a model: with several workers in this process over simulated links, or with one worker per process
+/// under `farflung launch`.
 ///
-/// Without arguments: a small GPT learns from real text with four workers behind home uplinks.
+/// Without arguments, a small GPT learns from real text with four workers behind home uplinks.
 #[derive(Debug, clap::Args)]
 #[command(after_help = help())]
 pub(crate) struct TrainCommand {
-    /// Print the plan that the settings make, as TOML for --plan, and stop.
+    /// Print the plan that results from the settings, as TOML for --plan, and exit.
     #[arg(long)]
     print_plan: bool,
-    /// Print which choices go together, and why not where they do not, and stop.
+    /// Print which choices can be combined, and why the others cannot, and exit.
     #[arg(long)]
     combinations: bool,
     #[command(flatten)]
@@ -74,7 +74,7 @@ fn help() -> String {
     text
 }
 
-/// Progress on stderr.
+/// Shows progress on stderr.
 pub(super) struct OnTerminal {
     progress: Progress,
     steps: u64,
@@ -82,7 +82,7 @@ pub(super) struct OnTerminal {
 }
 
 impl OnTerminal {
-    /// Of so many steps, as far as is known before the run begins.
+    /// Shows a run of `steps` steps, as far as is known before the run begins.
     pub(super) fn new(steps: u64, show: Show) -> Self {
         Self { progress: Progress::new(steps, 0, show), steps, show }
     }
@@ -108,7 +108,7 @@ impl Watch for OnTerminal {
     }
 }
 
-/// A `train` command on its own.
+/// Parser for the words of a `train` command.
 #[derive(Debug, clap::Parser)]
 #[command(no_binary_name = true)]
 enum Alone {
@@ -116,10 +116,10 @@ enum Alone {
 }
 
 impl TrainCommand {
-    /// Whether these words are a `train` command whose processes meet over QUIC. Where flags are wrong, the
-    /// processes say so.
+    /// Returns whether these words are a `train` command whose processes meet over QUIC. If flags are invalid
+    /// it returns false; the processes then report the error.
     ///
-    /// Errors: flags that say who may join: `launch` decides that there.
+    /// Errors: flags that say who may join, since `launch` makes the keys and the ticket.
     pub(super) fn launched_over_quic(words: &[OsString]) -> Result<bool> {
         let Ok(Alone::Train(train)) = <Alone as clap::Parser>::try_parse_from(words) else {
             return Ok(false);

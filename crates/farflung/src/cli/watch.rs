@@ -1,4 +1,4 @@
-//! `farflung watch`: a run's page in a browser.
+//! `farflung watch`: shows a run in a browser.
 
 use std::path::PathBuf;
 
@@ -15,26 +15,27 @@ members and their links, shares, where each step's time went, loss, bytes, goodp
 /snapshot has the same as JSON. A build without the feature `watch` has no page: cargo build --release --features watch
 ";
 
-/// Show a run in a browser: members and links, shares, where each step's time goes, loss, bytes, goodput,
+/// Show a run in a browser: members and links, shares, how each step's time is spent, loss, bytes, goodput,
 /// events.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct WatchCommand {
-    /// The run's folder; it may be a run that has ended.
+    /// The run's folder; the run may have ended.
     #[arg(value_name = "RUN")]
     run: PathBuf,
-    /// Where to show it; port 0 is any that is free. Whoever reaches another address than the loopback sees
-    /// the run, without encryption.
+    /// Address of the web page; port 0 takes any free port. At an address other than the loopback, anyone who
+    /// can reach it sees the run, without encryption.
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:8642")]
     listen: String,
-    /// File with the ticket of a run of `farflung host`: its members are asked as well who is here, their
-    /// shares and for whom they wait.
+    /// File with the ticket of a run of `farflung host`. With it, the page also asks the members which of them
+    /// are present, what their shares are and which ones they wait for.
     #[arg(long, value_name = "FILE")]
     ticket_file: Option<PathBuf>,
-    /// The run's name, where it has another than the default.
+    /// The run's name, if it is not the default.
     #[arg(long, value_name = "NAME", requires = "ticket_file")]
     job: Option<String>,
-    /// This machine's key, made on first use; unless told `key` in `FARFLUNG_HOME` or ~/.config/farflung.
+    /// File with this machine's key, made on first use. Default: `key` in `FARFLUNG_HOME` or
+    /// ~/.config/farflung.
     #[arg(long, value_name = "FILE", requires = "ticket_file")]
     key_file: Option<PathBuf>,
 }
@@ -63,7 +64,7 @@ impl WatchCommand {
         })
     }
 
-    /// How a member of the run is asked, where there is a ticket.
+    /// Returns a function that asks a member of the run, if there is a ticket.
     fn ask(&self) -> Result<Option<farflung::watch::Ask>> {
         if self.ticket_file.is_none() {
             return Ok(None);

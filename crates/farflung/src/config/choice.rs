@@ -1,4 +1,4 @@
-//! The settings that are one word out of a few.
+//! Settings whose value is one of a few words.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -20,7 +20,7 @@ use super::recipe::{self, Recipe};
 use super::value::Setting;
 use crate::transports::{self, TransportMethod};
 
-/// An enum of words: the words, the parser and the printer from one list.
+/// Declares an enum of words, with its parser and its printer, from one list.
 macro_rules! choice {
     ($(#[$doc:meta])* $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $word:literal),+ $(,)? }) => {
         $(#[$doc])*
@@ -54,73 +54,74 @@ macro_rules! choice {
 }
 
 choice!(
-    /// How text becomes tokens.
+    /// How text is split into tokens.
     TokenizerKind {
-        /// A token a byte; vocabulary 256.
+        /// One token per byte; vocabulary 256.
         Byte = "byte",
         /// GPT-2's byte-pair encoding; vocabulary 50257.
         Gpt2 = "gpt2",
     }
 );
 choice!(
-    /// Shares of a step among members that come and leave.
+    /// How the microbatches of a step are distributed among members that may join and leave.
     BalanceKind {
-        /// As many microbatches as make steps short, by what was measured.
+        /// By speed: the numbers of microbatches that make steps shortest, by measured times.
         BySpeed = "by-speed",
-        /// As many for each.
+        /// The same number for each member.
         Equal = "equal",
     }
 );
 choice!(
-    /// How the learning rate goes after its warm-up.
+    /// How the learning rate changes after the warm-up.
     LrScheduleKind {
-        /// Half a cosine down to `min-lr`.
+        /// Falls along half a cosine to `min-lr`.
         Cosine = "cosine",
-        /// A line down to `min-lr`.
+        /// Falls linearly to `min-lr`.
         Linear = "linear",
-        /// Stays.
+        /// Stays constant.
         Constant = "constant",
-        /// Warm-up, stable, decay: stays, and at the end a line down to `min-lr`.
+        /// Warm-up, stable, decay: stays constant, then falls linearly to `min-lr` at the end.
         Wsd = "wsd",
-        /// Falls with the root of the step, not below `min-lr`.
+        /// Falls with the square root of the step, not below `min-lr`.
         InverseSqrt = "inverse-sqrt",
     }
 );
 choice!(
-    /// How far Muon moves hidden matrices.
+    /// How the updates of Muon are scaled for hidden matrices.
     MuonScaleKind {
-        /// About as far as AdamW, so that one learning rate suits both.
+        /// To about the size of AdamW's updates, so that one learning rate suits both.
         MatchAdamW = "match-adamw",
-        /// By the root of outputs over inputs, if that is above 1.
+        /// By the square root of outputs over inputs, if that is above 1.
         Original = "original",
     }
 );
 choice!(
-    /// Which sequences a step trains on.
+    /// How the sequences of a step are chosen.
     SamplingKind {
-        /// Windows at random places.
+        /// Windows at random places of the text.
         Random = "random",
-        /// Windows that do not overlap, in shuffled epochs: each has a number and comes again.
+        /// Windows that do not overlap, in epochs of shuffled order. Each window has a number and returns in
+        /// each epoch.
         Epochs = "epochs",
     }
 );
 choice!(
-    /// Where boundary codecs that remember hold their samples.
+    /// Where stateful boundary codecs store their samples.
     StoreKind {
-        /// In memory; checkpoints hold it.
+        /// In memory; checkpoints contain them.
         Memory = "memory",
-        /// In files of the rank's folder, read and written.
+        /// In files in the rank's folder, read and written.
         File = "file",
-        /// In files of the rank's folder, mapped.
+        /// In files in the rank's folder, mapped into memory.
         Mapped = "mapped",
     }
 );
 choice!(
-    /// Where the servers of asynchronous methods are.
+    /// Which workers run the servers of asynchronous methods.
     ServersKind {
         /// Each worker serves its part of the model.
         Sharded = "sharded",
-        /// The first worker serves all of it.
+        /// The first worker serves the whole model.
         Central = "central",
     }
 );
@@ -134,7 +135,7 @@ impl From<ServersKind> for Servers {
     }
 }
 
-/// A setting whose values are the rows of a table, by their names.
+/// Declares a setting whose values are the names of a table's rows.
 macro_rules! row {
     ($(#[$doc:meta])* $name:ident, $row:ty, $table:expr $(, or $other:expr)?) => {
         $(#[$doc])*
@@ -142,25 +143,25 @@ macro_rules! row {
         pub struct $name(&'static $row);
 
         impl $name {
-            /// A row of the table, or of your own.
+            /// Returns the setting for a row of the table, or for a row of the caller's own.
             #[must_use]
             pub const fn of(row: &'static $row) -> Self {
                 Self(row)
             }
 
-            /// The row.
+            /// Returns the row.
             #[must_use]
             pub const fn row(self) -> &'static $row {
                 self.0
             }
 
-            /// All rows of the table.
+            /// Returns all rows of the table.
             pub fn all() -> impl Iterator<Item = Self> {
                 $table.iter().map(Self)
             }
         }
 
-        /// The first row.
+        /// The first row of the table.
         impl Default for $name {
             fn default() -> Self {
                 Self(&$table[0])
@@ -214,31 +215,32 @@ row!(
     OptimizerKind, LocalMethod, local::METHODS
 );
 row!(
-    /// How replicas stay one model: a row of [`sync::METHODS`], or a registered one.
+    /// How replicas are kept in agreement: a row of [`sync::METHODS`], or a registered one.
     SyncKind, SyncMethod, sync::METHODS, or SyncMethod::by_name
 );
 
 row!(
-    /// A published method that is several settings: a row of [`recipe::RECIPES`].
+    /// A published method that consists of several settings: a row of [`recipe::RECIPES`].
     RecipeKind, Recipe, recipe::RECIPES
 );
 
 row!(
-    /// What carries bytes between workers: a row of [`transports::TRANSPORTS`].
+    /// The transport between workers: a row of [`transports::TRANSPORTS`].
     TransportName, TransportMethod, transports::TRANSPORTS
 );
 
-/// What carries bytes between workers.
+/// The setting `transport`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TransportKind {
-    /// The first of the table for threads of one process, or for several processes.
+    /// The first suitable row of the table: one for threads in a single process, one for processes in a job of
+    /// several.
     Auto,
-    /// This one.
+    /// The transport of this name.
     Named(TransportName),
 }
 
 impl TransportKind {
-    /// A row of the table, or of your own.
+    /// Returns the setting for a row of the table, or for a row of the caller's own.
     #[must_use]
     pub const fn of(row: &'static TransportMethod) -> Self {
         Self::Named(TransportName::of(row))
@@ -260,24 +262,24 @@ impl Setting for TransportKind {
     }
 }
 
-/// Where tensors live: one device for all ranks, or several that the ranks take in turn.
+/// The devices of the ranks: one for all ranks, or several that ranks use in turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Devices(Vec<DeviceName>);
 
 impl Devices {
-    /// The processor for all.
+    /// Returns the CPU for all ranks.
     #[must_use]
     pub fn cpu() -> Self {
         Self(vec![DeviceName::Cpu])
     }
 
-    /// The device of a rank.
+    /// Returns the device of a rank.
     #[must_use]
     pub fn of(&self, rank: usize) -> DeviceName {
         self.0[rank % self.0.len()]
     }
 
-    /// Whether all of them are processors.
+    /// Returns whether all of them are CPUs.
     #[must_use]
     pub fn are_processors(&self) -> bool {
         self.0.iter().all(|device| *device == DeviceName::Cpu)
@@ -296,7 +298,7 @@ impl Setting for Devices {
     }
 }
 
-/// A type that reads its own names and prints them: what is expected instead of another.
+/// Implements [`Setting`] for a type with a parser, a printer and a list of its names.
 macro_rules! named {
     ($ty:ty, $known:expr) => {
         impl Setting for $ty {
@@ -317,8 +319,8 @@ named!(Precision, Self::ALL);
 named!(Algorithm, Self::ALL.into_iter().chain([Self::Auto]));
 named!(Method, Self::ALL);
 
-/// A codec by name: a name that nobody has is answered with those that there are, any other with what is wrong
-/// with it.
+/// Implements [`Setting`] for a codec by name. An unknown name gets an error with the known names; any other
+/// invalid text gets the parser's reason.
 macro_rules! codec {
     ($ty:ty, $names:expr, $expected:literal) => {
         impl Setting for $ty {
@@ -363,17 +365,18 @@ codec!(
     "a boundary's codec, one of {}"
 );
 
-/// What gradients are multiplied with where products round them.
+/// Loss scale: the factor of gradients while matrix products round them.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum LossScaling {
-    /// As large as overflows nothing in f16; 1 in others, which have the range of f32.
+    /// In f16, the largest scale that does not overflow, found by trial; 1 in other precisions, which have the
+    /// range of f32.
     Auto,
-    /// A power of two.
+    /// A fixed power of two.
     Fixed(f32),
 }
 
 impl LossScaling {
-    /// The scale of a run's first step, and how it goes on.
+    /// Returns the loss scale of a run's first step, which also determines how the scale changes.
     #[must_use]
     pub const fn start(self, precision: Precision) -> LossScale {
         match (self, precision) {
@@ -460,14 +463,14 @@ impl Setting for Recompute {
     }
 }
 
-/// Where a run begins.
+/// Where a run starts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Resume {
-    /// From the newest good checkpoint of the run's folder, or at step 0 if there is none.
+    /// At the newest valid checkpoint of the run's folder, or at step 0 if there is none.
     Auto,
     /// At step 0, in a folder without a run.
     No,
-    /// From this checkpoint.
+    /// At this checkpoint.
     Path(PathBuf),
 }
 

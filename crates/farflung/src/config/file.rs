@@ -1,4 +1,5 @@
-//! Settings from a TOML file: each key is a flag's name; what is unknown or wrong is refused with its line.
+//! Reads settings from a TOML file. Each key is a flag's name; unknown keys and invalid values are errors with
+//! their line.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -12,17 +13,17 @@ use super::{TrainArgs, dashed};
 use crate::{Error, Result};
 
 impl TrainArgs {
-    /// Reads settings from a TOML file, whose keys are the flags' names (`eval-every`). A value with
-    /// [`BY_DEFAULT`] behind it is used, but does not count as given.
+    /// Reads settings from a TOML file, whose keys are the flags' names, such as `eval-every`. A value followed
+    /// by the comment [`BY_DEFAULT`] is used, but does not count as given.
     ///
     /// Errors: [`Error::Io`], [`Error::ConfigSyntax`], [`Error::UnknownKey`] with the nearest known key,
-    /// [`Error::ConfigValue`] with what was expected; the last two with the line.
+    /// [`Error::ConfigValue`] with what was expected. The last two contain the line.
     pub fn read(path: &Path) -> Result<Self> {
         let text = fs::read_to_string(path).map_err(Error::io("read the config file", path))?;
         Self::from_toml(&text, path)
     }
 
-    /// Reads settings from TOML; `path` is for messages.
+    /// Reads settings from TOML text; `path` is used in error messages.
     pub fn from_toml(text: &str, path: &Path) -> Result<Self> {
         let entries: BTreeMap<Spanned<String>, Spanned<Value>> = toml::from_str(text)
             .map_err(|e| Error::ConfigSyntax { path: path.to_owned(), source: Box::new(e) })?;

@@ -1,5 +1,5 @@
-//! The settings as a command takes them: every flag, `--config` and `--print-config`, with the defaults in
-//! `--help`.
+//! The settings as flags of a command: one flag per setting, `--config` and `--print-config`, with the defaults
+//! in `--help`.
 
 use std::any::TypeId;
 use std::path::PathBuf;
@@ -9,19 +9,19 @@ use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use super::{TrainArgs, TrainConfig};
 use crate::Result;
 
-/// All flags of a run; flatten it into a command.
+/// All flags of a run; to be flattened into a command.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct TrainFlags {
-    /// The settings that were given.
+    /// The settings given as flags.
     pub args: TrainArgs,
-    /// The file whose settings stand below the flags.
+    /// A file with settings; flags override it.
     pub config: Option<PathBuf>,
-    /// Print the settings that hold, and do nothing.
+    /// Print the resulting settings and exit.
     pub print_config: bool,
 }
 
 impl TrainFlags {
-    /// The settings that hold: see [`TrainConfig::resolve`].
+    /// Returns the resulting settings: see [`TrainConfig::resolve`].
     pub fn resolve(self) -> Result<TrainConfig> {
         TrainConfig::resolve(self.args, self.config.as_deref())
     }
@@ -35,7 +35,7 @@ impl Args for TrainFlags {
             .mut_args(|arg| {
                 let default = arg.get_long().and_then(|name| defaults.get(name));
                 let help = arg.get_help().map(ToString::to_string);
-                // `--quiet` alone says true; `--overlap false` is how a default that is true is switched off.
+                // `--quiet` alone means true; `--overlap false` switches off a setting whose default is true.
                 let arg = match default {
                     Some(toml::Value::Boolean(_)) if arg.get_value_parser().type_id() == switch => {
                         arg.num_args(0..=1).default_missing_value("true")

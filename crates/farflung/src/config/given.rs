@@ -1,31 +1,31 @@
-//! Tracks which settings were given by flag or file, and which are defaults.
+//! Tracks which settings were given by a flag or file, and which have their defaults.
 
 use std::collections::BTreeSet;
 
 use super::{TrainConfig, dashed};
 
-/// The comment behind a value in a file that marks it as a default, not as given.
+/// The comment after a value in a file that marks it as a default rather than as given.
 pub const BY_DEFAULT: &str = "# by default";
 
 /// Which settings were given.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Given {
-    /// Those that differ from their defaults. For a config made in code, where nothing else is known.
+    /// Those that differ from their defaults: for a config made in code, for which no more is known.
     #[default]
     Differs,
-    /// These, by flag or file.
+    /// These, given by a flag or file.
     Only(BTreeSet<&'static str>),
 }
 
 impl TrainConfig {
-    /// Counts settings as given, by their names as fields.
+    /// Marks settings as given, by their field names.
     pub(crate) fn mark_given(&mut self, names: &[&'static str]) {
         if let Given::Only(given) = &mut self.given {
             given.extend(names);
         }
     }
 
-    /// Whether a setting was given; `name` is its key in a file, such as `eval-every`.
+    /// Returns whether a setting was given; `name` is its key in a file, such as `eval-every`.
     #[must_use]
     pub fn was_given(&self, name: &str) -> bool {
         match &self.given {

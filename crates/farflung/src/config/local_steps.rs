@@ -1,23 +1,25 @@
-//! The setting of how many local steps each replica takes between two averages.
+//! The setting for the number of local steps of each replica between two averages.
 
 use toml::Value;
 
 use super::value::Setting;
 
-/// Local steps of each replica of `--sync-every`.
+/// Number of local steps of each replica per `--sync-every` steps.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum LocalStepsKind {
-    /// All take all.
+    /// All replicas do all steps.
     #[default]
     Equal,
-    /// As many as each one's machines compute in the time of the fastest.
+    /// Each replica does as many steps as its machines compute in the time in which the fastest replica does
+    /// all.
     BySpeed,
-    /// These, by replica.
+    /// Explicit numbers, by replica.
     Each(Vec<u32>),
 }
 
 impl LocalStepsKind {
-    /// The numbers of a plan whose replicas take so many local steps a second; none where all are equal.
+    /// Returns the number of local steps of each replica, for a plan with `every` steps between averages.
+    /// `speeds` are local steps per second by replica. Empty if all replicas do all steps.
     #[must_use]
     pub fn of(&self, every: u32, speeds: &[f64]) -> Vec<u32> {
         match self {
@@ -25,7 +27,7 @@ impl LocalStepsKind {
             Self::Each(steps) => steps.clone(),
             Self::BySpeed => {
                 let fastest = speeds.iter().copied().fold(f64::MIN_POSITIVE, f64::max);
-                // Rounding of the speeds themselves must not cost a step.
+                // A tolerance, so that rounding errors of the speeds do not cost a step.
                 let steps = |speed: &f64| (f64::from(every) * speed / fastest + 1e-6).floor() as u32;
                 speeds.iter().map(|speed| steps(speed).clamp(1, every)).collect()
             }

@@ -1,18 +1,18 @@
-//! Which known name somebody meant.
+//! Finds the known name that is spelled most like a given one.
 
-/// The known name that is spelled most like `given`, rather one as long, if not more than a third of it
-/// differs.
+/// Returns the known name with the smallest edit distance to `given`; on a tie, the one with the most similar
+/// length. `None` if more than a third of `given` differs.
 pub(crate) fn nearest<'a>(given: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let names = known.into_iter().map(|name| (edits(given, name), name.len().abs_diff(given.len()), name));
     let (distance, _, name) = names.min()?;
     (distance <= given.len().div_ceil(3)).then_some(name)
 }
 
-/// What was expected, with the name that was meant, if one of `known` is near. Of `int8[:BLOCK]` the name is
-/// `int8`.
+/// Returns `expected`, with a suggestion if one of `known` is similar to `given`. Of a known form such as
+/// `int8[:BLOCK]`, the name `int8` is compared.
 pub(crate) fn with_nearest(expected: String, given: &str, known: &[impl AsRef<str>]) -> String {
     let names = known.iter().filter_map(|name| name.as_ref().split(['[', ':']).next());
-    // What stands behind the name, such as a block, is as it was given.
+    // What follows the name, such as a block size, is kept as given.
     let head = given.split([':', '/', '+']).next().unwrap_or_default();
     let meant = nearest(head, names).map(|name| format!("{name}{}", &given[head.len()..]));
     match meant.filter(|meant| *meant != given) {
@@ -21,7 +21,8 @@ pub(crate) fn with_nearest(expected: String, given: &str, known: &[impl AsRef<st
     }
 }
 
-/// Levenshtein's distance: insertions, deletions and replacements of a byte that make `b` of `a`.
+/// Returns the Levenshtein distance: the number of insertions, deletions and replacements of a byte that turn
+/// `a` into `b`.
 fn edits(a: &str, b: &str) -> usize {
     let mut row: Vec<usize> = (0..=b.len()).collect();
     for (i, x) in a.bytes().enumerate() {

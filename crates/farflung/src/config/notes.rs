@@ -1,5 +1,5 @@
-//! Notes at the start of a run: which of the given settings change nothing in it and why, and which do
-//! something else than they seem to. Each is a condition on the settings.
+//! Notes at the start of a run: which of the given settings have no effect in it and why, and which ones do
+//! something else than they seem to. Each note is a condition on the settings.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,20 +15,20 @@ use super::choice::{LrScheduleKind, OptimizerKind, Resume, SyncKind, TransportKi
 use super::local_steps::LocalStepsKind;
 use crate::transports::{IROH, MEMORY, MPI, SHARED_MEMORY};
 
-/// Facts about a run that are not in its settings.
+/// Facts about a run that its settings do not contain.
 #[derive(Debug, Clone, Copy)]
 pub struct Circumstances {
     /// The model's shape.
     pub model: GptConfig,
-    /// Workers in all processes.
+    /// Number of workers in all processes.
     pub world: usize,
     /// Whether links are simulated.
     pub simulated: bool,
-    /// Whether members come and leave.
+    /// Whether members may join and leave.
     pub elastic: bool,
 }
 
-/// Notes so far, and the settings that they name.
+/// The notes so far, and the settings that they name.
 struct Notes<'a> {
     config: &'a TrainConfig,
     lines: Vec<String>,
@@ -36,8 +36,8 @@ struct Notes<'a> {
 }
 
 impl Notes<'_> {
-    /// Notes those of `names` that were given and change nothing in this `case`. Each setting is noted once,
-    /// with its first reason.
+    /// Notes those of `names` that were given and have no effect, if `case` holds. Each setting is noted once,
+    /// with the first reason.
     fn idle(&mut self, case: bool, names: &[&'static str], why: &str) {
         let given = |name: &&&'static str| self.config.was_given(name) && !self.named.contains(**name);
         let given: Vec<_> = names.iter().filter(|_| case).filter(given).copied().collect();
@@ -50,7 +50,7 @@ impl Notes<'_> {
         self.named.extend(given);
     }
 
-    /// Notes the settings that only other rows of a table read than the chosen one.
+    /// Notes the given settings that only other rows of a table read, not the chosen one.
     fn unread(&mut self, choice: &str, chosen: &str, rows: &[Reads]) {
         let mut by_readers: BTreeMap<String, Vec<&'static str>> = BTreeMap::new();
         for &setting in rows.iter().flat_map(|row| row.settings) {
@@ -66,7 +66,7 @@ impl Notes<'_> {
         }
     }
 
-    /// Adds another note.
+    /// Adds another note if `case` holds.
     fn say(&mut self, case: bool, text: impl FnOnce() -> String) {
         if case {
             self.lines.push(text());
@@ -74,14 +74,14 @@ impl Notes<'_> {
     }
 }
 
-/// A row of a table, and the settings that it reads and others may not.
+/// A row of a table, and the settings that it reads and other rows may not read.
 struct Reads {
     name: &'static str,
     settings: &'static [&'static str],
 }
 
 impl TrainConfig {
-    /// One line for each reason why given settings change nothing in a run, and for each setting that does
+    /// Returns one line per reason why given settings have no effect in a run, and one per setting that does
     /// something else than it seems to.
     #[must_use]
     pub fn notes(&self, run: &Circumstances) -> Vec<String> {
@@ -277,7 +277,7 @@ impl TrainConfig {
     fn note_machine(&self, run: &Circumstances, notes: &mut Notes<'_>) {
         let rounds = self.precision != Precision::F32;
         notes.idle(!rounds, &["loss-scale"], "it is for `precision` f16 and bf16");
-        // Another process of the job may have another `--device`.
+        // Another process of the job may use another `--device`.
         let one_process = run.simulated || self.transport == TransportKind::of(&MEMORY);
         let same = "all devices are processors, whose copies of parameters stay equal";
         notes.idle(one_process && self.device.are_processors(), &["resync-every"], same);
@@ -300,7 +300,8 @@ impl TrainConfig {
         notes.idle(self.temperature == 0.0, &["top-k", "top-p"], likeliest);
     }
 
-    /// Whether gradients lose their sizes before an optimizer that adapts to these.
+    /// Returns whether a one-bit codec removes the magnitudes of gradients before an optimizer that adapts to
+    /// magnitudes.
     fn signs_into_adam(&self, world: usize) -> bool {
         let method = self.codec.codec().and_then(|codec| codec.method());
         let one_bit = method.is_some_and(|(name, _)| name.starts_with("sign"));
@@ -309,7 +310,7 @@ impl TrainConfig {
         one_bit && adapts && self.sync.each_step && world > 1 && !self.averages_nothing(world)
     }
 
-    /// Whether no two ranks hold the same part of the model; false if a schedule file decides that.
+    /// Returns whether no two ranks hold the same part of the model; false if a schedule file decides that.
     fn averages_nothing(&self, world: usize) -> bool {
         let copies = match self.pools() {
             Some(pools) => pools.fewest() > 1,
@@ -318,7 +319,7 @@ impl TrainConfig {
         self.stages > 1 && world <= self.stages && !copies && self.schedule_file.is_none()
     }
 
-    /// The most layers of a part of the model.
+    /// Returns the largest number of layers in a part of the model.
     fn layers_of_a_part(&self, layers: usize) -> usize {
         let chunks = match (self.chunks, self.schedule) {
             _ if self.stages == 1 => 1,

@@ -1,4 +1,4 @@
-//! The settings of the optimizer: those that follow its choice, what its chain is made of, and rules by
+//! The settings of the optimizer: defaults that depend on it, the parameters of its chain, and rules by
 //! parameters' names.
 
 use farflung_optim::local::{LocalSettings, Lookahead};
@@ -11,7 +11,7 @@ use super::nearest::nearest;
 use super::{TrainArgs, TrainConfig, check};
 use crate::{Error, Result};
 
-/// A setting whose default is the optimizer's own.
+/// A setting whose default depends on the optimizer.
 struct Follows {
     name: &'static str,
     is_given: fn(&TrainArgs) -> bool,
@@ -19,7 +19,7 @@ struct Follows {
     set: fn(&mut TrainConfig, f64),
 }
 
-/// The settings whose defaults are the optimizer's own, where it has one.
+/// The settings for which an optimizer may have a default of its own.
 const FOLLOWS: [Follows; 4] = [
     Follows {
         name: "beta2",
@@ -47,7 +47,7 @@ const FOLLOWS: [Follows; 4] = [
     },
 ];
 
-/// The defaults that an optimizer has of its own, of settings that were not given.
+/// The optimizer's own defaults for settings that were not given.
 pub(super) struct OptimizerDefaults(Vec<(&'static Follows, f64)>);
 
 impl OptimizerDefaults {
@@ -63,7 +63,7 @@ impl TrainArgs {
         OptimizerDefaults(open.filter_map(|setting| Some((setting, row.default_of(setting.name)?))).collect())
     }
 
-    /// Drops what a file has as another optimizer's defaults.
+    /// Clears values that a file marks as defaults: they may be those of another optimizer.
     pub(super) fn forget_optimizer_defaults(&mut self) {
         if self.by_default.remove("sync") {
             self.sync = None;
@@ -77,7 +77,7 @@ impl TrainArgs {
 }
 
 impl TrainConfig {
-    /// The numbers of the optimizer, with a learning rate and updates in a step.
+    /// Returns the parameters of the optimizer, for a learning-rate schedule and a number of updates per step.
     pub(crate) fn local(&self, schedule: LrSchedule, updates: u64) -> LocalSettings {
         let every = self.lookahead;
         LocalSettings {
@@ -107,7 +107,7 @@ impl TrainConfig {
         }
     }
 
-    /// The learning rates of a run that makes so many updates in a step.
+    /// Returns the learning-rate schedule of a run that makes `updates` updates per step.
     pub(crate) fn schedule(&self, updates: u64) -> Result<LrSchedule, OptimError> {
         let steps = self.steps * updates;
         let decay = match self.lr_schedule {
@@ -132,9 +132,9 @@ impl TrainConfig {
         check("lookahead-alpha", &alpha, alpha > 0.0 && alpha <= 1.0, "more than 0 and at most 1")
     }
 
-    /// Whether each rule of `group` is about some parameter of the model.
+    /// Checks that each rule of `group` matches a parameter of the model.
     ///
-    /// Errors: [`Error::Setting`] with the pattern that is about none, and the nearest name.
+    /// Errors: [`Error::Setting`] with the first pattern that matches none, and the nearest name.
     pub(crate) fn check_groups(&self, model: &GptConfig) -> Result<()> {
         let Some(groups) = &self.group else { return Ok(()) };
         let tensors = model.tensors();
@@ -177,7 +177,7 @@ mod tests {
         assert_eq!(config("optimizer = 'rmsprop'").momentum, 0.0);
         let muon = config("optimizer = 'muon'");
         assert_eq!((muon.momentum, muon.nesterov, muon.was_given("momentum")), (0.95, true, false));
-        // A run's own file holds them; another optimizer has others.
+        // A run's own file contains them; another optimizer has different ones.
         let file = |text: &str| TrainArgs::from_toml(text, Path::new("config.toml")).unwrap();
         let again = TrainConfig::merge(TrainArgs::default(), file(&muon.to_toml())).unwrap();
         assert_eq!((again.momentum, again.nesterov), (0.95, true));

@@ -1,4 +1,4 @@
-//! Settings beside a plan: those that it decides are refused, and shown as it decides them.
+//! Settings beside a plan: those that the plan decides must not be given, and are then set from the plan.
 
 use farflung_parallel::pipeline::Method;
 use farflung_parallel::{Plan, ScheduleSource};
@@ -8,7 +8,7 @@ use super::pools::Numbers;
 use super::{TrainArgs, TrainConfig, dashed};
 use crate::{Error, Result};
 
-/// The settings that a plan decides.
+/// The settings that a plan decides, by field name.
 pub const DECIDED: &[&str] = &[
     "batch",
     "accumulate",
@@ -40,9 +40,9 @@ pub const DECIDED: &[&str] = &[
 ];
 
 impl TrainArgs {
-    /// Refuses settings that a plan decides, where there is one.
+    /// Checks that no setting is given that a plan decides, if there is a plan.
     ///
-    /// Errors: [`Error::Setting`] with the first.
+    /// Errors: [`Error::Setting`] with the first such setting.
     pub(super) fn beside_plan(&self) -> Result<()> {
         if self.plan.is_none() {
             return Ok(());
@@ -59,12 +59,13 @@ impl TrainArgs {
 }
 
 impl TrainConfig {
-    /// Whether a setting is the plan's to decide.
+    /// Returns whether there is a plan that decides this setting.
     pub(super) fn is_decided(&self, name: &str) -> bool {
         self.plan.is_some() && DECIDED.iter().any(|decided| dashed(decided) == dashed(name))
     }
 
-    /// Shows what a plan decides, where settings have a word for it. Training itself asks the plan.
+    /// Sets the settings that a plan decides, as far as settings can express them. They are only shown;
+    /// training reads the plan.
     pub(crate) fn follow(&mut self, plan: &Plan) {
         let level = plan.outermost();
         self.workers = plan.ranks() as usize;
@@ -81,7 +82,7 @@ impl TrainConfig {
         self.pool_rates = plan.pools().map(|pools| Numbers(pools.rates.clone()));
         self.schedule_file = None;
         self.version_sync = plan.pipeline.version_sync;
-        // Where boundaries differ, the first stands for all; the plan's names were checked.
+        // If boundaries differ, the first one is shown; the plan's names were checked.
         if let Some(codecs) = plan.boundaries.first() {
             self.boundary = codecs.forward.parse().unwrap_or(self.boundary);
             self.boundary_backward = codecs.backward.parse().unwrap_or(self.boundary_backward);

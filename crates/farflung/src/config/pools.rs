@@ -8,7 +8,7 @@ use super::validate::check;
 use super::value::Setting;
 use crate::Result;
 
-/// Numbers joined by commas: one for each stage, or for each rank.
+/// Numbers separated by commas: one per stage, or one per rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Numbers(pub Vec<u32>);
 
@@ -26,7 +26,7 @@ impl Setting for Numbers {
 }
 
 impl TrainConfig {
-    /// The pools that the settings say, with equal rates where they name none.
+    /// Returns the pools of the settings, with equal rates if none are given; `None` without pools.
     #[must_use]
     pub fn pools(&self) -> Option<Pools> {
         let sizes = self.pools.as_ref()?.0.clone();
@@ -36,7 +36,8 @@ impl TrainConfig {
         })
     }
 
-    /// Pools say how many ranks a pipeline has, and a run is one pipeline of them.
+    /// Sets the number of stages and workers from the pools, which contain the number of ranks: a run with
+    /// pools is one pipeline.
     pub(super) fn take_pools(&mut self) {
         let Some(Numbers(sizes)) = &self.pools else { return };
         let (stages, ranks) =
@@ -95,7 +96,7 @@ mod tests {
             let config = resolved(stages, "1,2", Some("1,4,2")).unwrap();
             assert_eq!((config.stages, config.workers), (3, 3), "{stages:?}");
             assert_eq!(config.pools(), Some(Pools { sizes: vec![1, 2], rates: vec![1, 4, 2] }));
-            // The run's own file says the same.
+            // The run's own file gives the same settings.
             let mut file = TrainArgs::default();
             for (key, value) in config.to_toml().parse::<toml::Table>().unwrap() {
                 file.set(&key.replace('-', "_"), &value).unwrap();
@@ -111,7 +112,7 @@ mod tests {
         assert!(refused(Some(4), "1,2", None).contains("`stages` is 4, expected 2, the stages of `pools`"));
         assert!(refused(None, "3", None).contains("`pools` is"));
         assert!(refused(None, "1,2", Some("1,2")).contains("`pool-rates` is"));
-        // Rates alone change nothing, and that is said.
+        // Rates without pools have no effect, and a note says so.
         assert_eq!(resolved(None, "", Some("1,2")).unwrap().pools(), None);
         for wrong in ["", "1,0", "1,,2", "a"] {
             assert_eq!(Numbers::parse(wrong), None, "{wrong}");

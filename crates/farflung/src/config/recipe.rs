@@ -1,4 +1,4 @@
-//! Published methods that are several settings: a name for all of them together.
+//! Recipes: names for published methods that consist of several settings.
 
 use super::{TrainArgs, TrainConfig};
 
@@ -7,19 +7,19 @@ use super::{TrainArgs, TrainConfig};
 pub struct Recipe {
     /// The name on command lines.
     pub name: &'static str,
-    /// One line on what it does.
+    /// One line that describes it.
     pub summary: &'static str,
-    /// Where it was published.
+    /// The publication.
     pub source: &'static str,
-    /// Settings as flags have them, without the dashes in front.
+    /// Names of flags without the leading dashes, with their values.
     pub settings: &'static [(&'static str, &'static str)],
 }
 
 /// All recipes.
 ///
-/// Differs from the papers: where a codec selects, the mean is over all workers, those that did not select an
-/// element included (`DeMo` and `SparseLoCo` divide by those that did). Chunks are of the flat buffer of all
-/// parameters and not of each tensor. The learning rate of `demo` stands outside its momentum.
+/// Differs from the papers: if a codec selects elements, the mean is over all workers, including those that did
+/// not select an element (`DeMo` and `SparseLoCo` divide by the number that did). Chunks are of the flat buffer
+/// of all parameters, not of each tensor. The learning rate of `demo` is applied outside its momentum.
 pub const RECIPES: &[Recipe] = &[
     Recipe {
         name: "bytegrad",
@@ -38,7 +38,7 @@ pub const RECIPES: &[Recipe] = &[
         summary: "a thousandth of the gradients, momentum gathered before the selection, a density that falls",
         source: "Lin et al. 2018, Deep Gradient Compression",
         settings: &[
-            // AdamW without a first moment, since the codec gathers momentum; the paper has SGD.
+            // AdamW without a first moment, since the codec accumulates momentum; the paper uses SGD.
             ("beta1", "0.0"),
             ("codec", "topk:0.001/none+dgc"),
             ("density-warmup", "100"),
@@ -87,7 +87,8 @@ pub const RECIPES: &[Recipe] = &[
             ("sync", "diloco"),
             ("sync-every", "30"),
             ("codec", "meanstd2+ef"),
-            // A second rounding to 2 bits, of sums, costs as much loss as the recipe saves.
+            // All-gather encodes once: rounding the sums to 2 bits again costs as much loss as the recipe
+            // saves.
             ("algorithm", "all-gather"),
         ],
     },
@@ -107,7 +108,7 @@ pub const RECIPES: &[Recipe] = &[
 ];
 
 impl Recipe {
-    /// Its settings.
+    /// Returns its settings.
     pub(super) fn args(&self) -> TrainArgs {
         let mut args = TrainArgs::default();
         for (name, value) in self.settings {
@@ -120,13 +121,13 @@ impl Recipe {
 }
 
 impl TrainArgs {
-    /// The key of a setting by its name on command lines.
+    /// Returns the field name of a setting from its name on command lines.
     fn key(name: &str) -> Option<&'static str> {
         Self::KEYS.iter().copied().find(|key| super::dashed(key) == name)
     }
 
-    /// These, a file's, and those of the recipe that either names. Where the command line names one, a file's
-    /// defaults give way to it, and so does what the file has of its own recipe.
+    /// Returns these settings, completed by a file's and then by those of the recipe that either names. If the
+    /// command line names a recipe, it overrides the file's defaults and the settings of the file's own recipe.
     pub(super) fn with_recipe(self, mut file: Self) -> Self {
         let recipe = self.recipe.or(file.recipe);
         let Some(recipe) = recipe.map(|recipe| recipe.args()) else { return self.or(file) };
@@ -145,7 +146,7 @@ impl TrainArgs {
 }
 
 impl TrainConfig {
-    /// Whether all settings of its recipe have other values.
+    /// Returns whether all settings of the recipe were overridden with other values.
     pub(super) fn outweighs_recipe(&self) -> bool {
         let Some(recipe) = self.recipe else { return false };
         let own = Self::fill(recipe.args());
@@ -189,7 +190,7 @@ mod tests {
         let given = TrainArgs { sync_every: Some(7), ..of("sparseloco") };
         let config = merged(given, "outer-lr = 0.5\nouter-momentum = 0.9 # by default");
         assert_eq!((config.sync_every, config.outer_lr, config.outer_momentum), (7, 0.5, 0.0));
-        // The run of another recipe goes on as this one.
+        // A run of one recipe continues with another.
         let other = merged(of("muloco"), "").to_toml();
         let config = merged(of("demo"), &other);
         assert_eq!(

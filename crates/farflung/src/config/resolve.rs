@@ -1,4 +1,4 @@
-//! What holds for a run: what was given over a file over the defaults, and all of it as a file again.
+//! Resolves a run's settings from flags, a file and defaults, and writes them as a file.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -8,7 +8,7 @@ use super::{TrainArgs, TrainConfig, dashed};
 use crate::Result;
 
 impl TrainConfig {
-    /// What holds for a run: `given` over the file over the defaults, checked.
+    /// Returns a run's settings, checked: `given` overrides the file, which overrides the defaults.
     ///
     /// Errors: those of [`TrainArgs::read`], and [`Error::Setting`](crate::Error::Setting) for a value out of
     /// its range.
@@ -16,11 +16,11 @@ impl TrainConfig {
         Self::merge(given, file.map(TrainArgs::read).transpose()?.unwrap_or_default())
     }
 
-    /// `given` over `file` over the defaults, checked.
+    /// As [`TrainConfig::resolve`], with the settings of the file in `file`.
     ///
     /// Errors: [`Error::Setting`](crate::Error::Setting) for a value out of its range.
     pub fn merge(given: TrainArgs, mut file: TrainArgs) -> Result<Self> {
-        // The file's value is a default that followed the file's `lr`.
+        // In the file, `min-lr` is a default that was derived from the file's `lr`.
         if given.lr.is_some() && file.by_default.remove("min_lr") {
             file.min_lr = None;
         }
@@ -37,13 +37,13 @@ impl TrainConfig {
         Ok(config)
     }
 
-    /// The settings that a file holds, over the defaults: a run's own `config.toml`, say.
+    /// Reads the settings of a file, such as a run's own `config.toml`, and fills in the defaults.
     pub fn read(path: &Path) -> Result<Self> {
         Self::resolve(TrainArgs::default(), Some(path))
     }
 
-    /// All settings as a TOML file that [`TrainConfig::read`] reads back the same. Settings that were not given
-    /// are marked with [`BY_DEFAULT`], so that they do not count as given when the file is read.
+    /// Returns all settings as a TOML file, which [`TrainConfig::read`] reads back unchanged. Settings that
+    /// were not given are marked with [`BY_DEFAULT`], so that they do not count as given when the file is read.
     #[must_use]
     pub fn to_toml(&self) -> String {
         let mut text = String::new();
@@ -61,7 +61,7 @@ impl TrainConfig {
         text
     }
 
-    /// One setting's value as it would stand in a file; `None` if it has none or no setting is called `name`.
+    /// Returns a setting's value as in a file; `None` if it has no value or there is no setting of this name.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<toml::Value> {
         let mut all = self.entries().into_iter().flat_map(|(_, entries)| entries);

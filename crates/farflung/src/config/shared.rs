@@ -1,5 +1,5 @@
-//! The settings that all ranks of a job must have alike: all but those whose row in the list says why they may
-//! differ.
+//! The settings that must be the same on all ranks of a job: all except those whose row in the list says why
+//! they may differ.
 
 use super::plan::DECIDED;
 use super::{TrainArgs, TrainConfig, dashed};
@@ -7,45 +7,45 @@ use super::{TrainArgs, TrainConfig, dashed};
 /// A setting that may differ between the ranks of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Own {
-    /// Its name as a field, such as `keep_last`.
+    /// Its field name, such as `keep_last`.
     pub name: &'static str,
     /// Why it may differ.
     pub why: &'static str,
 }
 
-/// A named value that ranks, or a run and its checkpoint, compare.
+/// A named value that is compared between ranks, or between a run and its checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Fact {
-    /// The name: of a setting as in a file, such as `eval-every`.
+    /// The name; for a setting, its key in a file, such as `eval-every`.
     pub name: String,
     /// The value as text.
     pub value: String,
 }
 
 impl Fact {
-    /// With this name and value.
+    /// Makes a fact from a name and a value.
     #[expect(clippy::needless_pass_by_value, reason = "takes values and references alike")]
     pub fn new(name: impl Into<String>, value: impl ToString) -> Self {
         Self { name: name.into(), value: value.to_string() }
     }
 }
 
-/// Whether a setting may differ between ranks; `name` is its key in a file, such as `keep-last`.
+/// Returns whether a setting may differ between ranks; `name` is its key in a file, such as `keep-last`.
 #[must_use]
 pub fn is_own(name: &str) -> bool {
     TrainArgs::OWN.iter().any(|own| dashed(own.name) == name)
 }
 
-/// Whether a plan decides a setting; `name` is its key in a file.
+/// Returns whether a plan decides a setting; `name` is its key in a file.
 #[must_use]
 pub fn is_planned(name: &str) -> bool {
     DECIDED.iter().any(|decided| dashed(decided) == name)
 }
 
 impl TrainConfig {
-    /// Whether a setting that ranks share changes what is trained, rather than what is measured and saved;
-    /// `name` is its key in a file.
+    /// Returns whether a shared setting changes what is trained, rather than what is measured or saved; `name`
+    /// is its key in a file.
     #[must_use]
     pub fn is_training(&self, name: &str) -> bool {
         let measured = |heading: &str| heading == "Evaluation and checkpoints";
@@ -54,9 +54,9 @@ impl TrainConfig {
         named.any(|(heading, _)| !measured(heading))
     }
 
-    /// The settings that all ranks must have alike, in the order of `--help`. Those without a value are listed
-    /// as `none`; those that a plan decides are left out where a plan was given, since plans are compared by
-    /// what they say.
+    /// Returns the settings that must be the same on all ranks, in the order of `--help`. A setting without a
+    /// value has the value `none`. With a plan, the settings that it decides are left out, since the plans
+    /// themselves are compared.
     #[must_use]
     pub fn shared(&self) -> Vec<Fact> {
         let all = self.entries().into_iter().flat_map(|(_, entries)| entries);
@@ -80,7 +80,7 @@ mod tests {
             assert_ne!(shared.iter().any(|fact| fact.name == name), is_own(&name), "{name}");
         }
         assert!(TrainArgs::OWN.iter().all(|own| !own.why.is_empty()));
-        // What decides the result is shared.
+        // Settings that decide the result are shared.
         for name in ["lr", "beta2", "seed", "heads", "batch", "precision", "outer-lr", "clip", "warmup"] {
             assert!(shared.iter().any(|fact| fact.name == name), "{name}");
         }

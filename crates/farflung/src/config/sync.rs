@@ -1,4 +1,4 @@
-//! The settings of how replicas stay one model: those that follow the method or the optimizer.
+//! The settings of synchronisation between replicas: defaults that depend on the method or the optimizer.
 
 use farflung_compress::AverageSpec;
 use farflung_optim::local::Averages;
@@ -11,37 +11,38 @@ use super::{TrainConfig, check};
 use crate::{Error, Result};
 
 impl TrainConfig {
-    /// Takes the codec that the optimizer or the method of synchronisation has of its own, if one has.
+    /// Sets the codec to the default of the optimizer or of the method of synchronisation, if one of them has
+    /// its own.
     pub(super) fn take_codec_of_rows(&mut self) {
         if let Some(name) = self.optimizer.averages.codec().or(self.sync.codec) {
             self.codec = name.parse().expect("a row's codec is in the list of codecs");
         }
     }
 
-    /// Takes the method of synchronisation that the optimizer comes with, if it does.
+    /// Sets the method of synchronisation to the optimizer's own, if it has one.
     pub(super) fn take_sync_of_row(&mut self) {
         if let Some(name) = self.optimizer.averages.sync() {
             self.sync = SyncKind::parse(name).expect("a row's method is in the table of methods");
         }
     }
 
-    /// Takes the outer momentum that the method of synchronisation has of its own, if it has one.
+    /// Sets the outer momentum to the default of the method of synchronisation, if it has its own.
     pub(super) fn take_outer_momentum_of_row(&mut self) {
         self.outer_momentum = self.sync.outer_momentum.unwrap_or(self.outer_momentum);
     }
 
-    /// The codec of averages with the feedback that it has.
+    /// Returns the codec of averages, with error feedback if that applies.
     pub(crate) fn averaged_codec(&self) -> AverageSpec {
         if self.error_feedback && !self.sync.compensates { self.codec.with_feedback() } else { self.codec }
     }
 
-    /// Parts of the parameters that are averaged at different times.
+    /// Returns the number of fragments of the parameters, which are averaged at different times.
     pub(crate) fn fragments(&self) -> usize {
         const UNLESS_TOLD: u64 = 4;
         self.fragments.unwrap_or(UNLESS_TOLD.min(self.sync_every) as usize)
     }
 
-    /// Steps between averages of what optimizers remember.
+    /// Returns the numbers of steps between averages of the optimizer's moments.
     pub(crate) fn moments(&self) -> MomentPeriods {
         let MomentPeriods { first, second } = MomentPeriods::of(self.sync_every);
         MomentPeriods {
@@ -50,7 +51,7 @@ impl TrainConfig {
         }
     }
 
-    /// What decides how many buffers the method of synchronisation keeps.
+    /// Returns what determines the number of buffers that the method of synchronisation keeps.
     pub(crate) fn kept(&self) -> Kept {
         let local = self.optimizer.memory(&self.local(LrSchedule::constant(self.lr), 1));
         let codec = self.averaged_codec();
@@ -59,8 +60,8 @@ impl TrainConfig {
         Kept { momentum, world_momentum, states: local.states, feedback }
     }
 
-    /// What only asynchronous methods read, of one of so many replicas with so many of the tokens of a step,
-    /// where 1 is an equal share.
+    /// Returns the settings of asynchronous methods for one of `replicas` replicas. `tokens_per_step` is its
+    /// number of tokens in a step, relative to an equal share.
     pub(crate) fn asynchronous(&self, replicas: u32, tokens_per_step: f64) -> AsynchronousSettings {
         let least = self.quorum.unwrap_or(replicas as usize / 2 + 1);
         AsynchronousSettings {
@@ -81,12 +82,12 @@ impl TrainConfig {
         }
     }
 
-    /// Local steps after which those between two averages double.
+    /// Returns the number of local steps after which the interval between two averages doubles.
     pub(crate) fn local_doubling(&self) -> u64 {
         self.local_doubling.unwrap_or_else(|| self.steps.div_ceil(5))
     }
 
-    /// Steps before `codec` holds.
+    /// Returns the number of steps before `codec` applies.
     pub(crate) fn warm_steps(&self) -> u64 {
         const PERCENT: u64 = 15;
         self.codec_warmup.unwrap_or(match self.optimizer.averages {

@@ -1,21 +1,21 @@
-//! What carries a job's bytes, by how many processes it has.
+//! Chooses the transport by the number of processes of a job.
 
 use super::TrainConfig;
 use super::choice::{TransportKind, TransportName};
 use crate::{Error, Result};
 
 impl TrainConfig {
-    /// What carries bytes when the job has so many processes: [`TransportKind::Auto`] resolved.
+    /// Returns the transport of a job with so many processes; resolves [`TransportKind::Auto`].
     ///
-    /// Errors: [`Error::Setting`] for a transport within one process in a job of several, and for one between
-    /// processes where all workers are in one.
+    /// Errors: [`Error::Setting`] for a transport between threads in a job of several processes, and for one
+    /// between processes if all workers are in one process.
     pub fn transport_for(&self, processes: usize) -> Result<TransportName> {
         let several = processes > 1;
         let fitting = || TransportName::all().filter(|row| row.joins_processes() == several);
         let TransportKind::Named(row) = self.transport else {
             return Ok(fitting().next().expect("the table has some of both"));
         };
-        // A job of one worker may be its own network.
+        // A job of one worker may use a transport between processes.
         if row.joins_processes() == several || (row.joins_processes() && self.workers == 1) {
             return Ok(row);
         }

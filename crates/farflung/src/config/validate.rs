@@ -1,4 +1,4 @@
-//! Ranges of settings that depend on neither the model nor the data.
+//! Checks the ranges of settings that depend on neither the model nor the data.
 
 use std::fmt;
 
@@ -82,7 +82,7 @@ impl TrainConfig {
     }
 }
 
-/// [`Error::Setting`] unless `good`.
+/// Returns [`Error::Setting`] unless `good`.
 pub(super) fn check(field: &'static str, value: &dyn fmt::Display, good: bool, expected: &str) -> Result<()> {
     if good {
         return Ok(());

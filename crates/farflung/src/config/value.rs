@@ -1,4 +1,4 @@
-//! How one setting is read from text and printed: the same for the command line and for TOML.
+//! Parses and prints the value of a setting, in the same way for the command line and for TOML.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -8,44 +8,44 @@ use toml::Value;
 
 use super::nearest::with_nearest;
 
-/// A type that a setting can have.
+/// A type of a setting's value.
 pub trait Setting: Sized + Clone + Send + Sync + 'static {
-    /// Completes "expected ..." where the text is wrong.
+    /// Returns the allowed values as text that completes "expected ...".
     #[must_use]
     fn expected() -> String {
         format!("one of {}", Self::names().join(" "))
     }
 
-    /// Completes "expected ..." for this invalid text. Types that know what is wrong with it say so.
+    /// As [`Setting::expected`], for this invalid text; a type may return a more precise reason.
     #[must_use]
     fn expected_not(_: &str) -> String {
         Self::expected()
     }
 
-    /// The names that it can have, where it is one of a list.
+    /// Returns the allowed names, if the value is one of a list.
     #[must_use]
     fn names() -> Vec<String> {
         Vec::new()
     }
 
-    /// Completes "expected ..." for this invalid text, with the name that was meant.
+    /// As [`Setting::expected_not`], with a suggestion of the name that was probably meant.
     #[must_use]
     fn wanted(text: &str) -> String {
         with_nearest(Self::expected_not(text), text, &Self::names())
     }
 
-    /// Reads a flag's argument, or a TOML value's text; `None` if it is not one.
+    /// Parses a flag's argument or the text of a TOML value; `None` if it is invalid.
     fn parse(text: &str) -> Option<Self>;
 
-    /// As it stands in a TOML file.
+    /// Returns the value as in a TOML file.
     fn value(&self) -> Value;
 
-    /// For clap: [`Setting::parse`] with the expectation as the error.
+    /// Parses for clap: as [`Setting::parse`], with an error that names the allowed values.
     fn from_flag(text: &str) -> Result<Self, String> {
         Self::parse(text).ok_or_else(|| format!("expected {}", Self::wanted(text)))
     }
 
-    /// Reads a TOML value; `None` if it is not one. A number may not be in quotes, nor a word without.
+    /// Parses a TOML value; `None` if it is invalid. A number must not be in quotes, and a word must be.
     #[must_use]
     fn from_toml(value: &Value) -> Option<Self> {
         let text = match value {
@@ -66,7 +66,8 @@ macro_rules! integers {
                 "a whole number that is not negative".to_owned()
             }
             fn parse(text: &str) -> Option<Self> {
-                // TOML's integers end at 2^63 - 1: what cannot be printed again is not read.
+                // TOML's integers end at 2^63 - 1: larger values could not be printed, so they are not
+                // accepted.
                 text.parse().ok().filter(|&n: &Self| i64::try_from(n).is_ok())
             }
             fn value(&self) -> Value {
@@ -170,7 +171,7 @@ impl Setting for Nanos {
     }
 }
 
-/// The short form where it reads back the same (it rounds to two decimals), else the exact one.
+/// Returns the short form (rounded to two decimals) if it parses to the same value, else the exact one.
 fn shortest<T: FromStr + PartialEq>(of: &T, short: String, exact: String) -> String {
     if short.parse::<T>().is_ok_and(|read| read == *of) { short } else { exact }
 }

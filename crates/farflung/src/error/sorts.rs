@@ -1,5 +1,5 @@
-//! Sorts of errors: which exit code each has, which are about another rank, and what errors of other crates
-//! become.
+//! Classifies errors: the exit code of each, which ones concern another rank, and how errors of other crates
+//! are converted.
 
 use std::io;
 use std::path::Path;
@@ -13,8 +13,8 @@ use farflung_zoo::ZooError;
 use super::Error;
 
 impl Error {
-    /// The process's exit code: 2 usage, 75 a peer was lost and the job can be requeued, 130, 143 and 129 after
-    /// a signal, the child's own for a launched one, else 1.
+    /// Returns the process's exit code: 2 for wrong usage; 75 if a peer was lost and the job can be requeued;
+    /// 130, 143 or 129 after a signal; the child's own code for a launched child; else 1.
     #[must_use]
     pub const fn exit_code(&self) -> u8 {
         match self {
@@ -46,8 +46,9 @@ impl Error {
                 | ParallelError::TraceLine { .. },
             )
             | Self::Zoo(ZooError::UnknownPreset { .. } | ZooError::UnknownTokenizer { .. }) => 2,
-            // Ends compare what they hold when a run begins again.
-            // The dead one that still has the place is found out in a while; other reasons stay.
+            // A place that is still taken by a dead process becomes free after a while, so `Taken` is 75; other
+            // reasons for a refusal persist. A cache miss at a boundary is 75, since both ends compare their
+            // samples on a restart.
             Self::Comm(CommError::Refused { reason, .. }) if !matches!(reason, Refusal::Taken(_)) => 2,
             Self::Removed { .. }
             | Self::PartLost { .. }
@@ -67,7 +68,8 @@ impl Error {
         }
     }
 
-    /// What a schedule does not admit, as the setting that is wrong: on the command line, not in the run.
+    /// Converts the error of a schedule that does not admit some value to an error on that setting, as on the
+    /// command line.
     #[must_use]
     pub fn schedule(error: ParallelError) -> Self {
         let (field, value, expected) = match error {
@@ -87,14 +89,14 @@ impl Error {
         Self::Setting { field, value, expected }
     }
 
-    /// Whether it is about a peer rather than about this rank.
+    /// Returns whether the error is about a peer rather than about this rank.
     #[must_use]
     pub const fn is_peer_lost(&self) -> bool {
         matches!(self, Self::PeerLost { .. })
     }
 
-    /// Whether a step was dropped on purpose, here or by another rank, or because a rank does not answer: not
-    /// because anything is wrong with what it computed.
+    /// Returns whether a step was dropped on purpose, here or by another rank, or because a rank does not
+    /// answer. Such a step computed nothing wrong.
     pub(crate) fn is_interruption(&self) -> bool {
         match self {
             Self::Tensor(error)
@@ -105,14 +107,14 @@ impl Error {
         }
     }
 
-    /// The rank that dropped a step on purpose. All peers of a run are its ranks.
+    /// Returns the rank that dropped a step on purpose, if one did. All peers of a run are its ranks.
     pub(crate) fn cancelled_by(&self) -> Option<farflung_base::Rank> {
         let Self::PeerLost { peer, source } = self else { return None };
         let cancelled = source.downcast_ref::<CommError>().is_some_and(CommError::is_cancelled);
         cancelled.then_some(farflung_base::Rank(peer.0))
     }
 
-    /// For `map_err`: the error of doing `action` to `path`.
+    /// Returns a function for `map_err` that makes the error of doing `action` to `path`.
     pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Io { action, path: path.to_owned(), source }
     }

@@ -1,5 +1,5 @@
-//! A job whose processes come and go on one machine: one that fails is started again, and the others go on
-//! meanwhile.
+//! A job whose processes come and go on one machine: a process that fails is started again, while the others go
+//! on.
 
 use std::process::{Command, Stdio};
 use std::thread;
@@ -8,20 +8,20 @@ use std::time::Duration;
 use super::job::{Failure, Job, LOST, POLL, USAGE, Whose};
 use crate::{Error, Result, Stop, terminal};
 
-/// What goes by before a process is started again: what it failed by may last a while.
+/// Time before a process is started again, since the cause of the failure may last a while.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// Processes of one run whose members may be fewer for a while, as torchrun's `--nnodes=MIN:MAX` has it.
-/// Differs: whoever is left goes on without being started again.
+/// Processes of a run whose number of members may vary, as with torchrun's `--nnodes=MIN:MAX`. Differs: the
+/// remaining processes go on without a restart.
 #[derive(Debug, Clone)]
 pub struct Elastic {
-    /// With fewer than these, those counted that will be started again, the job ends.
+    /// The job ends when fewer processes than this are running or still to be started again.
     pub least: usize,
-    /// Processes that are started.
+    /// Number of processes that are started.
     pub most: usize,
-    /// How often, in all, one that failed is started again.
+    /// Number of restarts of failed processes, over all processes.
     pub restarts: u32,
-    /// How long the others may go on after the run has ended for one of them, and again how long they may take
+    /// Time that the other processes may go on after the run has ended for one of them, and time that they have
     /// to end when asked to.
     pub grace: Duration,
 }
@@ -29,23 +29,23 @@ pub struct Elastic {
 /// A process that is to be started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Start {
-    /// Its number, from 0 to [`Elastic::most`]. The first founds the run.
+    /// Its number, below [`Elastic::most`]. Number 0 hosts the run.
     pub member: usize,
-    /// Those that run, by which it can join; nobody where it founds the run.
+    /// The running members, through which it can join; empty if it hosts the run.
     pub running: Vec<usize>,
 }
 
-/// One of the members of a job.
+/// State of a member of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Member {
-    /// To be started, after so long.
+    /// To be started after this time.
     Due(Duration),
     Runs,
-    /// It does not come back.
+    /// Ended, and not to be started again.
     Gone,
 }
 
-/// A job that runs.
+/// A running job.
 struct Running<'a> {
     elastic: &'a Elastic,
     job: Job,
@@ -55,15 +55,15 @@ struct Running<'a> {
 }
 
 impl Elastic {
-    /// Starts the processes and waits until the run has ended for all of them. `start` gives the command of
-    /// each; none while it cannot be started yet. Signals are passed on, as
-    /// [`Launch::run`](super::Launch::run) does.
+    /// Starts the processes and waits until the run has ended for all of them. `start` returns the command of
+    /// each; `None` while the process cannot be started yet. Signals are passed on, as by
+    /// [`Launch::run`](super::Launch::run).
     ///
-    /// A process that ends well ends the job. One that was started wrongly (exit code 2) does not come back.
-    /// Once the first has been started, the job ends where none is left that others could join.
+    /// A process that succeeds ends the job. One that was started wrongly (exit code 2) is not started again.
+    /// After the first start, the job ends if no process is running that others could join.
     ///
-    /// Errors: [`Error::Child`] with the last that failed before the others were asked to end, with exit code
-    /// 2 if it was started wrongly and else 75; [`Error::Stopped`] after a signal; [`Error::Start`].
+    /// Errors: [`Error::Child`] with the last process that failed before the others were asked to end, with
+    /// exit code 2 if it was started wrongly and else 75; [`Error::Stopped`] after a signal; [`Error::Start`].
     pub fn run(&self, stop: &Stop, mut start: impl FnMut(&Start) -> Result<Option<Command>>) -> Result<()> {
         let members = vec![Member::Due(Duration::ZERO); self.most];
         let job = Job::default();
@@ -80,7 +80,8 @@ impl Running<'_> {
         (0..self.members.len()).filter(|&member| self.members[member] == Member::Runs).collect()
     }
 
-    /// Starts whoever is due and can be, those after `begun` as members that join.
+    /// Starts the members that are due and can be started. Once the job has begun, they must join a running
+    /// member.
     fn start(
         &mut self,
         begun: bool,
@@ -105,7 +106,7 @@ impl Running<'_> {
         Ok(())
     }
 
-    /// What becomes of a member that failed.
+    /// Decides whether a failed member is started again, and tells the user.
     fn failed(&mut self, failure: Failure) {
         let Whose::Rank(member) = failure.whose else { return };
         let again = failure.code() != USAGE && self.restarts > 0;
@@ -122,7 +123,7 @@ impl Running<'_> {
         self.failed.push(failure);
     }
 
-    /// Why the job cannot go on.
+    /// Returns why the job cannot go on, or `None` if it can.
     fn is_lost(&self) -> Option<String> {
         if self.running().is_empty() {
             return Some("no member is left that others could join: the job ends\n".to_owned());
@@ -138,7 +139,7 @@ impl Running<'_> {
         start: &mut impl FnMut(&Start) -> Result<Option<Command>>,
     ) -> Result<()> {
         let (mut forwarded, mut passed, mut begun) = (None, 0, false);
-        // Time since the job began to end, in polls.
+        // Time since the job began to end, counted in polls.
         let mut ending: Option<Duration> = None;
         loop {
             if ending.is_none() {
@@ -169,7 +170,7 @@ impl Running<'_> {
                     return self.outcome(forwarded);
                 }
                 *waited += POLL;
-                // Whoever was asked by a signal saves what it has, however long that takes.
+                // Processes that were asked by a signal save first, however long that takes.
                 if forwarded.is_none() {
                     if (self.elastic.grace..self.elastic.grace + POLL).contains(waited) {
                         self.job.ask_to_end();

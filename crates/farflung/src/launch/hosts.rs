@@ -1,4 +1,4 @@
-//! The machines of a job: a file with one a line, as OpenMPI's hostfiles are.
+//! The machines of a job: a file with one machine per line, similar to OpenMPI's hostfiles.
 
 use std::ops::Range;
 use std::path::Path;
@@ -6,17 +6,17 @@ use std::path::Path;
 use crate::launch_env::MOST_PROCESSES;
 use crate::{Error, Result};
 
-/// A machine, and how many processes it has.
+/// A machine and its number of processes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Host {
-    /// As ssh takes it: a name of its configuration or of the network, with `user@` before it or not.
+    /// Its name for ssh: a name of ssh's configuration or of the network, optionally with `user@` in front.
     pub name: String,
-    /// Processes on it.
+    /// Number of processes on it.
     pub slots: usize,
 }
 
 impl Host {
-    /// Where others reach it.
+    /// Returns the address at which others reach it.
     #[must_use]
     pub fn address(&self) -> &str {
         self.name.rsplit_once('@').map_or(&self.name, |(_, address)| address)
@@ -28,11 +28,11 @@ impl Host {
 pub struct Hosts(Vec<Host>);
 
 impl Hosts {
-    /// Reads a file with a machine on each line: `name`, `name slots=4`, `user@name slots=4`. A # begins a
-    /// comment.
+    /// Reads a file with one machine per line: `name`, `name slots=4` or `user@name slots=4`. Comments begin
+    /// with #.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::Setting`] with the line that is wrong.
+    /// [`Error::Io`]; [`Error::Setting`] with the first invalid line.
     pub fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
         Self::parse(&text)
@@ -71,23 +71,23 @@ impl Hosts {
         }
     }
 
-    /// How many processes all have together.
+    /// Returns the number of slots of all machines together.
     #[must_use]
     pub fn slots(&self) -> usize {
         self.0.iter().map(|host| host.slots).sum()
     }
 
-    /// Where rank 0 is.
+    /// Returns the machine of rank 0.
     #[must_use]
     pub fn first(&self) -> &Host {
         &self.0[0]
     }
 
-    /// Which ranks each has: the first machine the first ones. Machines beyond the last rank have none and
-    /// are left out.
+    /// Returns each machine with its ranks, filling machines in order. Machines beyond the last rank are left
+    /// out.
     ///
     /// # Errors
-    /// [`Error::Setting`] for more processes than the machines have.
+    /// [`Error::Setting`] for more processes than there are slots.
     pub fn ranks(&self, processes: usize) -> Result<Vec<(&Host, Range<usize>)>> {
         if processes > self.slots() {
             let expected = format!("at most the {} slots of the machines", self.slots());
@@ -113,7 +113,7 @@ fn host(line: &str) -> Option<Host> {
         None => 1,
         Some(word) => word.strip_prefix("slots=")?.parse().ok().filter(|&slots| slots > 0)?,
     };
-    // ssh would read a dash as a flag.
+    // ssh would read a name with a leading dash as a flag.
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_.:@%[]".contains(c);
     let named = !name.starts_with('-') && name.chars().all(plain) && !name.ends_with('@');
     (words.next().is_none() && named).then(|| Host { name: name.to_owned(), slots })

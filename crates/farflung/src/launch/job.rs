@@ -1,5 +1,5 @@
-//! Processes that end together: their exits, what they say, and the signals that are passed on to them. It
-//! depends on nothing of what they do.
+//! Processes that end together: collects their exits and their output, and passes signals on to them. It does
+//! not depend on what they do.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -11,34 +11,34 @@ use rustix::process::{Pid, Signal as SystemSignal, kill_process};
 
 use crate::{Error, Result, Signal, Stop, terminal};
 
-/// How often exits and signals are looked for.
+/// Time between two checks for exits and signals.
 pub(super) const POLL: Duration = Duration::from_millis(20);
 
-/// Which ranks a process is.
+/// What a child process runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Whose {
-    /// A rank on this machine.
+    /// This rank, on this machine.
     Rank(usize),
-    /// ssh to a machine that has some of the ranks.
+    /// ssh to a machine that runs some of the ranks.
     Host(String),
 }
 
 impl Whose {
-    /// What ended the job.
+    /// Returns the error for its failure.
     fn failed(&self, status: ExitStatus, code: u8) -> Error {
         match self {
             Self::Rank(rank) => Error::Child { rank: *rank, status, code },
-            // ssh's own failures; a rank's code never is that.
+            // ssh reports its own failures with 255; ranks never exit with that code.
             Self::Host(host) if status.code() == Some(255) => Error::Ssh { host: host.clone(), code },
             Self::Host(host) => Error::OnHost { host: host.clone(), status, code },
         }
     }
 
-    /// A line that it said, as it is shown.
+    /// Returns a line of its stderr as it is shown.
     fn line(&self, line: &[u8]) -> Vec<u8> {
         match self {
             Self::Rank(rank) => [format!("[{rank}] ").as_bytes(), line, b"\n"].concat(),
-            // The ranks' lines have their ranks already.
+            // Lines from the ranks of another machine have their ranks already.
             Self::Host(_) if line.starts_with(b"[") => [line, b"\n"].concat(),
             Self::Host(host) => [format!("[{host}] ").as_bytes(), line, b"\n"].concat(),
         }
@@ -50,30 +50,31 @@ impl Whose {
 pub(super) struct Failure {
     pub(super) whose: Whose,
     pub(super) status: ExitStatus,
-    /// Whether the others had been asked to end by then.
+    /// Whether the processes had been asked to end before.
     pub(super) asked: bool,
 }
 
 impl Failure {
-    /// Its exit code, as a shell would show it.
+    /// Returns its exit code, as a shell would show it.
     pub(super) fn code(&self) -> u8 {
         exit_code(self.status)
     }
 
-    /// What ended the job, where it was this.
+    /// Returns the error of a job that failed because of it.
     pub(super) fn error(&self, code: u8) -> Error {
         self.whose.failed(self.status, code)
     }
 }
 
-/// Exit code of what no restart can mend.
+/// Exit code of wrong usage, for which a restart does not help.
 pub(super) const USAGE: u8 = 2;
 
 /// Exit code of a job that can be started again.
 pub(super) const LOST: u8 = 75;
 
-/// What a job failed by, of those that failed in their order, and its exit code. A rank that says that it was
-/// started wrongly comes first, then one that failed by itself, then one that was killed; the others lost it.
+/// Returns the failure that caused a job to fail, and the job's exit code; `failed` is in the order of time. A
+/// rank that was started wrongly comes first, then one that failed by itself, then one that was killed: other
+/// ranks only failed because they lost it.
 fn origin(failed: &[Failure]) -> Option<(&Failure, u8)> {
     let own =
         |f: &&Failure| !f.asked && f.status.code().is_some_and(|code| code < 128 && code != i32::from(LOST));
@@ -82,24 +83,24 @@ fn origin(failed: &[Failure]) -> Option<(&Failure, u8)> {
     if let Some(found) = wrong.or_else(|| failed.iter().find(own)) {
         return Some((found, exit_code(found.status)));
     }
-    // Where half of the ranks ended by themselves, it is for one that did not.
+    // If at least half of the failed ranks ended by themselves, they ended because of a rank that did not.
     let stuck = failed.iter().filter(|f| f.asked).count() * 2 <= failed.len();
     let stuck = failed.iter().find(|f| stuck && f.asked);
     let found = failed.iter().find(killed).or(stuck).or_else(|| failed.first());
     found.map(|found| (found, LOST))
 }
 
-/// Has the child end when the thread that starts it does: a launcher that is killed cannot pass that on.
+/// Makes the child end when the thread that starts it ends, since a launcher that is killed cannot signal it.
 #[cfg(target_os = "linux")]
 fn end_with_parent(command: &mut Command) {
     let parent = rustix::process::getpid();
     #[expect(unsafe_code, reason = "what runs between fork and exec has to be vouched for")]
-    // SAFETY: The closure runs in the child before it executes the program, where only calls are allowed that
-    // are safe in a signal handler: both are plain system calls, and neither allocates.
+    // SAFETY: The closure runs in the child between fork and exec, where only async-signal-safe calls are
+    // allowed. Both calls are plain system calls, and neither allocates.
     unsafe {
         command.pre_exec(move || {
             rustix::process::set_parent_process_death_signal(Some(SystemSignal::TERM))?;
-            // It may have died before it was asked for.
+            // The parent may have died before the call.
             if rustix::process::getppid() == Some(parent) {
                 Ok(())
             } else {
@@ -109,21 +110,21 @@ fn end_with_parent(command: &mut Command) {
     }
 }
 
-/// Other systems have no such call: there, ranks end once their launcher's end has cost them a peer.
+/// Other systems have no such call: there, ranks end when they lose a peer after their launcher's end.
 #[cfg(not(target_os = "linux"))]
 fn end_with_parent(_: &mut Command) {}
 
-/// A running child, and its exit.
+/// A child process and its exit status.
 #[derive(Debug)]
 struct Running {
     child: Child,
     whose: Whose,
-    /// Where it hears of signals, if it is not sent them.
+    /// Its standard input, if it reads the names of signals there instead of getting signals.
     listens: Option<ChildStdin>,
     status: Option<ExitStatus>,
 }
 
-/// The running children.
+/// The child processes of a job.
 #[derive(Debug, Default)]
 pub(super) struct Job {
     children: Vec<Running>,
@@ -131,11 +132,12 @@ pub(super) struct Job {
 }
 
 impl Job {
-    /// Starts one more. One whose standard input is a pipe is not sent signals: it reads their names there,
-    /// one a line.
+    /// Starts a child. If its standard input is a pipe, it gets no signals but reads their names there, one per
+    /// line.
     pub(super) fn start(&mut self, mut command: Command, whose: Whose) -> std::io::Result<()> {
         end_with_parent(&mut command);
-        // A terminal's Ctrl-C goes to a whole group: the children would get it twice, and the second kills.
+        // In a process group of its own: a terminal's Ctrl-C goes to the whole group, so the child would get it
+        // a second time, and a second signal kills it.
         let mut child = command.process_group(0).stderr(Stdio::piped()).spawn()?;
         let listens = child.stdin.take();
         let by = whose.clone();
@@ -144,26 +146,27 @@ impl Job {
         Ok(())
     }
 
-    /// Tells the last one that was started something. One that has ended is noticed elsewhere.
+    /// Writes a line to the last child that was started. If that child has ended, the line is dropped; its exit
+    /// is noticed elsewhere.
     pub(super) fn tell_last(&mut self, line: &str) {
         if let Some(running) = self.children.last_mut() {
             running.tell(line);
         }
     }
 
-    /// Waits for all, as [`Launch::run`](super::Launch::run) says.
+    /// Waits for all children, as described for [`Launch::run`](super::Launch::run).
     pub(super) fn run(mut self, grace: Duration, stop: &Stop) -> Result<()> {
         let outcome = self.watch(grace, stop);
         self.drain();
         outcome
     }
 
-    /// Polls until all ended.
+    /// Polls until all children have ended.
     fn watch(&mut self, grace: Duration, stop: &Stop) -> Result<()> {
         let mut failed: Vec<Failure> = Vec::new();
         let mut forwarded: Option<Signal> = None;
         let mut passed = 0;
-        // Time since the first failure, or since a signal was passed on, in polls: no clock is needed.
+        // Time since the first failure, counted in polls, so that no clock is needed.
         let mut waited = Duration::ZERO;
         let mut asked = false;
         while self.poll(&mut failed, asked)? {
@@ -184,7 +187,7 @@ impl Job {
             if waited >= grace * 2 {
                 self.kill();
             }
-            // A machine that is not reached any more.
+            // For a machine that can no longer be reached.
             if waited >= grace * 3 {
                 self.end();
             }
@@ -192,22 +195,22 @@ impl Job {
         let ended = |signal: Signal| failed.iter().any(|f| exit_code(f.status) == signal.exit_code());
         match (forwarded, origin(&failed)) {
             (_, None) => Ok(()),
-            // A child that ended by the signal that we passed on did as it was told.
+            // A child that ended by the signal that was passed on to it did not fail.
             (Some(signal), Some((_, code))) if ended(signal) && code != USAGE => Err(Error::Stopped(signal)),
             (_, Some((failure, code))) => Err(failure.error(code)),
         }
     }
 
-    /// Passes on a signal, the so-manieth.
+    /// Passes a signal on; `passed` is the number of signals so far, including this one.
     pub(super) fn pass_signal(&mut self, signal: Signal, passed: u32) {
         self.signal(match signal {
-            // The children save at the first and end at the second; whoever ignores both is not asked again.
+            // Children save at the first signal and end at the second; those that ignore both are killed.
             _ if passed > 2 => SystemSignal::KILL,
             Signal::Interrupt => SystemSignal::INT,
             Signal::Terminate => SystemSignal::TERM,
             Signal::Hangup => SystemSignal::HUP,
         });
-        // One that is stopped would neither save nor end.
+        // A stopped process would neither save nor end.
         self.signal(SystemSignal::CONT);
     }
 
@@ -220,12 +223,12 @@ impl Job {
         self.signal(SystemSignal::KILL);
     }
 
-    /// How many have ended well.
+    /// Returns the number of children that have succeeded.
     pub(super) fn succeeded(&self) -> usize {
         self.children.iter().filter(|running| running.status.is_some_and(|status| status.success())).count()
     }
 
-    /// Notes who ended; those that failed go to `failed`. False once all ended.
+    /// Records which children have ended and adds failed ones to `failed`. Returns false once all have ended.
     pub(super) fn poll(&mut self, failed: &mut Vec<Failure>, asked: bool) -> Result<bool> {
         let mut alive = false;
         for running in self.children.iter_mut().filter(|running| running.status.is_none()) {
@@ -240,8 +243,8 @@ impl Job {
         Ok(alive)
     }
 
-    /// Lets the last lines appear. A grandchild that outlives its parent may hold the pipe: it is not waited
-    /// for.
+    /// Waits up to a second for the children's last lines. A grandchild that outlives its parent may hold the
+    /// pipe open, so the wait is limited.
     pub(super) fn drain(&self) {
         let mut polls = 0..50;
         while self.readers.iter().any(|reader| !reader.is_finished()) && polls.next().is_some() {
@@ -249,20 +252,20 @@ impl Job {
         }
     }
 
-    /// Those that still run.
+    /// Returns the children that are still running.
     fn running(&mut self) -> impl Iterator<Item = &mut Running> {
         self.children.iter_mut().filter(|running| running.status.is_none())
     }
 
-    /// Sends a signal to all that still run.
+    /// Sends a signal to all children that are still running.
     fn signal(&mut self, signal: SystemSignal) {
         self.running().for_each(|running| running.signal(signal));
     }
 
-    /// Ends what still runs here, whatever it has begun elsewhere.
+    /// Kills the children that are still running here, whatever they have started elsewhere.
     fn end(&mut self) {
         for running in self.running() {
-            // An error here means that it ended already.
+            // An error means that the child has ended already.
             drop(running.child.kill());
         }
     }
@@ -284,14 +287,14 @@ impl Running {
 
     fn tell(&mut self, line: &str) {
         if let Some(listens) = &mut self.listens {
-            // What does not listen any more has ended, or will be.
+            // A process that no longer reads has ended, or will be ended.
             drop(listens.write_all(format!("{line}\n").as_bytes()).and_then(|()| listens.flush()));
         }
     }
 }
 
-/// How a process that is not sent signals is told of them. Others have no name: it does what they are for by
-/// itself.
+/// Names of signals for processes that read them from standard input. Other signals have no name: such a
+/// process does what they are for by itself.
 pub(super) const HEARD: [(&str, SystemSignal); 4] = [
     ("interrupt", SystemSignal::INT),
     ("terminate", SystemSignal::TERM),
@@ -300,7 +303,7 @@ pub(super) const HEARD: [(&str, SystemSignal); 4] = [
 ];
 
 impl Drop for Job {
-    /// Leaves nobody behind when a start or a wait failed.
+    /// Kills the remaining children if a start or a wait failed.
     fn drop(&mut self) {
         self.end();
         for running in self.running() {
@@ -309,13 +312,13 @@ impl Drop for Job {
     }
 }
 
-/// The code that a shell would show: the exit code, or 128 plus the signal's number.
+/// Returns the code that a shell would show: the exit code, or 128 plus the signal's number.
 fn exit_code(status: ExitStatus) -> u8 {
     let code = status.code().or_else(|| status.signal().map(|s| 128 + s)).unwrap_or(1);
     u8::try_from(code).unwrap_or(1)
 }
 
-/// Copies lines to our stderr, with whose they are, until the child closes its end.
+/// Copies lines to our stderr, prefixed with their source, until the child closes its stderr.
 fn pass_on(whose: &Whose, stderr: ChildStderr) {
     let mut lines = BufReader::new(stderr);
     let mut line = Vec::new();
@@ -323,7 +326,7 @@ fn pass_on(whose: &Whose, stderr: ChildStderr) {
         while line.last().is_some_and(|&b| b == b'\n' || b == b'\r') {
             line.pop();
         }
-        // Never fails and never stops for long: the child goes on whatever our own stderr is.
+        // Never fails and never blocks for long, whatever the state of our own stderr.
         terminal::say(whose.line(&line));
         line.clear();
     }

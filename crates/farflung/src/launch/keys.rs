@@ -1,5 +1,5 @@
-//! A key for each process of a job on this machine, and a ticket for all of them: what processes need that
-//! meet over QUIC. They are in a folder that ends with the job.
+//! Keys for the processes of a job on this machine, and a ticket for all of them, as needed to meet over QUIC.
+//! They are in a folder that is removed at the end of the job.
 
 use std::fs::{self, DirBuilder};
 use std::os::unix::fs::DirBuilderExt as _;
@@ -14,7 +14,7 @@ use crate::{Error, Result};
 /// Numbers the folders of this process.
 static MADE: AtomicU32 = AtomicU32::new(0);
 
-/// How long the ticket holds, in seconds: processes meet in the first minutes of a job.
+/// Validity of the ticket in seconds; processes meet in the first minutes of a job.
 const HOLDS: u64 = 24 * 3600;
 
 /// The variable with the folder of a process's key.
@@ -28,10 +28,11 @@ pub(super) struct Keys {
 }
 
 impl Keys {
-    /// Makes the key of rank 0, and a ticket for the address at which it listens. The keys of the others are
-    /// made by their processes.
+    /// Makes the key of rank 0, and a ticket for the address at which it listens. The other processes make
+    /// their own keys.
     ///
-    /// Errors: [`Error::Io`] if there can be no folder; [`Error::Setting`] for an address that fits no ticket.
+    /// Errors: [`Error::Io`] if the folder cannot be created; [`Error::Setting`] for an address that cannot be
+    /// in a ticket.
     pub(super) fn make((host, port): (&str, u16)) -> Result<Self> {
         let number = MADE.fetch_add(1, Ordering::Relaxed);
         let folder = std::env::temp_dir().join(format!("farflung-launch-{}-{number}", std::process::id()));
@@ -58,7 +59,7 @@ impl Keys {
         self.folder.join(rank.to_string())
     }
 
-    /// The variables of a process, beside those of its rank.
+    /// Returns the variables of a process that it needs besides those of its rank.
     pub(super) fn variables(&self, rank: usize) -> [(&'static str, String); 2] {
         [(HOME, self.home(rank).display().to_string()), (TICKET, self.word.clone())]
     }
@@ -66,7 +67,7 @@ impl Keys {
 
 impl Drop for Keys {
     fn drop(&mut self) {
-        // What is left are keys of a job that has ended.
+        // If this fails, only keys of a job that has ended remain.
         let _ = fs::remove_dir_all(&self.folder);
     }
 }

@@ -1,5 +1,5 @@
-//! A job on several machines: one ssh to each, which is told over its standard input what to start, so that
-//! nothing but the program's path stands on a command line.
+//! A job on several machines, with one ssh to each. What to start is sent over ssh's standard input, so that
+//! only the program's path is on a command line.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -15,10 +15,10 @@ use super::job::{Job, Whose};
 use super::share::Share;
 use crate::{Error, Result, Stop};
 
-/// Variables that go along to the machines begin so.
+/// Prefix of the variables that are passed on to the machines.
 const OURS: &str = "FARFLUNG_";
 
-/// Those of these names go along as well.
+/// Further variables that are passed on.
 const ALSO: [&str; 1] = ["RUST_LOG"];
 
 /// A job's processes on several machines.
@@ -30,27 +30,27 @@ pub struct Remote {
     pub processes: usize,
     /// Host and port of rank 0.
     pub master: (String, u16),
-    /// As [`Launch::grace`](super::Launch::grace); also how long a machine that is not reached any more is
-    /// waited for at the end.
+    /// As [`Launch::grace`](super::Launch::grace); also the time to wait at the end for a machine that can no
+    /// longer be reached.
     pub grace: Duration,
-    /// A join secret for the processes, unless they have one from elsewhere.
+    /// A join secret for the processes; `None` if they get one in another way.
     pub secret: Option<JoinSecret>,
-    /// ssh and its flags.
+    /// The ssh command with its flags.
     pub ssh: Vec<String>,
     /// The path of this program on the machines.
     pub program: String,
-    /// The folder in which the processes run; unless told the one in which ssh begins.
+    /// The folder in which the processes run; by default the one in which ssh starts.
     pub dir: Option<PathBuf>,
 }
 
 impl Remote {
-    /// Runs this program with `args` as each of the ranks and waits for all of them, as
-    /// [`Launch::run`](super::Launch::run) does. `variables` are this process's, of which those that are
-    /// farflung's go along.
+    /// Runs this program with `args` once per rank and waits for all of them, as
+    /// [`Launch::run`](super::Launch::run) does. `variables` are this process's environment variables; those of
+    /// farflung are passed on.
     ///
-    /// Errors: [`Error::OnHost`] with the machine that the job failed by, [`Error::Ssh`] for one that is not
-    /// reached, [`Error::Stopped`], [`Error::StartSsh`]; [`Error::Setting`] for more processes than the
-    /// machines have, and for arguments that are not text.
+    /// Errors: [`Error::OnHost`] with the machine whose failure ended the job, [`Error::Ssh`] for one that
+    /// cannot be reached, [`Error::Stopped`], [`Error::StartSsh`]; [`Error::Setting`] for more processes than
+    /// there are slots, and for arguments that are not UTF-8.
     pub fn run(
         &self,
         args: &[OsString],
@@ -100,7 +100,7 @@ impl Remote {
     }
 }
 
-/// A word for a shell.
+/// Quotes a word for a shell.
 fn quoted(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }

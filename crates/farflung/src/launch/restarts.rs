@@ -1,13 +1,13 @@
-//! Starting a job again that failed.
+//! Restarts a job that has failed.
 
 use super::job::USAGE;
 use crate::events::causes;
 use crate::{Error, Result, Stop, terminal};
 
-/// Runs a job, and again after each failure, at most `restarts` times more: all ranks at once, as torchrun's
-/// `--max-restarts` has it. What a rank goes on from is its own affair: `train --resume auto`.
+/// Runs a job, and runs it again after each failure, at most `restarts` times: all ranks at once, as with
+/// torchrun's `--max-restarts`. Ranks that should continue where they were need `train --resume auto`.
 ///
-/// A job that was started wrongly (exit code 2) and one that was told to stop are not started again.
+/// A job that was started wrongly (exit code 2) or that was stopped is not started again.
 ///
 /// Errors: that of the last run.
 pub fn restarting(restarts: u32, stop: &Stop, mut run: impl FnMut() -> Result<()>) -> Result<()> {

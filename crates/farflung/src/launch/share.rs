@@ -1,4 +1,4 @@
-//! What one machine of a job is told over ssh, and what it does then: it starts its ranks and listens for
+//! The part of a job on one machine: what is sent to it over ssh, and how it starts its ranks and listens for
 //! signals.
 
 use std::collections::BTreeMap;
@@ -16,10 +16,10 @@ use super::Launch;
 use super::job::{HEARD, POLL};
 use crate::{Error, Result, Signal, Stop};
 
-/// The longest first line, in bytes.
+/// Limit on the length of the first line, in bytes.
 const LONGEST: u64 = 1 << 20;
 
-/// A machine's part of a job: the first line of what it reads, as JSON. Secrets are among the variables.
+/// A machine's part of a job: the first line of its standard input, as JSON. Secrets are among the variables.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Share {
@@ -27,19 +27,19 @@ pub(super) struct Share {
     pub(super) world_size: usize,
     pub(super) master: (String, u16),
     pub(super) grace: Duration,
-    /// Where the processes run; unless told where ssh begins.
+    /// The folder in which the processes run; by default the one in which ssh starts.
     pub(super) dir: Option<PathBuf>,
     pub(super) variables: BTreeMap<String, String>,
     pub(super) args: Vec<String>,
 }
 
-/// Starts the ranks that `input` says in its first line, as processes of `program`, and waits for them. Each
-/// line after it is a signal's name, which is passed on. Where the input ends, whoever began the job is gone:
-/// the ranks are asked to end, and killed if they have not twice `grace` later.
+/// Starts the ranks that the first line of `input` describes, as processes of `program`, and waits for them.
+/// Each further line is the name of a signal, which is passed on. If the input ends, the launcher is gone: the
+/// ranks are asked to end, and killed if they still run after twice `grace`.
 ///
 /// # Errors
-/// As [`Launch::run`]; [`Error::Setting`] for a first line that is not what `launch --hosts` says, and a
-/// folder that is not there.
+/// As [`Launch::run`]; [`Error::Setting`] for a first line that `launch --hosts` did not write; [`Error::Io`]
+/// for a folder that does not exist.
 pub fn serve(program: &Path, mut input: impl BufRead + Send + 'static, stop: &Stop) -> Result<()> {
     let mut line = String::new();
     let wrong = |value: &dyn ToString, expected: &str| Error::Setting {
@@ -62,7 +62,7 @@ pub fn serve(program: &Path, mut input: impl BufRead + Send + 'static, stop: &St
     launch.run_with(program, &args, &variables, stop)
 }
 
-/// Passes signals on until the input ends; then ends the ranks.
+/// Passes signals on until the input ends, then ends the ranks.
 fn listen(input: impl BufRead, grace: Duration, stop: &Stop) {
     for line in input.lines().map_while(std::result::Result::ok) {
         match HEARD.iter().find(|(name, _)| *name == line).map(|(_, signal)| *signal) {
@@ -76,7 +76,7 @@ fn listen(input: impl BufRead, grace: Duration, stop: &Stop) {
     insist(grace, stop);
 }
 
-/// Asks three times: the third kills.
+/// Requests three stops, of which the third one kills.
 fn insist(between: Duration, stop: &Stop) {
     for _ in 0..3 {
         stop.request(Signal::Terminate);

@@ -1,5 +1,6 @@
-//! Traces by OpenTelemetry's protocol (OTLP over HTTP, protobuf): the spans that the crates make with
-//! `tracing`. A step holds collectives, and these hold their waits, each with the peer that was waited for.
+//! Exports traces with OpenTelemetry's protocol (OTLP over HTTP, protobuf): the spans that the crates make with
+//! `tracing`. A step contains collectives, and these contain their waits, each with the peer that was waited
+//! for.
 
 use std::future::Future;
 use std::io::{self, Read, Write};
@@ -21,25 +22,25 @@ use tracing_subscriber::registry::LookupSpan;
 
 use crate::{Error, Result};
 
-/// The path of traces at a collector.
+/// Path of the traces at a collector.
 const PATH: &str = "/v1/traces";
-/// The port where collectors listen.
+/// Default port of collectors.
 const PORT: u16 = 4318;
-/// The longest that an exchange with a collector may take, and the end of a process waits for its last spans.
+/// Time limit of an exchange with a collector, and of sending the last spans at the end of the process.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Spans that wait to be sent; what is above it is dropped.
+/// Number of spans that may wait to be sent; further ones are dropped.
 const QUEUE: usize = 65_536;
-/// Bytes of an answer that are read.
+/// Number of bytes read of an answer.
 const ANSWER: u64 = 64 * 1024;
 
-/// Sends spans until it is [ended](Traces::end).
+/// Sends spans until [`end`](Traces::end) is called.
 #[derive(Debug)]
 pub struct Traces(SdkTracerProvider);
 
 impl Traces {
-    /// To the collector at this address: `http://HOST:PORT`, with or without a path.
+    /// Sends to the collector at this address: `http://HOST:PORT`, with or without a path.
     ///
-    /// Errors: [`Error::Setting`] for what is no such address.
+    /// Errors: [`Error::Setting`] for an invalid address.
     pub fn to(url: &str) -> Result<Self> {
         let expected = |expected: &str| Error::Setting {
             field: "otlp",
@@ -72,7 +73,7 @@ impl Traces {
         Ok(Self(SdkTracerProvider::builder().with_span_processor(batches).with_resource(resource).build()))
     }
 
-    /// The layer of a subscriber that gives it this project's spans, whatever the log shows.
+    /// Returns the layer of a subscriber that receives this project's spans, whatever the log shows.
     #[must_use]
     pub fn layer<S: Subscriber + for<'a> LookupSpan<'a>>(&self) -> impl Layer<S> + use<S> {
         let own = Targets::new().with_target("farflung", LevelFilter::DEBUG);
@@ -84,7 +85,7 @@ impl Traces {
             .with_filter(own)
     }
 
-    /// Sends what is left.
+    /// Sends the remaining spans.
     pub fn end(&self) {
         if let Err(error) = self.0.shutdown_with_timeout(PATIENCE) {
             tracing::warn!(%error, "the last traces were not sent");
@@ -92,7 +93,7 @@ impl Traces {
     }
 }
 
-/// Where spans are sent: a collector without encryption, a connection a batch.
+/// A collector without encryption; each batch uses a new connection.
 #[derive(Debug, Clone)]
 struct Collector {
     /// Host and port.
@@ -136,12 +137,12 @@ impl Collector {
         stream.take(ANSWER).read_to_end(&mut answer)?;
         let status =
             status_of(&answer).ok_or_else(|| io::Error::other("the collector's answer is not HTTP"))?;
-        // Only a status says whether spans were taken: what is partly taken is not sent again.
+        // Only the status says whether the spans were accepted: partly accepted batches are not sent again.
         Response::builder().status(status).body(Bytes::new()).map_err(io::Error::other)
     }
 }
 
-/// The status of an answer.
+/// Returns the status of an HTTP answer.
 fn status_of(answer: &[u8]) -> Option<u16> {
     let line = answer.split(|&byte| byte == b'\r').next()?;
     let mut words = std::str::from_utf8(line).ok()?.split(' ');
@@ -150,7 +151,7 @@ fn status_of(answer: &[u8]) -> Option<u16> {
 }
 
 impl HttpClient for Collector {
-    // What `async_trait` makes of the trait's method.
+    // The signature that `async_trait` makes of the trait's method.
     fn send_bytes<'life0, 'async_trait>(
         &'life0 self,
         request: Request<Bytes>,
@@ -159,7 +160,7 @@ impl HttpClient for Collector {
         'life0: 'async_trait,
         Self: 'async_trait,
     {
-        // The exporter has a thread of its own, which may block.
+        // Blocking is allowed, since the exporter runs on a thread of its own.
         Box::pin(async move { self.post(&request).map_err(HttpError::from) })
     }
 }

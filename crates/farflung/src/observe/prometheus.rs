@@ -1,4 +1,4 @@
-//! A process's numbers for Prometheus, as text over HTTP. It only answers.
+//! Serves a process's metrics for Prometheus, as text over HTTP, read only.
 
 use std::future::IntoFuture as _;
 use std::net::{IpAddr, SocketAddr};
@@ -19,7 +19,7 @@ use super::Observer;
 use crate::train::Observation;
 use crate::{Error, Result, StepMetrics};
 
-/// The numbers, and the thread that serves them until this is dropped.
+/// The metrics, and the thread that serves them until this is dropped.
 #[derive(Debug)]
 pub struct Served {
     numbers: Numbers,
@@ -170,14 +170,14 @@ impl Numbers {
     }
 
     fn told(&self, row: &StepMetrics) {
-        // Rows are rank 0's.
+        // Rows are those of rank 0.
         let now = |what: &str, value: f64| self.gauges.with_label_values(&["0", what]).set(value);
         now("train_loss", row.train_loss);
         row.val_loss.into_iter().for_each(|loss| now("val_loss", loss));
     }
 }
 
-/// Raises a counter to a total; where the total is lower, members have changed, and it begins anew.
+/// Raises a counter to a total. A lower total means that members have changed; the counter is then reset first.
 fn raise(counter: &CounterVec, labels: &[&str], total: f64) {
     let counter = counter.with_label_values(labels);
     if total < counter.get() {
@@ -186,18 +186,19 @@ fn raise(counter: &CounterVec, labels: &[&str], total: f64) {
     counter.inc_by((total - counter.get()).max(0.0));
 }
 
-/// What each request is answered from.
+/// State for answering requests.
 #[derive(Debug, Clone)]
 struct Site {
     registry: Registry,
-    /// Only requests that name this machine are answered.
+    /// Whether only requests that name this machine are answered.
     is_loopback: bool,
 }
 
 impl Served {
-    /// Serves at an address: `HOST:PORT`, or a port of the loopback; `local_rank` is added to any port but 0.
+    /// Serves at an address: `HOST:PORT`, or a port of the loopback. `local_rank` is added to any port other
+    /// than 0.
     ///
-    /// Errors: [`Error::Setting`] for what is no address; [`Error::Io`] if it cannot be taken.
+    /// Errors: [`Error::Setting`] for an invalid address; [`Error::Io`] if it cannot be bound.
     pub fn start(address: &str, local_rank: usize) -> Result<Self> {
         let expected = || Error::Setting {
             field: "prometheus",
@@ -220,7 +221,7 @@ impl Served {
         let serve = move || {
             runtime.block_on(async move {
                 let serving = tokio::spawn(axum::serve(listener, router).into_future());
-                // An error says that the owner is gone, which is the sign.
+                // An error means that the owner was dropped, which is the signal to end.
                 let _ = ended.await;
                 serving.abort();
             });
@@ -230,7 +231,7 @@ impl Served {
         Ok(Self { numbers, address, end: Some(end), thread: Some(thread) })
     }
 
-    /// Where it is served.
+    /// Returns the address at which it serves.
     #[must_use]
     pub const fn address(&self) -> SocketAddr {
         self.address
@@ -241,7 +242,7 @@ impl Drop for Served {
     fn drop(&mut self) {
         drop(self.end.take());
         if let Some(thread) = self.thread.take() {
-            // A panic there was reported already.
+            // A panic of the thread was reported already.
             let _ = thread.join();
         }
     }
@@ -256,7 +257,8 @@ impl Observer for Served {
     }
 }
 
-/// Whether a request names this machine: a page of another site can have its name point here.
+/// Returns whether a request names this machine. A page of another site can make its own name resolve to this
+/// machine.
 fn names_this_machine(host: Option<&[u8]>) -> bool {
     let Some(host) = host.and_then(|host| Authority::try_from(host).ok()) else { return false };
     let host = host.host().trim_matches(['[', ']']);

@@ -1,5 +1,5 @@
-//! Event files for TensorBoard: records with a length and checksums (TFRecord), each a message `Event` of
-//! TensorBoard's `event.proto`. Scalars alone.
+//! Writes event files for TensorBoard: records with a length and checksums (TFRecord), each with a message
+//! `Event` of TensorBoard's `event.proto`. Only scalars are written.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -10,7 +10,8 @@ use super::Observer;
 use crate::train::Observation;
 use crate::{Error, Result, StepMetrics};
 
-/// A file of events, which is made at the first step. What cannot be written is warned of once, and ends it.
+/// An event file, created at the first step. After a failure to write, a warning is logged and nothing more is
+/// written.
 #[derive(Debug)]
 pub struct EventFiles {
     folder: PathBuf,
@@ -19,7 +20,7 @@ pub struct EventFiles {
 }
 
 impl EventFiles {
-    /// In this folder, which is made where it is missing.
+    /// Uses this folder, which is created if it does not exist.
     ///
     /// Errors: [`Error::Io`].
     pub fn new(folder: &Path) -> Result<Self> {
@@ -27,7 +28,8 @@ impl EventFiles {
         Ok(Self { folder: folder.to_owned(), file: None, failed: false })
     }
 
-    /// Begins a file, at this step: points of later steps, of a run that was killed, are not shown any more.
+    /// Starts a file at this step. TensorBoard then hides points of later steps, which a killed run may have
+    /// written.
     fn begin(&self, step: u64) -> std::io::Result<File> {
         let now = seconds();
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
@@ -98,7 +100,7 @@ fn seconds() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }
 
-/// A message `Event`: wall time (1), step (2), and what happened.
+/// Encodes a message `Event`: wall time (field 1), step (field 2) and the event's own field.
 fn event(time: f64, step: u64, what: &[u8]) -> Vec<u8> {
     let mut event = vec![1 << 3 | 1];
     event.extend(time.to_le_bytes());
@@ -107,7 +109,7 @@ fn event(time: f64, step: u64, what: &[u8]) -> Vec<u8> {
     event
 }
 
-/// A `Summary`'s field 1, `Value`: tag (1) and simple value (2).
+/// Encodes field 1 of a `Summary`, a `Value`: tag (field 1) and simple value (field 2).
 fn value_of(tag: &str, value: f64) -> Vec<u8> {
     let mut message = bytes_field(1, tag.as_bytes());
     message.push(2 << 3 | 5);
@@ -138,7 +140,7 @@ fn varint(mut value: u64) -> Vec<u8> {
     bytes
 }
 
-/// A TFRecord: length, its checksum, the data, their checksum.
+/// Encodes a TFRecord: length, checksum of the length, data, checksum of the data.
 fn record(data: &[u8]) -> Vec<u8> {
     let length = (data.len() as u64).to_le_bytes();
     let mut record = length.to_vec();
@@ -148,12 +150,13 @@ fn record(data: &[u8]) -> Vec<u8> {
     record
 }
 
-/// The form in which checksums are stored: a checksum of data that hold checksums is weak otherwise.
+/// Returns a checksum in the form in which TFRecord stores it, since checksums of data that contain checksums
+/// are weak.
 const fn masked(crc: u32) -> u32 {
     crc.rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
-/// CRC-32C (Castagnoli), bit by bit: records are some hundred bytes.
+/// Returns the CRC-32C (Castagnoli), computed bit by bit: records are a few hundred bytes.
 fn crc32c(bytes: &[u8]) -> u32 {
     let fold = |crc: u32, byte: &u8| {
         (0..8).fold(crc ^ u32::from(*byte), |crc, _| crc >> 1 ^ 0x82f6_3b78 & (crc & 1).wrapping_neg())

@@ -1,4 +1,4 @@
-//! Texts on their way to a writer that may fail or stand still. It knows no terminal.
+//! A queue of texts for a writer that may fail or block. It does not depend on terminals.
 
 use std::collections::VecDeque;
 use std::io::Write;
@@ -6,13 +6,13 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// Bytes that wait at most; a longer text may wait alone.
+/// Limit on the queued bytes; a longer text is queued only if the queue is empty.
 const ROOM: usize = 256 * 1024;
 
-/// How long a writer may take nothing before it counts as standing still.
+/// Time without progress after which a writer counts as blocked.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Texts that a thread of its own writes out in their order.
+/// Queue of texts that a thread of its own writes in order.
 #[derive(Debug, Clone)]
 pub(super) struct Queue {
     shared: Arc<Shared>,
@@ -21,22 +21,22 @@ pub(super) struct Queue {
 #[derive(Debug, Default)]
 struct Shared {
     state: Mutex<State>,
-    /// A text was added.
+    /// Signalled when a text was added.
     added: Condvar,
-    /// A text was written, or failed.
+    /// Signalled when a text was written or failed.
     gone: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct State {
     texts: VecDeque<Vec<u8>>,
-    /// Bytes of them.
+    /// Total bytes of `texts`.
     bytes: usize,
-    /// A text has been taken out and is not written yet.
+    /// Whether a text was taken out of the queue and is not written yet.
     writing: bool,
-    /// The writer took nothing for [`PATIENCE`]: nobody waits for it until it goes on.
+    /// Whether the writer made no progress for [`PATIENCE`]: callers do not wait for it until it does.
     stands_still: bool,
-    /// Texts that were dropped since the last that was written.
+    /// Number of texts dropped since the last one that was written.
     dropped: u64,
 }
 
@@ -56,7 +56,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until `done`, as long as the writer goes on meanwhile.
+    /// Waits until `done` returns true, or until the writer is blocked.
     fn wait_until(&self, done: impl Fn(&State) -> bool) -> MutexGuard<'_, State> {
         let mut state = self.lock();
         while !done(&state) && !state.stands_still {
@@ -67,8 +67,8 @@ impl Shared {
         state
     }
 
-    /// Writes out what comes, for ever. A text that fails is lost, and the next is tried: a disk may have room
-    /// again.
+    /// Writes texts forever. A text that fails is lost, and the next one is tried, since a full disk may have
+    /// room again.
     fn write_out(&self, mut to: impl Write) {
         let mut state = self.lock();
         loop {
@@ -92,7 +92,7 @@ impl Shared {
 }
 
 impl Queue {
-    /// Begins to write to `to`. Where the system has no thread for it, everything is dropped.
+    /// Starts to write to `to`. If the system cannot start a thread, all texts are dropped.
     pub(super) fn new(to: impl Write + Send + 'static) -> Self {
         let shared = Arc::new(Shared::default());
         let own = Arc::clone(&shared);
@@ -103,7 +103,7 @@ impl Queue {
         Self { shared }
     }
 
-    /// Adds a text. Waits for room as long as the writer goes on, and drops the text if it stands still.
+    /// Adds a text. Waits for room while the writer makes progress; drops the text if the writer is blocked.
     pub(super) fn put(&self, text: Vec<u8>) {
         let mut state = self.shared.wait_until(|state| state.has_room(text.len()));
         if state.has_room(text.len()) {
@@ -114,7 +114,7 @@ impl Queue {
         }
     }
 
-    /// Adds a text that the next one of its kind replaces, if there is room now.
+    /// Adds a text if there is room now. For drawings, which the next one replaces.
     pub(super) fn offer(&self, text: Vec<u8>) {
         let mut state = self.shared.lock();
         if state.has_room(text.len()) {
@@ -123,7 +123,7 @@ impl Queue {
         }
     }
 
-    /// Waits until all is written, as long as the writer goes on.
+    /// Waits until all texts are written, or until the writer is blocked.
     pub(super) fn flush(&self) {
         drop(self.shared.wait_until(|state| state.texts.is_empty() && !state.writing));
     }
@@ -136,7 +136,7 @@ mod tests {
 
     use super::*;
 
-    /// Passes on what is written, and waits for leave before each text.
+    /// A writer that waits for permission before each text, then passes it on.
     struct Slow {
         leave: Receiver<()>,
         written: Sender<Vec<u8>>,
@@ -144,7 +144,7 @@ mod tests {
 
     impl Write for Slow {
         fn write(&mut self, text: &[u8]) -> io::Result<usize> {
-            // Without anybody to give leave, it writes at once.
+            // Once the sender of permissions is dropped, it writes at once.
             let _ = self.leave.recv();
             self.written.send(text.to_vec()).map_err(io::Error::other)?;
             Ok(text.len())
@@ -201,7 +201,7 @@ mod tests {
         let (queue, give, seen) = slow();
         let text = vec![b'x'; 1000];
         let fits = ROOM / text.len();
-        // One is being written, the queue is full, and the last three are dropped.
+        // One text is being written, the queue is full, and the last three are dropped.
         for _ in 0..fits + 4 {
             queue.put(text.clone());
         }

@@ -1,20 +1,20 @@
-//! The terminal at stderr, as a progress bar draws on it.
+//! The terminal at stderr as the target of a progress bar.
 
 use std::io;
 use std::sync::{Mutex, PoisonError};
 
 use indicatif::TermLike;
 
-/// Collects what is drawn until it is flushed.
+/// Collects drawing output until it is flushed.
 #[derive(Debug, Default)]
 pub(crate) struct Screen {
     drawn: Mutex<String>,
 }
 
-/// Columns and rows of a terminal that does not say.
+/// Columns and rows of a terminal whose size is unknown.
 const USUAL: (u16, u16) = (80, 24);
 
-/// Columns and rows.
+/// Returns the columns and rows of the terminal.
 fn size() -> (u16, u16) {
     match rustix::termios::tcgetwinsize(super::stderr()) {
         Ok(size) if size.ws_col > 0 && size.ws_row > 0 => (size.ws_col, size.ws_row),
@@ -23,12 +23,12 @@ fn size() -> (u16, u16) {
 }
 
 impl Screen {
-    /// Adds a text as it is.
+    /// Appends a text unchanged.
     fn draw(&self, text: &str) {
         self.drawn.lock().unwrap_or_else(PoisonError::into_inner).push_str(text);
     }
 
-    /// Adds the escape sequence that moves the cursor: A up, B down, C right, D left.
+    /// Appends the escape sequence that moves the cursor: A up, B down, C right, D left.
     fn go(&self, by: usize, letter: char) {
         if by > 0 {
             self.draw(&format!("\x1b[{by}{letter}"));

@@ -1,5 +1,5 @@
-//! How large the tensors of forward and backward passes are, and what of them a part keeps under a budget of
-//! memory.
+//! Sizes of the tensors of forward and backward passes, and what a part of the model keeps of them within a
+//! memory budget.
 
 use farflung_base::{Bytes, Nanos};
 use farflung_parallel::recompute::{Layer, RecomputePlan, rotor};
@@ -8,18 +8,18 @@ use farflung_zoo::GptConfig;
 
 use crate::Result;
 
-/// f32 values per token of the tensors of forward and backward passes.
+/// Number of f32 values per token of the tensors of forward and backward passes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PerToken {
     /// A hidden state.
     pub(super) hidden: u128,
-    /// Kept of a block's forward pass: `TransformerSaved`, the block's input among it.
+    /// Kept from a block's forward pass: `TransformerSaved`, which includes the block's input.
     pub(super) block: u128,
-    /// Added by the input half of a split backward pass of a block: `Back`.
+    /// Added by the input half of a block's split backward pass: `Back`.
     pub(super) back: u128,
-    /// Used only during the backward pass of a block.
+    /// Needed only during a block's backward pass.
     pub(super) while_back: u128,
-    /// Kept of the head's forward pass besides logits: `HeadSaved`.
+    /// Kept from the head's forward pass besides logits: `HeadSaved`.
     pub(super) head: u128,
     pub(super) logits: u128,
 }
@@ -39,38 +39,39 @@ impl PerToken {
     }
 }
 
-/// Bytes of so many f32 values of each token of a microbatch of `batch` sequences.
+/// Returns the bytes of `values` f32 values per token for a microbatch of `batch` sequences.
 pub(super) fn bytes(values: u128, model: &GptConfig, batch: usize) -> Bytes {
     let tokens = (batch as u128).saturating_mul(model.context as u128);
     let all = values.saturating_mul(tokens).saturating_mul(size_of::<f32>() as u128);
     Bytes(u64::try_from(all).unwrap_or(u64::MAX))
 }
 
-/// Entries of the planner's table at most: more are not worth their memory.
+/// Limit on the entries of the planner's table, to bound its memory.
 const ENTRIES: usize = 1 << 21;
 
-/// Steps of memory that the planner tells apart at most.
+/// Highest number of memory units that the planner distinguishes.
 const UNITS: usize = 1024;
 
-/// What a part keeps and computes again of a microbatch where a budget decides: the fastest way that fits.
-/// Times are in forward passes of a layer, of which a backward pass takes two. `None` where something else
-/// decides.
+/// Returns what a part keeps and recomputes for a microbatch if a memory budget decides that: the fastest
+/// choice that fits. `None` without a budget. Times are in units of a layer's forward pass; a backward pass
+/// takes two.
 ///
-/// It follows from the plan alone, so that all ranks do the same.
+/// The result depends on the plan only, so that all ranks compute the same.
 ///
-/// Errors: [`ParallelError::Budget`](farflung_parallel::ParallelError::Budget) where no way fits.
+/// Errors: [`ParallelError::Budget`](farflung_parallel::ParallelError::Budget) if no choice fits.
 pub(super) fn within_budget(part: &Part, model: &GptConfig, batch: usize) -> Result<Option<RecomputePlan>> {
     let Recompute::Within(budget) = part.recompute else { return Ok(None) };
     let (each, layers) = (PerToken::of(model), part.layers.len());
     let output = bytes(each.hidden, model, batch);
-    // A block keeps its input, which is the output of the one before, and not its own output: as many values.
+    // A block keeps its input, which is the previous block's output, rather than its own output; both have the
+    // same size.
     let saved = bytes(each.block, model, batch);
     let layer = Layer { forward: Nanos(1), backward: Nanos(2), output, saved };
     let units = (ENTRIES / (layers * layers).max(1)).clamp(1, UNITS) as u32;
     Ok(Some(rotor(&vec![layer; layers], output, budget, units)?))
 }
 
-/// Forward passes of layers that a plan runs again.
+/// Returns the number of forward passes of layers that a plan runs again.
 pub(super) fn repeated(plan: &RecomputePlan, layers: usize) -> usize {
     (0..layers as u32).map(|layer| plan.forwards(layer)).sum::<usize>().saturating_sub(layers)
 }
@@ -89,7 +90,7 @@ mod tests {
         };
         assert_eq!(again(13 * block).unwrap(), 0);
         let counts: Vec<usize> = (2..13).rev().map(|n| again(n * block).unwrap()).collect();
-        // Inputs are small beside what a block keeps: where they all fit, a block runs twice at most.
+        // Inputs are small compared with what a block keeps: if all inputs fit, a block runs at most twice.
         assert_eq!(counts, (1..12).collect::<Vec<_>>());
         let hidden = bytes(PerToken::of(&model).hidden, &model, 2).0;
         assert!(again(block + 4 * hidden).unwrap() > 12);

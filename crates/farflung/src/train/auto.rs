@@ -1,4 +1,5 @@
-//! Which plan is fastest on some machines: every kind that the trainer runs is planned, then simulated.
+//! Finds the fastest plan for given machines: makes plans of every kind that the trainer can run, and simulates
+//! them.
 
 mod candidate;
 mod cost;
@@ -24,16 +25,16 @@ use farflung_zoo::GptConfig;
 use super::chain::PipelineSizes;
 use crate::{Error, Result};
 
-/// The fastest plans that fit.
+/// Returns the fastest plans that fit.
 ///
-/// One pipeline over machines in order (`planner::uneven`); replicas with shares by speed; pipelines side by
-/// side, placed by DT-FM's search with layers divided by the slowest machine of each stage. Each under the
-/// schedules and all-reduce algorithms that fit it. Beside these, what DAPPLE's planner makes of every number
-/// of copies. Replicas average gradients at each step: methods with local steps change what is learned, and
-/// are `farflung plan`'s.
+/// The candidates are: one pipeline over machines in order (`planner::uneven`); replicas with shares by speed;
+/// several pipelines, placed by DT-FM's search, with layers divided for the slowest machine of each stage; and
+/// the plans of DAPPLE's planner for every number of copies. Each is tried with the schedules and all-reduce
+/// algorithms that fit it. Replicas average gradients at each step: methods with local steps change what is
+/// learned, so they are left to `farflung plan`.
 ///
-/// Errors: machines that hold none of the plans, with what is missing; [`Error::Setting`] where there are plans
-/// of other kinds alone; those of [`Prediction::on`](super::prediction::Prediction::on).
+/// Errors: what is missing if the machines hold none of the plans; [`Error::Setting`] if there are only plans
+/// of kinds that were not asked for; those of [`Prediction::on`](super::prediction::Prediction::on).
 pub fn auto(
     name: &str,
     model: &GptConfig,

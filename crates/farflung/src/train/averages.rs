@@ -1,5 +1,5 @@
-//! How averages go over the links: the form in which a codec's bytes are reduced, chosen by price and written
-//! into the plan.
+//! Decides how averages are sent over the links: chooses the algorithm of a coded average by its predicted time
+//! and writes it into the plan.
 
 use farflung_base::{Algorithm, Nanos, Rank, Topology};
 use farflung_comm::{CodedAllReduce as _, CodedBuffer, Communicator};
@@ -15,7 +15,7 @@ use farflung_zoo::{GptConfig, Stage};
 use super::links;
 use crate::{Error, Result, TrainConfig};
 
-/// Why an algorithm cannot average by a level's codec; `None` if it can.
+/// Returns why an algorithm cannot average with a level's codec; `None` if it can.
 pub(super) fn refusal(level: &Level) -> Option<String> {
     let known = level.algorithm == Algorithm::Auto || Algorithm::CODED.contains(&level.algorithm);
     if !packs(level) {
@@ -33,13 +33,14 @@ pub(super) fn refusal(level: &Level) -> Option<String> {
     Some(format!("one of {names}, auto with codec {}: no other sums what is packed", level.codec))
 }
 
-/// Whether a level's values travel as a codec's bytes: what a protocol exchanges is summed plainly.
+/// Returns whether a level's values are sent as a codec's bytes. The exchanges of a protocol are summed
+/// uncompressed.
 pub(super) fn packs(level: &Level) -> bool {
     level.codec != NO_CODEC && !matches!(level.codec.parse(), Ok(AverageSpec::Protocol(_)))
 }
 
-/// How the few numbers are summed that no codec packs: as what it packs, or by a ring where that has no region
-/// and no weights.
+/// Returns the algorithm for the few values that no codec encodes: a ring in place of all-gather, and in place
+/// of direct if the level has a codec; else the level's own algorithm.
 pub(super) fn plain_algorithm(level: &Level) -> Algorithm {
     match level.algorithm {
         Algorithm::AllGather => Algorithm::Ring,
@@ -48,9 +49,9 @@ pub(super) fn plain_algorithm(level: &Level) -> Algorithm {
     }
 }
 
-/// How a level averages, but for the seed.
+/// Returns how a level averages; the seed is left at its default.
 ///
-/// Errors: a codec's name that nobody has.
+/// Errors: an unknown codec.
 pub(super) fn config_of(level: &Level) -> Result<AverageConfig> {
     Ok(AverageConfig {
         codec: level.codec.parse()?,
@@ -61,7 +62,7 @@ pub(super) fn config_of(level: &Level) -> Result<AverageConfig> {
     })
 }
 
-/// The forms in which a level's codec averages.
+/// Returns the algorithms with which a level's codec can average.
 fn forms(level: &Level) -> Vec<Algorithm> {
     let corrected = level.codec.parse().is_ok_and(|codec: CodecSpec| codec.momentum().is_some());
     let alone =
@@ -69,17 +70,17 @@ fn forms(level: &Level) -> Vec<Algorithm> {
     Algorithm::CODED.into_iter().filter(|form| !corrected || alone(form)).collect()
 }
 
-/// Whether a plan averages gradients at each step, so that replicas are always the same.
+/// Returns whether a plan averages gradients at each step, so that replicas always have the same parameters.
 pub(super) fn each_step(plan: &Plan) -> bool {
     SyncMethod::by_name(&plan.outermost().method).is_none_or(|method| method.each_step)
 }
 
-/// Whether what a plan's replicas send travels while they compute the next steps.
+/// Returns whether replicas' messages are in flight while they compute the next steps.
 pub(super) fn overlaps(plan: &Plan) -> bool {
     SyncMethod::by_name(&plan.outermost().method).is_some_and(|method| method.overlaps)
 }
 
-/// The ranks that hold a part of the model, in order: of all replicas, and of all copies of the model.
+/// Returns the ranks that hold a part of the model, in order, over all replicas and all copies in each replica.
 pub(super) fn holders(plan: &Plan, placement: &Placement, part: u32) -> Vec<Rank> {
     let of_pipeline = placement.holders(part);
     let of_replica = |replica: u32| {
@@ -89,13 +90,13 @@ pub(super) fn holders(plan: &Plan, placement: &Placement, part: u32) -> Vec<Rank
     (0..plan.replicas()).flat_map(of_replica).collect()
 }
 
-/// The regions of the two-level form as ranks of the holders of a part, one for each replica.
+/// Returns the regions for two-level averages, as ranks among the holders of a part (one holder per replica).
 pub(super) fn regions(plan: &Plan) -> Option<Vec<Vec<Rank>>> {
     let ranks = |group: &Vec<u32>| group.iter().copied().map(Rank).collect();
     Some(plan.regions()?.iter().map(ranks).collect())
 }
 
-/// The communicator of a part's holders with the plan's regions, where it names them.
+/// Returns the communicator of a part's holders with the plan's regions, if the plan has any.
 pub(super) fn in_regions(holders: Communicator, plan: &Plan) -> Result<Communicator> {
     Ok(match regions(plan) {
         Some(regions) => holders.with_regions(regions)?,
@@ -103,7 +104,7 @@ pub(super) fn in_regions(holders: Communicator, plan: &Plan) -> Result<Communica
     })
 }
 
-/// What a coded average of so many values takes among `holders`, at most.
+/// Returns the upper bound of the predicted time of a coded average of `values` values among `holders`.
 pub(super) fn coded_price(plan: &Plan, values: usize, holders: &Topology) -> Result<Nanos> {
     let level = plan.outermost();
     let codec = level.codec.parse::<CodecSpec>()?.build();
@@ -114,8 +115,8 @@ pub(super) fn coded_price(plan: &Plan, values: usize, holders: &Topology) -> Res
     Ok(level.algorithm.coded_cost(&buffer)?)
 }
 
-/// Puts the cheapest form in the place of `auto` in a plan that averages through a codec: the least sum over
-/// all buckets of all parts. A payload that depends on the values is taken to be the largest.
+/// Replaces `auto`, in a plan that averages with a codec, by the algorithm with the smallest sum of times over
+/// all buckets of all parts. A payload whose size depends on the values is assumed to have its largest size.
 ///
 /// Errors: as [`Plan::order_with`]; a topology file that lacks one of the plan's machines.
 pub(super) fn resolve(
@@ -157,7 +158,7 @@ pub(super) fn resolve(
     Ok(())
 }
 
-/// [`refusal`] of each level of a plan.
+/// Checks each level of a plan with [`refusal`].
 ///
 /// Errors: [`ParallelError::Plan`] with the field.
 pub(super) fn check(plan: &Plan) -> Result<()> {

@@ -1,5 +1,5 @@
-//! A replica's step, derived from the plan: the order in which its ranks work, lowered, with the modelled
-//! times. A pure function of the job, so that every rank finds the same. It has no tensors.
+//! Derives a replica's step from the plan: the order of work of its ranks, lowered, with predicted times. A
+//! pure function of the job, so that every rank derives the same. It uses no tensors.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -17,32 +17,33 @@ use super::job::Job;
 use super::{averages, boundary};
 use crate::{Error, Result};
 
-/// How one replica carries a plan's step out.
+/// How one replica executes the plan's step.
 #[derive(Debug, Clone)]
 pub struct ReplicaSchedule {
-    /// The schedule's name; `own` for an author's lists.
+    /// The schedule's name; `own` for a schedule file of the user.
     pub name: String,
-    /// A step's work.
+    /// The work of a step.
     pub schedule: Schedule,
-    /// The rule by which ranks follow arrivals, where the schedule is one; its lists are what is foreseen then.
+    /// The rule by which ranks follow arrivals, if the schedule is such a rule; `schedule` is then a
+    /// prediction.
     pub arrivals: Option<Arrivals>,
     /// The layers of each part of the model.
     pub layers: Vec<Range<usize>>,
-    /// The positions of each slice of a sequence's tokens: one slice where microbatches pass whole.
+    /// The positions of each slice of a sequence's tokens; a single slice if microbatches are not sliced.
     pub slices: Vec<Range<usize>>,
-    /// What parts and links are modelled to take on this replica's machines.
+    /// Predicted times of parts and links on this replica's machines.
     pub cost: PipelineCost,
 }
 
 impl ReplicaSchedule {
-    /// The schedule of a replica of a job.
+    /// Makes the schedule of a replica of a job.
     ///
-    /// Errors: [`Error::Setting`] with what the plan's schedule cannot do with these costs.
+    /// Errors: [`Error::Setting`] if the plan's schedule does not support these costs.
     pub fn new(job: &Job, replica: u32) -> Result<Self> {
         Self::of(&job.plan, &job.model, &job.machines()?, replica)
     }
 
-    /// The schedule of a replica of a plan for a model on some machines.
+    /// Makes the schedule of a replica of a plan, for a model on given machines.
     ///
     /// Errors: as [`ReplicaSchedule::new`].
     pub fn of(plan: &Plan, model: &GptConfig, machines: &Machines, replica: u32) -> Result<Self> {
@@ -54,19 +55,20 @@ impl ReplicaSchedule {
             let (from, to) = (Rank(first + from.0), Rank(first + to.0));
             Link { bandwidth: topology.rate(from, to), latency: topology.link(from, to).latency }
         };
-        // The links of neighbours stand for all of them: no schedule depends on more. Of pools all that
-        // microbatches may cross.
+        // Schedules depend only on the links between neighbours; with pools, on all links that microbatches may
+        // cross.
         let links: Vec<Link> = match plan.pools() {
             Some(pools) => pools.neighbours().map(|(from, to)| link(from, to)).collect(),
             None => (1..ranks).map(|r| link(Rank(r - 1), Rank(r))).collect(),
         };
-        // The first direction of the first boundary stands for all, too.
+        // The first direction of the first boundary stands for all others.
         let slices = positions(&plan.pipeline.slices, model.context);
         let crossing =
             |boundary: usize, content| boundary::bytes(plan, boundary, content, &slices, model.dim);
         let bytes = if links.is_empty() { work.hidden_bytes() } else { crossing(0, Content::Activation)? };
         let hop = links.iter().map(|link| link.time(bytes)).max().unwrap_or_default();
-        // Where a part lies does not depend on costs; what it takes depends on where it lies.
+        // Costs do not affect where a part is placed, but its placement affects its cost: first place the parts
+        // with equal rates.
         let equal: Vec<_> = plan
             .parts
             .iter()
@@ -93,7 +95,7 @@ impl ReplicaSchedule {
             ScheduleSource::Named(method) => method.arrivals(&plan.settings(count, &stages, hop)),
             ScheduleSource::Text(_) | ScheduleSource::Pools(_) => None,
         };
-        // Ranks of a pool are as fast as they are, and an order says which of them does what.
+        // Ranks of a pool keep their own costs, since the order assigns each action to one of them.
         let stages = if placement.is_pooled() {
             let all = (0..placement.stages()).map(StageId);
             all.map(|stage| own_cost(stage, &placement)).collect::<Result<_>>()?
@@ -116,7 +118,7 @@ impl ReplicaSchedule {
             Some(rule) => rule.foresee(&order, &cost).map_err(Error::schedule)?,
             None => order,
         };
-        // One stage computes each layer again from the layer's own input, within its backward pass.
+        // With a single stage, each layer is recomputed from its own input within the backward pass.
         let again = placement.depth() > 1 && plan.parts.iter().any(|part| part.recompute != Recompute::None);
         let order = if again { order.with_recompute() } else { order };
         let lowering = Lowering {
@@ -130,25 +132,25 @@ impl ReplicaSchedule {
         Ok(Self { name, schedule, arrivals, layers, slices, cost })
     }
 
-    /// Which rank holds which part.
+    /// Returns which rank holds which part.
     #[must_use]
     pub fn placement(&self) -> &Placement {
         self.schedule.order().placement()
     }
 
-    /// When weights change.
+    /// Returns when weights change.
     #[must_use]
     pub fn updates(&self) -> Updates {
         self.schedule.order().updates()
     }
 
-    /// Microbatches of a step.
+    /// Returns the number of microbatches per step.
     #[must_use]
     pub fn microbatches(&self) -> u32 {
         self.schedule.order().microbatches()
     }
 
-    /// Microbatches whose gradients one update takes.
+    /// Returns the number of microbatches whose gradients are in one update.
     #[must_use]
     pub fn per_update(&self) -> u32 {
         match self.updates() {
@@ -158,9 +160,10 @@ impl ReplicaSchedule {
         }
     }
 
-    /// Forwards alone, on the same ranks: each stage all microbatches, those of several copies in turns.
+    /// Returns a schedule of forward passes only, on the same ranks: each stage runs all microbatches; several
+    /// copies of the model take turns.
     ///
-    /// Errors: none that a placement of a method has.
+    /// Errors: those of [`ComputeOrder::new`], which do not occur for the placement of a method.
     pub(super) fn forwards(&self, microbatches: u32) -> Result<Schedule> {
         let placement = self.placement();
         let list = |rank| {
@@ -172,7 +175,7 @@ impl ReplicaSchedule {
             };
             let mut actions: Vec<Action> = stages.flat_map(op).collect();
             if placement.is_pooled() {
-                // A rank's microbatches of all ways come in the order in which the ranks before it have them.
+                // A rank's microbatches are in the order in which the ranks before it have them.
                 actions.sort_by_key(|action| action.microbatch);
             }
             actions.into_iter().map(Op::Run).collect()
@@ -183,7 +186,7 @@ impl ReplicaSchedule {
     }
 }
 
-/// The positions of slices of these lengths; one slice of all where there are none.
+/// Returns the positions of slices with these lengths; one slice with all positions if there are none.
 fn positions(lengths: &[u32], context: usize) -> Vec<Range<usize>> {
     if lengths.is_empty() {
         return std::iter::once(0..context).collect();
@@ -197,8 +200,8 @@ fn positions(lengths: &[u32], context: usize) -> Vec<Range<usize>> {
     lengths.iter().map(slice).collect()
 }
 
-/// The microbatch whose whole backward pass is the last in a rank's list, by stage; of none where passes have
-/// times of their own.
+/// Returns, by stage, the microbatch of the last whole backward pass in a rank's list. Empty if ranks follow
+/// arrivals, since the order is then not known.
 pub(super) fn last_backwards(schedule: &ReplicaSchedule, position: Rank) -> BTreeMap<StageId, u32> {
     let mut last = BTreeMap::new();
     if schedule.arrivals.is_some() {

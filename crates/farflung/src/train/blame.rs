@@ -1,5 +1,5 @@
-//! Who a job ends by: the rank where it began, not the neighbour that ended for the same reason. It knows no
-//! training.
+//! Determines which rank caused the end of a job: the one that failed first, rather than a neighbour that
+//! failed because of it. It does not depend on training.
 
 use farflung_base::{PeerId, Rank};
 use farflung_comm::{CommError, Communicator, DownReason, PeerEvent};
@@ -8,10 +8,10 @@ use super::hearing::{self, Heard, Hearing, Word};
 use crate::Error;
 use crate::events::causes;
 
-/// Looks, 10 ms apart, for a word of a rank that left.
+/// Number of checks, 10 ms apart, for a message from a rank that has left.
 const LOOKS: u32 = 30;
 
-/// What another rank says of a third one.
+/// A failure that another rank reports.
 #[derive(Debug, thiserror::Error)]
 #[error("rank {} says: {text}", by.0)]
 struct Hearsay {
@@ -19,14 +19,14 @@ struct Hearsay {
     text: String,
 }
 
-/// How this rank can tell that another is lost.
+/// How this rank detected the loss of another one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Evidence {
-    /// Its connection broke.
+    /// The connection broke.
     Broken,
-    /// It did not answer in time.
+    /// The other rank did not answer in time.
     Silent,
-    /// It left, or gave up, or this rank was told to end: the reason is elsewhere.
+    /// The other rank left or gave up, or this rank was told to end: the cause is elsewhere.
     Secondary,
 }
 
@@ -44,10 +44,11 @@ pub(super) fn evidence(error: &Error) -> Evidence {
     }
 }
 
-/// The failure of this rank with the rank that it began at, and tells the others. A failure by a stop stays.
+/// Returns this rank's failure with the rank that caused it, and tells the others. A failure by a stop is
+/// returned unchanged.
 ///
-/// Whoever drops the step because it heard of a failure ends the collectives of the others too, as one that is
-/// stopped does: which of the two it was, its word or that of the failed rank says.
+/// A rank that drops its step after hearing of a failure also cancels the collectives of others, as a stopped
+/// rank does. Its message, or that of the failed rank, tells the two cases apart.
 pub(super) fn settle(comm: &Communicator, hearing: &Hearing, error: Error) -> Error {
     if matches!(error, Error::Stopped(_)) {
         return error;
@@ -57,7 +58,7 @@ pub(super) fn settle(comm: &Communicator, hearing: &Hearing, error: Error) -> Er
         return error;
     }
     let evidence = evidence(&error);
-    // Where the reason is elsewhere, a word of it is on its way. A broken link may not be the only one.
+    // If the cause is elsewhere, a message about it is on its way. A broken link may be one of several.
     let heard = hearing.listen(if evidence == Evidence::Silent { 0 } else { LOOKS });
     if evidence == Evidence::Secondary
         && let Some(Heard { from, word }) = heard
@@ -67,7 +68,7 @@ pub(super) fn settle(comm: &Communicator, hearing: &Hearing, error: Error) -> Er
             Word::Failed { code, text } => {
                 Error::OnRank { rank: from.index(), message: text, code: code.max(1) }
             }
-            // The others cannot reach it, though it can hear them.
+            // The others cannot reach this rank, although it receives their messages.
             Word::Lost { culprit, text } if culprit == comm.rank() => {
                 Error::CutOff { rank: culprit, source: Box::new(Hearsay { by: *from, text }) }
             }
@@ -92,7 +93,8 @@ pub(super) fn settle(comm: &Communicator, hearing: &Hearing, error: Error) -> Er
     }
 }
 
-/// Whether this rank has lost not one other, but all. Of two nobody can tell.
+/// Returns whether this rank has lost all others rather than one of them. With two ranks the cases cannot be
+/// told apart.
 fn is_cut_off(comm: &Communicator, evidence: Evidence) -> bool {
     let (me, size) = (comm.transport().me(), comm.transport().size());
     let mut others = (0..size as u32).map(PeerId).filter(|&peer| peer != me);
@@ -112,7 +114,8 @@ fn is_cut_off(comm: &Communicator, evidence: Evidence) -> bool {
             };
             others.all(lost)
         }
-        // Whoever waits says so before its deadline: here nobody was heard, and somebody waits for this rank.
+        // A waiting rank announces that before its deadline. Here no announcement arrived from any rank,
+        // although others wait for this one.
         Evidence::Silent => others.all(|peer| comm.transport().waits_of(peer).is_none()),
     }
 }

@@ -1,5 +1,5 @@
-//! The coded ends of a rank's pipeline boundaries: hidden states to the next part and their gradients back,
-//! through the plan's codecs. It depends on no schedule.
+//! The encoding ends of a rank's pipeline boundaries: hidden states to the next part, and their gradients back,
+//! through the plan's codecs. It does not depend on a schedule.
 
 mod agree;
 mod memory;
@@ -20,7 +20,7 @@ use crate::{Error, Result};
 pub(super) use memory::{SamplesSeen, coded_bytes};
 pub(super) use store::Stores;
 
-/// The codec of what crosses from one part to the next, or back.
+/// Returns the codec for what crosses a boundary in one direction.
 ///
 /// Errors: none for a plan whose names were checked.
 fn spec(plan: &Plan, boundary: usize, content: Content) -> Result<LinkSpec> {
@@ -31,14 +31,14 @@ fn spec(plan: &Plan, boundary: usize, content: Content) -> Result<LinkSpec> {
     })
 }
 
-/// Bytes that the two ends of a boundary hold of a sample.
+/// Returns the bytes per sample that the two ends of a boundary store together.
 pub(super) fn held_bytes(forward: LinkSpec, backward: LinkSpec, shape: SampleShape) -> u128 {
     let both_ends = |spec: LinkSpec| 2 * spec.samples(shape).map_or(0, |samples| samples.bytes()) as u128;
     both_ends(forward).saturating_add(both_ends(backward))
 }
 
-/// Bytes of a microbatch across a boundary, of all slices: of samples that are held, for codecs that remember,
-/// which is all but their first epoch.
+/// Returns the bytes of a microbatch across a boundary, over all slices. For codecs with stored samples, the
+/// size after their first epoch.
 ///
 /// Errors: none for a plan whose names were checked.
 pub(super) fn bytes(
@@ -61,7 +61,7 @@ pub(super) fn bytes(
     Ok(Bytes(sum as u64))
 }
 
-/// One end of a boundary's direction: what a stage makes, of one slice of sequences.
+/// One end of a boundary in one direction: the output of a stage, for one slice of sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct End {
     from: StageId,
@@ -74,7 +74,7 @@ impl End {
         Self { from: message.from, content: message.content, slice: message.slice }
     }
 
-    /// Its name in checkpoints and among files.
+    /// Returns its name in checkpoints and file names.
     fn name(self) -> String {
         let content = match self.content {
             Content::Activation => "hidden",
@@ -84,19 +84,19 @@ impl End {
     }
 }
 
-/// An end whose values do not travel as they are, as the plan has it.
+/// An end whose values are encoded, as in the plan.
 #[derive(Debug)]
 struct PlannedEnd {
     end: End,
-    /// The rank of the other end.
+    /// The rank at the other end.
     other: Rank,
     boundary: usize,
     spec: LinkSpec,
-    /// Of the slice.
+    /// Number of positions of the slice.
     positions: usize,
 }
 
-/// The coded ends of the rank at `position` of its pipeline.
+/// Returns the encoded ends of the rank at `position` of its pipeline.
 ///
 /// Errors: none for a plan whose names were checked.
 fn ends(
@@ -134,17 +134,17 @@ fn ends(
     Ok(ends)
 }
 
-/// A codec and who has the other end.
+/// A codec, and the rank at the other end.
 #[derive(Debug)]
 struct Coded {
     codec: Box<dyn LinkCodec>,
     other: Rank,
-    /// Separates its random choices from other ends'.
+    /// Separates its random numbers from those of other ends.
     stream: u32,
     remembers: bool,
 }
 
-/// The ends that a rank has, where values do not travel as they are.
+/// The encoded ends of a rank.
 #[derive(Debug, Default)]
 pub(super) struct Boundaries {
     ends: BTreeMap<End, Coded>,
@@ -152,7 +152,7 @@ pub(super) struct Boundaries {
     payload: Payload,
 }
 
-/// What travels: a message, the numbers of its samples and that of its microbatch over all steps and replicas.
+/// A message with the numbers of its samples and of its microbatch, counted over all steps and replicas.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Crossing<'a> {
     pub(super) message: Message,
@@ -161,7 +161,7 @@ pub(super) struct Crossing<'a> {
 }
 
 impl Boundaries {
-    /// Those of a rank at `position` of its pipeline.
+    /// Makes the ends of the rank at `position` of its pipeline.
     ///
     /// Errors: those of `stores`.
     pub(super) fn new(
@@ -184,10 +184,10 @@ impl Boundaries {
         Ok(Self { ends: coded, seed: job.config.seed, payload: Payload::new() })
     }
 
-    /// Values as they leave; `None` where they travel as they are.
+    /// Encodes values to be sent; `None` if they are sent unencoded.
     ///
-    /// What a codec refuses, since it is not finite or too large, travels as plain f32, and the codec remembers
-    /// nothing of it: the step's overflow shows when ranks agree, on all of them.
+    /// Values that a codec refuses, since they are not finite or too large, are sent as plain f32, and the
+    /// codec stores nothing of them. All ranks notice the overflow when they agree on the step.
     pub(super) fn encode(&mut self, crossing: Crossing<'_>, values: &[f32]) -> Result<Option<Vec<u8>>> {
         let Some(end) = self.ends.get_mut(&End::of(crossing.message)) else { return Ok(None) };
         let key = RoundKey {
@@ -204,7 +204,7 @@ impl Boundaries {
         Ok(Some(self.payload.as_bytes().to_vec()))
     }
 
-    /// What came, as so many values; `None` where they travel as they are.
+    /// Decodes `count` values that were received; `None` if they are sent unencoded.
     pub(super) fn decode(
         &mut self,
         crossing: Crossing<'_>,
@@ -221,17 +221,17 @@ impl Boundaries {
         Ok(Some(values))
     }
 
-    /// All ranks agreed on the step: what codecs hold is final.
+    /// Makes the codecs' changes permanent, after all ranks have agreed on the step.
     pub(super) fn commit(&mut self) {
         self.ends.values_mut().for_each(|end| end.codec.commit());
     }
 
-    /// The step is given up: codecs hold what they held before.
+    /// Restores the codecs' state before the step, which is dropped.
     pub(super) fn rollback(&mut self) {
         self.ends.values_mut().for_each(|end| end.codec.rollback());
     }
 
-    /// What codecs hold, by name.
+    /// Returns the codecs' states, by name.
     ///
     /// Errors: none between steps.
     pub(super) fn save(&self) -> Result<StateMap<'_>> {
@@ -242,9 +242,9 @@ impl Boundaries {
         Ok(all)
     }
 
-    /// Takes up what [`Boundaries::save`] gave.
+    /// Restores what [`Boundaries::save`] returned.
     ///
-    /// Errors: entries that are not of this shape.
+    /// Errors: entries with another shape.
     pub(super) fn load(&mut self, from: &mut StateMap<'_>) -> Result<()> {
         for (end, coded) in &mut self.ends {
             coded.codec.load(&format!("{}/", end.name()), from)?;
@@ -252,7 +252,7 @@ impl Boundaries {
         Ok(())
     }
 
-    /// Holds nothing: the samples were another rank's.
+    /// Clears the codecs: the stored samples belonged to another rank.
     pub(super) fn forget_all(&mut self) {
         self.ends.values_mut().for_each(|end| end.codec.reset());
     }

@@ -1,5 +1,5 @@
-//! One pipeline over machines in order: what its layers take becomes a chain that the planner divides, and the
-//! division a plan.
+//! One pipeline over machines in order: describes the model's layers as a chain, which the planner divides, and
+//! turns the division into a plan.
 
 use farflung_base::{Bytes, Rank};
 use farflung_parallel::planner::uneven::{Chain, ChainLayer, ChainMachine, ChainPlan};
@@ -12,13 +12,13 @@ use super::activations::{PerToken, bytes};
 use super::planned::planned_model;
 use crate::{Error, Result};
 
-/// Weight, gradient and two moments of a parameter in f32.
+/// Bytes per parameter: weight, gradient and two moments in f32.
 const STATE: u64 = 16;
 
-/// The layers of a model as a chain over machines of a cluster, in this order.
+/// Describes the layers of a model as a chain over machines of a cluster, in the given order.
 ///
-/// The token and position tables belong to the first layer, the head to the last, which then holds a copy of
-/// the token table, as the trainer's parts do.
+/// The token and position tables belong to the first layer and the head to the last one, which then holds a
+/// copy of the token table, as in the trainer's parts.
 ///
 /// Errors: [`ParallelError::OffMesh`] for a machine that the cluster does not have; those of
 /// [`Cluster::topology`].
@@ -43,7 +43,7 @@ pub fn chain(
     })
 }
 
-/// The layers of a model for microbatches of `batch` sequences, as [`chain`] has them.
+/// Returns the layers of a model for microbatches of `batch` sequences, as in [`chain`].
 pub(super) fn layers(model: &GptConfig, batch: u32) -> Vec<ChainLayer> {
     let each = PerToken::of(model);
     let of = |values: u128| bytes(values, model, batch as usize);
@@ -57,7 +57,7 @@ pub(super) fn layers(model: &GptConfig, batch: u32) -> Vec<ChainLayer> {
         let (first, last) = (at == 0, at + 1 == count);
         let when = |yes: bool, value: u64| if yes { value } else { 0 };
         let operations = (all_flops - head_flops) / count + when(last, head_flops);
-        // A whole model holds the token table once.
+        // A model in one part has the token table once.
         let parameters = blocks
             + when(first, table + model.context as u64 * d)
             + when(last, 2 * d + when(count > 1, table));
@@ -72,7 +72,7 @@ pub(super) fn layers(model: &GptConfig, batch: u32) -> Vec<ChainLayer> {
     (0..count).map(layer).collect()
 }
 
-/// What each machine of a cluster does and holds, by rank.
+/// Returns the speed and memory of each machine of a cluster, by rank.
 pub(super) fn machines(model: &GptConfig, cluster: &Cluster) -> Vec<ChainMachine> {
     let all_flops = model.flops_per_token(model.context);
     cluster
@@ -87,7 +87,7 @@ pub(super) fn machines(model: &GptConfig, cluster: &Cluster) -> Vec<ChainMachine
         .collect()
 }
 
-/// The plan of one pipeline whose stages were planned over `order`.
+/// Makes the plan of one pipeline whose stages were planned over `order`.
 ///
 /// Errors: as [`Plan::check`].
 pub fn pipeline_plan(
@@ -124,12 +124,12 @@ pub fn pipeline_plan(
     Ok(plan)
 }
 
-/// What a step of a pipeline trains on.
+/// Size of a step of a pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PipelineSizes {
-    /// Sequences of a microbatch.
+    /// Sequences per microbatch.
     pub batch: u32,
-    /// Microbatches of a step.
+    /// Microbatches per step.
     pub microbatches: u32,
 }
 

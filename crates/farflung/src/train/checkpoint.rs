@@ -1,12 +1,13 @@
-//! A rank's whole state on disk. Each rank keeps its own folder, so that optimizer states cross no slow link
-//! and no machine needs a shared disk; a checkpoint counts once every rank has it.
+//! A rank's whole state on disk. Each rank has its own folder, so that optimizer states cross no slow link and
+//! no shared disk is needed. A checkpoint is valid once every rank has written its own.
 //!
-//! A rank's `step-N/` holds `config.json` and `model.safetensors` (Hugging Face's layout; of a pipeline, rank 0
-//! has all of the model and the others their parts), `optimizer.safetensors` (moments, outer state, residuals),
-//! `samples.safetensors` where boundaries hold samples in memory, `trainer.json`, and the run's settings and
-//! plan as they were then. A run that cuts the model in another way reads the folders of all ranks, which it
-//! must be able to reach; a rank whose folder is lost takes its state from a rank that holds the same parts.
-//! Members that come and leave have folders of their own: what they saved in one view belongs together.
+//! A rank's `step-N/` contains `config.json` and `model.safetensors` (Hugging Face's layout; in a pipeline,
+//! rank 0 has the whole model and the others have their parts), `optimizer.safetensors` (moments, outer state,
+//! residuals), `samples.safetensors` if boundaries store samples in memory, `trainer.json`, and the run's
+//! settings and plan at that time. A run that divides the model differently reads the folders of all ranks,
+//! which it must be able to access. A rank whose folder is lost gets its state from a rank that holds the same
+//! parts. Members that join and leave have their own folders; checkpoints that were saved in the same view
+//! belong together.
 
 mod choose;
 mod compare;
@@ -36,7 +37,7 @@ pub(super) use neighbours::beside;
 pub(super) use pieces::{Saved, saved};
 pub(super) use source::{Residuals, Source};
 
-/// What a run has used up to a step, summed over its resumes.
+/// Resources used by a run up to a step, summed over its resumes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Totals {
     pub(super) time_s: f64,
@@ -45,7 +46,7 @@ pub(super) struct Totals {
     pub(super) bytes_received: u64,
 }
 
-/// `trainer.json`: what must be the same for the rest of the run to mean anything, and the counters.
+/// `trainer.json`: counters, and values that must be the same when the run is continued.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Record {
@@ -54,11 +55,11 @@ struct Record {
     /// The model's shape.
     #[serde(default)]
     model: Vec<Fact>,
-    /// First layer of each part that the rank holds, and the one behind its last.
+    /// Range of layers of each part that the rank holds: the first layer, and the one after the last.
     parts: Vec<(usize, usize)>,
-    /// Ranks of a pipeline.
+    /// Ranks per pipeline.
     stages: usize,
-    /// Sequences of a step, over all replicas.
+    /// Sequences per step, over all replicas.
     sequences: u64,
     seed: u64,
     sync: String,
@@ -68,18 +69,19 @@ struct Record {
     outer_step: u64,
     rounds: u64,
     totals: Totals,
-    /// Where the numbers of its steps and microbatches begin, in a run whose members come and leave.
+    /// First step and microbatch of its plan, in a run whose members join and leave.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     base: Option<Base>,
     /// The view in which it was saved, in a run whose members form pipelines.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     view: Option<Place>,
-    /// Ranks that did not answer when it was saved: they may be behind, and take their state from the others.
+    /// Ranks that did not answer when it was saved: they may be behind, and then get their state from the
+    /// others.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     absent: Vec<u32>,
 }
 
-/// Where a rank keeps its checkpoints, given the run's folder.
+/// Returns the folder of a rank's checkpoints within the run's folder.
 pub(super) fn folder(out: &Path, rank: Rank) -> PathBuf {
     if rank.0 == 0 { out.to_owned() } else { out.join(run_dir::RANKS).join(format!("rank-{:05}", rank.0)) }
 }
@@ -87,7 +89,7 @@ pub(super) fn folder(out: &Path, rank: Rank) -> PathBuf {
 const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const SAMPLES: &str = "samples.safetensors";
-/// What the names of an optimizer's states begin with.
+/// Prefix of the names of an optimizer's states.
 pub(super) const CHAIN: &str = "chain.";
 /// The name of the loss scale among a rank's states.
 pub(super) const LOSS_SCALE: &str = "loss_scale";
@@ -95,14 +97,14 @@ const TRAINER: &str = "trainer.json";
 const SETTINGS: &str = "settings.toml";
 const PLAN: &str = "plan.toml";
 
-/// A named tensor to be written.
+/// A named tensor to be saved.
 pub(super) struct Named {
     pub(super) name: String,
     pub(super) shape: Vec<usize>,
     pub(super) values: Vec<f32>,
 }
 
-/// Steps done, and those of what has a pace of its own.
+/// Number of steps done, and of the events that are counted separately.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Counters {
     pub(super) step: u64,
@@ -122,14 +124,14 @@ fn write(
     write_tensors_to(out, &views, metadata)
 }
 
-/// Writes this rank's checkpoint; all ranks must call it after the same step, with replicas the same. It
-/// becomes the newest on any rank only after all have written theirs. Gives its path.
+/// Saves this rank's checkpoint and returns its path. All ranks must call it after the same step, when replicas
+/// have the same parameters. No rank makes its checkpoint the newest before all have written theirs.
 pub(super) fn save(trainer: &mut Trainer, job: &Job, run: &RunDir, totals: Totals) -> Result<PathBuf> {
     trainer.settle()?;
     save_without(trainer, job, run, totals, &[])
 }
 
-/// [`save`] of the ranks that are left after [`Trainer::retreat`], where `absent` do not answer.
+/// As [`save`], on the ranks that remain after [`Trainer::retreat`], while `absent` do not answer.
 pub(super) fn save_without(
     trainer: &mut Trainer,
     job: &Job,
@@ -143,7 +145,7 @@ pub(super) fn save_without(
     })
 }
 
-/// [`save_without`] of parameters that all replicas have in common.
+/// As [`save_without`], called while the parameters common to all replicas are in place.
 fn save_common(
     trainer: &mut Trainer,
     job: &Job,
@@ -191,33 +193,34 @@ fn save_common(
     trainer.comm().barrier()?;
     let path = run.commit(writer)?;
     trainer.comm().barrier()?;
-    // The one before is kept even when only one is wanted: another rank may have died between the two lines
-    // above.
+    // The previous checkpoint is kept even if only one is wanted: another rank may have failed between the two
+    // barriers above.
     run.prune(if job.config.keep_last == 0 { 0 } else { job.config.keep_last.max(2) })?;
     Ok(path)
 }
 
-/// Sequences of a step of one replica alone: what a member goes on with that starts again by itself.
+/// Returns the sequences per step of one replica alone, with which a member continues if it restarts alone.
 fn one_replica(job: &Job) -> u64 {
     planned::microbatches(&job.config) as u64 * u64::from(job.plan.batch)
 }
 
-/// Where a run goes on.
+/// Where a run continues.
 #[derive(Debug)]
 pub(super) struct Resumed {
-    /// What the run had used.
+    /// Resources that the run had used.
     pub(super) totals: Totals,
-    /// What is worth a line: settings that differ, ranks that had lost their folder.
+    /// Notes for the user: settings that differ, ranks that had lost their folder.
     pub(super) notes: Vec<String>,
-    /// The checkpoint, of this rank or of the one that it was taken from.
+    /// The checkpoint: this rank's, or that of the rank from which the state was taken.
     pub(super) from: PathBuf,
-    /// Where the numbers of steps and microbatches begin.
+    /// First step and microbatch of its plan.
     pub(super) base: Base,
 }
 
-/// Finds the newest step that every rank has, and restores it. `None` starts at step 0. A collective.
+/// Finds the newest step that every rank has, and restores it. `None` if the run starts at step 0. A
+/// collective.
 ///
-/// Errors: on all ranks together.
+/// Errors: the same on all ranks.
 pub(super) fn resume(trainer: &mut Trainer, job: &Job, run: &RunDir) -> Result<Option<Resumed>> {
     let Some(choose::Chosen { source, mut notes }) = choose::source(trainer, job, run)? else {
         return Ok(None);
@@ -232,7 +235,7 @@ pub(super) fn resume(trainer: &mut Trainer, job: &Job, run: &RunDir) -> Result<O
     Ok(Some(Resumed { totals: source.record.totals, notes, from: source.path().to_owned(), base }))
 }
 
-/// Everyone's number, by rank.
+/// Sends this rank's number to all others; returns all numbers, by rank.
 pub(super) fn tell(comm: &Communicator, mine: u64) -> Result<Vec<u64>> {
     let all = comm.all_gather_bytes(mine.to_le_bytes().to_vec())?;
     let word = |(rank, bytes): (usize, &Vec<u8>)| {

@@ -1,5 +1,6 @@
-//! The folder of a run for which none was given: the first of `runs/MODEL-1`, `runs/MODEL-2`, ... that is free
-//! on every machine of the job. It is created at once, so that runs which start together take different ones.
+//! Chooses the folder of a run that was given none: the first of `runs/MODEL-1`, `runs/MODEL-2`, ... that is
+//! free on every machine of the job. It is created at once, so that runs that start at the same time get
+//! different folders.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -11,22 +12,22 @@ use farflung_comm::Communicator;
 use super::checkpoint::{folder, tell};
 use crate::{Error, Result, RunDir};
 
-/// Where such folders are.
+/// The parent of such folders.
 const RUNS: &str = "runs";
 
-/// A run's folder, and what of it was created for it: empty folders go when this is dropped.
+/// A run's folder, and the folders that were created for it: those that are still empty are removed on drop.
 #[derive(Debug, Default)]
 pub(super) struct Claim {
     path: PathBuf,
-    /// Outermost first.
+    /// The created folders, outermost first.
     created: Vec<PathBuf>,
 }
 
 impl Claim {
-    /// The folder that was given, or a new one. `comm` joins the processes of a job, all of which must call it;
-    /// `None` for a job of one process.
+    /// Returns the given folder, or a new one. `comm` joins the processes of a job, all of which must call this
+    /// function; `None` for a job of one process.
     ///
-    /// Errors: [`Error::Io`]; that a process is lost.
+    /// Errors: [`Error::Io`]; the loss of a process.
     pub(super) fn new(given: Option<&Path>, model: &str, comm: Option<&Communicator>) -> Result<Self> {
         let rank = comm.map_or(Rank(0), Communicator::rank);
         let mut from = 1;
@@ -39,8 +40,8 @@ impl Claim {
             let Some(comm) = comm else {
                 return Ok(claim.or(given));
             };
-            // Rank 0 decides. The others look whether that folder is free where they are; ranks that share a
-            // disk have their own folders in it.
+            // Rank 0 decides. The others check whether that folder is free on their machine; ranks that share a
+            // disk create their own folders in it.
             let number = tell(comm, first)?[0];
             let free = match given {
                 Some(_) => true,
@@ -62,12 +63,12 @@ impl Claim {
         self
     }
 
-    /// The folder.
+    /// Returns the folder's path.
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Creates a folder; false if it exists.
+    /// Creates a folder; returns false if it exists already.
     fn create(&mut self, path: &Path) -> io::Result<bool> {
         match fs::create_dir(path) {
             Ok(()) => {
@@ -79,20 +80,20 @@ impl Claim {
         }
     }
 
-    /// Creates a run's folder, and that of all runs; false if there is one of that number.
+    /// Creates a run's folder, and its parent if necessary; returns false if the folder exists already.
     fn create_run(&mut self, path: &Path) -> Result<bool> {
         loop {
             let runs = Path::new(RUNS);
             self.create(runs).map_err(Error::io("create the folder", runs))?;
             match self.create(path) {
-                // Another run, which failed, has just removed the folder of all runs.
+                // Another run, which failed, has just removed the parent folder.
                 Err(error) if error.kind() == ErrorKind::NotFound => {}
                 created => return created.map_err(Error::io("create the folder", path)),
             }
         }
     }
 
-    /// Creates the first run's folder from this number on that does not exist, and gives its number.
+    /// Creates the first folder with a number from `from` on that does not exist, and returns its number.
     fn create_from(&mut self, model: &str, from: u64) -> Result<u64> {
         let mut number = from;
         while !self.create_run(&numbered(model, number))? {
@@ -102,7 +103,8 @@ impl Claim {
         Ok(number)
     }
 
-    /// Creates a rank's folder within a run's; false if there is one, or a run of its own.
+    /// Creates a rank's folder in a run's; returns false if it exists already, or if the run's folder holds a
+    /// run.
     fn create_in(&mut self, run: &Path, rank: Rank) -> Result<bool> {
         self.create_run(run)?;
         run.clone_into(&mut self.path);
@@ -117,16 +119,16 @@ impl Claim {
 }
 
 impl Drop for Claim {
-    /// Removes what it created, if the run has written nothing into it.
+    /// Removes the created folders that are still empty.
     fn drop(&mut self) {
         for folder in self.created.iter().rev() {
-            // One that is not empty stays.
+            // Folders that are not empty are kept.
             let _ = fs::remove_dir(folder);
         }
     }
 }
 
-/// Said instead of a number by who was given a folder; numbers begin at 1.
+/// Sent instead of a number by ranks that were given a folder; numbers begin at 1.
 const GIVEN: u64 = 0;
 
 fn numbered(model: &str, number: u64) -> PathBuf {

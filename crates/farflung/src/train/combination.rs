@@ -1,5 +1,6 @@
-//! Which choices go together, and why not where they do not: the one table behind refusals, `train
-//! --combinations`, a test and a bench. Limits of single numbers are not here: they stand with what they limit.
+//! Which choices can be combined, and why others cannot: a single table for error messages,
+//! `train --combinations`, a test and a bench. Limits of single numbers are checked elsewhere, beside what they
+//! limit.
 
 mod axes;
 mod covering;
@@ -23,18 +24,18 @@ use crate::{Error, Result, TrainConfig};
 pub use axes::{AXES, Axis, all_values};
 pub use covering::{Covering, covering};
 
-/// What rules look at: the plan's choices, and those of the settings that it does not decide.
+/// The choices that rules examine: those of the plan, and those of settings that the plan does not decide.
 #[derive(Debug, Clone)]
 struct Choices {
     /// How replicas average.
     levels: Vec<Level>,
     sync: Option<&'static SyncMethod>,
     optimizer: &'static LocalMethod,
-    /// None without stages.
+    /// The schedule; `None` without stages.
     schedule: Option<Order>,
     /// Codecs of boundaries, forward.
     forward: Vec<LinkSpec>,
-    /// And back.
+    /// Codecs of boundaries, backward.
     backward: Vec<LinkSpec>,
     precision: Precision,
     sampling: SamplingKind,
@@ -44,15 +45,15 @@ struct Choices {
     stages: usize,
 }
 
-/// What matters of a pipeline's schedule.
+/// The properties of a pipeline's schedule that rules examine.
 #[derive(Debug, Clone)]
 struct Order {
     name: String,
-    /// Why it does not train, if so.
+    /// Why the schedule does not train, if it does not.
     idle: Option<&'static str>,
-    /// Whether ranks hold the model twice.
+    /// Whether ranks hold several copies of the model.
     copies: bool,
-    /// Whether all updates wait for the end of a step.
+    /// Whether all updates happen at the end of a step.
     flushes: bool,
     /// Whether stages are pools of ranks.
     pooled: bool,
@@ -80,7 +81,7 @@ impl Order {
 }
 
 impl Choices {
-    /// Those of settings that no plan was made of yet.
+    /// Returns the choices of settings before a plan is made from them.
     fn wished(config: &TrainConfig, world: usize) -> Self {
         let named = config.schedule_file.is_none();
         let boundary = |spec| if config.stages > 1 { vec![spec] } else { Vec::new() };
@@ -126,20 +127,20 @@ impl Choices {
 }
 
 impl Choices {
-    /// The optimizer, if replicas average its momentum.
+    /// Returns the optimizer, if replicas average its momentum.
     fn momentum(&self) -> Option<&'static LocalMethod> {
         matches!(self.optimizer.averages, Averages::Momentum { .. }).then_some(self.optimizer)
     }
 }
 
-/// Why some choices do not go together: the setting to change, its value, and what would do.
+/// Why some choices cannot be combined: the setting to change, its value, and the allowed values.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
     /// The setting, as in `--name`.
     pub field: &'static str,
-    /// What it is.
+    /// Its value.
     pub value: String,
-    /// What it had to be, and why.
+    /// The allowed values, and why.
     pub expected: String,
 }
 
@@ -149,7 +150,7 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// Two axes (or one, twice) and what about them does not go together.
+/// A rule on two axes (or on one axis, given twice): which of their values cannot be combined.
 struct Rule {
     axes: [&'static str; 2],
     refuses: fn(&Choices) -> Option<Refusal>,
@@ -159,7 +160,7 @@ fn refuse(field: &'static str, value: impl fmt::Display, expected: String) -> Re
     Refusal { field, value: value.to_string(), expected }
 }
 
-/// Every pair of choices that does not go together.
+/// Every pair of choices that cannot be combined.
 const RULES: &[Rule] = &[
     Rule {
         axes: ["schedule", "schedule"],
@@ -309,7 +310,7 @@ const RULES: &[Rule] = &[
     },
 ];
 
-/// Samples that pass other ranks when they come again, for a codec that remembers them.
+/// Refuses codecs that store samples with pools, where a sample passes other ranks in each epoch.
 fn unvisited(field: &'static str, specs: &[LinkSpec], choices: &Choices) -> Option<Refusal> {
     let order = choices.schedule.as_ref().filter(|order| order.pooled)?;
     let spec = specs.iter().find(|spec| spec.remembers())?;
@@ -317,7 +318,7 @@ fn unvisited(field: &'static str, specs: &[LinkSpec], choices: &Choices) -> Opti
     Some(refuse(field, spec, format!("a codec without memory with {}: {why}", order.name)))
 }
 
-/// Samples that never come again, for a codec that remembers them.
+/// Refuses codecs that store samples with a sampling in which samples never return.
 fn unnumbered(specs: &[LinkSpec], sampling: SamplingKind) -> Option<Refusal> {
     let remembers = specs.iter().find(|spec| spec.remembers());
     let spec = remembers.filter(|_| sampling != SamplingKind::Epochs)?;
@@ -325,19 +326,19 @@ fn unnumbered(specs: &[LinkSpec], sampling: SamplingKind) -> Option<Refusal> {
     Some(refuse("sampling", sampling, expected))
 }
 
-/// The first reason why choices do not go together.
+/// Returns the first reason why choices cannot be combined.
 fn first(choices: &Choices) -> Option<Refusal> {
     RULES.iter().find_map(|rule| (rule.refuses)(choices))
 }
 
-/// Whether the choices of settings go together, before a plan is made of them.
+/// Checks that the choices of settings can be combined, before a plan is made from them.
 ///
 /// Errors: [`Error::Setting`] with the setting to change and the reason.
 pub(super) fn check_wished(config: &TrainConfig, world: usize) -> Result<()> {
     refused(first(&Choices::wished(config, world)))
 }
 
-/// Whether a plan's choices and those of the settings beside it go together.
+/// Checks that a plan's choices can be combined with those of the other settings.
 ///
 /// Errors: as [`check_wished`].
 pub(super) fn check(config: &TrainConfig, plan: &Plan) -> Result<()> {
@@ -349,16 +350,17 @@ fn refused(refusal: Option<Refusal>) -> Result<()> {
         .map_or(Ok(()), |Refusal { field, value, expected }| Err(Error::Setting { field, value, expected }))
 }
 
-/// Why the choices of some settings do not go together; `None` where they do.
+/// Returns why the choices of some settings cannot be combined; `None` if they can.
 #[must_use]
 pub fn refusal_of(config: &TrainConfig) -> Option<Refusal> {
     first(&Choices::wished(config, config.workers))
 }
 
-/// Why a value of one axis does not go with one of another, whatever the others are; `None` where it does.
+/// Returns why a value of one axis cannot be combined with one of another, whatever the other axes are; `None`
+/// if it can.
 ///
 /// # Panics
-/// For values that the axes do not have.
+/// If the axes do not have these values.
 #[must_use]
 pub fn pair(a: (&Axis, &str), b: (&Axis, &str)) -> Option<Refusal> {
     let mut config = axes::base();
@@ -369,8 +371,8 @@ pub fn pair(a: (&Axis, &str), b: (&Axis, &str)) -> Option<Refusal> {
     RULES.iter().filter(about).find_map(|rule| (rule.refuses)(&choices))
 }
 
-/// The table of `farflung train --combinations`: what there is on each axis, and which pairs do not go
-/// together.
+/// Returns the table of `farflung train --combinations`: the values of each axis, and the pairs that cannot be
+/// combined.
 #[must_use]
 pub fn table() -> String {
     let axis = |axis: &Axis| format!("  {:<18} {}", axis.name, (axis.values)().join(" "));
@@ -385,7 +387,7 @@ pub fn table() -> String {
     lines.join("\n")
 }
 
-/// Pairs that do not go together, by what would do instead.
+/// Returns the pairs that cannot be combined, grouped by reason.
 fn by_reason() -> Vec<(String, Vec<String>)> {
     let mut reasons: Vec<(String, Vec<String>)> = Vec::new();
     for (i, a) in AXES.iter().enumerate() {
@@ -397,7 +399,7 @@ fn by_reason() -> Vec<(String, Vec<String>)> {
                         continue;
                     }
                     let Some(refusal) = pair((a, &x), (b, &y)) else { continue };
-                    // What one value alone cannot be is said once.
+                    // A value that is refused by itself is listed only once.
                     if !alone
                         && [(a, &x), (b, &y)].iter().any(|(axis, v)| pair((axis, v), (axis, v)).is_some())
                     {

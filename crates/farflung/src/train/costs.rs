@@ -1,4 +1,4 @@
-//! What parts of a model are modelled to take: operations, bytes, and times at a machine's rate.
+//! Predicted costs of parts of a model: operations, bytes, and times at a machine's rate.
 
 use std::ops::Range;
 
@@ -11,34 +11,34 @@ use super::activations::{repeated, within_budget};
 use super::links;
 use crate::{Result, TrainConfig};
 
-/// Modelled time of so many operations at a rate in FLOP/s.
+/// Returns the predicted time of `flops` operations at a rate in FLOP/s.
 pub(super) fn modelled(flops: f64, rate: f64) -> Nanos {
     Nanos::from_secs_f64(flops / rate)
 }
 
-/// What a plan runs on.
+/// The machines on which a plan runs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Machines {
     /// The links between the plan's ranks.
     pub topology: Topology,
-    /// Operations a second of each rank's machine.
+    /// Speed of each rank's machine in FLOP/s.
     pub rates: Vec<f64>,
 }
 
 impl Machines {
-    /// Those of a topology file that a plan names, in the order of its ranks.
+    /// Returns the machines of a topology file that a plan names, in the order of its ranks.
     ///
     /// Errors: [`Error::Setting`](crate::Error::Setting) for a machine that the file does not have; those of
     /// [`Cluster::topology`].
     pub fn of_plan(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Self> {
-        // Where there is a file, nothing of the settings is looked at.
+        // With a topology file, the settings are not used.
         let config = TrainConfig::default();
         let topology = links::of_plan(&config, plan, Some(cluster))?;
         Ok(Self { topology, rates: rates(&config, model, plan, Some(cluster)) })
     }
 }
 
-/// The rate of each rank's machine in FLOP/s: the topology file's, else the settings'.
+/// Returns the rate of each rank's machine in FLOP/s: from the topology file, else from the settings.
 pub(super) fn rates(
     config: &TrainConfig,
     model: &GptConfig,
@@ -59,21 +59,22 @@ pub(super) fn rates(
     plan.machines.iter().map(rate).collect()
 }
 
-/// A microbatch of a model.
+/// A microbatch of a model, for computing costs.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Work<'a> {
     pub(super) model: &'a GptConfig,
-    /// Its sequences.
+    /// Number of sequences.
     pub(super) batch: usize,
 }
 
 impl Work<'_> {
-    /// Bytes of the hidden states of a microbatch.
+    /// Returns the bytes of the hidden states of a microbatch.
     pub(super) fn hidden_bytes(&self) -> Bytes {
         Bytes((self.batch * self.model.context * self.model.dim * size_of::<f32>()) as u64)
     }
 
-    /// Operations of one token on a part: of its matrices, of its attention over a whole context, of its head.
+    /// Returns the forward operations of one token on a part: of its matrices, of its attention over a whole
+    /// context, and of its head.
     fn token_flops(&self, layers: &Range<u32>) -> [f64; 3] {
         let model = self.model;
         let (blocks, d, context) = (layers.len() as f64, model.dim as f64, model.context as f64);
@@ -81,8 +82,8 @@ impl Work<'_> {
         [blocks * 24.0 * d * d, blocks * 4.0 * d * context, head]
     }
 
-    /// Those of a part for a slice of a microbatch, forward and backward. Those of all slices are those of the
-    /// whole.
+    /// Returns the operations of a part for a slice of a microbatch, forward and backward. Summed over all
+    /// slices, they equal those of the whole microbatch.
     pub(super) fn slice_flops(&self, layers: &Range<u32>, slice: &Range<usize>) -> f64 {
         let [matrices, attention, head] = self.token_flops(layers);
         let context = self.model.context;
@@ -91,10 +92,10 @@ impl Work<'_> {
         3.0 * self.batch as f64 * (slice.len() as f64 * (matrices + head) + seen * attention)
     }
 
-    /// The modelled times of a part for a microbatch on a machine of a rate. Together the parts are the whole
-    /// model.
+    /// Returns the predicted times of a part for a microbatch, on a machine of rate `rate`. Summed over all
+    /// parts, they equal those of the whole model.
     ///
-    /// Errors: a budget of memory in which the part's layers do not fit.
+    /// Errors: a memory budget into which the part's layers do not fit.
     pub(super) fn stage_cost(&self, part: &Part, rate: f64) -> Result<StageCost> {
         let tokens = (self.batch * self.model.context) as f64;
         let [matrices, attention, head] = self.token_flops(&part.layers);

@@ -1,5 +1,4 @@
-//! Whether simulated links can keep a run's deadline, from what is declared of them: known before the first
-//! step.
+//! Checks before the first step whether simulated links are fast enough for a run's deadline.
 
 use farflung_base::{Algorithm, Bandwidth, Bytes, Link, Nanos, Rank, Topology};
 use farflung_comm::{AllReduce, CodedAllReduce as _, CodedBuffer, Program, cost};
@@ -12,7 +11,7 @@ use super::job::Job;
 use crate::config::choice::TransportName;
 use crate::{Error, Result};
 
-/// An operation of every step, and what it takes at least.
+/// An operation of every step, and a lower bound of its time.
 struct Slowest {
     what: String,
     time: Nanos,
@@ -24,13 +23,12 @@ impl Slowest {
     }
 }
 
-/// Refuses a run on simulated links of which one operation of a step takes longer than the deadline: a
-/// collective's deadline is for all of it, from its start on each rank, and a message's is for its receiver's
-/// wait.
+/// Refuses a run on simulated links if one operation of a step takes longer than the deadline. The deadline of
+/// a collective covers all of it, from its start on each rank; that of a message covers the receiver's wait.
 ///
 /// The times are lower bounds, so that no run is refused that would work: an operation has the links to itself,
-/// computing takes no time, and a codec whose payload depends on the values sends nothing. Of real links
-/// nothing is known here.
+/// computing takes no time, and a codec whose payload depends on the values sends nothing. Real links are not
+/// checked, since their speed is not declared.
 ///
 /// Errors: [`Error::Setting`] with the time and the deadline; a topology that does not fit.
 pub(super) fn check(job: &Job, transport: TransportName) -> Result<()> {
@@ -54,7 +52,7 @@ pub(super) fn check(job: &Job, transport: TransportName) -> Result<()> {
     Err(Error::Setting { field, value, expected })
 }
 
-/// The slowest operation of a step of which that is known.
+/// Returns the slowest operation of a step, among those whose time can be bounded.
 fn slowest(job: &Job, topology: &Topology) -> Result<Option<Slowest>> {
     if job.plan.stages() > 1 {
         return Ok(message(job, topology));
@@ -91,7 +89,7 @@ fn slowest(job: &Job, topology: &Topology) -> Result<Option<Slowest>> {
     Ok([vote, bucket].into_iter().chain(warmup).max_by_key(|found| found.time))
 }
 
-/// An average of so many bytes by the programs of an algorithm.
+/// Returns an average of `bytes` bytes with an algorithm's programs, and its time.
 fn average(
     job: &Job,
     topology: &Topology,
@@ -102,7 +100,7 @@ fn average(
     let by = by.resolve(bytes, topology);
     let same_for_all = matches!(by, Algorithm::Ring | Algorithm::BidirectionalRing | Algorithm::Direct);
     let time = if job.config.topology.is_none() && same_for_all {
-        // All ranks take the same time from a common start, and the first to start waits for no less.
+        // All ranks take the same time from a common start, so the first one to start waits at least that long.
         cost(&programs(by), bytes, topology)
     } else {
         least(topology, bytes)
@@ -110,11 +108,12 @@ fn average(
     Slowest::average(job, bytes, time)
 }
 
-/// What an average takes at least at the rank with the slowest link.
+/// Returns a lower bound of the time of an average, at the rank with the slowest link.
 ///
-/// Whatever the algorithm, each value leaves and reaches each rank once, as part of a sum or as a result. If a
-/// rank is the first to start, the others' values come in after its start; if it is not, its own go out after
-/// the start of one that waits for them. So one rank waits for at least the quicker of the two.
+/// With any algorithm, each value leaves each rank once and reaches each rank once, as part of a sum or as a
+/// result. If a rank starts first, the others' values arrive after its start. If it does not, its own values
+/// leave after the start of a rank that waits for them. So some rank waits for at least the faster of the two
+/// directions.
 fn least(topology: &Topology, bytes: Bytes) -> Nanos {
     let ranks = || (0..topology.size() as u32).map(Rank);
     let time = |rank: Rank| {
@@ -127,24 +126,25 @@ fn least(topology: &Topology, bytes: Bytes) -> Nanos {
     ranks().map(time).max().unwrap_or_default()
 }
 
-/// The best that several links can do side by side behind one access link.
+/// Returns the best case for several links in parallel behind one access link: their total rate and least
+/// latency.
 fn together(links: &[Link], access: Bandwidth) -> Link {
     let all = links.iter().fold(0_u64, |sum, link| sum.saturating_add(link.bandwidth.0));
     let latency = links.iter().map(|link| link.latency).min().unwrap_or_default();
     Link { bandwidth: Bandwidth(all).min(access), latency }
 }
 
-/// Bytes of so many values behind a codec, at least.
+/// Returns a lower bound of the bytes of a codec's payload for so many values.
 fn payload(codec: CodecSpec, values: usize) -> Bytes {
     let fixed = codec.method().is_some() && codec.packing().is_none();
     Bytes(if fixed { codec.build().max_payload(values) as u64 } else { 0 })
 }
 
-/// The hidden states of a microbatch on the slowest way from a rank of a pipeline to the next, less the time by
-/// which the receiver may begin later than the sender: ranks begin behind a barrier.
+/// Returns the time of a microbatch's hidden states on the slowest link from a rank of a pipeline to the next,
+/// minus the time by which the receiver may start later than the sender (ranks start after a barrier).
 fn message(job: &Job, topology: &Topology) -> Option<Slowest> {
     let (plan, model) = (&job.plan, &job.model);
-    // Of slices, of pools and of a schedule of the user's own it is not known here what goes where.
+    // With slices, pools or a user's own schedule it is not known here which messages are sent.
     let elsewhere = !matches!(plan.pipeline.schedule, ScheduleSource::Named(_));
     if !plan.pipeline.slices.is_empty() || elsewhere {
         return None;

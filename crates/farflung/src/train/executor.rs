@@ -1,5 +1,5 @@
-//! What a rank can do: run its parts of the model on microbatches, and send hidden states and their gradients
-//! to other ranks. The schedule's executor says when; nothing here depends on the order.
+//! Executes the actions of a rank: runs its parts of the model on microbatches, and sends hidden states and
+//! their gradients to other ranks. The schedule's executor decides the order; nothing here depends on it.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -22,79 +22,78 @@ use super::spent::{Spent, add_since};
 use super::tied::Tied;
 use crate::{Error, Result};
 
-/// Which microbatches pass.
+/// The microbatches of a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Pass {
-    /// Those of a step: from this microbatch on, counted over all steps and replicas.
+    /// Those of a training step, counted over all steps and replicas.
     Training {
-        /// The number of microbatch 0.
+        /// The number of the step's microbatch 0.
         first: u64,
     },
-    /// The held-out ones: forwards of which nothing is kept.
+    /// Held-out microbatches: forward passes only, of which nothing is kept.
     Evaluation,
 }
 
-/// A message that may still be on its way.
+/// A message that may still be in flight.
 type Bytes = Pending<Result<Vec<u8>, CommError>>;
 
-/// A microbatch's sum of losses that may still be on its way from the device.
+/// Sum of a microbatch's losses, which may still be in flight from the device.
 type Loss = Pending<Result<f64, ZooError>>;
 
-/// Where an action stands: its stage, microbatch and slice.
+/// Stage, microbatch and slice of an action.
 type Place = (StageId, u32, u16);
 
 fn place(action: Action) -> Place {
     (action.stage, action.microbatch, action.slice)
 }
 
-/// A rank's parts and links.
+/// The parts of the model on a rank, and its links to others.
 #[derive(Debug)]
 pub(super) struct Executor {
     pub(super) comm: Communicator,
-    /// The same for messages of a pass, which a stop ends sooner.
+    /// The same communicator for messages of a pass, which a stop cancels sooner.
     pub(super) messages: Communicator,
-    /// Raised where a stop drops the pass.
+    /// Raised when a stop drops the pass.
     pub(super) interrupt: Interrupt,
-    /// The rank of the job that holds rank 0 of this pipeline.
+    /// The job's rank that is rank 0 of this pipeline.
     pub(super) first: u32,
     pub(super) device: Device,
     pub(super) placement: Placement,
     pub(super) updates: Updates,
     pub(super) microbatches: u32,
-    /// By the first stage of the placement that each part is: see [`Placement::home`].
+    /// The parts by their first stage in the placement: see [`Placement::home`].
     pub(super) parts: BTreeMap<StageId, Part>,
     pub(super) tied: Tied,
     pub(super) sampler: Sampler,
     pub(super) evaluation: Sampler,
     /// Width of a hidden state.
     pub(super) dim: usize,
-    /// Scale of the losses' gradients.
+    /// Loss scale.
     pub(super) scale: f32,
-    /// The microbatch whose backward pass is the last on each stage of a step.
+    /// By stage, the microbatch whose backward pass is the last of a step.
     pub(super) last: BTreeMap<StageId, u32>,
     /// Whether gradients are averaged with other holders of a part in each step.
     pub(super) averages: bool,
     /// The positions of each slice of a training sequence's tokens.
     pub(super) slices: Vec<Range<usize>>,
-    /// Of which microbatches a stage's forward runs again.
+    /// The forward passes that are recomputed, sorted.
     pub(super) again: Vec<Place>,
     pub(super) pass: Pass,
-    /// Microbatches of the pass.
+    /// Number of microbatches in the pass.
     pub(super) passing: u32,
-    /// Sums of losses that are being fetched, in the order of the forwards, where this rank has the model's
-    /// last part.
+    /// Sums of losses in the order of the forward passes; empty unless this rank has the model's last part.
     pub(super) losses: Vec<(u32, Loss)>,
     pub(super) held: BTreeMap<Place, Held>,
-    /// What slices of a microbatch leave for each other on a stage, where there are several.
+    /// State that the slices of a microbatch pass on to each other on a stage, if there are several.
     pub(super) carried: BTreeMap<(StageId, u32), Slices>,
     pub(super) sending: Vec<Pending<Result<(), CommError>>>,
-    /// The codecs of what crosses to other ranks.
+    /// The codecs of messages to other ranks.
     pub(super) boundaries: Boundaries,
-    /// Where the time of the step went so far.
+    /// How the time of the step was spent so far.
     pub(super) spent: Spent,
 }
 
-/// The forwards that an order runs again, sorted.
+/// Returns the forward passes that an order runs again, sorted.
 pub(super) fn recomputed(order: &ComputeOrder) -> Vec<Place> {
     let actions = order.actions().map(|(_, action)| action);
     let mut places: Vec<_> = actions.filter(|a| a.kind == ComputeKind::Recompute).map(place).collect();
@@ -103,7 +102,7 @@ pub(super) fn recomputed(order: &ComputeOrder) -> Vec<Place> {
 }
 
 impl Executor {
-    /// The pipeline is empty, and `pass` begins.
+    /// Clears the pipeline and begins a pass.
     pub(super) fn begin(&mut self, pass: Pass, microbatches: u32) {
         (self.pass, self.passing) = (pass, microbatches);
         self.held.clear();
@@ -113,13 +112,13 @@ impl Executor {
         self.parts.values_mut().for_each(Part::begin);
     }
 
-    /// What was sent has left.
+    /// Waits until all messages have been sent.
     pub(super) fn sent(&mut self) -> Result<()> {
         self.sending.drain(..).try_for_each(|sending| Ok(sending.wait()?))
     }
 
-    /// The sum of the pass's losses, added up by microbatch, and of how many tokens; zeros where the last
-    /// part is elsewhere.
+    /// Returns the sum of the pass's losses, added up by microbatch, and the number of their tokens; zeros if
+    /// the last part is on another rank.
     pub(super) fn total_loss(&mut self) -> Result<(f64, usize)> {
         let tokens = match self.pass {
             Pass::Training { .. } => self.sampler.shard().batch,
@@ -132,7 +131,7 @@ impl Executor {
         Ok((sums.values().sum(), sums.len() * tokens))
     }
 
-    /// The positions that a slice is of: all where sequences pass whole.
+    /// Returns the positions of a slice; all positions if sequences are not sliced.
     fn positions(&self, slice: u16) -> Range<usize> {
         match self.pass {
             Pass::Training { .. } => self.slices[usize::from(slice)].clone(),
@@ -140,7 +139,8 @@ impl Executor {
         }
     }
 
-    /// What an action of a training pass is modelled to take. Evaluation takes no modelled time.
+    /// Returns the predicted times of an action of a training pass. Evaluation takes no time on the virtual
+    /// clock.
     fn cost(&self, action: Action) -> StageCost {
         match self.pass {
             Pass::Training { .. } => {
@@ -150,7 +150,7 @@ impl Executor {
         }
     }
 
-    /// Inputs and targets of an action's tokens.
+    /// Returns the inputs and targets of an action's tokens.
     fn batch(&self, action: Action) -> Result<(Vec<u32>, Vec<u32>)> {
         let (mut inputs, mut targets) = (Vec::new(), Vec::new());
         match self.pass {
@@ -173,7 +173,7 @@ impl Executor {
         Ok((slice(inputs), slice(targets)))
     }
 
-    /// What a stage takes: hidden states, or tokens at the model's input.
+    /// Returns a stage's input: hidden states, or tokens at the model's input.
     fn input(&self, action: Action, hidden: Option<Tensor>) -> Result<Input> {
         Ok(match hidden {
             Some(x) => Input::Hidden(x),
@@ -181,7 +181,7 @@ impl Executor {
         })
     }
 
-    /// The targets of an action on a stage that makes the model's output.
+    /// Returns the targets of an action, if its stage is the last.
     fn targets(&self, action: Action) -> Result<Option<Tensor>> {
         if !self.placement.is_last(action.stage) {
             return Ok(None);
@@ -195,7 +195,7 @@ impl Executor {
             .tokens(ids, self.positions(action.slice).len())?)
     }
 
-    /// Runs the forward of an action's tokens on its stage.
+    /// Runs the forward pass of an action's tokens on its stage.
     fn pass_on(&mut self, action: Action, version: u32, input: Input) -> Result<(Output, Saved)> {
         let (targets, start) = (self.targets(action)?, self.positions(action.slice).start);
         let part = &self.parts[&self.placement.home(action.stage)];
@@ -222,7 +222,7 @@ impl Executor {
         let again = self.pass != Pass::Evaluation && self.again.binary_search(&place(action)).is_ok();
         let kept = hidden.as_ref().filter(|_| again).map(copy).transpose()?;
         let input = self.input(action, hidden)?;
-        // Declared before it is done, so that workers on simulated links compute side by side.
+        // Advanced before the computation, so that workers on simulated links compute in parallel.
         self.comm.advance(self.cost(action).forward);
         let (output, mut saved) = self.pass_on(action, version, input)?;
         let output = match output {
@@ -264,7 +264,8 @@ impl Executor {
         Ok(())
     }
 
-    /// The gradient of a stage's input, and for a whole backward those of its weights.
+    /// Runs a backward pass: returns the gradient of the stage's input; a whole backward also adds the
+    /// gradients of the weights.
     fn backward(&mut self, action: Action, dy: Option<Tensor>) -> Result<Option<Tensor>> {
         let Action { stage, microbatch, slice, kind } = action;
         let mut held = self.take(action);
@@ -287,8 +288,8 @@ impl Executor {
         Ok(dx)
     }
 
-    /// A backward pass layer by layer. Where one stage has the whole model, the gradients of the step's last
-    /// microbatch leave for the other holders layer by layer too.
+    /// Runs a backward pass layer by layer. If one stage has the whole model, the gradients of the step's last
+    /// microbatch are also sent to the other holders layer by layer.
     fn whole_backward(
         &mut self,
         action: Action,
@@ -308,7 +309,7 @@ impl Executor {
         let again = if part.recompute == Recompute::None { Nanos::ZERO } else { cost.recompute };
         let (took, elements) = (cost.backward().saturating_add(again), part.stage.layout().len() as u64);
         let last = self.averages && self.last.get(&stage) == Some(&microbatch);
-        // The share of the backward pass that these parameters stand for has passed.
+        // Advances the clock by these parameters' share of the backward pass.
         let passed = |range: &Range<usize>| comm.advance(Nanos(took.0 * range.len() as u64 / elements));
         part.backward(version, saved, dy, passed, if last { Leaving::AsReady } else { Leaving::Later })
     }
@@ -322,7 +323,7 @@ impl Executor {
         self.held.remove(&place(action)).expect("a checked schedule runs the forward first")
     }
 
-    /// The optimizer of a stage that does not wait for the others.
+    /// Updates a stage's weights without waiting for the other stages.
     fn step(&mut self, action: Action) -> Result<()> {
         let Action { stage, microbatch, .. } = action;
         let part = self.placement.part(stage);
@@ -334,15 +335,15 @@ impl Executor {
         let table = self.tied.exchange(stage, mine)?;
         add_since(begun, &self.comm, &mut self.spent.communicate);
         if let Some(table) = table {
-            // Whoever waited here for the other user of the table would keep the pipeline waiting.
+            // Put off, since waiting here for the other rank with the table would stall the pipeline.
             return mine.put_off(Some(table), needed);
         }
         let norm = farflung_optim::global_norm(&mine.grads)?;
         mine.commit(Prepared::with_norm(norm)?, needed)
     }
 
-    /// The number of a message's microbatch, and those of its samples, over all steps and replicas; none in an
-    /// evaluation, which sends values as they are and leaves what codecs hold alone.
+    /// Returns the number of a message's microbatch and those of its samples, over all steps and replicas.
+    /// `None` in an evaluation, which sends values unencoded and leaves the codecs' state unchanged.
     fn crossing(&self, message: Message) -> Option<(u64, Vec<u64>)> {
         let Pass::Training { first } = self.pass else { return None };
         let (microbatch, batch) = (first + u64::from(message.microbatch), self.sampler.shard().batch as u64);
@@ -350,7 +351,7 @@ impl Executor {
         Some((microbatch, sequences.map(|n| self.sampler.window(n).unwrap_or(n)).collect()))
     }
 
-    /// A number for each message of a pass.
+    /// Returns a tag that is unique among the messages of a pass.
     fn tag(&self, message: Message) -> u32 {
         let microbatch = message.from.0 * self.passing + message.microbatch;
         let cell = microbatch * self.slices.len() as u32 + u32::from(message.slice);
@@ -376,7 +377,7 @@ impl Worker for Executor {
                 self.comm.advance(self.cost(action).weight);
                 self.part(action.stage).backward_weight(saved)?;
             }
-            // With a flush, all stages step together once all ranks agreed.
+            // With a flush, all stages are updated together after all ranks have agreed.
             ComputeKind::Step if self.updates == Updates::Flush => {}
             ComputeKind::Step => self.step(action)?,
         }
@@ -426,13 +427,13 @@ impl Worker for Executor {
         match kind {
             LoweredKind::Reduce => self.part(stage).reduce(),
             LoweredKind::ReduceTied => self.tied.start(&self.parts[&self.placement.home(stage)]),
-            // Nothing else is asked for when the schedule is lowered.
+            // Lowering produces no other actions here.
             _ => Ok(()),
         }
     }
 
     fn recall(&mut self, message: Message) -> Result<Tensor> {
-        // A pass that fails is begun anew: nothing is kept for a second executor.
+        // A failed pass is started again from its beginning, so nothing is kept for a second executor.
         Err(Error::Message { message: message.to_string(), problem: "was not kept" })
     }
 }
@@ -443,7 +444,7 @@ impl Watch for Executor {
     }
 
     fn first(&mut self, awaited: &mut [&mut Self::Pending]) -> usize {
-        // Only where the network has ended is nothing known of any of them; waiting for the first then says so.
+        // None only if the network has ended; waiting for the first message then returns the error.
         let begun = self.comm.now();
         let first = self.comm.first(&mut on_their_way(awaited), Look::UntilOne).unwrap_or(0);
         add_since(begun, &self.comm, &mut self.spent.wait);
@@ -455,7 +456,7 @@ fn on_their_way<'a>(awaited: &'a mut [&mut <Executor as Worker>::Pending]) -> Ve
     awaited.iter_mut().map(|(_, pending)| pending).collect()
 }
 
-/// Little-endian bytes as exactly `count` numbers.
+/// Converts little-endian bytes to exactly `count` numbers; `None` for another length.
 pub(super) fn floats(bytes: &[u8], count: usize) -> Option<Vec<f32>> {
     let (words, rest) = bytes.as_chunks::<4>();
     (words.len() == count && rest.is_empty())

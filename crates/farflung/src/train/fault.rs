@@ -1,5 +1,5 @@
-//! Faults that tests and benches place in a run: one bit of one rank's values, or the failure of a rank at a
-//! moment of a step. No setting and no file makes one.
+//! Faults that tests and benches inject into a run: a flipped bit in one rank's values, or the failure of a
+//! rank at a moment of a step. They cannot be set by settings or files.
 
 use std::ops::Range;
 
@@ -7,10 +7,10 @@ use farflung_tensor::Tensor;
 
 use crate::{Error, Result};
 
-/// Which values of a rank.
+/// The values of a rank in which a bit is flipped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultyValue {
-    /// An average that it received: of gradients, or of what DiLoCo averages.
+    /// An average that it received: of gradients, or of DiLoCo's changes.
     Reduced,
     /// Its parameters.
     Parameters,
@@ -18,63 +18,63 @@ pub enum FaultyValue {
     Moments,
 }
 
-/// A bit that changes on one rank in one step.
+/// A bit that is flipped on one rank in one step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fault {
-    /// On which rank.
+    /// The rank.
     pub rank: u32,
-    /// In which step, counted from 1.
+    /// The step, from 1.
     pub step: u64,
-    /// In which values.
+    /// The values.
     pub value: FaultyValue,
-    /// Number of the element in the last tensor of a part; it counts modulo their number.
+    /// Index of the element in the last tensor of a part, modulo the number of elements.
     pub element: usize,
-    /// Number of the bit, from 0 for the least.
+    /// Index of the bit; 0 is the least significant.
     pub bit: u32,
 }
 
-/// The moments of a step, in their order. Each has a number, so that a fault can be placed at any of them.
+/// The moments of a step, in order. Each has a number, so that a fault can be injected at any of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Moment {
-    /// Nothing of it was done.
+    /// Nothing of the step is done.
     Begun = 0,
-    /// Its microbatches have passed, averages are there, and ranks have told what they agree on.
+    /// All microbatches have passed, averages have arrived, and ranks have exchanged what they agree on.
     Agreed = 1,
-    /// The update is known; nothing has changed yet.
+    /// The update is computed; nothing has changed yet.
     Prepared = 2,
     /// Parameters, moments, residuals and counters have changed.
     Committed = 3,
-    /// Replicas have met, where that was due.
+    /// Replicas have met, if that was due.
     Met = 4,
 }
 
 impl Moment {
-    /// All of them.
+    /// All moments.
     pub const ALL: [Self; 5] = [Self::Begun, Self::Agreed, Self::Prepared, Self::Committed, Self::Met];
 
-    /// Its place among them, from 0.
+    /// Returns its index, from 0.
     #[must_use]
     pub const fn number(self) -> u8 {
         self as u8
     }
 }
 
-/// A rank that fails at a moment.
+/// A failure that is injected into a rank at a moment of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Failure {
-    /// Which rank.
+    /// The rank.
     pub rank: u32,
-    /// In which step, counted from 1.
+    /// The step, from 1.
     pub step: u64,
-    /// When in it.
+    /// The moment.
     pub moment: Moment,
 }
 
 impl Failure {
-    /// Fails if a rank's step is where it was placed.
+    /// Fails if this is the injected failure's rank, step and moment.
     ///
-    /// Errors: [`Error::Placed`] there.
+    /// Errors: [`Error::Placed`] at that moment.
     pub(super) fn reach(self, rank: u32, step: u64, moment: Moment) -> Result<()> {
         if self == (Self { rank, step, moment }) {
             return Err(Error::Placed { step, moment: moment.number() });
@@ -83,29 +83,29 @@ impl Failure {
     }
 }
 
-/// A member that leaves in peace after a step, in a run whose members come and leave.
+/// A member that a test makes leave after a step, in a run whose members join and leave.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Departure {
-    /// Which rank, while it has this number.
+    /// The rank that leaves, by its number at that step.
     pub rank: u32,
-    /// The number of its step before which it asks to leave.
+    /// The step before which it asks to leave.
     pub step: u64,
 }
 
 impl Fault {
-    /// Whether it is in these values of a rank in a step.
+    /// Returns whether the fault is in these values of a rank in a step.
     pub(super) fn is_in(self, rank: u32, step: u64, value: FaultyValue) -> bool {
         (self.rank, self.step, self.value) == (rank, step, value)
     }
 
-    /// Changes the bit in a range of a flat buffer.
+    /// Flips the bit in a range of a flat buffer on the device.
     pub(super) fn strike(self, flat: &mut Tensor, range: Range<usize>) -> Result<()> {
         let mut values = flat.to_vec::<f32>()?;
         self.strike_values(&mut values[range]);
         Ok(flat.write(&values)?)
     }
 
-    /// The same in values in the host's memory.
+    /// Flips the bit in values in the host's memory.
     pub(super) fn strike_values(self, values: &mut [f32]) {
         let count = values.len().max(1);
         if let Some(value) = values.get_mut(self.element % count) {

@@ -1,11 +1,11 @@
-//! Hashes by which copies of numbers are compared.
+//! Hashes with which copies of numbers are compared.
 
-/// Hashes numbers piece by piece.
+/// Hashes numbers incrementally.
 #[derive(Debug, Default)]
 pub(super) struct Hasher(blake3::Hasher);
 
 impl Hasher {
-    /// Adds numbers: their little-endian bytes.
+    /// Adds numbers, as little-endian bytes.
     pub(super) fn update(&mut self, values: &[f32]) {
         if cfg!(target_endian = "little") {
             self.0.update(bytemuck::cast_slice(values));
@@ -16,13 +16,13 @@ impl Hasher {
         }
     }
 
-    /// The hash in hexadecimal digits.
+    /// Returns the hash in hexadecimal.
     pub(super) fn finish(&self) -> String {
         self.0.finalize().to_hex().to_string()
     }
 }
 
-/// Hash of numbers: blake3 of their little-endian bytes.
+/// Returns the BLAKE3 hash of numbers, as little-endian bytes.
 pub(super) fn digest(values: &[f32]) -> blake3::Hash {
     let mut hasher = Hasher::default();
     hasher.update(values);

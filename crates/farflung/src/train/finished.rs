@@ -1,4 +1,4 @@
-//! A run that is resumed although it has no step left to do. It knows no model.
+//! Handles a run that is resumed after its last step. It does not depend on the model.
 
 use std::fs;
 use std::path::Path;
@@ -10,16 +10,16 @@ use super::report::{REPORT, Report};
 use super::run::Watch;
 use crate::{Error, Result, RunDir, StepMetrics, metrics};
 
-/// What is left of a resumed run.
+/// What a resumed run still has to do.
 pub(super) enum Left {
-    /// Steps, or the report of a run that was cut off between its last step and its report.
+    /// Steps, or the report of a run that was interrupted between its last step and its report.
     Work,
-    /// Nothing. On rank 0, the report that is there.
+    /// Nothing. On rank 0, contains the existing report.
     Nothing(Option<Box<Report>>),
 }
 
-/// What is left of a run that was resumed after `begun` steps, from this checkpoint. A collective where that is
-/// all of its steps.
+/// Returns what a run still has to do that was resumed after `begun` steps, from the checkpoint `from`. A
+/// collective if `begun` is the number of all steps.
 ///
 /// Errors: [`Error::Setting`] for a checkpoint beyond the last step of the settings.
 pub(super) fn left(
@@ -38,7 +38,7 @@ pub(super) fn left(
     }
     let Some(run) = run.filter(|_| begun == steps) else { return Ok(Left::Work) };
     let found = if comm.rank().0 == 0 { read(run, steps) } else { None };
-    // Rank 0 has the report; the others do as it does.
+    // Rank 0 has the report; the other ranks follow its decision.
     let told = comm.all_gather_bytes(vec![u8::from(found.is_some())])?;
     if told.first().is_none_or(|word| word.as_slice() != [1]) {
         return Ok(Left::Work);
@@ -50,7 +50,7 @@ pub(super) fn left(
     Ok(Left::Nothing(found.map(Box::new)))
 }
 
-/// The report of a run's folder, if there is one of a run of so many steps.
+/// Returns the report in a run's folder, if there is one for this number of steps.
 fn read(run: &RunDir, steps: u64) -> Option<Report> {
     let path = run.path().join(REPORT);
     let text = fs::read(&path).ok()?;
@@ -61,7 +61,7 @@ fn read(run: &RunDir, steps: u64) -> Option<Report> {
     report.ok().filter(|report| report.steps == steps)
 }
 
-/// What a run's folder says of its steps, for the report of one that had only that left to do.
+/// Reads the metrics of a run's steps, for the report of a run that only lacked that.
 pub(super) fn rows(run: Option<&RunDir>) -> Result<Vec<StepMetrics>> {
     run.map_or(Ok(Vec::new()), |run| metrics::read(&run.path().join(crate::run_dir::METRICS)))
 }

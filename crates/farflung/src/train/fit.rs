@@ -1,5 +1,5 @@
-//! What a plan's machines have to hold, and what is computed again where their memory does not hold all
-//! activations.
+//! Computes how much memory a plan needs on its machines, and which layers are recomputed if activations do not
+//! fit.
 
 use farflung_base::Bytes;
 use farflung_parallel::{Cluster, ParallelError, Plan, Recompute};
@@ -8,30 +8,30 @@ use farflung_zoo::GptConfig;
 use super::activations::{PerToken, bytes, repeated, within_budget};
 use crate::Result;
 
-/// A plan whose machines hold what they have to.
+/// A plan that fits into its machines' memory.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Fit {
-    /// The plan, with what is computed again where memory asks for it.
+    /// The plan, with recomputation if memory requires it.
     pub plan: Plan,
-    /// What each machine holds: its state, and the activations of a microbatch.
+    /// Memory that each machine needs: its state, and the activations of a microbatch.
     pub needs: Bytes,
-    /// Forward passes of layers that run again for each microbatch.
+    /// Number of forward passes of layers that run again for each microbatch.
     pub repeated: usize,
 }
 
-/// Budgets are whole multiples of this, so that a plan's text is short.
+/// Budgets are multiples of this many bytes, so that a plan's text is short.
 const GRAIN: u64 = 100_000;
 
-/// Decides what a plan of replicas computes again: nothing where each machine of the file holds `state` and all
-/// activations of a microbatch, else what the least memory asks for, in the least time.
+/// Decides what a plan of replicas recomputes: nothing if each machine of the file has memory for `state` and
+/// all activations of a microbatch; else the fastest choice that fits into the smallest memory.
 ///
-/// A machine whose memory the file does not tell holds all.
+/// A machine without a memory size in the file is assumed to have enough.
 ///
-/// Errors: [`ParallelError::Memory`] with the machine that cannot hold even the least.
+/// Errors: [`ParallelError::Memory`] with the smallest machine, if it is too small for every choice.
 pub fn fit(mut plan: Plan, model: &GptConfig, cluster: &Cluster, state: Bytes) -> Result<Fit> {
     let (each, batch) = (PerToken::of(model), plan.batch as usize);
     let size = |values: u128| bytes(values, model, batch);
-    // Whatever is kept of layers: the head's part, and what a block takes that runs.
+    // Needed whatever is kept of layers: the head's tensors, and the temporary tensors of a running block.
     let running = size(each.logits + each.head + each.while_back + 2 * each.hidden);
     let rest = Bytes(state.0.saturating_add(running.0));
     let all = size(model.layers as u128 * each.block);
@@ -45,7 +45,7 @@ pub fn fit(mut plan: Plan, model: &GptConfig, cluster: &Cluster, state: Bytes) -
     if all.0 <= free {
         return Ok(Fit { plan, needs: Bytes(rest.0.saturating_add(all.0)), repeated: 0 });
     }
-    // A block that runs again makes all of its tensors, whatever it keeps.
+    // While a block is recomputed it has all of its tensors, whatever is kept.
     let once = size(each.block).0;
     let budget = free.saturating_sub(once) / GRAIN * GRAIN;
     for part in &mut plan.parts {
@@ -92,7 +92,7 @@ mod tests {
         };
         let free = with(None).unwrap();
         assert_eq!((&free.plan, free.repeated), (&plan, 0));
-        // Where all fits to the byte, all is kept.
+        // If everything fits to the byte, everything is kept.
         assert_eq!(with(Some(free.needs.0)).unwrap(), free);
         let mut before = 0;
         for less in [100_000_000, 250_000_000, 400_000_000] {

@@ -1,4 +1,5 @@
-//! A model and machines of a topology file as a fleet of machines that are all alike, for plans under churn.
+//! Describes a model and the machines of a topology file as a fleet of identical machines, for plans under
+//! churn.
 
 use farflung_base::{Bytes, Link, Rank};
 use farflung_parallel::churn::Fleet;
@@ -9,8 +10,8 @@ use farflung_zoo::GptConfig;
 use super::chain::{PipelineSizes, layers, machines};
 use crate::Result;
 
-/// The fleet of a cluster's machines: each as slow as the slowest, with the memory of the smallest, joined by
-/// the link that takes longest for a microbatch's hidden states.
+/// Returns the fleet of a cluster's machines: all as slow as the slowest, with the memory of the smallest,
+/// joined by the link that takes longest for a microbatch's hidden states.
 ///
 /// Errors: those of [`Cluster::topology`]; [`ParallelError::NoDevices`].
 pub fn fleet(model: &GptConfig, cluster: &Cluster, sizes: PipelineSizes) -> Result<Fleet> {

@@ -1,5 +1,5 @@
-//! What processes of a job tell each other when one of them ends: heard at once, also while a rank computes or
-//! waits for a third one. Ranks of one process share their [`Stop`] instead.
+//! Messages between the processes of a job when one of them ends. They are received at once, also while a rank
+//! computes or waits for another one. Ranks of one process share their [`Stop`] instead.
 
 use std::pin::Pin;
 use std::sync::mpsc::{self, Sender};
@@ -13,37 +13,37 @@ use farflung_comm::{CommError, Communicator};
 
 use crate::Stop;
 
-/// Tag of the messages, far from those between stages.
+/// Tag of the messages, far from those of messages between stages.
 const TAG: u32 = u32::MAX / 2 - 1;
 
-/// How long a message may take to leave.
+/// Time limit for sending a message.
 const LEAVING: Nanos = Nanos::from_millis(300);
 
-/// The longest text that is shown, in bytes.
+/// Longest text that is shown, in bytes.
 const TEXT: usize = 2000;
 
-/// What a rank says when it ends.
+/// Message of a rank that ends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Word {
-    /// It was stopped, and dropped its step.
+    /// The rank was stopped and dropped its step.
     Stopped,
-    /// It failed by itself.
+    /// The rank failed by itself.
     Failed {
         /// Its exit code.
         code: u8,
-        /// Why.
+        /// The error's text, with its causes.
         text: String,
     },
-    /// It lost another one.
+    /// The rank lost another one.
     Lost {
-        /// Which.
+        /// The rank that was lost.
         culprit: Rank,
-        /// How it can tell.
+        /// How the loss was detected.
         text: String,
     },
 }
 
-/// What was heard first, and from whom.
+/// The first message that was received, and its sender.
 #[derive(Debug)]
 pub(super) struct Heard {
     pub(super) from: Rank,
@@ -59,7 +59,7 @@ impl Word {
         }
     }
 
-    /// `None` for bytes that are no word.
+    /// Decodes a message; `None` for invalid bytes.
     fn decode(bytes: &[u8]) -> Option<Self> {
         let shown = |text: &[u8]| String::from_utf8_lossy(&text[..text.len().min(TEXT)]).into_owned();
         match bytes {
@@ -75,19 +75,20 @@ impl Word {
 
 type Message = Pending<Result<(Rank, Vec<u8>), CommError>>;
 
-/// Ends the step in flight when another rank says that it ends; as long as this lives.
+/// Listens for messages of ranks that end, until dropped; the first one drops the step in flight.
 #[derive(Debug)]
 pub(super) struct Hearing {
     message: Arc<Mutex<Option<Message>>>,
     heard: Arc<OnceLock<Heard>>,
 }
 
-/// Wakes the thread that looks what came. Whoever calls it may hold what receiving needs.
+/// Wakes the thread that receives the message. That is not done in the waker itself, whose caller may hold
+/// locks that receiving needs.
 struct Bell(Mutex<Sender<()>>);
 
 impl Wake for Bell {
     fn wake(self: Arc<Self>) {
-        // Nobody listens any more once the run has ended.
+        // The receiver is gone once the run has ended.
         let _ = self.0.lock().unwrap_or_else(PoisonError::into_inner).send(());
     }
 }
@@ -99,7 +100,7 @@ impl Hearing {
         let mut message = comm.clone().with_deadline(Nanos::MAX).start_recv_any(&others, TAG);
         let (ring, rings) = mpsc::channel();
         let waker = Waker::from(Arc::new(Bell(Mutex::new(ring))));
-        // One that is there already is kept as such.
+        // A message that has arrived already is stored as ready.
         if let Poll::Ready(there) = Pin::new(&mut message).poll(&mut Context::from_waker(&waker)) {
             message = Pending::ready(there);
             waker.wake_by_ref();
@@ -109,7 +110,7 @@ impl Hearing {
         let heard = Arc::new(OnceLock::new());
         let (awaited, hears, stop) = (Arc::clone(&message), Arc::clone(&heard), stop.clone());
         let listen = move || {
-            // Ends without a ring where the message is dropped.
+            // Without a wake-up, `recv` fails when the message is dropped, and the thread ends.
             if rings.recv().is_ok()
                 && let Some(message) = awaited.lock().unwrap_or_else(PoisonError::into_inner).take()
                 && let Ok((from, bytes)) = message.wait()
@@ -119,17 +120,17 @@ impl Hearing {
                 stop.abandon();
             }
         };
-        // Without the thread, a rank hears nothing, and learns of the end when its next message fails.
+        // Without the thread, a rank notices the end of another one only when its next message fails.
         let _ = thread::Builder::new().name("hearing".to_owned()).spawn(listen);
         Self { message, heard }
     }
 
-    /// What was heard so far.
+    /// Returns the message received so far, if any.
     pub(super) fn heard(&self) -> Option<&Heard> {
         self.heard.get()
     }
 
-    /// What is heard in a moment: whoever says why it ends does so just before it leaves.
+    /// Waits up to `looks` times 10 ms for a message: a rank that ends sends its message just before it leaves.
     pub(super) fn listen(&self, mut looks: u32) -> Option<&Heard> {
         while self.heard().is_none() && looks > 0 {
             thread::sleep(Duration::from_millis(10));
@@ -146,16 +147,16 @@ impl Drop for Hearing {
     }
 }
 
-/// Tells all others why this rank ends. The messages leave while the result lives.
+/// Starts to tell all other ranks why this rank ends. The messages are sent while the result is alive.
 pub(super) fn start_to_tell(comm: &Communicator, word: &Word) -> Vec<Pending<Result<(), CommError>>> {
     let comm = comm.clone().with_deadline(LEAVING);
     others(&comm).map(|rank| comm.start_send(rank, TAG, word.encode())).collect()
 }
 
-/// [`start_to_tell`], and waits until the messages have left.
+/// As [`start_to_tell`], and waits until the messages are sent.
 pub(super) fn tell(comm: &Communicator, word: &Word) {
     for telling in start_to_tell(comm, word) {
-        // Whoever cannot be told has its own way of noticing.
+        // A rank that cannot be told notices the end in another way.
         let _ = telling.wait();
     }
 }

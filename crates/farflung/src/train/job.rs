@@ -1,4 +1,4 @@
-//! What all workers of a run share: the model's shape, the data, the settings.
+//! Data shared by all workers of a run: the model's shape, the data, the settings.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -26,17 +26,16 @@ use crate::config::nearest::with_nearest;
 use crate::signals::Stop;
 use crate::{Error, Result, TrainConfig, corpus, finite};
 
-/// Where the numbers of a plan's steps and microbatches begin: those before belong to other plans of the same
-/// run.
+/// Where the steps and microbatches of a plan begin; earlier ones belong to other plans of the same run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Base {
-    /// Steps before it.
+    /// Number of steps before it.
     pub step: u64,
-    /// Microbatches of all replicas before it.
+    /// Number of microbatches of all replicas before it.
     pub microbatches: u64,
 }
 
-/// A run before its workers exist.
+/// A run whose workers are not started yet.
 #[derive(Debug, Clone)]
 pub struct Job {
     /// The settings.
@@ -45,59 +44,59 @@ pub struct Job {
     pub model: GptConfig,
     /// Every decision that the ranks share.
     pub plan: Plan,
-    /// Where the plan's numbers begin.
+    /// Where the plan's steps and microbatches begin.
     pub base: Base,
-    /// Who takes a local step when, where that of some steps follows from the plans of other members.
+    /// Which replicas take which local steps, if for some steps that follows from the plans of earlier members.
     pub since_members_changed: Option<LocalSteps>,
-    /// Whether members come and leave while it trains.
+    /// Whether members may join and leave during training.
     pub elastic: bool,
-    /// The settings that plans are made from when members of pipelines come and leave; none where each member
+    /// The settings from which plans are made when members of pipelines join and leave; `None` if each member
     /// holds the whole model.
     pub pipelines: Option<Arc<TrainConfig>>,
-    /// Ends the steps of a plan whose members are about to change.
+    /// Cancels the steps of a plan whose members are about to change.
     pub change: Option<Cancel>,
     /// The view of the members that form its pipelines.
     pub view: Option<membership::Place>,
-    /// How often ranks wait twice as long for each other as the settings say.
+    /// Number of doublings of the deadline of the settings.
     pub doublings: u32,
     /// The machines and links of `--topology`.
     pub cluster: Option<Cluster>,
-    /// Operations a second of each rank's machine, on the virtual clock.
+    /// Speed of each rank's machine on the virtual clock, in FLOP/s.
     pub rates: Vec<f64>,
-    /// How text becomes tokens.
+    /// How text is split into tokens.
     pub tokenizer: Arc<dyn Tokenizer>,
-    /// What workers train on.
+    /// The training data.
     pub training: Split,
-    /// What losses are validated on: the last tenth.
+    /// The validation data: the last tenth.
     pub held_out: Split,
-    /// What each replica has of the training data, where they do not all have all of it.
+    /// The part of the training data of each replica; `None` if all replicas use all of it.
     pub shards: Option<Shards>,
-    /// Where the text came from, in words.
+    /// Description of where the text came from.
     pub source: String,
     /// Hash of the data.
     pub hash: String,
-    /// Hash of the weights that the run starts from, where they are read from a folder.
+    /// Hash of the initial weights, if they are read from a folder.
     pub initial: Option<blake3::Hash>,
     /// Number of workers in all processes.
     pub world: usize,
-    /// Whether to stop early.
+    /// The stop request of the run.
     pub stop: Stop,
-    /// The run's folder; `None` writes nothing.
+    /// The run's folder; `None` writes no files.
     pub out: Option<PathBuf>,
-    /// Processes of the job.
+    /// Number of processes of the job.
     pub processes: usize,
-    /// A bit that changes on one rank: for tests and benches.
+    /// A bit that is flipped on one rank: for tests and benches.
     pub fault: Option<Fault>,
-    /// A failure that a test places in the run.
+    /// A failure that a test injects.
     pub failure: Option<Failure>,
-    /// A member that a test has leave.
+    /// A member that a test makes leave.
     pub departure: Option<Departure>,
 }
 
 impl Job {
-    /// Opens the data and settles the model's shape.
+    /// Opens the data and determines the model's shape and the plan.
     ///
-    /// Errors: whatever is wrong with the data or the shape, with file and field.
+    /// Errors: what is wrong with the data, the shape or the plan, with file and field.
     pub fn new(config: TrainConfig, world: usize, stop: Stop) -> Result<Self> {
         config.validate()?;
         let tokenizer = tokenizer_of(&config)?;
@@ -144,9 +143,9 @@ impl Job {
         })
     }
 
-    /// A job with other settings for the same model and data, which are not read again.
+    /// Returns a job with other settings for the same model and data, which are not read again.
     ///
-    /// Errors: a plan that cannot be.
+    /// Errors: an invalid plan.
     pub fn with_config(&self, config: TrainConfig, world: usize) -> Result<Self> {
         let Decided { config, plan, cluster, rates } = Decided::of(config, &self.model, world)?;
         let world = plan.ranks() as usize;
@@ -154,9 +153,9 @@ impl Job {
         Ok(Self { config, plan, cluster, rates, shards, world, ..self.clone() })
     }
 
-    /// The job under another plan, for the same model and data.
+    /// Returns the job with another plan, for the same model and data.
     ///
-    /// Errors: a plan that cannot be.
+    /// Errors: an invalid plan.
     pub fn with_plan(&self, mut plan: Plan) -> Result<Self> {
         plan.check()?;
         planned::check_names(&plan)?;
@@ -171,41 +170,41 @@ impl Job {
         Ok(Self { config, plan, since_members_changed: None, rates, shards, world, ..self.clone() })
     }
 
-    /// How long ranks wait for each other.
+    /// Returns how long ranks wait for each other.
     #[must_use]
     pub fn deadline(&self) -> Nanos {
         Nanos(self.config.deadline.0.saturating_mul(1 << self.doublings.min(32)))
     }
 
-    /// The job under another plan from a step on that this one has reached.
+    /// Returns the job with another plan, which begins after `step` steps of this one.
     ///
-    /// Errors: a plan that cannot be.
+    /// Errors: an invalid plan.
     pub(super) fn with_plan_after(&self, step: u64, plan: Plan) -> Result<Self> {
         let base = Base { step, microbatches: self.microbatches_after(step) };
         Ok(Self { base, ..self.with_plan(plan)? })
     }
 
-    /// Who takes a local step when.
+    /// Returns which replicas take which local steps.
     pub(super) fn local_steps(&self) -> LocalSteps {
         self.since_members_changed.clone().unwrap_or_else(|| self.plan.local_steps())
     }
 
-    /// The links between the ranks.
+    /// Returns the links between the ranks.
     ///
     /// Errors: a topology file that lacks one of the plan's machines.
     pub fn topology(&self) -> Result<Topology> {
         links::of_plan(&self.config, &self.plan, self.cluster.as_ref())
     }
 
-    /// What the plan runs on.
+    /// Returns the machines and links of the plan.
     ///
     /// Errors: as [`Job::topology`].
     pub fn machines(&self) -> Result<Machines> {
         Ok(Machines { topology: self.topology()?, rates: self.rates.clone() })
     }
 
-    /// The training sequences of a replica, by their numbers over all replicas and steps. Without `--shards`
-    /// they are the same for all.
+    /// Returns the training sequences of a replica, by their numbers over all replicas and steps. Without
+    /// `--shards` they are the same for all replicas.
     pub fn sampler(&self, replica: usize) -> Result<Sampler, ZooError> {
         let shard = Shard::whole(self.plan.batch as usize);
         let (training, seed, context) = (self.training.clone(), self.config.seed, self.model.context);
@@ -218,7 +217,7 @@ impl Job {
         }
     }
 
-    /// A replica's share of the held-out batches.
+    /// Returns a replica's share of the held-out batches.
     pub fn evaluation(&self, replica: usize) -> Result<Sampler, ZooError> {
         let replicas = self.plan.replicas() as usize;
         let shard = Shard { rank: replica, world: replicas, batch: self.plan.batch as usize };
@@ -226,13 +225,13 @@ impl Job {
         Sampler::evaluation(self.held_out.clone(), shard, self.model.context, steps)
     }
 
-    /// Tokens of all replicas in the first so many steps.
+    /// Returns the tokens of all replicas in the first `steps` steps.
     #[must_use]
     pub fn tokens_after(&self, steps: u64) -> u64 {
         self.microbatches_after(steps) * u64::from(self.plan.batch) * self.model.context as u64
     }
 
-    /// Microbatches of all replicas in the first so many steps, which the plan has reached.
+    /// Returns the microbatches of all replicas in the first `steps` steps, which the plan must have reached.
     #[must_use]
     pub fn microbatches_after(&self, steps: u64) -> u64 {
         let local = self.plan.local_steps();
@@ -240,43 +239,43 @@ impl Job {
             - local.all_microbatches(self.base.step.min(steps))
     }
 
-    /// Tokens of all replicas in one step that all take.
+    /// Returns the tokens of all replicas in a step that all replicas take.
     #[must_use]
     pub fn tokens_per_step(&self) -> u64 {
         self.plan.sequences() * self.model.context as u64
     }
 
-    /// Whether gradients are averaged at each step, so that replicas are always the same.
+    /// Returns whether gradients are averaged at each step, so that replicas always have the same parameters.
     #[must_use]
     pub fn averages_each_step(&self) -> bool {
         averages::each_step(&self.plan)
     }
 
-    /// The codec of averages.
+    /// Returns the codec of averages.
     ///
     /// Errors: none for a plan whose names were checked.
     pub fn codec(&self) -> Result<AverageSpec> {
         Ok(self.plan.outermost().codec.parse()?)
     }
 
-    /// How numbers are summed that no codec packs: as what it packs, or by a ring where that has no region and
-    /// no weights.
+    /// Returns the algorithm for the few values that no codec encodes: a ring in place of all-gather, and in
+    /// place of direct if the plan has a codec; else the plan's own algorithm.
     #[must_use]
     pub fn plain_algorithm(&self) -> Algorithm {
         averages::plain_algorithm(self.plan.outermost())
     }
 
-    /// How the values of parts are averaged over their holders.
+    /// Returns how the values of parts are averaged over their holders.
     pub(super) fn average_config(&self) -> Result<AverageConfig> {
         Ok(AverageConfig { seed: self.config.seed, ..averages::config_of(self.plan.outermost())? })
     }
 
-    /// The device of a rank, opened.
+    /// Opens the device of a rank.
     ///
-    /// Errors: that there is none of that name here, and why.
+    /// Errors: there is no device of that name here, and why.
     pub fn device(&self, rank: usize, threads: usize) -> Result<Device, TensorError> {
         let device = Device::open(self.config.device.of(rank), threads)?.with_precision(self.plan.precision);
-        // For a device that is set to a processor, the run's notes say it.
+        // For a device set to a CPU, the run's notes contain this.
         let named = self.config.device.of(rank) == DeviceName::Cpu;
         if self.config.offload > 0 && !named && device.tensor(&[0.0_f32], 1)?.host::<f32>().is_some() {
             let device = device.name();
@@ -285,13 +284,13 @@ impl Job {
         Ok(device)
     }
 
-    /// Whether this rank can leave without ending the run: others go on.
+    /// Returns whether this rank can leave without ending the run, since others continue.
     #[must_use]
     pub const fn leaves_alone(&self) -> bool {
         self.elastic && self.world > 1
     }
 
-    /// Whether members' shares of a step follow their speed.
+    /// Returns whether members' shares of a step depend on their speed.
     #[must_use]
     pub fn follows_speed(&self) -> bool {
         let level = self.plan.outermost();
@@ -301,7 +300,7 @@ impl Job {
             && level.steps.is_empty()
     }
 
-    /// Threads of each worker when `local` of them share this machine.
+    /// Returns the number of threads of each worker when `local` workers share this machine.
     #[must_use]
     pub fn threads(&self, local: usize) -> usize {
         let cores = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
@@ -312,7 +311,7 @@ impl Job {
     }
 }
 
-/// The default text; its files are documents where data are shared out by them.
+/// Returns the default text; with sharding by files, each file is a document.
 fn default_corpus(name: &str, sharding: Sharding, tokenizer: &dyn Tokenizer) -> Result<Corpus> {
     let (text, _) = corpus::default_text()?;
     if sharding != Sharding::Files {
@@ -322,9 +321,9 @@ fn default_corpus(name: &str, sharding: Sharding, tokenizer: &dyn Tokenizer) -> 
     Ok(Corpus::from_texts(name, documents.iter().map(Vec::as_slice), tokenizer)?)
 }
 
-/// What each replica has of the training data, where they do not all have all of it.
+/// Returns the part of the training data of each replica; `None` if all replicas use all of it.
 ///
-/// Errors: [`Error::Setting`] for what does not go together with shards; too few parts for the replicas.
+/// Errors: [`Error::Setting`] for settings that cannot be combined with shards; fewer parts than replicas.
 fn shards_of(config: &TrainConfig, plan: &Plan, training: &Split, context: usize) -> Result<Option<Shards>> {
     let shards = config.shards;
     if shards == Sharding::Random {
@@ -343,10 +342,10 @@ fn shards_of(config: &TrainConfig, plan: &Plan, training: &Split, context: usize
     Ok(Shards::new(shards, training, context, plan.replicas() as usize, config.seed)?)
 }
 
-/// Hash of the weights in a folder, tensor by tensor.
+/// Returns the hash of the weights in a folder, which combines the hashes of the tensors.
 ///
-/// Errors: [`Error::NotFinite`](crate::Error::NotFinite) with the tensor; that the folder does not hold its
-/// model.
+/// Errors: [`Error::NotFinite`](crate::Error::NotFinite) with the tensor; weights that do not match the
+/// folder's model.
 fn weights_hash(folder: &Path) -> Result<blake3::Hash> {
     let mut weights = farflung_zoo::weights::Weights::open(folder)?;
     let whole = Stage::whole(weights.config(), &Device::cpu(1)?)?;
@@ -360,7 +359,7 @@ fn weights_hash(folder: &Path) -> Result<blake3::Hash> {
     Ok(hasher.finalize())
 }
 
-/// The preset with what the settings say instead; weights to start from bring their own shape.
+/// Returns the preset's shape, modified by the settings. Weights to start from have their own shape.
 pub(super) fn shape(config: &TrainConfig, vocab: usize) -> Result<GptConfig> {
     let mut model = match &config.init_from {
         Some(folder) => farflung_zoo::weights::Weights::open(folder)?.config(),
@@ -379,9 +378,9 @@ pub(super) fn shape(config: &TrainConfig, vocab: usize) -> Result<GptConfig> {
     Ok(model)
 }
 
-/// The preset of a name.
+/// Returns the preset of a name.
 ///
-/// Errors: [`Error::Setting`] with the names that there are.
+/// Errors: [`Error::Setting`] with the known names.
 pub(super) fn preset(name: &str) -> Result<GptConfig> {
     GptConfig::preset(name).map_err(|_| {
         let names: Vec<_> = PRESETS.iter().map(|(name, _)| *name).collect();
@@ -390,9 +389,9 @@ pub(super) fn preset(name: &str) -> Result<GptConfig> {
     })
 }
 
-/// The plan of some settings for so many ranks, without the data.
+/// Returns the plan that results from settings for `world` ranks, without reading the data.
 ///
-/// Errors: as [`Job::new`], but for the data.
+/// Errors: as [`Job::new`], except those of the data.
 pub fn plan_of(config: TrainConfig, world: usize) -> Result<Plan> {
     config.validate()?;
     let model = shape(&config, tokenizer_of(&config)?.vocab_size())?;
@@ -424,7 +423,7 @@ impl Decided {
         } else {
             combination::check_wished(&config, world)?;
             if cluster.is_some() {
-                // A file for other ranks is refused before anything else is made of it.
+                // A topology for another number of ranks is refused before anything else is derived from it.
                 links::declared(&config, world, cluster.as_ref())?;
             }
             planned::from_settings(&config, model, world, cluster.as_ref())?

@@ -1,5 +1,5 @@
-//! Who sits at which transport: threads of one process over memory or simulated links, or one process a rank
-//! over TCP.
+//! Connects workers with transports: threads of one process over memory or simulated links, or one process per
+//! rank over the network.
 
 pub(super) mod file;
 
@@ -20,30 +20,30 @@ use crate::config::choice::TransportKind;
 use crate::transports::{Ends, Meeting, TRANSPORTS, TransportMethod};
 use crate::{Error, LaunchEnv, Result, Stop, TrainConfig};
 
-/// A worker's place in the job.
+/// A worker's connection to the job.
 #[derive(Debug)]
 pub struct Seat {
-    /// How it reaches the others.
+    /// The communicator with the other workers.
     pub comm: Communicator,
     /// Whether its clock is virtual.
     pub simulated: bool,
-    /// The link that all ranks have, where it is simulated and one.
+    /// The link of all ranks, if links are simulated and equal.
     pub link: Option<Link>,
-    /// Its place among members that come and leave, in a run that has them.
+    /// Its place among members, in a run whose members join and leave.
     pub place: Option<Place>,
 }
 
-/// The machines of the settings' topology, if there is one: a file's, or shipped ones by their name.
+/// Reads the topology of the settings, if there is one: a file, or a shipped topology by its name.
 ///
 /// Errors: [`Error::Io`], and [`Error::Parallel`] with the line.
 pub(crate) fn cluster(config: &TrainConfig) -> Result<Option<Cluster>> {
     config.topology.as_deref().map(read_topology).transpose()
 }
 
-/// Reads a topology file, or where it cannot be read the shipped topology of this name.
+/// Reads a topology file. If it cannot be read, returns the shipped topology of this name.
 ///
-/// Errors: [`Error::Io`], and [`Error::Parallel`] with the line; for a name without a folder or an ending that
-/// is no file, [`Error::Parallel`] with the names of the shipped ones.
+/// Errors: [`Error::Io`], and [`Error::Parallel`] with the line. For a plain name (without folder or extension)
+/// that is neither a file nor a shipped topology, [`Error::Parallel`] with the names of the shipped ones.
 pub fn read_topology(path: &Path) -> Result<Cluster> {
     match std::fs::read_to_string(path) {
         Ok(text) => Ok(text.parse()?),
@@ -59,7 +59,8 @@ pub fn read_topology(path: &Path) -> Result<Cluster> {
     }
 }
 
-/// The links of the settings: those between the machines of a file, in its order, or equal access links.
+/// Returns the links of the settings: those between the machines of a file, in its order, or equal access
+/// links.
 pub(super) fn declared(config: &TrainConfig, world: usize, cluster: Option<&Cluster>) -> Result<Topology> {
     let Some(cluster) = cluster else { return Ok(Topology::uniform(world, config.link)) };
     let topology = cluster.topology()?;
@@ -74,7 +75,7 @@ pub(super) fn declared(config: &TrainConfig, world: usize, cluster: Option<&Clus
     })
 }
 
-/// The links between the machines of a plan, in the order of its ranks.
+/// Returns the links between the machines of a plan, in the order of its ranks.
 ///
 /// Errors: [`Error::Setting`] for a machine that the file does not have.
 pub(super) fn of_plan(config: &TrainConfig, plan: &Plan, cluster: Option<&Cluster>) -> Result<Topology> {
@@ -92,13 +93,13 @@ pub(super) fn of_plan(config: &TrainConfig, plan: &Plan, cluster: Option<&Cluste
     Ok(all.among(&machines))
 }
 
-/// How fast this process sends over sockets.
+/// Returns the limits on this process's sending rate over sockets.
 pub(super) const fn pace(config: &TrainConfig) -> Pace {
     Pace { all: config.up, each: config.up_each }
 }
 
-/// Whether processes of one machine share memory: where nothing else is said, unless a rate is to be kept,
-/// which only sockets do.
+/// Returns whether processes of one machine share memory: with transport `auto`, unless a sending rate is
+/// given, which only sockets support.
 pub(super) fn shared_memory(config: &TrainConfig) -> SharedMemory {
     match config.transport {
         TransportKind::Auto if pace(config) == Pace::default() => SharedMemory::WherePossible,
@@ -106,15 +107,16 @@ pub(super) fn shared_memory(config: &TrainConfig) -> SharedMemory {
     }
 }
 
-/// The relays of the settings.
+/// Returns the relays of the settings.
 fn relays(config: &TrainConfig) -> Vec<String> {
     let all = config.relay.iter().flat_map(|relays| relays.split(','));
     all.filter(|one| !one.is_empty()).map(str::to_owned).collect()
 }
 
-/// Joins the processes of a launched job by their ranks and number. Nothing else of the job needs to be known.
+/// Joins the processes of a launched job by their ranks and number; does not depend on anything else of the
+/// job.
 ///
-/// Errors: [`Error::PeerLost`] and others when processes do not find each other in time.
+/// Errors: [`Error::PeerLost`] and others if processes do not find each other in time.
 pub fn join(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
     let meeting = Meeting {
         rank: env.rank.0,
@@ -127,7 +129,8 @@ pub fn join(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
         pace: pace(config),
         shared_memory: shared_memory(config),
     };
-    // Where a rank has a transport of another kind, the others are to hear of it.
+    // If the setting is a transport within a process, meet anyway, so that the other ranks learn of the
+    // difference.
     let meets = |row: &TransportMethod| match row.ends {
         Ends::Processes(meet) => Some(meet),
         Ends::Threads(_) => None,
@@ -140,13 +143,13 @@ pub fn join(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
     meet.expect("the table has one between processes")(&meeting)
 }
 
-/// How often a wait for other processes looks whether it is to stop.
+/// Time between two checks for a stop while waiting for other processes.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// [`join`], given up when a signal asks for a stop. The attempt then ends with the process, or at its
+/// As [`join`], but returns when a signal asks for a stop. The attempt then ends with the process, or at its
 /// deadline.
 ///
-/// Errors: [`Error::Stopped`] as well.
+/// Errors: also [`Error::Stopped`].
 pub(super) fn join_unless_stopped(
     config: &TrainConfig,
     env: &LaunchEnv,
@@ -155,7 +158,7 @@ pub(super) fn join_unless_stopped(
     let (told, joined) = mpsc::channel();
     let (config, env) = (config.clone(), env.clone());
     let joining = std::thread::spawn(move || {
-        // Nobody listens any more once it was given up.
+        // The receiver is gone if the wait was given up.
         let _ = told.send(join(&config, &env));
     });
     loop {
@@ -174,12 +177,12 @@ pub(super) fn join_unless_stopped(
     }
 }
 
-/// What is declared of the links between the ranks: of real ones only a file says anything.
+/// Returns the declared links between the ranks; links of a real network are declared only by a topology file.
 fn declared_of(job: &Job, simulates: bool) -> Result<Option<Topology>> {
     (simulates || job.config.topology.is_some()).then(|| job.topology()).transpose()
 }
 
-/// A communicator of a job's ranks with what the job declares of their links.
+/// Returns a communicator of a job's ranks with the declared links, the algorithm and the deadline.
 fn prepared(job: &Job, mut comm: Communicator, declared: Option<&Topology>) -> Result<Communicator> {
     if let Some(topology) = declared {
         comm = comm.with_topology(topology.clone())?;
@@ -187,17 +190,17 @@ fn prepared(job: &Job, mut comm: Communicator, declared: Option<&Topology>) -> R
     Ok(comm.with_algorithm(job.plain_algorithm()).with_deadline(job.deadline()))
 }
 
-/// The same for members that were decided on while the run was under way.
+/// As [`prepared`], for a new view of the members during a run.
 ///
 /// Errors: a topology that does not fit.
 pub(super) fn seat(job: &Job, comm: Communicator, simulates: bool) -> Result<Communicator> {
     prepared(job, comm, declared_of(job, simulates)?.as_ref())
 }
 
-/// The seats of this process: all of the job's, or one of them under a launcher. `joined` has [joined](join)
-/// the processes of a launched job.
+/// Returns the seats of this process: all of the job's, or one of them under a launcher. `joined` is the
+/// communicator of a launched job, from [`join`].
 ///
-/// Errors: a topology that does not fit; [`Error::PeerLost`] where a process alone cannot open its socket.
+/// Errors: a topology that does not fit; [`Error::PeerLost`] if a job of one process cannot open its socket.
 pub fn seats(job: &Job, joined: Option<Communicator>) -> Result<Vec<Seat>> {
     let config = &job.config;
     let processes = joined.as_ref().map_or(1, Communicator::size);

@@ -1,5 +1,5 @@
-//! What the processes of a job compare when they meet: version, settings, model, data, machines, plan. A
-//! difference ends all of them with its name, before anything is trained.
+//! Compares version, settings, model, data, machines and plan between the processes of a job when they meet. If
+//! something differs, all of them end with an error that names it, before anything is trained.
 
 use std::fmt;
 
@@ -12,15 +12,15 @@ use crate::config::choice::Resume;
 use crate::config::shared::{Fact, is_planned};
 use crate::{Error, Result, TrainConfig};
 
-/// Ranks of other versions may compute other values.
+/// Ranks of another version may compute other values.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-/// The ranks that have one of several values.
+/// A value, and the ranks that have it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankValue {
     /// The value.
     pub value: String,
-    /// Who has it.
+    /// The ranks with this value.
     pub ranks: Vec<Rank>,
 }
 
@@ -30,7 +30,7 @@ impl fmt::Display for RankValue {
     }
 }
 
-/// Ranks in words: at most eight of them.
+/// Formats ranks for messages; at most eight are listed.
 #[derive(Debug)]
 pub(crate) struct Ranks<'a>(pub(crate) &'a [Rank]);
 
@@ -47,11 +47,11 @@ impl fmt::Display for Ranks<'_> {
     }
 }
 
-/// Compares facts that all ranks must have alike: their hashes, and only where these differ the facts. A
+/// Compares facts that must be the same on all ranks: first their hashes, and the facts only if these differ. A
 /// collective.
 ///
-/// `what` they are completes "the ... `NAME` is". A fact that only some ranks list counts as different unless
-/// `optional`.
+/// `what` is the kind of the facts in error messages: "the WHAT `NAME` is ...". A fact that only some ranks
+/// list counts as different, unless `optional` returns true for its name.
 ///
 /// Errors: [`Error::RanksDiffer`] on every rank, with the first name that differs, all values and the ranks
 /// that have them.
@@ -81,14 +81,14 @@ pub(super) fn same_facts(
     }
 }
 
-/// The error of facts that this version cannot read.
+/// Returns the error for facts that this version cannot parse.
 fn another_version(mine: Rank, theirs: Rank) -> Error {
     let of = |rank, value: &str| RankValue { value: value.to_owned(), ranks: vec![rank] };
     let values = vec![of(mine, VERSION), of(theirs, "another one, which it cannot tell")];
     Error::RanksDiffer { what: "program's", field: "version".to_owned(), values, also: Vec::new() }
 }
 
-/// The names whose values differ, in the order of the ranks' lists, with the ranks by value.
+/// Returns the names whose values differ, in the order of the ranks' lists, with the ranks by value.
 fn differences(told: &[Vec<Fact>], optional: fn(&str) -> bool) -> Vec<(String, Vec<RankValue>)> {
     let mut names: Vec<&str> = Vec::new();
     for fact in told.iter().flatten() {
@@ -117,7 +117,7 @@ fn differences(told: &[Vec<Fact>], optional: fn(&str) -> bool) -> Vec<(String, V
     found
 }
 
-/// A file's content in a few words.
+/// Describes a file's content by its hash.
 fn a_file(content: &[u8]) -> String {
     format!("a file with hash {}", &blake3::hash(content).to_hex()[..16])
 }
@@ -142,16 +142,16 @@ pub(super) fn same_settings(config: &TrainConfig, comm: &Communicator) -> Result
             match read {
                 None => "none".to_owned(),
                 Some(Ok(text)) => a_file(&text),
-                // Of which this rank tells the others next.
+                // This rank tells the others about the error next.
                 Some(Err(_)) => "not readable".to_owned(),
             },
         ));
     }
-    // A plan's file stands for the settings that it decides: plans are compared next.
+    // A plan file replaces the settings that it decides; plans are compared next.
     same_facts("setting", &facts, comm, is_planned)
 }
 
-/// What makes a model's function, named as the settings are.
+/// Returns what defines a model's function, with the names of settings.
 pub(super) fn model_facts(job: &Job) -> Vec<Fact> {
     let model = &job.model;
     vec![
@@ -163,8 +163,8 @@ pub(super) fn model_facts(job: &Job) -> Vec<Fact> {
     ]
 }
 
-/// Compares what the ranks made of their settings and files: the model's shape, the initial weights, the data,
-/// machines and links, the plan. A collective.
+/// Compares what the ranks derived from their settings and files: the model's shape, the initial weights, the
+/// data, machines and links, the plan. A collective.
 ///
 /// Errors: [`Error::RanksDiffer`] on every rank.
 pub(super) fn same_job(job: &Job, comm: &Communicator) -> Result<()> {
@@ -202,7 +202,7 @@ mod tests {
         values.into_iter().map(|(name, value)| Fact::new(name, value)).collect()
     }
 
-    /// What each of three ranks hears when the second has other facts.
+    /// Returns the result of each of three ranks if the second one has other facts.
     fn meet(second: &[Fact]) -> Vec<Result<()>> {
         let first = facts([("a", 1), ("b", 2)]);
         std::thread::scope(|scope| {

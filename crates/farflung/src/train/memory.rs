@@ -1,8 +1,8 @@
-//! What each rank of a plan holds at the most in a step of training: the schedule's executor and the model's
-//! own code run over a device without memory ([`Device::sizes`]), which counts the buffers that they take.
-//! Nothing is computed or sent.
+//! Computes the peak memory of each rank of a plan in a training step: runs the schedule's executor and the
+//! model's own code on a device without memory ([`Device::sizes`]), which counts the buffers. Nothing is
+//! computed or sent.
 //!
-//! Beside those buffers a rank holds messages in the host's memory: these are in closed form.
+//! Messages, which a rank holds in the host's memory besides those buffers, are computed by closed formulas.
 
 mod dry;
 #[cfg(test)]
@@ -23,10 +23,10 @@ use crate::config::choice::StoreKind;
 use crate::{Result, TrainConfig};
 use dry::DryRun;
 
-/// Bytes of an f32.
+/// Bytes per f32.
 const F32: u64 = size_of::<f32>() as u64;
 
-/// The most that a rank holds in a step, by kind.
+/// Peak memory of a rank in a step, by kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StepMemory {
     /// Parameters, in all versions that microbatches still need.
@@ -35,16 +35,16 @@ pub struct StepMemory {
     pub gradients: Bytes,
     /// The optimizer's state, and that of the method of synchronisation.
     pub optimizer: Bytes,
-    /// Hidden states, logits, and whatever else the passes take.
+    /// Hidden states, logits, and all other tensors of the passes.
     pub activations: Bytes,
-    /// Copies of operands of products that threads keep between them.
+    /// Copies of operands that threads keep between matrix products.
     pub operands: Bytes,
-    /// Messages, buckets of averages, and what the codecs of averages and of boundaries remember.
+    /// Messages, buckets of averages, and the state of codecs of averages and boundaries.
     pub messages: Bytes,
 }
 
 impl StepMemory {
-    /// The sum.
+    /// Returns the sum.
     #[must_use]
     pub const fn total(&self) -> Bytes {
         let Self { weights, gradients, optimizer, activations, operands, messages } = self;
@@ -52,7 +52,7 @@ impl StepMemory {
     }
 }
 
-/// What each rank of a job holds.
+/// Returns the peak memory of each rank of a job.
 ///
 /// Errors: those of [`ReplicaSchedule::new`].
 pub fn step_memory(job: &Job) -> Result<Vec<StepMemory>> {
@@ -60,8 +60,8 @@ pub fn step_memory(job: &Job) -> Result<Vec<StepMemory>> {
     of_plan(&job.plan, &job.model, &job.config, &job.machines()?, windows)
 }
 
-/// What each rank of a plan holds on the machines of a topology file, with the default optimizer and the
-/// default number of steps, each over samples of its own.
+/// Returns the peak memory of each rank of a plan on the machines of a topology file, with the default
+/// optimizer and number of steps, where each step has new samples.
 ///
 /// Errors: as [`step_memory`]; a machine that the file does not have.
 pub fn planned_memory(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Vec<StepMemory>> {
@@ -78,8 +78,8 @@ fn of_plan(
     let mut ranks: Vec<StepMemory> = Vec::new();
     let mut before: Option<(u32, Vec<StepMemory>)> = None;
     for (replica, &microbatches) in (0..).zip(&plan.microbatches) {
-        // Replicas with as many microbatches hold as much: what a schedule does with other speeds is little
-        // else.
+        // Replicas with the same number of microbatches hold the same: the effect of different speeds on a
+        // schedule is small.
         if let Some((_, same)) = before.as_ref().filter(|(count, _)| *count == microbatches) {
             ranks.extend(same);
             continue;
@@ -87,7 +87,7 @@ fn of_plan(
         let schedule = ReplicaSchedule::of(plan, model, machines, replica)?;
         let of_step = u64::from(plan.batch) * u64::from(microbatches);
         let all = config.steps.saturating_mul(of_step);
-        // Samples of an epoch are shared among replicas as their microbatches are.
+        // The samples of an epoch are divided among replicas like their microbatches.
         let share = |windows: u64| (windows / plan.sequences().max(1)).saturating_mul(of_step);
         let seen = windows.map_or(all, |windows| share(windows).min(all));
         let seen = match config.boundary_store {
@@ -114,7 +114,7 @@ fn of_rank(
     let held = || device.memory().1 as u64;
     let mut dry = DryRun::new(plan, model, config, schedule, position, &device)?;
     let weights = dry.parameters();
-    // The state of a step before: it is there while microbatches pass.
+    // The state of earlier steps, which is present while microbatches pass.
     let begun = held();
     run(&schedule.schedule, position, &mut dry)?;
     dry.commit()?;
@@ -138,7 +138,7 @@ fn of_rank(
         messages += u64::try_from(bytes).unwrap_or(u64::MAX);
     }
     if placement.tie() == Tie::Across && dry.has_table() {
-        // Its own gradient of the token table, and the other user's.
+        // Its own gradient of the token table, and that of the other rank with the table.
         messages += 2 * F32 * (model.vocab * model.dim) as u64;
     }
     let versions = dry.versions();

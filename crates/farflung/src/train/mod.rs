@@ -1,7 +1,7 @@
-//! Training: one [`Plan`](farflung_parallel::Plan) decides how ranks train, and one [`Trainer`] a rank carries
-//! it out. The only place where all the crates meet.
+//! Training: a [`Plan`](farflung_parallel::Plan) decides how ranks train, and a [`Trainer`] on each rank
+//! executes it. All crates are used together only here.
 //!
-//! A run over real links and a run over simulated ones are the same code: the transport is the only difference.
+//! Runs over real and simulated links use the same code; only the transport differs.
 
 mod activations;
 pub mod auto;

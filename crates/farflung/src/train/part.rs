@@ -1,6 +1,6 @@
-//! A part of the model on one rank: its parameters in all versions that microbatches still need, its
-//! gradients, its optimizer, and how it stays equal to its copies. It depends neither on other ranks' parts
-//! nor on the schedule.
+//! A part of the model on one rank: its parameters in all versions that microbatches still need, its gradients,
+//! its optimizer, and how it is kept equal to its copies. It depends neither on other ranks' parts nor on the
+//! schedule.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -17,90 +17,90 @@ use super::fault::{Fault, FaultyValue};
 use super::tied::Exchange;
 use crate::Result;
 
-/// A part with its state.
+/// A part of the model with its state.
 #[derive(Debug)]
 pub(super) struct Part {
     pub(super) stage: Stage,
     pub(super) params: Tensor,
     pub(super) grads: Tensor,
     pub(super) chain: Chain,
-    /// How all that hold the same part keep it equal; none where this rank is the only one, or the part has
-    /// no parameters.
+    /// How all holders of the part keep it equal; `None` if this rank is the only holder, or if the part has no
+    /// parameters.
     pub(super) sync: Option<Box<dyn Synchroniser>>,
-    /// Modelled times of each slice of a microbatch.
+    /// Predicted times of each slice of a microbatch.
     pub(super) costs: Vec<StageCost>,
-    /// What is computed again, from the part's input.
+    /// What is recomputed, starting from the part's input.
     pub(super) recompute: Recompute,
-    /// Layers whose activations wait in the host's memory.
+    /// Number of layers whose activations are kept in the host's memory.
     pub(super) offload: usize,
-    /// This replica's own parameters, while `params` are those that all have in common.
+    /// This replica's own parameters, while `params` are those common to all replicas.
     pub(super) own: Option<Tensor>,
-    /// Whether another part has the token table too.
+    /// Whether another part also has the token table.
     shares_table: bool,
-    /// The part of this rank's gradients in a mean of them, where 1 is an equal part.
+    /// Weight of this rank's gradients in a mean; 1 is an equal share.
     weight: f64,
-    /// What replicas average, where that is not the gradient.
+    /// The values that replicas average, if these are not the gradients.
     contribution: Option<Tensor>,
-    /// Whether `grads` hold what the next update takes, rather than what the last one took.
+    /// Whether `grads` contain gradients for the next update, rather than those of the last one.
     pending: bool,
     reducing: Reducing,
-    /// Updates since the pipeline was empty: the version of `params`.
+    /// Number of updates since the pipeline was last empty: the version of `params`.
     version: u32,
     older: BTreeMap<u32, Tensor>,
-    /// Updates whose gradients are complete here, and wait for the sum of the token table's.
+    /// Updates whose gradients are complete on this rank and wait for the sum of the token table's gradients.
     due: VecDeque<Due>,
-    /// A buffer of gradients that an update has taken.
+    /// A spare buffer for gradients.
     spare: Option<Tensor>,
 }
 
-/// When gradients leave for the other holders of a part.
+/// When gradients are sent to the other holders of a part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Leaving {
     /// Layer by layer, as they become final.
     AsReady,
-    /// All together, when the schedule says.
+    /// All together, when the schedule says so.
     Later,
 }
 
-/// How far the average of a step's gradients is.
+/// Progress of the average of a step's gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Reducing {
-    /// Not begun.
+    /// Not started.
     No,
-    /// Ranges are leaving as they become ready.
+    /// Ranges are sent as they become ready.
     Ranges,
-    /// All have left.
+    /// All ranges have been sent.
     All,
 }
 
-/// An update to come.
+/// An update that was put off.
 #[derive(Debug)]
 struct Due {
     grads: Tensor,
-    /// None where no values are computed (`memory/dry.rs`).
+    /// `None` if no values are computed (`memory/dry.rs`).
     table: Option<Exchange>,
-    /// The oldest version that a microbatch will still see.
+    /// The oldest version that a later microbatch still uses.
     needed: Option<u32>,
 }
 
-/// What a part keeps of a microbatch.
+/// What a part keeps of a microbatch between its forward and backward pass.
 #[derive(Debug)]
 pub(super) struct Held {
-    /// None between a forward of which nothing was kept and its recomputation.
+    /// `None` after a forward pass of which nothing was kept, until it is recomputed.
     pub(super) saved: Option<Saved>,
-    /// The hidden states that came in, where they are needed again.
+    /// The received hidden states, if they are needed again.
     pub(super) input: Option<Tensor>,
     pub(super) version: u32,
 }
 
-/// A copy on the same device.
+/// Copies a tensor on its device.
 pub(super) fn copy(x: &Tensor) -> Result<Tensor> {
     let mut y = x.device().empty(x.dtype(), x.shape())?;
     x.device().run(Op::Cast { x: x.view(), y: y.view_mut() })?;
     Ok(y)
 }
 
-/// What a part is made of.
+/// The components of a new [`Part`].
 #[derive(Debug)]
 pub(super) struct Parts {
     pub(super) stage: Stage,
@@ -114,8 +114,9 @@ pub(super) struct Parts {
     pub(super) weight: f64,
 }
 
-/// Writes what replicas average of a range of the gradients into `into`. A token table that another part has
-/// too brings half of the chain's state: the sum of both contributions is that of the whole gradient.
+/// Writes what replicas average of a range of the gradients into `into`. For a token table that another part
+/// also has, only half of the chain's state is added, so that the sum of both contributions is that of the
+/// whole gradient.
 fn contribute(
     chain: &Chain,
     grads: &Tensor,
@@ -159,19 +160,20 @@ impl Part {
         })
     }
 
-    /// The average that each step's gradients go through, where there is one.
+    /// Returns the average of each step's gradients, if there is one.
     fn average(&mut self) -> Option<&mut Average> {
         self.sync.as_mut().and_then(|sync| sync.gradients())
     }
 
-    /// The pipeline is empty: all that begins sees the newest parameters, and nothing is in the gradients.
+    /// Resets the part for an empty pipeline: microbatches start with the newest parameters, and there are no
+    /// gradients.
     pub(super) fn begin(&mut self) {
         (self.pending, self.reducing, self.version) = (false, Reducing::No, 0);
         self.older.clear();
         self.due.clear();
     }
 
-    /// The update after the gradients so far waits for the table's sum, and the next begins.
+    /// Puts off the update with the gradients so far until the table's sum arrives, and starts the next one.
     pub(super) fn put_off(&mut self, table: Option<Exchange>, needed: Option<u32>) -> Result<()> {
         let next = self.spare.take().map_or_else(|| self.stage.zeros(), Ok)?;
         let grads = std::mem::replace(&mut self.grads, next);
@@ -183,7 +185,7 @@ impl Part {
         Ok(())
     }
 
-    /// Takes the updates that are due until there is this version; all of them without one.
+    /// Applies the updates that were put off, up to the given version; all of them without one.
     pub(super) fn catch_up(&mut self, version: Option<u32>) -> Result<()> {
         while version.is_none_or(|version| self.version < version) {
             let Some(Due { mut grads, table, needed }) = self.due.pop_front() else { break };
@@ -201,7 +203,7 @@ impl Part {
         Ok(())
     }
 
-    /// The parameters of a version.
+    /// Returns the parameters of a version.
     fn at(&self, version: u32) -> &Tensor {
         if version == self.version {
             return &self.params;
@@ -209,7 +211,8 @@ impl Part {
         self.older.get(&version).expect("versions that microbatches still see are kept")
     }
 
-    /// Of a slice that begins at `start`, if slices leave something for each other.
+    /// Runs the forward pass of a microbatch, or of a slice that begins at position `start`. `slices` is the
+    /// state that slices pass on to each other.
     pub(super) fn forward(
         &self,
         version: u32,
@@ -254,7 +257,8 @@ impl Part {
         })
     }
 
-    /// A microbatch's whole backward pass. `passed` hears of each range of the gradients that is final for it.
+    /// Runs a microbatch's whole backward pass. Calls `passed` with each range of the gradients that is final
+    /// for the microbatch.
     pub(super) fn backward(
         &mut self,
         version: u32,
@@ -305,13 +309,13 @@ impl Part {
         Ok(self.stage.backward_weight(saved, &mut grads)?)
     }
 
-    /// The gradients of an update are complete here: those of the other holders may come.
+    /// Starts the average with the other holders; this rank's gradients of the update are complete.
     pub(super) fn reduce(&mut self) -> Result<()> {
         if self.reducing == Reducing::Ranges {
             return Ok(());
         }
         if !std::mem::replace(&mut self.pending, true) {
-            // A copy of the model that saw no microbatch adds nothing.
+            // A copy of the model without microbatches contributes zeros.
             self.grads = self.stage.zeros()?;
         }
         if self.average().is_some() {
@@ -333,7 +337,7 @@ impl Part {
         Ok(())
     }
 
-    /// Has a buffer for what replicas average in this step, if that is not the gradient.
+    /// Makes a buffer for what replicas average in this step, if that is not the gradient.
     fn make_room(&mut self) -> Result<()> {
         match (self.chain.contributes(), &self.contribution) {
             (true, None) => self.contribution = Some(self.stage.zeros()?),
@@ -343,12 +347,12 @@ impl Part {
         Ok(())
     }
 
-    /// The elements of a token table that another part has too.
+    /// Returns the elements of a token table that another part also has; empty if there is none.
     fn shared(&self) -> Range<usize> {
         if self.shares_table { self.table() } else { 0..0 }
     }
 
-    /// Makes of gradients that nobody averages, and that are complete, what the chain takes for them.
+    /// Replaces complete gradients that are not averaged by the chain's contribution.
     pub(super) fn contribute_alone(&mut self) -> Result<()> {
         if self.average().is_some() || !self.chain.contributes() {
             return Ok(());
@@ -360,7 +364,7 @@ impl Part {
         Ok(())
     }
 
-    /// The gradients are those of all holders after this.
+    /// Completes the average; the gradients are then those of all holders.
     pub(super) fn finish_reduce(&mut self) -> Result<()> {
         if self.reducing == Reducing::No {
             self.reduce()?;
@@ -372,8 +376,8 @@ impl Part {
         Ok(())
     }
 
-    /// Takes an update that all agreed on. The version before it is kept if `needed`, the oldest that a
-    /// microbatch will still see, is not newer.
+    /// Applies an update on which all ranks agreed. `needed` is the oldest version that a later microbatch
+    /// still uses; the version before the update is kept if `needed` is not newer.
     pub(super) fn commit(&mut self, prepared: Prepared, needed: Option<u32>) -> Result<()> {
         if needed.is_some_and(|needed| needed <= self.version) {
             self.older.insert(self.version, copy(&self.params)?);
@@ -390,7 +394,7 @@ impl Part {
         Ok(())
     }
 
-    /// Changes a bit that a test wants changed, in the last tensor.
+    /// Flips the bit that a test requests, in the last tensor.
     pub(super) fn suffer(&mut self, fault: Fault) -> Result<()> {
         let Some(range) = self.stage.layout().params().last().map(Param::range) else { return Ok(()) };
         let averaged = self.sync.as_mut().and_then(|sync| sync.exchanged());
@@ -410,26 +414,26 @@ impl Part {
         }
     }
 
-    /// The gradients, where they were averaged by a method that also has local steps.
+    /// Returns the gradients, if they were averaged by a method that also has local steps.
     pub(super) fn averaged_gradients(&mut self) -> Option<&mut Tensor> {
         let averaged = self.sync.as_ref().is_some_and(|sync| sync.averages_gradients());
         averaged.then_some(&mut self.grads)
     }
 
-    /// Averages over all holders where replicas meet; nothing has changed when it returns.
+    /// Averages over all holders when replicas meet; parameters do not change yet.
     pub(super) fn exchange(&mut self, after: After, weight: f64) -> Option<Result<(), OptimError>> {
         let Self { sync, params, chain, .. } = self;
         sync.as_mut().map(|sync| sync.exchange_gathered(params, chain, after, weight))
     }
 
-    /// Gives an update up before it is taken.
+    /// Drops an update that was not committed.
     pub(super) fn rollback(&mut self) {
         if let Some(sync) = &mut self.sync {
             sync.rollback();
         }
     }
 
-    /// The elements of the token table in the flat buffers, in a part that has it.
+    /// Returns the elements of the token table in the flat buffers of a part that has it.
     pub(super) fn table(&self) -> Range<usize> {
         self.stage.layout().params()[0].range()
     }

@@ -1,5 +1,5 @@
-//! A run that is stopped within a step: the step is dropped, the ranks that answer meet once more, and save
-//! what they have all done. It knows no signal's timing; [`Stop`](crate::Stop) does.
+//! Stopping within a step: the step is dropped; the ranks that answer meet again and save the steps that all of
+//! them have done. It does not depend on the timing of signals, which is in [`Stop`](crate::Stop).
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -15,22 +15,24 @@ use crate::run_dir::folder;
 use crate::step_times::StepTimesLog;
 use crate::{Error, Result, RunDir};
 
-/// How long ranks on real links wait for each other's answer. One that is stopped or cut off has none, and the
-/// others must be done in 2 s; one that is merely far answers within it, or each saves for itself.
+/// Time for which ranks on real links wait for each other's answer. A rank that is stopped or cut off does not
+/// answer, and the others must be done within 2 s. A rank that is only far away answers in time; otherwise each
+/// rank saves alone.
 const ANSWER: Nanos = Nanos::from_millis(500);
 
-/// What a rank leaves when it is stopped.
+/// What a stopped rank leaves on disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Leftover {
-    /// Steps done, which count on all ranks.
+    /// Number of steps done that count on all ranks.
     pub step: u64,
-    /// Steps of this replica alone that are dropped with them: those since replicas were last the same.
+    /// Number of later steps of this replica alone, since replicas last had the same parameters; they are
+    /// dropped.
     pub dropped: u64,
-    /// This rank's newest checkpoint: its step and folder.
+    /// This rank's newest checkpoint: its step and its folder.
     pub saved: Option<(u64, PathBuf)>,
-    /// Why these steps are not saved.
+    /// Why these steps could not be saved.
     pub problem: Option<String>,
-    /// The command line that goes on.
+    /// The command line that continues the run.
     pub resume: Option<String>,
 }
 
@@ -55,23 +57,23 @@ impl fmt::Display for Leftover {
     }
 }
 
-/// What a run has on disk.
+/// What a run has on disk, and the resources it has used.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
     /// The newest checkpoint of this rank.
     pub(super) saved: Option<(u64, PathBuf)>,
-    /// Whether steps have begun.
+    /// Whether training has begun.
     pub(super) begun: bool,
-    /// What the run had used at its newest step.
+    /// Resources used up to the newest step.
     pub(super) totals: Totals,
-    /// Where the time of its steps went.
+    /// Log of how the time of its steps was spent.
     pub(super) times: StepTimesLog,
-    /// What its peers and this rank have exchanged, where it tells no rows.
+    /// Log of the exchange with its peers, on ranks that write no metrics.
     pub(super) peers: PeerCountersLog,
 }
 
 impl Kept {
-    /// Of a run that begins, or goes on, after so many steps.
+    /// Makes the record of a run that begins, or continues, after `step` steps.
     pub(super) fn at(step: u64, run: Option<&RunDir>, totals: Totals) -> Self {
         let path = run.map(|run| run.path().join(folder(step))).filter(|path| path.exists());
         let folder = run.map(RunDir::path);
@@ -80,8 +82,8 @@ impl Kept {
     }
 }
 
-/// What becomes of a failure that a stop has caused, here or on the rank `stopper` in another process: what was
-/// done is saved first. Any other failure stays.
+/// Handles a failure that was caused by a stop, on this rank or on rank `stopper` in another process: saves the
+/// steps done, and returns the error with what is left on disk. Other failures are returned unchanged.
 pub(super) fn part(
     job: &Job,
     trainer: &mut Trainer,
@@ -91,7 +93,8 @@ pub(super) fn part(
     stopper: Option<Rank>,
     error: Error,
 ) -> Error {
-    // Ranks of one process share their stop: who ends another's step there without it has failed.
+    // Ranks of one process share their stop request, so a rank that cancels another's step without one has
+    // failed.
     let others = job.processes > 1;
     let by = error.cancelled_by().or(stopper.filter(|_| error.is_interruption())).filter(|_| others);
     let signal = job.stop.requested();
@@ -105,7 +108,7 @@ pub(super) fn part(
     };
     let mut problem = None;
     let reached = trainer.steps_done();
-    // A second signal asks for the end at once.
+    // A second signal asks for an immediate end.
     if kept.begun && !matches!(error, Error::Stopped(_)) && job.stop.cancelled().is_none() {
         match save(job, trainer, run, &kept) {
             Ok(Some(path)) => {
@@ -128,7 +131,7 @@ pub(super) fn part(
     }
 }
 
-/// Saves the newest step that the ranks which answer have all done. `None` where that is saved already.
+/// Saves the newest step that all answering ranks have done. `None` if it is saved already.
 fn save(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &Kept) -> Result<Option<PathBuf>> {
     let deadline = job.config.deadline;
     let answer = if job.processes > 1 { ANSWER.min(deadline) } else { deadline };
@@ -137,7 +140,7 @@ fn save(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &Kept) -> Result<O
     if step == 0 || kept.saved.as_ref().is_some_and(|(saved, _)| *saved == step) {
         return Ok(None);
     }
-    // Whoever comes back without this step takes it from those that have it.
+    // A rank that returns without this step takes it from those that have it.
     let needed = job.plan.stages();
     if needed > 1
         && let Some(rank) = missing.iter().find(|rank| rank.0 < needed)
@@ -148,7 +151,7 @@ fn save(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &Kept) -> Result<O
     checkpoint::save_without(trainer, job, run, kept.totals, &missing).map(Some)
 }
 
-/// The command line by which a run goes on.
+/// Returns the command line that continues the run.
 fn resume_line(job: &Job) -> String {
     let out = quoted(job.out.as_deref().unwrap_or_else(|| Path::new(".")));
     let config = quoted(&job.out.as_deref().unwrap_or_else(|| Path::new(".")).join("config.toml"));
@@ -159,7 +162,7 @@ fn resume_line(job: &Job) -> String {
     }
 }
 
-/// A path as a shell takes it.
+/// Quotes a path for a shell.
 fn quoted(path: &Path) -> String {
     let text = path.display().to_string();
     let plain = |c: char| c.is_alphanumeric() || "/._-+=:,@%".contains(c);
@@ -170,7 +173,7 @@ fn quoted(path: &Path) -> String {
     }
 }
 
-/// Those of `world` ranks that are not among `members`.
+/// Returns the ranks below `world` that are not among `members`.
 pub(super) fn missing(world: usize, members: &[Rank]) -> Vec<Rank> {
     (0..world as u32).map(Rank).filter(|rank| !members.contains(rank)).collect()
 }

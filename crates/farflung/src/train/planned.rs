@@ -1,5 +1,5 @@
-//! A job's plan: made from the settings, or read from a file. Both give the same value, and all else follows
-//! from it.
+//! A job's plan: made from the settings, or read from a file. Both result in the same type, from which
+//! everything else is derived.
 
 use std::ops::Range;
 use std::path::Path;
@@ -22,9 +22,9 @@ use crate::config::nearest::with_nearest;
 use crate::config::value::Setting as _;
 use crate::{Error, Result, TrainConfig, model_name};
 
-/// Why `train` does not run a schedule; `None` if it does.
+/// Returns why `train` does not support a schedule; `None` if it does.
 ///
-/// The one table behind `farflung train --help` and what a run refuses.
+/// Both `farflung train --help` and the check of a run's settings use this function.
 #[must_use]
 pub const fn refusal(method: Method) -> Option<&'static str> {
     if method.trains() { None } else { Some("it has no backward passes, so nothing would be trained") }
@@ -35,24 +35,24 @@ fn refuse(field: &'static str, value: impl ToString, expected: impl Into<String>
     Error::Setting { field, value: value.to_string(), expected: expected.into() }
 }
 
-/// What a plan remembers of a model.
+/// Returns the description of a model that a plan contains.
 #[must_use]
 pub fn planned_model(name: &str, model: &GptConfig) -> PlannedModel {
     let layers = u32::try_from(model.layers).unwrap_or(u32::MAX);
     PlannedModel { name: name.to_owned(), layers, parameters: model.parameters() }
 }
 
-/// Microbatches of each replica in a step: what `--microbatches` or `--accumulate` says, or what keeps a
-/// pipeline busy.
+/// Returns the microbatches of each replica in a step: `--microbatches` or `--accumulate`, else enough to keep
+/// a pipeline busy.
 pub(super) fn microbatches(config: &TrainConfig) -> usize {
     let unless_told = if config.stages > 1 { 2 * config.stages } else { 1 };
     let accumulated = Some(config.accumulate).filter(|&n| n > 1);
     config.microbatches.or(accumulated).unwrap_or(unless_told)
 }
 
-/// The plan of some settings.
+/// Makes the plan of some settings.
 ///
-/// Errors: [`Error::Setting`] with the setting that cannot be, and what would do instead.
+/// Errors: [`Error::Setting`] with the invalid setting, and the values that are allowed.
 pub(super) fn from_settings(
     config: &TrainConfig,
     model: &GptConfig,
@@ -80,7 +80,7 @@ pub(super) fn from_settings(
     let cut = cut(layers, parts)?;
     let part = |layers: Range<u32>| {
         let count = layers.end - layers.start;
-        // Of a part with fewer layers than are asked for, all.
+        // A part with fewer layers than requested recomputes all of them.
         let recompute = match config.recompute {
             Recompute::Layers(_) if count == 0 => Recompute::None,
             Recompute::Layers(n) => Recompute::Layers(n.min(count)),
@@ -123,7 +123,7 @@ pub(super) fn from_settings(
     Ok(plan)
 }
 
-/// Writes into a plan how fast the ranks of its pools are beside each other, by the rates of their machines.
+/// Sets the relative speeds of the ranks in a plan's pools from the rates of their machines.
 pub(super) fn set_pool_rates(plan: &mut Plan, config: &TrainConfig, rates: &[f64]) {
     if let ScheduleSource::Pools(pools) = &mut plan.pipeline.schedule
         && config.pool_rates.is_none()
@@ -132,14 +132,14 @@ pub(super) fn set_pool_rates(plan: &mut Plan, config: &TrainConfig, rates: &[f64
     }
 }
 
-/// Writes into a plan how many local steps each replica takes, by the rates of the ranks' machines.
+/// Sets the number of local steps of each replica in a plan from the rates of the ranks' machines.
 ///
-/// Errors: [`Error::Setting`] for numbers that the plan does not admit.
+/// Errors: [`Error::Setting`] for numbers that the plan does not allow.
 pub(super) fn set_local_steps(plan: &mut Plan, config: &TrainConfig, rates: &[f64]) -> Result<()> {
     if averages::each_step(plan) {
         return Ok(());
     }
-    // The slowest of a pipeline's ranks is its speed.
+    // A pipeline is as fast as its slowest rank.
     let slowest = |ranks: &[f64]| ranks.iter().copied().fold(f64::INFINITY, f64::min);
     let pipelines = rates.chunks(plan.stages() as usize).zip(&plan.microbatches);
     let speeds: Vec<f64> = pipelines.map(|(ranks, &count)| slowest(ranks) / f64::from(count)).collect();
@@ -154,7 +154,8 @@ pub(super) fn set_local_steps(plan: &mut Plan, config: &TrainConfig, rates: &[f6
     plan.check().and_then(|()| check_periods(plan)).map_err(in_settings)
 }
 
-/// Whether all replicas take the steps in which gradients are averaged, in a method that also has local steps.
+/// Checks that all replicas take the steps in which gradients are averaged, for methods that also have local
+/// steps.
 pub(super) fn check_warmup(config: &TrainConfig, steps: &[u32]) -> Result<()> {
     let averages = config.optimizer.averages.sync().is_some()
         || (config.sync.reads.contains(&"sync-warmup") && config.sync_warmup > 0);
@@ -165,7 +166,7 @@ pub(super) fn check_warmup(config: &TrainConfig, steps: &[u32]) -> Result<()> {
     Ok(())
 }
 
-/// Whether the replicas of each level reach its averages together.
+/// Checks that the replicas of each level reach its averages together.
 fn check_periods(plan: &Plan) -> Result<(), ParallelError> {
     for (i, Level { method, every, steps, .. }) in plan.levels.iter().enumerate() {
         let waits = SyncMethod::by_name(method).is_some_and(|row| !row.timed);
@@ -178,7 +179,7 @@ fn check_periods(plan: &Plan) -> Result<(), ParallelError> {
     Ok(())
 }
 
-/// What a plan that was made of settings does not admit, as the setting that is wrong.
+/// Converts an error in a plan that was made from settings to an error on the setting.
 fn in_settings(error: ParallelError) -> Error {
     match error {
         ParallelError::Plan { field, value, expected } => {
@@ -194,26 +195,26 @@ fn in_settings(error: ParallelError) -> Error {
     }
 }
 
-/// Layers cut into parts as equal as they can be.
+/// Divides layers into parts that are as equal as possible.
 pub(super) fn cut(layers: u32, parts: u32) -> Result<Vec<Range<u32>>> {
     even_parts(layers, parts)
         .ok_or_else(|| refuse("stages", parts, format!("1 for a model of {layers} layer: it cannot be cut")))
 }
 
-/// A count as plans have it.
+/// Converts a count to the type that plans use.
 fn small(field: &'static str, value: usize) -> Result<u32> {
     u32::try_from(value).map_err(|_| refuse(field, value, format!("at most {}", u32::MAX)))
 }
 
-/// The codecs of each boundary of some settings.
+/// Returns the codecs of each boundary of some settings.
 fn boundary(config: &TrainConfig) -> BoundaryCodecs {
     let (forward, backward) = (config.boundary.to_string(), config.boundary_backward.to_string());
     BoundaryCodecs { forward, backward }
 }
 
-/// How the replicas of some settings stay one model.
+/// Returns how the replicas of some settings are synchronised.
 pub(super) fn level(config: &TrainConfig, replicas: u32) -> Level {
-    // One copy has nobody to send to, and nothing to lose bits for.
+    // A single copy has no peers, so its values need not be encoded.
     let alone = replicas == 1 && !has_copies(config);
     let codec = if alone { AverageSpec::default() } else { config.averaged_codec() };
     let period = u32::try_from(config.sync_every).unwrap_or(u32::MAX);
@@ -221,7 +222,7 @@ pub(super) fn level(config: &TrainConfig, replicas: u32) -> Level {
     let name = if codec.is_plain() { NO_CODEC.to_owned() } else { codec.to_string() };
     let algorithm = match codec {
         _ if config.was_given("algorithm") => config.algorithm,
-        // What a protocol exchanges is summed plainly.
+        // The exchanges of a protocol are summed uncompressed.
         AverageSpec::Protocol(_) => Level::unless_told(NO_CODEC),
         AverageSpec::Codec(_) => Level::unless_told(&name),
     };
@@ -237,7 +238,7 @@ pub(super) fn level(config: &TrainConfig, replicas: u32) -> Level {
     }
 }
 
-/// Whether a pipeline of these settings holds parts of the model more than once.
+/// Returns whether a pipeline of these settings has several copies of parts of the model.
 fn has_copies(config: &TrainConfig) -> bool {
     if let Some(pools) = config.pools() {
         return pools.fewest() > 1;
@@ -245,12 +246,12 @@ fn has_copies(config: &TrainConfig) -> bool {
     config.stages > 1 && config.schedule.copies() > 1
 }
 
-/// The machines of a cluster by rank, or names for those of one process.
+/// Returns the names of a cluster's machines by rank, or generated names without a cluster.
 fn machines(world: usize, cluster: Option<&Cluster>) -> Vec<String> {
     cluster.map_or_else(|| (0..world).map(|rank| format!("worker.{rank}")).collect(), Cluster::rank_names)
 }
 
-/// Whether the ranks of pools are those of the run, and have work.
+/// Checks that pools have as many ranks as the run, and that there are enough microbatches for them.
 pub(super) fn check_pools(config: &TrainConfig, pools: &Pools, world: usize) -> Result<()> {
     let (ranks, fewest, microbatches) = (pools.ranks(), pools.fewest(), microbatches(config));
     if world != ranks as usize {
@@ -263,7 +264,7 @@ pub(super) fn check_pools(config: &TrainConfig, pools: &Pools, world: usize) -> 
     Ok(())
 }
 
-/// Whether the settings go together.
+/// Checks that the settings are consistent.
 fn check(config: &TrainConfig, world: usize) -> Result<()> {
     let (method, stages) = (config.schedule, config.stages);
     if !world.is_multiple_of(stages) {
@@ -283,10 +284,10 @@ fn check(config: &TrainConfig, world: usize) -> Result<()> {
     }
 }
 
-/// Reads a plan and checks that it is for this model and this many ranks.
+/// Reads a plan and checks that it is for this model and this number of ranks.
 ///
 /// Errors: [`Error::Io`]; [`Error::Parallel`] with the line or field; [`Error::Setting`] for another model or
-/// world.
+/// number of ranks.
 pub(super) fn from_file(path: &Path, model: &GptConfig, world: usize) -> Result<Plan> {
     let plan = read(path)?;
     let shown = || path.display().to_string();
@@ -315,7 +316,7 @@ pub(super) fn from_file(path: &Path, model: &GptConfig, world: usize) -> Result<
     Ok(plan)
 }
 
-/// Reads a plan whose fields and names are right.
+/// Reads a plan and checks its fields and names.
 ///
 /// Errors: [`Error::Io`]; [`Error::Parallel`] with the line or field.
 pub fn read(path: &Path) -> Result<Plan> {
@@ -326,7 +327,7 @@ pub fn read(path: &Path) -> Result<Plan> {
     Ok(plan)
 }
 
-/// Whether there are codecs and methods of the plan's names.
+/// Checks that the plan's codecs and methods exist.
 ///
 /// Errors: [`ParallelError::Plan`] with the field.
 pub(super) fn check_names(plan: &Plan) -> Result<()> {
@@ -364,7 +365,8 @@ pub(super) fn check_names(plan: &Plan) -> Result<()> {
 
 /// Reads a schedule: lines such as `r0: 0F0 0F1 0B0 0B1`, or `PyTorch`'s form in a `.csv` file.
 ///
-/// Errors: [`Error::Io`]; [`Error::Setting`] with the file and the line, or with why it could not run.
+/// Errors: [`Error::Io`]; [`Error::Setting`] with the file and the line, or with the reason why the schedule
+/// cannot run.
 pub fn read_schedule(path: &Path) -> Result<ComputeOrder> {
     let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
     let csv = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("csv"));
@@ -373,7 +375,7 @@ pub fn read_schedule(path: &Path) -> Result<ComputeOrder> {
         .map_err(|cause| refuse("schedule-file", path.display(), format!("a schedule that can run: {cause}")))
 }
 
-/// Positions cut into slices as equal as they can be; none where sequences pass whole.
+/// Divides positions into slices that are as equal as possible; empty for a single slice.
 fn even(context: usize, slices: usize) -> Result<Vec<u32>> {
     if slices > context {
         let expected = format!("at least {slices}, as many as the schedule has slices");
@@ -383,22 +385,23 @@ fn even(context: usize, slices: usize) -> Result<Vec<u32>> {
     Ok(if slices == 1 { Vec::new() } else { (0..slices).map(|s| bound(s + 1) - bound(s)).collect() })
 }
 
-/// The links between neighbours of the first pipeline.
+/// Returns the links between neighbours of the first pipeline.
 fn links_of(config: &TrainConfig, world: usize, stages: u32, cluster: Option<&Cluster>) -> Result<Vec<Link>> {
     let topology = links::declared(config, world, cluster)?;
     let link = |from, to| Link { bandwidth: topology.rate(from, to), ..topology.link(from, to) };
     Ok((1..stages).map(|r| link(Rank(r - 1), Rank(r))).collect())
 }
 
-/// As many slices a sequence has at most unless the settings say otherwise: shorter ones compute worse, which
-/// the modelled times do not show.
+/// Default limit on the number of slices of a sequence: shorter slices are less efficient, which the predicted
+/// times do not show.
 const SLICES: usize = 8;
 
-/// What keeps the search for the best slices within a second.
+/// Limit on the number of grains, so that the search for the best slices takes less than a second.
 const MOST_GRAINS: usize = 256;
 
-/// The slices with which a pipeline of these parts takes least, where each takes its forward and backward and
-/// holds the slowest link. That links have latency changes nothing: it passes while the next slice is computed.
+/// Returns the slices with which a pipeline of these parts takes the least time, where each slice costs its
+/// forward and backward pass and the time on the slowest link. Latency is ignored, since it passes while the
+/// next slice is computed.
 fn sliced(config: &TrainConfig, model: &GptConfig, parts: &[Range<u32>], links: &[Link]) -> Result<Vec<u32>> {
     let context = model.context;
     let grain = config.slice_grain.unwrap_or_else(|| {

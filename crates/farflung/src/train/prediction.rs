@@ -1,6 +1,6 @@
-//! What a plan is predicted to take: each rank's acts are written down by the schedule's own executor and in
-//! the trainer's own order, and played in virtual time over the links that the ranks share. Nothing is computed
-//! or sent.
+//! Predicts the time of a plan's steps: the schedule's own executor records the actions of each rank in the
+//! trainer's order, and they are played in virtual time over the links that the ranks share. Nothing is
+//! computed or sent.
 
 mod operations;
 mod recorder;
@@ -19,49 +19,50 @@ use crate::Result;
 use operations::Operations;
 use recorder::{Marks, Recorder, Worked};
 
-/// What a plan's steps are predicted to take.
+/// Predicted time of a plan's steps.
 ///
-/// With the links and rates of a run on the virtual clock this is what it takes. Not in it: evaluations,
-/// checkpoints, and what ranks compare now and then. Of averages that travel while the next steps are computed
-/// it is taken that they arrive in time.
+/// With the links and rates of a run on the virtual clock, the prediction is within a percent of that run. It
+/// does not contain evaluations, checkpoints, and comparisons that ranks do from time to time. Averages that
+/// are in flight during the next steps are assumed to arrive in time.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Prediction {
-    /// Sequence after which the pattern repeats: those between two averages.
+    /// Number of steps after which the pattern repeats: from one average to the next.
     pub period: u32,
-    /// All of a period, until the last rank has agreed on its end.
+    /// Time of a whole period, until the last rank has agreed on its end.
     pub total: Nanos,
-    /// From the common start of a step until the last microbatch has passed its last part.
+    /// Time from the common start of a step until the last microbatch has passed its last part.
     pub pass: Nanos,
-    /// What the busiest rank computes in a step.
+    /// Time for which the busiest rank computes in a step.
     pub compute: Nanos,
-    /// Part of the pass in which ranks stand still, from 0 to 1.
+    /// Fraction of the pass in which ranks are idle, from 0 to 1.
     pub bubble: f64,
 }
 
 impl Prediction {
-    /// Of a plan for a model on some machines, one of each for each rank.
+    /// Predicts a plan for a model; `machines` has one machine per rank.
     ///
-    /// Errors: those of [`ReplicaSchedule::new`]; that a codec or algorithm of the plan has no price.
+    /// Errors: those of [`ReplicaSchedule::new`]; a codec or algorithm of the plan whose time cannot be
+    /// predicted.
     pub fn new(plan: &Plan, model: &GptConfig, machines: &Machines) -> Result<Self> {
         Self::limited(plan, model, machines, Nanos::MAX).map(|found| found.expect("nothing is later"))
     }
 
-    /// As [`Prediction::new`] where a step takes no longer than `limit`, else `None`.
+    /// As [`Prediction::new`]; `None` if a step takes longer than `limit`.
     fn limited(plan: &Plan, model: &GptConfig, machines: &Machines, limit: Nanos) -> Result<Option<Self>> {
         let schedules = schedules(plan, model, machines)?;
         let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
-        // A replica alone meets itself after each step.
+        // A single replica meets itself after each step.
         let meets = !averages::each_step(plan) && !averages::overlaps(plan);
         let paces = plan.local_steps();
         let repeats = meets || !paces.are_equal();
         let period = if repeats && plan.replicas() > 1 { paces.period() } else { 1 };
         let steps = period.min(EXACT);
-        // The last of a period, in which replicas meet.
+        // The last steps of a period, at whose end replicas meet.
         let first = u64::from(period - steps);
         let pace = Some(Pace { steps: &paces, first });
         let all = Sequence { schedules: &schedules, machines, before: &[], steps, pace, meets };
         if period == steps {
-            // As `step` divides.
+            // Matches the rounding of the division in `step`.
             let limit = match limit {
                 Nanos::MAX => limit,
                 Nanos(limit) => Nanos((limit + 1).saturating_mul(period.into()) - 1),
@@ -69,7 +70,7 @@ impl Prediction {
             let played = all.recorded(&mut operations)?.play_within(limit)?;
             return Ok(played.map(|played| played.predicted(period)));
         }
-        // The others are as long as the last local step that was played, on each rank.
+        // On each rank, the other local steps take as long as the last one that was played.
         let local = Sequence { meets: false, pace: None, ..all }.play(&mut operations)?;
         let taken = |rank: usize| paces.taken(rank as u32 / plan.stages(), first);
         let others = |(rank, took): (usize, Nanos)| Nanos(took.0.saturating_mul(taken(rank)));
@@ -79,7 +80,7 @@ impl Prediction {
         Ok(Some(found).filter(|found| found.step() <= limit))
     }
 
-    /// Of a plan for a model on those machines of a topology file that it names.
+    /// Predicts a plan for a model on the machines of a topology file that the plan names.
     ///
     /// Errors: as [`Prediction::new`]; [`Error::Setting`](crate::Error::Setting) for a machine that the file
     /// does not have.
@@ -87,16 +88,16 @@ impl Prediction {
         Self::new(plan, model, &Machines::of_plan(plan, model, cluster)?)
     }
 
-    /// As [`Prediction::on`] where a step takes no longer than `limit`, else `None`, which is known sooner: no
-    /// more than the limit is played, and nothing where the busiest processor or link takes longer alone.
+    /// As [`Prediction::on`]; `None` if a step takes longer than `limit`. That is cheaper: no time beyond the
+    /// limit is played, and nothing at all if the busiest processor or link alone takes longer.
     ///
     /// Errors: as [`Prediction::on`].
     pub fn within(plan: &Plan, model: &GptConfig, cluster: &Cluster, limit: Nanos) -> Result<Option<Self>> {
         Self::limited(plan, model, &Machines::of_plan(plan, model, cluster)?, limit)
     }
 
-    /// A time that no step of a plan without local steps is shorter than: what the busiest processor or link
-    /// takes alone.
+    /// Returns a lower bound of the step time of a plan without local steps: the time of the busiest processor
+    /// or link alone.
     ///
     /// Errors: as [`Prediction::on`].
     pub fn at_least(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Nanos> {
@@ -107,16 +108,16 @@ impl Prediction {
         Ok(recorded.script.at_least(&machines.topology))
     }
 
-    /// Of a job.
+    /// Predicts the plan of a job.
     ///
     /// Errors: as [`Prediction::new`].
     pub fn of(job: &Job) -> Result<Self> {
         Self::new(&job.plan, &job.model, &job.machines()?)
     }
 
-    /// The first step of a plan with a flush on machines of a topology file, to be drawn: what each rank
-    /// computes, and as one span on its link what it waits for behind its pass, averages and the agreement on
-    /// the step.
+    /// Returns the timeline of the first step of a plan with a flush, on machines of a topology file, for
+    /// drawing: the computations of each rank, and one span on its link for its waits after the pass (averages,
+    /// and the agreement on the step).
     ///
     /// Errors: as [`Prediction::on`].
     pub fn timeline(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Timeline> {
@@ -126,43 +127,44 @@ impl Prediction {
         Ok(Sequence::first(&schedules, machines).play(&mut operations)?.timeline())
     }
 
-    /// A step, averages included, in the mean of a period.
+    /// Returns the mean time of a step in a period, averages included.
     #[must_use]
     pub const fn step(&self) -> Nanos {
         Nanos(self.total.0 / self.period as u64)
     }
 }
 
-/// How each replica of a plan carries its step out.
+/// Returns the schedule of each replica of a plan.
 fn schedules(plan: &Plan, model: &GptConfig, machines: &Machines) -> Result<Vec<ReplicaSchedule>> {
     (0..plan.replicas()).map(|replica| ReplicaSchedule::of(plan, model, machines, replica)).collect()
 }
 
-/// Local steps of a period that are played one by one: ranks drift apart, and back into step, within a few.
+/// Number of local steps of a period that are played one by one: ranks drift apart, and settle, within a few
+/// steps.
 const EXACT: u32 = 8;
 
-/// Who takes which local steps of a sequence that begins behind so many of a period.
+/// Which replicas take which local steps of a sequence that begins after `first` steps of a period.
 #[derive(Clone, Copy)]
 struct Pace<'a> {
     steps: &'a LocalSteps,
     first: u64,
 }
 
-/// Some steps of all replicas.
+/// A number of steps of all replicas.
 #[derive(Clone, Copy)]
 struct Sequence<'a> {
     schedules: &'a [ReplicaSchedule],
     machines: &'a Machines,
-    /// How long each rank is busy before; empty: not at all.
+    /// Time for which each rank is busy before the sequence; empty for none.
     before: &'a [Nanos],
     steps: u32,
-    /// Who takes which of them; all do without it.
+    /// Which replicas take which steps; all take all without it.
     pace: Option<Pace<'a>>,
-    /// Whether replicas become the same after the last, where they are not after each step.
+    /// Whether replicas meet after the last step, if they do not after each step.
     meets: bool,
 }
 
-/// What ranks do in a sequence.
+/// The recorded actions of all ranks in a sequence.
 struct Recorded<'a> {
     topology: &'a Topology,
     script: Script,
@@ -170,7 +172,7 @@ struct Recorded<'a> {
 }
 
 impl Recorded<'_> {
-    /// `None` where it takes longer.
+    /// Plays the sequence; `None` if it takes longer than `limit`.
     fn play_within(self, limit: Nanos) -> Result<Option<PlayedSequence>> {
         let Self { topology, script, marks } = self;
         let played = if limit == Nanos::MAX {
@@ -184,7 +186,7 @@ impl Recorded<'_> {
     }
 }
 
-/// A sequence that was played.
+/// Result of playing a sequence in virtual time.
 struct PlayedSequence {
     played: Played,
     ranks: Vec<Vec<Act>>,
@@ -192,7 +194,7 @@ struct PlayedSequence {
 }
 
 impl<'a> Sequence<'a> {
-    /// The first step, replicas apart.
+    /// Returns the first step, without a meeting of replicas.
     const fn first(schedules: &'a [ReplicaSchedule], machines: &'a Machines) -> Self {
         Self { schedules, machines, before: &[], steps: 1, pace: None, meets: false }
     }
@@ -235,12 +237,12 @@ impl<'a> Sequence<'a> {
 }
 
 impl PlayedSequence {
-    /// When a rank was done with so many of its acts.
+    /// Returns the time at which a rank has done its first `acts` acts.
     fn ended(&self, rank: usize, acts: usize) -> Nanos {
         self.played.ends[rank][..acts].last().copied().unwrap_or_default()
     }
 
-    /// How long the last step took each rank.
+    /// Returns the time of the last step on each rank.
     fn last_steps(&self) -> impl Iterator<Item = Nanos> {
         self.marks.iter().enumerate().map(|(rank, marks)| {
             let before = marks.steps.len().checked_sub(2).map_or(0, |step| marks.steps[step]);
@@ -248,7 +250,7 @@ impl PlayedSequence {
         })
     }
 
-    /// Of the first step.
+    /// Returns the timeline of the first step.
     fn timeline(&self) -> Timeline {
         let mut spans = Vec::new();
         for (rank, marks) in self.marks.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! What averages take on declared links, as `farflung-comm` prices them: for planners.
+//! Predicted times of averages on declared links, as computed by `farflung-comm`, for planners.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -8,7 +8,7 @@ use farflung_comm::{AllReduce as _, CodedAllReduce as _, CodedBuffer, cost};
 use farflung_compress::CodecSpec;
 use farflung_parallel::Codec;
 
-/// A codec as planners see it. What it sends depends on the values; here it is the most that it may.
+/// Describes a codec for planners, with the largest payload that it may send.
 #[must_use]
 pub fn planned_codec(codec: CodecSpec) -> Codec {
     if codec == CodecSpec::default() {
@@ -19,12 +19,12 @@ pub fn planned_codec(codec: CodecSpec) -> Codec {
     Codec { name: codec.to_string().into(), block: block as u64, block_bytes }
 }
 
-/// Ranks up to which all algorithms are priced; among more only those of few messages.
+/// Number of ranks up to which all algorithms are priced; with more ranks, only those with few messages.
 const MOST_RANKS: usize = 64;
 
-/// Prices of averages over all ranks of some links, for planners.
+/// Predicted times of averages over all ranks of given links, for planners.
 ///
-/// A codec is taken to send what [`Codec::bytes`] says. Each price is worked out once.
+/// A codec is assumed to send as much as [`Codec::bytes`] says. Each time is computed once and cached.
 #[derive(Debug)]
 pub struct AveragePrices {
     topology: Topology,
@@ -32,14 +32,14 @@ pub struct AveragePrices {
 }
 
 impl AveragePrices {
-    /// On these links.
+    /// Makes the table for these links.
     #[must_use]
     pub const fn new(topology: Topology) -> Self {
         Self { topology, known: Mutex::new(BTreeMap::new()) }
     }
 
-    /// The time of an average of so many values; `None` for an algorithm that has no form for the codec, or
-    /// loses at each hop, or has too many messages among so many ranks.
+    /// Returns the time of an average of `values` values; `None` for an algorithm that does not support the
+    /// codec, that encodes again at each hop, or that needs too many messages with this many ranks.
     #[must_use]
     pub fn of(&self, algorithm: Algorithm, codec: &Codec, values: u64) -> Option<Nanos> {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
@@ -89,7 +89,7 @@ mod tests {
         for region in [[Rank(0), Rank(1)], [Rank(2), Rank(3)]] {
             topology.set_region(&region, Port { up: Bandwidth(10_000_000), down: Bandwidth(10_000_000) });
         }
-        // Halves of 2 MB go both ways over each line of 10 Mbit/s, twice, from two ranks.
+        // Halves of 2 MB are sent in both directions over each line of 10 Mbit/s, twice, by two ranks.
         assert!(ring(&topology) > Nanos::from_millis(3_000));
         let prices = AveragePrices::new(topology);
         let coded = |form| prices.of(form, &Codec::INT8, 1_000_000);

@@ -1,6 +1,6 @@
-//! Whether a device gives the same bits twice. No kernel here is chosen by timing and none adds in an order of
-//! its own, so that a run repeats itself on the same devices; what a driver or worn hardware makes of that is
-//! measured, not promised.
+//! Checks whether a device computes the same bits twice. Our kernels are not chosen by timing and always add in
+//! the same order, so that runs repeat on the same devices. Effects of drivers or faulty hardware are measured
+//! here.
 
 use farflung_base::Philox;
 use farflung_tensor::{Device, Tensor};
@@ -10,7 +10,8 @@ use farflung_zoo::{Input, Output, Stage};
 use super::fingerprint::digest;
 use crate::{Error, Result};
 
-/// Runs a forward and a backward pass of `batch` sequences twice, in memory that held other things meanwhile.
+/// Runs a forward and a backward pass of `batch` sequences twice, in memory that was used for other data in
+/// between.
 ///
 /// Errors: [`Error::NotRepeatable`] if any bit of the outputs or gradients differs.
 pub(super) fn check(stage: &Stage, params: &Tensor, batch: usize) -> Result<()> {
@@ -22,7 +23,7 @@ fn same_twice(device: &Device, mut run: impl FnMut() -> Result<blake3::Hash>) ->
     if run()? == first { Ok(()) } else { Err(Error::NotRepeatable { device: device.name().to_owned() }) }
 }
 
-/// Hash of all that a stage makes of numbers that are always the same.
+/// Returns the hash of a stage's outputs and gradients for fixed inputs.
 fn pass(stage: &Stage, params: &Tensor, batch: usize) -> Result<blake3::Hash> {
     let config = stage.config();
     let shape = [batch, config.context, config.dim];
@@ -64,7 +65,7 @@ mod tests {
             let stage = Stage::new(config, layers, &cpu).unwrap();
             let params = stage.init(1).unwrap();
             check(&stage, &params, 2).unwrap();
-            // Of other parameters something else is made.
+            // Other parameters give another hash.
             assert_ne!(pass(&stage, &params, 2).unwrap(), pass(&stage, &stage.init(2).unwrap(), 2).unwrap());
         }
     }

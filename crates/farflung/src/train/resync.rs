@@ -1,6 +1,7 @@
-//! Copies of parameters on devices that round differently: they take the same update in other orders, and move
-//! apart by a rounding at each step. Now and then their hashes are compared, and where they differ all take the
-//! first holder's. It refuses to know how parameters are trained, and which copies there are.
+//! Keeps copies of parameters equal on devices that round differently. Such devices apply the same update in
+//! different orders, so that copies differ by a rounding after each step. From time to time hashes are
+//! compared; if they differ, all holders take the first holder's copy. It does not depend on how parameters are
+//! trained or which copies exist.
 
 use std::ops::Range;
 
@@ -12,22 +13,21 @@ use super::fingerprint::digest;
 use super::job::Job;
 use crate::Result;
 
-/// What a comparison of all copies found.
+/// Result of a comparison of all copies.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Drift {
-    /// The largest relative l2 distance of a copy from its first holder's, before all had those parameters
-    /// again.
+    /// Largest relative l2 distance of a copy from that of its first holder, before it was replaced.
     pub distance: f64,
-    /// Bytes that this process sent to compare, and to make them equal.
+    /// Bytes that this process sent to compare copies and to make them equal.
     pub bytes: u64,
 }
 
-/// When to compare.
+/// Decides when to compare copies.
 #[derive(Debug)]
 pub(super) struct Resync {
-    /// Steps between comparisons; 0 is never.
+    /// Steps between comparisons; 0 disables them.
     every: u64,
-    /// The step of the last.
+    /// The step of the last comparison.
     last: u64,
     steps: u64,
     /// Whether copies are on devices that may round differently.
@@ -35,10 +35,10 @@ pub(super) struct Resync {
 }
 
 impl Resync {
-    /// There is nothing to compare where there are no `copies` in all of the job, nor where all ranks are on
-    /// processors: the update has the same bits on all of them.
+    /// Comparisons are disabled if the job has no `copies`, or if all ranks are on CPUs, where the update has
+    /// the same bits on all of them.
     pub(super) fn new(job: &Job, comm: &Communicator, device: &str, copies: bool) -> Result<Self> {
-        // Settings are the job's, but what `auto` found differs between machines.
+        // The settings are the same on all ranks, but the device found by `auto` differs between machines.
         let unlike = copies && {
             let names = comm.all_gather_bytes(device.as_bytes().to_vec())?;
             names.iter().any(|name| name != b"cpu")
@@ -47,23 +47,24 @@ impl Resync {
         Ok(Self { every, last: 0, steps: job.config.steps, unlike })
     }
 
-    /// Whether copies are on devices that may round differently, so that they move apart between comparisons.
+    /// Returns whether copies are on devices that may round differently, so that they may differ between
+    /// comparisons.
     pub(super) const fn is_unlike(&self) -> bool {
         self.unlike
     }
 
-    /// Whether all copies were made equal after this step.
+    /// Returns whether all copies were made equal after this step.
     pub(super) const fn is_done_at(&self, step: u64) -> bool {
         self.every > 0 && self.last == step
     }
 
-    /// Counts anew from `step`, at which a checkpoint was read.
+    /// Restarts the interval at `step`, at which a checkpoint was read.
     pub(super) const fn restart(&mut self, step: u64) {
         self.last = step;
     }
 
-    /// After a step that all agreed on: a comparison, where one is due. It is at the last step too. All ranks
-    /// call it, and carry the comparison out.
+    /// Returns a comparison, if one is due after this step or if it is the last step. All ranks call it after a
+    /// step on which they agreed, and do the comparison.
     pub(super) fn after_step<'a>(&mut self, step: u64, comm: &'a Communicator) -> Option<Comparison<'a>> {
         if self.every == 0 || step - self.last < self.every && step != self.steps {
             return None;
@@ -73,7 +74,7 @@ impl Resync {
     }
 }
 
-/// A comparison of all that several ranks hold.
+/// A comparison of the copies on several ranks.
 #[derive(Debug)]
 pub(super) struct Comparison<'a> {
     comm: &'a Communicator,
@@ -82,7 +83,7 @@ pub(super) struct Comparison<'a> {
 }
 
 impl Comparison<'_> {
-    /// Makes one thing's copies equal: elements of a flat buffer on each of its holders, who all call it.
+    /// Makes the copies of a range of a flat buffer equal; all holders call it.
     pub(super) fn mend(
         &mut self,
         holders: &Communicator,
@@ -100,7 +101,7 @@ impl Comparison<'_> {
         Ok(())
     }
 
-    /// What all ranks together found; all call it.
+    /// Returns what all ranks together found; all ranks call it.
     pub(super) fn done(self) -> Result<Drift> {
         let mut farthest = [self.distance];
         self.comm.all_reduce(&mut farthest, ReduceOp::Max)?;
@@ -108,7 +109,7 @@ impl Comparison<'_> {
     }
 }
 
-/// Relative l2 distance.
+/// Returns the relative l2 distance.
 fn relative(x: &[f32], from: &[f32]) -> f64 {
     let square = |x: f32| f64::from(x) * f64::from(x);
     let off: f64 = x.iter().zip(from).map(|(x, f)| (f64::from(*x) - f64::from(*f)).powi(2)).sum();
@@ -132,7 +133,8 @@ mod tests {
         assert_eq!(relative(&[1.0], &[0.0]), f64::INFINITY);
     }
 
-    /// Of three ranks the last has another copy, in elements that are held by all and in one of its own.
+    /// The last of three ranks has another copy, both in elements that all hold and in an element that only it
+    /// holds.
     #[test]
     fn holders_take_the_first_ones_elements_and_keep_their_own() {
         let device = Device::cpu(1).unwrap();

@@ -1,4 +1,4 @@
-//! A run from its first step to its report: the loop of each rank, and what rank 0 tells the world about it.
+//! A run from its first step to its report: the loop of each rank, and what rank 0 reports.
 
 use farflung_base::Link;
 use farflung_comm::{Communicator, Stats};
@@ -28,25 +28,27 @@ use crate::config::notes::Circumstances;
 use crate::events::{EventLog, What};
 use crate::{Error, Existing, LaunchEnv, Result, RunDir, StepMetrics, TrainConfig, model_name};
 
-/// Follows a run: called on rank 0.
+/// Callbacks that follow a run; called on rank 0 unless stated otherwise.
 pub trait Watch: Send {
-    /// Steps begin, after so many and up to so many.
+    /// Training begins after `done` of `steps` steps.
     fn begin(&mut self, _done: u64, _steps: u64) {}
 
-    /// A step is done. `link_use` is the share of the link's time that this worker's bytes took so far.
+    /// A step is done. `link_use` is the fraction of the time so far for which this worker's bytes occupied its
+    /// link.
     fn step(&mut self, metrics: &StepMetrics, link_use: Option<f64>);
 
-    /// The row of a step as it is written: with its loss, which replicas that are apart tell later.
+    /// The row of a step was written, with its loss. If replicas train apart, losses are known only when they
+    /// meet, so it may be called later than `step`.
     fn told(&mut self, _row: &StepMetrics) {}
 
-    /// What is known of this process's first rank after a step. Called in every process.
+    /// State of this process's first rank after a step. Called in every process.
     fn observe(&mut self, _seen: &Observation<'_>) {}
 
-    /// Something worth a line.
+    /// A line of text for the user.
     fn note(&mut self, text: &str);
 }
 
-/// Watches nothing.
+/// Ignores all calls.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Quiet;
 
@@ -55,7 +57,7 @@ impl Watch for Quiet {
     fn note(&mut self, _: &str) {}
 }
 
-/// What a pipeline is predicted to take: a line before its first step.
+/// Returns a line with the predicted time of a pipeline, shown before its first step.
 fn note(trainer: &Trainer, job: &Job) -> Result<Option<String>> {
     let plan = &job.plan;
     if plan.stages() == 1 {
@@ -82,7 +84,8 @@ fn note(trainer: &Trainer, job: &Job) -> Result<Option<String>> {
     )))
 }
 
-/// Ranks of a run: the launched processes, else the plan's, else the settings' workers.
+/// Returns the number of ranks of a run: the launched processes, else the plan's ranks, else the workers of the
+/// settings.
 ///
 /// Errors: a plan that cannot be read.
 pub fn world(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<usize> {
@@ -93,8 +96,8 @@ pub fn world(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<usize> {
     })
 }
 
-/// Trains as the settings say: all workers in this process, or one of them under a launcher. The report is rank
-/// 0's; other ranks give `None`.
+/// Trains as the settings say: all workers in this process, or one of them under a launcher. Returns the report
+/// on rank 0, and `None` on other ranks.
 pub fn run(
     config: TrainConfig,
     env: Option<&LaunchEnv>,
@@ -103,7 +106,7 @@ pub fn run(
 ) -> Result<Option<Report>> {
     let launched = env.filter(|env| env.world_size > 1);
     let admitted = admit(&config, env);
-    // What no rank could do is refused without waiting for the others.
+    // An error that any single rank detects is returned without waiting for the others.
     let admitted = match admitted {
         Err(error @ Error::TooLarge(_)) => return Err(error),
         admitted => admitted,
@@ -139,7 +142,7 @@ pub fn run(
         job.out = Some(claim.path().to_owned());
         run_job(&job, seats, watch)
     });
-    // Whatever a worker failed with then, that is why.
+    // After a cancelling signal, the signal is the cause of any worker's failure.
     match job.stop.cancelled() {
         Some(signal) if result.as_ref().is_err_and(|error| !matches!(error, Error::StoppedAt { .. })) => {
             Err(Error::Stopped(signal))
@@ -148,7 +151,7 @@ pub fn run(
     }
 }
 
-/// Whether this machine can take its part of a run: its transport, its memory, its threads.
+/// Checks that this machine can run its part: its transport, its memory, its threads.
 fn admit(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<()> {
     config.transport_for(env.map_or(1, |env| env.world_size))?;
     let mut followed = config.clone();
@@ -165,16 +168,16 @@ fn prepare(config: TrainConfig, env: Option<&LaunchEnv>, stop: crate::Stop) -> R
     let job = Job::new(config, world, stop)?;
     deadline::check(&job, transport)?;
     if let Some(env) = env {
-        // A device that is not there is told to the other ranks.
+        // Opening the device here reports a missing one to the other ranks.
         job.device(env.rank.index(), 1)?;
     }
     Ok(job)
 }
 
-/// Trains a job in the given seats, a thread each.
+/// Trains a job with the given seats, one thread per seat.
 pub fn run_job(job: &Job, seats: Vec<Seat>, watch: &mut dyn Watch) -> Result<Option<Report>> {
     let results = run_seats(job, seats, watch);
-    // A worker that fails takes the others with it: the first cause is the one that is not about a lost peer.
+    // A failed worker makes the others fail too; the cause is the first error that is not about a lost peer.
     let mut report = None;
     let mut failure: Option<Error> = None;
     for result in results {
@@ -190,7 +193,7 @@ pub fn run_job(job: &Job, seats: Vec<Seat>, watch: &mut dyn Watch) -> Result<Opt
     failure.map_or(Ok(report), Err)
 }
 
-/// Trains a job in the given seats, a thread each, and gives what becomes of each of them.
+/// Trains a job with the given seats, one thread per seat, and returns the result of each.
 pub fn run_seats(job: &Job, seats: Vec<Seat>, watch: &mut dyn Watch) -> Vec<Result<Option<Report>>> {
     let local = seats.len();
     let mut watch = Some(watch);
@@ -210,7 +213,7 @@ pub fn run_seats(job: &Job, seats: Vec<Seat>, watch: &mut dyn Watch) -> Vec<Resu
     })
 }
 
-/// A rank's folder, opened; rank 0 makes the one in which the others have theirs.
+/// Opens a rank's folder. Rank 0 does so first, since its folder contains those of the others.
 fn open_folder(job: &Job, comm: &Communicator) -> Result<Option<RunDir>> {
     let Some(out) = &job.out else { return Ok(None) };
     let rank = comm.rank();
@@ -221,7 +224,7 @@ fn open_folder(job: &Job, comm: &Communicator) -> Result<Option<RunDir>> {
     Ok(first.or(others))
 }
 
-/// One rank's run.
+/// Runs one rank.
 fn work(job: &Job, seat: Seat, local: usize, watch: Option<&mut (dyn Watch + '_)>) -> Result<Option<Report>> {
     if seat.place.is_some() {
         return elastic::work(job, seat, local, watch);
@@ -244,14 +247,14 @@ fn work(job: &Job, seat: Seat, local: usize, watch: Option<&mut (dyn Watch + '_)
         train(job, &mut trainer, run.as_ref(), &mut events, &mut kept, (simulated, link, trials), watch);
     let done = done.map_err(|mut error| {
         let mut stopper = None;
-        // The stop of this rank comes first.
+        // A stop request of this rank takes precedence.
         if let Some(hearing) = hearing.as_ref().filter(|_| job.stop.requested().is_none()) {
             error = blame::settle(trainer.comm(), hearing, error);
             stopper = hearing.heard().filter(|heard| heard.word == Word::Stopped).map(|heard| heard.from);
         }
         parting::part(job, &mut trainer, run.as_ref(), &mut events, kept, stopper, error)
     });
-    // A folder in which nothing has begun stays empty.
+    // Nothing is written to a folder in which no run has begun.
     if let Err(error) = &done
         && run.as_ref().is_some_and(RunDir::has_begun)
     {
@@ -283,9 +286,9 @@ fn train(
     if let Left::Nothing(report) = finished::left(job, run, trainer.comm(), from, begun, seen)? {
         return Ok(report.map(|report| *report));
     }
-    // Of copies that were read, and of a start from weights.
+    // Checks copies that were read from checkpoints, and initial weights.
     trainer.with_common(|trainer| trainer.verify(Thoroughness::All))?;
-    // Only now that nothing in the folder stands against these settings.
+    // Written only after all checks of the folder have passed.
     if let Some(run) = run {
         run.write_config(&config.to_toml())?;
         run.replace("plan.toml", job.plan.to_string().as_bytes())?;
@@ -318,7 +321,7 @@ fn train(
     }
     let Steps { job, mut record, clock, mut last_loss, .. } = steps;
     if begun == config.steps {
-        // Of a run that was cut off before its report.
+        // For a run that was interrupted before its report.
         last_loss = Some(evaluated(trainer)?);
         record.rows = if first { finished::rows(run)? } else { Vec::new() };
     }
@@ -335,7 +338,7 @@ fn train(
     Ok(Some(report))
 }
 
-/// What is said before the first step.
+/// Shows what is known before the first step.
 pub(super) fn announce(
     job: &Job,
     trainer: &Trainer,
@@ -345,7 +348,7 @@ pub(super) fn announce(
 ) -> Result<()> {
     let mut config = job.config.clone();
     if job.elastic {
-        // Others may come.
+        // Others may join.
         config.workers = job.world.max(2);
     }
     let world = if job.elastic { config.workers } else { job.world };

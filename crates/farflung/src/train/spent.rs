@@ -1,29 +1,29 @@
-//! Where the time of a step goes on a rank, by the transport's clock.
+//! How the time of a step is spent on a rank, by the transport's clock.
 
 use farflung_base::Nanos;
 use farflung_comm::Communicator;
 
-/// The time of a step on a rank. What is neither waiting nor communicating is computing.
+/// Time of a step on a rank. Time that is neither waiting nor communication is computation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Spent {
-    /// From the step's beginning to its end: evaluations and checkpoints behind it are not in it.
+    /// From the step's beginning to its end, without the evaluation and checkpoint after it.
     pub took: Nanos,
-    /// In which the pass waited for hidden states or gradients of other stages.
+    /// Time for which the pass waited for hidden states or gradients of other stages.
     pub wait: Nanos,
-    /// In which the rank waited for averages, votes and what replicas exchange between steps: the
-    /// communication that no computing hid, waiting for slower ranks included.
+    /// Time for which the rank waited for averages, votes and exchanges between replicas: communication that
+    /// was not hidden by computation, including the wait for slower ranks.
     pub communicate: Nanos,
 }
 
 impl Spent {
-    /// In which the rank computed.
+    /// Returns the time for which the rank computed.
     #[must_use]
     pub const fn compute(&self) -> Nanos {
         self.took.saturating_sub(self.wait).saturating_sub(self.communicate)
     }
 }
 
-/// Adds the time since `begun` to a part of [`Spent`].
+/// Adds the time since `begun` to a field of [`Spent`].
 pub(super) fn add_since(begun: Nanos, comm: &Communicator, to: &mut Nanos) {
     *to = to.saturating_add(comm.now().saturating_sub(begun));
 }

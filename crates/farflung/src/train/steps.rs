@@ -1,4 +1,4 @@
-//! The steps of a run on one rank, and what it tells the world about each: its row, what was looked at, its
+//! The steps of a run on one rank, and what is recorded after each: its row, checks and evaluation, its
 //! checkpoint. It does not depend on how ranks meet.
 
 use std::time::Instant;
@@ -17,11 +17,11 @@ use crate::events::{EventLog, What};
 use crate::peer_counters::PeerCountersLine;
 use crate::{Error, MetricsWriter, PeerCounters, Result, RunDir, Signal, StepMetrics, StepTimes};
 
-/// When this part of the run began, and what the run had used before.
+/// The start of this part of the run, and the resources used before.
 pub(super) struct Clock {
     before: Totals,
     start: Nanos,
-    /// What was sent and received before this part began, for trials.
+    /// Bytes that trials sent and received before this part began.
     trials: Stats,
     wall: Instant,
 }
@@ -44,21 +44,21 @@ impl Clock {
     }
 }
 
-/// What rank 0 tells about the run's steps.
+/// What rank 0 records about the run's steps.
 pub(super) struct Record<'a, 'w> {
     pub(super) link: Option<Link>,
     pub(super) metrics: Option<MetricsWriter>,
     pub(super) watch: Option<&'a mut (dyn Watch + 'w)>,
     pub(super) rows: Vec<StepMetrics>,
-    /// Those among them whose losses are known.
+    /// Number of rows, from the first, whose losses are known.
     pub(super) told: usize,
-    /// The run's clock after the last step.
+    /// The run's clock in seconds, after the last step.
     pub(super) time_s: f64,
 }
 
 impl Record<'_, '_> {
-    /// Takes a step down. Where replicas are apart it waits for their losses: `train_loss` is the mean over all
-    /// tokens of the step, of all replicas, whatever the method.
+    /// Records a step. If replicas train apart, the row is written once their losses are known: `train_loss` is
+    /// the mean over all tokens of the step, of all replicas, for every method.
     pub(super) fn step(
         &mut self,
         job: &Job,
@@ -100,7 +100,7 @@ impl Record<'_, '_> {
         self.tell(&done.losses)
     }
 
-    /// Takes down the losses of the first steps that still wait for theirs.
+    /// Adds losses to the oldest rows that lack them, and writes those rows.
     pub(super) fn tell(&mut self, losses: &[f64]) -> Result<()> {
         for (row, &loss) in self.rows[self.told..].iter_mut().zip(losses) {
             row.train_loss = loss;
@@ -116,21 +116,21 @@ impl Record<'_, '_> {
     }
 }
 
-/// The loop over steps, as far as it is.
+/// State of the loop over steps.
 pub(super) struct Steps<'a, 'w> {
-    /// What is trained now.
+    /// The current job.
     pub(super) job: Job,
     pub(super) record: Record<'a, 'w>,
     pub(super) clock: Clock,
     pub(super) run: Option<&'a RunDir>,
-    /// Whether this rank tells about the run's steps.
+    /// Whether this rank records the run's steps.
     pub(super) tells: bool,
-    /// The loss of the held-out text, when it was last computed.
+    /// The last computed loss on the held-out text.
     pub(super) last_loss: Option<f64>,
     pub(super) last: Last,
 }
 
-/// The steps after which something was last done.
+/// The steps after which the model was last evaluated, saved and checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Last {
     evaluated: u64,
@@ -139,31 +139,31 @@ pub(super) struct Last {
 }
 
 impl Last {
-    /// All of it after this step.
+    /// Returns the state in which all of it was done after this step.
     pub(super) const fn at(step: u64) -> Self {
         Self { evaluated: step, saved: step, checked: step }
     }
 
-    /// As it is known where the run goes back to a step.
+    /// Returns the state for a run that goes back to a step.
     pub(super) fn up_to(self, step: u64) -> Self {
         let Self { evaluated, saved, checked } = self;
         Self { evaluated: evaluated.min(step), saved: saved.min(step), checked: checked.min(step) }
     }
 }
 
-/// What follows a step.
+/// What comes after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Next {
-    /// Another one, or the end.
+    /// Another step, or the end.
     Step,
-    /// Members change first: some come or leave.
+    /// A change of members.
     Change,
 }
 
 impl Steps<'_, '_> {
-    /// Trains a step, and looks at it where that is due.
+    /// Trains a step, and then checks, evaluates and saves if that is due.
     ///
-    /// Errors: [`Error::Stopped`] after a step at which all ranks agreed to stop; whatever ends a step.
+    /// Errors: [`Error::Stopped`] after a step at which all ranks agreed to stop; the errors of a step.
     pub(super) fn step(
         &mut self,
         trainer: &mut Trainer,
@@ -231,7 +231,7 @@ impl Steps<'_, '_> {
             self.last_loss = seen.val_loss;
             self.last.evaluated = done.step;
         }
-        // A step that was done has its row, whether or not it could be looked at.
+        // A finished step gets its row even if a check after it failed.
         if self.tells && looked.as_ref().err().is_none_or(Error::is_interruption) {
             let totals = self.clock.totals(trainer.comm());
             self.record.step(&self.job, &done, seen.val_loss, seen.digest, &totals, peers)?;
@@ -253,7 +253,7 @@ impl Steps<'_, '_> {
     }
 }
 
-/// What is looked at after a step.
+/// What is due after a step.
 struct Looks {
     verify: Option<Thoroughness>,
     evaluate: bool,
@@ -262,17 +262,17 @@ struct Looks {
     saves: bool,
 }
 
-/// What was seen of a step.
+/// Results of evaluation and checks after a step.
 #[derive(Default)]
 struct Seen {
     val_loss: Option<f64>,
     digest: Option<String>,
-    /// Of steps that were not told yet: a run that goes on from a checkpoint knows nothing of them.
+    /// Losses of earlier steps that were not recorded yet, before a checkpoint, which does not contain them.
     losses: Vec<f64>,
 }
 
 impl Looks {
-    /// What is seen until something fails, and whether something did.
+    /// Does what is due; returns the results up to the first failure, and whether there was one.
     fn look(&self, trainer: &mut Trainer) -> (Seen, Result<()>) {
         let mut seen = Seen::default();
         let look = |trainer: &mut Trainer| {
@@ -294,15 +294,15 @@ impl Looks {
     }
 }
 
-/// The loss of the held-out text.
+/// Returns the loss on the held-out text.
 ///
-/// Errors: [`Error::LossNotFinite`], on all ranks alike.
+/// Errors: [`Error::LossNotFinite`], on all ranks.
 pub(super) fn evaluated(trainer: &mut Trainer) -> Result<f64> {
     let loss = trainer.evaluate()?;
     if loss.is_finite() { Ok(loss) } else { Err(Error::LossNotFinite { step: trainer.steps_done(), loss }) }
 }
 
-/// Share of the elapsed time that the bytes sent take on the link.
+/// Returns the fraction of the elapsed time that the sent bytes take on the link.
 fn link_use(link: Option<Link>, totals: &Totals) -> Option<f64> {
     let link = link.filter(|l| l.bandwidth.0 != u64::MAX)?;
     let sending = totals.bytes_sent as f64 * 8.0 / link.bandwidth.0 as f64;

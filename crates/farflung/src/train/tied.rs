@@ -1,5 +1,5 @@
-//! The token table's two users: the embedding in the model's first part and the head in its last. Each holds
-//! the table; the gradient of both is the sum of the two.
+//! The token table is used twice: by the embedding in the model's first part and by the head in its last. Both
+//! parts hold the table; its gradient is the sum of both parts' gradients.
 
 use std::collections::BTreeMap;
 
@@ -12,38 +12,38 @@ use super::executor::floats;
 use super::part::Part;
 use crate::{Error, Result};
 
-/// How this rank's table gradients meet the others.
+/// How this rank's gradient of the table is added to that of the other part.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "there is one of it on a rank")]
 pub(super) enum Tied {
-    /// The table is elsewhere, or one part has both users.
+    /// This rank does not have the table, or one part has both uses.
     No,
-    /// Both users are on this rank.
+    /// Both parts are on this rank.
     Here,
-    /// The other user is on another rank.
+    /// The other part is on another rank.
     Across(Across),
 }
 
-/// One of the ranks that hold a user each: two, or in pools of ranks one of the smaller pool with those of the
-/// larger that it exchanges with.
+/// This rank's group for exchanging gradients of the token table: this rank and the one with the other part;
+/// or, with pools, a rank of the smaller pool and its partners in the larger pool.
 #[derive(Debug)]
 pub(super) struct Across {
-    /// These ranks.
+    /// The ranks of the group.
     pub(super) group: Communicator,
-    /// Those of them that take this one's gradients.
+    /// The ranks of the group to which this rank sends its gradient.
     pub(super) to: Vec<Rank>,
-    /// The one of them whose gradients this one takes.
+    /// The rank of the group from which this rank receives a gradient.
     pub(super) from: Rank,
-    /// This one's stage.
+    /// This rank's stage with the table.
     pub(super) stage: StageId,
-    /// Whether the gradients are those of one rank alone, so that they may leave before any mean is there.
+    /// Whether this rank is the only holder of its part, so that its gradient can be sent before any average.
     pub(super) early: bool,
-    /// Exchanges so far: each has a tag of its own, since several may be on their way.
+    /// Number of exchanges so far; it is the tag of the next one, since several may be in flight.
     pub(super) round: u32,
     pub(super) begun: Option<Exchange>,
 }
 
-/// Both users' gradients, on their way to each other: whoever is first has nothing to wait for but the other's.
+/// An exchange of both parts' gradients that has been started.
 #[derive(Debug)]
 pub(super) struct Exchange {
     mine: Vec<f32>,
@@ -51,20 +51,20 @@ pub(super) struct Exchange {
     sent: Vec<Pending<Result<(), CommError>>>,
 }
 
-/// The users of a token table that exchange its gradients, in a placement with
+/// A group of ranks that exchange gradients of the token table, in a placement with
 /// [`Tie::Across`](farflung_parallel::pipeline::Tie).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Exchanging {
     /// The ranks, in order.
     pub(super) ranks: Vec<Rank>,
-    /// Who sends to whom.
+    /// The messages, as pairs of sender and receiver.
     pub(super) ways: Vec<(Rank, Rank)>,
 }
 
 impl Exchanging {
-    /// All groups of a placement. Each rank of the smaller of the two pools is in one group, with its share of
-    /// the larger pool: its gradients go to all of these, and the first of them sends its own back. All ranks
-    /// of a pool have the same gradients by then, so that each rank has one of both users.
+    /// Returns all groups of a placement. Each rank of the smaller of the two pools has a group with its share
+    /// of the larger pool: it sends its gradient to all of that share, and the first of them sends its own
+    /// back. All ranks of a pool have equal gradients by then, so each rank gets the gradients of both parts.
     pub(super) fn of(placement: &Placement) -> Vec<Self> {
         let (first, last) = (placement.holders(0), placement.holders(placement.depth() - 1));
         let (few, many) = if first.len() <= last.len() { (first, last) } else { (last, first) };
@@ -78,12 +78,12 @@ impl Exchanging {
         few.iter().enumerate().map(group).collect()
     }
 
-    /// Where a rank of the group stands in it.
+    /// Returns the position of a rank in the group.
     pub(super) fn place(&self, rank: Rank) -> Rank {
         Rank(self.ranks.iter().take_while(|&&other| other < rank).count() as u32)
     }
 
-    /// Those that a rank sends to, and the one that it takes from, by their places.
+    /// Returns the ranks to which a rank sends, and the one from which it receives, as positions in the group.
     pub(super) fn partners(&self, rank: Rank) -> (Vec<Rank>, Rank) {
         let to = self.ways.iter().filter(|(from, _)| *from == rank).map(|&(_, to)| self.place(to)).collect();
         let from = self.ways.iter().find(|(_, to)| *to == rank).map_or(rank, |&(from, _)| from);
@@ -92,7 +92,7 @@ impl Exchanging {
 }
 
 impl Exchange {
-    /// The sum, the same bits on both sides.
+    /// Returns the sum, which has the same bits on both sides.
     pub(super) fn wait(self) -> Result<Vec<f32>> {
         let Self { mine: mut sum, theirs, sent } = self;
         let theirs = floats(&theirs.wait()?, sum.len()).ok_or_else(|| Error::Message {
@@ -117,7 +117,7 @@ impl Across {
 }
 
 impl Tied {
-    /// This rank's gradient of the table is complete; the exchange may start.
+    /// Starts the exchange, if possible already; this rank's gradient of the table is complete.
     pub(super) fn start(&mut self, part: &Part) -> Result<()> {
         if let Self::Across(across) = self
             && across.early
@@ -127,14 +127,15 @@ impl Tied {
         Ok(())
     }
 
-    /// The step is given up.
+    /// Drops the exchange, with its step.
     pub(super) fn give_up(&mut self) {
         if let Self::Across(across) = self {
             across.begun = None;
         }
     }
 
-    /// The exchange of the table's gradients, if `stage` holds the table and the other user is elsewhere.
+    /// Returns the exchange of the table's gradients, if `stage` holds the table and the other part is on
+    /// another rank.
     pub(super) fn exchange(&mut self, stage: StageId, part: &Part) -> Result<Option<Exchange>> {
         match self {
             Self::Across(across) if across.stage == stage => match across.begun.take() {
@@ -145,7 +146,7 @@ impl Tied {
         }
     }
 
-    /// The table's gradient is the sum of both users' after this, where all parts' gradients are complete.
+    /// Replaces the table's gradient by the sum of both parts' gradients; all gradients must be complete.
     pub(super) fn finish(
         &mut self,
         parts: &mut BTreeMap<StageId, Part>,
@@ -177,8 +178,8 @@ impl Tied {
 }
 
 impl Tied {
-    /// Both users of the table take what the first part has there, in a buffer that both have; nothing happens
-    /// where they have none.
+    /// Copies the table's range of a buffer from the first part to the last; does nothing if the parts have no
+    /// such buffer.
     pub(super) fn take_first(
         &mut self,
         parts: &mut BTreeMap<StageId, Part>,
@@ -228,7 +229,7 @@ impl Tied {
     }
 }
 
-/// A part's gradient of the table.
+/// Returns a part's gradient of the table.
 fn table(part: &Part) -> Result<Vec<f32>> {
     let range = part.table();
     Ok(part.grads.view().part(range.start, range.len())?.to_vec::<f32>()?)
@@ -246,7 +247,7 @@ mod tests {
 
     #[test]
     fn each_user_of_the_table_hears_one_of_the_others() {
-        // By route: the first stage's ranks, the second's.
+        // By route: the ranks of the first stage, and those of the second.
         for (first, last) in [(1, 1), (1, 3), (2, 2), (2, 5), (3, 1), (4, 3)] {
             let ways = |i: u32| [Rank(i % first), Rank(first + i % last)];
             let placement = Placement::new((0..first * last).flat_map(ways).collect(), first * last).unwrap();
@@ -260,7 +261,7 @@ mod tests {
                     let (to, from) = group.partners(rank);
                     let other = group.ranks[from.index()];
                     assert_ne!(other.0 < first, rank.0 < first, "{first} {last}: {rank:?} takes {other:?}'s");
-                    // Whoever takes is sent to.
+                    // The sender must have the receiver among its targets.
                     assert!(group.partners(other).0.contains(&group.place(rank)));
                     assert!(to.iter().all(|to| (group.ranks[to.index()].0 < first) != (rank.0 < first)));
                 }

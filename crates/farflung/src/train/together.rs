@@ -1,17 +1,18 @@
-//! Work that every rank does for itself and that counts only if it succeeded on all of them.
+//! Work that every rank does by itself and that is valid only if it succeeded on all ranks.
 
 use farflung_comm::Communicator;
 
 use crate::events::causes;
 use crate::{Error, Result};
 
-/// The longest message about another rank's failure that is shown, in bytes.
+/// Longest message about another rank's failure that is shown, in bytes.
 const MESSAGE_LIMIT: usize = 2000;
 
-/// Gives this rank's result once all ranks have succeeded. A collective, also for those that failed.
+/// Returns this rank's result once all ranks have succeeded. A collective, which ranks that failed must also
+/// call.
 ///
-/// Errors: this rank's own; else [`Error::OnRank`] with what the first rank that failed says, and its exit
-/// code.
+/// Errors: this rank's own error; else [`Error::OnRank`] with the message and exit code of the first rank that
+/// failed.
 pub(super) fn together<T>(comm: &Communicator, mine: Result<T>) -> Result<T> {
     let told = match &mine {
         Ok(_) => Vec::new(),
@@ -22,7 +23,7 @@ pub(super) fn together<T>(comm: &Communicator, mine: Result<T>) -> Result<T> {
     };
     let all = match comm.all_gather_bytes(told) {
         Ok(all) => all,
-        // The others may have ended already; this rank's own failure says more.
+        // The others may have ended already; then this rank's own error is more useful.
         Err(lost) => return mine.and_then(|_| Err(lost.into())),
     };
     let mine = mine?;
@@ -32,7 +33,7 @@ pub(super) fn together<T>(comm: &Communicator, mine: Result<T>) -> Result<T> {
         Some((rank, (&code, text))) => {
             let text = &text[..text.len().min(MESSAGE_LIMIT)];
             let message = String::from_utf8_lossy(text).into_owned();
-            // A failure is no success, whatever the peer says.
+            // A failure must not have exit code 0, whatever the peer sent.
             Err(Error::OnRank { rank, message, code: code.max(1) })
         }
     }

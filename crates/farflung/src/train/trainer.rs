@@ -1,14 +1,14 @@
-//! One rank of a run: the parts of the model that the plan gives it, and a step of training.
+//! One rank of a run: the parts of the model that the plan assigns to it, and a training step.
 //!
-//! A step: **pass** (the schedule: forward, backward, send, receive; gradients leave as they become final),
+//! A step: **pass** (the schedule: forward, backward, send, receive; gradients are sent as they become final),
 //! **reduce** (wait for the averages), **prepare** (norms; nothing has changed yet), **agree** (one vote, the
-//! same on all ranks), **commit** (parameters, moments, residuals, counters), **after** (what the method of
-//! synchronisation does between steps; copies on unlike devices are compared). A failure or an overflow before
-//! the commit leaves no trace.
+//! same on all ranks), **commit** (parameters, moments, residuals, counters), **after** (between steps: the
+//! method of synchronisation, comparison of unlike copies). A failure or overflow before the commit changes
+//! nothing.
 //!
-//! Copies of a part on several ranks, and the token table's two, take the same updates. Where their devices
-//! round differently they are compared between steps: the pipeline is empty then, with a flush or without
-//! one, so that each copy has a single version.
+//! Copies of a part on several ranks, and the two copies of the token table, get the same updates. If their
+//! devices round differently, they are compared between steps, when the pipeline is empty and each copy has one
+//! version.
 
 mod agree;
 mod build;
@@ -61,156 +61,156 @@ pub use verify::Thoroughness;
 pub struct Trainer {
     schedule: ReplicaSchedule,
     evaluation: Schedule,
-    /// The rank in its pipeline, and which of the replicas that is.
+    /// The rank in its pipeline, and the number of its replica.
     position: Rank,
     replica: u32,
-    /// Number of this replica's first microbatch within a step, and microbatches of all replicas.
+    /// Number of this replica's first microbatch within a step, and number of microbatches of all replicas.
     first_microbatch: u64,
     all_microbatches: u64,
-    /// Where the plan's numbers begin.
+    /// Where the plan's steps and microbatches begin.
     base: Base,
     replicas: u32,
-    /// Who takes a local step when.
+    /// Which replicas take which local steps.
     local: LocalSteps,
     /// Steps between two averages.
     every: u64,
     executor: Executor,
-    /// The device without the interrupt.
+    /// The same device without the interrupt.
     plain: Device,
-    /// Those that agree on each step: all ranks, or those of one pipeline where steps are local.
+    /// The ranks that vote on each step: all ranks, or those of one pipeline if steps are local.
     voters: Communicator,
-    /// Whether replicas are the same after each step.
+    /// Whether replicas have the same parameters after each step.
     each_step: bool,
-    /// Losses of this replica's steps since the replicas were last the same.
+    /// Losses of this replica's steps since replicas last had the same parameters.
     window: Vec<f64>,
-    /// A vote that left with an average.
+    /// A vote that was sent together with an average.
     voting: Option<Voting<Met>>,
-    /// All that hold a part, by the part's number, where others hold it too.
+    /// The holders of each part, by the part's number, if other ranks hold it too.
     holders: BTreeMap<u32, Communicator>,
     resync: Resync,
-    /// Of gradients in products of 16 bits.
+    /// Loss scale for products in 16 bits.
     scale: LossScale,
-    /// All of the model, on rank 0, when it was last asked for of a pipeline.
+    /// The whole model, gathered on rank 0 of a pipeline when it was last needed.
     whole: Option<(Stage, Tensor)>,
     step: u64,
     steps: u64,
-    /// Updates of each part in a step.
+    /// Number of updates of each part in a step.
     updates: u64,
-    /// The transport's clock when the last step's microbatches began to pass here, and when they had.
+    /// The transport's clock at the start and at the end of the last step's pass on this rank.
     pass: (Nanos, Nanos),
-    /// A bit that a test changes.
+    /// A bit that a test flips.
     fault: Option<Fault>,
     failure: Option<Failure>,
-    /// Drops a step.
+    /// The stop request, which drops a step.
     stop: Stop,
-    /// Ranks of the job by their number in the communicator: those that are left after a retreat.
+    /// The job's ranks by their number in the communicator; after a retreat, those that are left.
     members: Vec<Rank>,
-    /// Where all replicas were last the same, where they move apart in between or change within a step.
+    /// The last state that all replicas had in common, if they train apart or are updated within a step.
     mark: Option<Mark>,
-    /// Whether parameters of a step that is not done may have changed.
+    /// Whether parameters may contain part of a step that is not done.
     half_done: bool,
-    /// How often the step in flight was not finite, for another reason than its loss scale.
+    /// Number of attempts of the current step with gradients that were not finite, other than by loss scaling.
     tries: u32,
     told: Told,
-    /// Whether the last step ended with an average of all replicas that failed: the next does that alone.
+    /// Whether the average of all replicas at the end of the last step failed: the next step does only that.
     unmet: bool,
-    /// What steps take, where shares follow it.
+    /// Measured step times, if shares depend on them.
     speed: Option<Speedometer>,
-    /// The vote of the last step, and of one that may have been voted on.
+    /// The vote of the last step, and whether the outcome of the vote on the current step is unknown.
     undecided: Undecided,
 }
 
-/// What this rank tells the others about itself.
+/// Flags that this rank sends to the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Told {
     /// Whether its own gradients were finite when a step was tried again.
     sound: bool,
-    /// Whether it knows of members that come or leave.
+    /// Whether it requests a change of members.
     wants_change: bool,
-    /// Whether a copy of a part is still on its way here.
+    /// Whether a copy of a part is still being received.
     copies: bool,
 }
 
-/// How often a step is computed whose gradients are not finite: a fault of the moment passes.
+/// Number of attempts of a step whose gradients are not finite: a transient fault passes.
 const TRIES: u32 = 3;
 
-/// Whether all replicas are the same after a step.
+/// Whether all replicas have the same parameters after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Synced {
-    /// They are.
+    /// They have.
     Yes,
-    /// They have moved apart since they last were.
+    /// They have trained apart since they last had.
     No,
 }
 
-/// What a step did.
+/// Result of a step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepDone {
-    /// Steps done, this one included.
+    /// Number of steps done, including this one.
     pub step: u64,
-    /// Mean loss of the step's tokens in nats: of all replicas where they are the same now, else of this one's.
+    /// Mean loss of the step's tokens in nats: of all replicas if they are equal now, else of this one.
     pub loss: f64,
-    /// Where replicas have met: the mean loss over all of them of the first steps that were not told yet. This
-    /// one's is the last of them, unless the method lets averages and votes take some steps.
+    /// When replicas meet: mean losses over all replicas, of the oldest steps not reported yet. The last one is
+    /// this step's, unless the method lets averages and votes take several steps.
     pub losses: Vec<f64>,
-    /// Whether all replicas are the same now.
+    /// Whether all replicas have the same parameters now.
     pub synced: Synced,
-    /// Whether any rank wants to stop; known where all agreed.
+    /// Whether any rank requests a stop; valid if all ranks agreed.
     pub stop: bool,
-    /// Whether any rank knows of members that come or leave; known where all agreed.
+    /// Whether any rank requests a change of members; valid if all ranks agreed.
     pub change: bool,
-    /// Where copies of parameters were compared: how far apart they were.
+    /// The distance between copies of parameters, if they were compared.
     pub drift: Option<Drift>,
-    /// How often the step was given up because its gradients overflowed, and computed again.
+    /// Number of times that the step's gradients overflowed and it was computed again.
     pub skipped: u32,
 }
 
 impl Trainer {
-    /// Steps done.
+    /// Returns the number of steps done.
     #[must_use]
     pub const fn steps_done(&self) -> u64 {
         self.step
     }
 
-    /// Its rank in the job.
+    /// Returns its rank in the job.
     pub(super) const fn rank(&self) -> Rank {
         Rank(self.executor.first + self.position.0)
     }
 
-    /// What steps take on each replica, where all of them have told it since this was last asked.
+    /// Returns the measured step times of all replicas, once all have sent them since the last call.
     pub(super) fn measured(&mut self) -> Option<Vec<Measured>> {
         let all = std::mem::take(&mut self.speed.as_mut()?.all);
         (!all.is_empty()).then_some(all)
     }
 
-    /// Its replica's number.
+    /// Returns its replica's number.
     pub(super) const fn replica(&self) -> u32 {
         self.replica
     }
 
-    /// Asks for a change of members after the next step at which all replicas are the same.
+    /// Requests a change of members after the next step at which all replicas have the same parameters.
     pub(super) const fn ask_for_change(&mut self, asks: bool) {
         self.told.wants_change = asks;
     }
 
-    /// While this lives, a stop ends what the rank computes.
+    /// Returns a guard during whose life a stop interrupts the rank's computation.
     pub(super) fn armed(&self) -> Armed {
         self.stop.arm(&self.executor.interrupt)
     }
 
-    /// How it reaches the others.
+    /// Returns its communicator with the other ranks.
     #[must_use]
     pub const fn comm(&self) -> &Communicator {
         &self.executor.comm
     }
 
-    /// What its replica carries out in a step.
+    /// Returns the schedule of its replica's step.
     #[must_use]
     pub const fn schedule(&self) -> &ReplicaSchedule {
         &self.schedule
     }
 
-    /// The parts of the model that it holds, each with its parameters.
+    /// Returns the parts of the model that it holds, each with its parameters.
     pub fn parts(&self) -> impl Iterator<Item = (&Stage, &Tensor)> {
         self.executor.parts.values().map(|part| (&part.stage, &part.params))
     }
@@ -219,57 +219,57 @@ impl Trainer {
         self.executor.parts.values().next().expect("a rank has a part")
     }
 
-    /// The first part that it holds: the whole model where ranks do not share one.
+    /// Returns the first part that it holds: the whole model if there are no stages.
     #[must_use]
     pub fn stage(&self) -> &Stage {
         &self.first().stage
     }
 
-    /// The parameters of its first part.
+    /// Returns the parameters of its first part.
     #[must_use]
     pub fn params(&self) -> &Tensor {
         &self.first().params
     }
 
-    /// The gradients of its first part in the last step: of all replicas where the method averages them, else
-    /// of its own.
+    /// Returns the gradients of its first part in the last step: of all replicas if the method averages them,
+    /// else its own.
     #[must_use]
     pub fn grads(&self) -> &Tensor {
         &self.first().grads
     }
 
-    /// What its gradients are multiplied with where products round them.
+    /// Returns the loss scale.
     #[must_use]
     pub const fn loss_scale(&self) -> &LossScale {
         &self.scale
     }
 
-    /// The transport's clock when the last step's microbatches began to pass here, and when all had: what the
-    /// simulator predicts. What ranks agree on afterwards is not in it.
+    /// Returns the transport's clock at the start and at the end of the last step's pass: the time that the
+    /// simulator predicts. The agreement after it is not included.
     #[must_use]
     pub const fn last_pass(&self) -> (Nanos, Nanos) {
         self.pass
     }
 
-    /// Where the time of the last step went.
+    /// Returns how the time of the last step was spent.
     #[must_use]
     pub const fn last_spent(&self) -> Spent {
         self.executor.spent
     }
 
-    /// Hash of the parameters of its first part, padding left out: equal on all replicas whenever they are
-    /// the same.
+    /// Returns the hash of the parameters of its first part, without padding: equal on all replicas whenever
+    /// they have the same parameters.
     pub fn hash(&self) -> Result<blake3::Hash> {
         hash(self.stage(), self.params())
     }
 
-    /// One optimizer step; where parts do not wait for each other, their updates.
+    /// Trains one optimizer step; without a flush, the updates of each part.
     ///
-    /// With a flush, a step whose gradients overflow in f16 is computed again with a smaller loss scale, and
-    /// one that fails anywhere before all ranks agreed leaves parameters, moments and residuals as they were.
+    /// With a flush, a step whose gradients overflow in f16 is computed again with a smaller loss scale, and a
+    /// step that fails before all ranks agreed leaves parameters, moments and residuals unchanged.
     ///
-    /// Errors: [`Error::StepNotFinite`] where the gradients are not finite in three tries, on all ranks
-    /// that vote.
+    /// Errors: [`Error::StepNotFinite`] if the gradients are not finite in three attempts, on all ranks that
+    /// vote.
     pub fn step(&mut self, stop: bool) -> Result<StepDone> {
         let (begun, computes) = (self.comm().now(), !self.unmet);
         self.executor.spent = Spent::default();
@@ -288,7 +288,7 @@ impl Trainer {
         self.tries = 0;
         self.undecided.begin();
         if self.unmet {
-            // The local step counts already; only its meeting failed, among other replicas.
+            // The local step is counted already; only its meeting, among other replicas, failed.
             let begun = self.executor.comm.now();
             let done = self.meet_now(stop)?;
             let Executor { comm, spent, .. } = &mut self.executor;
@@ -316,7 +316,7 @@ impl Trainer {
                     }
                     break vote;
                 }
-                // The same on all ranks that voted, and there it never happened.
+                // All ranks that voted get this error, and none of them commits the step.
                 Err(error @ OptimError::NotFinite { .. }) => {
                     self.executor.parts.values_mut().for_each(Part::rollback);
                     self.executor.boundaries.rollback();
@@ -348,7 +348,7 @@ impl Trainer {
         self.compared(StepDone { skipped, ..done })
     }
 
-    /// A step in which only faster replicas train: this one may still meet them.
+    /// Counts a step that only faster replicas train; this replica may still meet them.
     fn pass_over(&mut self, stop: bool) -> Result<StepDone> {
         self.step += 1;
         self.half_done = false;
@@ -356,7 +356,7 @@ impl Trainer {
         self.compared(done)
     }
 
-    /// Ends a step: where replicas are the same now, their copies are compared.
+    /// Ends a step: if replicas have the same parameters now, their copies are compared.
     fn compared(&mut self, mut done: StepDone) -> Result<StepDone> {
         if done.synced == Synced::Yes {
             let begun = self.executor.comm.now();
@@ -368,13 +368,13 @@ impl Trainer {
         Ok(done)
     }
 
-    /// Fails where a test wants it.
+    /// Fails if a test injected a failure here.
     fn reach(&self, moment: Moment, step: u64) -> Result<()> {
         let rank = self.comm().rank().0;
         self.failure.map_or(Ok(()), |failure| failure.reach(rank, step, moment))
     }
 
-    /// Changes the bit that a test wants changed here.
+    /// Flips the bit that a test requests here.
     fn suffer(&mut self, value: FaultyValue, step: u64) -> Result<()> {
         let rank = self.comm().rank().0;
         match self.fault.filter(|fault| fault.is_in(rank, step, value)) {
@@ -383,7 +383,7 @@ impl Trainer {
         }
     }
 
-    /// What all replicas together did, which are the same after each step.
+    /// Returns the result of a step of all replicas together, for methods that average each step.
     fn agreed(&self, vote: &Vote) -> StepDone {
         StepDone {
             step: self.step,
@@ -397,7 +397,7 @@ impl Trainer {
         }
     }
 
-    /// What a step needs before any element moves.
+    /// Returns what an update needs, before any element changes.
     fn prepare(&self, vote: &Vote) -> Result<Prepared, OptimError> {
         Prepared::with_norm(match vote.squares {
             Some(squares) => squares.sqrt(),
@@ -405,7 +405,7 @@ impl Trainer {
         })
     }
 
-    /// Compares what several ranks hold, and makes it equal, where that is due.
+    /// Compares the copies of what several ranks hold and makes them equal, if that is due.
     fn compare(&mut self) -> Result<Option<Drift>> {
         let Executor { comm, parts, placement, tied, .. } = &mut self.executor;
         let Some(mut comparison) = self.resync.after_step(self.step, comm) else { return Ok(None) };
@@ -419,8 +419,8 @@ impl Trainer {
                 }
             }
         }
-        // The table is the same in all pipelines now, and its two users in each may differ: on one rank they
-        // take the same updates on the same device.
+        // The table is equal in all pipelines now, but its two copies in a pipeline may differ. On one rank
+        // they get the same updates on the same device.
         if let Tied::Across(Across { group, stage, .. }) = tied {
             let part = parts.get_mut(stage).expect("it is this rank's user of the table");
             let table = part.table();
@@ -437,7 +437,7 @@ impl Trainer {
         Ok(Some(found))
     }
 
-    /// A step's microbatches, forward and back, and what ranks then tell each other.
+    /// Runs a step's microbatches forward and backward, then the averages and the vote.
     fn pass(&mut self, stop: bool) -> Result<Vote> {
         for part in self.executor.parts.values_mut() {
             part.stage.set_gradient_scale(self.scale.get());
@@ -446,7 +446,7 @@ impl Trainer {
         let taken = taken(self.step) - taken(self.base.step);
         let first = self.base.microbatches + taken * self.all_microbatches + self.first_microbatch;
         self.executor.begin(Pass::Training { first }, self.schedule.microbatches());
-        // Without a flush there are updates within the pass, which only a return to the mark takes back.
+        // Without a flush, updates happen within the pass, and only a return to the mark undoes them.
         self.half_done = self.schedule.updates() != Updates::Flush;
         let armed = self.armed();
         let begun = self.executor.comm.now();
@@ -459,10 +459,10 @@ impl Trainer {
         self.executor.sent()?;
         let Executor { comm, spent, .. } = &mut self.executor;
         add_since(self.pass.1, comm, &mut spent.communicate);
-        // What failed on the device shows here, before anything is agreed on.
+        // Failures on the device are reported here, before anything is agreed on.
         self.executor.device.fence()?;
         let loss = self.own_loss()?;
-        // The last moment at which this rank alone can drop the step: once it votes, others may commit it.
+        // The last moment at which this rank alone can drop the step: after its vote, others may commit it.
         if self.executor.interrupt.is_raised() {
             return Err(TensorError::Interrupted.into());
         }
@@ -477,9 +477,9 @@ impl Trainer {
         vote
     }
 
-    /// Averages and the vote, behind the pass.
+    /// Waits for the averages and the vote after the pass.
     fn reduced(&mut self, loss: f64, stop: bool) -> Result<Vote> {
-        // One part knows the norm of all gradients: its ranks need not wait for them to tell of their losses.
+        // With one part each rank computes the norm itself, so the vote can start before averages are complete.
         let early = (self.schedule.placement().depth() == 1).then(|| self.start_vote(loss, stop, &[]));
         if self.schedule.updates() == Updates::Flush {
             let Executor { parts, placement, tied, .. } = &mut self.executor;
@@ -487,7 +487,7 @@ impl Trainer {
                 by_number(parts, placement).into_iter().try_for_each(|(_, part)| part.finish_reduce())?;
                 tied.finish(parts, placement)?;
             } else {
-                // The table's gradients of one replica met before any mean.
+                // The table's gradients of one replica are added before any average.
                 tied.finish(parts, placement)?;
                 by_number(parts, placement).into_iter().try_for_each(|(_, part)| part.finish_reduce())?;
                 tied.take_first(parts, placement, Part::averaged_gradients)?;
@@ -499,20 +499,20 @@ impl Trainer {
             return vote.wait();
         }
         let voting = self.start_vote(loss, stop, &self.squares()?);
-        // From here on others may commit the step, whether or not this rank hears of it.
+        // From here on others may commit the step, whether or not this rank receives the result.
         self.undecided.voted();
         let vote = voting.wait()?;
         self.undecided.begin();
         Ok(vote)
     }
 
-    /// Whether the loss and the gradients of this rank are finite, before they are averaged.
+    /// Returns whether the loss and the gradients of this rank are finite, before they are averaged.
     fn is_sound(&self, loss: f64) -> bool {
         let finite = |part: &Part| farflung_optim::global_norm(&part.grads).is_ok_and(f64::is_finite);
         loss.is_finite() && self.executor.parts.values().all(finite)
     }
 
-    /// Why a step was given up: all that voted on it tell whether their own gradients are finite.
+    /// Returns the error of a dropped step: all ranks that voted report whether their own gradients are finite.
     fn not_finite(&self, cause: OptimError) -> Result<Error> {
         let told = self.voters.all_gather_bytes(vec![u8::from(self.told.sound)])?;
         let first = if self.each_step { 0 } else { self.executor.first };
@@ -521,25 +521,25 @@ impl Trainer {
         Ok(Error::StepNotFinite { step: self.step + 1, tries: self.tries, ranks, cause: Box::new(cause) })
     }
 
-    /// Mean loss of this replica's last pass, where this rank has the model's last part; else 0.
+    /// Returns the mean loss of this replica's last pass, if this rank has the model's last part; else 0.
     fn own_loss(&mut self) -> Result<f64> {
         let (sum, tokens) = self.executor.total_loss()?;
         if tokens == 0 {
             return Ok(0.0);
         }
-        // Two copies of the model each see some of the microbatches.
+        // With two copies of the model, each one has some of the microbatches.
         let all = f64::from(self.schedule.microbatches())
             * (self.executor.sampler.shard().batch * self.executor.sampler.context()) as f64;
         Ok(sum / all)
     }
 
-    /// Squares of the gradients by part of the model, where they are this rank's to tell; else 0.
+    /// Returns the sums of squared gradients by part of the model; 0 for parts that other ranks report.
     fn squares(&self) -> Result<Vec<f64>> {
         let Executor { parts, placement, .. } = &self.executor;
         let depth = placement.depth();
         let mut squares = vec![0.0; depth as usize];
         for (&stage, part) in parts {
-            // Each part counts once, and the table that two parts hold with the first.
+            // Each part counts once; a table that two parts hold counts with the first.
             if (self.replica == 0 || !self.each_step) && stage.0 < depth {
                 let len = part.grads.shape().len();
                 let start = if placement.is_last(stage) { part.stage.layout().params()[1].start } else { 0 };
@@ -550,7 +550,7 @@ impl Trainer {
         Ok(squares)
     }
 
-    /// Mean loss of the held-out batches in nats, shared out among the replicas; all must call it.
+    /// Returns the mean loss of the held-out batches in nats; the replicas divide them, and all must call it.
     pub fn evaluate(&mut self) -> Result<f64> {
         self.with_common(Self::evaluate_common)
     }
@@ -569,7 +569,7 @@ impl Trainer {
     }
 }
 
-/// The tensors of a stage's flat buffer.
+/// Returns the tensors of a stage's flat buffer.
 pub(super) fn named(
     stage: &Stage,
     flat: &Tensor,
@@ -584,15 +584,15 @@ pub(super) fn named(
     Ok(stage.layout().params().iter().map(tensor).collect())
 }
 
-/// Hash of a stage's parameters, padding left out.
+/// Returns the hash of a stage's parameters, without padding.
 pub(super) fn hash(stage: &Stage, params: &Tensor) -> Result<blake3::Hash> {
     let all = params.to_vec::<f32>()?;
     let elements: Vec<f32> = stage.layout().params().iter().flat_map(|p| &all[p.range()]).copied().collect();
     Ok(super::fingerprint::digest(&elements))
 }
 
-/// A rank's parts with their numbers, in the order in which all ranks meet over them: two copies of the model
-/// have their stages in opposite orders, and would wait for each other.
+/// Returns a rank's parts by number, the order in which all ranks communicate over them: two copies of the
+/// model have their stages in opposite orders, and would deadlock in the order of stages.
 fn by_number<'a>(parts: &'a mut BTreeMap<StageId, Part>, placement: &Placement) -> Vec<(u32, &'a mut Part)> {
     let mut parts: Vec<_> = parts.iter_mut().map(|(&stage, part)| (placement.part(stage), part)).collect();
     parts.sort_by_key(|(number, _)| *number);

@@ -1,9 +1,9 @@
-//! The tuner: steps of a run are tried with other buckets and other algorithms, and the fastest go into the
+//! The tuner: tries steps of a run with different bucket sizes and algorithms, and writes the fastest into the
 //! plan.
 //!
-//! What was tried is dropped: the run begins at its first step with the plan that was chosen, so that a run
-//! with this plan repeats it to the bit. All ranks choose alike, by the slowest rank's time of each candidate
-//! on the transport's clock, which is deterministic on simulated links.
+//! The trial steps are dropped: the run begins at its first step with the chosen plan, so that another run with
+//! this plan repeats it to the bit. All ranks choose the same, by the slowest rank's time of each candidate on
+//! the transport's clock, which is deterministic on simulated links.
 
 use std::fmt;
 use std::path::Path;
@@ -18,12 +18,12 @@ use super::{averages, planned};
 use crate::config::choice::Resume;
 use crate::{Result, TrainConfig};
 
-/// Buckets and an algorithm, as a plan's outermost level has them.
+/// A bucket size and an algorithm for a plan's outermost level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Candidate {
-    /// How values are summed.
+    /// Algorithm of the averages.
     pub algorithm: Algorithm,
-    /// Most f32 bytes of a bucket.
+    /// Largest size of a bucket, in bytes of f32 values.
     pub bucket_bytes: u64,
 }
 
@@ -33,34 +33,34 @@ impl fmt::Display for Candidate {
     }
 }
 
-/// A candidate, and what a step took with it.
+/// A candidate and its measured step time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tried {
-    /// Which.
+    /// The candidate.
     pub candidate: Candidate,
-    /// The mean of a step on the slowest rank.
+    /// Mean time of a step on the slowest rank.
     pub step: Nanos,
 }
 
-/// What came of tuning.
+/// Result of tuning.
 #[derive(Debug)]
 pub struct Tuned {
-    /// The job with the plan that was chosen.
+    /// The job with the chosen plan.
     pub job: Job,
-    /// Where its ranks meet: as the plan says.
+    /// The communicator of its ranks, with the plan's algorithm.
     pub comm: Communicator,
-    /// All candidates, in the order of the trials; none where the plan of the run's folder was taken.
+    /// All candidates, in the order of the trials; empty if the plan of the run's folder was used.
     pub tried: Vec<Tried>,
 }
 
 impl Tuned {
-    /// What was chosen.
+    /// Returns the chosen candidate.
     #[must_use]
     pub fn chosen(&self) -> Candidate {
         Candidate::of(self.job.plan.outermost())
     }
 
-    /// Lines for a terminal: the choice, and what each candidate took, the fastest first.
+    /// Returns lines for a terminal: the choice, and the time of each candidate, the fastest first.
     #[must_use]
     pub fn lines(&self) -> Vec<String> {
         if self.tried.is_empty() {
@@ -82,11 +82,11 @@ impl Candidate {
     }
 }
 
-/// Shares of the gradients that buckets are tried with, besides what the plan has.
+/// Fractions of the gradients (as divisors) that are tried as bucket sizes, besides the plan's own.
 const SHARES: [u64; 5] = [1, 2, 4, 8, 16];
 
 impl TrainConfig {
-    /// Takes what was chosen, as if it had been given.
+    /// Sets the chosen values as if they had been given.
     fn take(&mut self, candidate: Candidate) {
         self.algorithm = candidate.algorithm;
         self.bucket_mb = candidate.bucket_bytes as f64 / 1e6;
@@ -95,7 +95,7 @@ impl TrainConfig {
 }
 
 impl Job {
-    /// The job with other buckets and another algorithm; `None` where these do not go together with its codec.
+    /// Returns the job with another bucket size and algorithm; `None` if these do not support its codec.
     fn with_candidate(&self, candidate: Candidate) -> Option<Self> {
         let mut plan = self.plan.clone();
         let level = plan.levels.last_mut()?;
@@ -108,19 +108,19 @@ impl Job {
         Some(job)
     }
 
-    /// Algorithms to try: all by which the codec's bytes can be summed, or plain values.
+    /// Returns the algorithms to try: all that support the codec, or all for uncompressed values.
     fn algorithms(&self) -> Vec<Algorithm> {
         let packed = averages::packs(self.plan.outermost());
         let all = if packed { &Algorithm::CODED[..] } else { &Algorithm::ALL[..] };
         all.iter().copied().filter(|a| *a != Algorithm::Hierarchical || self.has_regions()).collect()
     }
 
-    /// Whether some links are slower than others, so that there are regions.
+    /// Returns whether some links may be slower than others, so that there are regions.
     fn has_regions(&self) -> bool {
         averages::regions(&self.plan).is_some() || self.cluster.is_some()
     }
 
-    /// Bucket sizes to try, the plan's own first.
+    /// Returns the bucket sizes to try, the plan's own first.
     fn buckets(&self) -> Vec<u64> {
         let all = 4 * self.model.parameters();
         let mut sizes = vec![self.plan.outermost().bucket_bytes.min(all)];
@@ -133,7 +133,7 @@ impl Job {
         sizes
     }
 
-    /// Every candidate there is: the grid that [`tune`] searches a part of.
+    /// Returns every candidate: the grid of which [`tune`] searches a part.
     #[must_use]
     pub fn grid(&self) -> Vec<Candidate> {
         let buckets = self.buckets();
@@ -142,7 +142,7 @@ impl Job {
     }
 }
 
-/// Steps of a candidate on one rank; for all ranks to call. `None` where it does not go together with the job's
+/// Measures steps of a candidate; all ranks must call it. `None` if the candidate does not support the job's
 /// codec.
 ///
 /// Errors: those of a step.
@@ -153,7 +153,7 @@ pub fn measure(
     (steps, threads): (u64, usize),
 ) -> Result<Option<Tried>> {
     let Some(mut trial) = job.with_candidate(candidate) else { return Ok(None) };
-    // What most steps do: warm-ups pass.
+    // Warm-ups are switched off, since most steps of a run come after them.
     trial.config.codec_warmup = Some(0);
     trial.config.density_warmup = 0;
     (trial.fault, trial.failure) = (None, None);
@@ -170,9 +170,9 @@ pub fn measure(
     Ok(Some(Tried { candidate, step: Nanos(took[0]) }))
 }
 
-/// Chooses buckets and an algorithm where `--tune` asks for it: first the algorithm with the plan's buckets,
-/// then the buckets with that one, then the algorithm once more if the buckets changed. A run that goes on
-/// takes the plan of its folder instead. For all ranks to call.
+/// Chooses a bucket size and an algorithm if `--tune` asks for it: first the algorithm with the plan's buckets,
+/// then the buckets with that algorithm, then the algorithm again if the buckets changed. A resumed run uses
+/// the plan of its folder instead. All ranks must call it.
 ///
 /// Errors: those of a step; a plan in the run's folder that cannot be read.
 pub fn tune(job: &Job, comm: &Communicator, threads: usize) -> Result<Option<Tuned>> {
@@ -190,7 +190,7 @@ pub fn tune(job: &Job, comm: &Communicator, threads: usize) -> Result<Option<Tun
     Ok(Some(Tuned { job: tuned, comm, tried: search.tried }))
 }
 
-/// The plan with which the run began that goes on, if all ranks have it and it is of this job.
+/// Returns the plan with which a resumed run began, if all ranks have it and it belongs to this job.
 fn kept_plan(job: &Job, comm: &Communicator) -> Result<Option<Plan>> {
     let own = |out: &Path| super::checkpoint::folder(out, comm.rank());
     let folder = match &job.config.resume {
@@ -213,7 +213,7 @@ fn kept_plan(job: &Job, comm: &Communicator) -> Result<Option<Plan>> {
     Ok(plan.filter(|_| alike))
 }
 
-/// A search under way.
+/// State of the search.
 struct Search<'a> {
     job: &'a Job,
     comm: &'a Communicator,
@@ -238,7 +238,8 @@ impl Search<'_> {
         if found.bucket_bytes == own { Ok(found) } else { self.best(of(found.bucket_bytes)) }
     }
 
-    /// Tries candidates that were not tried yet, and gives the fastest of all; of equals the first.
+    /// Tries the candidates that were not tried yet, and returns the fastest of all so far; of equals the
+    /// first.
     fn best(&mut self, candidates: impl IntoIterator<Item = Candidate>) -> Result<Candidate> {
         for candidate in candidates {
             if self.tried.iter().all(|tried| tried.candidate != candidate) {

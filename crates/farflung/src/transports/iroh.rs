@@ -1,4 +1,4 @@
-//! QUIC between processes that may be behind address translation.
+//! QUIC between processes, including those behind address translation.
 
 use farflung_comm::Communicator;
 

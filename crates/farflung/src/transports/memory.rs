@@ -1,4 +1,4 @@
-//! Within the process.
+//! Transport between the threads of a process.
 
 use farflung_comm::{Transport, memory};
 use std::sync::Arc;

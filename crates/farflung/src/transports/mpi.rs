@@ -1,4 +1,4 @@
-//! The machine's MPI.
+//! Transport over the machine's MPI library.
 
 use super::{Ends, TransportMethod};
 
@@ -11,14 +11,14 @@ pub const MPI: TransportMethod = TransportMethod {
     ends: Ends::Processes(meet),
 };
 
-/// Variables of which every starter of MPI's processes sets one: OpenMPI's `mpirun`, PMI (MPICH, Intel MPI,
-/// Slurm's `srun --mpi=pmi2`), and `PMIx`.
+/// Environment variables of MPI launchers; each launcher sets one of them: OpenMPI's `mpirun`, PMI (MPICH,
+/// Intel MPI, Slurm's `srun --mpi=pmi2`), and `PMIx`.
 #[cfg(feature = "mpi")]
 const STARTED: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK"];
 
 #[cfg(feature = "mpi")]
 fn meet(meeting: &super::Meeting) -> crate::Result<farflung_comm::Communicator> {
-    // MPI would take a process alone for a job of one, or end it with words of its own.
+    // Without a launcher, MPI would treat the process as a job of one, or end it with its own message.
     if STARTED.iter().all(|name| std::env::var_os(name).is_none()) {
         let n = meeting.world_size;
         return Err(crate::Error::Setting {
@@ -56,8 +56,8 @@ fn meet(_: &super::Meeting) -> crate::Result<farflung_comm::Communicator> {
     })
 }
 
-/// Ends MPI in a process that is about to exit with this code, where it is in use: 0 waits for the others, any
-/// other ends the job unless they have left as well.
+/// Ends MPI, if in use, in a process that is about to exit with `code`: 0 waits for the other processes; any
+/// other code ends the job, unless the others have left as well.
 pub(super) fn leave(code: u8) {
     #[cfg(feature = "mpi")]
     farflung_comm::mpi::leave(code);

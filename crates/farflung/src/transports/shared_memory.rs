@@ -1,4 +1,4 @@
-//! Memory that the processes of one machine share.
+//! Transport over memory that the processes of one machine share.
 
 use farflung_comm::tcp::SharedMemory;
 

@@ -1,4 +1,4 @@
-//! Within the process, over links of virtual time.
+//! Transport between the threads of a process, over simulated links in virtual time.
 
 use farflung_comm::{Transport, simulated};
 use std::sync::Arc;

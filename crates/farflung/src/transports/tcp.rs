@@ -1,4 +1,4 @@
-//! Sockets between processes.
+//! Transport over sockets between processes.
 
 use std::time::Duration;
 
@@ -16,10 +16,10 @@ pub const TCP: TransportMethod = TransportMethod {
     ends: Ends::Processes(meet),
 };
 
-/// Meets the others; with whom memory is shared is said by the meeting.
+/// Meets the other processes; `meeting.shared_memory` says whether processes of one machine share memory.
 pub(super) fn meet(meeting: &Meeting) -> Result<Communicator> {
     let Meeting { rank, world_size, master, security, job, deadline, pace, shared_memory, .. } = meeting;
-    // A ticket may also name relays, which are for QUIC.
+    // A ticket may also contain relays, which are only used by QUIC.
     let addresses: Vec<&str> = master.split(',').filter(|address| !address.contains("://")).collect();
     let first = *addresses.first().ok_or_else(|| Error::Setting {
         field: "transport",

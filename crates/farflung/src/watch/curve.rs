@@ -1,36 +1,37 @@
-//! A run's steps as a curve of bounded length: where there are more steps, each point stands for several.
+//! A run's steps as a curve of bounded length: with more steps than points, each point stands for several
+//! steps.
 
 use serde::Serialize;
 
 use crate::StepMetrics;
 
-/// The most points of a curve.
+/// Highest number of points of a curve.
 pub const MOST_POINTS: usize = 1000;
 
-/// Some steps that follow each other.
+/// A point of the curve: one or several consecutive steps.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Point {
-    /// The last of them.
+    /// The last of its steps.
     pub step: u64,
-    /// How many they are.
+    /// Number of its steps.
     pub steps: u64,
-    /// Seconds of the run's clock after them.
+    /// Seconds of the run's clock after its last step.
     pub time_s: f64,
-    /// Seconds that had really passed after them.
+    /// Seconds of real time after its last step.
     pub wall_s: f64,
-    /// Their mean training loss in nats, of those that have one.
+    /// Mean training loss of its steps in nats, over those that have one.
     pub loss: Option<f64>,
-    /// The least of their losses.
+    /// Smallest training loss of its steps.
     pub least: Option<f64>,
-    /// The greatest of their losses.
+    /// Largest training loss of its steps.
     pub greatest: Option<f64>,
-    /// The loss of the held-out text, when it was last computed among them.
+    /// Last loss on the held-out text that was computed in its steps.
     pub val_loss: Option<f64>,
-    /// Tokens of the run after them.
+    /// Tokens of the run after its last step.
     pub tokens: u64,
-    /// Bytes sent after them, since the run's first step.
+    /// Bytes sent since the run's first step, after its last step.
     pub bytes_sent: u64,
-    /// How many of them have a loss.
+    /// Number of its steps that have a loss.
     #[serde(skip)]
     losses: u64,
 }
@@ -53,7 +54,7 @@ impl Point {
         }
     }
 
-    /// This point's steps and those of a later one.
+    /// Merges this point with a later one.
     fn and(&self, later: &Self) -> Self {
         let losses = self.losses + later.losses;
         let sum = |point: &Self| point.loss.map_or(0.0, |loss| loss * point.losses as f64);
@@ -73,14 +74,14 @@ impl Point {
     }
 }
 
-/// A curve that grows. At most [`MOST_POINTS`] points are kept: when there are more, neighbours become one.
+/// A growing curve. At most [`MOST_POINTS`] points are kept: at that limit, pairs of neighbours are merged.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Curve {
-    /// Changes whenever points before the last are not what they were.
+    /// Changes whenever points other than the last one change.
     pub generation: u64,
-    /// In the order of their steps.
+    /// The points in the order of their steps.
     pub points: Vec<Point>,
-    /// Steps of a full point.
+    /// Number of steps per full point.
     #[serde(skip)]
     stride: u64,
 }
@@ -92,7 +93,7 @@ impl Default for Curve {
 }
 
 impl Curve {
-    /// Adds a step. A step that is there already, and those after it, count no more.
+    /// Adds a step. If it was there already, it and all later steps are removed first.
     pub fn push(&mut self, row: &StepMetrics) {
         let before = self.points.len();
         while self.points.last().is_some_and(|last| last.step >= row.step) {
@@ -114,13 +115,13 @@ impl Curve {
         self.points.push(point);
     }
 
-    /// The curve without any step.
+    /// Removes all steps.
     pub fn clear(&mut self) {
         *self = Self { generation: self.generation + 1, ..Self::default() };
     }
 
-    /// What is new for somebody who has `known` points of a generation: the index from which on points replace
-    /// theirs, and those points. The last known point may have grown.
+    /// Returns what is new for a viewer that has `known` points of a generation: the index from which on points
+    /// replace the viewer's, and those points. The last known point may have grown.
     #[must_use]
     pub fn since(&self, generation: u64, known: usize) -> (usize, &[Point]) {
         let from =

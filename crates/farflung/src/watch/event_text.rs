@@ -1,15 +1,15 @@
-//! An event of `events.jsonl` in words. Events of other versions, which are not known here, are shown as they
-//! are.
+//! Describes an event of `events.jsonl` in words. Events of other versions, which are unknown here, are shown
+//! unchanged.
 
 use std::fmt::Write as _;
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-/// The longest text of an event, in characters.
+/// Limit on the length of an event's text, in characters.
 const LONGEST: usize = 400;
 
-/// A line of the file, whatever happened.
+/// A line of the file, with an event of any kind.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub(super) struct EventLine {
     pub(super) step: u64,
@@ -20,12 +20,12 @@ pub(super) struct EventLine {
     rest: Map<String, Value>,
 }
 
-/// Who came and went in a change of members.
+/// Members that joined and left in a change of members.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Change {
     pub(super) came: Vec<u32>,
     pub(super) went: Vec<u32>,
-    /// Seconds of the run's clock.
+    /// Seconds of the run's clock that the change took.
     pub(super) took_s: f64,
 }
 
@@ -53,7 +53,7 @@ impl EventLine {
         values.into_iter().flatten().filter_map(number).collect()
     }
 
-    /// The change of members that it tells of, if it does.
+    /// Returns the change of members, if the event is one.
     pub(super) fn change(&self) -> Option<Change> {
         (self.kind == "members").then(|| Change {
             came: self.numbers("came"),
@@ -62,17 +62,17 @@ impl EventLine {
         })
     }
 
-    /// Microbatches of each rank in a step, if it tells of other shares.
+    /// Returns the microbatches of each rank in a step, if the event is a change of shares.
     pub(super) fn shares(&self) -> Option<Vec<u32>> {
         (self.kind == "shares").then(|| self.numbers("microbatches"))
     }
 
-    /// Why the run ended, if it did with this.
+    /// Returns why the run ended, if the event is its end.
     pub(super) fn ends(&self) -> Option<String> {
         ["lost", "named", "stopped", "refused"].contains(&self.kind.as_str()).then(|| self.text())
     }
 
-    /// Whether somebody should look at it.
+    /// Returns whether the event should be highlighted.
     pub(super) fn is_alarming(&self) -> bool {
         match self.kind.as_str() {
             "members" => self.text_of("reason").is_some(),
@@ -80,7 +80,7 @@ impl EventLine {
         }
     }
 
-    /// In words.
+    /// Returns the event in words.
     pub(super) fn text(&self) -> String {
         let reason = self.text_of("reason").unwrap_or("for no reason that it told");
         cut(&match self.kind.as_str() {
@@ -145,12 +145,12 @@ impl EventLine {
     }
 }
 
-/// The last part of a path.
+/// Returns the last component of a path.
 fn last_part(path: &str) -> &str {
     path.rsplit(['/', '\\']).next().unwrap_or(path)
 }
 
-/// At most [`LONGEST`] characters of a text, without control characters.
+/// Returns at most [`LONGEST`] characters of a text, with control characters replaced by spaces.
 pub(super) fn cut(text: &str) -> String {
     let plain = |c: char| if c.is_control() { ' ' } else { c };
     let mut short: String = text.chars().take(LONGEST).map(plain).collect();

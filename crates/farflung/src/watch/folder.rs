@@ -1,4 +1,4 @@
-//! Reads a run's folder as it grows, and feeds what is known of the run.
+//! Reads the files in a run's folder as they grow, and passes them to a [`State`].
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -11,19 +11,19 @@ use super::tail::{News, Tail};
 use super::who::MOST_MEMBERS;
 use crate::{Error, Result, RunDir, run_dir};
 
-/// Bytes that are read of a file in one look.
+/// Bytes read of a file in one call of [`Folder::look`].
 const BUDGET: usize = 4 << 20;
-/// The largest document that is read.
+/// Largest document that is read, in bytes.
 const LARGEST: u64 = 1 << 20;
 
-/// By what one tells that a document is another one than before.
+/// Metadata that shows whether a document has changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Stamp {
     len: u64,
     modified: Option<SystemTime>,
 }
 
-/// A run's folder, as far as it was read.
+/// A run's folder, with the position reached in each of its files.
 #[derive(Debug)]
 pub struct Folder {
     path: PathBuf,
@@ -33,9 +33,9 @@ pub struct Folder {
 }
 
 impl Folder {
-    /// Opens a run's folder. Nothing of it is read before the first [`Folder::look`].
+    /// Opens a run's folder. Nothing is read before the first [`Folder::look`].
     ///
-    /// Errors: [`Error::Io`] where it cannot be listed; [`Error::Setting`] where it is not a run's.
+    /// Errors: [`Error::Io`] if it cannot be listed; [`Error::Setting`] if it is not a run's.
     pub fn open(path: &Path) -> Result<Self> {
         if !RunDir::holds_run(path)? && !path.join(run_dir::RANKS).is_dir() {
             let (field, value) = ("RUN", path.display().to_string());
@@ -55,22 +55,22 @@ impl Folder {
         Ok(folder)
     }
 
-    /// What is known of the run.
+    /// Returns the state of the run, as read so far.
     #[must_use]
     pub const fn state(&self) -> &State {
         &self.state
     }
 
-    /// The same, to tell it what no file tells.
+    /// Returns the state, to add what is not in files.
     pub const fn state_mut(&mut self) -> &mut State {
         &mut self.state
     }
 
-    /// How long ago a step was last written.
+    /// Returns how long ago a step was last written.
     #[must_use]
     pub fn age(&self) -> Option<Duration> {
         let modified = fs::metadata(self.path.join(run_dir::METRICS)).and_then(|file| file.modified());
-        // A clock that was set back makes it new.
+        // A modification time in the future, after a clock was set back, counts as now.
         modified.ok().map(|at| at.elapsed().unwrap_or_default())
     }
 
@@ -83,7 +83,7 @@ impl Folder {
         self.follow(Lines::Times(rank));
     }
 
-    /// Reads what is new. Whether there is more already.
+    /// Reads new lines and documents. Returns whether there is more to read already.
     pub fn look(&mut self) -> bool {
         for (document, at) in Document::ALL.into_iter().zip(0..) {
             self.look_at(document, at);
@@ -103,7 +103,7 @@ impl Folder {
         more
     }
 
-    /// Ranks other than 0 that have a folder here, as many as are drawn.
+    /// Returns the ranks other than 0 that have a folder here, at most as many as are drawn.
     fn ranks(&self) -> Vec<u32> {
         let entries = fs::read_dir(self.path.join(run_dir::RANKS)).into_iter().flatten().flatten();
         let rank = |name: &str| name.strip_prefix("rank-")?.parse().ok().filter(|&rank| rank > 0);
@@ -130,7 +130,7 @@ impl Folder {
     }
 }
 
-/// A document's text.
+/// Returns a document's text.
 fn text(path: &Path) -> Result<String, String> {
     let mut text = String::new();
     let read = File::open(path).and_then(|file| file.take(LARGEST + 1).read_to_string(&mut text));

@@ -1,4 +1,5 @@
-//! Which requests the page's server answers. Pure: the server asks it before anything else.
+//! Decides which requests the page's server answers. A pure function, which the server calls first for each
+//! request.
 
 use std::net::IpAddr;
 
@@ -7,18 +8,19 @@ use axum::http::uri::Authority;
 /// Why a request is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Refusal {
-    /// The page is read only.
+    /// The method is not GET; the page is read only.
     Method,
-    /// It does not say whom it asks.
+    /// The request has no valid `Host`.
     NoHost,
-    /// It asks somebody else: a page of another site had its name point here.
+    /// The `Host` is another machine: the name of another site resolves to this one.
     OtherHost,
 }
 
-/// Whether a request is answered, by its method and its `Host`. `named` is the host of `--listen`.
+/// Checks whether a request is answered, by its method and its `Host`. `named` is the host of `--listen`.
 ///
-/// A site can point its own name at this machine once a browser has its page (DNS rebinding), and its scripts
-/// could read what is served here; but its requests carry that name. An address is nobody's name.
+/// A site can make its own name resolve to this machine after a browser has loaded its page (DNS rebinding),
+/// and its scripts could then read what is served here. But their requests carry the site's name, so only
+/// addresses, `localhost` and the host of `--listen` are accepted.
 pub(super) fn check(method: &str, host: Option<&[u8]>, named: &str) -> Result<(), Refusal> {
     if method != "GET" {
         return Err(Refusal::Method);

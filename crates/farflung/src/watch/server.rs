@@ -1,5 +1,5 @@
-//! Shows what is known of a run over HTTP: the page at `/`, all of it as JSON at `/snapshot`, and what is new
-//! as server-sent events at `/events`. It only answers; nothing can be changed through it.
+//! Serves the state of a run over HTTP: the page at `/`, all data as JSON at `/snapshot`, and updates as
+//! server-sent events at `/events`. It is read only.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -35,21 +35,21 @@ use crate::{Error, Result, Stop};
 
 /// The page; `NONCE` in it is replaced in each answer.
 const PAGE: &str = include_str!("page.html");
-/// Between two looks at the run's files.
+/// Time between two reads of the run's files.
 const LOOK: Duration = Duration::from_millis(250);
-/// Between two times that a member of the run is asked.
+/// Time between two questions to a member of the run.
 const ASK: Duration = Duration::from_secs(2);
-/// The most browsers that follow at once.
+/// Highest number of browsers that follow at the same time.
 const MOST_VIEWERS: usize = 32;
 
-/// Asks a member of a run how it stands.
+/// Asks a member of a run for its status.
 pub type Ask = Box<dyn FnMut() -> Result<Option<Status>> + Send>;
 
-/// What is shown now.
+/// The data that is served now.
 #[derive(Debug)]
 struct Published {
     snapshot: Snapshot,
-    /// How long ago a step was last written, when this was published.
+    /// Time since a step was last written, at the time of publication.
     age: Option<Duration>,
     at: Instant,
 }
@@ -67,13 +67,13 @@ impl Published {
         Arc::new(Self { snapshot: folder.state().snapshot(), age: folder.age(), at: now() })
     }
 
-    /// Seconds since a step was last written.
+    /// Returns the seconds since a step was last written.
     fn age_s(&self) -> Option<f64> {
         self.age.map(|age| (age + self.at.elapsed()).as_secs_f64())
     }
 }
 
-/// What all requests share.
+/// State shared by all requests.
 #[derive(Debug, Clone)]
 struct Site {
     published: watch::Receiver<Arc<Published>>,
@@ -82,10 +82,10 @@ struct Site {
     named: Arc<str>,
 }
 
-/// Shows a run's folder at an address until a signal. `opened` is told where that is; `ask` asks a member of
-/// the run now and then how it stands.
+/// Serves a run's folder at an address until a signal. Calls `opened` with the address; calls `ask` repeatedly
+/// to ask a member of the run for its status.
 ///
-/// Errors: [`Error::Io`] for a folder that cannot be read or an address that cannot be taken;
+/// Errors: [`Error::Io`] for a folder that cannot be read or an address that cannot be bound;
 /// [`Error::Setting`] for a folder that is not a run's.
 pub fn serve(
     run: &Path,
@@ -107,7 +107,7 @@ pub fn serve(
     thread::scope(|scope| {
         let answers = ask.map(|ask| {
             let (answer, answers) = channel();
-            // Not of the scope: the process does not wait for a question that is under way.
+            // Outside of the scope, so that the process does not wait for a question in progress.
             thread::spawn(move || keep_asking(ask, &answer));
             answers
         });
@@ -128,7 +128,7 @@ pub fn serve(
     })
 }
 
-/// Reads what is new and publishes it, until the end.
+/// Reads the run's files and publishes changes, until `ended`.
 fn follow(
     folder: &mut Folder,
     answers: Option<&Receiver<Result<Option<Status>, String>>>,
@@ -151,7 +151,7 @@ fn follow(
     }
 }
 
-/// Asks until nobody listens.
+/// Asks repeatedly until the receiver is dropped.
 fn keep_asking(mut ask: Ask, answer: &Sender<Result<Option<Status>, String>>) {
     loop {
         let said = ask().map_err(|error| crate::events::causes(&error));
@@ -171,7 +171,7 @@ fn router(site: Site) -> Router {
         .with_state(site)
 }
 
-/// Refuses what is not answered, and says to browsers what no answer may do.
+/// Refuses the requests that are not answered, and sets security headers on all answers.
 async fn guarded(Shared(site): Shared<Site>, request: Request, next: Next) -> Response {
     let host = request.headers().get(header::HOST).map(HeaderValue::as_bytes);
     let mut response = match guard::check(request.method().as_str(), host, &site.named) {
@@ -202,8 +202,8 @@ async fn guarded(Shared(site): Shared<Site>, request: Request, next: Next) -> Re
     response
 }
 
-/// A word that nobody can guess, for the page's own script and style: the keys of a [`RandomState`] are the
-/// system's random numbers.
+/// Returns an unpredictable word for the page's own script and style: the keys of a [`RandomState`] are random
+/// numbers of the system.
 fn nonce() -> String {
     static KEYS: LazyLock<[RandomState; 2]> = LazyLock::new(|| [RandomState::new(), RandomState::new()]);
     static COUNT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
@@ -239,7 +239,7 @@ fn json(body: &impl Serialize) -> String {
     serde_json::to_string(body).expect("numbers and texts have no way to fail")
 }
 
-/// What is new for a viewer.
+/// Data that is new for a viewer.
 #[derive(Serialize)]
 struct Update<'a> {
     #[serde(flatten)]
@@ -248,7 +248,7 @@ struct Update<'a> {
     age_s: Option<f64>,
 }
 
-/// The points of a curve from an index on; those before are as they were.
+/// The points of a curve from an index on; earlier points are unchanged.
 #[derive(Serialize)]
 struct CurvePart<'a> {
     generation: u64,
@@ -266,16 +266,16 @@ async fn events(Shared(site): Shared<Site>) -> Response {
         .into_response()
 }
 
-/// A browser that follows, and what it knows.
+/// A browser that follows, and what it has received.
 struct Viewer {
     published: watch::Receiver<Arc<Published>>,
-    /// The generation of the curve, and its points.
+    /// The generation of the curve, and the number of points received.
     known: Option<(u64, usize)>,
     _place: OwnedSemaphorePermit,
 }
 
 impl Viewer {
-    /// The next update, as soon as there is one; the first at once.
+    /// Returns the next update as soon as there is one; the first one at once.
     async fn next(mut self) -> Option<(Event, Self)> {
         if self.known.is_some() {
             self.published.changed().await.ok()?;
@@ -293,7 +293,7 @@ impl Viewer {
 
 type NextUpdate = Pin<Box<dyn Future<Output = Option<(Event, Viewer)>> + Send>>;
 
-/// The updates of a viewer.
+/// The stream of updates for a viewer.
 struct Updates(NextUpdate);
 
 impl Updates {

@@ -1,147 +1,148 @@
-//! What the page of a run shows, as plain data: the JSON of `/snapshot`.
+//! The data that a run's page shows: the JSON of `/snapshot`.
 
 use serde::Serialize;
 
 use super::curve::Curve;
 
-/// How a run stands, as far as its files tell.
+/// State of a run, as far as its files tell.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Snapshot {
-    /// All but the curve.
+    /// Everything except the curve.
     #[serde(flatten)]
     pub summary: Summary,
     /// Loss, tokens and bytes by step.
     pub curve: Curve,
 }
 
-/// How a run stands, without its curve.
+/// State of a run, without its curve.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Summary {
-    /// What the run is.
+    /// Facts about the run as a whole.
     pub run: RunFacts,
-    /// Whether it goes on.
+    /// Whether the run is still going.
     pub phase: Phase,
     /// Its newest step.
     pub latest: Latest,
-    /// What it gets done.
+    /// How much it gets done.
     pub goodput: Goodput,
-    /// Who trains, by rank; of runs whose members come and go also those that are gone.
+    /// The members by rank; in runs whose members come and go, also former members.
     pub members: Vec<MemberFacts>,
-    /// Ranks of the plan that are not among `members`, because they are too many to draw.
+    /// Number of ranks of the plan that are left out of `members`.
     pub more_members: usize,
-    /// The links between neighbours, by the positions in `members`.
+    /// The links between neighbours; ends are positions in `members`.
     pub links: Vec<LinkFacts>,
-    /// Where the time of the newest steps went, oldest first.
+    /// How the time of the newest steps was spent, oldest first.
     pub timeline: Vec<StepFacts>,
-    /// What happened, oldest first.
+    /// Events, oldest first.
     pub events: Vec<EventFacts>,
-    /// How many older events are left out.
+    /// Number of older events that are left out.
     pub more_events: u64,
     /// What could not be read.
     pub problems: Vec<Problem>,
 }
 
-/// What a run is: from its plan, settings and declared links.
+/// Facts about a run from its plan, settings and declared links.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct RunFacts {
     /// The folder's name.
     pub name: String,
     /// The model's name.
     pub model: Option<String>,
-    /// Its trainable parameters.
+    /// Number of its trainable parameters.
     pub parameters: Option<u64>,
-    /// Steps of the whole run.
+    /// Number of steps of the whole run.
     pub steps: Option<u64>,
-    /// Copies of the model that train.
+    /// Number of replicas.
     pub replicas: Option<u32>,
-    /// Stages of each copy.
+    /// Number of stages of each replica.
     pub stages: Option<u32>,
-    /// How replicas stay one model.
+    /// Method of synchronisation between replicas.
     pub method: Option<String>,
-    /// What packs their averages.
+    /// Codec of averages.
     pub codec: Option<String>,
     /// Whether links are simulated, so that the run's clock is virtual.
     pub simulated: Option<bool>,
 }
 
-/// Whether a run goes on.
+/// Whether a run is still going.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "name", rename_all = "lowercase")]
 pub enum Phase {
-    /// No step is done.
+    /// No step is done yet.
     Waiting,
-    /// There are steps, and nothing says that it has ended.
+    /// Some steps are done, and there is no sign that the run has ended.
     Running,
-    /// Its report is there.
+    /// The run has written its report.
     Finished,
-    /// It ended before its last step.
+    /// The run ended before its last step.
     Ended {
-        /// Why.
+        /// Why it ended.
         reason: String,
     },
 }
 
-/// The newest step's numbers.
+/// Metrics of the newest step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Latest {
-    /// Steps done.
+    /// Number of steps done.
     pub step: u64,
     /// The run's clock in seconds.
     pub time_s: f64,
-    /// Seconds that really passed.
+    /// Seconds of real time.
     pub wall_s: f64,
-    /// Tokens that all workers trained on.
+    /// Number of tokens on which all workers together trained.
     pub tokens: u64,
     /// Mean loss of the step's tokens, in nats.
     pub train_loss: Option<f64>,
-    /// Loss of the held-out text when it was last computed, in nats.
+    /// Last computed loss on the held-out text, in nats.
     pub val_loss: Option<f64>,
-    /// Bytes that the process which writes has sent.
+    /// Bytes sent by the process that writes the metrics.
     pub bytes_sent: u64,
-    /// Bytes that it has received.
+    /// Bytes received by that process.
     pub bytes_received: u64,
-    /// Bytes that it sends in a step: the mean of the newest steps.
+    /// Bytes that it sends per step: the mean of the newest steps.
     pub bytes_per_step: Option<f64>,
-    /// Seconds of the run's clock for a step: the mean of the newest steps.
+    /// Seconds of the run's clock per step: the mean of the newest steps.
     pub step_s: Option<f64>,
 }
 
-/// Tokens of committed steps per second. What a crash or a lost member threw away is not among the tokens,
-/// and the time that it took is.
+/// Goodput: tokens of committed steps per second. Work lost in a crash or with a member does not count, but the
+/// time spent on it does.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Goodput {
-    /// Tokens a second of wall clock, over all steps.
+    /// Tokens per second of real time, over all steps.
     pub tokens_per_s: Option<f64>,
-    /// Tokens a second of wall clock, over the newest steps.
+    /// Tokens per second of real time, over the newest steps.
     pub recent_tokens_per_s: Option<f64>,
-    /// Tokens a second of the run's clock, over all steps.
+    /// Tokens per second of the run's clock, over all steps.
     pub clock_tokens_per_s: Option<f64>,
-    /// Share of the run's clock in which members did not change, of 1; where members come and go.
+    /// Fraction of the run's clock during which no change of members was under way; only if members come and
+    /// go.
     pub unchanged: Option<f64>,
 }
 
 /// A member of the run.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct MemberFacts {
-    /// Its machine, or its number among members that come and go.
+    /// Name of its machine, or its number if members come and go.
     pub name: String,
     /// Its rank, while it has one.
     pub rank: Option<u32>,
-    /// Which copy of the model it works on.
+    /// The replica to which it belongs.
     pub replica: Option<u32>,
-    /// Which stage of it.
+    /// Its stage in the replica.
     pub stage: Option<u32>,
-    /// Its part of a step's sequences, of 1.
+    /// Its fraction of a step's sequences.
     pub share: Option<f64>,
     /// Whether it belongs to the run.
     pub presence: Presence,
-    /// Where it listens.
+    /// The address at which it listens.
     pub address: Option<String>,
-    /// For whom it has said that it waits.
+    /// The member for which it last reported to wait.
     pub waits_for: Option<String>,
-    /// The newest step that it has told of.
+    /// The newest step that it reported.
     pub step: Option<u64>,
-    /// Bytes that it has sent.
+    /// Bytes sent by it.
     pub bytes_sent: Option<u64>,
 }
 
@@ -149,31 +150,31 @@ pub struct MemberFacts {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Presence {
-    /// It trains.
+    /// The member trains.
     #[default]
     Here,
-    /// It waits to become a member.
+    /// The member waits to join.
     Waiting,
-    /// It has left, or was lost.
+    /// The member has left or was lost.
     Gone,
 }
 
-/// A link between two members, in the direction in which it is slower.
+/// A link between two members, in its slower direction.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct LinkFacts {
-    /// A position in [`Summary::members`].
+    /// Position of the sender in [`Summary::members`].
     pub from: usize,
-    /// Another.
+    /// Position of the receiver.
     pub to: usize,
-    /// What goes over it.
+    /// What is sent over it.
     pub carries: Carries,
-    /// Bits a second, where they are declared and limited.
+    /// Bandwidth in bits per second, if it is declared and limited.
     pub bits_per_s: Option<u64>,
-    /// One-way latency in seconds, where it is declared.
+    /// One-way latency in seconds, if it is declared.
     pub latency_s: Option<f64>,
 }
 
-/// What goes over a link.
+/// What is sent over a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Carries {
@@ -186,51 +187,51 @@ pub enum Carries {
 /// A step's time on each rank.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StepFacts {
-    /// Steps done.
+    /// Number of steps done.
     pub step: u64,
-    /// Of each rank that has told of it.
+    /// Times of each rank that reported the step.
     pub ranks: Vec<RankTime>,
 }
 
-/// Where a rank's time of a step went, in seconds of the run's clock.
+/// How a rank spent the time of a step, in seconds of the run's clock.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct RankTime {
     /// The rank.
     pub rank: u32,
-    /// It computed.
+    /// Computing.
     pub compute_s: f64,
-    /// It waited for other stages, or for ranks that reached the average later.
+    /// Waiting for other stages, or for ranks that reached the average later.
     pub wait_s: f64,
-    /// It waited for averages, votes and exchanges that were on their way.
+    /// Waiting for averages, votes and exchanges in progress.
     pub communicate_s: f64,
 }
 
 /// An event.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct EventFacts {
-    /// Steps done.
+    /// Number of steps done.
     pub step: u64,
     /// The run's clock in seconds.
     pub time_s: f64,
     /// Its name in the file.
     pub kind: String,
-    /// In words.
+    /// Description of the event.
     pub text: String,
-    /// Whether it is one that somebody should look at.
+    /// Whether it should be highlighted.
     pub alarming: bool,
-    /// Ranks that have told of it.
+    /// Ranks that reported it.
     pub ranks: Vec<u32>,
 }
 
-/// A file of which something could not be read.
+/// A file with lines or content that could not be read.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Problem {
-    /// The file, within the run's folder.
+    /// Path of the file within the run's folder.
     pub file: String,
-    /// Lines that are not what belongs there.
+    /// Number of lines of the wrong form.
     pub bad_lines: u64,
-    /// Lines that are too long.
+    /// Number of lines that are too long.
     pub long_lines: u64,
-    /// What is wrong with the last of them, or with the file.
+    /// What is wrong with the last such line, or with the file.
     pub what: String,
 }

@@ -1,5 +1,5 @@
-//! What is known of a run: lines and documents go in, a [`Snapshot`] comes out. Pure, and of bounded memory
-//! whatever goes in.
+//! State of a run as read from its files: takes lines and documents, and returns a [`Snapshot`]. Pure; memory
+//! is bounded for any input.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -15,13 +15,13 @@ use crate::train::DeclaredLinks;
 use crate::train::elastic::Status;
 use crate::{StepMetrics, StepTimes};
 
-/// The most events that are kept.
+/// Highest number of events that are kept.
 pub const MOST_EVENTS: usize = 200;
-/// The newest steps whose rates are told apart.
+/// Number of newest steps over which recent rates are computed.
 const RECENT: usize = 32;
-/// The most problems that are kept.
+/// Highest number of problems that are kept.
 const MOST_PROBLEMS: usize = 20;
-/// The most ranks that are named with an event.
+/// Highest number of ranks listed with an event.
 const MOST_NAMED: usize = 64;
 
 /// A file of lines in a run's folder.
@@ -36,7 +36,7 @@ pub enum Lines {
 }
 
 impl Lines {
-    /// Its path within the run's folder.
+    /// Returns its path within the run's folder.
     #[must_use]
     pub fn path(self) -> String {
         let of = |rank: u32, name: &str| match rank {
@@ -51,7 +51,7 @@ impl Lines {
     }
 }
 
-/// A small file in a run's folder that is replaced as a whole.
+/// A small file in a run's folder that is always replaced as a whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Document {
     /// `plan.toml`.
@@ -65,10 +65,10 @@ pub enum Document {
 }
 
 impl Document {
-    /// All of them.
+    /// All documents.
     pub const ALL: [Self; 4] = [Self::Plan, Self::Config, Self::Links, Self::Report];
 
-    /// Its name.
+    /// Returns the file's name.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -80,7 +80,7 @@ impl Document {
     }
 }
 
-/// A step, as far as rates need it.
+/// The values of a step from which rates are computed.
 #[derive(Debug, Clone, Copy, Default)]
 struct Mark {
     step: u64,
@@ -96,29 +96,29 @@ impl Mark {
         Self { step, time_s, wall_s, tokens, bytes_sent }
     }
 
-    /// Something per second, or per step, since an earlier mark.
+    /// Returns the growth since an earlier mark per `per` seconds or steps; `None` if `per` is 0.
     fn rate(of: u64, before: u64, per: f64) -> Option<f64> {
         (per > 0.0).then(|| of.saturating_sub(before) as f64 / per)
     }
 }
 
-/// What is known of a run.
+/// State of a run, as far as it is known.
 #[derive(Debug, Default)]
 pub struct State {
     name: String,
     curve: Curve,
     latest: Option<StepMetrics>,
     val_loss: Option<f64>,
-    /// Before the first step that is known.
+    /// Values before the first known step.
     base: Mark,
-    /// The newest steps, the one before them first.
+    /// Marks of the newest steps, preceded by that of the step before them.
     recent: VecDeque<Mark>,
     timeline: Timeline,
     events: Vec<EventFacts>,
     more_events: u64,
-    /// Seconds in which members changed.
+    /// Seconds during which members changed.
     changing_s: Option<f64>,
-    /// After which step the run ended and why, if it did not go on since.
+    /// The step after which the run ended, and why; `None` if it has continued since.
     ended: Option<(u64, String)>,
     who: Who,
     simulated: Option<bool>,
@@ -129,19 +129,19 @@ pub struct State {
 }
 
 impl State {
-    /// Nothing is known of a run but its folder's name.
+    /// Makes the state of a run of which only the folder's name is known.
     #[must_use]
     pub fn new(name: &str) -> Self {
         Self { name: cut(name), ..Self::default() }
     }
 
-    /// Changes with whatever becomes known.
+    /// Returns a number that changes whenever the state does.
     #[must_use]
     pub const fn version(&self) -> u64 {
         self.version
     }
 
-    /// A file has begun anew: all lines so far count no more.
+    /// Drops what was read of a file that has been replaced or cut.
     pub fn restart(&mut self, file: Lines) {
         self.version += 1;
         self.problems.remove(&file.path());
@@ -163,7 +163,7 @@ impl State {
         }
     }
 
-    /// A whole line of a file. One that is not what belongs there is counted.
+    /// Takes a complete line of a file. Lines of the wrong form are counted.
     pub fn line(&mut self, file: Lines, line: &[u8]) {
         self.version += 1;
         let taken = match file {
@@ -176,13 +176,13 @@ impl State {
         }
     }
 
-    /// A line was too long to be read.
+    /// Counts a line that was too long to be read.
     pub fn long_line(&mut self, file: Lines) {
         self.version += 1;
         self.problem(&file.path(), "too long", |problem| problem.long_lines += 1);
     }
 
-    /// A document was read; none where it is not there.
+    /// Takes a document; `None` if it does not exist.
     pub fn document(&mut self, document: Document, text: Option<&str>) {
         self.version += 1;
         self.problems.remove(document.name());
@@ -200,13 +200,13 @@ impl State {
         }
     }
 
-    /// A document could not be read.
+    /// Records that a document could not be read.
     pub fn unreadable(&mut self, name: &str, what: &str) {
         self.version += 1;
         self.problem(name, what, |_| ());
     }
 
-    /// What a member says that was asked how the run stands, or why none did.
+    /// Takes the status that a member reported when asked, or why no member answered.
     pub fn asked(&mut self, answer: Result<Option<Status>, String>) {
         const TICKET: &str = "--ticket-file";
         self.version += 1;
@@ -244,7 +244,7 @@ impl State {
             self.recent.pop_back();
         }
         if self.latest.is_none() {
-            // Of a member that came later, tokens and time before its first step are not its own.
+            // A member that joined later did not train the tokens and time before its first step.
             self.base = if row.step == 1 { Mark::default() } else { mark };
             self.recent.push_back(self.base);
         }
@@ -276,7 +276,7 @@ impl State {
             self.ended = event.ends().map(|reason| (event.step, reason));
         }
         let text = event.text();
-        // Ranks tell of the same event with paths of their own.
+        // Ranks report the same event with different paths.
         let alike = |other: &EventFacts| {
             other.step == event.step
                 && other.kind == event.kind
@@ -298,7 +298,7 @@ impl State {
             text,
             ranks: vec![rank],
         };
-        // Rank 0 tells what happens in its order; what others tell belongs among that.
+        // Rank 0's events are in order; those of other ranks are inserted by their time.
         let at = if rank == 0 {
             self.events.len()
         } else {
@@ -312,7 +312,7 @@ impl State {
         Ok(())
     }
 
-    /// All of it.
+    /// Returns all data for the page.
     #[must_use]
     pub fn snapshot(&self) -> Snapshot {
         Snapshot { summary: self.summary(), curve: self.curve.clone() }
@@ -344,7 +344,8 @@ impl State {
         }
     }
 
-    /// What a rank has told last of its times. Where members come and go, the folder is of one of them.
+    /// Returns the last times that a rank reported. If members come and go, the folder has the files of only
+    /// one of them.
     fn told(&self, rank: u32) -> Option<&StepTimes> {
         let folder = if self.who.ranks().is_some() { rank } else { 0 };
         self.timeline.last(folder).filter(|times| times.rank == rank)
@@ -377,7 +378,7 @@ impl State {
         }
     }
 
-    /// The first and the last of the newest steps.
+    /// Returns the first and the last of the newest marks.
     fn recent(&self) -> Option<(Mark, Mark)> {
         self.recent.front().copied().zip(self.recent.back().copied())
     }
@@ -417,7 +418,7 @@ impl State {
     }
 }
 
-/// A document as what it says; none where it is not there.
+/// Parses a document; `None` if it does not exist.
 fn read<T>(text: Option<&str>, parse: impl FnOnce(&str) -> Result<T, String>) -> Result<Option<T>, String> {
     text.map(parse).transpose()
 }

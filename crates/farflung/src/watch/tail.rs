@@ -1,65 +1,65 @@
-//! Follows a growing file of lines: reads only what is new, in bounded pieces.
+//! Follows a growing file of lines; reads only what is new, in bounded pieces.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-/// The longest line that is taken; a longer one is skipped.
+/// Longest line that is accepted, in bytes; longer ones are skipped.
 pub const LONGEST_LINE: usize = 64 * 1024;
-/// Bytes before the place that was reached, which are compared: a file that was cut and has grown again
-/// differs there.
+/// Number of bytes before the current position that are compared, to detect a file that was cut and has grown
+/// again.
 const MARK: usize = 64;
-/// Bytes that are read at once.
+/// Bytes read at once.
 const CHUNK: usize = 256 * 1024;
 
 /// What is new in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum News<'a> {
-    /// The file is another one than before, or was cut: all that was read of it counts no more.
+    /// The file was replaced or cut: everything read before is invalid.
     Restarted,
-    /// A whole line, without its newline.
+    /// A complete line, without its newline.
     Line(&'a [u8]),
     /// A line of more than [`LONGEST_LINE`] bytes, which was skipped.
     TooLong,
 }
 
-/// How far a file was read.
+/// Position in a file that is being read.
 #[derive(Debug)]
 pub struct Tail {
     path: PathBuf,
     /// Bytes read so far.
     offset: u64,
-    /// The last of these bytes, at most [`MARK`].
+    /// The last of the bytes read, at most [`MARK`].
     mark: Vec<u8>,
-    /// A line without its end.
+    /// The beginning of a line without its newline.
     open: Vec<u8>,
-    /// Whether the line without its end is too long already.
+    /// Whether that line is too long already.
     skips: bool,
 }
 
 impl Tail {
-    /// The beginning of a file, which need not exist yet.
+    /// Starts at the beginning of a file, which need not exist yet.
     #[must_use]
     pub const fn new(path: PathBuf) -> Self {
         Self { path, offset: 0, mark: Vec::new(), open: Vec::new(), skips: false }
     }
 
-    /// The file.
+    /// Returns the file's path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Reads on, at most about `budget` bytes. Whether more is there already.
+    /// Reads on, at most about `budget` bytes. Returns whether there is more to read already.
     ///
-    /// A file that cannot be read, or is none, has no news. What stands behind the last newline is kept until
-    /// its line is whole.
+    /// A file that cannot be read, or is not a regular file, has no news. Text after the last newline is kept
+    /// until its line is complete.
     pub fn read(&mut self, budget: usize, mut tell: impl FnMut(News<'_>)) -> bool {
         self.try_read(budget, &mut tell).unwrap_or(false)
     }
 
     fn try_read(&mut self, budget: usize, tell: &mut impl FnMut(News<'_>)) -> std::io::Result<bool> {
-        // Opening a pipe would wait for its other end.
+        // Opening a pipe would block until its other end is opened.
         if !std::fs::metadata(&self.path)?.is_file() {
             return Ok(false);
         }
@@ -82,7 +82,7 @@ impl Tail {
         Ok(file.metadata()?.len() > self.offset)
     }
 
-    /// Whether the bytes before the place that was reached are still there.
+    /// Returns whether the bytes before the current position are unchanged.
     fn is_same(&self, file: &mut File) -> std::io::Result<bool> {
         let mut there = vec![0; self.mark.len()];
         file.seek(SeekFrom::Start(self.offset - self.mark.len() as u64))?;
@@ -162,7 +162,7 @@ mod tests {
         assert_eq!(read(&mut tail).len(), 3);
         fs::write(&path, "one\n").unwrap();
         assert_eq!(read(&mut tail), ["restarted", "one"]);
-        // Longer than before, with another beginning.
+        // Longer than before, and with another beginning.
         fs::write(&path, "eins\nzwei\ndrei\nvier\n").unwrap();
         assert_eq!(read(&mut tail), ["restarted", "eins", "zwei", "drei", "vier"]);
         fs::remove_file(&path).unwrap();

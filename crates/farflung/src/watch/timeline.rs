@@ -1,14 +1,14 @@
-//! Where the time of the newest steps went, of all ranks that tell.
+//! How the time of the newest steps was spent, for all ranks that report it.
 
 use std::collections::BTreeMap;
 
 use super::snapshot::{RankTime, StepFacts};
 use crate::StepTimes;
 
-/// The newest steps that are kept.
+/// Number of newest steps that are kept.
 pub const MOST_STEPS: usize = 12;
 
-/// Times by step and rank, and what each rank told last.
+/// Times by step and rank, and the last times of each rank.
 #[derive(Debug, Default)]
 pub(super) struct Timeline {
     steps: BTreeMap<u64, BTreeMap<u32, StepTimes>>,
@@ -16,16 +16,16 @@ pub(super) struct Timeline {
 }
 
 impl Timeline {
-    /// Takes a line of a rank's file; `rank` is whose file it is.
+    /// Takes a line of the file of `rank`.
     ///
-    /// Errors: numbers that are no times.
+    /// Errors: values that are not valid times.
     pub(super) fn line(&mut self, rank: u32, line: &[u8]) -> Result<(), String> {
         let times: StepTimes = serde_json::from_slice(line).map_err(|error| error.to_string())?;
         let StepTimes { took_s, wait_s, communicate_s, step, .. } = times;
         if [took_s, wait_s, communicate_s].iter().any(|time| !(0.0..1e12).contains(time)) {
             return Err("its times are negative or too large".to_owned());
         }
-        // A run that goes on from a checkpoint repeats steps.
+        // A run that continues from a checkpoint repeats steps.
         if self.last.get(&rank).is_some_and(|last| last.step >= step) {
             self.forget(rank, step);
         }
@@ -37,7 +37,7 @@ impl Timeline {
         Ok(())
     }
 
-    /// Forgets what a rank has told of the steps from one on.
+    /// Removes a rank's times of all steps from `from` on.
     fn forget(&mut self, rank: u32, from: u64) {
         for (_, ranks) in self.steps.range_mut(from..) {
             ranks.remove(&rank);
@@ -45,23 +45,23 @@ impl Timeline {
         self.steps.retain(|_, ranks| !ranks.is_empty());
     }
 
-    /// Forgets all that a rank has told.
+    /// Removes all times of a rank.
     pub(super) fn clear(&mut self, rank: u32) {
         self.forget(rank, 0);
         self.last.remove(&rank);
     }
 
-    /// What a rank told last.
+    /// Returns the last times of a rank.
     pub(super) fn last(&self, rank: u32) -> Option<&StepTimes> {
         self.last.get(&rank)
     }
 
-    /// The newest steps of a job of so many ranks; the last one only when as many have told of it as of the
-    /// one before.
+    /// Returns the newest steps. `ranks` is the number of ranks of the job, if known. The last step is left out
+    /// while fewer ranks have reported it than the step before.
     ///
-    /// An average ends for all ranks at about the same time. Who waits for it longer than the rank that
-    /// reached it last has waited for that rank: where all ranks have told of a step, that time is waiting
-    /// and not communication.
+    /// An average ends for all ranks at about the same time. A rank that waits longer for it than the rank that
+    /// reached it last has waited for that rank. If all ranks have reported a step, that time therefore counts
+    /// as waiting, not as communication.
     pub(super) fn facts(&self, ranks: Option<usize>) -> Vec<StepFacts> {
         let facts = |(&step, told): (&u64, &BTreeMap<u32, StepTimes>)| {
             let all = ranks.is_some_and(|ranks| ranks > 1 && told.len() == ranks);
@@ -78,7 +78,7 @@ impl Timeline {
             };
             StepFacts { step, ranks: told.values().map(time).collect() }
         };
-        // Some ranks have not told of the newest step yet.
+        // Some ranks have not reported the newest step yet.
         let counts = self.steps.values().rev().map(BTreeMap::len).take(2).collect::<Vec<_>>();
         let half_told = matches!(counts[..], [newest, before] if newest < before);
         self.steps.iter().take(self.steps.len() - usize::from(half_told)).map(facts).collect()
@@ -105,7 +105,7 @@ mod tests {
             step.ranks.iter().map(|r| [r.compute_s, r.wait_s, r.communicate_s]).collect::<Vec<_>>()
         };
         assert_eq!(split(Some(2)), [[4.0, 4.0, 2.0], [8.0, 0.0, 2.0]]);
-        // Of ranks that are not seen nothing is known.
+        // Without the times of all ranks, the reported split is kept.
         let as_told = [[4.0, 1.0, 5.0], [8.0, 0.0, 2.0]];
         assert_eq!([split(Some(3)), split(None)], [as_told, as_told]);
     }
@@ -122,12 +122,12 @@ mod tests {
         assert_eq!(timeline.last(1).unwrap().step, 95);
         timeline.clear(0);
         assert_eq!(steps(&timeline), (89..=95).collect::<Vec<_>>());
-        // Of a step that some have not told of yet, nothing is said.
+        // A step that some ranks have not reported yet is left out.
         told(&mut timeline, 0, 95, [2.0, 0.0, 0.0]);
         told(&mut timeline, 1, 96, [2.0, 0.0, 0.0]);
         assert_eq!(steps(&timeline).last(), Some(&95));
         told(&mut timeline, 0, 96, [2.0, 0.0, 0.0]);
-        // A nonsense number does not stay.
+        // An absurd step number is removed when the rank reports a smaller one.
         told(&mut timeline, 1, u64::MAX, [2.0, 0.0, 0.0]);
         told(&mut timeline, 1, 97, [2.0, 0.0, 0.0]);
         told(&mut timeline, 0, 97, [2.0, 0.0, 0.0]);

@@ -1,5 +1,5 @@
-//! Who trains, and over which links: from a run's plan, its declared links, changes of members, and what a
-//! member says that was asked.
+//! The members of a run and the links between them: from the run's plan, its declared links, changes of
+//! members, and the status that a member reports.
 
 use farflung_base::{Bandwidth, Rank, Topology};
 use farflung_parallel::Plan;
@@ -8,36 +8,36 @@ use super::event_text::{Change, cut};
 use super::snapshot::{Carries, LinkFacts, MemberFacts, Presence};
 use crate::train::elastic::Status;
 
-/// The most members that are drawn.
+/// Highest number of members that are drawn.
 pub const MOST_MEMBERS: usize = 64;
-/// The most former members that are drawn.
+/// Highest number of former members that are drawn.
 const MOST_GONE: usize = 8;
-/// The most members that are known of.
+/// Highest number of members that are kept in memory.
 const MOST_KNOWN: usize = 4 * MOST_MEMBERS;
 
-/// What is known of the members.
+/// What is known about the members.
 #[derive(Debug, Default)]
 pub(super) struct Who {
     pub(super) plan: Option<Plan>,
     pub(super) topology: Option<Topology>,
     pub(super) status: Option<Status>,
-    /// Those that changes have left, once there was one.
+    /// The members after changes; `None` before the first change.
     roster: Option<Roster>,
-    /// Microbatches of each rank in a step, where they were changed.
+    /// Microbatches of each rank in a step, if they were changed.
     shares: Option<Vec<u32>>,
 }
 
 /// Members by the numbers of their endpoints.
 #[derive(Debug, Default)]
 struct Roster {
-    /// By rank: members keep the order in which they came.
+    /// Current members by rank, in the order in which they joined.
     here: Vec<u32>,
-    /// The last that went.
+    /// The last members that left.
     gone: Vec<u32>,
 }
 
 impl Who {
-    /// Members have changed.
+    /// Applies a change of members.
     pub(super) fn change(&mut self, change: &Change) {
         let plan = self.plan.as_ref();
         let Roster { here, gone } = self.roster.get_or_insert_with(|| Roster::of(plan));
@@ -50,23 +50,23 @@ impl Who {
         self.shares = None;
     }
 
-    /// Members have these microbatches in a step, by rank.
+    /// Sets the microbatches of the members in a step, by rank.
     pub(super) fn share(&mut self, microbatches: Vec<u32>) {
         self.shares = Some(microbatches);
     }
 
-    /// The members are those of the plan again.
+    /// Resets the members to those of the plan.
     pub(super) fn forget_changes(&mut self) {
         (self.roster, self.shares) = (None, None);
     }
 
-    /// Ranks of the plan, where members do not change.
+    /// Returns the number of ranks of the plan; `None` if members may change.
     pub(super) fn ranks(&self) -> Option<usize> {
         let fixed = self.roster.is_none() && self.status.is_none();
         self.plan.as_ref().filter(|_| fixed).map(|plan| plan.ranks() as usize)
     }
 
-    /// The members, at most [`MOST_MEMBERS`], and how many more there are.
+    /// Returns the members, at most [`MOST_MEMBERS`], and how many more there are.
     pub(super) fn members(&self) -> (Vec<MemberFacts>, usize) {
         let mut members = match (&self.status, &self.roster, &self.plan) {
             (Some(status), ..) => asked(status),
@@ -79,7 +79,7 @@ impl Who {
         (members, more)
     }
 
-    /// The links between members that follow each other in an average's ring or in a pipeline.
+    /// Returns the links between neighbours in an average's ring or in a pipeline.
     pub(super) fn links(&self, members: &[MemberFacts]) -> Vec<LinkFacts> {
         let here: Vec<usize> =
             (0..members.len()).filter(|&i| members[i].presence == Presence::Here).collect();
@@ -109,7 +109,7 @@ impl Who {
         links
     }
 
-    /// A link with its slower direction's rate.
+    /// Returns a link with the rate and latency of its slower direction.
     fn link(&self, from: usize, to: usize, carries: Carries) -> LinkFacts {
         let fits =
             |topology: &&Topology| self.ranks() == Some(topology.size()) && from.max(to) < topology.size();
@@ -133,7 +133,7 @@ impl Who {
     }
 }
 
-/// Pairs of neighbours on a ring.
+/// Returns the pairs of neighbours on a ring.
 fn ring(of: &[usize]) -> Vec<(usize, usize)> {
     match of {
         [] | [_] => Vec::new(),
@@ -146,7 +146,7 @@ fn ring(of: &[usize]) -> Vec<(usize, usize)> {
     }
 }
 
-/// The ranks of a plan.
+/// Returns the ranks of a plan as members.
 fn planned(plan: &Plan) -> Vec<MemberFacts> {
     let (stages, all) = (plan.stages().max(1), plan.microbatches.iter().map(|&m| u64::from(m)).sum::<u64>());
     let member = |(rank, name): (u32, &String)| {
@@ -165,7 +165,7 @@ fn planned(plan: &Plan) -> Vec<MemberFacts> {
 }
 
 impl Roster {
-    /// The members of a plan.
+    /// Returns the members of a plan.
     fn of(plan: Option<&Plan>) -> Self {
         let machines = (0..).zip(plan.into_iter().flat_map(|plan| &plan.machines));
         let number = |name: &str| name.strip_prefix("member.").and_then(|slot| slot.parse().ok());
@@ -175,7 +175,8 @@ impl Roster {
         }
     }
 
-    /// Who is here, with shares where these are told of as many, and who has gone.
+    /// Returns the current members, followed by former ones. Shares are included if there is one for each
+    /// current member.
     fn members(&self, shares: Option<&[u32]>) -> Vec<MemberFacts> {
         let shares = shares.filter(|shares| shares.len() == self.here.len());
         let all: u64 = shares.into_iter().flatten().map(|&share| u64::from(share)).sum();
@@ -192,7 +193,7 @@ impl Roster {
     }
 }
 
-/// The members that one of them has told of.
+/// Returns the members of a status report.
 fn asked(status: &Status) -> Vec<MemberFacts> {
     let name = |slot: u32| format!("member {slot}");
     let member = |(rank, member): (u32, &crate::train::elastic::MemberStatus)| MemberFacts {
@@ -202,7 +203,7 @@ fn asked(status: &Status) -> Vec<MemberFacts> {
         stage: Some(0),
         share: Some(member.share).filter(|share| share.is_finite()),
         address: member.address.as_deref().map(cut),
-        // That it waits for itself would say nothing.
+        // A member that reports to wait for itself waits for no other.
         waits_for: member.waits_for.filter(|&slot| slot != member.slot).map(name),
         bytes_sent: member.answers.then_some(status.sent),
         ..MemberFacts::default()
@@ -278,14 +279,14 @@ mod tests {
         let links = who.links(&who.members().0);
         assert_eq!(pairs(&links, Carries::Averages), [(0, 1), (1, 2), (2, 3), (3, 0)]);
         assert!(links.iter().all(|link| link.bits_per_s.is_none() && link.latency_s.is_none()));
-        // Shares are told by rank, and of other members' they say nothing.
+        // Shares are by rank; a list of another length belongs to other members and is ignored.
         who.share(vec![3, 1, 2, 2]);
         let shared = [(0, 0, 0.375), (2, 1, 0.125), (9, 2, 0.25), (3, 3, 0.25)];
         let shared = shared.map(|(slot, rank, share)| here(slot, rank, Some(share)));
         assert_eq!(seen(&who), [&shared[..], std::slice::from_ref(&gone)].concat());
         who.share(vec![1]);
         assert_eq!(seen(&who), [&all[..], &[gone]].concat());
-        // However many come and go.
+        // The memory stays bounded for any number of changes.
         for slot in 10..10_000 {
             who.change(&Change { came: vec![slot], went: vec![slot - 1], took_s: 0.0 });
         }

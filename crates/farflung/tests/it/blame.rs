@@ -1,5 +1,5 @@
-//! Whom the ranks of a launched job name when one of them is lost. (`cargo xtask bench blame` tries all of
-//! them.)
+//! Tests which rank the ranks of a launched job name when one of them is lost. (`cargo xtask bench blame` tries
+//! all of them.)
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -9,7 +9,7 @@ use crate::child::{send, wait_until};
 use crate::tiny::{Run, farflung};
 use rustix::process::Signal;
 
-/// Strikes a rank of a launched job once it trains; gives the exit code and what was said.
+/// Sends a signal to a rank of a launched job once it trains; returns the exit code and the job's stderr.
 fn struck(args: &str, ranks: usize, victim: usize, signal: Signal) -> (Option<i32>, String) {
     let run = Run::new();
     let out = run.at("run");
@@ -30,7 +30,8 @@ fn struck(args: &str, ranks: usize, victim: usize, signal: Signal) -> (Option<i3
     (status.code(), std::fs::read_to_string(said).unwrap())
 }
 
-/// The first stage never waits for the last one: it hears of it from the one in between, which ends as well.
+/// The first stage never waits for the last one: it learns of the loss from the stage in between, which ends as
+/// well.
 #[test]
 fn all_stages_name_the_one_that_was_lost() {
     for signal in [Signal::KILL, Signal::STOP] {

@@ -1,4 +1,4 @@
-//! Codecs between the stages of pipelines, in whole runs as a user starts them.
+//! Codecs between the stages of pipelines, in whole runs started through the command line.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -12,7 +12,7 @@ fn bytes(rows: &[farflung::StepMetrics]) -> u64 {
     rows.last().unwrap().bytes_sent
 }
 
-/// The files in which a rank holds samples.
+/// Returns the files in which a rank stores samples.
 fn stores(rank: &Path) -> Vec<PathBuf> {
     let mut files: Vec<_> =
         std::fs::read_dir(rank.join("boundaries")).unwrap().map(|file| file.unwrap().path()).collect();
@@ -53,7 +53,7 @@ fn schedules_train_through_coded_boundaries() {
     }
 }
 
-/// A codec that loses nothing changes nothing but bytes.
+/// A lossless codec changes only the number of bytes.
 #[test]
 fn packed_hidden_states_are_the_same_hidden_states() {
     let run = Run::new();
@@ -85,7 +85,7 @@ fn processes_hold_the_samples_that_threads_hold() {
 #[test]
 fn a_run_goes_on_with_the_samples_that_it_held() {
     let run = Run::new();
-    // An epoch is a few steps, so that samples come again before and after the checkpoint.
+    // An epoch is a few steps, so that samples return before and after the checkpoint.
     let text = (0..40).map(|i| format!("{} is the square of {i}. ", i * i)).collect::<Vec<_>>().concat();
     std::fs::write(run.at("text.txt"), text).unwrap();
     let args = format!("--stages 4 --microbatches 8 --steps 12 --lr-schedule constant {AQ}");
@@ -95,14 +95,15 @@ fn a_run_goes_on_with_the_samples_that_it_held() {
     same("resumed", &twice, &alone);
     let last = |out: &str| std::fs::read(run.at(out).join("step-00000012/model.safetensors")).unwrap();
     assert!(last("alone") == last("twice"));
-    // Cut in another way, nobody holds what the others do: it goes on, in full at first.
+    // With other stages, no rank has the samples stored by others: the run continues, and sends samples in full
+    // at first.
     run.done(&[], "cut", &args.replace("--steps 12", "--steps 5"));
     let cut = args.replace("--stages 4", "--stages 2 --workers 2");
     let rows = run.done(&[], "cut", &format!("{cut} --resume auto"));
     assert!(rows[11].train_loss < rows[0].train_loss, "{rows:?}");
 }
 
-/// One machine's files are lost, another's are from later: the ends forget what they do not hold alike, and
+/// One machine's files are lost, another's are from a later step: the ends drop the samples that differ, and
 /// train.
 #[test]
 fn ends_whose_files_differ_start_those_samples_anew() {
@@ -115,7 +116,8 @@ fn ends_whose_files_differ_start_those_samples_anew() {
         run.done(&[], store, &format!("{with} --steps 4"));
         let files = stores(&run.at(store).join("ranks/rank-00001"));
         let mut held = std::fs::read(&files[0]).unwrap();
-        // A value of the first sample, whose checksum no longer fits, and of others nothing at all.
+        // Changes a value of the first sample, so that its checksum no longer fits, and clears the second half
+        // of the file.
         held[24] ^= 1;
         let half = held.len() / 2;
         held[half..].fill(0);
@@ -147,7 +149,7 @@ fn what_no_boundary_can_be_is_refused_with_the_reason() {
     assert!(message.contains("`boundary` changes nothing: `stages` is 1"), "{message}");
 }
 
-/// The same windows, whoever trains on them.
+/// Epochs have the same windows for any number of ranks.
 #[test]
 fn epochs_do_not_depend_on_who_trains() {
     let run = Run::new();

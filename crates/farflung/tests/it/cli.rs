@@ -1,4 +1,4 @@
-//! The binary as a user meets it: help, exit codes, what goes to which stream.
+//! Tests the binary's command line: help, exit codes, and which output goes to which stream.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -90,7 +90,7 @@ fn a_plan_says_what_was_compared_and_what_is_wrong_with_a_file() {
     assert!(plan["step_s"].as_f64().unwrap() > 0.0 && plan["tokens_per_s"].as_f64().unwrap() > 0.0, "{plan}");
     assert_eq!(plan["memory"].as_object().unwrap().keys().next().unwrap(), "home.0");
     assert_eq!(farflung(&["plan", file, "--model", "gpt5"]).status.code(), Some(2));
-    // 13.3 MB of state; a microbatch takes 2.8 MB, so layers run again. Local steps hold more.
+    // 13.3 MB of state; a microbatch needs 2.8 MB, so layers are recomputed. Local steps need more memory.
     std::fs::write(&path, homes.replace("8GB", "15.5MB")).unwrap();
     let output = farflung(&["plan", file, "--model", "nano", "--json"]);
     let plan: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -118,7 +118,7 @@ fn devices_are_listed_and_one_that_is_not_there_is_an_error_with_the_reason() {
         text(&listed.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let cpu = objects.iter().find(|o| o["name"] == "cpu").unwrap();
     assert_eq!((&cpu["usable"], &cpu["gpu"]), (&true.into(), &false.into()));
-    // What it measures is an entry of a topology file.
+    // The output of a measurement is an entry of a topology file.
     let measured = farflung(&["devices", "--measure", "--device", "cpu", "--batch", "1", "--seconds", "0"]);
     assert!(measured.status.success(), "{measured:?}");
     let file = format!("{}up = \"100mbit\"\ndown = \"100mbit\"\n", text(&measured.stdout));

@@ -1,6 +1,6 @@
-//! `docs/clusters.md`: its commands and scripts run, with shell functions in the place of the engines, which
-//! give the variables that the real ones give; `cargo xtask bench engines` runs the real ones. Its manifest
-//! is read.
+//! Runs the commands and scripts of `docs/clusters.md`, with shell functions in place of the engines, which set
+//! the same variables as the real ones; `cargo xtask bench engines` runs the real ones. The page's manifest is
+//! parsed.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -10,7 +10,7 @@ use std::process::{Command, Output};
 use crate::tiny::{Run, farflung};
 use farflung::launch_env;
 
-/// The blocks of a language, in the page's order.
+/// Returns the code blocks of a language, in the page's order.
 fn blocks(language: &str) -> Vec<String> {
     let page = include_str!("../../../../docs/clusters.md");
     let begin = format!("```{language}\n");
@@ -18,10 +18,10 @@ fn blocks(language: &str) -> Vec<String> {
     after.map(|rest| rest.split("```").next().unwrap().to_owned()).collect()
 }
 
-/// Runs a script of the page in a shell in which `farflung` trains a tiny model, with `functions` before it.
+/// Runs a script of the page in a shell in which `farflung` trains a tiny model, after defining `functions`.
 fn shell(run: &Run, script: &str, functions: &str) -> Output {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    // The page's flags stay; the model and the text are the test's.
+    // The page's flags are kept; the test adds a small model and its own text.
     let more: Vec<String> =
         run.args("--deadline 30s").into_iter().skip(1).map(|arg| format!("'{arg}'")).collect();
     let ours =
@@ -32,7 +32,8 @@ fn shell(run: &Run, script: &str, functions: &str) -> Output {
     shell.env("FARFLUNG_HOME", run.at("home")).output().unwrap()
 }
 
-/// Starts its arguments after the first so many as two ranks with an engine's variables, and fails if one does.
+/// Returns a shell function that skips its first arguments, starts the rest as two ranks with an engine's
+/// variables, and fails if one of them fails.
 fn engine(name: &str, skipped: usize, variables: &str) -> String {
     format!(
         "{name}() {{ shift {skipped}; (rank=0; {variables} \"$@\") & first=$!; (rank=1; {variables} \"$@\") & \
@@ -80,7 +81,7 @@ fn the_line_for_ssh_starts_what_the_file_says() {
     let run = Run::new();
     let (lines, texts) = (blocks("sh"), blocks("text"));
     std::fs::write(run.at("hosts.txt"), &texts[0]).unwrap();
-    // ssh is called by a path, so a function would not stand in for it.
+    // ssh is called by its path, so a shell function cannot replace it.
     std::fs::create_dir(run.at("bin")).unwrap();
     let ssh = run.at("bin/ssh");
     std::fs::write(&ssh, "#!/bin/sh\necho \"$@\" >> calls\nhead -n 1 > /dev/null\n").unwrap();
@@ -91,7 +92,7 @@ fn the_line_for_ssh_starts_what_the_file_says() {
     assert!(calls.contains("-- node1 ") && calls.contains("-- me@node2 "), "{calls}");
 }
 
-/// What stands behind `key:` in the manifest, all of them.
+/// Returns all values after `key:` in the manifest.
 fn values<'a>(manifest: &'a str, key: &str) -> Vec<&'a str> {
     let key = format!("{key}:");
     let value = |line: &'a str| {

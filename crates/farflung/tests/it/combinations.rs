@@ -1,5 +1,4 @@
-//! Every pair of choices: what goes together trains, and what does not is refused with the reason that the
-//! table gives.
+//! Tests every pair of choices: valid pairs train, and the others are refused with the reason in the table.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -13,7 +12,7 @@ use farflung::{Error, LaunchEnv, Stop, TrainConfig};
 
 const STEPS: u64 = 3;
 
-/// A tiny model with two replicas, of two stages where there are stages.
+/// Returns settings of a tiny model with two replicas, with two stages each if the schedule has stages.
 fn base() -> (tempfile::TempDir, TrainConfig) {
     let (folder, config) = crate::small::config(STEPS);
     let config = TrainConfig {
@@ -25,7 +24,7 @@ fn base() -> (tempfile::TempDir, TrainConfig) {
         first_moment_every: Some(2),
         second_moment_every: Some(2),
         outer_lr: 0.7,
-        // Some optimizers take long steps here.
+        // Some optimizers make large updates here.
         theta: 10.0,
         ..config
     };
@@ -43,7 +42,7 @@ fn with(config: &TrainConfig, values: &[(&str, &str)]) -> TrainConfig {
     config
 }
 
-/// The rank's place in the job: threads of this process over any transport.
+/// Returns one function per rank that opens its seat; ranks are threads of this process over any transport.
 fn seats_of(job: &Job) -> Vec<Box<dyn FnOnce() -> Seat + Send + '_>> {
     let joins = matches!(job.config.transport, TransportKind::Named(row) if row.joins_processes());
     if !joins {
@@ -69,7 +68,7 @@ fn seats_of(job: &Job) -> Vec<Box<dyn FnOnce() -> Seat + Send + '_>> {
     (0..job.world).map(|rank| Box::new(move || join(rank)) as Box<dyn FnOnce() -> Seat + Send>).collect()
 }
 
-/// Losses of each rank's steps and the hash of its first part at the end.
+/// Returns the losses of each rank's steps and the hash of its first part at the end.
 fn train(job: &Job) -> Result<Vec<(Vec<f64>, blake3::Hash)>, Error> {
     std::thread::scope(|scope| {
         let ranks: Vec<_> = seats_of(job)
@@ -139,7 +138,7 @@ fn what_is_refused_is_refused_with_that_reason() {
         }
         let error = whole.with_config(config.clone(), config.workers).unwrap_err();
         assert_eq!(error.exit_code(), 2, "{values:?}: {error}");
-        // Another setting's default may not go with one of the two either.
+        // The default of another setting may also be incompatible with one of the two.
         let reason = pair.refusal.to_string();
         let same = error.to_string() == reason;
         let other =

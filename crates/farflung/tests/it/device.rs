@@ -1,5 +1,5 @@
-//! Training and generating on a device, alone and beside the cpu. It runs on whatever adapter comes first, in
-//! CI on a software rasteriser.
+//! Training and generating on a device, alone and together with the cpu. Uses the first adapter found; in CI
+//! that is a software rasteriser.
 #![cfg(feature = "wgpu")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -22,7 +22,7 @@ fn config(devices: &str, workers: usize) -> (tempfile::TempDir, TrainConfig) {
     (folder, TrainConfig { layers: Some(2), workers, resync_every: 2, device, ..config })
 }
 
-/// Losses, comparisons of the replicas, and the hash at the end.
+/// Returns losses, comparisons of the replicas, and the hash at the end.
 fn trained(devices: &str, workers: usize) -> Vec<(Vec<f64>, Vec<Drift>, blake3::Hash)> {
     let (_folder, config) = config(devices, workers);
     let job = job(&config);
@@ -59,8 +59,7 @@ fn the_same_run_on_a_gpu_gives_the_same_bits() {
     assert_eq!(trained("wgpu", 1)[0].2, trained("wgpu:0", 1)[0].2);
 }
 
-/// One pipeline, whose token table is on both devices, and two pipelines that have the devices in opposite
-/// orders.
+/// One pipeline whose token table is on both devices, and two pipelines with the devices in opposite orders.
 #[test]
 fn a_pipeline_has_a_stage_on_each_device_and_its_copies_come_together() {
     let trained = |devices: &str, workers: usize| {

@@ -1,4 +1,4 @@
-//! `events.jsonl`: what happened in a run, on each rank.
+//! Tests `events.jsonl`, the events of a run on each rank.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -23,7 +23,7 @@ fn read(run: &Run, rank: usize) -> Vec<Event> {
     events::read(&folder(run, rank).join("events.jsonl")).unwrap()
 }
 
-/// The steps of events, with their names.
+/// Returns the steps and names of events.
 fn names(events: &[Event]) -> Vec<(u64, &str)> {
     let name = |event: &Event| match event.what {
         What::Resumed { .. } => "resumed",
@@ -64,7 +64,7 @@ fn every_rank_tells_what_was_saved_and_resumed_and_refused() {
             "{notes:?}"
         );
     }
-    // A finished run is left alone.
+    // A finished run is not changed.
     let before = read(&run, 0);
     assert!(train(&run, &launch, "--steps 6 --resume auto").status.success());
     assert_eq!(read(&run, 0), before);
@@ -104,7 +104,7 @@ fn a_peer_that_is_lost_is_told_by_the_other() {
 #[test]
 fn steps_that_overflow_are_told_as_skipped() {
     let run = Run::new();
-    // The least power of two whose scaled gradients overflow is found by halving the first.
+    // Finds the smallest power of two with which the scaled gradients overflow, by halving the first one.
     let weights = run.at("weights");
     assert!(train(&run, &[], "--steps 1").status.success());
     std::fs::create_dir(&weights).unwrap();

@@ -1,4 +1,4 @@
-//! Runs that are resumed although they are over: they are left alone, and say so.
+//! Runs that are resumed after they have finished: nothing changes, and a note says so.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -27,7 +27,7 @@ fn stdout(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// The files that a run tells of itself.
+/// Returns the contents of the files that a run writes about itself.
 fn told(run: &Run) -> Vec<Vec<u8>> {
     let names = ["report.json", "metrics.jsonl", "loss.svg", "config.toml", "latest"];
     names.iter().map(|name| std::fs::read(run.at("run").join(name)).unwrap()).collect()
@@ -42,7 +42,7 @@ fn a_finished_run_is_left_alone_and_its_report_is_printed() {
     let run = Run::new();
     let first = done(&run, &[], 3, "");
     let before = told(&run);
-    // Whatever else is asked for.
+    // Also if other settings are given.
     let again = done(&run, &[], 3, "--resume auto --sample-tokens 5 --link lan");
     assert_eq!(told(&run), before);
     assert!(stderr(&again).contains("run was finished at step 3: nothing was done"), "{}", stderr(&again));
@@ -81,7 +81,7 @@ fn fewer_steps_than_are_done_are_refused_and_nothing_changes() {
     let message = "`steps` is 3, expected at least 4: the checkpoint to resume from is of step 4";
     assert!(stderr(&fewer).contains(message), "{}", stderr(&fewer));
     assert_eq!(told(&run), before);
-    // A refusal for another reason leaves the settings of the run as well.
+    // A refusal for another reason also leaves the run's settings unchanged.
     let other = train(&run, &[], 5, "--resume auto --seed 3");
     assert_eq!(other.status.code(), Some(2), "{}", stderr(&other));
     assert_eq!(told(&run), before);
@@ -111,7 +111,7 @@ fn a_report_of_fewer_steps_is_not_taken_for_that_of_the_run() {
     done(&run, &[], 2, "");
     let old = std::fs::read(run.at("run/report.json")).unwrap();
     done(&run, &[], 4, "--resume auto");
-    // As if the second part had been cut off before its report.
+    // As if the second part had been interrupted before its report.
     std::fs::write(run.at("run/report.json"), old).unwrap();
     let again = done(&run, &[], 4, "--resume auto");
     assert!(!stderr(&again).contains("nothing was done"), "{}", stderr(&again));

@@ -1,5 +1,5 @@
-//! `farflung host`, `join` and `status` as processes: members are killed, frozen and stopped, the host
-//! included, and whoever may go on does, with the bits of all.
+//! `farflung host`, `join` and `status` as processes: members are killed, frozen and stopped, also the host.
+//! The members that can continue do so, and all have the same bits.
 
 #![cfg(unix)]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
@@ -13,11 +13,11 @@ use crate::child::{send, shares_with, wait_until, wait_until_or};
 use crate::tiny::{Run, farflung};
 use rustix::process::Signal;
 
-/// A process of a test, which does not outlive it.
+/// A process of a test, which is killed at the end of the test.
 struct Member {
     name: &'static str,
     process: Option<Child>,
-    /// Where what it says goes: a pipe that nobody reads is full in the end.
+    /// Folder of the files with its output; a pipe that is not read would fill up.
     at: PathBuf,
 }
 
@@ -30,7 +30,7 @@ impl Member {
         send(self.id(), signal);
     }
 
-    /// Waits for its end.
+    /// Waits for the process to end.
     fn ends(mut self) -> Output {
         let status = self.process.take().unwrap().wait().unwrap();
         Output { status, stdout: fs::read(self.at.join("out.txt")).unwrap(), stderr: self.stderr() }
@@ -50,7 +50,7 @@ impl Drop for Member {
     }
 }
 
-/// `farflung` as a machine of its own.
+/// Returns the `farflung` command with a home of its own, like a separate machine.
 fn on(run: &Run, machine: &str) -> Command {
     let mut command = farflung();
     command.env("FARFLUNG_HOME", run.at(&format!("home-{machine}"))).current_dir(run.at(""));
@@ -58,7 +58,7 @@ fn on(run: &Run, machine: &str) -> Command {
     command
 }
 
-/// Starts it, for as long as the test.
+/// Starts the command; it is killed at the end of the test.
 fn start(run: &Run, name: &'static str, mut command: Command) -> Member {
     let at = run.at(&format!("home-{name}"));
     fs::create_dir_all(&at).unwrap();
@@ -98,7 +98,7 @@ fn join(run: &Run, name: &'static str, ticket: &str, more: &[&str]) -> Member {
     start(run, name, command)
 }
 
-/// Waits until a member has told of a change after which there are so many.
+/// Waits until a member's last event says that there are `count` members.
 fn members(run: &Run, member: &Member, count: usize) {
     let path = run.at(member.name).join("events.jsonl");
     let events = || fs::read_to_string(&path).unwrap_or_default();
@@ -113,7 +113,7 @@ fn members(run: &Run, member: &Member, count: usize) {
     wait_until_or(what, || last(&events()).then_some(()));
 }
 
-/// Waits until a newcomer has trained.
+/// Waits until a new member has trained a step.
 fn trains(run: &Run, member: &Member) {
     let path = run.at(member.name).join("metrics.jsonl");
     wait_until("its first step", || fs::metadata(&path).is_ok_and(|m| m.len() > 0).then_some(()));
@@ -127,7 +127,7 @@ fn said_by(member: &Member) -> String {
     String::from_utf8_lossy(&member.stderr()).into_owned()
 }
 
-/// The weights that a member has saved, by step.
+/// Returns the weights that a member has saved, by step.
 fn saved(run: &Run, member: &Member) -> BTreeMap<String, PathBuf> {
     let entries = fs::read_dir(run.at(member.name)).unwrap().map(|entry| entry.unwrap());
     let steps = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with("step-"));
@@ -145,24 +145,24 @@ fn members_come_at_once_freeze_wake_and_leave_while_the_others_train() {
     let status = on(&run, "eye").args(["status", "--ticket-file", "host/run.ticket"]).output().unwrap();
     let status = String::from_utf8_lossy(&status.stdout).into_owned();
     assert!(status.contains(" of 1000000\n") && status.contains(" (answers)\n"), "{status}");
-    // Frozen, and awake again.
+    // Frozen, then resumed.
     a.send(Signal::STOP);
     members(&run, &host, 2);
     a.send(Signal::CONT);
     members(&run, &host, 3);
-    // So does the host, once the others know of that.
+    // The same with the host, after the other members know of the change.
     members(&run, &b, 3);
     host.send(Signal::STOP);
     members(&run, &b, 2);
     host.send(Signal::CONT);
     members(&run, &b, 3);
-    // In peace, with a checkpoint.
+    // Leaves normally, with a checkpoint.
     a.send(Signal::INT);
     let left = a.ends();
     assert_eq!(left.status.code(), Some(130), "{}", said(&left));
     assert!(said(&left).contains("is saved in a/step-"), "{}", said(&left));
     members(&run, &host, 2);
-    // By a notice that its machine is about to be taken away.
+    // Leaves because of a notice that its machine will be taken away.
     let c = join(&run, "c", "host/run.ticket", &["--notice-file", "notice", "--notice-every", "20ms"]);
     members(&run, &host, 3);
     fs::write(run.at("notice"), "").unwrap();
@@ -170,7 +170,7 @@ fn members_come_at_once_freeze_wake_and_leave_while_the_others_train() {
     assert_eq!(left.status.code(), Some(143), "{}", said(&left));
     assert!(said(&left).contains("notice is there: leaves after this step"), "{}", said(&left));
     members(&run, &host, 2);
-    // Without a word. The tie-breaker has been another one since the host was given up.
+    // Killed. The tie-breaker is another member since the host was given up.
     members(&run, &b, 2);
     host.send(Signal::KILL);
     members(&run, &b, 1);
@@ -179,7 +179,7 @@ fn members_come_at_once_freeze_wake_and_leave_while_the_others_train() {
     assert_eq!(ended.status.code(), Some(130), "{}", said(&ended));
 }
 
-/// Long before the deadline: whoever is merely slow would have said that it is there.
+/// Noticed long before the deadline: a slow member would have announced that it is there.
 #[test]
 fn a_frozen_member_is_noticed_when_a_step_takes_longer_than_those_before() {
     let run = Run::new();
@@ -202,7 +202,7 @@ fn a_frozen_member_is_noticed_when_a_step_takes_longer_than_those_before() {
     members(&run, &host, 3);
 }
 
-/// One that wakes just when it is given up, or just before: either it is still a member or it comes back.
+/// A member that resumes just when it is given up, or just before: it is still a member, or it joins again.
 #[test]
 fn a_member_that_stops_for_a_moment_does_not_hold_up_the_run() {
     let run = Run::new();
@@ -240,12 +240,12 @@ fn the_host_may_go_while_the_others_are_more_than_half() {
     wait_until("shared memory", || together.iter().all(|&id| shares_with(id) == 2).then_some(()));
     host.send(Signal::KILL);
     members(&run, &b, 2);
-    // The host's folder knows that the run goes on.
+    // The host's folder shows that the run continues on other members.
     let again = on(&run, "host").arg("host").args(run.flags("--steps 9 --out host --resume auto")).output();
     let again = again.unwrap();
     assert_eq!(again.status.code(), Some(2), "{}", said(&again));
     assert!(said(&again).contains("the run of this folder goes on"), "{}", said(&again));
-    // And a newcomer comes in by another member's ticket.
+    // A new member can join with another member's ticket.
     let c = join(&run, "c", "b/run.ticket", &[]);
     trains(&run, &c);
     // All have the same bits after the same step.
@@ -295,7 +295,7 @@ fn whoever_does_not_belong_is_refused_and_the_run_goes_on() {
     refused(join(&run, "a", "short.ticket", &[]), 2, "ticket");
     fs::write(run.at("other.txt"), "another text ".repeat(400)).unwrap();
     refused(join(&run, "b", "host/run.ticket", &["--data", "other.txt"]), 2, "data");
-    // The right address, and another host's key.
+    // The right address with another host's key.
     let show =
         on(&run, "other").args(["ticket", "--show", "--ticket-file", "host/run.ticket"]).output().unwrap();
     let shown = String::from_utf8_lossy(&show.stdout).into_owned();
@@ -314,8 +314,8 @@ fn whoever_does_not_belong_is_refused_and_the_run_goes_on() {
     members(&run, &host, 1);
 }
 
-/// Two pipelines of two: whoever is lost, the other three go on, and a newcomer completes the second pipeline
-/// again.
+/// Two pipelines of two: if any member is lost, the other three continue, and a new member completes the second
+/// pipeline again.
 #[test]
 fn members_form_pipelines_that_survive_a_loss() {
     let run = Run::new();
@@ -365,7 +365,7 @@ fn a_host_goes_on_from_the_folders_of_all_that_held_parts() {
     a.send(Signal::KILL);
     drop((first, a));
     let flags = format!("{flags} --resume auto");
-    // The other half of the model is out of reach.
+    // The other half of the model cannot be read.
     fs::rename(run.at("host/members"), run.at("elsewhere")).unwrap();
     let alone =
         on(&run, "host").arg("host").args(run.flags(&format!("--listen 127.0.0.1:0 {flags}"))).output();
@@ -380,7 +380,7 @@ fn a_host_goes_on_from_the_folders_of_all_that_held_parts() {
         Some(line)
     };
     let line = wait_until_or(|| said_by(&again), resumed);
-    // At least the step that both had, and it trains on.
+    // It resumes at least at the step that both had, and continues to train.
     let number = |name: &str| name.rsplit('-').next().unwrap().parse::<u64>().unwrap();
     let from = line.split_once("step-").unwrap().1;
     let from: String = from.chars().take_while(char::is_ascii_digit).collect();

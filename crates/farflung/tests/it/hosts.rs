@@ -1,5 +1,5 @@
-//! `launch --hosts`: a job over ssh, with an sshd of this test's own on the loopback, and with a stand-in for
-//! ssh where ssh or a machine fails.
+//! Tests `launch --hosts`: a job over ssh with the test's own sshd on the loopback, and with a substitute for
+//! ssh for failures of ssh or of a machine.
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 #![expect(clippy::print_stdout, reason = "a test that is left out says so")]
@@ -16,7 +16,7 @@ use crate::tiny::{Run, farflung};
 
 const SSHD: &str = "/usr/sbin/sshd";
 
-/// Whether there is an sshd. CI has one.
+/// Returns whether sshd is installed. It must be in CI.
 fn has_sshd() -> bool {
     let there = Path::new(SSHD).exists();
     assert!(there || std::env::var_os("CI").is_none(), "no {SSHD}: `cargo xtask setup ssh` installs it");
@@ -30,10 +30,10 @@ fn free() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-/// An sshd on the loopback that lets in one key, made for it.
+/// An sshd on the loopback that accepts one key, made for the test.
 struct Sshd {
     child: Child,
-    /// For `ssh -F`.
+    /// Path of the configuration for `ssh -F`.
     config: PathBuf,
 }
 
@@ -67,7 +67,7 @@ impl Sshd {
         );
         let config = at("ssh_config");
         fs::write(&config, client).unwrap();
-        // Where it changes its root to before a login; only root's sshd needs it.
+        // The folder to which sshd changes its root before a login; only an sshd of root needs it.
         drop(fs::create_dir_all("/run/sshd"));
         let child =
             Command::new(SSHD).args(["-D", "-e", "-f"]).arg(at("sshd_config")).stderr(Stdio::null()).spawn();
@@ -93,14 +93,14 @@ impl Drop for Sshd {
     }
 }
 
-/// Two names of this machine, a process on each.
+/// Writes a hosts file, for example with two names of this machine and one process on each.
 fn hosts(run: &Run, text: &str) -> PathBuf {
     let path = run.at("hosts");
     fs::write(&path, text).unwrap();
     path
 }
 
-/// `launch --hosts` in the run's folder.
+/// Returns the `launch --hosts` command in the run's folder.
 fn launch(run: &Run, ssh: &str, more: &[&str]) -> Command {
     let mut command = farflung();
     let master = format!("127.0.0.1:{}", free());
@@ -120,7 +120,7 @@ fn said(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// What has no time in it of a run's metrics, and its last checkpoint's weights.
+/// Returns the losses in a run's metrics, and the weights of its last checkpoint.
 fn results(run: &Run, folder: &str) -> (Vec<String>, Vec<u8>) {
     let metrics = fs::read_to_string(run.at(folder).join("metrics.jsonl")).unwrap();
     let loss =
@@ -155,7 +155,7 @@ fn a_job_over_ssh_has_the_bits_of_one_on_this_machine() {
         farflung().current_dir(run.at("")).args(["launch", "-n", "2", "--"]).args(train("here")).output();
     assert!(here.as_ref().unwrap().status.success(), "{here:?}");
     let mut over = launch(&run, &sshd.ssh(), &["--"]);
-    // A secret goes along, and is seen on no command line: the ranks would not meet without.
+    // The secret is passed on without being on a command line; without it, the ranks would not meet.
     over.env("FARFLUNG_SECRET", "a secret of this test").env("FARFLUNG_HOME", run.at("home"));
     let over = over.args(train("over")).output().unwrap();
     assert!(over.status.success(), "{}", said(&over));
@@ -180,7 +180,7 @@ fn a_rank_that_fails_over_ssh_ends_the_job_with_its_code_and_its_machine() {
     assert!(!nowhere.status.success() && said(&nowhere).contains("/no/such/folder"), "{}", said(&nowhere));
 }
 
-/// How many processes have this among their arguments.
+/// Returns the number of processes that have this text among their arguments.
 fn processes(mark: &str) -> usize {
     let all = fs::read_dir("/proc").unwrap().filter_map(Result::ok);
     let lines = all.filter_map(|entry| fs::read(entry.path().join("cmdline")).ok());
@@ -214,13 +214,13 @@ fn a_signal_and_the_launchers_death_end_the_ranks_on_all_machines() {
         let sent = Command::new("kill").args([signal, &job.id().to_string()]).status().unwrap();
         assert!(sent.success());
         assert_eq!(job.wait().unwrap().code(), code, "{out}");
-        // The folder's name stands in each rank's arguments.
+        // The folder's name is in the arguments of each rank.
         let mark = run.at("text.txt").display().to_string();
         until("ranks are left behind", || processes(&mark) == 0);
     }
 }
 
-/// A program that stands in for ssh: it gets ssh's arguments.
+/// Makes a program that replaces ssh; it gets ssh's arguments.
 fn stand_in(run: &Run, script: &str) -> String {
     let path = run.at("ssh");
     fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
@@ -257,7 +257,7 @@ fn only_the_programs_path_stands_on_the_command_line() {
             share["variables"].get("FARFLUNG_SECRET").is_none() && share["variables"].get("PATH").is_none()
         );
     }
-    // Without one of the user's, ranks that meet where others reach them get a secret of their own.
+    // If the user gives no secret, ranks that meet at an address that others can reach get a new one.
     fs::remove_file(run.at("noted.lines")).unwrap();
     let output = launch(&run, &ssh, &["--master", "10.0.0.1:4000", "--", "train"]).output().unwrap();
     assert!(output.status.success(), "{}", said(&output));
@@ -271,7 +271,7 @@ fn only_the_programs_path_stands_on_the_command_line() {
 fn a_machine_that_is_not_reached_is_named_and_nobody_waits_for_it() {
     let run = Run::new();
     hosts(&run, "good\nbad\n");
-    // As ssh does: its own failures are 255. The good one waits for more to read.
+    // Like ssh, which reports its own failures with 255. The good one waits for more input.
     let ssh = stand_in(
         &run,
         "case \"$2\" in bad) echo 'ssh: no route' >&2; exit 255;; esac; cat > /dev/null; exit 0",

@@ -41,7 +41,7 @@ fn the_others_are_ended_after_the_grace_and_the_first_code_counts() {
 fn a_job_that_failed_is_started_again_with_all_its_ranks() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().display();
-    // Rank 1 fails in the first of the runs.
+    // Rank 1 fails in the first run only.
     let script =
         format!("echo >> {out}/$RANK; test $RANK = 1 && test $(wc -l < {out}/1) = 1 && exit 75; exit 0");
     let stop = Stop::manual();
@@ -89,7 +89,8 @@ fn a_signal_is_passed_on_and_children_may_save_first() {
     }
 }
 
-/// Whatever killed a rank, and whoever ended first: a restart mends it, unless a rank was started wrongly.
+/// However a rank was killed, and whichever rank ended first, the code allows a restart, unless a rank was
+/// started wrongly.
 #[test]
 fn the_code_says_whether_a_restart_mends_it_and_the_rank_is_the_origin() {
     for (script, rank, code) in [

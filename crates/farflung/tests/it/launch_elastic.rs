@@ -1,4 +1,4 @@
-//! Jobs of one machine whose processes come and go.
+//! Jobs on one machine whose processes come and go.
 
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
@@ -19,7 +19,7 @@ fn elastic(least: usize, most: usize, restarts: u32) -> Elastic {
     Elastic { least, most, restarts, grace: Duration::from_millis(300) }
 }
 
-/// Runs shells, and tells which were started by whom.
+/// Runs shell scripts; returns the result and the list of starts.
 fn shells(
     job: &Elastic,
     stop: &Stop,
@@ -39,7 +39,7 @@ fn shells(
 fn one_that_fails_is_started_again_and_the_others_go_on() {
     let folder = tempfile::tempdir().unwrap();
     let done = folder.path().join("done").display().to_string();
-    // The second fails at once; the others wait until it has been there again.
+    // The second one fails at once; the others wait until it has been started again.
     let script = |nth| match nth {
         1 => "exit 75".to_owned(),
         3 => format!("echo > {done}"),
@@ -62,7 +62,7 @@ fn with_fewer_than_the_least_the_job_ends() {
     assert_eq!(started.len(), 4);
 }
 
-/// Nobody could join whom.
+/// No member is left that others could join.
 #[test]
 fn where_all_are_lost_the_job_ends_however_many_restarts_there_are() {
     let (ended, started) = shells(&elastic(1, 3, 100), &Stop::manual(), |_| "sleep 0.2; exit 75".to_owned());
@@ -84,20 +84,20 @@ fn a_signal_ends_all_and_nothing_is_started_again() {
     assert_eq!(started.len(), 2);
 }
 
-/// How many members a member last told of.
+/// Returns the number of members in a member's last event.
 fn members(folder: &Path) -> Option<u64> {
     let text = fs::read_to_string(folder.join("events.jsonl")).ok()?;
     let mut events = text.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
     events.rfind(|event| event["event"] == "members")?["members"].as_u64()
 }
 
-/// A process that this one has started, with these words on its command line.
+/// Returns a process that this one has started, with these words on its command line.
 fn child_of(parent: u32, words: &str) -> Option<u32> {
     let processes =
         fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     processes.filter_map(|name| name.parse::<u32>().ok()).find(|id| {
         let read = |file: &str| fs::read_to_string(format!("/proc/{id}/{file}")).unwrap_or_default();
-        // Behind the name in brackets stand the state and the parent.
+        // The state and the parent's id follow the name in brackets.
         let parents = read("stat")
             .rsplit(") ")
             .next()
@@ -126,7 +126,7 @@ fn a_run_of_processes_goes_on_while_they_are_killed() {
     send(process("run/members/1"), SystemSignal::KILL);
     wait(&host, 2);
     wait(&host, 3);
-    // The host itself comes back as a member that joins by another one's ticket.
+    // The host also comes back as a member, which joins with another one's ticket.
     send(process("farflung\0host"), SystemSignal::KILL);
     let other = run.at("run/members/2");
     wait(&other, 2);

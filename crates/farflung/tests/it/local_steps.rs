@@ -1,4 +1,4 @@
-//! Slower replicas take fewer local steps: what they average, when they meet, and what that takes.
+//! Slower replicas take fewer local steps: what they average, when they meet, and how long that takes.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -13,7 +13,7 @@ fn read<T: Setting>(text: &str) -> T {
     T::parse(text).unwrap()
 }
 
-/// Parameters of each rank after so many steps.
+/// Returns the parameters of each rank after so many steps.
 fn after(config: &TrainConfig, steps: u64) -> Vec<Vec<f32>> {
     let job = job(config);
     on_all(&job, |seat| {
@@ -46,7 +46,7 @@ fn a_mean_is_by_the_tokens_of_the_steps_that_were_taken() {
     for (met, mean) in met[0].iter().zip(mean) {
         assert!((f64::from(*met) - mean).abs() < 1e-6, "{met} {mean}");
     }
-    // In a step that it does not take, nothing of a replica changes.
+    // A replica does not change in a step that it does not take.
     let slow = TrainConfig { sync_every: 8, local_steps: read("8,4"), ..base };
     let [one, two, three] = [1, 2, 3].map(|steps| after(&slow, steps).swap_remove(1));
     assert_eq!(two, three);

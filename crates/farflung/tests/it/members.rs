@@ -1,5 +1,5 @@
-//! Members that come and leave while a run trains: whoever is left goes on with the bits of a run in which
-//! the lost one had left in peace, and a newcomer has the bits of all.
+//! Members that join and leave during training: after a loss the remaining members have the same bits as in a
+//! run in which the lost one left normally, and a new member has the same bits as all others.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -15,7 +15,7 @@ use farflung_base::{Nanos, PeerId};
 
 const STEPS: u64 = 6;
 
-/// A job of six small steps of some workers.
+/// Returns a job of six small steps with some workers.
 fn job(folder: &Path, workers: usize, config: TrainConfig) -> Job {
     let config = TrainConfig {
         layers: Some(2),
@@ -29,7 +29,7 @@ fn job(folder: &Path, workers: usize, config: TrainConfig) -> Job {
     Job::new(config, workers, Stop::manual()).unwrap()
 }
 
-/// What becomes of each seat in a network of so many endpoints.
+/// Returns the result of each seat in a network of `ends` endpoints.
 fn run(job: &Job, ends: usize, come: &[(PeerId, Nanos)], faults: &Faults) -> Vec<Result<Option<Report>>> {
     watched(job, ends, come, faults, &mut Quiet)
 }
@@ -71,7 +71,7 @@ fn ddp() -> TrainConfig {
     TrainConfig { codec: "none".parse().unwrap(), ..TrainConfig::default() }
 }
 
-/// The hash that all survivors have of a run in which a rank leaves in peace before a step.
+/// Returns the hash of all remaining members, in a run in which a rank leaves normally before a step.
 fn after_leaving(config: &TrainConfig, rank: u32, step: u64) -> String {
     let folder = tempfile::tempdir().unwrap();
     let job = job(folder.path(), 5, config.clone());
@@ -103,8 +103,8 @@ fn a_loss_at_any_moment_is_a_polite_leave_before_or_after_the_step() {
     }
 }
 
-/// With local steps the round in which a rank is lost is reduced from what the others have done, whenever in
-/// it that was.
+/// With local steps, the round in which a rank is lost is reduced from the steps of the others, at whatever
+/// moment it was lost.
 #[test]
 fn a_round_in_which_a_rank_is_lost_is_that_of_the_others() {
     for rank in [0, 2, 4] {
@@ -143,7 +143,7 @@ fn round_of_the_others(config: &TrainConfig, rank: u32) {
 fn methods_that_do_not_go_on_without_a_member_say_why() {
     for row in METHODS {
         let Missing::Refused(reason) = row.missing else { continue };
-        // What one optimizer alone takes comes with that.
+        // A method that works with one optimizer only is tested with that optimizer.
         let config =
             match farflung::optim::local::METHODS.iter().find(|o| o.averages.sync() == Some(row.name)) {
                 Some(own) => TrainConfig { optimizer: OptimizerKind::of(own), ..TrainConfig::default() },
@@ -173,7 +173,7 @@ fn a_newcomer_has_the_bits_of_all() {
     }
 }
 
-/// When a run of five without faults begins and ends its fourth step, by the transport's clock.
+/// Returns the start and end of the fourth step in a run of five without faults, by the transport's clock.
 fn fourth_step(config: &TrainConfig) -> (Nanos, Nanos) {
     let folder = tempfile::tempdir().unwrap();
     let job = job(folder.path(), 5, config.clone());
@@ -183,7 +183,7 @@ fn fourth_step(config: &TrainConfig) -> (Nanos, Nanos) {
     (at(2), at(3))
 }
 
-/// When each step was done, in seconds.
+/// The end time of each step, in seconds.
 #[derive(Default)]
 struct Times(Vec<f64>);
 
@@ -226,7 +226,7 @@ fn whoever_is_frozen_or_cut_off_is_left_behind() {
     }
 }
 
-/// Settings for machines that compute so many tokens a second each.
+/// Returns settings for machines with these speeds, in tokens per second.
 fn unequal(folder: &Path, speeds: &[u32]) -> TrainConfig {
     let device = |(n, speed): (usize, &u32)| {
         format!("[[device]]\nname = \"m{n}\"\ntokens_per_second = {speed}\nmemory = \"8GB\"\n")
@@ -237,7 +237,7 @@ fn unequal(folder: &Path, speeds: &[u32]) -> TrainConfig {
     TrainConfig { topology: Some(path), ..ddp() }
 }
 
-/// Sixty steps, in which nobody is given up.
+/// Sets sixty steps, with a deadline so long that no member is given up.
 fn long(job: Job) -> Job {
     let config = TrainConfig { steps: 60, deadline: Nanos::from_millis(600_000), ..job.config };
     Job { config, elastic: true, ..job }
@@ -263,7 +263,7 @@ fn a_slow_machine_gets_a_smaller_share() {
         };
         let equal = TrainConfig { balance: BalanceKind::Equal, ..by_speed.clone() };
         let ((by_speed, tokens), (equal, tokens_when_equal)) = (of(by_speed), of(equal));
-        // Of the same tokens in each step.
+        // Both have the same tokens in each step.
         assert_eq!(tokens, 60 * 12 * 8);
         assert_eq!(tokens, tokens_when_equal);
         let shares: Vec<&String> =

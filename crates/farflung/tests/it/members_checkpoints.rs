@@ -1,4 +1,4 @@
-//! A pipeline that loses a part of which nobody has a copy in memory goes on from the checkpoints that its
+//! A pipeline that loses a part of which no member has a copy in memory continues from the checkpoints that its
 //! members can read.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
@@ -15,13 +15,14 @@ use farflung_base::{Nanos, PeerId};
 
 const STEPS: u64 = 12;
 const STAGES: usize = 2;
-/// Two stages, and a spare that comes first of all.
+/// Two stages, and a spare, which is given first.
 const MEMBERS: usize = 3;
-/// The last checkpoint before the loss, and the step in which that is.
+/// The last checkpoint before the loss, and the step of the loss.
 const SAVED: u64 = 6;
 const LOSS: u64 = 9;
 
-/// A job of small steps in a pipeline of two, which is saved every three steps and copied nowhere.
+/// Returns a job of small steps in a pipeline of two, saved every three steps and without copies between
+/// members.
 fn job(folder: &Path) -> Job {
     let config = TrainConfig {
         layers: Some(2),
@@ -43,7 +44,7 @@ fn job(folder: &Path) -> Job {
 #[derive(Default)]
 struct Notes {
     notes: Vec<String>,
-    /// A file in which a bit changes before the loss.
+    /// A file in which a bit is flipped before the loss.
     damages: Option<PathBuf>,
 }
 
@@ -60,14 +61,14 @@ impl Watch for Notes {
     }
 }
 
-/// Folders on one disk, as `launch --elastic` has them.
+/// Folders on one disk, as with `launch --elastic`.
 fn shared(run: &Path) -> Vec<PathBuf> {
     let others = (1..MEMBERS).map(|member| run.join("members").join(member.to_string()));
     std::iter::once(run.to_owned()).chain(others).collect()
 }
 
-/// What becomes of the members with these folders, of which the last one is a spare if it comes at all, and
-/// what is said.
+/// Returns the results of the members with these folders, and the notes. The last member is a spare, if it
+/// joins at all.
 fn run(job: &Job, folders: &[PathBuf], spare: bool, faults: &Faults) -> (Vec<Ended>, Vec<String>) {
     watched(job, folders, (spare, faults), Notes::default())
 }
@@ -89,7 +90,7 @@ fn watched(
     (ended, notes.notes)
 }
 
-/// The report of the one member that has the whole model at the end.
+/// Returns the report of the only member that has the whole model at the end.
 fn report(ended: &[Ended]) -> &Report {
     ended.iter().flatten().flatten().next().unwrap_or_else(|| {
         let errors: Vec<String> = ended.iter().map(|e| format!("{:?}", e.as_ref().err())).collect();
@@ -101,7 +102,8 @@ fn losses(report: &Report) -> Vec<f64> {
     report.rows.iter().map(|row| row.train_loss).collect()
 }
 
-/// What the changes of members in a folder's record say: steps lost, and whether checkpoints were read.
+/// Returns what the events of a folder say about changes of members: steps lost, and whether checkpoints were
+/// read.
 fn changes(folder: &Path) -> Vec<(u64, bool)> {
     let told = events::read(&folder.join(events::EVENTS)).unwrap();
     let change = |event: events::Event| match event.what {
@@ -111,7 +113,7 @@ fn changes(folder: &Path) -> Vec<(u64, bool)> {
     told.into_iter().filter_map(change).collect()
 }
 
-/// A run without a loss, and the moment in which a rank is to be lost: in the middle of a step.
+/// A run without a loss, and the time at which a rank is to be lost: in the middle of a step.
 struct Undisturbed {
     hash: String,
     losses: Vec<f64>,
@@ -186,7 +188,7 @@ fn a_damaged_checkpoint_is_passed_over_for_the_one_before() {
 fn a_part_that_no_member_can_read_is_lost() {
     let calm = Undisturbed::new(true);
     let root = tempfile::tempdir().unwrap();
-    // Each on a disk of its own.
+    // Each on its own disk.
     let folders: Vec<PathBuf> = (0..MEMBERS).map(|n| root.path().join(format!("disk-{n}"))).collect();
     let (ended, _) = run(&job(root.path()), &folders, true, &calm.without(1));
     for n in [0, 2] {

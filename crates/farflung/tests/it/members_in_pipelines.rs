@@ -1,5 +1,5 @@
-//! Members that form pipelines and come and leave: a pipeline that loses a stage goes on from a replica of that
-//! part, with the bits of a run that the lost one had left in peace.
+//! Members that form pipelines and join and leave: a pipeline that loses a stage continues from a replica of
+//! that part, with the bits of a run in which the lost member left normally.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -14,7 +14,7 @@ use farflung_base::{Nanos, PeerId};
 const STEPS: u64 = 6;
 const STAGES: usize = 4;
 
-/// A job of six small steps in pipelines of four.
+/// Returns a job of six small steps in pipelines of four.
 fn job(folder: &Path, workers: usize, config: TrainConfig) -> Job {
     let config = TrainConfig {
         layers: Some(4),
@@ -31,7 +31,7 @@ fn job(folder: &Path, workers: usize, config: TrainConfig) -> Job {
     Job { elastic: true, ..Job::new(config, workers, Stop::manual()).unwrap() }
 }
 
-/// What becomes of each seat in a network of so many endpoints.
+/// Returns the result of each seat in a network of `ends` endpoints.
 fn run(
     job: &Job,
     ends: usize,
@@ -42,7 +42,7 @@ fn run(
     run_seats(job, seats(job, ends, come, faults), watch)
 }
 
-/// The report of the one member that has the whole model at the end.
+/// Returns the report of the only member that has the whole model at the end.
 fn report(results: &[Ended]) -> &Report {
     let mut reports = results.iter().filter_map(|result| result.as_ref().ok().and_then(Option::as_ref));
     let first = reports.next().unwrap_or_else(|| {
@@ -53,7 +53,7 @@ fn report(results: &[Ended]) -> &Report {
     first
 }
 
-/// The hash that is left of a run that a rank leaves in peace before a step.
+/// Returns the final hash of a run in which a rank leaves normally before a step.
 fn after_leaving(workers: usize, rank: u32, step: u64) -> String {
     let folder = tempfile::tempdir().unwrap();
     let job = job(folder.path(), workers, TrainConfig::default());
@@ -89,7 +89,7 @@ fn a_replica_of_a_lost_part_goes_on_with_the_bits_of_a_polite_leave() {
     }
 }
 
-/// When a run without faults begins and ends its fourth step, by the transport's clock.
+/// Returns the start and end of the fourth step in a run without faults, by the transport's clock.
 fn fourth_step() -> (Nanos, Nanos) {
     let folder = tempfile::tempdir().unwrap();
     let job = job(folder.path(), 8, TrainConfig::default());
@@ -127,7 +127,7 @@ fn whoever_is_killed_frozen_or_cut_off_in_a_step_leaves_the_bits_of_a_polite_lea
     }
 }
 
-/// The losses of each step.
+/// Returns the losses of each step.
 fn losses(report: &Report) -> Vec<f64> {
     report.rows.iter().map(|row| row.train_loss).collect()
 }
@@ -146,7 +146,7 @@ fn members_that_come_make_a_pipeline_of_one_member_longer() {
         assert!(result.is_ok(), "{n}: {:?}", result.as_ref().err());
     }
     assert!(told.notes.iter().any(|note| note.contains("; 1 pipeline of 4")), "{:?}", told.notes);
-    // A step has the same sequences whoever computes them.
+    // A step has the same sequences on any members.
     let (one, four) = (losses(report(&alone)), losses(report(&results)));
     assert_eq!((one.len(), four.len()), (12, 12));
     for (one, four) in one.iter().zip(&four) {
@@ -208,7 +208,7 @@ fn without_a_replica_all_go_back_to_a_step_that_all_have_copied() {
             }
             let left = report(&results);
             assert_eq!(left.workers, 3);
-            // Rank 0 knows of all steps but those that it took from the others.
+            // Rank 0 has the losses of all steps except those that it took from the others.
             if rank > 0 {
                 let shorter = told.notes.iter().find(|note| note.contains("; 1 pipeline of 3"));
                 let shorter = shorter.unwrap_or_else(|| unreachable!("{:?}", told.notes));

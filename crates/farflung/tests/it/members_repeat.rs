@@ -1,4 +1,4 @@
-//! A step that takes longer than the deadline although nobody is silent: the same members try again.
+//! A step that takes longer than the deadline although all members answer: the same members try it again.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -16,8 +16,8 @@ use farflung_base::Nanos;
 const STEPS: u64 = 6;
 const MEMBERS: usize = 3;
 
-/// Three machines, of which the last one computes a microbatch of eight tokens in so many milliseconds, and the
-/// others in a tenth of a second.
+/// Returns a job on three machines. The last one computes a microbatch of eight tokens in `slow_ms`
+/// milliseconds, the others in a tenth of a second.
 fn job(folder: &Path, slow_ms: u32, deadline_ms: u64, config: TrainConfig) -> Job {
     let device = |(n, ms): (usize, u32)| {
         let speed = 8000 / ms;
@@ -41,7 +41,7 @@ fn job(folder: &Path, slow_ms: u32, deadline_ms: u64, config: TrainConfig) -> Jo
     Job { elastic: true, ..Job::new(config, MEMBERS, Stop::manual()).unwrap() }
 }
 
-/// What becomes of each member, and what the first one's record tells.
+/// Returns the result of each member, and the events of the first one.
 fn run(job: &Job, folder: &Path) -> (Vec<Ended>, Vec<What>) {
     let mut seats = seats(job, MEMBERS, &[], &Faults::new());
     for (n, seat) in seats.iter_mut().enumerate() {
@@ -58,12 +58,12 @@ fn reports(ended: &[Ended]) -> Vec<&Report> {
     all.map(|ended| ended.unwrap().as_ref().unwrap()).collect()
 }
 
-/// The steps of a report, with their losses.
+/// Returns the steps of a report with their losses.
 fn losses(report: &Report) -> Vec<(u64, f64)> {
     report.rows.iter().map(|row| (row.step, row.train_loss)).collect()
 }
 
-/// How often the step was done again, with which deadline.
+/// Returns how often the step was repeated, with which deadlines.
 fn repeats(told: &[What]) -> Vec<(u32, u64)> {
     let of = |what: &What| match what {
         What::Repeated { times, deadline_ms, .. } => Some((*times, *deadline_ms)),
@@ -75,14 +75,14 @@ fn repeats(told: &[What]) -> Vec<(u32, u64)> {
 #[test]
 fn a_step_that_times_out_while_all_answer_is_done_again_by_the_same_members() {
     let diloco = TrainConfig { sync: SyncKind::of(&DILOCO), sync_every: 2, ..TrainConfig::default() };
-    // A round of two steps is two seconds, and all but the last average is tried twice.
+    // A round of two steps takes two seconds, and all averages but the last are tried twice.
     let cases = [(TrainConfig::default(), vec![(1, 1000)]), (diloco, vec![(1, 1000), (1, 2000)])];
     for (config, expected) in cases {
         let folder = tempfile::tempdir().unwrap();
         let calm = job(folder.path(), 1000, 60_000, config.clone());
         let (calm, told) = run(&calm, &folder.path().join("calm"));
         assert_eq!(repeats(&told), []);
-        // The slow member's second is more than the others wait for it.
+        // The slow member takes a second, which is longer than the others wait for it.
         let short = job(folder.path(), 1000, 500, config);
         let (short, told) = run(&short, &folder.path().join("short"));
         let (calm, short) = (reports(&calm), reports(&short));
@@ -99,7 +99,7 @@ fn a_step_that_times_out_while_all_answer_is_done_again_by_the_same_members() {
 #[test]
 fn a_member_that_keeps_the_others_waiting_again_and_again_is_given_up() {
     let folder = tempfile::tempdir().unwrap();
-    // A step takes it longer than eight times the deadline.
+    // A step takes the slow member longer than eight times the deadline.
     let job = job(folder.path(), 8000, 500, TrainConfig::default());
     let (ended, told) = run(&job, folder.path());
     assert_eq!(ended[2].as_ref().unwrap_err().exit_code(), 75);
@@ -114,7 +114,7 @@ fn a_pipeline_does_a_step_again_that_timed_out() {
     let folder = tempfile::tempdir().unwrap();
     let pipeline = || TrainConfig { stages: MEMBERS, microbatches: Some(3), ..TrainConfig::default() };
     let ended = |deadline_ms, name: &str| {
-        // The last stage computes for 0.75 s of a microbatch, and the first one waits for it to come back.
+        // The last stage computes for 0.75 s of a microbatch, and the first one waits for its result.
         run(&job(folder.path(), 900, deadline_ms, pipeline()), &folder.path().join(name))
     };
     let (calm, _) = ended(60_000, "calm");

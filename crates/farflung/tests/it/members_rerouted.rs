@@ -1,5 +1,5 @@
-//! A pipeline that loses a rank which nobody replaces: all that are left go on, as pools of those that hold a
-//! part, with the sequences and the losses of a run that lost nobody.
+//! A pipeline that loses a rank without a replacement: all remaining members continue, as pools of the holders
+//! of each part, with the sequences and the losses of a run without a loss.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -15,7 +15,8 @@ use farflung_base::{Nanos, PeerId};
 
 const STAGES: usize = 2;
 
-/// A job of small steps in pipelines of two, whose copies of each part are compared after each step.
+/// Returns a job of small steps in pipelines of two, with comparisons of the copies of each part after each
+/// step.
 fn job(folder: &Path, workers: usize, config: TrainConfig) -> Job {
     let config = TrainConfig {
         layers: Some(4),
@@ -31,19 +32,19 @@ fn job(folder: &Path, workers: usize, config: TrainConfig) -> Job {
     Job { elastic: true, ..Job::new(config, workers, Stop::manual()).unwrap() }
 }
 
-/// Settings of so many steps whose averages are plain.
+/// Returns settings of so many steps with uncompressed averages.
 fn plain(steps: u64) -> TrainConfig {
     TrainConfig { steps, codec: "none".parse().unwrap(), ..TrainConfig::default() }
 }
 
-/// What becomes of each seat in a network of so many endpoints, and what is noted.
+/// Returns the result of each seat in a network of `ends` endpoints, and the notes.
 fn run(job: &Job, ends: usize, come: &[(PeerId, Nanos)], faults: &Faults) -> (Vec<Ended>, Told) {
     let mut notes = Told::default();
     let ended = run_seats(job, seats(job, ends, come, faults), &mut notes);
     (ended, notes)
 }
 
-/// The report of the one member that has the whole model at the end; all but `lost` end well.
+/// Returns the report of the only member that has the whole model at the end; all but `lost` must succeed.
 fn report<'a>(ended: &'a [Ended], lost: Option<u32>, what: &str) -> &'a Report {
     for (n, ended) in ended.iter().enumerate().filter(|(n, _)| Some(*n as u32) != lost) {
         assert!(ended.is_ok(), "{what}: {n}: {:?}", ended.as_ref().err());
@@ -54,7 +55,7 @@ fn report<'a>(ended: &'a [Ended], lost: Option<u32>, what: &str) -> &'a Report {
     found
 }
 
-/// Each row's step, tokens of the run so far, and loss.
+/// Returns each row's step, tokens of the run so far, and loss.
 fn rows(report: &Report) -> Vec<(u64, u64, f64)> {
     report.rows.iter().map(|row| (row.step, row.tokens, row.train_loss)).collect()
 }
@@ -81,7 +82,7 @@ fn three_of_two_pipelines_of_two_go_on_with_the_losses_of_four() {
             let left = report(&ended, Some(rank), &what);
             assert_eq!(left.workers, 3, "{what}");
             if rank > 0 {
-                // Rank 0's notes: it is there all along.
+                // The notes are those of rank 0, which is present all the time.
                 let sizes = if rank % 2 == 0 { "1, 2" } else { "2, 1" };
                 assert!(
                     notes.has(&format!("; stages of {sizes} members, re-routed")),
@@ -96,7 +97,7 @@ fn three_of_two_pipelines_of_two_go_on_with_the_losses_of_four() {
     }
 }
 
-/// The hash that is left of a run that a rank leaves in peace before a step.
+/// Returns the final hash of a run in which a rank leaves normally before a step.
 fn after_leaving(folder: &Path, rank: u32, step: u64) -> String {
     let job = job(folder, 4, plain(6));
     let job = Job { departure: Some(Departure { rank, step }), ..job };

@@ -1,4 +1,4 @@
-//! A spare of a run of pipelines that freezes is missed by no step, and given up all the same.
+//! A frozen spare in a run of pipelines delays no step, but is given up nevertheless.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -32,7 +32,7 @@ fn job(folder: &Path) -> Job {
     Job { elastic: true, ..Job::new(config, STAGES, Stop::manual()).unwrap() }
 }
 
-/// What a run says, and when each step was done.
+/// The notes of a run, and the times of its steps.
 #[derive(Default)]
 struct Told {
     notes: Vec<(f64, String)>,
@@ -71,7 +71,7 @@ fn a_frozen_spare_is_noticed_although_no_step_waits_for_it() {
     let (ended, told) = run(&faults);
     let lost = told.notes.iter().find(|(_, note)| note.contains("member 2 lost; 2 members go on"));
     let (at, _) = lost.unwrap_or_else(|| unreachable!("{:?}", told.notes));
-    // Asked within six answers' time, and silent for two; a step more on each side.
+    // It is asked within six times the answer's deadline, and is silent for two; plus a step on each side.
     let noticed = at - frozen.as_secs_f64();
     assert!((0.0..9.0 * DEADLINE.as_secs_f64()).contains(&noticed), "{noticed}");
     assert_eq!(hash(&ended[0]), hash(&calm[0]));

@@ -1,10 +1,10 @@
-//! `--transport mpi`: a run under the real `mpirun`, where it is built in; what to do, where it is not.
+//! `--transport mpi`: a run under the real `mpirun` if MPI is built in; else the error's advice.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::tiny::{Run, farflung};
 
-/// What a run says where it ends with this code.
+/// Returns the stderr of a run that must end with exit code 2.
 fn refused(args: Vec<String>, launched: bool) -> String {
     let mut train = farflung();
     train.args(args);
@@ -42,7 +42,7 @@ mod with_mpi {
 
     use super::tiny::{Run, farflung};
 
-    /// Ranks under `mpirun`.
+    /// A job of ranks under `mpirun`.
     struct Job<'a> {
         run: &'a Run,
         out: PathBuf,
@@ -56,7 +56,7 @@ mod with_mpi {
             Self { run, out: run.at(name), mpirun }
         }
 
-        /// So many ranks more with these arguments. Each leaves its process's number.
+        /// Adds ranks with these arguments. Each writes its process id to a file.
         fn ranks(mut self, ranks: u32, args: &str) -> Self {
             let pid = self.out.with_extension("pid").display().to_string();
             let script = format!("echo $$ > {pid}-$OMPI_COMM_WORLD_RANK; exec \"$0\" \"$@\"");
@@ -65,19 +65,19 @@ mod with_mpi {
             self
         }
 
-        /// The next ranks are of another kind.
+        /// Separates groups of ranks with different arguments.
         fn and(mut self) -> Self {
             self.mpirun.arg(":");
             self
         }
 
-        /// Its exit code and what all ranks said.
+        /// Waits for the end; returns the exit code and the stderr of all ranks.
         fn end(mut self) -> (Option<i32>, String) {
             let done = self.mpirun.output().unwrap();
             (done.status.code(), String::from_utf8_lossy(&done.stderr).into_owned())
         }
 
-        /// Sends a signal to a rank once steps are done; its exit code and what all ranks said.
+        /// Sends a signal to a rank after some steps; returns the exit code and the stderr of all ranks.
         fn signalled(mut self, signal: &str, rank: u32) -> (Option<i32>, String) {
             let mpirun = self.mpirun.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
             self.wait_for_steps();
@@ -104,7 +104,7 @@ mod with_mpi {
 
     const ENDLESS: &str = "--steps 1000000 --sync ddp --workers 3 --transport mpi";
 
-    /// The training losses of three ranks, and the bytes of their weights.
+    /// Returns the training losses of three ranks, and the bytes of their weights.
     fn trained(run: &Run, transport: &str, more: &str) -> (Vec<String>, Vec<u8>) {
         let args = format!("--steps 5 --sync ddp --workers 3 --transport {transport} {more}");
         let mut job = Job::new(run, transport).ranks(3, &args);
@@ -139,7 +139,7 @@ mod with_mpi {
             .find(|line| line.starts_with("mpirun -n 4 farflung train --transport mpi "))
             .unwrap();
         let run = Run::new();
-        // The page's flags stay; the model and the text are the test's.
+        // The page's flags are kept; the test adds a small model and its own text.
         std::fs::create_dir(run.at("bin")).unwrap();
         let more: Vec<String> = run.flags("").into_iter().map(|arg| format!("'{arg}'")).collect();
         let ours =

@@ -1,4 +1,4 @@
-//! Builds without a feature say which one a flag needs, before the run.
+//! Builds without a feature report which feature a flag needs, before the run.
 
 use crate::tiny::{Run, farflung};
 

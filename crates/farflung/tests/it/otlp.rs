@@ -1,4 +1,4 @@
-//! Traces of a run, as a collector on the loopback gets them.
+//! Traces of a run, as received by a collector on the loopback.
 #![cfg(feature = "otlp")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -10,10 +10,10 @@ use std::sync::{Arc, Mutex};
 use crate::protobuf::{all, number, text};
 use crate::tiny::{Run, farflung};
 
-/// What was posted.
+/// The paths and bodies of posts.
 type Posts = Arc<Mutex<Vec<(String, Vec<u8>)>>>;
 
-/// A collector: takes what is posted. Returns its address and what it has got.
+/// Starts a collector; returns its address and the list of what it receives.
 fn collector() -> (String, Posts) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let (url, got) = (format!("http://{}", listener.local_addr().unwrap()), Posts::default());
@@ -53,7 +53,7 @@ struct Span {
     attributes: BTreeMap<String, String>,
 }
 
-/// Values of attributes as text.
+/// Returns the values of attributes as text.
 fn attributes(message: &[u8], field: u64) -> BTreeMap<String, String> {
     let one = |pair: Vec<u8>| {
         let value = all(&pair, 2).concat();
@@ -119,7 +119,7 @@ fn steps_hold_collectives_and_these_hold_waits_for_peers() {
             assert!(sent > 0, "{collectives:?}");
         }
     }
-    // Of two ranks each waits for the other alone, within one of its own operations.
+    // Each of the two ranks waits only for the other, within one of its own operations.
     let operations: BTreeSet<(&str, &[u8])> =
         named("collective").chain(named("message")).map(|span| (&span.pid[..], &span.id[..])).collect();
     let peers: BTreeSet<&str> = named("wait").map(|span| &span.attributes["peer"][..]).collect();

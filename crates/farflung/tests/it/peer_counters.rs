@@ -1,4 +1,4 @@
-//! What ranks and their peers have exchanged: in the metrics of a run, in its report, and of a probe.
+//! Counters of the exchange between ranks and their peers: in a run's metrics, in its report, and in a probe.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -37,7 +37,8 @@ fn ranks_over_sockets_have_bytes_round_trips_and_packets_of_each_peer() {
         let peers: Vec<u32> = row.peers.iter().map(|peer| peer.peer).collect();
         assert_eq!(peers, [1, 2], "{row:?}");
         assert!(row.peers.iter().all(|peer| is_plausible(&peer.path.unwrap())), "{row:?}");
-        // The run's bytes are those of all peers: the counters are read before a step is evaluated.
+        // The counters are read before the evaluation of a step, so the bytes of all peers are at most those of
+        // the run.
         let sent: u64 = row.peers.iter().map(|peer| peer.bytes_sent).sum();
         assert!(0 < sent && sent <= row.bytes_sent, "{row:?}");
     }
@@ -51,7 +52,7 @@ fn ranks_over_sockets_have_bytes_round_trips_and_packets_of_each_peer() {
             .collect();
         let steps: Vec<(u64, u32)> = lines.iter().map(|line| (line.step, line.rank)).collect();
         assert_eq!(steps, [(1, rank), (2, rank), (3, rank)]);
-        // What it has received of rank 0 is what rank 0 has sent it, but for the very last.
+        // The bytes received from rank 0 are those sent by rank 0, except for the last few.
         let of_rank_0 = lines[2].peers.iter().find(|peer| peer.peer == 0).unwrap();
         let sent = rows[2].peers[rank as usize - 1].bytes_sent;
         assert!(of_rank_0.bytes_received.abs_diff(sent) * 4 < sent, "{} of {sent}", of_rank_0.bytes_received);
@@ -76,7 +77,7 @@ fn simulated_ranks_have_the_bytes_of_each_peer_alone() {
     let rows = metrics::read(&run.at("run/metrics.jsonl")).unwrap();
     let row = &rows[0];
     assert!(row.peers.iter().all(|peer| peer.path.is_none()), "{row:?}");
-    // A step without evaluations in it: its bytes are those of its peers.
+    // A step without evaluation: its bytes are those of its peers.
     assert_eq!(row.peers.iter().map(|peer| peer.bytes_sent).sum::<u64>(), row.bytes_sent);
     assert_eq!(row.peers.iter().map(|peer| peer.bytes_received).sum::<u64>(), row.bytes_received);
     assert!(!run.at("run/ranks/rank-00001/peers.jsonl").exists());

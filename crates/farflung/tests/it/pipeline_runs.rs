@@ -1,5 +1,5 @@
-//! Whole runs in pipelines as a user starts them: over simulated links, over TCP, cut in another way when
-//! resumed, and refused.
+//! Whole runs in pipelines started through the command line: over simulated links, over TCP, resumed with other
+//! stages, and refused.
 
 use std::process::Command;
 
@@ -24,7 +24,7 @@ fn a_run_is_cut_in_another_way_at_each_resume() {
     eval.arg("eval").arg(run.at("cut")).arg("--data").arg(run.at("text.txt"));
     let eval = eval.args(["--batches", "2", "--json"]).output().unwrap();
     assert!(eval.status.success(), "{eval:?}");
-    // A step of other sequences is another run.
+    // A step with other sequences would be another run.
     let other = run.farflung(&[], "cut", "--stages 4 --microbatches 4 --steps 7 --resume auto");
     let message = String::from_utf8_lossy(&other.stderr);
     assert!(other.status.code() == Some(2) && message.contains("16 sequences"), "{message}");
@@ -89,7 +89,7 @@ fn processes_over_tcp_train_as_threads_over_simulated_links() {
 fn a_schedule_of_ones_own_trains_as_any_other() {
     let run = Run::new();
     let whole = run.done(&[], "whole", "--workers 1 --accumulate 4");
-    // Three parts on two ranks, weight gradients last, and a file for another number of ranks.
+    // A file with three parts on two ranks, weight gradients last; and one for another number of ranks.
     let own = "r0: 0F0 0F1 2F0 2I0 2F1 2I1 0I0 2W0 0W0 0I1 2W1 0F2 0F3 2F2 0W1 2I2 2W2 2F3 2I3 0I2 0W2 0I3 2W3 0W3\n\
                r1: 1F0 1F1 1I0 1W0 1I1 1F2 1F3 1I2 1W1 1W2 1I3 1W3\n";
     std::fs::write(run.at("own.txt"), own).unwrap();
@@ -98,7 +98,7 @@ fn a_schedule_of_ones_own_trains_as_any_other() {
         format!("--workers {stages} --stages {stages} --microbatches {microbatches} --schedule-file {file}")
     };
     same("own", &run.done(&[], "own", &flags(2, 4)), &whole);
-    // Halves of each sequence, the weights' gradients in an order of their own.
+    // Halves of each sequence, with the weights' gradients in a different order.
     let halves = "r0: 0F0 0F0.1 0F1 0F1.1 0I0.1 0I0 0I1.1 0W0 0I1 0W1.1 0W0.1 0W1
                   r1: 1F0 1F0.1 1B0.1 1B0 1F1 1F1.1 1B1.1 1B1
 ";
@@ -125,8 +125,8 @@ fn stages_that_do_not_flush_learn() {
     }
 }
 
-/// A pass ends with an empty pipeline, and so a checkpoint has one version of the weights, whoever goes on from
-/// it.
+/// A pass ends with an empty pipeline, so a checkpoint has one version of the weights, and any number of stages
+/// can continue from it.
 #[test]
 fn a_run_without_a_flush_resumes_on_other_stages() {
     let run = Run::new();
@@ -142,7 +142,7 @@ fn a_run_without_a_flush_resumes_on_other_stages() {
         same(schedule, &a, &b);
         assert_eq!(model(&run.at(&alone)), model(&run.at(&twice)), "{schedule}");
     }
-    // The same three steps, then two stages, then all in one process or on a V of two, which is the same.
+    // The same three steps, then two stages, then all in one process or on a V of two, which gives the same.
     let others = ["--workers 1 --accumulate 8 --clip 0 --lr-schedule constant", &on(2, "zbv")];
     let [whole, vee] = others.map(|other| {
         let out = format!("cut {other}");
@@ -197,7 +197,7 @@ fn local_steps_of_pipelines_meet_as_those_of_whole_replicas() {
     // A row's loss is that of all replicas, whether they met in the step or not.
     let each = run.done(&[], "each", "--workers 2 --accumulate 4 --codec none --lr-schedule constant");
     assert!((whole[0].train_loss - each[0].train_loss).abs() < 1e-9, "{whole:?} {each:?}");
-    // It stops and goes on at an average, with a lossy codec too: the table's two users stay equal.
+    // It stops and resumes at an average, with a lossy codec too: both copies of the token table stay equal.
     let lossy = "--workers 4 --stages 2 --microbatches 4 --sync diloco --sync-every 2 --codec int4:32";
     let once = run.done(&[], "once", lossy);
     run.done(&[], "twice", &format!("{lossy} --steps 4 --lr-schedule constant"));
@@ -219,11 +219,11 @@ fn momentum_of_pipelines_is_averaged_as_that_of_whole_replicas() {
                 run.done(&[], &args, &args)
             };
             let whole = done("--workers 2 --accumulate 4", 2);
-            // Both users of the token table on one rank, and on two.
+            // Both copies of the token table on one rank, and on two.
             for args in ["--schedule zbv", "--schedule 1f1b"] {
                 same(args, &done(&format!("--workers 4 --stages 2 --microbatches 4 {args}"), 2), &whole);
             }
-            // One replica has nobody to average with.
+            // A single replica has no peers to average with.
             let alone = done("--workers 1 --accumulate 4", 2);
             same("one replica", &done("--workers 2 --stages 2 --microbatches 4", 2), &alone);
             let warm = done("--workers 1 --accumulate 4", 6);
@@ -251,7 +251,7 @@ fn a_plan_with_unequal_shares_and_layers_trains_as_one_process() {
     let planned = run.done(&[], "planned", &plan);
     same("plan", &planned, &whole);
     assert_eq!(std::fs::read_to_string(run.at("planned").join("plan.toml")).unwrap(), text);
-    // Begun under one plan, ended under others: whole replicas of unequal shares, then one process.
+    // Begins under one plan, ends under others: whole replicas with unequal shares, then one process.
     run.done(&[], "moved", &format!("{plan} --steps 2"));
     let one = text.replace("data=2,pipeline=2", "data=4,pipeline=1").replace("[4, 2]", "[1, 2, 1, 2]");
     let one = one.replacen("layers = \"0..3\"", "layers = \"0..4\"", 1);
@@ -261,7 +261,8 @@ fn a_plan_with_unequal_shares_and_layers_trains_as_one_process() {
     run.done(&[], "moved", &format!("{plan} --steps 4 --resume auto"));
     let moved = run.done(&[], "moved", &format!("--workers 1 --accumulate 6 {constant} --resume auto"));
     same("moved", &moved, &whole);
-    // What the plan decides cannot be given beside it, and a plan for something else is refused by its field.
+    // Settings that the plan decides cannot be given beside it; a plan that does not fit is refused with its
+    // field.
     for (args, reason) in [
         (format!("{plan} --batch 3"), "`batch` is 3, expected nothing beside `plan`"),
         (format!("{plan} --tokenizer gpt2"), "parameters; it is for gpt-4x16 with"),
@@ -331,7 +332,7 @@ fn runs_are_compared_by_losses_and_digests() {
     let same = diff("alone", "again", &[]);
     assert_eq!(String::from_utf8_lossy(&same.stdout), "the same over 6 steps\n");
     assert!(same.status.success());
-    // Another order of additions has other bits; the digest of a pipeline is of the same tensors.
+    // Another order of additions gives other bits; the digest of a pipeline is over the same tensors.
     run.done(&[], "piped", "--workers 2 --stages 2 --microbatches 4 --digest-every 1");
     run.done(&[], "vee", "--workers 2 --stages 2 --schedule zbv --microbatches 4 --digest-every 1");
     let parts = diff("alone", "piped", &["--json"]);

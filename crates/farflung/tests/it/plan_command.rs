@@ -1,4 +1,4 @@
-//! `farflung plan` and its planners as a user types them.
+//! `farflung plan` and its planners, through the command line.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -15,7 +15,7 @@ fn json(args: &str) -> serde_json::Value {
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-/// The error, which is the user's.
+/// Returns the message of a usage error.
 fn refused(args: &str) -> String {
     let output = plan(args);
     let message = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -195,7 +195,7 @@ fn auto_tells_the_bottleneck_the_costs_and_what_a_change_makes_of_a_step() {
     let whats: Vec<&str> = answers.iter().map(|answer| answer["what"].as_str().unwrap()).collect();
     assert_eq!(whats[0], "the link `fast` - `slow` 4 times as fast");
     assert!(answers.iter().all(|answer| of(&answer["step_s"]) <= step || answer["machines"] == 1), "{seen}");
-    // Each is what a file with that change says.
+    // Each answer is that of a file with the change.
     let changed = |from: &str, to: &str| {
         assert!(PRICED.contains(from), "{from}");
         std::fs::write(&path, PRICED.replace(from, to)).unwrap();
@@ -240,7 +240,7 @@ fn memory_is_that_of_the_published_tables() {
     assert!((state / (16.0 * 174_604_259_328.0 / 8.0) - 1.0).abs() < 1e-6, "{plain}");
     let sharded = row(3, "tensor + sequence");
     assert!(sharded["weights"].as_f64().unwrap() * 64.0 / plain["weights"].as_f64().unwrap() > 0.999);
-    // 32.1 GiB of activations, besides those of input and head.
+    // 32.1 GiB of activations, plus those of input and head.
     let activations = plain["activations"].as_f64().unwrap() / f64::from(1 << 30);
     assert!((32.0..32.5).contains(&activations), "{activations}");
     assert!(refused("memory --model gpt3-175b --tensor 7").contains("divisor of the 96 heads"));
@@ -280,7 +280,7 @@ fn ways_of_going_on_are_compared_under_one_trace() {
     let names: Vec<&str> = ways.iter().map(|way| way["name"].as_str().unwrap()).collect();
     assert_eq!(names, ["restart", "varuna", "oobleck", "recycle", "parcae"]);
     assert!(ways.iter().all(|way| (0.1..1.05).contains(&way["share"].as_f64().unwrap())), "{seen}");
-    // The trace that was written is what was simulated.
+    // The trace in the file is the one that was simulated.
     let again = json(&format!(
         "churn lan --model gpt2 --mtbf 2h --absence 20min --microbatches 32 --trace {}",
         path.display()
@@ -321,7 +321,7 @@ fn a_step_of_the_plan_is_drawn() {
             assert!(drawn.starts_with("<svg") && drawn.contains("forward"), "{drawn}");
             continue;
         }
-        // Each microbatch's forward and backward on each stage, and the trace ends with the step.
+        // Each microbatch's forward and backward on each stage; the trace ends with the step.
         let trace: serde_json::Value = serde_json::from_str(&drawn).unwrap();
         let events = trace["traceEvents"].as_array().or(trace.as_array()).unwrap();
         let ends = events.iter().filter_map(|event| Some(event["ts"].as_f64()? + event["dur"].as_f64()?));
@@ -331,7 +331,7 @@ fn a_step_of_the_plan_is_drawn() {
     assert!(refused("auto dtfm-5 --model gpt2 --by-region --timeline step.svg").contains("timeline"));
 }
 
-/// The planners of the literature name stages of all layers; where the trainer can run them there is a plan.
+/// The planners of the literature return stages with all layers; if the trainer can run them, also a plan.
 #[test]
 fn planners_of_the_literature_say_what_they_choose() {
     let out = tempfile::tempdir().unwrap();
@@ -360,15 +360,15 @@ fn planners_of_the_literature_say_what_they_choose() {
         json(&format!("dapple lan --model nano --microbatches 16 --runnable --out {}", file.display()));
     let written: farflung::parallel::Plan = std::fs::read_to_string(&file).unwrap().parse().unwrap();
     assert_eq!(chosen["plan"].as_str().unwrap(), written.to_string());
-    // It is among what `auto` tries.
+    // It is among the candidates of `auto`.
     let best = json("auto lan --model nano --microbatches 16");
     assert!(best["step_s"].as_f64() <= chosen["simulated_step_s"].as_f64(), "{best}");
     let tried = best["candidates"].as_array().unwrap().iter();
     assert!(tried.filter(|one| one["what"].as_str().unwrap().contains("DAPPLE")).count() > 0);
 }
 
-/// Four devices of 8 GB do not hold GPT-2 XL in four stages, nor with all weights on each. Weights that are cut
-/// among them fit, and cost more time.
+/// Four devices of 8 GB do not hold GPT-2 XL in four stages, nor with all weights on each. With weights split
+/// among them it fits, and takes more time.
 #[test]
 fn alpa_cuts_weights_where_memory_asks_for_it() {
     let out = tempfile::tempdir().unwrap();

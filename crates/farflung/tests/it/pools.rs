@@ -1,4 +1,4 @@
-//! Stages that are pools of ranks, against one process with the same microbatches.
+//! Compares stages that are pools of ranks with one process that has the same microbatches.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -23,7 +23,7 @@ struct Trace {
     held_out: f64,
 }
 
-/// A small GPT whose gradients are not clipped.
+/// Returns settings of a small GPT whose gradients are not clipped.
 fn config() -> (tempfile::TempDir, TrainConfig) {
     let (folder, config) = crate::small::config(STEPS);
     (folder, TrainConfig { clip: 0.0, ..config })
@@ -35,7 +35,7 @@ fn pooled(config: &TrainConfig, sizes: &[u32], rates: Option<&[u32]>) -> TrainCo
     TrainConfig { workers: ranks, stages: ranks, pools, pool_rates, ..config.clone() }
 }
 
-/// What rank 0 has after a run, and for each rank its part with the hash of it.
+/// Returns rank 0's trace of a run, and for each rank the number of its part with its hash.
 fn train(config: &TrainConfig) -> (Trace, Vec<(u32, blake3::Hash)>) {
     let job = job(config);
     let mut ranks = on_all(&job, |seat| {
@@ -113,7 +113,7 @@ fn clipping_recomputation_and_packed_boundaries_go_with_pools() {
         close("recompute", &train(&TrainConfig { recompute, offload: 1, ..three.clone() }).0, &want);
     }
     close("memory", &train(&TrainConfig { memory: Some(1), ..three.clone() }).0, &want);
-    // Eight bits are coarser: the losses stay near.
+    // Eight bits are less precise: the losses must be similar.
     let int8 = "int8".parse().unwrap();
     let packed = train(&TrainConfig {
         boundary: int8,
@@ -128,7 +128,7 @@ fn clipping_recomputation_and_packed_boundaries_go_with_pools() {
     assert_ne!(packed.losses, want.losses);
 }
 
-/// On the virtual clock: microbatches follow the machines' speeds, and a step takes what is predicted.
+/// On the virtual clock, microbatches follow the machines' speeds, and a step takes the predicted time.
 #[test]
 fn machines_of_a_pool_take_microbatches_by_their_speed() {
     let (folder, config) = config();

@@ -1,5 +1,5 @@
-//! Training with products in 16 bits: near the run in f32, the same on all replicas, and what overflows is
-//! tried again.
+//! Training with products in 16 bits: close to the run in f32, equal on all replicas, and steps that overflow
+//! are tried again.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use crate::small::{job, on_all};
@@ -12,7 +12,7 @@ use farflung::{Error, TrainConfig};
 
 const STEPS: u64 = 4;
 
-/// Losses, the gradients of the first step, the loss scale and the hash at the end.
+/// Returns losses, the gradients of the first step, the loss scale and the hash at the end.
 fn trained(config: &TrainConfig) -> Vec<(Vec<f64>, Vec<f32>, LossScale, blake3::Hash)> {
     let job = job(config);
     on_all(&job, |seat| {
@@ -47,7 +47,7 @@ fn gradients_in_16_bits_are_near_those_in_32_and_all_replicas_have_the_same() {
     }
 }
 
-/// Settings that start from weights whose gradients are so large that the first loss scale overflows.
+/// Returns settings that start from weights with gradients so large that the first loss scale overflows.
 fn steep() -> (tempfile::TempDir, TrainConfig) {
     let (folder, config) = crate::small::config(STEPS);
     let weights = folder.path().join("weights");
@@ -62,7 +62,8 @@ fn steep() -> (tempfile::TempDir, TrainConfig) {
     (folder, TrainConfig { init_from: Some(weights), precision: Precision::F16, workers: 2, ..config })
 }
 
-/// That a run whose first scale overflows ends as one that begins with the scale that it found.
+/// Checks that a run whose first scale overflows has the result of a run that begins with the scale that it
+/// found.
 fn overflows_leave_no_trace(config: TrainConfig) {
     let found = trained(&config);
     let scale = found[0].2.get();
@@ -80,8 +81,8 @@ fn a_step_that_overflows_is_the_step_with_a_smaller_scale() {
     overflows_leave_no_trace(config);
 }
 
-/// What codecs of a boundary remember is what they would without the tries that were given up, and what no
-/// codec can pack still tells of the overflow.
+/// The codecs of a boundary store the same as without the dropped attempts, and values that no codec can encode
+/// still show the overflow.
 #[test]
 fn boundaries_remember_nothing_of_a_step_that_overflows() {
     let (_folder, config) = steep();

@@ -1,4 +1,4 @@
-//! A run's numbers, as Prometheus fetches them.
+//! A run's metrics, as fetched by Prometheus.
 #![cfg(feature = "prometheus")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -11,7 +11,7 @@ use std::time::Duration;
 use crate::tiny::{Run, farflung};
 use rustix::process::Signal;
 
-/// What is answered, head and all; none where nobody listens.
+/// Returns the answer with its head; `None` if the port is not open.
 fn ask(port: u16, host: &str) -> Option<String> {
     let mut stream = TcpStream::connect(("127.0.0.1", port)).ok()?;
     stream.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
@@ -21,8 +21,8 @@ fn ask(port: u16, host: &str) -> Option<String> {
     Some(answer)
 }
 
-/// Samples by name and labels. The format, line by line: comments begin with `#`, a sample is a name with
-/// labels, a space and a number.
+/// Returns samples by name and labels. The format is line by line: comments begin with `#`; a sample is a name
+/// with labels, a space and a number.
 fn samples(answer: &str) -> BTreeMap<String, f64> {
     let (head, body) = answer.split_once("\r\n\r\n").unwrap();
     assert!(head.starts_with("HTTP/1.1 200") && head.contains("text/plain; version=0.0.4"), "{head}");
@@ -34,7 +34,7 @@ fn samples(answer: &str) -> BTreeMap<String, f64> {
     samples.map(parse).collect()
 }
 
-/// A port with its successor free, a moment ago.
+/// Finds a port that is free together with the next one.
 fn two_free_ports() -> u16 {
     loop {
         let first = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
@@ -65,7 +65,7 @@ fn each_process_serves_its_losses_bytes_times_peers_and_operations() {
             seen.get(&step).is_some_and(|&step| step >= 3.0).then_some(seen)
         });
         let value = |name: &str| *seen.get(name).unwrap_or_else(|| panic!("{name} in {seen:?}"));
-        // A model of two layers on batches of 8 tokens: 2 ranks, so 16 a step.
+        // A model of two layers on batches of 8 tokens: with 2 ranks, 16 per step.
         assert!((value(&format!("farflung_tokens_total{}", of(""))) - 16.0 * value(&step)).abs() < 0.5);
         let other = 1 - rank;
         let labels = |way: &str| format!("{{peer=\"{other}\",rank=\"{rank}\",way=\"{way}\"}}");
@@ -86,7 +86,7 @@ fn each_process_serves_its_losses_bytes_times_peers_and_operations() {
         let loss = seen.get("farflung_now{rank=\"0\",what=\"train_loss\"}");
         assert_eq!(loss.is_some_and(|loss| (1.0..20.0).contains(loss)), rank == 0, "{seen:?}");
     }
-    // A page of another site had its name point here.
+    // The name of another site resolves to this machine.
     assert!(ask(port, "evil.example").unwrap().starts_with("HTTP/1.1 403"));
     assert!(ask(port, "localhost:9464").unwrap().starts_with("HTTP/1.1 200"));
     crate::child::send(job.id(), Signal::TERM);

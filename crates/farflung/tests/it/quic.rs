@@ -1,5 +1,5 @@
-//! Processes that meet over QUIC, on the loopback alone: the bits of a run over TCP, with tickets, by a
-//! relay, and under `launch`. In a build without the feature, what says so.
+//! Processes that meet over QUIC, on the loopback only: the same bits as over TCP, with tickets, through a
+//! relay, and under `launch`. In a build without the feature, the error that says so.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -7,7 +7,7 @@ use std::process::{Command, Output, Stdio};
 
 use crate::tiny::{Run, farflung};
 
-/// `farflung` as a machine of its own, whose key is in the run's folder.
+/// Returns the `farflung` command with a home in the run's folder, like a separate machine.
 fn on(run: &Run, machine: &str) -> Command {
     let mut command = farflung();
     command.env("FARFLUNG_HOME", run.at(machine)).current_dir(run.at(""));
@@ -66,7 +66,7 @@ mod with_it {
         assert!(made.status.success(), "{}", said(&made));
     }
 
-    /// The losses and the weights of a run.
+    /// Returns the losses and the weights of a run.
     fn trained(folder: &Path) -> (Vec<String>, Vec<u8>) {
         let text = fs::read_to_string(folder.join("metrics.jsonl")).unwrap();
         let loss =
@@ -86,7 +86,7 @@ mod with_it {
         })
     }
 
-    /// What the same processes come to over TCP.
+    /// Returns the result of the same processes over TCP.
     fn over_tcp(run: &Run) -> (Vec<String>, Vec<u8>) {
         let output = launch(run, "--transport tcp --out tcp");
         assert!(output.status.success(), "{}", said(&output));
@@ -153,11 +153,11 @@ mod with_it {
         assert_eq!(failed.status.code(), Some(2), "{}", said(&failed));
         assert!(said(&failed).contains("--key-file or FARFLUNG_HOME"), "{}", said(&failed));
         assert!(!first.wait_with_output().unwrap().status.success());
-        // A ticket of relays alone is not for TCP.
+        // A ticket that contains only relays cannot be used with TCP.
         ticket(&run, &["http://127.0.0.1:3340"]);
         let failed = rank(&run, "a", 0, "--transport tcp").wait_with_output().unwrap();
         assert!(said(&failed).contains("the ticket names relays alone"), "{}", said(&failed));
-        // Members come and leave over TCP.
+        // Members can join and leave over TCP only.
         let hosted = ["host", "--listen", "127.0.0.1:0", "--out", "hosted", "--transport", "iroh"];
         let failed = on(&run, "a").args(hosted).output().unwrap();
         assert!(said(&failed).contains("all ranks of a job start together"), "{}", said(&failed));

@@ -1,5 +1,5 @@
-//! Ranks of one job that are started with different settings, files or plans: refused on all of them, by name,
-//! with exit code 2.
+//! Ranks of one job that are started with different settings, files or plans: all of them refuse, with the name
+//! and exit code 2.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -10,7 +10,7 @@ use crate::tiny::{Run, farflung};
 
 const RANKS: usize = 3;
 
-/// The outputs of three processes of a job, of which the second has `args` besides.
+/// Returns the outputs of three processes of a job; the second one gets `args` in addition.
 fn job(run: &Run, all: &str, args: &str) -> Vec<Output> {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let start = |rank: usize| {
@@ -32,7 +32,7 @@ fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// That all ranks end with exit code 2 and each of these texts.
+/// Checks that all ranks end with exit code 2 and each of these texts.
 fn refused(run: &Run, all: &str, args: &str, texts: &[&str]) {
     for (rank, output) in job(run, all, args).iter().enumerate() {
         let said = stderr(output);
@@ -51,12 +51,12 @@ fn settings_that_decide_the_result_are_refused_by_name() {
         ("--outer-lr 0.6", "outer-lr", "0.7 on ranks 0, 2 and 0.6 on rank 1"),
         ("--seed 7", "seed", "1337 on ranks 0, 2 and 7 on rank 1"),
         ("--heads 1", "heads", "2 on ranks 0, 2 and 1 on rank 1"),
-        // Ended with 75 and "peer was lost", which supervisors restart for ever.
+        // This used to end with 75 and "peer was lost", after which supervisors restart forever.
         ("--dim 16", "dim", "8 on ranks 0, 2 and 16 on rank 1"),
         ("--steps 3", "steps", "500 on ranks 0, 2 and 3 on rank 1"),
         ("--codec none", "codec", "\"int8\" on ranks 0, 2 and \"none\" on rank 1"),
         ("--bucket-mb 1", "bucket-mb", "4.0 on ranks 0, 2 and 1.0 on rank 1"),
-        // Not even a plan for three ranks.
+        // Stages that do not even divide three ranks.
         ("--stages 2", "stages", "1 on ranks 0, 2 and 2 on rank 1"),
         ("--resume auto", "resume", "no on ranks 0, 2 and auto on rank 1"),
     ] {
@@ -71,7 +71,7 @@ fn files_are_compared_by_what_they_say() {
     std::fs::write(run.at("same.txt"), std::fs::read(run.at("text.txt")).unwrap()).unwrap();
     let other = format!("--data {}", run.at("other.txt").display());
     refused(&run, "--steps 2", &other, &["the setting `data` is 10000 tokens with hash"]);
-    // What one rank does not have is told to all.
+    // All ranks learn what one rank lacks.
     for (rank, output) in job(&run, "--steps 2", "--device wgpu:99").iter().enumerate() {
         assert_eq!(output.status.code(), Some(1), "rank {rank}: {}", stderr(output));
         assert!(stderr(output).contains("wgpu"), "rank {rank}: {}", stderr(output));
@@ -81,7 +81,7 @@ fn files_are_compared_by_what_they_say() {
         assert_eq!(output.status.code(), Some(1), "rank {rank}: {}", stderr(output));
         assert!(stderr(output).contains("missing.txt"), "rank {rank}: {}", stderr(output));
     }
-    // What may differ by rank: paths, devices, threads, output.
+    // Settings that may differ by rank: paths, devices, threads, output.
     let own = format!("--data {} --threads 2 --quiet --keep-last 3", run.at("same.txt").display());
     for (rank, output) in job(&run, "--steps 2", &own).iter().enumerate() {
         assert!(output.status.success(), "rank {rank}: {}", stderr(output));
@@ -97,12 +97,12 @@ fn a_text_of_ones_own_is_not_compared() {
     for (rank, output) in job(&run, all, &other).iter().enumerate() {
         assert!(output.status.success(), "rank {rank}: {}", stderr(output));
     }
-    // Copies of the model are the same, and no longer those of one text for all.
+    // Copies of the model are equal, and differ from those trained on a single text.
     let weights =
         |folder: &str| std::fs::read(run.at(folder).join("step-00000002/model.safetensors")).unwrap();
     let own = weights("out-0");
     std::fs::remove_dir_all(run.at("out-0")).unwrap();
-    // Rank 0 has lost its folder, and takes all but the text from another.
+    // Rank 0 has lost its folder, and gets everything except the text from another rank.
     let all = "--steps 4 --own-data --resume auto";
     for (rank, output) in job(&run, all, &other).iter().enumerate() {
         assert!(output.status.success(), "rank {rank}: {}", stderr(output));
@@ -113,7 +113,7 @@ fn a_text_of_ones_own_is_not_compared() {
     }
     let same = std::fs::read(one.at("out-0").join("step-00000002/model.safetensors")).unwrap();
     assert!(own != same);
-    // Both ends of a pipeline need one text.
+    // Both ends of a pipeline need the same text.
     for output in job(&run, "--steps 2 --own-data --stages 3", "") {
         assert_eq!(output.status.code(), Some(2));
         assert!(
@@ -131,7 +131,7 @@ fn a_transport_that_only_one_rank_has_is_told_to_all() {
     refused(&Run::new(), "--steps 2", "--transport memory", &texts);
 }
 
-/// Two jobs on one port: a rank of the other one is turned away, and this one's goes on waiting for its own.
+/// Two jobs on one port: a rank of the other job is refused, and this job's rank keeps waiting for its own.
 #[test]
 fn a_rank_of_another_job_is_turned_away() {
     let run = Run::new();

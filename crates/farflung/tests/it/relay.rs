@@ -1,5 +1,5 @@
-//! A link in the middle, as a library and on the command line: bytes come through unharmed, cut and spoilt as
-//! told. How fast they come is for the bench to say.
+//! The simulated bad link, as a library and on the command line: bytes are forwarded unchanged, and the link
+//! can be cut and corrupted. Its speed is measured by a bench.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -11,7 +11,7 @@ use std::time::Duration;
 use farflung::base::{Bandwidth, Nanos};
 use farflung::relay::{Carries, Relay};
 
-/// Sends back what comes.
+/// Starts a server that sends back what it receives; returns its address.
 fn echo() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
@@ -20,7 +20,7 @@ fn echo() -> String {
             std::thread::spawn(move || {
                 let mut all = Vec::new();
                 stream.read_to_end(&mut all).unwrap();
-                // The other side may have gone.
+                // The other side may have closed the stream.
                 let _ = stream.write_all(&all);
             });
         }
@@ -51,7 +51,7 @@ fn streams_come_through_in_order_and_whole() {
         }
     });
     assert_eq!(relaying.carried().map(|bytes| bytes.0), [2_000_006; 2]);
-    // One bit, once.
+    // Flips one bit, once.
     relaying.corrupt();
     let spoilt = there_and_back(relaying.address(), &data[..1000]);
     let bits: u32 = spoilt.iter().zip(&data).map(|(a, b)| (a ^ b).count_ones()).sum();

@@ -1,4 +1,4 @@
-//! Runs that go on from checkpoints: with other settings, in another rank's folder, or without a folder at all.
+//! Runs that continue from checkpoints: with other settings, in another rank's folder, or without a folder.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -7,7 +7,7 @@ use std::process::Output;
 
 use crate::tiny::{Run, farflung};
 
-/// `farflung launch -n RANKS -- train ...` in the folder `run`.
+/// Runs `farflung launch -n RANKS -- train ...` in the folder `run`.
 fn train(run: &Run, ranks: usize, args: &str) -> Output {
     let args = format!("--out {} --deadline 20s {args}", run.at("run").display());
     let ranks = ranks.to_string();
@@ -20,7 +20,7 @@ fn done(run: &Run, ranks: usize, args: &str) -> String {
     stderr(&output)
 }
 
-/// That each rank ends with exit code 2 and says this.
+/// Checks that each rank ends with exit code 2 and this message.
 fn refused(run: &Run, ranks: usize, args: &str, said: &str) {
     let output = train(run, ranks, args);
     let text = stderr(&output);
@@ -36,12 +36,12 @@ fn folder(run: &Run, rank: usize) -> PathBuf {
     if rank == 0 { run.at("run") } else { run.at(&format!("run/ranks/rank-{rank:05}")) }
 }
 
-/// A rank's weights at a step.
+/// Returns a rank's weights at a step.
 fn weights(run: &Run, rank: usize, step: u64) -> Vec<u8> {
     std::fs::read(folder(run, rank).join(format!("step-{step:08}/model.safetensors"))).unwrap()
 }
 
-/// Removes all that a rank wrote.
+/// Removes everything that a rank wrote.
 fn lose(run: &Run, rank: usize) {
     for entry in std::fs::read_dir(folder(run, rank)).unwrap() {
         let path = entry.unwrap().path();
@@ -70,7 +70,7 @@ fn what_changes_the_model_is_refused_and_what_changes_the_training_is_told() {
         "{said}"
     );
     assert!(!said.contains("`threads`") && !said.contains("`lr`"), "{said}");
-    // The settings that hold now are those of the next checkpoint.
+    // The current settings are those of the next checkpoint.
     let said = done(&run, 2, "--steps 5 --resume auto --beta2 0.5 --eval-batches 2");
     assert!(said.contains("`steps` is 5, was 4") && !said.contains("`beta2`"), "{said}");
 }
@@ -82,7 +82,7 @@ fn a_step_behind_the_checkpoint_is_refused_with_the_checkpoint() {
     let output = train(&run, 2, "--steps 3 --resume auto");
     let text = stderr(&output);
     assert_eq!(output.status.code(), Some(2), "{text}");
-    // Each rank sees it in its own folder, unless the other was faster and has told it.
+    // Each rank finds it in its own folder, unless the other was faster and has told it.
     let said = (0..2).filter(|&rank| {
         let path = folder(&run, rank).join("step-00000004");
         assert!(path.is_dir());
@@ -144,7 +144,7 @@ fn a_rank_whose_folder_is_lost_takes_its_state_from_another() {
             assert_eq!(said.matches(&note).count(), 1, "{args}: {said}");
         }
         if args.contains("diloco") {
-            // The moments of local steps were its own.
+            // The moments of local steps were the lost rank's own.
             continue;
         }
         for rank in 0..ranks {
@@ -161,7 +161,7 @@ fn a_lost_folder_with_residuals_and_masks_trains_on() {
     lose(&run, 1);
     done(&run, 3, &format!("--steps 6 --resume auto {args}"));
     assert_eq!(weights(&run, 0, 6), weights(&run, 1, 6));
-    // A folder whose only checkpoints are damaged is as good as lost.
+    // A folder with only damaged checkpoints counts as lost.
     for step in [4, 6] {
         let file = folder(&run, 2).join(format!("step-{step:08}/optimizer.safetensors"));
         if file.exists() {

@@ -1,5 +1,5 @@
-//! `farflung schedule` as a user types it: every schedule in every format, files of all kinds, and what is
-//! refused.
+//! `farflung schedule` through the command line: every schedule in every format, files of all kinds, and
+//! errors.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -18,7 +18,7 @@ fn printed(args: &str) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// The error, which is the user's.
+/// Returns the message of a usage error.
 fn refused(args: &str) -> String {
     let output = schedule(args);
     let message = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -39,7 +39,7 @@ fn every_schedule_prints_in_every_format() {
     }
 }
 
-/// What a run would add behind its pipeline, drawn and told.
+/// The averages that a run adds after its pipeline, in drawings and in numbers.
 #[test]
 fn averages_are_part_of_the_step() {
     let json: serde_json::Value = serde_json::from_str(&printed("1f1b -p 4 -m 8 --reduce 5 --json")).unwrap();
@@ -52,7 +52,7 @@ fn averages_are_part_of_the_step() {
     assert!(printed("bfs -p 2 -m 4 --reduce 3 --format lowered").contains("2REDUCE_GRAD"));
 }
 
-/// Weights that are gathered cost time, activations that are moved away are not held.
+/// Gathering weights takes time; activations that are moved away are not held.
 #[test]
 fn gathers_and_moves_are_listed_and_told() {
     let lowered = printed("gpipe -p 2 -m 4 --gather 1 --offload 3 --format lowered");
@@ -61,14 +61,14 @@ fn gathers_and_moves_are_listed_and_told() {
     }
     let plain: serde_json::Value = serde_json::from_str(&printed("1f1b -p 4 -m 8 --json")).unwrap();
     let json: serde_json::Value = serde_json::from_str(&printed("1f1b -p 4 -m 8 --gather 2 --json")).unwrap();
-    // One stage on a rank: its weights are gathered once.
+    // One stage per rank: its weights are gathered once.
     assert_eq!(plain["makespan"].as_f64().map(|time| time + 2.0), json["step"].as_f64());
     let held = |args: &str| {
         let text = printed(args);
         let (_, held) = text.split_once("held at once by rank ").unwrap_or_else(|| panic!("{text}"));
         held.split_whitespace().map(|n| n.parse::<u32>().unwrap()).max().unwrap()
     };
-    // All eight wait for their backward; with moves, those that are near.
+    // Without moves all eight wait for their backward; with moves, only those that are near.
     assert_eq!(held("gpipe -p 2 -m 8 --offload 100"), 8);
     assert_eq!(held("gpipe -p 2 -m 8 --offload 4"), 2);
     let json: serde_json::Value =
@@ -128,7 +128,7 @@ fn files_are_read_or_refused_with_the_line() {
         std::fs::write(&path, bytes).unwrap();
         format!("--file {}", path.display())
     };
-    // What is printed reads back, for every schedule.
+    // The printed form can be read back, for every schedule.
     for method in Method::ALL {
         for (format, name) in [("ops", "mine.txt"), ("csv", "mine.csv")] {
             let text = printed(&format!("{method} -p 4 -m 8 --format {format}"));

@@ -1,5 +1,5 @@
-//! Jobs of several processes with tickets and secrets: the same numbers as without, refusals that say what to
-//! do, and no secret in anything that is written.
+//! Jobs of several processes with tickets and secrets: the same results as without, errors with advice, and no
+//! secret in any output.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -15,7 +15,7 @@ fn free() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-/// `farflung` as a machine of its own, whose home is in the run's folder.
+/// Returns the `farflung` command with a home in the run's folder, like a separate machine.
 fn on(run: &Run, machine: &str) -> Command {
     let mut command = farflung();
     command.env("FARFLUNG_HOME", run.at(machine)).current_dir(run.at(""));
@@ -43,7 +43,7 @@ fn private(path: &Path, text: &str) {
     fs::set_permissions(path, fs::Permissions::from_mode(0o600)).unwrap();
 }
 
-/// The losses of rank 0.
+/// Returns the losses of rank 0.
 fn losses(run: &Run, port: u16) -> Vec<String> {
     let text = fs::read_to_string(run.at(&format!("a-{port}")).join("metrics.jsonl")).unwrap();
     let loss =
@@ -51,7 +51,7 @@ fn losses(run: &Run, port: u16) -> Vec<String> {
     text.lines().map(loss).collect()
 }
 
-/// All files below a folder.
+/// Collects all files below a folder.
 fn files(folder: &Path, all: &mut Vec<Vec<u8>>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
@@ -81,7 +81,7 @@ fn two_machines_train_with_a_ticket_and_a_third_is_refused() {
     let shown = String::from_utf8(shown.stdout).unwrap();
     assert!(shown.contains(&address) && shown.contains("holds") && !shown.contains(word.trim()), "{shown}");
 
-    // Another run's ticket, from another host, at the address of this one.
+    // The ticket of another run, made by another host for the same address.
     let other = on(&run, "c").args(["ticket", "--address", &address]).output().unwrap();
     private(&run.at("other"), &String::from_utf8(other.stdout).unwrap());
     let rank_0 = rank(&run, "a", 0, port, "--ticket-file ticket");
@@ -99,7 +99,7 @@ fn two_machines_train_with_a_ticket_and_a_third_is_refused() {
     assert!(said(&outputs[0]).contains("not encrypted"), "{}", said(&outputs[0]));
     assert_eq!(losses(&run, port), losses(&run, clear));
 
-    // What was written and said has neither ticket nor keys.
+    // No file and no output contains the ticket or the keys.
     let mut written = vec![outputs.iter().map(said).collect::<String>().into_bytes()];
     for folder in ["a", "b"] {
         files(&run.at(&format!("{folder}-{port}")), &mut written);
@@ -129,7 +129,7 @@ fn a_launched_job_takes_a_secret_from_a_file_or_a_variable() {
         let output = command.output().unwrap();
         assert!(output.status.success(), "{}", said(&output));
     }
-    // Everybody can read it.
+    // A file that all users can read.
     fs::set_permissions(run.at("secret"), fs::Permissions::from_mode(0o644)).unwrap();
     let output = ended(rank(&run, "a", 0, free(), "--secret-file secret"));
     assert!(output.status.code() == Some(2) && said(&output).contains("chmod 600"), "{}", said(&output));
@@ -138,7 +138,7 @@ fn a_launched_job_takes_a_secret_from_a_file_or_a_variable() {
 #[test]
 fn off_the_loopback_nothing_starts_without_a_proof() {
     let run = Run::new();
-    // An address that no machine has (RFC 5737): it is refused before anybody is asked.
+    // An address that no machine has (RFC 5737): the error comes before any connection.
     for args in ["train --steps 1", "net probe"] {
         let mut command = on(&run, "a");
         command.env("RANK", "1").env("WORLD_SIZE", "2").env("MASTER_ADDR", "192.0.2.1");

@@ -1,5 +1,5 @@
-//! Settings on the command line: negative numbers, notes about settings that change nothing, names of models,
-//! errors as JSON.
+//! Settings on the command line: negative numbers, notes on settings without effect, names of models, errors as
+//! JSON.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -12,7 +12,7 @@ fn farflung(args: &str) -> Output {
     Command::new(env!("CARGO_BIN_EXE_farflung")).args(args.split(' ')).output().unwrap()
 }
 
-/// Trains a small model; the run's folder is made in `folder/runs`.
+/// Trains a small model; the run's folder is created in `folder/runs`.
 fn train(folder: &Path, steps: &str, args: &str) -> Output {
     let text = folder.join("text.txt");
     std::fs::write(&text, "the quick brown fox jumps over the lazy dog ".repeat(100)).unwrap();
@@ -127,7 +127,7 @@ fn a_run_says_what_changes_nothing_and_what_its_model_is_called() {
     let plot = std::fs::read_to_string(folder.path().join("runs/gpt-2x16-1/loss.svg")).unwrap();
     assert!(plot.contains("gpt-2x16, 1 worker") && !plot.contains("nano"));
 
-    // Resuming with the run's own file notes the same settings as before.
+    // Resuming with the run's own file gives the same notes as before.
     let own = "--config runs/gpt-2x16-1/config.toml --out runs/gpt-2x16-1 --resume auto";
     let again = train(folder.path(), "3", own);
     let said = stderr(&again);

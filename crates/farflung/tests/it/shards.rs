@@ -1,4 +1,4 @@
-//! Data that are shared out among replicas: by files, and by what is alike.
+//! Data that are divided among replicas: by files, and by similarity.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -9,7 +9,7 @@ use farflung::TrainConfig;
 use farflung::train::{Job, Trainer};
 use farflung::zoo::Sharding;
 
-/// A folder of four texts, each of a letter of its own; what is held out is the end of the last.
+/// Makes a folder of four texts, each of a single letter; the held-out part is the end of the last one.
 fn letters(folder: &Path) -> std::path::PathBuf {
     let data = folder.join("letters");
     std::fs::create_dir(&data).unwrap();
@@ -19,7 +19,7 @@ fn letters(folder: &Path) -> std::path::PathBuf {
     data
 }
 
-/// The letters that a replica sees in its first sequences.
+/// Returns the letters that a replica sees in its first sequences.
 fn seen(job: &Job, replica: usize) -> String {
     let sampler = job.sampler(replica).unwrap();
     let (mut inputs, mut targets) = (Vec::new(), Vec::new());
@@ -35,7 +35,7 @@ fn each_replica_has_files_of_its_own_with_stages_too() {
     let data = letters(folder.path());
     let base = TrainConfig { data: Some(data), shards: Sharding::Files, workers: 4, ..config };
     let flat = job(&base);
-    // The longest first: of d, less than 900 are left.
+    // The longest first; of d, less than 900 characters remain after the held-out part.
     let all: Vec<_> = (0..4).map(|replica| seen(&flat, replica)).collect();
     assert_eq!(all, ["a", "b", "c", "d"]);
     let two = job(&TrainConfig { stages: 2, ..base.clone() });
@@ -89,7 +89,7 @@ fn what_does_not_go_together_is_refused_with_the_reason() {
     assert!(message.contains("shards") && message.contains("epochs"), "{message}");
     let message = refused(TrainConfig { own_data: true, ..base.clone() });
     assert!(message.contains("shards") && message.contains("own-data"), "{message}");
-    // One text without end-of-text tokens is one document.
+    // A text without end-of-text tokens is one document.
     let message = refused(TrainConfig { shards: Sharding::Files, ..base });
     assert!(message.contains("1 parts") && message.contains("4 replicas"), "{message}");
 }

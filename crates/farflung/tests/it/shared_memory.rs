@@ -1,4 +1,4 @@
-//! `launch` with processes that share memory: the bits of sockets, a killed peer, and what is left behind.
+//! `launch` with processes that share memory: the same bits as over sockets, a killed peer, and no leftovers.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -18,7 +18,7 @@ fn launch(run: &Run, args: &str, ranks: usize, out: &Path) -> Child {
     launch.stdin(Stdio::null()).stdout(Stdio::null()).stderr(said).spawn().unwrap()
 }
 
-/// The processes of a launched job, and whether each has mapped memory that it shares with so many others.
+/// Returns the processes of a launched job, if each of them has mapped memory shared with `others` others.
 fn ranks_that_share(launched: u32, others: usize) -> Option<Vec<u32>> {
     let children = fs::read_to_string(format!("/proc/{launched}/task/{launched}/children")).ok()?;
     let ids: Vec<u32> = children.split_whitespace().map(|id| id.parse().unwrap()).collect();
@@ -60,7 +60,7 @@ fn a_killed_rank_is_noticed_and_nothing_is_left_behind() {
     let said = fs::read_to_string(out.with_extension("said")).unwrap();
     assert_eq!(status.code(), Some(75), "{said}");
     assert!(said.contains("peer 1 was lost"), "{said}");
-    // Sockets without a file and memory without a name: neither stands anywhere once the processes are gone.
+    // Sockets without a file and memory without a name: nothing remains after the processes have ended.
     assert!(ranks.iter().all(|id| !Path::new(&format!("/proc/{id}/maps")).exists()));
     let left: Vec<_> = fs::read_dir("/dev/shm")
         .into_iter()

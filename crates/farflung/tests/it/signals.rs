@@ -1,5 +1,4 @@
-//! Signals as a terminal or a scheduler sends them, against this test's own binary as the process that gets
-//! them.
+//! Signals as sent by a terminal or a scheduler, to this test's own binary.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -15,8 +14,8 @@ use rustix::process::{Pid, Signal, kill_process};
 
 const ROLE: &str = "FARFLUNG_TEST_ROLE";
 
-/// Not a test by itself: the process that the tests below signal. It prints what it sees and ends on SIGTERM's
-/// flag.
+/// Not a test by itself: the process to which the tests below send signals. It prints the signals it sees, and
+/// ends on SIGTERM.
 #[test]
 fn a_process_that_waits() {
     if env::var_os(ROLE).is_none() {
@@ -59,12 +58,13 @@ fn the_second_ends_what_waits_for_other_ranks_and_tells_them() {
     assert_eq!(child.wait().unwrap().code(), Some(130));
 }
 
-/// Starts a test above as a process of its own, and gives what waits for a line of its output.
+/// Starts one of the tests above as a process of its own; also returns a function that waits for a line of its
+/// output.
 fn start(test: &str) -> (Child, impl FnMut(&str)) {
     start_by(Command::new(env::current_exe().unwrap()), &[], test)
 }
 
-/// The same by a shell, whose arguments before the program are `shell`.
+/// As `start`, through a shell, whose arguments before the program are `shell`.
 fn start_by(mut program: Command, shell: &[&str], test: &str) -> (Child, impl FnMut(&str)) {
     if !shell.is_empty() {
         program.args(shell).arg(env::current_exe().unwrap());
@@ -115,7 +115,7 @@ fn a_hangup_that_was_ignored_at_the_start_stays_ignored() {
         thread::sleep(Duration::from_millis(400));
     }
     send(&child, Signal::TERM);
-    // The second hangup would have ended it.
+    // A second hangup that was not ignored would have ended the process.
     expect("saw SIGTERM");
     thread::sleep(Duration::from_millis(400));
     send(&child, Signal::INT);

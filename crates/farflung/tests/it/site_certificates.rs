@@ -1,5 +1,4 @@
-//! Jobs of several processes with a site's certificates: the numbers of a run without, and refusals that say
-//! why.
+//! Jobs of several processes with a site's certificates: the same results as without, and errors that say why.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -11,7 +10,8 @@ use std::process::{Child, Output, Stdio};
 use crate::tiny::{Run, farflung};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair, date_time_ymd};
 
-/// Puts an authority's certificate, and one that it made for this machine until `year`, into the run's folder.
+/// Writes an authority's certificate, and a certificate that it made for this machine until `year`, to the
+/// run's folder.
 fn issue(run: &Run, site: &str, year: i32) {
     let (key, own) = (KeyPair::generate().unwrap(), KeyPair::generate().unwrap());
     let mut authority = CertificateParams::new([]).unwrap();
@@ -37,7 +37,7 @@ fn rank(run: &Run, rank: usize, host: &str, port: u16, more: &str) -> Child {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).args(args).spawn().unwrap()
 }
 
-/// Both ranks with these files.
+/// Starts both ranks with these files.
 fn both(run: &Run, host: &str, sites: [&str; 2]) -> (u16, [Output; 2]) {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let files = |site: &str| match site {

@@ -44,7 +44,7 @@ fn config(args: &str) -> TrainConfig {
 }
 
 /// The estimates of these runs were 0.80 to 1.15 times the measured peaks, in debug builds on two Intel cores.
-/// Above 1.25 a run that fits could be refused.
+/// Above 1.25, a run that fits could be refused.
 #[test]
 fn estimates_are_near_what_runs_take() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Pipelines of real GPT stages against one process with the same microbatches.
+//! Compares pipelines of real GPT stages with one process that has the same microbatches.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -20,7 +20,7 @@ use farflung::zoo::{Input, Output, Stage, stage};
 
 const STEPS: u64 = 3;
 
-/// A small GPT whose gradients are not clipped.
+/// Returns settings of a small GPT whose gradients are not clipped.
 fn config() -> (tempfile::TempDir, TrainConfig) {
     let (folder, config) = crate::small::config(STEPS);
     (folder, TrainConfig { clip: 0.0, ..config })
@@ -116,7 +116,8 @@ fn recomputation_offloading_replicas_and_a_clipped_norm_change_nothing() {
     }
 }
 
-/// One process that gives each part of the model the version of its weights that the method's rule says.
+/// Trains in one process, where each part of the model uses the version of its weights that the method's rule
+/// determines.
 fn stale(config: &TrainConfig, updates: Updates) -> (Vec<f64>, Vec<f32>) {
     let job = job(&TrainConfig { workers: 1, stages: 1, microbatches: None, ..config.clone() });
     let device = Device::cpu(1).unwrap();
@@ -131,7 +132,7 @@ fn stale(config: &TrainConfig, updates: Updates) -> (Vec<f64>, Vec<f32>) {
     let tokens = 16.0 * 2.0;
     let mut losses = Vec::new();
     for step in 0..STEPS {
-        // By version, by part.
+        // By version, then by part.
         let mut versions = vec![params.clone()];
         let mut sums: Vec<Vec<f32>> = params.iter().map(|p| vec![0.0; p.len()]).collect();
         let mut loss = 0.0;
@@ -169,7 +170,7 @@ fn stale(config: &TrainConfig, updates: Updates) -> (Vec<f64>, Vec<f32>) {
                 sums[k].iter_mut().zip(values).for_each(|(sum, g)| *sum += g);
             }
             if (micro + 1) % per_update == 0 {
-                // The token table has two users.
+                // The token table is used by two parts.
                 let table = stages[0].layout().params()[0].range();
                 let last = stages.len() - 1;
                 for i in table {
@@ -224,7 +225,8 @@ fn asynchronous_schedules_train_as_one_process_with_the_same_stale_weights() {
     }
 }
 
-/// Two pipelines of two ranks, the links of replicas so slow that averages count, each pair's links its own.
+/// Two pipelines of two ranks, with slow links between replicas, so that averages take time; each pair has its
+/// own link.
 fn two_pipelines(folder: &std::path::Path) -> std::path::PathBuf {
     let mut text = "default = \"10gbit,1us\"\n".to_owned();
     for rank in 0..4 {
@@ -238,7 +240,8 @@ fn two_pipelines(folder: &std::path::Path) -> std::path::PathBuf {
     path
 }
 
-/// On the virtual clock, a part's average runs from its last backward on, beside what its rank still computes.
+/// On the virtual clock, a part's average starts after its last backward, while its rank still computes other
+/// parts.
 #[test]
 fn averages_hide_behind_the_parts_that_still_compute() {
     let (folder, config) = config();
@@ -250,7 +253,7 @@ fn averages_hide_behind_the_parts_that_still_compute() {
         topology: Some(two_pipelines(folder.path())),
         ..config
     };
-    // A step's virtual time, the plan's, and the price of averaging the third part.
+    // Returns a step's virtual time, the plan's, and the time of averaging the third part.
     let timed = |config: &TrainConfig| {
         let job = job(config);
         let all = on_all(&job, |seat| {
@@ -276,8 +279,8 @@ fn averages_hide_behind_the_parts_that_still_compute() {
         let (took, predicted, third) = timed(&TrainConfig { schedule, ..config.clone() });
         assert!((took / predicted - 1.0).abs() < 0.01, "{schedule}: {took} s, predicted {predicted} s");
         if schedule == Method::BreadthFirst {
-            // The first rank holds the first part and the third: that one's average is over before the first is
-            // done.
+            // The first rank holds the first part and the third: the average of the third is finished before
+            // the first part is.
             let (after, ..) = timed(&TrainConfig { schedule, overlap: false, ..config.clone() });
             let hidden = (after - took) / third;
             assert!(

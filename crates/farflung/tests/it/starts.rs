@@ -1,4 +1,4 @@
-//! Runs that start at the same time without a folder, and runs that cannot work and do not start.
+//! Runs that start at the same time without a given folder, and runs that cannot work and do not start.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -18,7 +18,7 @@ fn ended(child: Child) -> Output {
     child.wait_with_output().unwrap()
 }
 
-/// The names in a folder, sorted.
+/// Returns the names in a folder, sorted.
 fn names(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).unwrap();
     let mut names: Vec<_> = entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
@@ -66,7 +66,7 @@ fn a_run_that_fails_before_it_wrote_anything_leaves_no_folder() {
     assert!(output.status.success() && run.at("runs/gpt-2x8-1/report.json").exists(), "{output:?}");
 }
 
-/// That a run ends with exit code 2 and this message, and that there is no folder of it.
+/// Checks that a run ends with exit code 2 and this message, and leaves no folder.
 fn refused(args: &str, expected: &[&str]) {
     let run = Run::new();
     let output = ended(start(&run, &[], args));
@@ -78,11 +78,11 @@ fn refused(args: &str, expected: &[&str]) {
 
 #[test]
 fn tcp_in_one_process_says_how_to_start_several() {
-    // At once: before it looks for anything else.
+    // At once, before anything else is checked.
     let expected =
         ["error: `transport` is tcp", "2 workers in one process", "`farflung launch -n 2 -- train`"];
     refused("--transport tcp --init-from no-such-folder", &expected);
-    // One worker alone needs nobody.
+    // A single worker needs no peers.
     let run = Run::new();
     let output = ended(start(&run, &[], "--transport tcp --workers 1"));
     assert!(output.status.success(), "{output:?}");

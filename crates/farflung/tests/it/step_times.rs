@@ -1,4 +1,4 @@
-//! `times.jsonl`: where each step's time goes on a rank, on a virtual clock whose times are known.
+//! `times.jsonl`: how each step's time is spent on a rank, on a virtual clock whose times are known.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -12,7 +12,7 @@ fn times(path: &Path) -> Vec<StepTimes> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// Trains on simulated links without looking at anything between steps. Gives each rank's times.
+/// Trains on simulated links without evaluation or checks between steps; returns each rank's times.
 fn trained(run: &Run, ranks: usize, args: &str) -> Vec<Vec<StepTimes>> {
     let out = run.at("run").display().to_string();
     let quiet = "--eval-every 1000 --check-every 0 --transport simulated --codec none --resume auto";
@@ -49,7 +49,7 @@ fn steps_take_what_the_clock_says_and_a_machine_half_as_fast_computes_twice_as_l
     let rows = metrics::read(&run.at("run/metrics.jsonl")).unwrap();
     let [fast, slow] = &all[..] else { unreachable!() };
     for (i, pair) in rows.windows(2).enumerate().take(4) {
-        // The step's whole time is of its row: nothing else happens between steps.
+        // The step's whole time is in its row: nothing else happens between steps.
         assert!(close(fast[i + 1].took_s, pair[1].time_s - pair[0].time_s), "{:?} {pair:?}", fast[i + 1]);
         assert!(fast[i + 1].bytes_sent == pair[1].bytes_sent && fast[i + 1].met);
     }
@@ -59,7 +59,7 @@ fn steps_take_what_the_clock_says_and_a_machine_half_as_fast_computes_twice_as_l
             close(slow.compute_s(), 2.0 * fast.compute_s()) && fast.compute_s() > 0.0,
             "{fast:?} {slow:?}"
         );
-        // Nobody waits in a pass of one stage; the faster machine's average takes longer by the difference.
+        // No rank waits in a pass of one stage; the faster machine's average takes longer by the difference.
         assert_eq!((fast.wait_s, slow.wait_s), (0.0, 0.0));
         let late = slow.compute_s() - fast.compute_s();
         assert!(
@@ -78,7 +78,7 @@ fn the_second_stage_of_a_pipeline_waits_for_a_slower_first() {
     for (slow, fast) in all[0].iter().zip(&all[1]) {
         let ahead = slow.compute_s() - fast.compute_s();
         assert!(ahead > 0.0 && fast.wait_s > 0.5 * ahead && slow.wait_s < fast.wait_s, "{slow:?} {fast:?}");
-        // What the first stage does behind the last message is in the second's vote.
+        // The first stage's work after the last message is in the second stage's vote.
         assert!(fast.wait_s + fast.communicate_s > ahead, "{slow:?} {fast:?}");
         assert!(slow.met && fast.met && fast.wait_s + fast.communicate_s < fast.took_s);
     }
@@ -93,7 +93,7 @@ fn local_steps_communicate_where_replicas_meet() {
     for times in all.iter().flatten() {
         assert_eq!(times.communicate_s > 0.025, times.met, "{times:?}");
     }
-    // A run that goes on adds its steps behind those that are there.
+    // A resumed run appends its steps to the existing ones.
     let again = trained(&run, 2, "--steps 8 --sync diloco --sync-every 3 --link 20mbit,25ms");
     assert_eq!(again[0].iter().map(|times| times.step).collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6, 7, 8]);
     assert!(again[1][5].bytes_sent < again[1][7].bytes_sent && again[1][..6] == all[1][..]);

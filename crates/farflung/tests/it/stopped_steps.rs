@@ -1,5 +1,5 @@
-//! Runs that signals stop within a step: it is dropped, what was done before is saved at once, and the run that
-//! goes on has the bits of one that was never stopped.
+//! Runs that signals stop within a step: the step is dropped, the steps before it are saved at once, and the
+//! resumed run has the same bits as one that was never stopped.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -13,10 +13,10 @@ use crate::tiny::{Run, farflung};
 use farflung::metrics;
 use rustix::process::Signal;
 
-/// Longer than any stop takes on a busy machine, and shorter than the deadline of ranks that wait.
+/// Longer than any stop takes on a busy machine, and shorter than the deadline of waiting ranks.
 const SOON: Duration = Duration::from_secs(15);
 
-/// Settings under which a run that goes on is the same as one with more steps.
+/// Settings with which a resumed run equals a run with more steps.
 const SAME: &str = "--lr-schedule constant --digest-every 1 --checkpoint-every 0";
 
 fn start(mut command: Command, args: &[String]) -> Child {
@@ -29,7 +29,7 @@ fn launch(processes: usize) -> Command {
     launch
 }
 
-/// Steps that a run has told of.
+/// Returns the number of steps that a run has recorded.
 fn steps(out: &Path) -> u64 {
     std::fs::read_to_string(out.join("metrics.jsonl")).unwrap_or_default().matches('\n').count() as u64
 }
@@ -41,7 +41,7 @@ fn wait_for_steps(out: &Path, child: &mut Child, wanted: u64) {
     });
 }
 
-/// How it ends, and what it says.
+/// Waits for the end; returns the exit status and stderr.
 fn end(mut child: Child) -> (ExitStatus, String) {
     #[expect(clippy::disallowed_methods, reason = "how long a process takes to end")]
     let begun = Instant::now();
@@ -52,13 +52,13 @@ fn end(mut child: Child) -> (ExitStatus, String) {
     (status, said.join().unwrap())
 }
 
-/// The step of a rank's newest checkpoint.
+/// Returns the step of a rank's newest checkpoint.
 fn saved(out: &Path) -> Option<u64> {
     let latest = std::fs::read_to_string(out.join("latest")).ok()?;
     latest.trim().strip_prefix("step-")?.parse().ok()
 }
 
-/// Children of a process whose main thread started them, in their order.
+/// Returns the children that a process's main thread has started, in order.
 fn children(parent: &Child) -> Vec<u32> {
     let id = parent.id();
     let text = std::fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap();
@@ -69,7 +69,7 @@ fn digests(out: &Path) -> Vec<Option<String>> {
     metrics::read(&out.join("metrics.jsonl")).unwrap().into_iter().map(|row| row.digest).collect()
 }
 
-/// Goes on for some steps, and compares with a run that was never stopped.
+/// Continues for some steps, and compares with a run that was never stopped.
 fn goes_on(run: &Run, command: impl Fn() -> Command, args: &str, more: u64) {
     let (stopped, whole) = (run.at("run"), run.at("whole"));
     let wanted = saved(&stopped).unwrap() + more;
@@ -79,14 +79,14 @@ fn goes_on(run: &Run, command: impl Fn() -> Command, args: &str, more: u64) {
         assert!(status.success(), "{said}");
     }
     assert_eq!(steps(&stopped), wanted);
-    // The row of a step that was done and then not looked at any more has no digest.
+    // The row of a step that was done but not evaluated has no digest.
     let bits: Vec<_> = digests(&stopped).into_iter().zip(digests(&whole)).collect();
     let mut bits_since = bits.iter().skip((wanted - more) as usize);
     assert!(bits_since.all(|(stopped, whole)| stopped == whole), "{bits:?}");
     assert!(bits.last().is_some_and(|(stopped, _)| stopped.is_some()), "{bits:?}");
 }
 
-/// A step of many seconds, in which nothing is done yet.
+/// A step of many seconds, of which nothing is done yet.
 #[test]
 fn a_first_step_that_is_long_is_dropped() {
     let pipedream = "--workers 2 --stages 2 --microbatches 2 --schedule pipedream --clip 0";
@@ -110,7 +110,7 @@ fn a_first_step_that_is_long_is_dropped() {
     }
 }
 
-/// Steps of half a second or more, so that the signal falls into one that is dropped or just done.
+/// Steps of half a second or more, so that the signal arrives in a step that is dropped or has just been done.
 #[test]
 fn long_steps_are_saved_up_to_the_last_that_was_done() {
     for args in [
@@ -139,7 +139,7 @@ fn long_steps_are_saved_up_to_the_last_that_was_done() {
     }
 }
 
-/// Replicas move apart between averages: the run goes back to the last one.
+/// Replicas train apart between averages: the run goes back to the last one.
 #[test]
 fn local_steps_are_dropped_back_to_the_last_average() {
     const ARGS: &str = "--sync diloco --sync-every 150 --codec int8 --batch 16 --context 32 --dim 32";
@@ -156,8 +156,8 @@ fn local_steps_are_dropped_back_to_the_last_average() {
     goes_on(&run, farflung, ARGS, 150);
 }
 
-/// One rank is stopped, another is signalled: it saves without it, long before its deadline. The one that wakes
-/// up saves too.
+/// One rank is frozen, another one gets a signal: it saves without the frozen one, long before its deadline.
+/// The frozen one also saves when it is resumed.
 #[test]
 fn a_rank_whose_peer_stands_still_saves() {
     const ARGS: &str = "--sync ddp --codec int4";
@@ -171,12 +171,12 @@ fn a_rank_whose_peer_stands_still_saves() {
     thread::sleep(Duration::from_millis(300));
     send(ranks[0], Signal::INT);
     wait_until("what it saves", || saved(&out));
-    // The second rank heard of it, and waits as little.
+    // The second rank was told, and waits no longer.
     wait_until("what the other saves", || saved(&out.join("ranks/rank-00002")));
     assert_eq!(saved(&out.join("ranks/rank-00001")), None);
     send(ranks[1], Signal::CONT);
     let (status, said) = end(child);
-    // A restart mends it: nobody asked the launcher to stop.
+    // A restart is possible, since the launcher itself was not asked to stop.
     assert_eq!(status.code(), Some(75), "{said}");
     assert!(said.contains("[2] error: rank 0 was stopped; step"), "{said}");
     assert_eq!(saved(&out), Some(steps(&out)), "{said}");
@@ -184,7 +184,7 @@ fn a_rank_whose_peer_stands_still_saves() {
     if all.iter().all(|step| *step == all[0]) {
         return goes_on(&run, || launch(3), ARGS, 3);
     }
-    // The last step arrived on some of them alone: a rank without it takes it from them, but for its residuals.
+    // The last step arrived on some ranks only: a rank without it gets it from them, except for its residuals.
     let newest = all.iter().max().unwrap();
     assert!(all.iter().all(|step| step + 1 >= *newest), "{all:?}");
     let args = format!("{ARGS} {SAME} --steps {} --resume auto --out {}", newest + 3, out.display());
@@ -195,7 +195,7 @@ fn a_rank_whose_peer_stands_still_saves() {
     assert_eq!(steps(&out), newest + 3);
 }
 
-/// The rank that stood still never wakes up: the others' step counts, and it takes its state from them.
+/// The frozen rank is never resumed: the others' step counts, and the frozen rank gets its state from them.
 #[test]
 fn a_step_saved_without_a_rank_is_gone_on_from() {
     let run = Run::new();
@@ -213,7 +213,7 @@ fn a_step_saved_without_a_rank_is_gone_on_from() {
     wait_until("their end", || (!runs(ranks[0]) && !runs(ranks[2])).then_some(()));
     send(ranks[1], Signal::KILL);
     let (_, said) = end(child);
-    // The last step may have arrived on one of them alone.
+    // The last step may have arrived on one of them only.
     let own = saved(&out).unwrap();
     assert_eq!(own, steps(&out), "{said}");
     let newest = own.max(saved(&out.join("ranks/rank-00002")).unwrap());
@@ -226,12 +226,12 @@ fn a_step_saved_without_a_rank_is_gone_on_from() {
     assert_eq!(metrics::read(&out.join("metrics.jsonl")).unwrap().pop().unwrap().step, newest + 2);
 }
 
-/// Whether a process has not ended.
+/// Returns whether a process is still running.
 fn runs(pid: u32) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
 }
 
-/// The launcher wakes up whoever stands still, so that all can save.
+/// The launcher resumes frozen ranks, so that all can save.
 #[test]
 fn a_launched_job_with_a_rank_that_stands_still_saves() {
     const ARGS: &str = "--stages 3 --workers 3 --layers 3 --microbatches 2";
@@ -249,7 +249,7 @@ fn a_launched_job_with_a_rank_that_stands_still_saves() {
     goes_on(&run, || launch(3), ARGS, 2);
 }
 
-/// A launcher that is killed can tell nobody: its ranks hear it from the system, and save.
+/// A killed launcher cannot tell its ranks: the system signals them, and they save.
 #[test]
 #[cfg(target_os = "linux")]
 fn the_ranks_of_a_launcher_that_is_killed_save_and_end() {
@@ -265,11 +265,11 @@ fn the_ranks_of_a_launcher_that_is_killed_save_and_end() {
     assert_eq!(saved(&out.join("ranks/rank-00001")), saved(&out));
 }
 
-/// Weights and data of a run that does not begin for a while.
+/// A run that loads weights and data for a while before it begins.
 #[test]
 fn a_run_that_is_loading_ends_at_once() {
     let run = Run::new();
-    // A pipe that nobody writes to: it waits for its data for ever.
+    // A pipe without a writer: the run waits for its data forever.
     let data = run.at("pipe");
     assert!(Command::new("mkfifo").arg(&data).status().unwrap().success());
     let args = format!("--data {} --out {}", data.display(), run.at("run").display());
@@ -284,7 +284,7 @@ fn a_run_that_is_loading_ends_at_once() {
     }
 }
 
-/// The second signal ends it without saving, whatever it does.
+/// The second signal ends a run without saving, whatever it does.
 #[test]
 fn the_second_signal_saves_nothing() {
     let run = Run::new();

@@ -1,5 +1,5 @@
-//! Runs that signals stop, whatever has become of their stderr and stdout: the checkpoint is there, and
-//! resuming works.
+//! Runs that signals stop, in any state of their stderr and stdout: the checkpoint is there, and resuming
+//! works.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -13,7 +13,7 @@ use crate::child::{send, wait_until};
 use crate::tiny::{Run, farflung};
 use rustix::process::Signal;
 
-/// What this file asks of a run in `run`.
+/// What this file needs of a run in `run`.
 trait Stops {
     fn args_in(&self, steps: u64, resume: &str) -> Vec<String>;
     fn endless(&self, program: Command) -> Command;
@@ -27,8 +27,7 @@ impl Stops for Run {
         self.args(&format!("--out {} --steps {steps} --resume {resume}", self.at("run").display()))
     }
 
-    /// A run that never ends by itself, to be started. Its log is long, and has a directive that makes no
-    /// sense.
+    /// Prepares a run that never ends by itself. Its log is long, and has an invalid directive.
     fn endless(&self, mut program: Command) -> Command {
         program.args(self.args_in(1_000_000, "no")).env("RUST_LOG", "debug,x=y");
         program.stdin(Stdio::null()).stdout(Stdio::null());
@@ -40,7 +39,7 @@ impl Stops for Run {
         text.matches('\n').count() as u64
     }
 
-    /// Waits until the run has done so many steps more.
+    /// Waits until the run has done `more` further steps.
     fn wait_for_steps(&self, child: &mut Child, more: u64) {
         let wanted = self.steps_done() + more;
         wait_until("its steps", || {
@@ -49,7 +48,7 @@ impl Stops for Run {
         });
     }
 
-    /// Signals the run, which ends with `code` and with a checkpoint from which another goes on.
+    /// Signals the run, which must end with `code` and with a checkpoint from which another run continues.
     fn ends(&self, mut child: Child, signal: Signal, code: i32) {
         send(child.id(), signal);
         let status = wait_until("its end", || child.try_wait().unwrap());
@@ -63,7 +62,7 @@ impl Stops for Run {
     }
 }
 
-/// The binary under a shell that does `before`, in which `$0` is the program.
+/// Runs the binary under a shell that does `before`, in which `$0` is the program.
 fn shell(before: &str) -> Command {
     let mut shell = Command::new("/bin/sh");
     shell.args(["-c", before, env!("CARGO_BIN_EXE_farflung")]);
@@ -76,11 +75,11 @@ fn launch() -> Command {
     launch
 }
 
-/// A pipe that is full, as long as its reader lives.
+/// Returns a pipe that stays full while its reader exists.
 fn full_pipe() -> (PipeReader, Stdio) {
     let (reader, writer) = std::io::pipe().unwrap();
     let mut filler = writer.try_clone().unwrap();
-    // Blocks when it is full, and fails when the reader is gone.
+    // Blocks when the pipe is full, and fails when the reader is dropped.
     thread::spawn(move || filler.write_all(&vec![b'.'; 1 << 22]));
     thread::sleep(Duration::from_millis(200));
     (reader, writer.into())
@@ -187,8 +186,8 @@ fn help_that_cannot_be_printed_is_a_failure_and_wrong_usage_needs_no_stderr() {
     assert_eq!(wrong.status.code(), Some(2), "{wrong:?}");
 }
 
-/// A rank that waits for a master that never comes: it ends before its deadline, which has another code, and
-/// has nothing to save.
+/// A rank that waits for a master that never comes: it ends before its deadline, which would have another code,
+/// and has nothing to save.
 #[test]
 fn a_rank_that_waits_for_the_others_stops_at_once() {
     let run = Run::new();

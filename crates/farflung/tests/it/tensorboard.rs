@@ -9,7 +9,7 @@ use crate::protobuf::{Value, all, fields, number, text};
 use crate::tiny::{Run, farflung};
 use farflung::metrics;
 
-/// CRC-32C by a table, which the writer does not have.
+/// Computes CRC-32C with a table, unlike the writer.
 fn crc32c(bytes: &[u8]) -> u32 {
     let entry =
         |byte: u32| (0..8).fold(byte, |crc, _| if crc & 1 == 1 { crc >> 1 ^ 0x82f6_3b78 } else { crc >> 1 });
@@ -17,12 +17,12 @@ fn crc32c(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(!0, |crc: u32, byte| table[((crc ^ u32::from(*byte)) & 0xff) as usize] ^ crc >> 8)
 }
 
-/// The stored form of a checksum.
+/// Returns the stored form of a checksum.
 fn masked(crc: u32) -> u32 {
     crc.rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
-/// The records of a file, whose checksums are right.
+/// Returns the records of a file, after checking their checksums.
 fn records(path: &Path) -> Vec<Vec<u8>> {
     let file = std::fs::read(path).unwrap();
     let (mut rest, mut records) = (&file[..], Vec::new());
@@ -38,7 +38,7 @@ fn records(path: &Path) -> Vec<Vec<u8>> {
     records
 }
 
-/// The only file of a folder.
+/// Returns the only file of a folder.
 fn only_file(folder: &Path) -> std::path::PathBuf {
     let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let files: Vec<_> = files.filter(|path| path.is_file()).collect();
@@ -86,7 +86,7 @@ fn scalars_are_those_of_the_metrics() {
         is("step/learning_rate", 0.001);
         let scalar = |tag: &str| scalars[&(tag.to_owned(), row.step)];
         assert!(scalar("step/tokens_per_s") > 0.0 && scalar("step/compute_s") > 0.0);
-        // The row's bytes have the step's evaluation in them.
+        // The row's bytes include those of the step's evaluation.
         for (tag, bytes) in [("bytes/sent", row.bytes_sent), ("bytes/received", row.bytes_received)] {
             assert!(scalar(tag) > 0.0 && f64::from(scalar(tag)) <= bytes as f64 * 1.000_001);
         }
@@ -119,6 +119,6 @@ fn ranks_of_a_job_have_folders_and_a_run_that_goes_on_says_from_where() {
         }
     }
     let own = records(&only_file(&events.join("rank-00001")));
-    // The second start is told of from its first step on: what was shown of later steps is dropped.
+    // The second start begins with its first step: points of later steps are dropped.
     assert_eq!((number(&own[1], 2), number(own.last().unwrap(), 2)), (3, 3));
 }

@@ -1,4 +1,4 @@
-//! `farflung watch` beside a real training: what it serves is what the run's files say.
+//! `farflung watch` beside a real training run: it serves what the run's files contain.
 
 #![cfg(all(unix, feature = "watch"))]
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
@@ -16,7 +16,7 @@ use farflung::{StepTimes, events, metrics};
 use rustix::process::Signal;
 use serde_json::Value;
 
-/// A process that ends with its test.
+/// A process that is killed at the end of its test.
 struct Process(Child);
 
 impl Drop for Process {
@@ -26,7 +26,7 @@ impl Drop for Process {
     }
 }
 
-/// A page that is served, and where.
+/// A served page and its address.
 struct Page {
     process: Process,
     at: String,
@@ -83,7 +83,7 @@ impl Page {
         serde_json::from_str(&answer.body).unwrap()
     }
 
-    /// The updates of `/events`, as they come.
+    /// Returns the updates of `/events`, as they arrive.
     fn updates(&self) -> impl Iterator<Item = Value> + use<> {
         let stream = self.open(&format!("GET /events HTTP/1.1\nHost: {}\n\n", self.at));
         let lines = BufReader::new(stream).lines();
@@ -139,7 +139,7 @@ fn a_run_that_has_ended_is_shown_as_its_files_say() {
         assert_eq!(point["bytes_sent"], row.bytes_sent);
     }
 
-    // Who trains, and over which links.
+    // Members and links.
     assert_eq!(texts(&snapshot["members"], "name"), ["worker.0", "worker.1"]);
     let links = snapshot["links"].as_array().unwrap();
     assert!(
@@ -162,7 +162,7 @@ fn a_run_that_has_ended_is_shown_as_its_files_say() {
         );
     }
 
-    // What happened, each once, by whom it was told.
+    // Each event once, with the ranks that reported it.
     let told = events::read(&run.at("run/events.jsonl")).unwrap();
     let shown = snapshot["events"].as_array().unwrap();
     assert_eq!(shown.iter().map(|e| e["step"].as_u64().unwrap()).collect::<Vec<_>>(), [10, 20, 30]);
@@ -170,7 +170,7 @@ fn a_run_that_has_ended_is_shown_as_its_files_say() {
     assert!(shown.iter().all(|event| event["ranks"] == serde_json::json!([0, 1])), "{shown:?}");
     assert_eq!(shown[2]["text"], "checkpoint saved: step-00000030");
     assert_eq!(snapshot["problems"], serde_json::json!([]));
-    // The first update has all of it.
+    // The first update contains everything.
     let update = page.updates().next().unwrap();
     assert_eq!((&update["curve"]["points"], &update["latest"]), (&snapshot["curve"]["points"], latest));
 }
@@ -199,7 +199,7 @@ fn a_live_run_is_followed_step_by_step_until_it_is_stopped() {
         steps.push(update["latest"]["step"].as_u64().unwrap());
     }
     assert!(steps.is_sorted() && steps[0] < steps[3], "{steps:?}");
-    // An event that is written shows, and a line that is none is counted.
+    // An event that is written is shown, and an invalid line is counted.
     let mut file = File::options().append(true).open(run.at("run/metrics.jsonl")).unwrap();
     send(training.0.id(), Signal::INT);
     let ended =
@@ -211,7 +211,7 @@ fn a_live_run_is_followed_step_by_step_until_it_is_stopped() {
     assert_eq!(bad["problems"][0]["bad_lines"], 1);
     let rows = metrics::read(&path);
     assert!(rows.is_err(), "the file has a bad line");
-    // It ends by a signal, although somebody follows.
+    // It ends by a signal, although a browser follows.
     let Page { mut process, .. } = page;
     send(process.0.id(), Signal::TERM);
     assert!(wait_until("its end", || process.0.try_wait().unwrap()).success());

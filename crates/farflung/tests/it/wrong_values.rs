@@ -1,5 +1,5 @@
-//! Values that are not finite and copies that are not equal: never saved, and told with what and whose they
-//! are.
+//! Values that are not finite and copies that are not equal: they are never saved, and the error names the
+//! values and the ranks.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -22,7 +22,7 @@ fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// The step of a run's newest checkpoint, all of whose weights are finite; 0 without one.
+/// Returns the step of a run's newest checkpoint, whose weights must all be finite; 0 without a checkpoint.
 fn newest(run: &Path) -> u64 {
     let Ok(latest) = std::fs::read_to_string(run.join("latest")) else { return 0 };
     let checkpoint = Checkpoint::open(&run.join(latest.trim())).unwrap();
@@ -62,7 +62,7 @@ fn an_outer_step_that_is_not_finite_is_not_taken_by_any_rank() {
 
 #[test]
 fn weights_whose_loss_is_not_finite_are_not_saved() {
-    // The weights are finite after the outer step, and nothing can be computed with them.
+    // The weights are finite after the outer step, but the loss with them is not.
     let run = Run::new();
     let args = "--sync diloco --sync-every 2 --outer-lr 1e25 --eval-every 0 --codec none";
     for steps in ["--steps 2", "--steps 4"] {
@@ -77,7 +77,7 @@ fn weights_whose_loss_is_not_finite_are_not_saved() {
 
 #[test]
 fn a_last_step_that_is_not_finite_is_not_saved() {
-    // One step of such a length leaves infinities, and no step comes after it whose gradients would show them.
+    // One step of this size leaves infinities, and no later step's gradients would show them.
     let run = Run::new();
     let args = "--steps 1 --optimizer sgd --clip 0 --weight-decay 1e30 --lr 1e30 --lr-schedule constant";
     let output = train(&run, &[], args);
@@ -118,14 +118,14 @@ fn weights_that_are_not_finite_are_refused_by_name() {
     }
 }
 
-/// Trains six steps with a checkpoint every two, and this fault.
+/// Trains six steps with a checkpoint every two steps, and this fault.
 fn with_fault(folder: &Path, config: TrainConfig, fault: Fault) -> Result<()> {
     let mut job = six_steps(folder, config)?;
     job.fault = Some(fault);
     run_job(&job, seats(&job, None)?, &mut Quiet).map(|_| ())
 }
 
-/// A job of six small steps.
+/// Returns a job of six small steps.
 fn six_steps(folder: &Path, config: TrainConfig) -> Result<Job> {
     let data = folder.join("text.txt");
     std::fs::write(&data, "the quick brown fox ".repeat(500)).unwrap();
@@ -151,13 +151,13 @@ fn six_steps(folder: &Path, config: TrainConfig) -> Result<Job> {
     Ok(job)
 }
 
-/// Wherever in a step a rank fails, the last checkpoint is whole, and a run that goes on from it has the bits
-/// of one that never failed.
+/// At whatever moment of a step a rank fails, the last checkpoint is complete, and a run that continues from it
+/// has the bits of one that never failed.
 #[test]
 fn a_rank_may_fail_at_any_moment_of_a_step() {
     let diloco = TrainConfig { sync: SyncKind::of(&DILOCO), sync_every: 2, ..TrainConfig::default() };
     let pipeline = TrainConfig { stages: 2, microbatches: Some(2), ..TrainConfig::default() };
-    // Averages are in flight as the checkpoint is written, and as the rank fails.
+    // Averages are in flight when the checkpoint is written, and when the rank fails.
     let delayed = |sync| TrainConfig {
         sync: SyncKind::of(sync),
         sync_every: 2,
@@ -202,8 +202,8 @@ fn a_rank_may_fail_at_any_moment_of_a_step() {
     }
 }
 
-/// A rank's parameters overflow: its contribution to the average is not finite, whatever carries it, and all
-/// ranks say whose it was.
+/// A rank's parameters overflow: its contribution to the average is not finite, with any codec, and all ranks
+/// name that rank.
 #[test]
 fn a_rank_whose_gradients_are_not_finite_is_named() {
     let codec = |codec: &str| TrainConfig { codec: codec.parse().unwrap(), ..TrainConfig::default() };
@@ -216,7 +216,7 @@ fn a_rank_whose_gradients_are_not_finite_is_named() {
         (TrainConfig { sync: SyncKind::of(&DILOCO), sync_every: 4, ..TrainConfig::default() }, 3, 1, &[1]),
     ] {
         let folder = tempfile::tempdir().unwrap();
-        // The highest bit of the exponent, in the last layer norm: it is about 1, and then beyond all.
+        // The highest bit of the exponent, in the last layer norm: the value is about 1, and then out of range.
         let fault = Fault { rank, step: 3, value: FaultyValue::Parameters, element: 0, bit: 30 };
         let config = TrainConfig { workers, check_every: 0, ..config };
         let error =

@@ -1,4 +1,4 @@
-//! `farflung plan auto`: all kinds of plans that the trainer runs, simulated side by side.
+//! `farflung plan auto`: simulates all kinds of plans that the trainer can run, and compares them.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -19,16 +19,16 @@ use super::file::write;
 use super::planned::PlannedArgs;
 use super::{churn, regional};
 
-/// Plan pipelines, replicas, and pipelines side by side for unequal machines; simulate them all, and say which
-/// is fastest.
+/// Plan pipelines, replicas, and several pipelines in parallel for unequal machines, simulate them all, and
+/// print the fastest.
 ///
-/// A pipeline's layers are divided exactly by speed and memory, machines in the file's order and in that of the
-/// shortest path over their links. Pipelines side by side are placed by DT-FM's search. Machines that only slow
-/// a pipeline down are left out. All plans average gradients at each step; `farflung plan FILE` decides between
-/// that and local steps.
+/// A pipeline's layers are divided by an exact method, by speed and memory; machines are tried in the file's
+/// order and in that of the shortest path over their links. Several pipelines are placed by DT-FM's search.
+/// Machines that only slow a pipeline down are left out. All plans average gradients at each step;
+/// `farflung plan FILE` decides between that and local steps.
 ///
-/// Over 256 machines, or with `--by-region`, pipelines side by side are planned by region with closed forms,
-/// and a lower bound is printed. Where the file names no regions they are found by clustering its links.
+/// With more than 256 machines, or with `--by-region`, several pipelines are planned by region with closed-form
+/// costs, and a lower bound is printed. If the file names no regions, they are found by clustering its links.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung plan auto homes.toml --model gpt2 --microbatches 16
@@ -41,10 +41,10 @@ use super::{churn, regional};
 pub(crate) struct AutoCommand {
     #[command(flatten)]
     planned: PlannedArgs,
-    /// One kind of plan alone.
+    /// Consider only one kind of plan.
     #[arg(long, value_name = "KIND")]
     only: Option<Only>,
-    /// Plans that are printed.
+    /// Number of plans to print.
     #[arg(long, value_name = "N", default_value_t = 10)]
     top: usize,
     /// Write the plan as TOML, for `train --plan`.
@@ -53,20 +53,23 @@ pub(crate) struct AutoCommand {
     /// Draw which machine has which layers of which pipeline, as SVG.
     #[arg(long, value_name = "FILE")]
     map: Option<PathBuf>,
-    /// Draw a step of the plan, rank by rank, as SVG; as a trace for Perfetto where the name ends in `.json`.
+    /// Draw a step of the plan, rank by rank, as SVG; if the file's name ends in `.json`, as a trace for
+    /// Perfetto.
     #[arg(long, value_name = "FILE")]
     timeline: Option<PathBuf>,
-    /// Plan again for a changed file, and say what a step takes then: `add:MACHINE`, `drop:MACHINE`,
-    /// `MACHINE*FACTOR`, or `A:B*FACTOR` for a link of the file (`REGION:REGION` for those inside). May be
-    /// given several times, each a change of its own.
+    /// Also plan for a changed file and print the time of a step: `add:MACHINE`, `drop:MACHINE`,
+    /// `MACHINE*FACTOR`, or `A:B*FACTOR` for a link of the file (`REGION:REGION` for links inside a region).
+    /// May be repeated; each change is applied on its own.
     #[arg(long, value_name = "CHANGE")]
     what_if: Vec<FileChange>,
-    /// Mean time until a machine is lost: how often to save, what is lost, what counts.
+    /// Mean time until a machine is lost. With it, the output contains how often to save, and how much work is
+    /// lost.
     #[arg(long, value_name = "TIME", value_parser = churn::positive)]
     mtbf: Option<Nanos>,
     #[command(flatten)]
     saving: churn::SavingCosts,
-    /// Plan pipelines side by side by region with closed forms, as over 256 machines. The schedule is 1F1B.
+    /// Plan several pipelines by region with closed-form costs, as with more than 256 machines. The schedule is
+    /// 1F1B.
     #[arg(long)]
     by_region: bool,
     /// Print one JSON object.
@@ -78,9 +81,9 @@ pub(crate) struct AutoCommand {
 enum Only {
     /// One pipeline.
     Pipeline,
-    /// Replicas of one machine each.
+    /// Replicas on one machine each.
     Data,
-    /// Pipelines side by side.
+    /// Several pipelines in parallel.
     Both,
 }
 
@@ -94,7 +97,7 @@ impl Only {
     }
 }
 
-/// The chosen plan, with all that is said of it.
+/// The chosen plan with everything that is printed about it.
 struct Chosen<'a> {
     candidate: &'a Candidate,
     tokens: u64,
@@ -103,19 +106,19 @@ struct Chosen<'a> {
     bottleneck: Option<Bottleneck>,
     costs: RunningCosts,
     what_if: Vec<Answer>,
-    /// Where losses are given.
+    /// How often to save, if a mean time between losses is given.
     checkpoints: Option<Checkpoints>,
 }
 
-/// What a change of the file makes of a step.
+/// The fastest plan after a change of the file.
 struct Answer {
     change: FileChange,
-    /// The fastest plan then.
+    /// The fastest plan for the changed file.
     candidate: Candidate,
 }
 
 impl AutoCommand {
-    /// So many of the fastest plans of the kind that is asked for.
+    /// Returns the `keep` fastest plans of the requested kind.
     fn fastest(
         &self,
         keep: usize,
@@ -127,7 +130,7 @@ impl AutoCommand {
         auto(&self.planned.model, model, cluster, sizes, wanted)
     }
 
-    /// The answer to one change.
+    /// Plans for one change.
     fn answer(
         &self,
         change: &FileChange,
@@ -139,7 +142,7 @@ impl AutoCommand {
         let changed = change.apply(cluster)?;
         let found = self.fastest(1, model, &changed, sizes)?.candidates;
         let mut candidate = found.into_iter().next().ok_or(ParallelError::NoDevices)?;
-        // The plan may also stay as it is.
+        // The current plan may also be the best one for the changed file.
         if let Some(plan) = renamed(&now.plan, &changed) {
             let step = Prediction::on(&plan, model, &changed)?.step();
             if step < candidate.step {
@@ -154,7 +157,7 @@ impl AutoCommand {
         if self.by_region || cluster.size() >= regional::MACHINES {
             return self.regional(&model, &cluster, sizes);
         }
-        // A change that cannot be is told before anything is simulated.
+        // Reports an invalid change before anything is simulated.
         self.what_if.iter().try_for_each(|change| change.apply(&cluster).map(drop))?;
         let Ranking { candidates, compared } = self.fastest(self.top.max(1), &model, &cluster, sizes)?;
         let candidate = &candidates[0];
@@ -235,7 +238,7 @@ impl AutoCommand {
     }
 }
 
-/// The map of a plan.
+/// Returns the map of a plan as SVG.
 fn drawn(plan: &Plan, cluster: &Cluster) -> Result<String> {
     let names = cluster.rank_names();
     let rank = |name: &String| names.iter().position(|known| known == name).map(|at| Rank(at as u32));
@@ -390,7 +393,7 @@ fn text(chosen: &Chosen<'_>, candidates: &[Candidate], compared: usize, top: usi
     text
 }
 
-/// An interval in steps, one at least.
+/// Returns an interval in steps, at least one.
 fn every_steps(every: &Checkpoints, step: Nanos) -> u64 {
     (every.every / step.as_secs_f64().max(1e-9)).round().max(1.0) as u64
 }

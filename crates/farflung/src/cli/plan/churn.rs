@@ -1,5 +1,5 @@
-//! `farflung plan churn`: what training gets done while machines are lost and come back, for each way of going
-//! on.
+//! `farflung plan churn`: simulates how much training is done while machines are lost and return, for each
+//! recovery method.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -15,12 +15,12 @@ use farflung::{Error, Result};
 
 use super::file::write;
 
-/// Compare ways to go on while machines are lost and come back: restarting from checkpoints, Varuna's morphing,
-/// Oobleck's templates, ReCycle's re-routing, Parcae's liveput, all under one trace.
+/// Compare recovery methods while machines are lost and return: restarting from checkpoints, Varuna's morphing,
+/// Oobleck's templates, ReCycle's re-routing, Parcae's liveput, all with the same trace.
 ///
-/// The machines of the file are taken as alike: as slow as the slowest, with the least memory, joined by the
-/// slowest link. The trainer restarts from checkpoints with the machines that are left; the others are
-/// simulated, to say what they would bring.
+/// All machines of the file are treated as equal: as slow as the slowest, with the least memory, joined by the
+/// slowest link. The trainer restarts from checkpoints with the remaining machines; the other methods are only
+/// simulated, to show what they would gain.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung plan churn spot --model gpt2-xl --mtbf 4h --absence 20min
@@ -33,7 +33,7 @@ pub(crate) struct ChurnCommand {
     /// Model preset.
     #[arg(long, value_name = "NAME", default_value = "gpt2")]
     model: String,
-    /// Sequences of a microbatch.
+    /// Sequences per microbatch.
     #[arg(
         long,
         value_name = "N",
@@ -41,7 +41,7 @@ pub(crate) struct ChurnCommand {
         value_parser = clap::value_parser!(u32).range(1..=65536)
     )]
     batch: u32,
-    /// Microbatches of a step, over all machines.
+    /// Microbatches per step, over all machines.
     #[arg(
         long,
         short = 'm',
@@ -52,13 +52,13 @@ pub(crate) struct ChurnCommand {
     microbatches: u32,
     #[command(flatten)]
     losses: Losses,
-    /// Mean time until a lost machine is back.
+    /// Mean time until a lost machine returns.
     #[arg(long, value_name = "TIME", default_value = "10min", value_parser = positive)]
     absence: Nanos,
-    /// Going on without starting again: the loss is noticed and the others meet anew.
+    /// Time to continue without a restart: the loss is detected and the other machines form a new group.
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = positive)]
     regroup: Nanos,
-    /// Hours that are simulated.
+    /// Hours to simulate.
     #[arg(
         long,
         value_name = "N",
@@ -66,14 +66,14 @@ pub(crate) struct ChurnCommand {
         value_parser = clap::value_parser!(u64).range(1..=8760)
     )]
     hours: u64,
-    /// Of the losses that are drawn.
+    /// Seed of the random losses.
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Losses and returns from a file instead of drawn ones: a line `machines N time TIME`, then lines
+    /// File with losses and returns, instead of random ones: a line `machines N time TIME`, then lines
     /// `TIME lost M` and `TIME back M`.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["hours", "seed"])]
     trace: Option<PathBuf>,
-    /// Write the losses that were drawn.
+    /// Write the random losses to this file.
     #[arg(long, value_name = "FILE", conflicts_with = "trace")]
     trace_out: Option<PathBuf>,
     /// Print one JSON object.
@@ -81,7 +81,7 @@ pub(crate) struct ChurnCommand {
     json: bool,
 }
 
-/// How often machines are lost, and what saving and starting again take.
+/// How often machines are lost, and how long saving and restarting take.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub(super) struct Losses {
     /// Mean time until a machine is lost.
@@ -91,45 +91,45 @@ pub(super) struct Losses {
     pub(super) costs: SavingCosts,
 }
 
-/// What saving and starting again take.
+/// How long saving and restarting take.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub(super) struct SavingCosts {
     /// Rate at which a machine writes and reads checkpoints.
     #[arg(long, value_name = "RATE", default_value = "4gbit")]
     disk: Bandwidth,
-    /// Starting a job's processes again, without reading the checkpoint.
+    /// Time to restart a job's processes, without reading the checkpoint.
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = positive)]
     restart: Nanos,
 }
 
 impl SavingCosts {
-    /// Saving this state, and starting again from it, in this order.
+    /// Returns the times for a state of this size.
     pub(super) fn times(&self, state: farflung::base::Bytes) -> SavingTimes {
         let save = self.disk.transfer(state);
         SavingTimes { save, restart: self.restart.saturating_add(save) }
     }
 }
 
-/// What saving and starting again take for some state.
+/// Times of saving a state and of restarting from it.
 pub(super) struct SavingTimes {
     pub(super) save: Nanos,
     pub(super) restart: Nanos,
 }
 
-/// A time that is not 0.
+/// Parses a time that is not 0.
 pub(super) fn positive(text: &str) -> std::result::Result<Nanos, String> {
     let time: Nanos = text.parse().map_err(|error: farflung::base::ParseUnitError| error.to_string())?;
     if time == Nanos::ZERO { Err("expected a time above 0".to_owned()) } else { Ok(time) }
 }
 
-/// What is printed.
+/// The results that are printed.
 struct Found<'a> {
     trace: &'a Trace,
     every: Checkpoints,
     stages: u32,
     absence: Nanos,
     mtbf: Nanos,
-    /// Tokens of a step.
+    /// Tokens per step.
     tokens: u64,
     ways: Vec<(&'static Row, Replay)>,
 }
@@ -173,14 +173,14 @@ impl ChurnCommand {
     }
 }
 
-/// Saving at Daly's interval, where any of the machines ends the job.
+/// Returns checkpoints at Daly's interval, if the loss of any machine ends the job.
 pub(super) fn checkpoints(mtbf: Nanos, machines: u32, save: Nanos, restart: Nanos) -> Checkpoints {
     let between = mtbf.as_secs_f64() / f64::from(machines.max(1));
     let (save, restart) = (save.as_secs_f64(), restart.as_secs_f64());
     Checkpoints { every: daly(save, between), save, restart, between }
 }
 
-/// Reads a trace of this many machines.
+/// Reads a trace and checks its number of machines.
 fn given(path: &PathBuf, machines: u32) -> Result<Trace> {
     let text = std::fs::read_to_string(path).map_err(|source| Error::Io {
         action: "read",
@@ -275,7 +275,7 @@ impl Found<'_> {
     }
 }
 
-/// How often to save, and what that comes to.
+/// Returns a text on how often to save, and what saving and losses cost.
 pub(super) fn interval(every: &Checkpoints) -> String {
     let lost = every.expected();
     let time = |seconds: f64| Nanos::from_secs_f64(seconds).to_string();

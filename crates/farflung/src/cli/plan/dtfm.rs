@@ -1,4 +1,4 @@
-//! `farflung plan dtfm`: DT-FM's placement of GPT-3 XL, on its five networks or on those of a file.
+//! `farflung plan dtfm`: DT-FM's placement of GPT-3 XL, on the paper's five networks or on those of a file.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -15,11 +15,11 @@ use farflung::train::read_topology;
 
 use super::file::write;
 
-/// Place a pipeline with data parallelism by DT-FM's cost model: which devices share a stage, and in which
-/// order.
+/// Place pipelines with data parallelism by DT-FM's cost model: which devices share a stage, and in which order
+/// the stages are.
 ///
-/// The model is GPT-3 XL with a batch of a million tokens, as published. Costs are those of a step's
-/// communication alone, in seconds; the simulated time of a step also has the computing.
+/// The model is GPT-3 XL with a batch of a million tokens, as in the paper. The costs are only those of a
+/// step's communication, in seconds; the simulated time of a step also contains the computation.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -27,8 +27,8 @@ Examples:
   farflung plan dtfm --case 2 --layout search --evaluations 20000 --seed 1 --json
   farflung plan dtfm --topology machines.toml --stages 4 --layout search --by simulation --batch 1024")]
 pub(crate) struct DtfmCommand {
-    /// The network: 1 a data centre, 2 spot machines, 3 two regions, 4 four regions, 5 eight regions of the
-    /// world.
+    /// Network of the paper: 1 a data centre, 2 spot machines, 3 two regions, 4 four regions, 5 eight regions
+    /// of the world.
     #[arg(
         long,
         value_name = "1..5",
@@ -37,25 +37,25 @@ pub(crate) struct DtfmCommand {
         conflicts_with = "topology"
     )]
     case: Option<u8>,
-    /// A topology file instead: its devices, and their links.
+    /// Topology file with devices and links, instead of a network of the paper.
     #[arg(long, value_name = "FILE")]
     topology: Option<PathBuf>,
-    /// Stages of the pipeline: groups of devices. They divide the devices.
+    /// Number of stages, each a group of devices; it must divide the number of devices.
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..))]
     stages: u32,
-    /// How devices are divided into groups.
+    /// Method that divides devices into groups.
     #[arg(long, value_name = "NAME", default_value = "search")]
     layout: Grouping,
-    /// Layouts that a search may price.
+    /// Highest number of layouts that a search evaluates.
     #[arg(long, value_name = "N", default_value_t = 5000, value_parser = clap::value_parser!(u64).range(1..))]
     evaluations: u64,
     /// Seed of searches and of random groups.
     #[arg(long, value_name = "SEED", default_value_t = 0)]
     seed: u64,
-    /// By what the best of a search is chosen.
+    /// Criterion that chooses the best layout of a search.
     #[arg(long, value_name = "NAME", default_value = "cost")]
     by: By,
-    /// Sequences of a step that is simulated.
+    /// Sequences per simulated step.
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
     batch: u32,
     /// Layers of the model; the gradients of a stage grow with them.
@@ -76,17 +76,17 @@ pub(crate) struct DtfmCommand {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Grouping {
-    /// Neighbours share a stage.
+    /// Neighbours in the file share a stage.
     Contig,
-    /// Neighbours are a pipeline.
+    /// Neighbours in the file form a pipeline.
     Transp,
-    /// By chance.
+    /// Random groups.
     Random,
     /// The paper's evolutionary search.
     Paper,
-    /// Our search: exhaustive where --evaluations allow that, else swaps with late acceptance.
+    /// Our search: exhaustive if --evaluations suffices for that, else swaps with late acceptance.
     Search,
-    /// All divisions, for up to 16 devices.
+    /// Exhaustive search over all groupings, for up to 16 devices.
     Exhaustive,
 }
 
@@ -139,7 +139,8 @@ impl DtfmCommand {
         }
     }
 
-    /// Layouts, the one of least cost first; how many were priced; whether the first is proven to be the best.
+    /// Returns layouts, the one of least cost first; how many were evaluated; and whether the first is proven
+    /// to be the best.
     fn layouts(&self, costs: &PairCosts) -> Result<(Vec<Layout>, u64, bool)> {
         let of = |groups: Vec<Vec<Rank>>| Ok((vec![Layout::of_groups(&groups, costs)?], 1, false));
         let found = match self.layout {
@@ -162,7 +163,7 @@ impl DtfmCommand {
     }
 }
 
-/// Seconds of the two parts of a cost, with both passes of the pipeline, and of their sum.
+/// Returns the two parts of a cost in seconds, the pipeline's for both passes, and their sum.
 fn parts(layout: &Layout) -> [f64; 3] {
     let cost = layout.cost;
     [cost.data_parallel, cost.pipeline * 2, cost.total()].map(Nanos::as_secs_f64)

@@ -1,4 +1,4 @@
-//! `farflung plan memory`: whether a model fits, by published closed forms.
+//! `farflung plan memory`: estimates whether a model fits into memory, by published closed forms.
 
 use std::fmt::Write as _;
 
@@ -11,12 +11,13 @@ use farflung::terminal::print;
 use farflung::zoo::GptConfig;
 use farflung::{Error, Result};
 
-/// Say what training a model holds in memory: weights, gradients, optimizer state and activations of the rank
-/// that holds most, for each ZeRO stage and each way of recomputing, and the fewest devices that hold it.
+/// Estimate the memory that training a model needs: weights, gradients, optimizer state and activations of the
+/// rank that holds the most, for each ZeRO stage and each kind of recomputation, and the fewest devices into
+/// which it fits.
 ///
-/// The forms are those of Megatron and DeepSpeed: activations in 16 bits, the first stage of a pipeline under
-/// 1F1B. Our trainer runs data and pipeline parallelism; tensor parallelism and ZeRO are priced here and not
-/// built yet.
+/// The formulas are those of Megatron and DeepSpeed: activations in 16 bits, the first stage of a pipeline
+/// under 1F1B. Our trainer supports data and pipeline parallelism; tensor parallelism and ZeRO are only
+/// estimated here.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung plan memory --model gpt3-175b
@@ -26,10 +27,10 @@ pub(crate) struct MemoryCommand {
     /// Model preset.
     #[arg(long, value_name = "NAME", default_value = "gpt2")]
     model: String,
-    /// Tokens of a sequence, instead of the preset's.
+    /// Tokens per sequence; overrides the preset.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
-    /// Sequences of a microbatch.
+    /// Sequences per microbatch.
     #[arg(
         long,
         value_name = "N",
@@ -37,7 +38,7 @@ pub(crate) struct MemoryCommand {
         value_parser = clap::value_parser!(u32).range(1..=65536)
     )]
     batch: u32,
-    /// Microbatches of a step; a pipeline holds as many as it has stages, or fewer.
+    /// Microbatches per step; a pipeline holds at most as many as it has stages.
     #[arg(
         long,
         short = 'm',
@@ -46,13 +47,13 @@ pub(crate) struct MemoryCommand {
         value_parser = clap::value_parser!(u32).range(1..)
     )]
     microbatches: u32,
-    /// Ranks that share each layer.
+    /// Number of tensor ranks, which share each layer.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
     tensor: u32,
-    /// Stages.
+    /// Number of pipeline stages.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pipeline: u32,
-    /// Replicas, over which ZeRO shares the state.
+    /// Number of replicas, over which ZeRO divides the state.
     #[arg(
         long,
         value_name = "N",
@@ -60,13 +61,13 @@ pub(crate) struct MemoryCommand {
         value_parser = clap::value_parser!(u32).range(1..=65536)
     )]
     data: u32,
-    /// What a parameter takes.
+    /// Precision of the state: bytes per parameter.
     #[arg(long, value_name = "KIND", default_value = "deepspeed")]
     precision: Kind,
-    /// Memory of a device, for the fewest devices.
+    /// Memory of a device, for computing the fewest devices.
     #[arg(long, value_name = "SIZE", default_value = "80GB", value_parser = memory)]
     device_memory: Bytes,
-    /// The most tensor ranks of the fewest devices: those of one machine.
+    /// Highest number of tensor ranks when computing the fewest devices: the devices of one machine.
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=64))]
     most_tensor: u32,
     /// Print one JSON object.
@@ -76,11 +77,11 @@ pub(crate) struct MemoryCommand {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Kind {
-    /// Weights and gradients in 16 bits, Adam and a copy of the weights in f32: 16 bytes.
+    /// Weights and gradients in 16 bits, Adam's state and a copy of the weights in f32: 16 bytes.
     Deepspeed,
-    /// The same with gradients in f32: 18 bytes.
+    /// As deepspeed, but with gradients in f32: 18 bytes.
     Megatron,
-    /// Weights, gradients and Adam in f32, as our trainer has it: 16 bytes.
+    /// Weights, gradients and Adam's state in f32, as in our trainer: 16 bytes.
     F32,
 }
 
@@ -88,7 +89,7 @@ fn memory(text: &str) -> std::result::Result<Bytes, String> {
     read_memory(text).map_err(|error| error.to_string())
 }
 
-/// One row: a ZeRO stage and a way of recomputing.
+/// Result for a ZeRO stage and a kind of recomputation.
 struct Row {
     zero: ZeroStage,
     method: ActivationMethod,
@@ -169,7 +170,7 @@ fn json(model: &Transformer, rows: &[Row]) -> serde_json::Value {
     serde_json::json!({ "parameters": model.parameters(), "rows": rows.collect::<Vec<_>>() })
 }
 
-/// Bytes for people.
+/// Formats a number of bytes with a unit.
 fn size(bytes: f64) -> String {
     Bytes(bytes as u64).to_string()
 }

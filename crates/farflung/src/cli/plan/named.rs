@@ -1,4 +1,4 @@
-//! `farflung plan alpa`, `dapple`, `galvatron`, `pipedream`, `piper`: one planner of the literature alone.
+//! `farflung plan alpa`, `dapple`, `galvatron`, `pipedream`, `piper`: runs one planner of the literature.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use farflung::{Error, Result};
 use super::file::write;
 use super::planned::PlannedArgs;
 
-/// What a planner of the literature is given.
+/// Arguments of a planner of the literature.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung plan dapple lan --model gpt2 --microbatches 32
@@ -20,11 +20,11 @@ use super::planned::PlannedArgs;
 pub(crate) struct NamedCommand {
     #[command(flatten)]
     planned: PlannedArgs,
-    /// Only plans that the trainer can run: no tensor ranks, as many copies of each stage. (PipeDream decides
-    /// the number of copies on its own.)
+    /// Only consider plans that the trainer can run: no tensor ranks, and the same number of copies of each
+    /// stage. (PipeDream still chooses the number of copies by itself.)
     #[arg(long)]
     runnable: bool,
-    /// Write the plan as TOML, for `train --plan`, where the trainer can run it.
+    /// Write the plan as TOML, for `train --plan`, if the trainer can run it.
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
     /// Print one JSON object.

@@ -1,4 +1,4 @@
-//! What is planned: a model, the sizes of its step, and the machines.
+//! Arguments that describe what to plan for: a model, the sizes of its step, and the machines.
 
 use std::path::PathBuf;
 
@@ -10,17 +10,17 @@ use farflung::zoo::GptConfig;
 /// A model, the sizes of its step, and the machines.
 #[derive(Debug, clap::Args)]
 pub(super) struct PlannedArgs {
-    /// TOML file with devices, links and regions, or the name of a shipped one: dtfm-1 to dtfm-5, one-box, lan,
-    /// home, spot, world-4096.
+    /// TOML file with devices, links and regions, or the name of a shipped topology: dtfm-1 to dtfm-5, one-box,
+    /// lan, home, spot, world-4096.
     #[arg(value_name = "FILE")]
     topology: PathBuf,
     /// Model preset.
     #[arg(long, value_name = "NAME", default_value = "gpt2")]
     pub(super) model: String,
-    /// Tokens of a sequence, instead of the preset's.
+    /// Tokens per sequence; overrides the preset.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
-    /// Sequences of a microbatch.
+    /// Sequences per microbatch.
     #[arg(
         long,
         value_name = "N",
@@ -28,7 +28,7 @@ pub(super) struct PlannedArgs {
         value_parser = clap::value_parser!(u32).range(1..=65536)
     )]
     batch: u32,
-    /// Microbatches of a step, over all machines.
+    /// Microbatches per step, over all machines.
     #[arg(
         long,
         short = 'm',
@@ -40,22 +40,22 @@ pub(super) struct PlannedArgs {
 }
 
 impl PlannedArgs {
-    /// The machines.
+    /// Returns the machines and their links.
     ///
     /// Errors: those of [`read_topology`].
     pub(super) fn cluster(&self) -> Result<Cluster> {
         read_topology(&self.topology)
     }
 
-    /// The model's shape.
+    /// Returns the model's shape.
     ///
-    /// Errors: a preset that nobody has.
+    /// Errors: an unknown preset.
     pub(super) fn shape(&self) -> Result<GptConfig> {
         let preset = GptConfig::preset(&self.model)?;
         Ok(GptConfig { context: self.context.map_or(preset.context, |n| n as usize), ..preset })
     }
 
-    /// Of a step.
+    /// Returns the sizes of a step.
     pub(super) const fn sizes(&self) -> PipelineSizes {
         PipelineSizes { batch: self.batch, microbatches: self.microbatches }
     }

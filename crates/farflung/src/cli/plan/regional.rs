@@ -1,4 +1,4 @@
-//! What `farflung plan auto` prints of plans by region.
+//! Prints the plans by region of `farflung plan auto`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -8,10 +8,10 @@ use farflung::parallel::Cluster;
 use farflung::parallel::planner::regional::Direction;
 use farflung::train::auto::{ByRegion, RegionalCandidate};
 
-/// From this many machines on plans are made by region.
+/// Number of machines from which on plans are made by region.
 pub(super) const MACHINES: u64 = 257;
 
-/// The plan's name, for people.
+/// Returns a description of the plan for users.
 fn what(candidate: &RegionalCandidate, found: &ByRegion) -> String {
     let plan = &candidate.found;
     let (pipelines, stages) = (plan.pipelines.len(), plan.stages.len());
@@ -28,12 +28,12 @@ fn what(candidate: &RegionalCandidate, found: &ByRegion) -> String {
     format!("{pipelines} pipelines of {stages} {direction}, {groups}, {}{again}", plan.algorithm)
 }
 
-/// Machines that a plan uses.
+/// Returns the number of machines that a plan uses.
 fn ranks(candidate: &RegionalCandidate) -> usize {
     candidate.found.pipelines.iter().map(Vec::len).sum()
 }
 
-/// How many ranks a plan has more than a run may have; `None` where it can run.
+/// Returns by how much a plan's ranks exceed the limit of a run; `None` if the plan can run.
 fn above_limit(candidate: &RegionalCandidate) -> Option<u64> {
     (ranks(candidate) as u64).checked_sub(Cluster::MAX_RANKS).filter(|&over| over > 0)
 }
@@ -42,7 +42,7 @@ fn ratio(step: Nanos, bound: Nanos) -> f64 {
     step.as_secs_f64() / bound.as_secs_f64().max(1e-9)
 }
 
-/// One JSON object; `plan` is the chosen plan as TOML.
+/// Returns one JSON object; `plan` is the chosen plan as TOML.
 pub(super) fn json(found: &ByRegion, plan: &str, tokens: u64) -> serde_json::Value {
     let chosen = &found.plans[0];
     let step = chosen.found.time.step();
@@ -64,7 +64,7 @@ pub(super) fn json(found: &ByRegion, plan: &str, tokens: u64) -> serde_json::Val
     })
 }
 
-/// The chosen plan by site and stage, and those behind it.
+/// Returns the chosen plan by site and stage, and the next best plans, as text.
 pub(super) fn text(found: &ByRegion, tokens: u64, top: usize) -> String {
     let plan = &found.plans[0].found;
     let mut text = format!("{:>16} {:>9} {:>9} {:>12}\n", "site", "machines", "in use", "stages");

@@ -1,10 +1,10 @@
-//! Each reason with the settings that it is for, and that each setting was thought of.
+//! Tests each note with settings that cause it, and that every setting is covered.
 
 use super::super::{TrainArgs, dashed};
 use super::*;
 use std::path::Path;
 
-/// Settings that change a run whatever the others are.
+/// Settings that always have an effect.
 const ALWAYS: [&str; 40] = [
     "plan",
     "layers",
@@ -48,7 +48,7 @@ const ALWAYS: [&str; 40] = [
     "digest-every",
 ];
 
-/// Settings as a file has them, workers in all, whether links are simulated, and the note.
+/// Settings as in a file, number of workers, whether links are simulated, and the expected note.
 type Case = (&'static str, usize, bool, &'static str);
 
 const CASES: &[Case] = &[
@@ -383,7 +383,7 @@ fn each_setting_that_changes_nothing_is_named_with_the_reason() {
     for &(text, world, simulated, expected) in CASES {
         let lines = notes(text, world, simulated);
         assert!(lines.iter().any(|line| line.starts_with(expected)), "{text}: {lines:#?}");
-        // Each setting has one reason.
+        // Each setting is noted once.
         let idle: Vec<_> = lines.iter().filter_map(|line| line.split_once(" change")).collect();
         let names: Vec<_> = idle.iter().flat_map(|(names, _)| names.split(", ")).collect();
         let once: BTreeSet<_> = names.iter().collect();
@@ -410,7 +410,7 @@ fn what_was_not_given_has_no_note_and_what_matters_has_none() {
     let model = GptConfig::preset("nano").unwrap();
     let run = Circumstances { model, world: 4, simulated: true, elastic: false };
     assert_eq!(TrainConfig::default().notes(&run), [""; 0]);
-    // A program that wrote settings down gave what differs.
+    // In a config made in code, the settings that differ from their defaults count as given.
     let chunks = TrainConfig { chunks: Some(2), ..TrainConfig::default() };
     assert_eq!(chunks.notes(&run).len(), 1);
     let useful = "stages = 4\nschedule = 'pipedream'\nversion-sync = 'newest'\nclip = 0.0\ncodec = 'none'";
@@ -431,7 +431,7 @@ fn a_runs_own_file_gives_only_what_the_run_was_given() {
     let again = TrainConfig::fill(TrainArgs::from_toml(&text, Path::new("config.toml")).unwrap());
     assert_eq!(again, run);
     assert!(again.was_given("sync-every") && !again.was_given("codec"));
-    // A flag gives, whatever the file says of it; a file of one's own does too.
+    // A flag counts as given whatever the file says; so does a value in a user's own file.
     let flag = TrainArgs { codec: Some(again.codec), ..TrainArgs::default() };
     let file = TrainArgs::from_toml(&text, Path::new("config.toml")).unwrap();
     assert!(TrainConfig::fill(flag.or(file)).was_given("codec"));

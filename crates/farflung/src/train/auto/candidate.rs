@@ -1,4 +1,4 @@
-//! Plans before and after they are simulated, and what they hold and send.
+//! Plans before and after simulation, and what they hold and send.
 
 use std::fmt;
 
@@ -10,12 +10,12 @@ use farflung_zoo::GptConfig;
 use crate::train::chain::layers;
 use crate::train::memory::StepMemory;
 
-/// What kind of plan.
+/// Kind of a plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Way {
     /// One pipeline.
     Pipeline,
-    /// Replicas of one machine each.
+    /// Replicas on one machine each.
     Data,
     /// Replicas that are pipelines.
     Both,
@@ -41,7 +41,7 @@ pub(super) struct Draft {
 }
 
 impl Draft {
-    /// Whether its schedule is Megatron's.
+    /// Returns whether its schedule is Megatron's, 1F1B.
     pub(super) fn has_usual_schedule(&self) -> bool {
         self.plan.pipeline.schedule == ScheduleSource::Named(Method::OneFOneB)
     }
@@ -52,27 +52,27 @@ impl Draft {
 pub struct Candidate {
     /// Its kind.
     pub way: Way,
-    /// How it was made, for people.
+    /// Description of how it was made.
     pub what: String,
     /// The plan.
     pub plan: Plan,
-    /// A step.
+    /// Time of a step.
     pub step: Nanos,
-    /// Part of the pass in which ranks stand still, from 0 to 1.
+    /// Fraction of the pass in which ranks are idle, from 0 to 1.
     pub bubble: f64,
-    /// What the busiest rank computes in a step.
+    /// Time for which the busiest rank computes in a step.
     pub compute: Nanos,
-    /// What each rank holds at the most.
+    /// Peak memory of each rank.
     pub held: Vec<StepMemory>,
-    /// Whether it is what Megatron would do: equal shares, machines as they are listed, 1F1B.
+    /// Whether it is what Megatron would do: equal shares, machines in the file's order, 1F1B.
     pub is_baseline: bool,
 }
 
-/// What each rank of a plan with one part a stage holds: its state, and the activations of the microbatches
-/// that are under way.
+/// Returns the memory of each rank of a plan with one part per stage: its state, and the activations of the
+/// microbatches in flight.
 ///
-/// Under 1F1B a stage holds as many microbatches as there are stages from it to the end; under ZB-H1 each
-/// holds as many as there are stages; any other schedule may hold all.
+/// Under 1F1B a stage holds as many microbatches as there are stages from it to the end; under ZB-H1 each stage
+/// holds as many as there are stages; with any other schedule a stage may hold all.
 #[must_use]
 pub fn held(plan: &Plan, model: &GptConfig) -> Vec<Bytes> {
     let layers = layers(model, plan.batch);
@@ -82,7 +82,7 @@ pub fn held(plan: &Plan, model: &GptConfig) -> Vec<Bytes> {
         let most = match plan.pipeline.schedule {
             ScheduleSource::Named(Method::OneFOneB) => stages - stage,
             ScheduleSource::Named(Method::ZbH1) => stages,
-            // Replicas of one stage run a microbatch to its end before the next.
+            // Replicas of one stage finish a microbatch before they start the next.
             _ if stages == 1 => 1,
             _ => usize::MAX,
         };
@@ -96,15 +96,15 @@ pub fn held(plan: &Plan, model: &GptConfig) -> Vec<Bytes> {
     (0..plan.machines.len()).map(of).collect()
 }
 
-/// What all ranks of a plan send in a step: hidden states and their gradients, and gradients of parameters as a
-/// ring sends them.
+/// Returns the bytes that all ranks of a plan send in a step: hidden states and their gradients, and gradients
+/// of parameters as sent by a ring.
 #[must_use]
 pub fn sent(plan: &Plan, model: &GptConfig) -> Bytes {
     let hidden = u64::from(plan.batch) * (model.context * model.dim * size_of::<f32>()) as u64;
     let hops = 2 * plan.parts.len().saturating_sub(1) as u64 * plan.all_microbatches();
     let replicas = plan.replicas();
     let averaged = all_reduce_bytes(replicas, Bytes(model.parameters() * 4)).0 * u64::from(replicas);
-    // The first and the last stage add up their gradients of the token table.
+    // The first and the last stage add their gradients of the token table.
     let tied =
         if plan.stages() > 1 { 2 * 4 * (model.vocab * model.dim) as u64 * u64::from(replicas) } else { 0 };
     Bytes(hidden * hops + averaged + tied)

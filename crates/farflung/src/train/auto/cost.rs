@@ -1,22 +1,22 @@
-//! What training costs, where a file tells prices, and what energy it takes, where it tells powers.
+//! The price of training, if a file contains prices, and its energy, if the file contains powers.
 
 use farflung_base::Nanos;
 use farflung_parallel::{Cluster, Machine, Plan};
 
-/// Tokens for which costs are told.
+/// Number of tokens for which costs are given.
 const TOKENS: f64 = 1e9;
 
-/// What a billion tokens take of the machines of a plan. Machines of the file that the plan leaves out cost
+/// Costs of a billion tokens on the machines of a plan. Machines of the file that the plan does not use cost
 /// nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct RunningCosts {
-    /// In the file's currency; none unless each machine has a price.
+    /// Price in the file's currency; `None` unless each machine has a price.
     pub price: Option<f64>,
-    /// In kilowatt hours; none unless each machine has a power.
+    /// Energy in kilowatt hours; `None` unless each machine has a power.
     pub energy: Option<f64>,
 }
 
-/// The costs of a plan whose step of `tokens` tokens takes `step`.
+/// Returns the costs of a plan whose step of `tokens` tokens takes `step`.
 #[must_use]
 pub fn running_costs(plan: &Plan, cluster: &Cluster, tokens: u64, step: Nanos) -> RunningCosts {
     let names = cluster.rank_names();

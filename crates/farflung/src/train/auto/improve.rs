@@ -1,5 +1,5 @@
-//! What would make a plan faster: each machine and each link of the file twice as fast, one at a time; and
-//! which of them bounds its step.
+//! What would make a plan faster: doubles the speed of each machine and each link of the file, one at a time;
+//! and which of them is the bottleneck.
 
 use farflung_base::{Bandwidth, Nanos};
 use farflung_parallel::{Cluster, Plan, Speed};
@@ -10,31 +10,31 @@ use crate::Result;
 use crate::train::Prediction;
 use crate::train::costs::Machines;
 
-/// A change of the file, and the step of the same plan after it.
+/// A change of the file, and the step time of the same plan after it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Improvement {
-    /// The change, for people.
+    /// Description of the change.
     pub what: String,
-    /// The machine or link that changes.
+    /// Name of the machine or link that changes.
     of: String,
-    /// A step.
+    /// Time of a step after the change.
     pub step: Nanos,
 }
 
-/// The machine or link that bounds a step more than any other.
+/// The machine or link that limits the step time more than any other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Bottleneck {
-    /// Which, for people.
+    /// Description of the machine or link.
     pub what: String,
-    /// A step if it took no time.
+    /// Time of a step if it took no time.
     pub step: Nanos,
 }
 
-/// How much faster a machine or link is made that is to take no time.
+/// Factor by which a machine or link is made faster to simulate that it takes no time.
 const FREE: u64 = 1_000_000_000;
 
-/// Among what shortens a step most if it is twice as fast, what bounds it: the step of the same plan where
-/// that takes no time. None where nothing helps alone.
+/// Returns the bottleneck: of the changes in `found`, the machine or link of the first one, with the step time
+/// of the same plan if it took no time. `None` if no single change helps.
 ///
 /// Errors: those of [`Prediction::on`].
 pub fn bottleneck(
@@ -51,9 +51,9 @@ pub fn bottleneck(
     Ok(freed.map(step).transpose()?.map(|step| Bottleneck { what, step }))
 }
 
-/// The changes that make a step of `plan` shorter than `step`, the most helpful first.
+/// Returns the changes that make a step of `plan` shorter than `step`, the most helpful first.
 ///
-/// Every device is made twice as fast in turn, and every link, line and access link given twice the bandwidth.
+/// Each device in turn is made twice as fast, and each link, line and access link is given twice the bandwidth.
 ///
 /// Errors: those of [`Prediction::on`].
 pub fn improvements(
@@ -66,7 +66,7 @@ pub fn improvements(
     let changes = changes(cluster, 2);
     let sooner = Nanos(step.0.saturating_sub(1));
     let steps = side_by_side(&changes, |Change { cluster, .. }| {
-        // Machines and links that the plan leaves out change nothing.
+        // Machines and links that the plan does not use have no effect.
         if Machines::of_plan(plan, model, cluster)? == now {
             return Ok(None);
         }

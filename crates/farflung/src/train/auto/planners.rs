@@ -1,5 +1,5 @@
-//! The planners of the literature for a model and the machines of a topology file: what each chooses, what
-//! its own cost model says of that, and what a simulation says.
+//! The planners of the literature, applied to a model and the machines of a topology file: the choice of each,
+//! its time by the planner's own cost model, and its simulated time.
 
 mod alpa;
 mod dapple;
@@ -25,42 +25,43 @@ use crate::{Error, Result};
 pub(super) use dapple::equal_replicas;
 use machines::Facts;
 
-/// What is to be planned.
+/// The input of a planner.
 #[derive(Debug, Clone, Copy)]
 pub struct Instance<'a> {
     /// The model's name.
     pub name: &'a str,
     /// The model.
     pub model: &'a GptConfig,
-    /// Its machines.
+    /// The machines and their links.
     pub cluster: &'a Cluster,
-    /// Microbatches.
+    /// Size of a step.
     pub sizes: PipelineSizes,
-    /// Whether only plans that the trainer can run are wanted: no tensor ranks, as many copies of each stage.
+    /// Whether to choose only plans that the trainer can run: no tensor ranks, and equally many copies of each
+    /// stage.
     pub runnable: bool,
 }
 
-/// A stage of a choice.
+/// A stage of a planner's choice.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlannedStage {
     /// Its layers.
     pub layers: Range<usize>,
     /// Its machines, by rank.
     pub devices: Vec<u32>,
-    /// Of these, so many share each layer's tensors.
+    /// Number of devices that share each layer's tensors.
     pub tensor: u32,
-    /// Whether activations are computed again.
+    /// Whether activations are recomputed.
     pub recompute: bool,
     /// Whether state is sharded among copies.
     pub sharded: bool,
-    /// How the operators of each of its layers are cut, where the planner decides it.
+    /// How the operators of each of its layers are split, if the planner decides that.
     pub operators: Vec<OperatorCut>,
-    /// Its phases, where the planner's own model has them for these cuts.
+    /// Times of its phases, if the planner's own model computes them for these splits.
     phases: Option<PhaseCost>,
 }
 
 impl PlannedStage {
-    /// Whole layers on devices that share each microbatch.
+    /// Returns a stage of whole layers whose devices are copies that share each microbatch.
     const fn copies(layers: Range<usize>, devices: Vec<u32>) -> Self {
         Self {
             layers,
@@ -74,31 +75,31 @@ impl PlannedStage {
     }
 }
 
-/// How an operator of a layer is cut among a stage's devices.
+/// How an operator of a layer is split among a stage's devices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OperatorCut {
     /// The operator's name.
     pub operator: String,
-    /// For people: what each axis of the devices cuts.
+    /// Description of the split: what each axis of the devices divides.
     pub cut: String,
 }
 
-/// What a planner chose.
+/// The choice of a planner.
 #[derive(Debug, Clone)]
 pub struct Choice {
     /// Stages, first to last.
     pub stages: Vec<PlannedStage>,
-    /// A step by the planner's own cost model.
+    /// Time of a step by the planner's own cost model.
     pub modelled: Nanos,
-    /// A step in simulation: of the plan where the trainer can run it, else of 1F1B over the stages.
+    /// Simulated time of a step: of the plan if the trainer can run it, else of 1F1B over the stages.
     pub simulated: Nanos,
-    /// The plan.
+    /// The plan, if the trainer can run it.
     pub plan: Option<Plan>,
-    /// Why the trainer cannot run it.
+    /// Why the trainer cannot run it, if it cannot.
     pub refused: Option<String>,
 }
 
-/// Stages, and a step by a planner's cost model.
+/// Stages, and the time of a step by a planner's own cost model.
 struct Planned {
     stages: Vec<PlannedStage>,
     modelled: Nanos,
@@ -107,12 +108,12 @@ struct Planned {
 /// A planner of the literature.
 #[derive(Debug, Clone, Copy)]
 pub struct NamedPlanner {
-    /// On the command line.
+    /// Its name on the command line.
     pub name: &'static str,
     run: fn(&Facts, bool) -> Result<Planned>,
 }
 
-/// All of them.
+/// All planners of the literature.
 pub const PLANNERS: [NamedPlanner; 5] = [
     NamedPlanner { name: "alpa", run: alpa::planned },
     NamedPlanner { name: "pipedream", run: pipedream::planned },
@@ -122,7 +123,7 @@ pub const PLANNERS: [NamedPlanner; 5] = [
 ];
 
 impl NamedPlanner {
-    /// What it chooses.
+    /// Returns the planner's choice.
     ///
     /// Errors: a model that does not fit; those of [`Cluster::topology`].
     pub fn choose(&self, instance: &Instance<'_>) -> Result<Choice> {
@@ -146,10 +147,10 @@ impl NamedPlanner {
     }
 }
 
-/// The fastest plan of stages, simulated.
+/// Returns the fastest plan with these stages, by simulation.
 ///
 /// Errors: [`ParallelError::NotBuilt`] for stages that the trainer cannot run; [`ParallelError::PartMemory`]
-/// for those that do not fit.
+/// for stages that do not fit into memory.
 fn runnable(stages: &[PlannedStage], instance: &Instance<'_>, name: &str) -> Result<Candidate> {
     let not_built = |what: &str| Err(ParallelError::NotBuilt { what: what.to_owned() }.into());
     let replicas = stages.first().map_or(0, |stage| stage.devices.len());
@@ -185,21 +186,22 @@ fn runnable(stages: &[PlannedStage], instance: &Instance<'_>, name: &str) -> Res
     found.into_iter().next().ok_or_else(|| ParallelError::NoDevices.into())
 }
 
-/// The machines of each pipeline.
+/// Returns the machines of each pipeline.
 pub(super) fn rows(stages: &[PlannedStage], replicas: usize) -> Vec<Vec<Rank>> {
     let row = |at: usize| stages.iter().map(|stage| Rank(stage.devices[at])).collect();
     (0..replicas).map(row).collect()
 }
 
-/// The layers of each stage.
+/// Returns the layers of each stage.
 pub(super) fn chain_stages(stages: &[PlannedStage]) -> Vec<ChainStage> {
     let of = |(machine, stage): (usize, &PlannedStage)| ChainStage { layers: stage.layers.clone(), machine };
     stages.iter().enumerate().map(of).collect()
 }
 
-/// A step of 1F1B over stages that share each microbatch, and the longest average behind it.
+/// Returns the time of a step of 1F1B over stages that share each microbatch, plus the longest average after
+/// it.
 fn one_f_one_b(facts: &Facts, stages: &[PlannedStage]) -> Result<Nanos> {
-    // Layers that are shared in different ways on the same machines are one stage.
+    // Layers that are shared in different ways on the same machines count as one stage.
     let mut phases: Vec<(&PlannedStage, PhaseCost)> = Vec::new();
     for stage in stages {
         let more = facts.phases(stage);

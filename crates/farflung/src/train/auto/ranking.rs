@@ -1,6 +1,5 @@
-//! The fastest of many plans. All are simulated that could be among them, and no other to its end: a plan whose
-//! averages, busiest processor or busiest link take longer alone is not simulated, and a simulation ends when
-//! it is too late.
+//! Ranks many plans by simulation. A plan is not simulated if its averages, busiest processor or busiest link
+//! alone take too long for it to be among the fastest, and a simulation stops once it is too late.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -17,29 +16,29 @@ use crate::train::chain::layers;
 use crate::train::costs::Machines;
 use crate::train::memory::{StepMemory, planned_memory};
 
-/// Which plans are to be told of.
+/// Which plans to return.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Wanted {
-    /// One kind alone.
+    /// Only plans of this kind.
     pub only: Option<Way>,
-    /// How many of the fastest. The fastest baseline is told of beside these.
+    /// Number of fastest plans. The fastest baseline is returned in addition.
     pub keep: usize,
-    /// The fastest of each kind too, and the fastest baseline of each.
+    /// Whether to also return the fastest plan and the fastest baseline of each kind.
     pub each_kind: bool,
 }
 
 /// Plans that fit, the fastest first.
 #[derive(Debug, Clone)]
 pub struct Ranking {
-    /// Those that were wanted.
+    /// The requested plans.
     pub candidates: Vec<Candidate>,
-    /// Plans that were compared. The others of them are slower, or do not fit.
+    /// Number of plans that were compared. Those not in `candidates` are slower, or do not fit.
     pub compared: usize,
 }
 
-/// The fastest plans that each machine holds.
+/// Returns the fastest plans that fit into the memory of each machine.
 ///
-/// Errors: the fastest plan's, if none fits; those of [`Prediction::on`] and [`planned_memory`].
+/// Errors: that of the fastest plan, if none fits; those of [`Prediction::on`] and [`planned_memory`].
 pub(super) fn ranked(
     drafts: Vec<Draft>,
     model: &GptConfig,
@@ -93,23 +92,23 @@ pub(super) fn ranked(
     Ok(Ranking { candidates, compared: drafts.len() })
 }
 
-/// What became of a plan.
+/// Result of simulating a plan.
 enum Outcome {
     Fits(usize, Box<Candidate>),
     Slower,
     TooLarge(Nanos, usize, ParallelError),
 }
 
-/// The steps of the fastest so far.
+/// Step times of the fastest plans so far.
 struct Best {
     wanted: Wanted,
-    /// In order.
+    /// Sorted, the shortest first.
     all: Vec<Nanos>,
     of_kind: BTreeMap<(Option<Way>, bool), Nanos>,
 }
 
 impl Best {
-    /// What a step may take at the most to be among them.
+    /// Returns the longest step time with which a plan can still be among the fastest.
     fn limit(&self, draft: &Draft) -> Nanos {
         let of_all = self.all.get(self.wanted.keep.max(1) - 1).copied().unwrap_or(Nanos::MAX);
         let of_kind = match self.kind(draft) {
@@ -128,15 +127,15 @@ impl Best {
         }
     }
 
-    /// The kind of which a plan may be the fastest that is told of.
+    /// Returns the kind of which a plan may be the fastest, if the fastest of that kind is requested.
     fn kind(&self, draft: &Draft) -> Option<(Option<Way>, bool)> {
         let each = self.wanted.each_kind;
         (each || draft.is_baseline).then_some((Some(draft.way).filter(|_| each), draft.is_baseline))
     }
 }
 
-/// A time that no step of a plan is shorter than: each rank sends nearly all of its gradients at least once,
-/// whatever the algorithm, and not faster than its uplink or all of its links at once.
+/// Returns a lower bound of a plan's step time: with any algorithm, each rank sends nearly all of its gradients
+/// at least once, and not faster than its uplink or all of its links together.
 fn averages_at_least(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Nanos> {
     let replicas = plan.replicas() as usize;
     if replicas == 1 {
@@ -150,7 +149,7 @@ fn averages_at_least(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Resul
         let part = &plan.parts[rank % stages].layers;
         let state: u64 =
             layers[part.start as usize..part.end as usize].iter().map(|layer| layer.state.0).sum();
-        // Of weight, gradient and two moments. A part alone holds the token table once.
+        // The state is weight, gradient and two moments. A single part has the token table once.
         let parameters = if stages == 1 { model.parameters() } else { state / 16 };
         let gradients = 4 * parameters;
         let sends = Bytes(gradients / replicas as u64 * (replicas as u64 - 1));
@@ -163,7 +162,7 @@ fn averages_at_least(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Resul
     Ok(longest)
 }
 
-/// Without those that another plan before is like but for the names of machines.
+/// Removes plans that differ from an earlier one only in the names of equal machines.
 fn different(drafts: Vec<Draft>, model: &GptConfig, cluster: &Cluster) -> Result<Vec<Draft>> {
     let names = cluster.rank_names();
     let memory: BTreeMap<&str, Option<Bytes>> =
@@ -183,7 +182,7 @@ fn different(drafts: Vec<Draft>, model: &GptConfig, cluster: &Cluster) -> Result
     Ok(all)
 }
 
-/// The machine of a plan that lacks most.
+/// Returns the machine of a plan that lacks the most memory.
 fn too_small(plan: &Plan, held: &[StepMemory], cluster: &Cluster) -> Option<ParallelError> {
     let names = cluster.rank_names();
     let memory = |name: &str| names.iter().zip(cluster.ranks()).find(|(known, _)| *known == name)?.1.memory;
@@ -215,7 +214,7 @@ mod tests {
         drafts
     }
 
-    /// Each pair has a link of its own, so that ranks send faster than over any of them.
+    /// Each pair has a link of its own, so that ranks send faster than over any single link.
     const REGION: &str = r#"
 [[region]]
 name = "here"

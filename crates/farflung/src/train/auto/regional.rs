@@ -1,4 +1,4 @@
-//! Plans for more machines than are worth simulating one by one: by region, with closed forms.
+//! Plans for more machines than are practical to simulate: by region, with closed-form costs.
 
 use farflung_base::{Bytes, Nanos, Rank};
 use farflung_parallel::planner::regional::{RegionalChain, RegionalPlan, Sites, lower_bound, regional};
@@ -13,33 +13,33 @@ use crate::train::chain::{PipelineSizes, layers, machines, pipeline_plan};
 /// Plans by region.
 #[derive(Debug)]
 pub struct ByRegion {
-    /// The fastest first; at least one.
+    /// The plans, the fastest first; at least one.
     pub plans: Vec<RegionalCandidate>,
-    /// What no plan of contiguous stages beats on these machines, whatever joins them.
+    /// Lower bound of the step time of any plan with contiguous stages on these machines, for any links.
     pub bound: Nanos,
-    /// Layouts that were priced.
+    /// Number of layouts that were evaluated.
     pub priced: usize,
-    /// Where the machines are.
+    /// The sites of the machines.
     pub sites: Sites,
 }
 
 /// A plan by region.
 #[derive(Debug, Clone)]
 pub struct RegionalCandidate {
-    /// The pipelines and their time.
+    /// The pipelines and their predicted time.
     pub found: RegionalPlan,
-    /// Whether stages keep their input alone and run forward again.
+    /// Whether stages keep only their input and run forward again.
     pub is_recomputed: bool,
-    /// What the rank that holds most holds.
+    /// Memory of the rank that holds the most.
     pub held: Bytes,
 }
 
-/// Plans pipelines side by side by [`regional`], with all activations kept and with full recomputation.
+/// Plans several pipelines with [`regional`], once with all activations kept and once with full recomputation.
 ///
-/// State is 16 bytes a parameter, values travel and are computed in f32, as in the trainer. A stage that
-/// recomputes keeps the input of each of its layers, and all of one microbatch.
+/// State is 16 bytes per parameter; values are sent and computed in f32, as in the trainer. A stage that
+/// recomputes keeps the input of each of its layers, and all activations of one microbatch.
 ///
-/// Errors: those of [`regional`] where neither fits.
+/// Errors: those of [`regional`], if neither fits.
 pub fn by_region(model: &GptConfig, cluster: &Cluster, sizes: PipelineSizes) -> Result<ByRegion> {
     let (mut plans, mut priced, mut refused) = (Vec::new(), 0, None);
     for is_recomputed in [false, true] {
@@ -74,7 +74,7 @@ fn regional_chain(
 ) -> RegionalChain {
     let mut layers = layers(model, sizes.batch);
     let forward: Vec<u64> = layers.iter().map(|layer| layer.operations / 3).collect();
-    // A quarter of the state: weights, gradients and two moments.
+    // Gradients are a quarter of the state of weights, gradients and two moments.
     let gradients = layers.iter().map(|layer| Bytes(layer.state.0 / 4)).collect();
     if is_recomputed {
         let input = bytes(PerToken::of(model).hidden, model, sizes.batch as usize);
@@ -94,7 +94,7 @@ fn regional_chain(
     }
 }
 
-/// Under 1F1B.
+/// Returns the memory of the rank that holds the most, under 1F1B.
 fn held(chain: &RegionalChain, plan: &RegionalPlan) -> Bytes {
     let most = plan.microbatches.iter().copied().max().unwrap_or(0) as usize;
     let stages = plan.stages.len();
@@ -109,7 +109,7 @@ fn held(chain: &RegionalChain, plan: &RegionalPlan) -> Bytes {
 }
 
 impl RegionalCandidate {
-    /// As a plan that the trainer reads.
+    /// Converts it to a plan for the trainer.
     ///
     /// Errors: as [`Plan::check`].
     pub fn plan(

@@ -1,4 +1,4 @@
-//! Independent simulations on all cores. Results do not depend on the number of threads.
+//! Runs independent simulations on all cores. Results do not depend on the number of threads.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -6,9 +6,9 @@ use std::thread;
 
 use crate::Result;
 
-/// `work` of each item, in the order of the items.
+/// Applies `work` to each item; results are in the order of the items.
 ///
-/// Errors: that of the first item that has one.
+/// Errors: that of the first item with an error.
 pub(super) fn side_by_side<T: Sync, O: Send>(
     items: &[T],
     work: impl Fn(&T) -> Result<O> + Sync,

@@ -1,4 +1,4 @@
-//! The plans of each kind.
+//! Drafts of plans of each kind.
 
 use std::cmp::Reverse;
 
@@ -18,28 +18,28 @@ use super::planners::{chain_stages, equal_replicas, rows};
 use crate::Result;
 use crate::train::chain::{PipelineSizes, chain, machines, pipeline_plan};
 
-/// Schedules that are tried for each division.
+/// Schedules that are tried for each division of the layers.
 const SCHEDULES: [Method; 4] = [Method::OneFOneB, Method::OneFOneBSlope, Method::GPipe, Method::ZbH1];
 
 /// All-reduce algorithms that are tried for averages.
 const ALGORITHMS: [Algorithm; 3] = [Algorithm::Direct, Algorithm::Ring, Algorithm::HalvingDoubling];
 
-/// Layouts that DT-FM's search may price for each number of stages.
+/// Number of layouts that DT-FM's search may evaluate for each number of stages.
 const LAYOUTS: u64 = 300;
 
-/// The most stages of pipelines side by side that are tried.
+/// Highest number of stages that is tried for several pipelines.
 const STAGES: u32 = 16;
 
-/// Kinds of machines, from the fastest on, that are tried without the slower ones.
+/// Number of the fastest kinds of machines that are tried as limits: each without the slower kinds.
 const KINDS: usize = 4;
 
-/// Some machines, and a name for people behind that of a plan.
+/// A set of machines, and a suffix for the descriptions of its plans.
 struct Pool {
     name: String,
     machines: Vec<Rank>,
 }
 
-/// What a plan is wanted for.
+/// The input from which plans are drafted.
 #[derive(Clone, Copy)]
 pub(super) struct Asked<'a> {
     pub(super) name: &'a str,
@@ -49,9 +49,9 @@ pub(super) struct Asked<'a> {
 }
 
 impl Asked<'_> {
-    /// One pipeline, over machines in some orders.
+    /// Drafts one pipeline, over machines in several orders.
     ///
-    /// Errors: as [`uneven`] where no order holds the model.
+    /// Errors: as [`uneven`], if the model fits in no order.
     pub(super) fn pipelines(&self, drafts: &mut Vec<Draft>) -> Result<()> {
         let mut refused = None;
         for (name, order) in self.orders()? {
@@ -74,8 +74,8 @@ impl Asked<'_> {
         refused.map_or(Ok(()), |error| Err(error.into()))
     }
 
-    /// The fastest machine on its own, if it holds the model: a division among several counts no overlap, and
-    /// may be slower.
+    /// Drafts a pipeline on the fastest machine alone, if it holds the model: the division among several
+    /// machines is planned without overlap, so its result may be slower.
     fn alone(&self, drafts: &mut Vec<Draft>) -> Result<()> {
         let machines = machines(self.model, self.cluster);
         let fastest = (0..).map(Rank).zip(&machines).min_by_key(|(_, machine)| Reverse(machine.flops));
@@ -84,7 +84,7 @@ impl Asked<'_> {
         let chain = chain(self.model, self.cluster, &order, self.sizes.batch, self.sizes.microbatches)?;
         match uneven(&chain) {
             Ok(planned) => self.pipeline("the fastest machine alone", &order, &planned, drafts),
-            // Others may hold it together.
+            // Several machines together may hold it.
             Err(_) => Ok(()),
         }
     }
@@ -101,7 +101,7 @@ impl Asked<'_> {
         Ok(())
     }
 
-    /// A plan under each schedule that does its sizes.
+    /// Adds drafts of a plan, one for each schedule that supports its sizes.
     fn schedules(&self, way: Way, what: &str, plan: &Plan, drafts: &mut Vec<Draft>) {
         let methods = if plan.stages() > 1 { &SCHEDULES[..] } else { &SCHEDULES[..1] };
         for &method in methods {
@@ -114,7 +114,7 @@ impl Asked<'_> {
         }
     }
 
-    /// Whether each machine holds its part.
+    /// Returns whether each machine has enough memory for its part.
     fn fits(&self, plan: &Plan) -> bool {
         let names = self.cluster.rank_names();
         let memory = |name: &String| {
@@ -125,8 +125,8 @@ impl Asked<'_> {
         plan.machines.iter().zip(needs).all(|(name, needs)| memory(name).is_none_or(|has| needs <= has))
     }
 
-    /// The orders of machines that are tried: the file's, and the shortest path over what a microbatch takes
-    /// from one to another.
+    /// Returns the orders of machines that are tried: the file's order, and the shortest path by the time of a
+    /// microbatch's hidden states between two machines.
     fn orders(&self) -> Result<Vec<(&'static str, Vec<Rank>)>> {
         let topology = self.cluster.topology()?;
         let size = topology.size();
@@ -148,13 +148,13 @@ impl Asked<'_> {
         Ok(all.into_iter().filter(|(name, order)| *name == LISTED || *order != listed).collect())
     }
 
-    /// Hidden states of a microbatch.
+    /// Returns the bytes of the hidden states of a microbatch.
     fn hidden(&self) -> Bytes {
         let values = self.model.context * self.model.dim * size_of::<f32>();
         Bytes(u64::from(self.sizes.batch) * values as u64)
     }
 
-    /// Replicas of one machine each: shares by speed on a ring, and equal shares as listed.
+    /// Drafts replicas on one machine each: shares by speed on a ring, and equal shares in the file's order.
     pub(super) fn data(&self, drafts: &mut Vec<Draft>) -> Result<()> {
         let whole = vec![ChainStage { layers: 0..self.model.layers, machine: 0 }];
         let topology = self.cluster.topology()?;
@@ -173,8 +173,8 @@ impl Asked<'_> {
         Ok(())
     }
 
-    /// Machines in the order of the ring whose slowest link is fastest, for what a ring's all-reduce sends at
-    /// once.
+    /// Returns machines in the order of the ring whose slowest link is fastest, for the message size of a ring
+    /// all-reduce.
     fn around(&self, topology: &Topology, machines: &[Rank]) -> Vec<Rank> {
         let n = machines.len();
         let bytes = Bytes(self.model.parameters() * 4 / n as u64);
@@ -184,7 +184,7 @@ impl Asked<'_> {
         bottleneck_ring(&costs, n).ranks.into_iter().map(|i| machines[i]).collect()
     }
 
-    /// Pipelines side by side, for every number of stages that divides the machines.
+    /// Drafts several pipelines, for every number of stages that divides the number of machines.
     pub(super) fn both(&self, drafts: &mut Vec<Draft>) -> Result<()> {
         let topology = self.cluster.topology()?;
         for pool in self.pools() {
@@ -200,7 +200,7 @@ impl Asked<'_> {
         Ok(())
     }
 
-    /// Pipelines of so many stages over the machines of a pool, placed by DT-FM's search.
+    /// Drafts pipelines of `stages` stages over the machines of a pool, placed by DT-FM's search.
     fn placed(&self, pool: &Pool, stages: u32, topology: &Topology, drafts: &mut Vec<Draft>) -> Result<()> {
         let replicas = pool.machines.len() as u32 / stages;
         let each = self.sizes.microbatches.div_ceil(replicas);
@@ -208,23 +208,23 @@ impl Asked<'_> {
             gradients: Bytes(self.model.parameters() * 4 / u64::from(stages)),
             activations: Bytes(self.hidden().0 * u64::from(each)),
         };
-        // Links that take over an hour are no links for this.
+        // Links that take more than an hour are not considered.
         let Ok(costs) = PairCosts::new(&topology.among(&pool.machines), stages, workload) else {
             return Ok(());
         };
         let machine = |rank: &Rank| pool.machines[rank.index()];
         let rows = search(&costs, LAYOUTS, 0)?.layout.pipelines;
         let rows: Vec<Vec<Rank>> = rows.iter().map(|row| row.iter().map(machine).collect()).collect();
-        // A model that these machines do not hold is no error: others may.
+        // Not an error, since other machines may hold the model.
         let Ok(planned) = uneven(&self.slowest(topology, &rows)?) else { return Ok(()) };
-        // Columns that hold nothing are left out.
+        // Columns without layers are left out.
         let used = |row: &Vec<Rank>| planned.stages.iter().map(|stage| row[stage.machine]).collect();
         let rows: Vec<Vec<Rank>> = rows.iter().map(used).collect();
         let what = format!("{replicas} pipelines of {}, DT-FM{}", planned.stages.len(), pool.name);
         self.replicas(Way::Both, &what, &rows, &planned.stages, false, drafts)
     }
 
-    /// Pipelines of so many stages with equal shares, ranks as Megatron numbers them.
+    /// Drafts pipelines of `stages` stages with equal shares, with ranks numbered as in Megatron.
     fn listed(&self, stages: u32, topology: &Topology, drafts: &mut Vec<Draft>) -> Result<()> {
         let replicas = self.cluster.size() as u32 / stages;
         let row = |replica: u32| (0..stages).map(|stage| Rank(stage * replicas + replica)).collect();
@@ -239,7 +239,8 @@ impl Asked<'_> {
         Ok(())
     }
 
-    /// The machines that replicas are tried on: all, the fastest kinds, and those of each region.
+    /// Returns the sets of machines on which replicas are tried: all machines, the fastest kinds, and those of
+    /// each region.
     fn pools(&self) -> Vec<Pool> {
         let machines: Vec<&Machine> = self.cluster.ranks().collect();
         let of = |keep: &dyn Fn(&Machine) -> bool| -> Vec<Rank> {
@@ -275,7 +276,8 @@ impl Asked<'_> {
         pools
     }
 
-    /// The chain of the slowest machine, the least memory and the slowest link of each column.
+    /// Returns a chain that has in each column the slowest machine, the least memory and the slowest link of
+    /// all rows.
     fn slowest(&self, topology: &Topology, rows: &[Vec<Rank>]) -> Result<Chain> {
         let each = self.sizes.microbatches.div_ceil(rows.len() as u32).max(1);
         let chains: Vec<Chain> = rows
@@ -304,7 +306,7 @@ impl Asked<'_> {
         })
     }
 
-    /// Plans of pipelines side by side, under each schedule and algorithm.
+    /// Drafts several pipelines with each schedule and algorithm.
     fn replicas(
         &self,
         way: Way,
@@ -319,7 +321,7 @@ impl Asked<'_> {
             return Ok(());
         }
         let shares = if equal { vec![1; rows.len()] } else { self.rates(rows, stages)? };
-        // Each replica has one at least.
+        // Each replica gets at least one microbatch.
         let more = largest_remainder(u64::from(self.sizes.microbatches), &shares);
         let mut microbatches: Vec<u32> = more.into_iter().map(|share| (share as u32).max(1)).collect();
         while microbatches.iter().sum::<u32>() > self.sizes.microbatches {
@@ -327,7 +329,7 @@ impl Asked<'_> {
             *most -= 1;
         }
         let planned = ChainPlan { stages: stages.to_vec(), time: farflung_base::Nanos::ZERO };
-        // Stages count their columns anew.
+        // Renumbers the columns of the stages from 0.
         let renumbered = ChainPlan {
             stages: planned
                 .stages
@@ -349,7 +351,7 @@ impl Asked<'_> {
         Ok(())
     }
 
-    /// Pipelines of given machines and layers: one, or several side by side.
+    /// Drafts pipelines of given machines and layers: one, or several.
     pub(super) fn rows(
         &self,
         what: &str,
@@ -365,11 +367,11 @@ impl Asked<'_> {
         self.pipeline(what, row, &planned, drafts)
     }
 
-    /// What DAPPLE's planner makes of the machines for every number of copies of a stage.
+    /// Drafts the plans of DAPPLE's planner for every number of copies of a stage.
     pub(super) fn dapple(&self, drafts: &mut Vec<Draft>) -> Result<()> {
         let all = self.cluster.size() as u32;
         for copies in (1..=all.min(self.sizes.microbatches)).filter(|copies| all.is_multiple_of(*copies)) {
-            // A model that these machines do not hold is no error: others may.
+            // Not an error, since other machines may hold the model.
             let Ok(stages) = equal_replicas(self.model, self.cluster, self.sizes, copies) else { continue };
             let what = format!("{copies} pipelines of {}, DAPPLE", stages.len());
             let (rows, stages) = (rows(&stages, copies as usize), chain_stages(&stages));
@@ -378,7 +380,7 @@ impl Asked<'_> {
         Ok(())
     }
 
-    /// How fast each pipeline is: by its slowest stage, in numbers that keep nine digits.
+    /// Returns the speed of each pipeline, by its slowest stage, scaled to keep nine digits.
     fn rates(&self, rows: &[Vec<Rank>], stages: &[ChainStage]) -> Result<Vec<u64>> {
         let mut rates = Vec::new();
         for row in rows {
@@ -404,7 +406,7 @@ fn one_way(topology: &Topology, a: Rank, b: Rank, bytes: Bytes) -> u64 {
     topology.rate(a, b).transfer(bytes).saturating_add(topology.link(a, b).latency).0
 }
 
-/// As many layers for each machine, as Megatron has it, where that fits.
+/// Divides the layers equally among the machines, as Megatron does; `None` if that does not fit.
 fn even(chain: &Chain) -> Option<ChainPlan> {
     let machines = chain.machines.len().min(chain.layers.len());
     let parts = even_parts(chain.layers.len() as u32, machines as u32)?;

@@ -1,4 +1,4 @@
-//! Changes of a topology file, as a user types them: a machine more or fewer, a machine or a link faster or
+//! Changes of a topology file as typed by a user: one machine more or fewer, a machine or a link faster or
 //! slower.
 
 use std::fmt;
@@ -9,30 +9,30 @@ use farflung_parallel::{Cluster, Plan, Speed};
 
 use crate::{Error, Result};
 
-/// The form, for messages.
+/// The accepted forms, for error messages.
 const FORM: &str = "`add:MACHINE`, `drop:MACHINE`, `MACHINE*FACTOR`, or `A:B*FACTOR` for a link of the file";
 
 /// A change of a file.
 #[derive(Debug, Clone, PartialEq)]
 pub enum FileChange {
-    /// One more machine like this one, on the same links.
+    /// Adds a machine equal to this one, with the same links.
     Add(String),
-    /// One of these machines is gone.
+    /// Removes one of these machines.
     Drop(String),
-    /// Its speed times a factor.
+    /// Multiplies a machine's speed by a factor.
     Machine(String, Factor),
-    /// The bandwidth of the link between these two times a factor; of those inside a region that is named
-    /// twice.
+    /// Multiplies the bandwidth of the link between these two by a factor; of the links inside a region if both
+    /// names are that region.
     Link([String; 2], Factor),
 }
 
-/// Above 0, and finite.
+/// A factor that is above 0 and finite.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Factor(f64);
 
 impl Factor {
     fn of(self, value: u64) -> u64 {
-        // A number of any size is cut to what fits.
+        // The conversion to u64 saturates.
         ((value as f64 * self.0).round() as u64).max(1)
     }
 }
@@ -76,10 +76,10 @@ impl fmt::Display for FileChange {
 }
 
 impl FileChange {
-    /// The file after the change.
+    /// Applies the change to a file.
     ///
-    /// Errors: names that the file does not have, with those that it has; those of [`Cluster::check`], such
-    /// as that no machine is left.
+    /// Errors: names that the file does not have, with those that it has; those of [`Cluster::check`], for
+    /// example if no machine is left.
     pub fn apply(&self, cluster: &Cluster) -> Result<Cluster> {
         let mut changed = cluster.clone();
         match self {
@@ -87,7 +87,7 @@ impl FileChange {
                 let device = &mut changed.devices[machine(cluster, name)?];
                 device.count = device.count.saturating_add(1);
                 changed.check()?;
-                // Two alike are joined by a link of their own.
+                // Two equal machines need a link between them.
                 changed.topology()?;
             }
             Self::Drop(name) => {
@@ -115,7 +115,8 @@ impl FileChange {
     }
 }
 
-/// A plan for the machines of a changed file, of which another count makes other names; none where one is gone.
+/// Renames the machines of a plan for a changed file, in which another count of a machine changes its name;
+/// `None` if one of them is gone.
 #[must_use]
 pub fn renamed(plan: &Plan, changed: &Cluster) -> Option<Plan> {
     let names = changed.rank_names();
@@ -130,7 +131,7 @@ pub fn renamed(plan: &Plan, changed: &Cluster) -> Option<Plan> {
     Some(Plan { machines, ..plan.clone() })
 }
 
-/// The entry of a machine by its name in the file.
+/// Returns the index of a machine by its name in the file.
 fn machine(cluster: &Cluster, name: &str) -> Result<usize> {
     cluster.devices.iter().position(|device| device.name == name).ok_or_else(|| {
         let known: Vec<String> = cluster.devices.iter().map(|device| format!("`{}`", device.name)).collect();
@@ -138,7 +139,7 @@ fn machine(cluster: &Cluster, name: &str) -> Result<usize> {
     })
 }
 
-/// The bandwidth of a link that the file gives.
+/// Returns the bandwidth of a link in the file.
 fn link<'a>(cluster: &'a mut Cluster, [a, b]: &[String; 2]) -> Option<&'a mut Bandwidth> {
     let inside = cluster.regions.iter().position(|r| a == b && r.name == *a && r.inside.is_some());
     if let Some(at) = inside {

@@ -1,4 +1,4 @@
-//! What `auto` takes on declared links, what is refused, and that each form trains.
+//! Tests what `auto` chooses on declared links, which algorithms are refused, and that each algorithm trains.
 
 use super::*;
 use crate::Stop;
@@ -72,7 +72,7 @@ fn auto_takes_the_cheapest_form_and_the_plan_says_which() {
         |algorithm| TrainConfig { dim: Some(128), bucket_mb: 1.0, ..config(&folder, "int8", algorithm) };
     let auto = job(big(Algorithm::Auto)).unwrap();
     assert_eq!(auto.plan.outermost().algorithm, Algorithm::Hierarchical);
-    // What was chosen stands in the text, and a job of that text is the same.
+    // The choice is in the plan's text, and a job with that text is the same.
     let text = auto.plan.to_string();
     assert!(text.contains("algorithm = \"hierarchical\""), "{text}");
     assert_eq!(auto.with_plan(text.parse().unwrap()).unwrap().plan.digest(), auto.plan.digest());
@@ -83,10 +83,10 @@ fn auto_takes_the_cheapest_form_and_the_plan_says_which() {
     };
     let least = price(Algorithm::Hierarchical);
     assert!(least < price(Algorithm::Direct) && least < price(Algorithm::Butterfly));
-    // Without a codec `auto` is a choice of its own for each size.
+    // Without a codec, `auto` is resolved for each size.
     let plain = job(config(&folder, "none", Algorithm::Auto)).unwrap();
     assert_eq!(plain.plan.outermost().algorithm, Algorithm::Auto);
-    // Unless told, equal shards, as ever.
+    // By default, equal shards.
     let told = job(config(&folder, "int8", Algorithm::Ring)).unwrap();
     assert_eq!(told.plan.outermost().algorithm, Algorithm::Direct);
 }
@@ -149,7 +149,7 @@ fn momentum_corrected_selections_train_and_take_only_forms_without_sums_in_betwe
 fn a_protocol_trains_on_any_form_of_plain_sums_and_is_near_them_at_full_rank() {
     let folder = tempfile::tempdir().unwrap();
     let plain = loss(&job(config(&folder, "none", Algorithm::Ring)).unwrap());
-    // At so high a rank most matrices travel as they are, the rest is nearly whole.
+    // At such a high rank most matrices are sent unencoded, and the rest is nearly exact.
     for form in [Algorithm::Ring, Algorithm::Direct, Algorithm::DoubleTree, Algorithm::Auto] {
         let run = job(TrainConfig { resync_every: 1, ..config(&folder, "powersgd:8", form) }).unwrap();
         let low_rank = loss(&run);
@@ -157,7 +157,7 @@ fn a_protocol_trains_on_any_form_of_plain_sums_and_is_near_them_at_full_rank() {
     }
     let unless_told = Level { codec: "powersgd:2".to_owned(), ..Level::default() };
     assert_eq!(refusal(&unless_told), None);
-    // Its report has no question of what other codecs would have taken, and its bytes are those of the factors.
+    // The report does not predict other codecs, and its bytes are those of the factors.
     let run = |codec| job(config(&folder, codec, Algorithm::Ring)).unwrap();
     let exchanges = |codec| {
         let job = run(codec);

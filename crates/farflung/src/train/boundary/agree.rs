@@ -1,5 +1,5 @@
-//! Both ends of each boundary find out which samples they hold alike, and forget the others: after a crash
-//! between the commits of two ranks, or where one of them lost its files.
+//! Compares the samples at both ends of each boundary and removes those that differ, as after a crash between
+//! the commits of two ranks, or when one of them has lost its files.
 
 use farflung_base::Rank;
 use farflung_comm::Communicator;
@@ -12,10 +12,11 @@ use crate::{Error, Result};
 const TAG: u32 = 1 << 31;
 
 impl Boundaries {
-    /// Ends compare the checksums of samples below `windows`, and forget those that differ. All ranks of a
-    /// pipeline that begins at rank `first` must call it. How many samples this rank forgot.
+    /// Compares the checksums of samples below `windows` between both ends, and removes the samples that
+    /// differ. Returns the number of samples that this rank removed. All ranks of a pipeline that begins at
+    /// rank `first` must call it.
     ///
-    /// A digest is 32 bytes an end; where digests differ, 4 bytes a sample follow.
+    /// Each end sends a digest of 32 bytes; if digests differ, 4 bytes per sample follow.
     pub(in crate::train) fn agree(&mut self, comm: &Communicator, first: u32, windows: u64) -> Result<usize> {
         let ids: Vec<u64> = (0..windows).collect();
         let mut held = Vec::new();
@@ -52,21 +53,21 @@ impl Boundaries {
     }
 }
 
-/// An end with the checksums of what it holds.
+/// An end with the checksums of its samples.
 struct Held<'a> {
     end: End,
     coded: &'a mut Coded,
     sums: Vec<u8>,
 }
 
-/// What the holder of an end's other side is told.
+/// A message to the holder of an end's other side.
 struct Told {
     end: End,
     to: Rank,
     bytes: Vec<u8>,
 }
 
-/// Sends what is told of each end, and gives what comes back, as long.
+/// Sends a message for each end, and returns the messages of the other sides, which must have the same lengths.
 fn exchange(comm: &Communicator, first: u32, mine: &[Told]) -> Result<Vec<Vec<u8>>> {
     let mut sending = Vec::new();
     let mut coming = Vec::new();
@@ -89,7 +90,7 @@ fn exchange(comm: &Communicator, first: u32, mine: &[Told]) -> Result<Vec<Vec<u8
     Ok(theirs)
 }
 
-/// A number for each end.
+/// Returns a tag that is unique for each end.
 fn tag(end: End) -> u32 {
     let direction = u32::from(end.content == Content::Gradient);
     TAG | (end.from.0 << 17) | (u32::from(end.slice) << 1) | direction

@@ -1,4 +1,4 @@
-//! Bytes that the coded ends of a rank's boundaries take in the host's memory.
+//! Host memory of the encoded ends of a rank's boundaries.
 
 use std::ops::Range;
 
@@ -10,20 +10,22 @@ use farflung_parallel::pipeline::Placement;
 use super::ends;
 use crate::Result;
 
-/// Bytes of a map's entry for a sample, beside the sample.
+/// Bytes of a sample's map entry, besides the sample.
 const ENTRY: u64 = 48;
 
-/// Samples that a codec which remembers samples meets.
+/// Numbers of samples that a stateful codec sees.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::train) struct SamplesSeen {
-    /// Different ones of the whole run that are held in memory; 0 where files hold them.
+    /// Number of distinct samples of the whole run that are stored in memory; 0 if files store them.
     pub(in crate::train) held: u64,
-    /// Those that a step changes of samples that are held already, or whose file takes them at its commit.
+    /// Number of samples that a step changes after they were stored, or that are written to a file at its
+    /// commit.
     pub(in crate::train) changed: u64,
 }
 
-/// Bytes that the coded ends of the rank at `position` take at the most: buffers to encode and decode, and the
-/// samples of codecs that remember them. What a step changed of a sample is held beside it until its commit.
+/// Returns the peak bytes of the encoded ends of the rank at `position`: buffers to encode and decode, and the
+/// samples of stateful codecs. The changed value of a sample is held beside the old one until the step's
+/// commit.
 ///
 /// Errors: none for a plan whose names were checked.
 pub(in crate::train) fn coded_bytes(

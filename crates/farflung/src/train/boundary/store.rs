@@ -1,4 +1,4 @@
-//! Where codecs that remember hold samples: in memory, or in files of the rank's folder.
+//! Where stateful codecs store samples: in memory, or in files in the rank's folder.
 #![expect(
     unsafe_code,
     reason = "a mapped file is memory that others could change: the run has its folder locked for itself"
@@ -10,32 +10,32 @@ use std::path::{Path, PathBuf};
 use farflung_compress::CompressError;
 use farflung_compress::link::{FileStore, MappedStore, MemoryStore, Samples, Staged, Store};
 
-/// The folder of samples within a rank's.
+/// Name of the folder with samples within a rank's folder.
 const FOLDER: &str = "boundaries";
 
-/// How to open a store. What a step writes waits for its commit in each.
+/// How to open a store. In each kind, what a step writes takes effect at its commit.
 #[derive(Debug, Clone)]
 pub(in crate::train) enum Stores {
-    /// In memory; checkpoints hold it.
+    /// In memory; checkpoints contain it.
     Memory,
-    /// In files, which checkpoints do not hold.
+    /// In files, which checkpoints do not contain.
     Files {
-        /// Where.
+        /// The folder of the files.
         folder: PathBuf,
-        /// Whether they are mapped.
+        /// Whether files are mapped into memory.
         mapped: bool,
-        /// Windows of the run.
+        /// Number of windows of the run.
         windows: u64,
     },
 }
 
 impl Stores {
-    /// Files in a rank's folder, for samples below this number.
+    /// Returns stores in files in a rank's folder, for samples with numbers below `windows`.
     pub(in crate::train) fn files(rank: &Path, mapped: bool, windows: u64) -> Self {
         Self::Files { folder: rank.join(FOLDER), mapped, windows }
     }
 
-    /// A store of that name, which may hold something already.
+    /// Opens the store of this name, which may contain samples already.
     ///
     /// Errors: [`CompressError::Store`].
     pub(super) fn open(&self, name: &str, samples: Samples) -> Result<Box<dyn Store>, CompressError> {
@@ -50,7 +50,7 @@ impl Stores {
         std::fs::create_dir_all(folder).map_err(failed)?;
         let path = folder.join(format!("{name}.samples"));
         Ok(if *mapped {
-            // SAFETY: the run's folder is locked, each rank has its own within it, and each name is opened
+            // SAFETY: the run's folder is locked, each rank has its own folder in it, and each name is opened
             // once.
             Box::new(Staged::new(unsafe { MappedStore::open(&path, samples, *windows) }?))
         } else {

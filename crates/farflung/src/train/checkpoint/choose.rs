@@ -1,4 +1,4 @@
-//! Which checkpoint each rank of a job goes on from.
+//! Chooses the checkpoint from which each rank of a job continues.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -14,25 +14,25 @@ use super::{Record, Source, beside, folder, lost, tell};
 use crate::config::choice::Resume;
 use crate::{Checkpoint, Error, Result, RunDir, run_dir};
 
-/// What a rank goes on from.
+/// The checkpoint from which a rank continues.
 pub(super) struct Chosen {
     pub(super) source: Source,
-    /// What is worth a line.
+    /// Notes for the user.
     pub(super) notes: Vec<String>,
 }
 
-/// A rank's newest checkpoint for the parts that it holds now.
+/// A rank's newest checkpoint of the parts that it holds now.
 enum Own {
     There(Checkpoint),
     /// None yet, in a folder in which the run has begun.
     NotYet,
-    /// No folder, or no checkpoint that is whole.
+    /// No folder, or no valid checkpoint.
     Lost(Option<Error>),
 }
 
-/// What this rank goes on from; `None` starts at step 0. A collective.
+/// Returns the checkpoint from which this rank continues; `None` if the run starts at step 0. A collective.
 ///
-/// Errors: on all ranks together.
+/// Errors: the same on all ranks.
 pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Option<Chosen>> {
     let (rank, comm, parts) = (trainer.comm().rank(), trainer.comm(), trainer.layers());
     let fits = |checkpoint: &Checkpoint| {
@@ -46,7 +46,8 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
     match &job.config.resume {
         Resume::No => Ok(None),
         Resume::Path(path) => {
-            // One that cannot be opened is not needed where all that hold the model are read.
+            // A checkpoint that cannot be opened is not needed if those of all ranks with parts of the model
+            // are read.
             let own = match Checkpoint::open(&of_rank(path, rank)) {
                 Ok(own) => checked_owner(own, rank).map(|own| Some(own).filter(fits)),
                 Err(_) => Ok(None),
@@ -84,9 +85,9 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
     }
 }
 
-/// The newest checkpoint in a rank's folder.
+/// Returns the newest checkpoint in a rank's folder.
 ///
-/// Errors: [`Error::ForeignFolder`] for that of another rank.
+/// Errors: [`Error::ForeignFolder`] if another rank wrote it.
 fn own(run: &RunDir, rank: Rank, fits: &dyn Fn(&Checkpoint) -> bool) -> Result<Own> {
     let begun = run.has_begun();
     let newest = match run.latest() {
@@ -95,7 +96,7 @@ fn own(run: &RunDir, rank: Rank, fits: &dyn Fn(&Checkpoint) -> bool) -> Result<O
     };
     match newest {
         Ok(Some(own)) if fits(&own) => Ok(Own::There(own)),
-        // One for other parts is as none.
+        // A checkpoint of other parts counts as none.
         Ok(Some(_)) => Ok(Own::NotYet),
         Ok(None) if begun => Ok(Own::NotYet),
         Ok(None) => Ok(Own::Lost(None)),
@@ -103,10 +104,10 @@ fn own(run: &RunDir, rank: Rank, fits: &dyn Fn(&Checkpoint) -> bool) -> Result<O
     }
 }
 
-/// The newest step that all ranks have which have any; 0 if there is none. A rank that was cut off while it
-/// committed may be one checkpoint behind the others, which then go back to that one. A step that was saved
-/// without ranks that did not answer counts all the same, where the whole model was saved with it: they take it
-/// from the others. `per_pipeline` ranks hold one copy of the model.
+/// Returns the step to continue from: the oldest of the newest steps of all ranks that have any; 0 if there is
+/// none. A rank that was interrupted while it committed may be one checkpoint behind; the others then go back
+/// to its step. A step that was saved while some ranks did not answer is used nevertheless if the whole model
+/// was saved: those ranks get it from the others. `per_pipeline` ranks hold one copy of the model.
 fn agree(comm: &Communicator, run: &RunDir, own: Own, per_pipeline: usize) -> Result<(u64, Own)> {
     let (mine, alone) = match &own {
         Own::There(own) => (own.step(), !source::record(own)?.absent.is_empty()),
@@ -129,7 +130,7 @@ fn agree(comm: &Communicator, run: &RunDir, own: Own, per_pipeline: usize) -> Re
         }
         own => own,
     };
-    // Damage is told where there is nobody to take the state from.
+    // Damage is an error only if there is no other rank to get the state from.
     let damage = match own {
         Own::Lost(Some(error)) if agreed == 0 => Err(error),
         own => Ok(own),
@@ -137,7 +138,7 @@ fn agree(comm: &Communicator, run: &RunDir, own: Own, per_pipeline: usize) -> Re
     Ok((agreed, together(comm, damage)?))
 }
 
-/// A checkpoint, if this rank wrote it.
+/// Returns the checkpoint, if this rank wrote it.
 fn checked_owner(checkpoint: Checkpoint, rank: Rank) -> Result<Checkpoint> {
     match source::record(&checkpoint)?.rank {
         owner if owner == rank.0 => Ok(checkpoint),
@@ -145,8 +146,8 @@ fn checked_owner(checkpoint: Checkpoint, rank: Rank) -> Result<Checkpoint> {
     }
 }
 
-/// Checkpoints of all ranks of a run whose ranks held other parts than they do now: of the newest step that all
-/// have, as rank 0 sees it. `None` if there is no such run, or if it never got as far as one on all ranks.
+/// Returns the checkpoints of all ranks of a run whose ranks held other parts than now, of the newest step that
+/// all have, as found by rank 0. `None` if there is no such run, or if it never saved a step on all ranks.
 fn cut_otherwise(comm: &Communicator, run: &RunDir, job: &Job) -> Result<Option<Vec<Checkpoint>>> {
     let root = job.out.as_deref().unwrap_or(run.path());
     let mut step = 0;
@@ -155,15 +156,17 @@ fn cut_otherwise(comm: &Communicator, run: &RunDir, job: &Job) -> Result<Option<
         for at in run.checkpoints()?.into_iter().rev() {
             let path = root.join(run_dir::folder(at));
             match all_of(&path, job) {
-                // Not one from before the model was cut, which would lose steps that others have.
+                // A checkpoint from before the model was divided is not used, since it would lose steps that
+                // others have.
                 Ok(all) if all.len() == 1 && matches!(missing, Some(Error::PartsElsewhere { .. })) => break,
                 Ok(_) => {
                     step = at;
                     break;
                 }
-                // Members that are cut off while they save may be one checkpoint apart.
+                // Members that are interrupted while they save may be one checkpoint apart.
                 Err(error @ Error::PartsElsewhere { .. }) => missing = missing.or(Some(error)),
-                // The same ranks as now: they never all had it. Others must be somewhere else.
+                // With the same ranks as now, the step was never complete. With other ranks, the missing
+                // checkpoints must be elsewhere.
                 Err(error) => {
                     let same = Checkpoint::open(&path).and_then(|c| source::record(&c));
                     let same =
@@ -181,8 +184,8 @@ fn cut_otherwise(comm: &Communicator, run: &RunDir, job: &Job) -> Result<Option<
     }
 }
 
-/// The checkpoints that together hold a model and its states: rank 0's at `path`, and those of the other ranks
-/// of its first pipeline beside it; or those of the members that saved in the same view.
+/// Returns the checkpoints that together contain a model and its states: rank 0's at `path`, and those of the
+/// other ranks of its first pipeline beside it; or those of the members that saved in the same view.
 fn all_of(path: &Path, job: &Job) -> Result<Vec<Checkpoint>> {
     let first = Checkpoint::open(path)?;
     let record = source::record(&first)?;
@@ -195,9 +198,10 @@ fn all_of(path: &Path, job: &Job) -> Result<Vec<Checkpoint>> {
     std::iter::once(Ok(first)).chain(others).collect()
 }
 
-/// A member's checkpoint, and those of others on the same disk that hold the rest of the model's `layers`.
+/// Returns a member's checkpoint, and those of others on the same disk that contain the rest of the model's
+/// `layers` layers.
 ///
-/// Errors: [`Error::PartsElsewhere`] where some layers are in none.
+/// Errors: [`Error::PartsElsewhere`] if some layers are in none of them.
 fn of_view(first: Checkpoint, record: &Record, layers: usize) -> Result<Vec<Checkpoint>> {
     let path = first.path().to_owned();
     let here = path.parent().unwrap_or(&path);
@@ -222,7 +226,7 @@ fn of_view(first: Checkpoint, record: &Record, layers: usize) -> Result<Vec<Chec
     }
 }
 
-/// The checkpoint of another rank beside rank 0's.
+/// Returns the path of another rank's checkpoint beside rank 0's.
 fn of_rank(path: &Path, rank: Rank) -> PathBuf {
     match (rank.0, path.parent(), path.file_name()) {
         (1.., Some(run), Some(step)) => folder(run, rank).join(step),

@@ -1,5 +1,5 @@
-//! A checkpoint against the run that goes on from it: what changes the model is refused, what changes the
-//! training is told.
+//! Compares a checkpoint with the run that continues from it: differences in the model are errors, differences
+//! in the training are reported.
 
 use farflung_comm::Communicator;
 
@@ -10,8 +10,8 @@ use crate::config::dashed;
 use crate::config::shared::{Fact, is_planned};
 use crate::{Error, Result, TrainArgs};
 
-/// Whether the rest of the run would mean anything. However the model and the batch are shared out, a step
-/// takes the same sequences.
+/// Checks that the run can continue from the checkpoint. A step must take the same sequences, however the model
+/// and the batch are divided among ranks.
 pub(super) fn check(record: &Record, job: &Job) -> Result<()> {
     let same = |field, found: String, expected: String| {
         if found == expected {
@@ -34,11 +34,11 @@ pub(super) fn check(record: &Record, job: &Job) -> Result<()> {
     if record.world == world {
         same("codec", level.codec.clone(), record.codec.clone())?;
     }
-    // A rank that takes another's state keeps its own text.
+    // With own data, a rank that gets another's state keeps its own text.
     if job.config.own_data { Ok(()) } else { same("data", job.hash.clone(), record.data_hash.clone()) }
 }
 
-/// Whether all ranks go on from the same step. A collective.
+/// Checks that all ranks continue from the same step. A collective.
 ///
 /// Errors: [`Error::RanksDiffer`] on every rank.
 pub(super) fn same_step(record: &Record, comm: &Communicator) -> Result<()> {
@@ -50,8 +50,8 @@ pub(super) fn same_step(record: &Record, comm: &Communicator) -> Result<()> {
     same_facts("checkpoint's", &facts, comm, |_| false)
 }
 
-/// Settings that differ from those of the checkpoint, in a line for those that change the training and one for
-/// others. Settings that ranks may have for themselves are not told.
+/// Returns the settings that differ from those of the checkpoint: one line for those that change the training
+/// and one for the others. Settings that may differ between ranks are left out.
 pub(super) fn differing_settings(source: &Source, job: &Job) -> Vec<String> {
     let Some(table) = source.settings().and_then(|text| text.parse::<toml::Table>().ok()) else {
         return Vec::new();
@@ -60,7 +60,7 @@ pub(super) fn differing_settings(source: &Source, job: &Job) -> Vec<String> {
     let (mut training, mut others) = (Vec::new(), Vec::new());
     for Fact { name, value } in job.config.shared() {
         let before = was(&name);
-        // A plan's file stood for the settings that it decides.
+        // A plan file replaced the settings that it decides.
         if before == value || table.contains_key("plan") && is_planned(&name) {
             continue;
         }

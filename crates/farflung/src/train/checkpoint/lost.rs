@@ -1,4 +1,4 @@
-//! Ranks whose folder is lost take weights and optimizer states from a rank that holds the same parts of the
+//! Ranks whose folder is lost get weights and optimizer states from a rank that holds the same parts of the
 //! model.
 
 use farflung_base::Rank;
@@ -8,36 +8,36 @@ use super::source::{Files, Residuals};
 use super::tell;
 use crate::{Error, Result};
 
-/// Bytes of a message: each has the whole deadline for itself, over slow links too.
+/// Bytes per message. Each message has the whole deadline, so that slow links are fast enough.
 const PIECE: usize = 1 << 20;
-/// Tag of the messages, far from those between stages.
+/// Tag of the messages, far from those of messages between stages.
 const TAG: u32 = u32::MAX / 2;
 
-/// What a rank goes on from, once all have something.
+/// The state from which a rank continues, once all ranks have one.
 pub(super) struct Shared {
     pub(super) files: Files,
-    /// Who took what from whom.
+    /// Which rank got its state from which other rank.
     pub(super) notes: Vec<String>,
     pub(super) residuals: Residuals,
 }
 
-/// What a rank has of the step to go on from.
+/// Whether a rank has its files of the agreed step.
 const HAS: u64 = 0;
 const NOT_YET: u64 = 1;
 const LOST: u64 = 2;
 
-/// A rank without its state, and the one that it takes a copy from.
+/// A rank without its state, and the rank that sends it a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Pair {
     to: Rank,
     from: Rank,
 }
 
-/// Gives each rank its files of a step: its own, or for those that have none another's. `None` where a rank had
-/// not got as far as its first checkpoint and no other rank has its parts: all begin anew. Ranks of which
-/// `place` is the same hold the same parts. A collective.
+/// Returns each rank's files of a step: its own, or for a rank without files those of another rank. `None` if a
+/// rank had not yet saved its first checkpoint and no other rank holds its parts: then all start at step 0.
+/// Ranks with equal `place` hold the same parts. A collective.
 ///
-/// Errors: [`Error::NoCopy`] on all ranks, for a rank whose state nobody else holds.
+/// Errors: [`Error::NoCopy`] on all ranks, if no other rank holds the state of a rank.
 pub(super) fn share(
     comm: &Communicator,
     step: u64,
@@ -77,7 +77,8 @@ pub(super) fn share(
     Ok(Some(Shared { files, notes, residuals }))
 }
 
-/// Sends copies, a piece of each at a time. All ranks take part, so that nobody waits longer than for a piece.
+/// Sends the copies in pieces, one piece of each at a time. All ranks take part, so that no rank waits longer
+/// than for one piece.
 fn transfer(comm: &Communicator, pairs: &[Pair], mine: Option<&Files>) -> Result<Option<Files>> {
     let me = comm.rank();
     let sends = pairs.iter().any(|pair| pair.from == me);

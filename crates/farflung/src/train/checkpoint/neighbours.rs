@@ -1,13 +1,14 @@
-//! The folders of the members of one run that lie on one disk.
+//! The folders of a run's members that are on the same disk.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The folder of the folders of members that share a disk, in that of the member that began the run.
+/// In the folder of the member that began the run: the folder that contains the folders of other members on the
+/// same disk.
 const MEMBERS: &str = "members";
 
-/// A member's folder, and those of others on the same disk: that of the one that began the run, and those in
-/// `members` of it.
+/// Returns a member's folder and those of other members on the same disk: the folder of the member that began
+/// the run, and those in its `members`.
 pub(in super::super) fn beside(folder: &Path) -> Vec<PathBuf> {
     let parent = folder.parent().filter(|parent| parent.file_name().is_some_and(|name| name == MEMBERS));
     let first = parent.and_then(Path::parent).unwrap_or(folder);
@@ -33,7 +34,7 @@ mod tests {
         for folder in &all {
             assert_eq!(beside(folder), all, "{}", folder.display());
         }
-        // A folder elsewhere has nothing beside it.
+        // A folder elsewhere has no others beside it.
         let alone = root.path().join("alone");
         assert_eq!(beside(&alone), std::slice::from_ref(&alone));
     }

@@ -1,5 +1,5 @@
-//! What a checkpoint of a member in pipelines holds, tensor by tensor, for any rank of any plan of the same
-//! run.
+//! Reads the checkpoint of a member of a run with pipelines, tensor by tensor, for any rank of any plan of the
+//! same run.
 
 use std::path::Path;
 
@@ -12,17 +12,17 @@ use super::Record;
 use super::source::{Files, Residuals, Source};
 use crate::{Checkpoint, Result};
 
-/// What one checkpoint holds.
+/// The content of one checkpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub(in super::super) struct Saved {
-    /// The view in which it was saved: the checkpoints of one step in one view are parts of one model.
+    /// The view in which it was saved: the checkpoints of the same step and view are parts of one model.
     pub(in super::super) view: Place,
     pub(in super::super) pieces: Pieces,
 }
 
-/// Reads the checkpoint of any member of a run of pipelines; `None` where it is one of another run.
+/// Reads the checkpoint of any member of a run with pipelines; `None` if it belongs to another run.
 ///
-/// Errors: a checkpoint that is damaged.
+/// Errors: a damaged checkpoint.
 pub(in super::super) fn saved(path: &Path, job: &Job) -> Result<Option<Saved>> {
     let files = Files::read(&Checkpoint::open(path)?)?;
     let record = files.record.clone();
@@ -33,7 +33,7 @@ pub(in super::super) fn saved(path: &Path, job: &Job) -> Result<Option<Saved>> {
     let (states, tensors) = source.tensors();
     let counted = Counted {
         step: record.step,
-        // One with each step: pipelines whose members come and leave have a flush.
+        // One update per step: pipelines whose members join and leave have a flush.
         updates: record.step,
         rounds: record.rounds,
         microbatches: base.microbatches,

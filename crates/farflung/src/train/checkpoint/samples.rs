@@ -1,5 +1,5 @@
-//! What boundary codecs hold of samples: written where it is in memory, and made the same at both ends when a
-//! run goes on.
+//! The samples that boundary codecs store: saved if they are in memory, and made equal at both ends when a run
+//! is resumed.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -13,7 +13,7 @@ use super::source::{Residuals, Source};
 use crate::train::trainer::Trainer;
 use crate::{CheckpointWriter, Error, Result};
 
-/// Writes what the rank's ends hold in memory; no file where that is nothing.
+/// Saves the samples that the rank's ends store in memory; writes no file if there are none.
 pub(super) fn save(trainer: &Trainer, writer: &mut CheckpointWriter) -> Result<()> {
     let held = trainer.boundaries().save()?;
     if held.is_empty() {
@@ -33,7 +33,7 @@ pub(super) fn save(trainer: &Trainer, writer: &mut CheckpointWriter) -> Result<(
     writer.write_with(SAMPLES, |out| write_tensors_to(out, &views, &BTreeMap::new()))
 }
 
-/// Takes samples up where this rank wrote them as it is now.
+/// Restores samples if this rank wrote them with its current parts; else clears them.
 pub(super) fn restore(trainer: &mut Trainer, source: &Source) -> Result<()> {
     if source.residuals != Residuals::Own {
         trainer.boundaries_mut().forget_all();
@@ -43,7 +43,7 @@ pub(super) fn restore(trainer: &mut Trainer, source: &Source) -> Result<()> {
     trainer.boundaries_mut().load(&mut held)
 }
 
-/// Forgets what the other end of a boundary does not hold alike. All ranks must call it.
+/// Clears samples that differ at the other end of a boundary. All ranks must call it.
 pub(super) fn agree(trainer: &mut Trainer) -> Result<()> {
     let forgotten = trainer.agree_on_samples()?;
     if forgotten > 0 {

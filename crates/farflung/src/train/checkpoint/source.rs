@@ -1,5 +1,5 @@
-//! What a checkpoint holds, read back: one rank's own, or those of all ranks of a run that was cut in another
-//! way.
+//! The content of checkpoints: one rank's own, or those of all ranks of a run that divided the model
+//! differently.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -16,11 +16,11 @@ use crate::{Checkpoint, Error, Result, finite};
 pub(super) struct Files {
     path: PathBuf,
     pub(super) record: Record,
-    /// The run's settings; empty where the checkpoint has none.
+    /// The run's settings; empty if the checkpoint has none.
     settings: String,
     model: Vec<u8>,
     optimizer: Vec<u8>,
-    /// What boundaries hold of samples, which is the rank's own; empty where that is nothing.
+    /// The rank's samples of boundaries; empty if there are none.
     samples: Vec<u8>,
 }
 
@@ -48,7 +48,7 @@ impl Files {
         })
     }
 
-    /// As bytes for another rank: each part behind its length.
+    /// Encodes the files for another rank: each part preceded by its length.
     pub(super) fn to_bytes(&self) -> Vec<u8> {
         let record = serde_json::to_vec(&self.record).expect("numbers and names have no way to fail");
         let path = self.path.display().to_string();
@@ -60,7 +60,7 @@ impl Files {
         bytes
     }
 
-    /// Reads what [`Files::to_bytes`] wrote; `None` if it is not that.
+    /// Decodes what [`Files::to_bytes`] returned; `None` for other bytes.
     pub(super) fn from_bytes(mut bytes: &[u8]) -> Option<Self> {
         let mut next = || {
             let (len, rest) = bytes.split_first_chunk::<8>()?;
@@ -85,20 +85,20 @@ impl Files {
     }
 }
 
-/// What becomes of the codecs' residuals, which are each rank's own.
+/// Whose residuals of codecs a checkpoint contains; each rank has its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in super::super) enum Residuals {
-    /// This rank wrote them as it is now.
+    /// This rank wrote them with its current parts.
     Own,
-    /// Another rank wrote them: this one begins without, in the same round.
+    /// Another rank wrote them: this rank starts without residuals, in the same round.
     Others,
-    /// The model was cut in another way: all ranks begin without.
+    /// The model was divided differently: all ranks start without residuals.
     None,
 }
 
-/// Weights by their names and states by theirs.
+/// Weights and states by their names.
 pub(in super::super) struct Source {
-    /// Rank 0's counters, or this rank's own.
+    /// The counters of rank 0, or of this rank.
     pub(super) record: Record,
     pub(in super::super) residuals: Residuals,
     path: PathBuf,
@@ -106,11 +106,11 @@ pub(in super::super) struct Source {
     pub(super) samples: Vec<u8>,
     weights: BTreeMap<String, (Vec<usize>, Vec<f32>)>,
     states: BTreeMap<String, Vec<f32>>,
-    /// Of the whole model: where a flat buffer of a rank without stages has each tensor.
+    /// Layout of the whole model: the position of each tensor in a flat buffer of a rank without stages.
     whole: ParamLayout,
 }
 
-/// The counters of a checkpoint.
+/// Reads the counters of a checkpoint.
 pub(super) fn record(checkpoint: &Checkpoint) -> Result<Record> {
     serde_json::from_slice(&checkpoint.read(TRAINER)?).map_err(|_| Error::Damaged {
         path: checkpoint.path().join(TRAINER),
@@ -119,7 +119,7 @@ pub(super) fn record(checkpoint: &Checkpoint) -> Result<Record> {
 }
 
 impl Source {
-    /// Reads checkpoints of one step, rank 0's or this rank's own first.
+    /// Reads checkpoints of one step; the first one is rank 0's or this rank's own.
     ///
     /// Errors: [`Error::Damaged`] with the file; [`Error::NotFinite`] with the tensor.
     pub(super) fn new(model: GptConfig, checkpoints: Vec<Files>, residuals: Residuals) -> Result<Self> {
@@ -147,12 +147,12 @@ impl Source {
         Ok(Self { record, residuals, path, settings, samples, weights, states, whole })
     }
 
-    /// The first checkpoint's folder.
+    /// Returns the first checkpoint's folder.
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The settings of the run that wrote it, as TOML.
+    /// Returns the settings of the run that wrote it, as TOML.
     pub(super) fn settings(&self) -> Option<&str> {
         Some(self.settings.as_str()).filter(|text| !text.is_empty())
     }
@@ -161,24 +161,24 @@ impl Source {
         Error::Damaged { path: self.path.join(MODEL), what }
     }
 
-    /// Steps done.
+    /// Returns the number of steps done.
     pub(in super::super) const fn step(&self) -> u64 {
         self.record.step
     }
 
-    /// Outer steps done.
+    /// Returns the number of outer steps done.
     pub(in super::super) const fn outer_step(&self) -> u64 {
         self.record.outer_step
     }
 
-    /// Rounds of averaging done.
+    /// Returns the number of averaging rounds done.
     pub(in super::super) const fn rounds(&self) -> u64 {
         self.record.rounds
     }
 
-    /// The weights of a layout as a flat buffer.
+    /// Returns the weights of a layout as a flat buffer.
     ///
-    /// Errors: [`Error::Damaged`] for a tensor that is missing or of another shape.
+    /// Errors: [`Error::Damaged`] for a tensor that is missing or has another shape.
     pub(in super::super) fn weights(&self, layout: &ParamLayout) -> Result<Vec<f32>> {
         let mut flat = vec![0.0; layout.len()];
         for p in layout.params() {
@@ -192,18 +192,18 @@ impl Source {
         Ok(flat)
     }
 
-    /// A state by its whole name.
+    /// Returns a state by its full name.
     pub(in super::super) fn state(&self, name: &str) -> Option<&[f32]> {
         self.states.get(name).map(Vec::as_slice)
     }
 
-    /// The loss scale.
+    /// Returns the loss scale.
     pub(super) fn loss_scale(&self) -> &[f32] {
         self.state(LOSS_SCALE).unwrap_or_default()
     }
 
-    /// Tensors of which it has the values and all of the optimizer's states, and how many states these are.
-    /// They follow the values in the order of their names.
+    /// Returns the number of the optimizer's states, and the tensors for which the values and all states are
+    /// present, by name. In each tensor the states follow the values, in the order of their names.
     pub(super) fn tensors(&self) -> (usize, BTreeMap<String, Vec<f32>>) {
         let kind = |name: &String| Some(name.strip_prefix(CHAIN)?.split_once('/')?.0.to_owned());
         let kinds: BTreeSet<String> = self.states.keys().filter_map(kind).collect();
@@ -218,8 +218,8 @@ impl Source {
         (kinds.len(), self.weights.iter().filter_map(whole).collect())
     }
 
-    /// A state of an optimizer as a flat buffer of a layout, put together tensor by tensor: ranks with stages
-    /// write each tensor's by its name, ranks with the whole model one flat buffer.
+    /// Returns a state of an optimizer as a flat buffer of a layout, assembled tensor by tensor: ranks with
+    /// stages save each tensor under its name, ranks with the whole model save one flat buffer.
     pub(in super::super) fn flat(&self, name: &str, layout: &ParamLayout) -> Option<Vec<f32>> {
         let mut flat = vec![0.0; layout.len()];
         let all = self.state(name).filter(|all| all.len() == self.whole.len());
@@ -234,7 +234,7 @@ impl Source {
     }
 }
 
-/// Little-endian bytes as numbers.
+/// Converts little-endian bytes to numbers.
 fn floats(bytes: &[u8]) -> Vec<f32> {
     let (words, _) = bytes.as_chunks::<4>();
     words.iter().map(|&word| f32::from_le_bytes(word)).collect()

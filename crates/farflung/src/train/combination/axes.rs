@@ -1,4 +1,4 @@
-//! The axes of a run that go together or not, with the values that their tables have.
+//! The axes of choices that are checked for combinations, with the values from their tables.
 
 use farflung_comm::Algorithm;
 use farflung_compress::AverageSpec;
@@ -12,7 +12,7 @@ use crate::config::choice::{OptimizerKind, SamplingKind, SyncKind, TransportName
 use crate::config::value::Setting;
 use crate::transports::{IROH, MPI};
 
-/// An axis: a setting of which a run has one value.
+/// An axis: a setting with one value per run.
 #[derive(Debug)]
 pub struct Axis {
     /// The setting, as in `--name`.
@@ -23,10 +23,10 @@ pub struct Axis {
     pub set: fn(&mut TrainConfig, &str),
 }
 
-/// The word for a pipeline's schedule where there is no pipeline.
+/// Value of the axis of schedules for runs without a pipeline.
 const NO_STAGES: &str = "no-stages";
 
-/// Reads a value that an axis has.
+/// Parses a value of an axis.
 fn read<T: Setting>(text: &str) -> T {
     T::parse(text).expect("an axis reads its own values")
 }
@@ -35,7 +35,8 @@ fn words<T: ToString>(values: impl IntoIterator<Item = T>) -> Vec<String> {
     values.into_iter().map(|value| value.to_string()).collect()
 }
 
-/// One codec of each method and selection of the table, with numbers where the table has words.
+/// Returns one codec for each method and selection of the table, with numbers in place of the table's
+/// placeholders.
 fn codecs() -> Vec<String> {
     let numbers = [
         ("[:BLOCK]", ""),
@@ -54,7 +55,7 @@ fn codecs() -> Vec<String> {
     names
 }
 
-/// Codecs of a boundary: what only boundaries have, and one of each kind of what averages have.
+/// Returns codecs of a boundary: those that only boundaries have, and one of each kind that averages have.
 fn boundaries() -> Vec<String> {
     words(["none", "f16", "int8", "topk:0.5/f16", "direct:4", "aqsgd:4", "aqsgd:8/int8"])
 }
@@ -132,15 +133,15 @@ pub const AXES: &[Axis] = &[
     },
     Axis {
         name: "transport",
-        // Without iroh and mpi: they carry what tcp carries, but processes need keys, or mpirun. Benches `nat`
+        // Without iroh and mpi: they can do what tcp can, but processes need keys, or mpirun. The benches `nat`
         // and `engines` test them.
         values: || words(TransportName::all().filter(|row| ![IROH.name, MPI.name].contains(&row.name))),
         set: |config, value| config.transport = read(value),
     },
 ];
 
-/// The settings in which pairs are looked at: the default value of each axis, in a pipeline of two stages where
-/// one of the two is about pipelines.
+/// Returns the settings in which pairs are checked: the default value of each axis, in a pipeline of two
+/// stages.
 pub(super) fn base() -> TrainConfig {
     let mut config = TrainConfig { stages: 2, ..TrainConfig::default() };
     for axis in AXES.iter().filter(|axis| axis.name != "schedule") {
@@ -149,7 +150,7 @@ pub(super) fn base() -> TrainConfig {
     config
 }
 
-/// The number of values on all axes.
+/// Returns the number of values on all axes.
 #[must_use]
 pub fn all_values() -> usize {
     AXES.iter().map(|axis| (axis.values)().len()).sum()

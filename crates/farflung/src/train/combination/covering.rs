@@ -1,40 +1,41 @@
-//! Few runs that have every pair of choices among them.
+//! Finds a small set of runs that contains every pair of choices.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::axes::{AXES, Axis};
 use super::{Refusal, pair};
 
-/// A choice: an axis and one of its values, by their numbers.
+/// A choice: the index of an axis, and the index of one of its values.
 type Choice = (usize, usize);
 
 /// Runs that cover every pair of values of two axes.
 #[derive(Debug, Clone, Default)]
 pub struct Covering {
-    /// Runs that can be, each with a value for each of [`AXES`].
+    /// Valid runs, each with a value for each of [`AXES`].
     pub runs: Vec<Vec<String>>,
-    /// Pairs that do not go together, with the reason: as `(axis, value)` of both.
+    /// Pairs that cannot be combined, with the reason.
     pub refused: Vec<RefusedPair>,
-    /// Pairs that go together; each is in one of the runs.
+    /// Number of pairs that can be combined; each is in one of the runs.
     pub pairs: usize,
 }
 
-/// Two choices that do not go together.
+/// Two choices that cannot be combined.
 #[derive(Debug, Clone)]
 pub struct RefusedPair {
-    /// An axis of [`AXES`] and its value.
+    /// The first choice: an axis of [`AXES`] and its value.
     pub a: (&'static Axis, String),
-    /// Another.
+    /// The second choice.
     pub b: (&'static Axis, String),
-    /// Why.
+    /// Why they cannot be combined.
     pub refusal: Refusal,
 }
 
-/// A covering array of strength 2 over [`AXES`], made greedily: each run begins with a pair that no run has
-/// yet, and takes on each other axis the value, among those that go with all chosen, that adds most pairs.
+/// Makes a covering array of strength 2 over [`AXES`], greedily: each run starts with a pair that is not in an
+/// earlier run; on each other axis it takes, among the values that can be combined with all chosen ones, the
+/// one that adds the most pairs.
 ///
-/// Source of the method: Cohen et al. 1997, "The AETG system". Differs: the first of equals is taken, so that
-/// the array is the same each time.
+/// Source of the method: Cohen et al. 1997, "The AETG system". Differs: ties take the first value, so that the
+/// array is always the same.
 #[must_use]
 pub fn covering() -> Covering {
     let values: Vec<Vec<String>> = AXES.iter().map(|axis| (axis.values)()).collect();

@@ -1,4 +1,4 @@
-//! Of each refused run it is shown that it would not have worked.
+//! Tests that refused runs would indeed fail.
 
 use std::fmt::Write as _;
 
@@ -12,7 +12,7 @@ use crate::train::{Quiet, run, run_job, seats};
 use crate::transports::{MEMORY, SIMULATED, TCP};
 use crate::{Stop, TrainConfig};
 
-/// A small model of a few layers on a text of its own, on home links, that takes two steps.
+/// Returns settings of a small model with few layers on a text of its own, on home links, for two steps.
 fn config(folder: &tempfile::TempDir) -> TrainConfig {
     let data = folder.path().join("text.txt");
     std::fs::write(&data, "the quick brown fox ".repeat(300)).unwrap();
@@ -39,7 +39,7 @@ fn job(config: &TrainConfig, deadline: Nanos) -> Job {
     Job::new(config, world, Stop::manual()).unwrap()
 }
 
-/// The run with the longest deadline that is refused, without the check.
+/// Runs with the longest deadline that is refused, without the check, and expects a failure.
 fn does_not_work(config: &TrainConfig) {
     let at_once = job(config, Nanos(1));
     let time = slowest(&at_once, &at_once.topology().unwrap()).unwrap().unwrap().time;
@@ -93,7 +93,7 @@ fn what_is_refused_would_not_have_worked_over_unequal_links() {
         )
         .unwrap();
     };
-    // One rank after the other has the slow link, or is far away.
+    // Each rank in turn has the slow link, or a high latency.
     for slow in 0..3 {
         for (up, down, far) in
             [("10kbit", "1mbit", "1ms"), ("1mbit", "10kbit", "1ms"), ("50kbit", "50kbit", "5s")]
@@ -140,12 +140,12 @@ fn what_is_refused_would_not_have_worked_in_a_pipeline() {
 fn a_run_that_works_over_a_slow_link_is_not_refused() {
     let folder = tempfile::tempdir().unwrap();
     let base = config(&folder);
-    // A bucket takes seconds here, and a step several of them.
+    // A bucket takes seconds here, and a step has several of them.
     let slow = TrainConfig { link: link("20kbit,1s"), codec: "int8".parse().unwrap(), ..base };
     let job = job(&slow, slow.deadline);
     check(&job, TransportName::of(&SIMULATED)).unwrap();
     run_job(&job, seats(&job, None).unwrap(), &mut Quiet).unwrap().unwrap();
-    // Nothing is known of other links than simulated ones.
+    // Other links than simulated ones are not checked.
     let never = TrainConfig { link: link("1kbit,10s"), ..slow };
     let job = self::job(&never, never.deadline);
     check(&job, TransportName::of(&TCP)).unwrap();

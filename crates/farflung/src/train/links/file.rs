@@ -1,4 +1,4 @@
-//! `links.json`: what a run declares of the links between its ranks, for those who look at it.
+//! `links.json`: the declared links between a run's ranks, for viewers of the run.
 
 use farflung_base::Topology;
 use serde::{Deserialize, Serialize};
@@ -10,19 +10,19 @@ use crate::{Result, RunDir};
 /// The file's name in a run's folder.
 pub const LINKS: &str = "links.json";
 
-/// The most ranks whose links are written: their number grows with the square of the ranks'.
+/// Highest number of ranks whose links are written, since their number is quadratic in the ranks.
 const MOST_RANKS: usize = 64;
 
 /// The links between the ranks of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DeclaredLinks {
-    /// Whether they are simulated, so that the run's clock is virtual.
+    /// Whether the links are simulated, so that the run's clock is virtual.
     pub simulated: bool,
-    /// The links by rank; none where nobody has declared them, or for more than 64 ranks.
+    /// The links by rank; `None` if they are not declared, or for more than 64 ranks.
     pub topology: Option<Topology>,
 }
 
-/// Writes the links of a job into its run's folder.
+/// Writes the links of a job to its run's folder.
 ///
 /// Errors: [`Error::Io`](crate::Error::Io).
 pub(in crate::train) fn write(job: &Job, simulated: bool, run: &RunDir) -> Result<()> {

@@ -1,5 +1,5 @@
-//! A worker that takes the tensors of a rank's step, as `executor.rs` and `trainer.rs` do it, on a device
-//! that only counts them.
+//! A worker that allocates the tensors of a rank's step, as `executor.rs` and `trainer.rs` do, on a device that
+//! only counts them.
 
 use std::collections::BTreeMap;
 
@@ -69,17 +69,17 @@ impl<'a> DryRun<'a> {
         })
     }
 
-    /// Elements of the parameters, without padding.
+    /// Returns the number of elements of the parameters, without padding.
     pub(super) fn elements(&self) -> u64 {
         self.parts.values().map(|part| part.stage.layout().count() as u64).sum()
     }
 
-    /// Bytes of the parameters in their buffers.
+    /// Returns the bytes of the parameters in their buffers.
     pub(super) fn parameters(&self) -> u64 {
         self.parts.values().map(|part| buffer(part.stage.layout().len())).sum()
     }
 
-    /// Bytes of older versions of the parameters.
+    /// Returns the bytes of older versions of the parameters.
     pub(super) fn versions(&self) -> u64 {
         let updates = self.schedule.updates();
         let of = |(stage, part): (&StageId, &Part)| {
@@ -93,13 +93,13 @@ impl<'a> DryRun<'a> {
         self.parts.keys().any(|&stage| self.placement.is_first(stage) || self.placement.is_last(stage))
     }
 
-    /// Bytes in the host's memory of messages between stages.
+    /// Returns the bytes of messages between stages in the host's memory.
     pub(super) const fn messages(&self) -> u64 {
-        // One on its way out and one in, as numbers and as bytes.
+        // One message being sent and one being received, as numbers and as bytes.
         2 * self.message
     }
 
-    /// What follows the pass: the norm, and the update.
+    /// Does what follows the pass: the norm and the update.
     pub(super) fn commit(&mut self) -> Result<()> {
         if self.schedule.updates() != Updates::Flush {
             return self.parts.values_mut().try_for_each(|part| part.catch_up(None));
@@ -201,7 +201,7 @@ impl<'a> DryRun<'a> {
         Ok(dx)
     }
 
-    /// The update of a microbatch, in schedules without a flush.
+    /// Applies the update of a microbatch, in schedules without a flush.
     fn step(&mut self, action: Action) -> Result<()> {
         let (updates, depth) = (self.schedule.updates(), self.placement.depth());
         let next = Some(action.microbatch + 1).filter(|&next| next < self.schedule.microbatches());
@@ -232,12 +232,12 @@ impl<'a> DryRun<'a> {
     }
 }
 
-/// Bytes of a flat f32 buffer.
+/// Returns the bytes of a flat f32 buffer.
 fn buffer(elements: usize) -> u64 {
     ((elements * size_of::<f32>()).max(1) as u64).next_multiple_of(4096)
 }
 
-/// A part, as `trainer/build.rs` makes it, without what keeps it equal to its copies.
+/// Makes a part as `trainer/build.rs` does, without the synchronisation of its copies.
 fn part(
     plan: &Plan,
     model: &GptConfig,
@@ -253,7 +253,7 @@ fn part(
     if placement.depth() == 1 {
         let count = planned.layers.end - planned.layers.start;
         let steps = within_budget(planned, model, plan.batch as usize)?.map(|plan| plan.steps.into());
-        // What is offloaded stays where a processor's memory is the host's.
+        // Offloading has no effect here, since a CPU's memory is the host's memory.
         built.set_keeping(Keeping { recompute: planned.recompute.of(count) as usize, offload: 0, steps });
     }
     let chain: Chain = chain(config, device, &built, 1)?;
@@ -284,7 +284,7 @@ impl Worker for DryRun<'_> {
                 let saved = self.take(action).saved.expect("the first half left it here");
                 self.part(action.stage).backward_weight(saved)?;
             }
-            // With a flush, all stages step together once all ranks agreed.
+            // With a flush, all stages are updated together after all ranks have agreed.
             ComputeKind::Step if self.schedule.updates() == Updates::Flush => {}
             ComputeKind::Step => self.step(action)?,
         }

@@ -1,4 +1,4 @@
-//! Predictions beside what real ranks hold: a small GPT whose buffers are counted by its device.
+//! Compares predictions with what real ranks hold: a small GPT whose buffers are counted by its device.
 
 use farflung_compress::StateValue;
 use farflung_optim::local::METHODS;
@@ -13,7 +13,7 @@ use crate::config::choice::{LrScheduleKind, OptimizerKind, SamplingKind, SyncKin
 use crate::train::{Trainer, seats};
 use crate::transports::MEMORY;
 
-/// A small GPT without replicas.
+/// Returns settings of a small GPT without replicas.
 fn config(stages: usize, schedule: Method) -> TrainConfig {
     TrainConfig {
         layers: Some(6),
@@ -43,7 +43,7 @@ fn job(mut config: TrainConfig) -> Job {
     Job::new(config, workers, Stop::manual()).unwrap()
 }
 
-/// Bytes that each rank's device holds after two steps.
+/// Returns the bytes that each rank's device holds after two steps.
 fn measured(job: &Job) -> Vec<u64> {
     std::thread::scope(|scope| {
         let held = |seat: crate::train::Seat| {
@@ -58,7 +58,7 @@ fn measured(job: &Job) -> Vec<u64> {
     })
 }
 
-/// Bytes of buffers among what is predicted.
+/// Returns the predicted bytes of buffers.
 fn buffers(held: &StepMemory) -> u64 {
     held.weights.0 + held.gradients.0 + held.optimizer.0 + held.activations.0
 }
@@ -77,7 +77,7 @@ fn buffers_are_predicted_to_the_byte() {
     ];
     configs.extend(METHODS.iter().map(|method| TrainConfig {
         optimizer: OptimizerKind::of(method),
-        // The one method of synchronisation that goes with its optimizer alone.
+        // The only method of synchronisation that works with its optimizer alone.
         sync: SyncKind::of(if method.name == "zero-one-adam" { &ZERO_ONE } else { &DDP }),
         ..one()
     }));
@@ -95,7 +95,7 @@ fn buffers_are_predicted_to_the_byte() {
     }
 }
 
-/// What AQ-SGD's ends hold of samples is what a checkpoint has of them, and a few words for each.
+/// The samples that AQ-SGD's ends store are those in a checkpoint, plus a few words each.
 #[test]
 fn samples_of_boundaries_are_predicted() {
     let with = |boundary_store| {
@@ -131,7 +131,7 @@ fn samples_of_boundaries_are_predicted() {
             .map(|seat| scope.spawn(move || saved(seat)))
             .collect();
         for (rank, saved) in ranks.into_iter().map(|rank| rank.join().unwrap()).enumerate() {
-            // Two steps' samples in memory; in files, those that one step changed.
+            // The samples of two steps in memory; with files, the samples that one step changed.
             let more = predicted[rank].messages.0 - in_files[rank].messages.0;
             assert_eq!(saved, 2 * of_step * 32 * 32 * 2, "rank {rank}");
             assert_eq!(more, saved / 2 + of_step * 48, "rank {rank}");

@@ -1,5 +1,5 @@
-//! The messages and collectives of a plan's step, as what each sends: priced by the step lists that
-//! `farflung-comm` runs.
+//! The messages and collectives of a plan's step, with the bytes that each sends, derived from the step lists
+//! that `farflung-comm` runs.
 
 use std::collections::BTreeMap;
 
@@ -20,44 +20,44 @@ use crate::train::boundary;
 use crate::train::costs::Machines;
 use crate::train::tied::Exchanging;
 
-/// Which operation of a step.
+/// Identifies an operation of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Key {
-    /// Between two stages of a replica.
+    /// A message between two stages of a replica.
     Message(u32, Message),
     /// The average of a part's bucket, in an update.
     Bucket { part: u32, update: u32, bucket: usize, exchange: usize },
-    /// The sum of a replica's token table gradients.
+    /// The sum of the gradients of a replica's token table.
     Table { replica: u32, round: u32 },
-    /// The average of the token table, from its first user to its last.
+    /// The copy of the averaged token table from its first stage to its last.
     TakenTable { replica: u32 },
-    /// What ranks agree on: a replica's, or those of all.
+    /// The vote of a replica's ranks, or of all ranks.
     Vote(Option<u32>),
-    /// Whether replicas can meet.
+    /// The vote on whether replicas can meet.
     Refusals,
-    /// The losses of all replicas' steps.
+    /// The exchange of the losses of all replicas' steps.
     Window,
 }
 
-/// A part of the model, as those that hold it see it.
+/// A part of the model, with the averages among its holders.
 pub(super) struct PartFacts {
-    /// Elements of its flat buffer, padding included, and of the ranges that its backward makes final, in
+    /// Elements of its flat buffer, padding included, and of the ranges that its backward pass makes final, in
     /// order.
     pub(super) elements: u64,
     pub(super) ranges: Vec<u64>,
-    /// What the average of each bucket sends in each of its exchanges; none where a rank holds it alone.
+    /// The operation for each exchange of each bucket's average; empty if one rank alone holds the part.
     pub(super) buckets: Vec<Vec<Operation>>,
     /// The range after which each bucket is final.
     pub(super) ready_after: Vec<usize>,
 }
 
-/// The operations of some steps, each made when a rank first names it.
+/// The operations of some steps, each made when a rank first refers to it.
 pub(super) struct Operations<'a> {
     pub(super) plan: &'a Plan,
     model: &'a GptConfig,
     topology: &'a Topology,
     pub(super) parts: Vec<PartFacts>,
-    /// By step and key.
+    /// Numbers of operations by step and key.
     numbers: BTreeMap<(u32, Key), usize>,
     made: Vec<Operation>,
 }
@@ -96,19 +96,20 @@ impl<'a> Operations<'a> {
         Ok(Self { plan, model, topology, parts, numbers: BTreeMap::new(), made: Vec::new() })
     }
 
-    /// Steps begin: nothing is on its way.
+    /// Clears all operations, before steps are recorded.
     pub(super) fn begin(&mut self) {
         self.numbers.clear();
         self.made.clear();
     }
 
-    /// What was named.
+    /// Returns all operations that were made, and clears them.
     pub(super) fn take(&mut self) -> Vec<Operation> {
         self.numbers.clear();
         std::mem::take(&mut self.made)
     }
 
-    /// The number of an operation, which every rank that takes part names alike.
+    /// Returns the number of an operation, the same for every rank that takes part; makes the operation if
+    /// necessary.
     pub(super) fn number(&mut self, step: u32, key: Key, schedule: &ReplicaSchedule) -> Result<usize> {
         if let Some(&number) = self.numbers.get(&(step, key)) {
             return Ok(number);
@@ -142,7 +143,7 @@ impl<'a> Operations<'a> {
                 let mut ways: Vec<(Rank, Rank)> =
                     Exchanging::of(schedule.placement()).into_iter().flat_map(|group| group.ways).collect();
                 if let Key::TakenTable { .. } = key {
-                    // Of both users' averages the first's counts.
+                    // The average of the first stage is used for both.
                     ways.retain(|(from, _)| schedule.placement().homes_of(*from).any(|s| s.0 % depth == 0));
                 }
                 messages(ways.into_iter().map(|(a, b)| (Rank(first + a.0), Rank(first + b.0))), bytes)
@@ -162,7 +163,7 @@ impl<'a> Operations<'a> {
         Rank(replica * self.plan.stages() + schedule.placement().rank(stage).0)
     }
 
-    /// An all-reduce of so many f64.
+    /// Returns an all-reduce of `numbers` f64 values.
     fn sum(&self, numbers: usize, topology: &Topology) -> Operation {
         let bytes = Bytes((numbers * size_of::<f64>()) as u64);
         let algorithm = averages::plain_algorithm(self.plan.outermost());
@@ -170,7 +171,7 @@ impl<'a> Operations<'a> {
     }
 }
 
-/// An exchange of so many of a bucket's values between all that hold a part.
+/// Returns an exchange of `values` values of a bucket between all holders of a part.
 fn average(plan: &Plan, spec: AverageSpec, values: usize, holders: &Topology) -> Result<Operation> {
     let level = plan.outermost();
     let regions = averages::regions(plan);
@@ -186,7 +187,7 @@ fn average(plan: &Plan, spec: AverageSpec, values: usize, holders: &Topology) ->
     Ok(operation_coded(&level.algorithm.coded_programs(&buffer)?, values, &payload))
 }
 
-/// Messages of so many bytes at once, each from a rank to another.
+/// Returns an operation of several messages of `bytes` bytes at once, each from one rank to another.
 fn messages(ways: impl Iterator<Item = (Rank, Rank)>, bytes: Bytes) -> Operation {
     let mut ways = ways.map(|(from, to)| message_operation(from, to, bytes));
     let Some(mut all) = ways.next() else { return Operation::default() };

@@ -1,4 +1,4 @@
-//! A worker that computes and sends nothing: it writes down what a rank does in a step, as `executor.rs`,
+//! A worker that computes and sends nothing: it records what a rank does in a step, as `executor.rs`,
 //! `part.rs`, `tied.rs` and `trainer.rs` do it.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -16,39 +16,39 @@ use crate::train::averages;
 use crate::train::bind::{ReplicaSchedule, last_backwards};
 use crate::{Error, Result};
 
-/// Where things are in a rank's acts.
+/// Positions in a rank's list of acts.
 #[derive(Debug, Default)]
 pub(super) struct Marks {
-    /// Acts until the first pass is over.
+    /// Number of acts until the end of the first pass.
     pub(super) passed: usize,
-    /// Acts until each step is over.
+    /// Number of acts until the end of each step.
     pub(super) steps: Vec<usize>,
-    /// What the schedule's actions became.
+    /// The acts of each action of the schedule.
     pub(super) worked: Vec<Worked>,
 }
 
-/// An action of the schedule, as acts.
+/// An action of the schedule and its acts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Worked {
     pub(super) action: Action,
-    /// By number.
+    /// Range of indices in the list of acts.
     pub(super) acts: Range<usize>,
 }
 
-/// What a part on this rank is doing.
+/// State of a part on this rank.
 #[derive(Debug, Default)]
 struct PartState {
-    /// Whether the averages of the update to come have begun.
+    /// Whether the averages of the next update have been started.
     reducing: bool,
-    /// Updates whose averages were waited for.
+    /// Number of updates whose averages have been waited for.
     updates: u32,
-    /// Updates taken.
+    /// Number of updates applied.
     version: u32,
-    /// Sums of the token table that updates wait for.
+    /// Numbers of the operations that sum the token table's gradients, for updates that wait for them.
     due: VecDeque<usize>,
 }
 
-/// Writes down what one rank does.
+/// Records the acts of one rank.
 pub(super) struct Recorder<'a, 'b, 'o> {
     schedule: &'a ReplicaSchedule,
     operations: &'b mut Operations<'o>,
@@ -56,10 +56,10 @@ pub(super) struct Recorder<'a, 'b, 'o> {
     /// Times by stage and slice.
     costs: Vec<StageCost>,
     parts: BTreeMap<StageId, PartState>,
-    /// The microbatch whose backward is a stage's last.
+    /// By stage, the microbatch whose backward is the last.
     last: BTreeMap<StageId, u32>,
     each_step: bool,
-    /// This rank's user of the token table, where the other is elsewhere.
+    /// This rank's stage with the token table, if the other stage with it is on another rank.
     table: Option<StageId>,
     rounds: u32,
     begun_table: Option<usize>,
@@ -99,19 +99,19 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
         (self.acts, self.marks)
     }
 
-    /// The pipeline is empty.
+    /// Starts a step with an empty pipeline.
     pub(super) fn begin_step(&mut self, step: u32) {
         self.step = step;
         self.parts.values_mut().for_each(|part| *part = PartState::default());
         (self.rounds, self.begun_table) = (0, None);
     }
 
-    /// All of a step is written down.
+    /// Ends a step.
     pub(super) fn end_step(&mut self) {
         self.marks.steps.push(self.acts.len());
     }
 
-    /// The processor is busy.
+    /// Records that the processor is busy.
     pub(super) fn compute(&mut self, time: Nanos) {
         self.acts.push(Act::Compute(time));
     }
@@ -143,7 +143,7 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
         self.costs[action.stage.index() * self.schedule.slices.len() + usize::from(action.slice)]
     }
 
-    /// Takes the updates that wait for the token table, until there is this version; all without one.
+    /// Applies the updates that wait for the token table, up to this version; all of them without one.
     fn catch_up(&mut self, stage: StageId, version: Option<u32>) {
         while version.is_none_or(|version| self.state(stage).version < version) {
             let Some(number) = self.state(stage).due.pop_front() else { break };
@@ -152,8 +152,8 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
         }
     }
 
-    /// A whole backward pass. Where one part is the model, the step's last one lets each bucket go as it
-    /// becomes final.
+    /// Records a whole backward pass. If one part is the whole model, the step's last backward starts the
+    /// average of each bucket as it becomes final.
     fn whole_backward(&mut self, action: Action) -> Result<()> {
         let (stage, cost) = (action.stage, self.cost(action));
         if self.placement().depth() > 1 {
@@ -188,7 +188,7 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
         self.operations.parts[self.placement().part(stage) as usize].buckets.len()
     }
 
-    /// All of a part's averages begin.
+    /// Starts all averages of a part.
     fn begin_averages(&mut self, stage: StageId) -> Result<()> {
         for bucket in 0..self.buckets(stage) {
             let key = self.bucket(stage, bucket, 0);
@@ -198,14 +198,14 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
         Ok(())
     }
 
-    /// A part's averages are there after this.
+    /// Waits for all averages of a part.
     fn finish_averages(&mut self, stage: StageId) -> Result<()> {
         if !self.state(stage).reducing {
             self.begin_averages(stage)?;
         }
         let part = self.placement().part(stage) as usize;
         let exchanges: Vec<usize> = self.operations.parts[part].buckets.iter().map(Vec::len).collect();
-        // Those of several exchanges go on in the order of buckets, as `Average` does it.
+        // Averages of several exchanges continue in the order of buckets, as in `Average`.
         for exchange in 0..exchanges.iter().copied().max().unwrap_or(0) {
             for bucket in (0..exchanges.len()).filter(|&bucket| exchange < exchanges[bucket]) {
                 let key = self.bucket(stage, bucket, exchange);
@@ -222,7 +222,7 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
         Ok(())
     }
 
-    /// The sum of the table's gradients begins, unless it has.
+    /// Starts the sum of the table's gradients, unless it was started already; returns its number.
     fn begin_table(&mut self) -> Result<usize> {
         if let Some(begun) = self.begun_table.take() {
             return Ok(begun);
@@ -232,7 +232,7 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
         self.begin(key)
     }
 
-    /// An update of a part that waits for no other.
+    /// Records an update of a part that does not wait for other parts.
     fn update(&mut self, stage: StageId) -> Result<()> {
         if self.each_step {
             self.finish_averages(stage)?;
@@ -246,14 +246,14 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
         Ok(())
     }
 
-    /// This rank's stages in the order in which all ranks meet over them.
+    /// Returns this rank's stages in the order in which all ranks communicate over them.
     fn by_part(&self) -> Vec<StageId> {
         let mut stages: Vec<StageId> = self.parts.keys().copied().collect();
         stages.sort_by_key(|&stage| self.placement().part(stage));
         stages
     }
 
-    /// What a rank waits for and tells behind the last microbatch, as `Trainer::pass`.
+    /// Records the averages and votes after the last microbatch, as in `Trainer::pass`.
     pub(super) fn after_pass(&mut self) -> Result<()> {
         if self.step == 0 {
             self.marks.passed = self.acts.len();
@@ -282,7 +282,7 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
         Ok(())
     }
 
-    /// Replicas become the same, as `Trainer::local_step`.
+    /// Records a meeting of replicas, as in `Trainer::local_step`.
     pub(super) fn meet(&mut self) -> Result<()> {
         let window = self.begin(Key::Window)?;
         for stage in self.by_part() {
@@ -290,7 +290,8 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
             self.finish_averages(stage)?;
         }
         if let Some(stage) = self.table.filter(|&stage| self.buckets(stage) > 0) {
-            // The first user sends its average, the last one takes it.
+            // The rank with the first stage sends its average of the table; the one with the last stage
+            // receives it.
             let number = self.begin(Key::TakenTable { replica: self.replica })?;
             if !self.placement().is_first(stage) {
                 self.complete(number);
@@ -320,7 +321,7 @@ impl Worker for Recorder<'_, '_, '_> {
                 self.compute(cost.forward);
             }
             ComputeKind::Backward if self.schedule.slices.len() == 1 => self.whole_backward(action)?,
-            // With a flush, all parts step together once all ranks agreed.
+            // With a flush, all parts are updated together after all ranks have agreed.
             ComputeKind::Step if self.schedule.updates() == Updates::Flush => {}
             ComputeKind::Step => self.update(stage)?,
             kind => self.compute(cost.time(kind)),

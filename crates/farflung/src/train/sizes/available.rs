@@ -31,7 +31,7 @@ pub(super) fn available(root: &Path) -> Option<Available> {
     Some(Available { free: free.saturating_add(free_swap), total: total.saturating_add(total_swap) })
 }
 
-/// A control group's folder, with the names of its files.
+/// A control group's folder and the names of its files.
 struct Group {
     folder: PathBuf,
     limit: &'static str,
@@ -41,7 +41,7 @@ struct Group {
 }
 
 impl Group {
-    /// The limit and what is used of it in bytes; `None` without a limit.
+    /// Returns the limit and the used bytes; `None` without a limit.
     fn limit_and_used(&self) -> Option<(u64, u64)> {
         let read = |name: &str| fs::read_to_string(self.folder.join(name)).ok();
         let limit = read(self.limit)?.trim().parse().ok()?;
@@ -55,8 +55,8 @@ impl Group {
     }
 }
 
-/// The control groups of this process and all their ancestors, for cgroup v1 and v2. In a container the limit
-/// may be at the root of the mount instead of at the listed path.
+/// Returns the control groups of this process and all their ancestors, for cgroup v1 and v2. In a container the
+/// limit may be at the root of the mount instead of at the listed path.
 fn groups(root: &Path) -> Vec<Group> {
     let list = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let mut groups = Vec::new();

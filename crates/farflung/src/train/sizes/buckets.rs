@@ -1,4 +1,4 @@
-//! What averaging a part of the model over the ranks that hold it takes of each of them.
+//! Memory that a rank needs to average a part of the model over its holders.
 
 use farflung_compress::AverageSpec;
 
@@ -8,17 +8,18 @@ const F32: u128 = size_of::<f32>() as u128;
 /// Bytes that a rank holds for averages of a part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(in crate::train) struct AverageBytes {
-    /// Values side by side, as they travel.
+    /// Buckets of values to be sent.
     pub(in crate::train) buckets: u128,
-    /// Messages in the host's memory, most at a time.
+    /// Peak bytes of messages in the host's memory.
     pub(in crate::train) messages: u128,
-    /// What codecs remember, before and after a step that is not agreed on yet.
+    /// State of codecs, before and after a step on which ranks have not agreed yet.
     pub(in crate::train) residuals: u128,
-    /// The part of that in a checkpoint.
+    /// Bytes of `residuals` in a checkpoint.
     pub(in crate::train) saved: u128,
 }
 
-/// Of a part of `model` bytes that `holders` ranks, two or more, average in buckets of at most `bucket` bytes.
+/// Returns the bytes for a part of `model` bytes that `holders` ranks (two or more) average in buckets of at
+/// most `bucket` bytes.
 pub(in crate::train) fn averaging(
     codec: &AverageSpec,
     model: u128,
@@ -28,19 +29,19 @@ pub(in crate::train) fn averaging(
     let holders = holders.max(1) as u128;
     let share = model / holders;
     let Some(packs) = codec.codec().filter(|_| !codec.is_plain()) else {
-        // The shards of two buckets are on their way to all others. Measured: up to three where ranks run
-        // apart.
+        // The shards of two buckets are in flight to all others. Measured: up to three if ranks are not in
+        // step.
         let messages = model.min(2 * bucket as u128) / holders * (holders - 1);
         let plain = AverageBytes { buckets: model, messages, ..AverageBytes::default() };
         if codec.is_plain() {
             return plain;
         }
-        // A protocol's, in the host's memory: what is committed, the latest and the next.
+        // A protocol's state in the host's memory: the committed, the latest and the next.
         return AverageBytes { residuals: model.saturating_mul(3), saved: model, ..plain };
     };
     let block = 4096_u128;
     let packed = packs.build().max_payload(block as usize) as u128;
-    // What leaves, what comes, and the means that leave and come: of each a part.
+    // Messages sent and received, each for values and for means; of each only a part is present at a time.
     let messages = model.saturating_mul(packed) / (block * F32) * 3 / 2;
     let saved = if codec.feedback() { model.saturating_add(share) } else { 0 };
     AverageBytes { buckets: model.saturating_add(share), messages, residuals: saved.saturating_mul(2), saved }

@@ -10,7 +10,7 @@ use crate::config::choice::TokenizerKind;
 
 /// Bytes of the default text, rounded up.
 const DEFAULT_TEXT: u64 = 3_500_000;
-/// Bytes at the start of a file that decide whether it is text.
+/// Number of bytes at the start of a file that are checked to decide whether it is text.
 const LOOK: u64 = 8192;
 
 /// Memory of the data.
@@ -49,12 +49,12 @@ pub(super) fn data(config: &TrainConfig) -> Data {
     let byte = config.tokenizer == TokenizerKind::Byte;
     let times = u64::saturating_mul;
     let (tokens, beside) = match (files.tokens, byte) {
-        // Files hold two bytes a token; a vocabulary of 256 is stored in one.
+        // Files have two bytes per token; with a vocabulary of 256, tokens are stored in one byte.
         (true, true) => (files.sum / 2, files.largest),
         (true, false) => (files.sum, files.largest),
         // While reading: the text, and an id of four bytes for each of its bytes.
         (false, true) => (files.sum, times(files.largest, 5)),
-        // About four bytes of text a token, which is stored in two; while reading, an id of four bytes.
+        // About four bytes of text per token, which is stored in two; while reading, an id of four bytes.
         (false, false) => (files.sum / 2, times(files.largest, 3)),
     };
     Data { reading: tokens.saturating_add(beside), tokens, tokenizer: !byte }

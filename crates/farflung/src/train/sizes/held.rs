@@ -43,13 +43,13 @@ impl Position {
     }
 }
 
-/// f32 values that a tensor takes in a flat buffer.
+/// Returns the f32 values that a tensor occupies in a flat buffer.
 const fn padded(count: u128) -> u128 {
     count.next_multiple_of(64)
 }
 
-/// f32 values of the parameters of a part of the model, padding included: `blocks` blocks, the embeddings if it
-/// is the `first` part, the head if it is the `last`.
+/// Returns the f32 values of the parameters of a part of the model, padding included: `blocks` blocks, the
+/// embeddings if it is the `first` part, the head if it is the `last`.
 fn parameters(model: &GptConfig, blocks: usize, first: bool, last: bool) -> u128 {
     let c = model.dim as u128;
     let block = padded(3 * c * c)
@@ -64,16 +64,16 @@ fn parameters(model: &GptConfig, blocks: usize, first: bool, last: bool) -> u128
     blocks as u128 * block + tokens + positions + norm
 }
 
-/// What a rank with the whole model holds.
+/// Returns what a rank with the whole model holds.
 pub(super) fn whole(config: &TrainConfig, model: &GptConfig) -> Position {
     let each = PerToken::of(model);
     let layers = model.layers;
     let again = config.recompute.of(layers as u32) as usize;
     let away = config.offload.min(layers - again);
-    // A block that is computed again holds its activations during its backward pass.
+    // A recomputed block holds its activations during its backward pass.
     let here = (layers - again).max(1) as u128;
     let kept = match config.recompute {
-        // Beside what a plan keeps, a block that runs again makes all of its tensors.
+        // In addition to what a plan keeps, a recomputed block has all of its tensors while it runs.
         Recompute::Within(budget) => {
             let tokens = (config.batch as u128).saturating_mul(model.context as u128).max(1);
             let all = layers as u128 * each.block;
@@ -91,7 +91,7 @@ pub(super) fn whole(config: &TrainConfig, model: &GptConfig) -> Position {
     }
 }
 
-/// What each rank of a pipeline with this order holds.
+/// Returns what each rank of a pipeline with this order holds.
 pub(super) fn pipeline(
     config: &TrainConfig,
     model: &GptConfig,
@@ -164,7 +164,7 @@ fn held(
                 now = now.saturating_sub(input);
                 logits += if all_again { row } else { 0 };
             }
-            // What it adds is freed by the weight half.
+            // The weight half frees what the input half adds.
             ComputeKind::BackwardInput => {
                 now += blocks * each.back;
                 away = away.saturating_sub(wait);

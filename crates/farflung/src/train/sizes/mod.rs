@@ -25,16 +25,16 @@ pub(super) use buckets::averaging;
 use need::{Need, RankGroup, size};
 use order::Pipeline;
 
-/// A run is refused if four fifths of its estimate exceed the available memory. `tests/it/sizes.rs` holds
-/// estimates below 1.25 times the measured peak (1.15 was the most, 0.80 the least), so that a run that fits
-/// is not refused.
+/// A run is refused if four fifths of its estimate exceed the available memory. `tests/it/sizes.rs` checks that
+/// estimates are below 1.25 times the measured peak (measured: 0.80 to 1.15), so that a run that fits is not
+/// refused.
 const SLACK: (u128, u128) = (4, 5);
 
-/// The limit where the available memory is unknown, which is on systems other than Linux: no such machine has
-/// more.
+/// Limit if the available memory is unknown, as on systems other than Linux: no such machine has more memory
+/// than this.
 const UNKNOWN: u64 = 4 << 40;
 
-/// A run that needs more memory than there is.
+/// The error of a run that needs more memory than is available.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TooLarge {
     /// Estimated peak in bytes.
@@ -45,8 +45,8 @@ pub struct TooLarge {
     pub processes: usize,
     /// Available bytes; `None` if unknown.
     pub available: Option<u64>,
-    /// Alternatives that would fit: each changes one setting to its largest possible value, or several
-    /// settings if one is not enough. Empty if nothing fits.
+    /// Alternatives that would fit: each changes one setting to its largest possible value, or several settings
+    /// if one is not enough. Empty if nothing fits.
     pub fits: Vec<Vec<(&'static str, usize)>>,
     /// The largest preset that would fit with `batch` 1 and `workers` 1, if no alternative with this model
     /// does.
@@ -88,7 +88,7 @@ impl fmt::Display for TooLarge {
     }
 }
 
-/// Estimates the peak of host memory that a process of a run needs, in bytes.
+/// Estimates the peak host memory of a process of a run, in bytes.
 ///
 /// Errors: [`Error::Setting`] for an invalid setting, and those of the model's weights or the schedule's file.
 pub fn needed_memory(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<u128> {
@@ -96,7 +96,8 @@ pub fn needed_memory(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<u1
     Ok(case.need(config, case.model, case.mine(config)).total())
 }
 
-/// Bytes of memory that all runs on this machine together may use; `None` where the system does not say.
+/// Returns the bytes of memory that all processes on this machine together may use; `None` if the system does
+/// not report it.
 #[must_use]
 pub fn machine_memory() -> Option<u64> {
     Some(available(Path::new("/"))?.total)
@@ -110,7 +111,7 @@ pub(super) fn admit(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<()>
     Case::new(config, env)?.admit(config, available(Path::new("/")))
 }
 
-/// The inputs of an estimate that stay the same when the batch or the number of workers changes.
+/// The inputs of an estimate that do not depend on the batch or the number of workers.
 struct Case {
     model: GptConfig,
     pipeline: Option<Pipeline>,
@@ -122,7 +123,7 @@ struct Case {
 struct Launched {
     rank: usize,
     world: usize,
-    /// The ranks on this machine, where the launcher says how many there are.
+    /// The ranks on this machine, if the launcher sets their number; else this rank alone.
     local: Range<usize>,
 }
 
@@ -158,12 +159,12 @@ impl Case {
         Ok(Self { model, pipeline, data, launched: env.map(Launched::new) })
     }
 
-    /// The ranks of this process.
+    /// Returns the ranks of this process.
     fn mine(&self, config: &TrainConfig) -> Range<usize> {
         self.launched.as_ref().map_or(0..config.workers, |launched| launched.rank..launched.rank + 1)
     }
 
-    /// Estimates what these ranks need. `config` may differ from the original in what [`Knob`] lists.
+    /// Estimates the memory of these ranks. `config` may differ from the original in the settings of [`Knob`].
     fn need(&self, config: &TrainConfig, model: GptConfig, ranks: Range<usize>) -> Need {
         let whole = [held::whole(config, &model)];
         let world = self.launched.as_ref().map_or(config.workers, |launched| launched.world);
@@ -177,8 +178,8 @@ impl Case {
 
     fn admit(&self, config: &TrainConfig, known: Option<Available>) -> Result<()> {
         let available = known.unwrap_or(Available { free: UNKNOWN, total: UNKNOWN });
-        // Other processes of the job may already have allocated, so all of them together are compared with
-        // the total.
+        // Other processes of the job may already have allocated memory, so the need of all of them together is
+        // compared with the total.
         let local = self.launched.as_ref().map(|launched| launched.local.clone());
         let tight = |config: &TrainConfig, model: GptConfig| {
             let mine = (self.need(config, model, self.mine(config)), 1, available.free);
@@ -209,8 +210,8 @@ impl Case {
         })))
     }
 
-    /// Finds what would fit: for each setting alone its largest value, else the largest batch with all others
-    /// at their least.
+    /// Returns the alternatives that would fit: for each setting alone its largest value; if there is none, the
+    /// largest batch with all other settings at their minimum.
     fn fitting(
         &self,
         config: &TrainConfig,
@@ -237,7 +238,7 @@ impl Case {
         found
     }
 
-    /// Whether this setting can be changed in this run.
+    /// Returns whether this setting can be changed in this run.
     fn has(&self, knob: Knob) -> bool {
         match knob {
             Knob::Batch | Knob::EvalBatches => true,
@@ -248,13 +249,13 @@ impl Case {
     }
 }
 
-/// The settings with every [`Knob`] at its least.
+/// Returns the settings with every [`Knob`] at its minimum.
 fn least(config: &TrainConfig) -> TrainConfig {
     Knob::ALL.into_iter().fold(config.clone(), |least, knob| knob.set(&least, knob.unit(config)))
 }
 
-/// The largest number in `1..end` for which `fits` is true, by bisection; `fits` is true up to some number,
-/// then false.
+/// Returns the largest number in `1..end` for which `fits` is true, by bisection; `fits` must be true up to
+/// some number, then false.
 fn largest(end: usize, fits: impl Fn(usize) -> bool) -> Option<usize> {
     let (mut low, mut high) = (0, end.max(1));
     while high - low > 1 {
@@ -285,7 +286,7 @@ impl Knob {
         }
     }
 
-    /// Its least value; all others are multiples of it.
+    /// Returns its minimum; all other values are multiples of it.
     fn unit(self, config: &TrainConfig) -> usize {
         if self == Self::Workers { config.stages } else { 1 }
     }

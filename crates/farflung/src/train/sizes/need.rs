@@ -1,5 +1,5 @@
-//! Estimates the host memory that a run needs, split by purpose. It is a pure function of the settings and the
-//! model's shape; its own memory use does not depend on their values.
+//! Estimates the host memory that a run needs, by purpose. A pure function of the settings and the model's
+//! shape; its own memory use does not depend on their values.
 //!
 //! `tests/it/sizes.rs` compares the estimates with the measured peaks of whole runs.
 
@@ -22,7 +22,7 @@ use crate::config::choice::{StoreKind, TokenizerKind};
 /// Bytes of an f32.
 const F32: u128 = size_of::<f32>() as u128;
 
-/// What memory is used for.
+/// Purposes of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(usize)]
 pub(super) enum Part {
@@ -102,7 +102,7 @@ impl Need {
         *sum = sum.saturating_add(bytes);
     }
 
-    /// The sum over all purposes.
+    /// Returns the sum over all purposes.
     pub(super) fn total(&self) -> u128 {
         self.0.iter().fold(0, |sum, &bytes| sum.saturating_add(bytes))
     }
@@ -114,7 +114,7 @@ impl Need {
         self
     }
 
-    /// Purposes and their bytes, largest first, without those below one percent of the total.
+    /// Returns purposes and their bytes, largest first, without those below one percent of the total.
     pub(super) fn largest_first(&self) -> Vec<(&'static str, u128)> {
         let least = self.total() / 100;
         let mut parts: Vec<_> = Part::ALL.map(|part| (part.name(), self.0[part as usize])).into();
@@ -137,37 +137,37 @@ pub(super) fn size(bytes: u128) -> String {
     }
 }
 
-/// The inputs of an estimate: some ranks of a run, and the processes that they are in.
+/// The inputs of an estimate: some ranks of a run, and their processes.
 #[derive(Debug, Clone)]
 pub(super) struct RankGroup<'a> {
     pub(super) config: &'a TrainConfig,
     pub(super) model: GptConfig,
-    /// What each rank of a pipeline holds; without a pipeline, one entry that is valid for every rank.
+    /// What each rank of a pipeline holds; without a pipeline, one entry for every rank.
     pub(super) positions: &'a [Position],
-    /// Workers in all processes.
+    /// Number of workers in all processes.
     pub(super) world: usize,
     pub(super) ranks: Range<usize>,
-    /// Number of processes that these ranks are in.
+    /// Number of processes of these ranks.
     pub(super) processes: usize,
     pub(super) data: Data,
-    /// Actions in the schedules of a step and of an evaluation.
+    /// Number of actions in the schedules of a step and of an evaluation.
     pub(super) actions: u128,
 }
 
-/// Bytes of one action of a schedule, over all of a rank's lists. Measured with 1f1b and zb-h1.
+/// Bytes per action of a schedule, over all of a rank's lists. Measured with 1f1b and zb-h1.
 const ACTION: u128 = 80;
 /// Bytes of the process before it reads data, without the pages of its binary. Measured; a GPU backend takes 2
 /// MB more.
 const PROGRAM: u128 = 2 << 20;
 /// Bytes of a worker besides model and data: mainly the 2 MiB page in which its buffers begin. Measured.
 const WORKER: u128 = 5 << 19;
-/// Bytes that a worker keeps for each other worker: queues and codecs.
+/// Bytes of a worker for each other worker: queues and codecs.
 const PAIR: u128 = 512;
-/// Bytes of one step of an all-reduce that is chosen by price. A rank makes `2 (n - 1)` steps for each of the
-/// `n` ranks, to choose the cheapest variant; this is the total divided by `n^2`. Measured with 64, 100 and 150
-/// workers.
+/// Bytes per step of an all-reduce whose algorithm is chosen by predicted time. To choose, a rank makes
+/// `2 (n - 1)` steps for each of the `n` ranks; this is the total divided by `n^2`. Measured with 64, 100 and
+/// 150 workers.
 const STEP: u128 = 650;
-/// Bytes of a sample that a boundary holds, besides its values.
+/// Bytes of a sample at a boundary, besides its values.
 const SAMPLE: u128 = 64;
 /// Bytes of the GPT-2 tokenizer's tables. Measured.
 const VOCABULARY: u128 = 40 << 20;
@@ -175,7 +175,7 @@ const VOCABULARY: u128 = 40 << 20;
 const ENTRY: u128 = 32;
 
 impl RankGroup<'_> {
-    /// The most memory that the ranks need at once.
+    /// Returns the peak memory of the ranks.
     pub(super) fn need(&self) -> Need {
         let mut all = Need::default();
         for rank in self.ranks.clone() {
@@ -191,14 +191,14 @@ impl RankGroup<'_> {
             all.add(Part::Workers, VOCABULARY * processes);
         }
         all.add(Part::Schedule, self.actions.saturating_mul(ACTION).saturating_mul(ranks));
-        // Text is tokenized before workers exist, so its peak only counts where it exceeds everything else.
+        // Text is tokenized before workers exist, so its peak counts only as far as it exceeds everything else.
         let times = |bytes: u64| u128::from(bytes).saturating_mul(processes);
         let before = times(self.data.reading).saturating_sub(all.total());
         all.add(Part::Data, before.max(times(self.data.tokens)));
         all
     }
 
-    /// What one rank needs, without the data and its share of the process.
+    /// Returns what one rank needs, without the data and its share of the process.
     fn of_rank(&self, rank: usize) -> Need {
         let config = self.config;
         let position = &self.positions[rank % self.positions.len()];
@@ -214,11 +214,11 @@ impl RankGroup<'_> {
             need.add(Part::Parameters, model.saturating_add(position.versions.saturating_mul(F32)));
             need.add(Part::Gradients, model);
             need.add(Part::Optimizer, model.saturating_mul(states + work));
-            // With own parameters aside while those in common are looked at.
+            // The replica's own parameters are kept aside while the common ones are in use.
             need.add(Part::Outer, model.saturating_mul(outer.held as u128 + apart));
         }
 
-        // On the rank's device where it is taken at each step, else in the host's memory.
+        // On the rank's device if it is taken at each step, else in the host's memory.
         let mark = match (position.within, outer.held > 0) {
             (_, true) => model.saturating_mul(states + apart),
             (true, false) if here => model.saturating_mul(states + 1),
@@ -226,7 +226,7 @@ impl RankGroup<'_> {
         };
         need.add(Part::Mark, mark);
 
-        // The ranks that average the same part of the model.
+        // Number of ranks that average the same part of the model.
         let holders = replicas * position.copies as usize;
         let saved = self.averaging(&mut need, model, holders, here);
         self.activations(&mut need, position, here);
@@ -265,15 +265,15 @@ impl RankGroup<'_> {
         let coded = codec.codec().is_some() && !codec.is_plain();
         let bucket = (config.bucket_mb * 1e6) as usize;
         let bytes = averaging(&codec, model, holders, bucket);
-        // What codecs work on lies where the rank's device is.
+        // Buffers and residuals of codecs are on the rank's device.
         let (buckets, residuals) = if coded && !here { (0, 0) } else { (bytes.buckets, bytes.residuals) };
         need.add(Part::Averaging, buckets.saturating_add(bytes.messages));
         need.add(Part::Residuals, residuals);
         bytes.saved
     }
 
-    /// What boundary codecs hold in memory of the windows that a replica sees, shared equally among the ranks
-    /// of its pipeline.
+    /// Returns the bytes that boundary codecs hold in memory for the windows that a replica sees, divided
+    /// equally among the ranks of its pipeline.
     fn samples(&self, replicas: usize) -> u128 {
         let (config, stages) = (self.config, self.positions.len() as u128);
         if stages == 1 || config.boundary_store != StoreKind::Memory {
@@ -287,7 +287,7 @@ impl RankGroup<'_> {
         let windows = u128::from(self.data.tokens / width) / (self.model.context.max(1) * replicas) as u128;
         let microbatches = super::super::planned::microbatches(config) as u128;
         let seen = (config.batch as u128).saturating_mul(microbatches).saturating_mul(config.steps.into());
-        // A map has a few words for each.
+        // A map needs a few words per sample.
         let each = if of_one == 0 { 0 } else { of_one + 4 * SAMPLE };
         windows.min(seen).saturating_mul(each).saturating_mul(boundaries) / stages
     }
@@ -312,14 +312,14 @@ impl RankGroup<'_> {
     }
 }
 
-/// Whether a rank makes the steps of all ranks in order to choose by price. Other algorithms do so only for
-/// buffers that are large for the number of ranks, and then hold few.
+/// Returns whether a rank builds the steps of all ranks to choose an algorithm by predicted time. Other
+/// algorithms do so only for buffers that are large for the number of ranks, and then keep few.
 const fn priced(algorithm: Algorithm) -> bool {
     matches!(algorithm, Algorithm::Auto)
 }
 
-/// Whether a device's tensors are in the host's memory. `auto` may open a GPU if this build supports any, and
-/// counts as one then, so that no run is refused for memory that it does not use.
+/// Returns whether a device's tensors are in the host's memory. `auto` may open a GPU if this build supports
+/// any, and then counts as one, so that no run is refused for memory that it does not use.
 fn in_host_memory(device: DeviceName) -> bool {
     match device {
         DeviceName::Cpu => true,

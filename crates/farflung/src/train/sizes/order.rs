@@ -1,4 +1,4 @@
-//! Derives from a pipeline's settings what each of its ranks holds, without making orders that are too long.
+//! Derives what each rank of a pipeline holds from the settings, without making very long orders.
 
 use farflung_base::{Nanos, Rank};
 use farflung_parallel::pipeline::{ComputeOrder, Method, Settings, StageCost, Updates};
@@ -9,16 +9,16 @@ use super::held::{self, Position};
 use crate::{Error, Result, TrainConfig};
 use farflung_parallel::Recompute;
 
-/// The most forward passes of an order that is made for the estimate. Longer orders are extrapolated from a
-/// shorter one.
+/// Highest number of forward passes in an order that is made for the estimate. Longer orders are extrapolated
+/// from a shorter one.
 const MOST_CELLS: u128 = 1 << 18;
 
-/// A pipeline, as far as its memory is concerned.
+/// The properties of a pipeline that determine its memory.
 #[derive(Debug)]
 pub(super) struct Pipeline {
     /// What each rank holds.
     pub(super) positions: Vec<Position>,
-    /// Actions of a step.
+    /// Number of actions in a step.
     step: u128,
     /// Number of stages of the model.
     depth: u128,
@@ -33,9 +33,9 @@ fn number(field: &'static str, value: usize) -> Result<u32> {
 }
 
 impl Pipeline {
-    /// For settings with more than one stage.
+    /// Makes the description for settings with more than one stage.
     ///
-    /// Errors: [`Error::Setting`] if the schedule does not admit the settings; those of [`read_schedule`].
+    /// Errors: [`Error::Setting`] if the schedule does not support the settings; those of [`read_schedule`].
     pub(super) fn new(config: &TrainConfig, model: &GptConfig, world: usize) -> Result<Self> {
         let replicas = (world / config.stages).max(1) as u64;
         let held_out = config.eval_batches.div_ceil(replicas);
@@ -57,7 +57,7 @@ impl Pipeline {
             check_pools(config, &pools, world)?;
             let all = number("microbatches", microbatches(config))?;
             let memory = config.memory.map(|n| number("memory", n)).transpose()?;
-            // What a rank holds does not grow with the step.
+            // What a rank holds does not grow with the number of microbatches.
             let few =
                 all.min((MOST_CELLS / u128::from(pools.ranks()).pow(2).max(1)) as u32).max(pools.fewest());
             let order = pools.order(few.min(all), &[StageCost::UNIT], Nanos::ZERO, memory);
@@ -99,7 +99,7 @@ impl Pipeline {
         Ok(Self { positions, step, depth: stages })
     }
 
-    /// Number of actions in the schedules of a step and of an evaluation.
+    /// Returns the number of actions in the schedules of a step and of an evaluation.
     pub(super) fn actions(&self, config: &TrainConfig, world: usize) -> u128 {
         let replicas = (world / config.stages).max(1) as u64;
         let held_out = u128::from(config.eval_batches.div_ceil(replicas));
@@ -107,7 +107,7 @@ impl Pipeline {
     }
 }
 
-/// The most activations that a method lets a rank hold; 1 if the method has no bound.
+/// Returns the largest number of activations that a method lets a rank hold; 1 if the method has no bound.
 fn bound(method: Method, settings: &Settings, rank: Rank) -> u128 {
     method.peak_bound(settings, rank.0).unwrap_or(1).max(1).into()
 }

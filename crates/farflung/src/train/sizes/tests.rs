@@ -1,5 +1,5 @@
-//! Runs refused on machines of several sizes, the alternatives that are named, and estimates against a device's
-//! own counts.
+//! Tests which runs are refused on machines of several sizes, which alternatives are named, and estimates
+//! against a device's own counts.
 
 use farflung_base::{Bytes, Rank};
 use farflung_optim::local::SGD;
@@ -48,7 +48,7 @@ fn what_would_fit_is_the_largest_that_does() {
         refused.to_string().contains(&format!("`batch` {batch} would fit, or `workers` {workers}")),
         "{refused}"
     );
-    // The slack: four fifths of the estimate are enough.
+    // The slack: four fifths of the estimate suffice.
     let least = refused.needed * 4 / 5;
     let exactly = |bytes: u128| Available { free: bytes as u64, total: u64::MAX };
     assert!(refusal(&config, exactly(least)).is_none() && refusal(&config, exactly(least - 1)).is_some());
@@ -192,7 +192,8 @@ fn a_long_order_holds_what_a_short_one_says() {
     }
 }
 
-/// A budget is kept, but for what a block needs that runs: the device allocates no more than was estimated.
+/// The budget is respected, except for the temporary memory of a running block: the device allocates no more
+/// than was estimated.
 #[test]
 fn a_budget_of_memory_is_kept() {
     let model = GptConfig::new(6, 4, 128, 64, 50).unwrap();
@@ -213,8 +214,8 @@ fn a_budget_of_memory_is_kept() {
     }
 }
 
-/// Bytes that a device allocates for a forward and backward pass of four sequences, and for gradients that are
-/// not there.
+/// Returns the bytes that a device allocates for a forward and backward pass of four sequences, and for their
+/// gradients.
 fn measured(model: GptConfig, keeping: Keeping) -> usize {
     let cpu = Device::cpu(1).unwrap();
     let mut stage = Stage::whole(model, &cpu).unwrap();

@@ -1,4 +1,4 @@
-//! What goes in as lines comes out as a snapshot, whatever the lines are.
+//! Tests that lines turn into the right snapshot, also when they are invalid.
 
 use super::*;
 use crate::watch::curve::MOST_POINTS;
@@ -57,7 +57,7 @@ fn a_run_from_its_first_step_to_its_report() {
     assert_eq!((curve.points.len(), curve.points[79].step, curve.generation), (80, 80, 0));
     state.document(Document::Report, Some(r#"{"steps":80}"#));
     assert_eq!(state.snapshot().summary.phase, Phase::Finished);
-    // It goes on with more steps.
+    // The run continues with more steps.
     metrics(&mut state, [81]);
     assert_eq!(state.snapshot().summary.phase, Phase::Running);
 }
@@ -82,10 +82,10 @@ fn how_a_run_ended_is_its_last_event_unless_it_went_on() {
     event(&mut state, 0, 3, What::Resumed { from: "step-3".to_owned(), notes: Vec::new() });
     metrics(&mut state, 4..=5);
     assert_eq!(phase(&state), Phase::Running);
-    // Another rank's failure is no end of this one.
+    // Another rank's failure does not end this run.
     event(&mut state, 1, 5, What::Refused { reason: "x".to_owned() });
     assert_eq!(phase(&state), Phase::Running);
-    // Its files are read in turns: rows may come after the end.
+    // Files are read in turns, so rows may be read after the end.
     event(&mut state, 0, 9, What::Lost { peer: "rank 1".to_owned() });
     metrics(&mut state, 6..=9);
     assert_eq!(phase(&state), Phase::Ended { reason: "lost: rank 1".to_owned() });
@@ -181,7 +181,7 @@ fn garbage_is_counted_by_file_and_changes_nothing_else() {
         assert_eq!((problem.bad_lines, problem.long_lines), (9, 1), "{file:?}");
     }
     assert!(problems.iter().all(|problem| !problem.what.contains('\n') && !problem.what.contains('\u{0}')));
-    // A file that begins anew has no problems any more, and neither has a document that is right again.
+    // A file that was replaced has no problems any more, and neither has a document that is valid again.
     for file in all {
         state.restart(file);
     }

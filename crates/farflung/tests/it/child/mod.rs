@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// How long anything that is waited for may take.
+/// Time limit of every wait.
 const PATIENCE: Duration = Duration::from_mins(2);
 
 pub(crate) fn send(process: u32, signal: Signal) {
@@ -19,7 +19,7 @@ pub(crate) fn wait_until<T>(what: &str, done: impl FnMut() -> Option<T>) -> T {
     wait_until_or(|| what.to_owned(), done)
 }
 
-/// The same, where what was waited for is told with what was seen instead.
+/// As `wait_until`, with a function that describes what was waited for and what was seen instead.
 pub(crate) fn wait_until_or<T>(what: impl Fn() -> String, mut done: impl FnMut() -> Option<T>) -> T {
     let pause = Duration::from_millis(10);
     for _ in 0..PATIENCE.as_millis() / pause.as_millis() {
@@ -31,7 +31,7 @@ pub(crate) fn wait_until_or<T>(what: impl Fn() -> String, mut done: impl FnMut()
     panic!("waited in vain for {}", what())
 }
 
-/// With how many others a process shares memory now.
+/// Returns the number of other processes with which a process currently shares memory.
 pub(crate) fn shares_with(process: u32) -> usize {
     let maps = std::fs::read_to_string(format!("/proc/{process}/maps")).unwrap_or_default();
     maps.lines().filter(|line| line.contains("memfd:farflung")).count()

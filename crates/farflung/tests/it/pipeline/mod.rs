@@ -1,4 +1,4 @@
-//! Whole runs of a small model of four layers, as a user starts them.
+//! Whole runs of a small model of four layers, started through the command line.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -20,7 +20,7 @@ impl Run {
         self.0.path().join(name)
     }
 
-    /// `farflung BEFORE train ... ARGS`, on a small model of four layers.
+    /// Runs `farflung BEFORE train ... ARGS`, on a small model of four layers.
     pub(crate) fn farflung(&self, before: &[&str], out: &str, args: &str) -> Output {
         let mut command = Command::new(env!("CARGO_BIN_EXE_farflung"));
         command.args(before).arg("train").args(

@@ -1,4 +1,5 @@
-//! Protobuf's wire format, read by its definition: for messages that this project writes by other means.
+//! A reader of protobuf's wire format, written from its definition: for messages that this project writes by
+//! other means.
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
@@ -25,7 +26,7 @@ fn varint(bytes: &mut &[u8]) -> u64 {
     value
 }
 
-/// The fields of a message, in their order.
+/// Returns the fields of a message, in order.
 pub(crate) fn fields(mut bytes: &[u8]) -> Vec<(u64, Value)> {
     let mut fields = Vec::new();
     while !bytes.is_empty() {
@@ -52,13 +53,13 @@ pub(crate) fn fields(mut bytes: &[u8]) -> Vec<(u64, Value)> {
     fields
 }
 
-/// The values of a field that holds bytes, texts or messages.
+/// Returns the values of a field of bytes, texts or messages.
 pub(crate) fn all(message: &[u8], number: u64) -> Vec<Vec<u8>> {
     let found = fields(message).into_iter().filter(|(field, _)| *field == number);
     found.filter_map(|(_, value)| if let Value::Bytes(bytes) = value { Some(bytes) } else { None }).collect()
 }
 
-/// The last value of a field of numbers, 0 where there is none.
+/// Returns the last value of a numeric field, or 0 if there is none.
 pub(crate) fn number(message: &[u8], number: u64) -> u64 {
     let found = fields(message).into_iter().rfind(|(field, _)| *field == number);
     match found.map(|(_, value)| value) {
@@ -68,7 +69,7 @@ pub(crate) fn number(message: &[u8], number: u64) -> u64 {
     }
 }
 
-/// A field that holds a text.
+/// Returns the value of a text field.
 pub(crate) fn text(message: &[u8], number: u64) -> String {
     String::from_utf8(all(message, number).concat()).unwrap()
 }

@@ -1,4 +1,4 @@
-//! A GPT small enough to be trained in a test, and its ranks as threads.
+//! A GPT small enough to be trained in a test, with its ranks as threads.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -7,7 +7,7 @@ use farflung::train::{Job, Seat, seats};
 use farflung::transports::MEMORY;
 use farflung::{Stop, TrainConfig};
 
-/// A GPT of four layers on a text of its own, which is in the folder.
+/// Returns settings of a GPT of four layers on a text of its own, which is in the returned folder.
 pub(crate) fn config(steps: u64) -> (tempfile::TempDir, TrainConfig) {
     let folder = tempfile::tempdir().unwrap();
     let data = folder.path().join("text.txt");
@@ -33,12 +33,12 @@ pub(crate) fn config(steps: u64) -> (tempfile::TempDir, TrainConfig) {
     (folder, config)
 }
 
-/// Its job.
+/// Returns the job of these settings.
 pub(crate) fn job(config: &TrainConfig) -> Job {
     Job::new(config.clone(), config.workers, Stop::manual()).unwrap()
 }
 
-/// Runs `work` as each rank, a thread each.
+/// Runs `work` as each rank, one thread per rank.
 pub(crate) fn on_all<T: Send>(job: &Job, work: impl Fn(Seat) -> T + Sync) -> Vec<T> {
     let work = &work;
     std::thread::scope(|scope| {

@@ -1,11 +1,11 @@
-//! The binary on a run of moments: two workers with a tiny model.
+//! The binary on very short runs: two workers with a tiny model.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::path::PathBuf;
 use std::process::Command;
 
-/// A folder with a text, in which there may be a run.
+/// A folder with a text, for a run.
 pub(crate) struct Run(tempfile::TempDir);
 
 impl Run {
@@ -19,14 +19,14 @@ impl Run {
         self.0.path().join(name)
     }
 
-    /// `train` with what such a run of two workers needs and `args` do not say.
+    /// Returns `train` with the arguments of such a run of two workers that `args` does not set.
     pub(crate) fn args(&self, args: &str) -> Vec<String> {
         let workers = if args.split_whitespace().any(|arg| arg == "--workers") { "" } else { "--workers 2" };
         let command = ["train".to_owned()];
         command.into_iter().chain(self.flags(&format!("{args} {workers}"))).collect()
     }
 
-    /// What such a run needs and `args` do not say.
+    /// Returns the flags of such a run that `args` does not set.
     pub(crate) fn flags(&self, args: &str) -> Vec<String> {
         let data = self.at("text.txt").display().to_string();
         let needed = [

@@ -1,4 +1,5 @@
-//! Members that come and leave on the virtual clock: their settings, their network, and what a run says.
+//! Members that join and leave on the virtual clock: their settings, their network, and a record of a run's
+//! notes.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -12,10 +13,10 @@ use farflung::train::{Job, Report, Seat, Watch, elastic};
 use farflung::{Result, StepMetrics, TrainConfig};
 use farflung_base::{Link, Nanos, PeerId, Topology};
 
-/// What becomes of a seat.
+/// The result of a seat.
 pub(crate) type Ended = Result<Option<Report>>;
 
-/// The settings with a tiny model of a text, which is written into the folder.
+/// Returns the settings with a tiny model of a text, which is written to the folder.
 pub(crate) fn tiny(folder: &Path, text: &str, config: TrainConfig) -> TrainConfig {
     let data = folder.join("text.txt");
     std::fs::write(&data, text).unwrap();
@@ -33,12 +34,13 @@ pub(crate) fn tiny(folder: &Path, text: &str, config: TrainConfig) -> TrainConfi
     }
 }
 
-/// The text of most of them.
+/// Returns the text that most of these tests use.
 pub(crate) fn fox() -> String {
     "the quick brown fox ".repeat(500)
 }
 
-/// Seats in a network of so many endpoints, a millisecond apart, of which some come at a time.
+/// Returns seats in a network of `ends` endpoints, a millisecond apart; those in `come` join at the given
+/// times.
 pub(crate) fn seats(job: &Job, ends: usize, come: &[(PeerId, Nanos)], faults: &Faults) -> Vec<Seat> {
     let link = Link { latency: Nanos::from_millis(1), ..job.config.link };
     let ends = cluster_with(&Topology::uniform(ends, link), faults);
@@ -46,7 +48,7 @@ pub(crate) fn seats(job: &Job, ends: usize, come: &[(PeerId, Nanos)], faults: &F
     elastic::seats(job, ends, come, true).unwrap()
 }
 
-/// What a run says, and when its steps were done.
+/// The notes of a run, and the times of its steps.
 #[derive(Default)]
 pub(crate) struct Told {
     pub(crate) notes: Vec<String>,
@@ -54,7 +56,7 @@ pub(crate) struct Told {
 }
 
 impl Told {
-    /// Whether a note has this text.
+    /// Returns whether a note contains this text.
     pub(crate) fn has(&self, text: &str) -> bool {
         self.notes.iter().any(|note| note.contains(text))
     }

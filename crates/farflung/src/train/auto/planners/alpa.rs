@@ -1,5 +1,5 @@
-//! Alpa for a model and machines: stages and submeshes by dynamic program, and for each submesh the cuts of a
-//! layer's operators by integer program.
+//! Runs Alpa on a model and machines: a dynamic program chooses stages and submeshes; for each submesh an
+//! integer program chooses how a layer's operators are split.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ use super::machines::{EqualDevices, Facts, divisors, ring, shared};
 use super::{OperatorCut, Planned, PlannedStage};
 use crate::Result;
 
-/// Bytes of weights, gradients and two moments for each byte of weights.
+/// Bytes of weights, gradients and two moments per byte of weights.
 const STATE_COPIES: u64 = 4;
 
 pub(super) fn planned(facts: &Facts, runnable: bool) -> Result<Planned> {
@@ -31,7 +31,7 @@ pub(super) fn planned(facts: &Facts, runnable: bool) -> Result<Planned> {
     if runnable { equal_copies(facts, &devices, &size) } else { cut_operators(facts, &devices, &size) }
 }
 
-/// Any submeshes, with any cuts.
+/// Plans with all submeshes and all splits.
 fn cut_operators(facts: &Facts, devices: &EqualDevices, size: &AlpaSize) -> Result<Planned> {
     let meshes = submeshes(size.nodes, size.devices);
     let layers: BTreeMap<Submesh, LayerCuts> = meshes
@@ -73,7 +73,7 @@ fn cut_operators(facts: &Facts, devices: &EqualDevices, size: &AlpaSize) -> Resu
     Ok(Planned { stages, modelled })
 }
 
-/// What every layer has at least: what the first and last one have more is tables and the head.
+/// Minimum over all layers. The first and last layer have more: tables and the head.
 struct Least {
     state: u64,
     activations: u64,
@@ -91,16 +91,16 @@ impl Least {
     }
 }
 
-/// A stage on a submesh.
+/// The splits of a stage on a submesh.
 struct StageCuts {
     sharding: Sharding,
-    /// Of a microbatch.
+    /// Time per microbatch.
     time: Nanos,
 }
 
-/// The fastest cuts of a stage's layers that its devices hold with the microbatches of the stages to the end;
-/// `None` where there are none. What the first and last layer have besides, tables and the head, is cut
-/// equally.
+/// Returns the fastest splits of a stage's layers that fit into memory with the activations of as many
+/// microbatches as there are stages from here to the end; `None` if there are none. What the first and last
+/// layer have in addition (tables and the head) is divided equally.
 ///
 /// Errors: as [`choose`].
 fn stage_cuts(
@@ -129,12 +129,12 @@ fn stage_cuts(
     Ok(Some(StageCuts { sharding, time }))
 }
 
-/// The cuts of a layer's operators on a submesh, for each room of memory that was asked for.
+/// The splits of a layer's operators on a submesh, by the available memory.
 struct LayerCuts {
     graph: OperatorGraph,
-    /// Where memory does not count.
+    /// The fastest splits without a memory limit.
     free: Sharding,
-    /// By the microbatches under way: the room that was asked for, and what was found.
+    /// Results so far, by the number of microbatches in flight and the available memory.
     found: RefCell<BTreeMap<u64, BTreeMap<u64, Option<Sharding>>>>,
 }
 
@@ -152,8 +152,8 @@ impl LayerCuts {
         Ok(Self { graph, free, found: RefCell::default() })
     }
 
-    /// The fastest cuts within a limit. A program is solved for each step of the front of time and memory, not
-    /// for each room that is asked for.
+    /// Returns the fastest splits within a limit. The integer program is solved once per point of the front of
+    /// time against memory, rather than once per amount of memory.
     fn within(&self, limit: &MemoryLimit) -> Result<Option<Sharding>, ParallelError> {
         let room = limit.bytes.0;
         let takes = |sharding: &Sharding| self.graph.memory(&sharding.strategies, limit);
@@ -163,7 +163,8 @@ impl LayerCuts {
         }
         let mut found = self.found.borrow_mut();
         let known = found.entry(limit.microbatches).or_default();
-        // What was best with as much room or more is best here, if it fits; nor does less room hold more.
+        // The best splits for as much memory or more are the best here too, if they fit. If nothing fits into
+        // more memory, nothing fits here.
         if let Some((_, found)) = known.range(room..).find(|(_, found)| found.as_ref().is_none_or(fits)) {
             return Ok(found.clone());
         }
@@ -172,7 +173,7 @@ impl LayerCuts {
         Ok(sharding)
     }
 
-    /// Devices among which the widest product's weights are cut.
+    /// Returns the number of devices among which the weights of the widest product are split.
     fn tensor(&self, sharding: &Sharding) -> u32 {
         let operators = self.graph.operators.iter().zip(&sharding.strategies);
         let widest = operators.map(|(operator, &at)| {
@@ -182,7 +183,7 @@ impl LayerCuts {
         widest.max().map_or(1, |(_, parts)| parts.max(1) as u32)
     }
 
-    /// For people.
+    /// Returns a description of the splits.
     fn named(&self, sharding: &Sharding) -> Vec<OperatorCut> {
         let operators = self.graph.operators.iter().zip(&sharding.strategies);
         let cut = |(operator, &at): (&Operator, &usize)| OperatorCut {
@@ -193,7 +194,7 @@ impl LayerCuts {
     }
 }
 
-/// Submeshes of one size, whose devices are copies.
+/// Plans with submeshes of one size, whose devices are copies.
 fn equal_copies(facts: &Facts, devices: &EqualDevices, size: &AlpaSize) -> Result<Planned> {
     let mut best: Option<SubmeshPlan> = None;
     let mut refused = None;
@@ -214,7 +215,8 @@ fn equal_copies(facts: &Facts, devices: &EqualDevices, size: &AlpaSize) -> Resul
     Ok(Planned { stages: placed(found, |_, stage, _| stage), modelled })
 }
 
-/// Time of a microbatch of a stage whose devices are copies; `None` where its memory does not hold it.
+/// Returns the time of a microbatch on a stage whose devices are copies; `None` if the stage does not fit into
+/// memory.
 fn copied_stage(
     facts: &Facts,
     devices: &EqualDevices,
@@ -233,7 +235,7 @@ fn copied_stage(
     (needs <= devices.memory.0).then_some(time)
 }
 
-/// Submeshes on devices in their order.
+/// Places submeshes on the devices, in order.
 fn placed(plan: SubmeshPlan, of: impl Fn(usize, PlannedStage, Submesh) -> PlannedStage) -> Vec<PlannedStage> {
     let mut next = 0;
     let stages = plan.stages.into_iter().enumerate().map(|(at, stage)| {

@@ -1,4 +1,4 @@
-//! DAPPLE for a model and machines.
+//! Runs DAPPLE on a model and machines.
 
 use std::ops::Range;
 
@@ -12,8 +12,8 @@ use super::{Planned, PlannedStage};
 use crate::Result;
 use crate::train::chain::PipelineSizes;
 
-/// Devices up to which stages of every number of copies are tried; beyond, powers of two from an eighth of
-/// all on.
+/// Number of devices up to which all numbers of copies are tried; with more devices, powers of two from an
+/// eighth of all devices on.
 const EVERY: u32 = 24;
 
 pub(super) fn planned(facts: &Facts, runnable: bool) -> Result<Planned> {
@@ -33,7 +33,7 @@ pub(super) fn planned(facts: &Facts, runnable: bool) -> Result<Planned> {
     best
 }
 
-/// The stages that DAPPLE chooses with `replicas` copies of each, for [`auto`](super::super::auto).
+/// Returns the stages that DAPPLE chooses with `replicas` copies of each, for [`auto`](super::super::auto).
 pub(in super::super) fn equal_replicas(
     model: &GptConfig,
     cluster: &Cluster,

@@ -1,4 +1,4 @@
-//! Galvatron for a model and machines: all devices hold all layers, and each layer has a strategy.
+//! Runs Galvatron on a model and machines: all devices hold all layers, and each layer has a strategy.
 
 use farflung_base::{Bytes, Nanos};
 use farflung_parallel::planner::galvatron::{StrategyCost, galvatron};
@@ -7,16 +7,16 @@ use super::machines::{EqualDevices, Facts, ring, shared, tensor_degrees};
 use super::{Planned, PlannedStage};
 use crate::Result;
 
-/// How devices share a layer.
+/// How the devices share a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Strategy {
     tensor: u32,
-    /// State is sharded among copies (ZeRO-3).
+    /// Whether state is sharded among copies (ZeRO-3).
     sharded: bool,
     recompute: bool,
 }
 
-/// Units into which a device's memory is cut.
+/// Number of units into which a device's memory is divided.
 const UNITS: u64 = 4096;
 
 pub(super) fn planned(facts: &Facts, runnable: bool) -> Result<Planned> {
@@ -35,14 +35,15 @@ pub(super) fn planned(facts: &Facts, runnable: bool) -> Result<Planned> {
     let costs: Vec<Vec<StrategyCost>> = (0..facts.layers.len())
         .map(|layer| strategies.iter().map(|&strategy| cost(facts, &devices, layer, strategy)).collect())
         .collect();
-    // Between numbers of tensor ranks, hidden states are gathered in each direction of each microbatch.
+    // Between layers with different numbers of tensor ranks, hidden states are gathered, in each direction of
+    // each microbatch.
     let change = |a: usize, b: usize| {
         let (a, b) = (strategies[a].tensor, strategies[b].tensor);
         let once = if a == b { Nanos::ZERO } else { ring(facts.hidden(), a.max(b), devices.inside) };
         Nanos(once.0.saturating_mul(u64::from(facts.microbatches)))
     };
     let held: u64 = costs.iter().map(|layer| layer.iter().map(|cost| cost.memory.0).max().unwrap_or(0)).sum();
-    // More than the largest strategies need makes no difference.
+    // More memory than the largest strategies need makes no difference.
     let memory = Bytes(devices.memory.0.min(held.saturating_add(UNITS * costs.len() as u64)));
     let found = galvatron(&costs, &change, memory, Bytes(memory.0.div_ceil(UNITS).max(1)))?;
     let chosen: Vec<Strategy> = found.strategies.iter().map(|&at| strategies[at]).collect();
@@ -61,7 +62,7 @@ pub(super) fn planned(facts: &Facts, runnable: bool) -> Result<Planned> {
     Ok(Planned { stages, modelled: found.time })
 }
 
-/// A step of one layer under a strategy.
+/// Returns the cost of one layer in a step under a strategy.
 fn cost(facts: &Facts, devices: &EqualDevices, layer: usize, strategy: Strategy) -> StrategyCost {
     let Strategy { tensor, sharded, recompute } = strategy;
     let all = facts.devices.len() as u32;
@@ -74,7 +75,7 @@ fn cost(facts: &Facts, devices: &EqualDevices, layer: usize, strategy: Strategy)
     let each = shared(operations, devices.flops, all).0 + sums.0.saturating_mul(4);
     let link = if facts.machines > 1 { devices.across } else { devices.inside };
     let average = ring(Bytes(facts.gradients(range).0 / u64::from(tensor)), copies, link).0;
-    // Gathering the weights twice and scattering gradients: three halves of an average.
+    // Gathering weights twice and scattering gradients costs one and a half averages.
     let average = if sharded { average / 2 * 3 } else { average };
     let state = state.0 / u64::from(tensor) / if sharded { u64::from(copies) } else { 1 };
     let kept = if recompute { facts.hidden().0 } else { activations.0 };

@@ -1,4 +1,4 @@
-//! A model's layers and a file's machines, as the planners of the literature see them.
+//! A model's layers and a file's machines in the form that the planners of the literature need.
 
 use std::ops::Range;
 
@@ -13,29 +13,29 @@ use super::PlannedStage;
 use crate::Result;
 use crate::train::chain::{PipelineSizes, layers, machines};
 
-/// What a planner knows.
+/// Input of the planners.
 pub(super) struct Facts {
     pub(super) layers: Vec<ChainLayer>,
     pub(super) devices: Vec<ChainMachine>,
     topology: Topology,
-    /// Machines, and devices of each: the entries of the file where these are equally many each, else one
-    /// machine.
+    /// Number of machines, and of devices per machine: the entries of the file if all have the same count, else
+    /// a single machine.
     pub(super) machines: u32,
     pub(super) each: u32,
     pub(super) microbatches: u32,
-    /// A layer, for planners that cut its operators.
+    /// Shape of a layer, for planners that split its operators.
     pub(super) block: BlockShape,
-    /// The least of all machines.
+    /// The least efficiency over all machines.
     pub(super) efficiency: TensorEfficiency,
 }
 
-/// Devices as planners for equal ones count them: the slowest of the file.
+/// All devices treated as the slowest of the file, for planners that assume equal devices.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct EqualDevices {
     pub(super) flops: u64,
-    /// The most that can be told where the file does not say.
+    /// The smallest memory in the file; practically unlimited if the file contains none.
     pub(super) memory: Bytes,
-    /// The slowest link of a machine, and of all.
+    /// `inside`: the slowest link within a machine; `across`: the slowest of all links.
     pub(super) inside: Link,
     pub(super) across: Link,
 }
@@ -64,46 +64,49 @@ impl Facts {
         })
     }
 
-    /// Operations of a microbatch, forward and backward.
+    /// Returns the operations of a microbatch on layers, forward and backward.
     pub(super) fn operations(&self, layers: Range<usize>) -> u64 {
         self.layers[layers].iter().fold(0, |sum, layer| sum.saturating_add(layer.operations))
     }
 
-    /// Weights, gradients and moments of layers, and the activations of a microbatch.
+    /// Returns the bytes of weights, gradients and moments of layers, and those of the activations of a
+    /// microbatch.
     pub(super) fn held(&self, layers: Range<usize>) -> (Bytes, Bytes) {
         let layers = &self.layers[layers];
         (layers.iter().map(|layer| layer.state).sum(), layers.iter().map(|layer| layer.activations).sum())
     }
 
-    /// Gradients of layers: a quarter of their state.
+    /// Returns the bytes of gradients of layers: a quarter of their state.
     pub(super) fn gradients(&self, layers: Range<usize>) -> Bytes {
         Bytes(self.held(layers).0.0 / 4)
     }
 
-    /// Hidden states of a microbatch.
+    /// Returns the bytes of the hidden states of a microbatch.
     pub(super) fn hidden(&self) -> Bytes {
         self.layers[0].output
     }
 
-    /// Time of so many operations on the slowest of some devices, each of which takes an equal share.
+    /// Returns the time of operations on the slowest of some devices, which share them equally.
     pub(super) fn compute(&self, operations: u64, devices: &[u32]) -> Nanos {
         let slowest = devices.iter().map(|&device| self.devices[device as usize].flops).min().unwrap_or(1);
         shared(operations, slowest, devices.len() as u32)
     }
 
-    /// As many operations as take as long on whole matrices as these do where tensor ranks share them.
+    /// Returns the number of operations on whole matrices that take as long as `operations` when tensor ranks
+    /// share them.
     pub(super) fn cut(&self, operations: u64, tensor: u32) -> u64 {
         operations.saturating_mul(100) / u64::from(self.efficiency.percent(tensor))
     }
 
-    /// A ring's average of `bytes` over devices in this order.
+    /// Returns the time of a ring's average of `bytes` over devices in this order.
     pub(super) fn ring(&self, bytes: Bytes, devices: &[u32]) -> Nanos {
         let neighbours = devices.iter().zip(devices.iter().cycle().skip(1));
         let link = self.slowest(neighbours.map(|(&a, &b)| (a, b)));
         ring(bytes, devices.len() as u32, link)
     }
 
-    /// A microbatch's hidden states from some devices to others, each of which takes an equal share of them.
+    /// Returns the time to send a microbatch's hidden states from some devices to others, which share them
+    /// equally.
     pub(super) fn hop(&self, from: &[u32], to: &[u32]) -> Nanos {
         let pairs = from.iter().flat_map(|&a| to.iter().map(move |&b| (a, b)));
         let share = from.len().min(to.len()).max(1) as u64;
@@ -122,7 +125,7 @@ impl Facts {
             .unwrap_or(Link::FREE)
     }
 
-    /// All devices as the slowest.
+    /// Returns all devices as equal to the slowest.
     pub(super) fn equal(&self) -> EqualDevices {
         let all = self.devices.len() as u32;
         let pairs = |same: bool| {
@@ -144,7 +147,7 @@ impl Facts {
         }
     }
 
-    /// The phases of a stage whose devices share each microbatch.
+    /// Returns the times of the phases of a stage whose devices share each microbatch.
     pub(super) fn phases(&self, stage: &PlannedStage) -> PhaseCost {
         if let Some(phases) = stage.phases {
             return phases;
@@ -152,7 +155,7 @@ impl Facts {
         let tensor = stage.tensor.max(1);
         let operations = self.cut(self.operations(stage.layers.clone()), tensor);
         let groups = stage.devices.chunks(tensor as usize);
-        // Two sums of hidden states a layer in each direction.
+        // Two sums of hidden states per layer in each direction.
         let sums: Nanos = groups
             .map(|group| {
                 self.ring(Bytes(self.hidden().0 * u64::from(tensor) / stage.devices.len() as u64), group)
@@ -175,13 +178,14 @@ impl Facts {
     }
 }
 
-/// Time of operations that some devices of a rate share.
+/// Returns the time of operations that `devices` devices of a rate share.
 pub(super) fn shared(operations: u64, flops: u64, devices: u32) -> Nanos {
     let rate = u128::from(flops.max(1)) * u128::from(devices.max(1));
     Nanos(u64::try_from(u128::from(operations) * 1_000_000_000 / rate).unwrap_or(u64::MAX))
 }
 
-/// A ring's average of `bytes` over so many devices: each sends and receives `2 (n - 1)` parts.
+/// Returns the time of a ring's average of `bytes` over `devices` devices: each sends and receives `2 (n - 1)`
+/// parts.
 pub(super) fn ring(bytes: Bytes, devices: u32, link: Link) -> Nanos {
     if devices < 2 {
         return Nanos::ZERO;
@@ -190,7 +194,8 @@ pub(super) fn ring(bytes: Bytes, devices: u32, link: Link) -> Nanos {
     Nanos(part.0.saturating_mul(2 * u64::from(devices - 1)))
 }
 
-/// Numbers of tensor ranks that are tried for so many devices: powers of two that divide them, on one machine.
+/// Returns the numbers of tensor ranks that are tried for so many devices: powers of two that divide them,
+/// within one machine.
 pub(super) fn tensor_degrees(devices: u32, each: u32, runnable: bool) -> Vec<u32> {
     let most = if runnable { 1 } else { devices.min(each) };
     (0..32)
@@ -200,7 +205,7 @@ pub(super) fn tensor_degrees(devices: u32, each: u32, runnable: bool) -> Vec<u32
         .collect()
 }
 
-/// The numbers that divide `n`.
+/// Returns the divisors of `n`.
 pub(super) fn divisors(n: u32) -> Vec<u32> {
     (1..=n).filter(|d| n.is_multiple_of(*d)).collect()
 }

@@ -1,4 +1,4 @@
-//! PipeDream for a model and machines.
+//! Runs PipeDream on a model and machines.
 
 use farflung_base::{Bytes, Nanos};
 use farflung_parallel::planner::pipedream::{LinkLevel, ProfiledLayer, pipedream};
@@ -7,7 +7,7 @@ use super::machines::{EqualDevices, Facts, shared};
 use super::{Planned, PlannedStage};
 use crate::Result;
 
-/// It decides how many copies each stage has: with `runnable` they may be unequal all the same.
+/// PipeDream decides the number of copies of each stage by itself, so they may be unequal even with `runnable`.
 pub(super) fn planned(facts: &Facts, _runnable: bool) -> Result<Planned> {
     let EqualDevices { flops, inside, across, .. } = facts.equal();
     let layer = |at: usize| ProfiledLayer {

@@ -1,4 +1,4 @@
-//! Piper for a model and machines.
+//! Runs Piper on a model and machines.
 
 use std::ops::Range;
 
@@ -55,8 +55,8 @@ fn with_shapes(facts: &Facts, devices: &EqualDevices, shapes: Vec<StageShape>) -
     Ok(Planned { stages: stages.collect(), modelled })
 }
 
-/// What layers take in a shape: computing, sums among tensor ranks, the hop behind, and a microbatch's share of
-/// the average.
+/// Returns the load of layers in a shape: computation, sums among tensor ranks, the hop to the next stage, and
+/// a microbatch's share of the average.
 fn load(facts: &Facts, devices: &EqualDevices, layers: Range<usize>, shape: StageShape) -> StageLoad {
     let StageShape { tensor, data, recompute } = shape;
     let (state, activations) = facts.held(layers.clone());
