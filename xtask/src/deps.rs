@@ -1,14 +1,17 @@
-//! `deps`: checks the allowed dependencies between crates, from the manifests.
+//! `deps`: checks the allowed dependencies between crates, from the manifests, and that no files depend on each
+//! other in a circle.
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
 
 use anyhow::{Result, bail};
 
+use crate::files::Files;
 use crate::workspace::{Dependency, Kind, Package, Workspace};
 
 pub(crate) const HELP: &str = "\
-Check that the crates depend on each other only along the allowed arrows, and print the graph.
+Check that crates depend on each other only along the allowed arrows, and that no files do in a circle; print the graph of
+crates.
 
 Usage: cargo xtask deps
 
@@ -17,6 +20,8 @@ Checked for normal and build dependencies, also optional ones:
   - optim names comm only behind its feature `sync`;
   - base depends on nothing but, behind a feature, serde;
   - cubecl, cubek and wgpu are named by tensor alone, and sockets and async runtimes by comm and farflung alone.
+  - no files of a library depend on each other in a circle: what both need goes into a file below them. A module may use
+    the files of its own folder, and error.rs the values that errors carry.
 A dev-dependency may name any crate of a lower layer:
   base < tensor, comm, parallel, compress < optim, zoo < farflung < farflung-repro
 
@@ -92,6 +97,20 @@ pub(crate) fn check() -> Result<()> {
         bail!("{} dependencies are not allowed:\n  {}", violations.len(), violations.join("\n  "));
     }
     println!("deps: {} packages, every arrow allowed", packages.len());
+    check_files(&packages)
+}
+
+/// Fails with every circle between the files of a library.
+fn check_files(packages: &[Package]) -> Result<()> {
+    let mut circles = Vec::new();
+    for package in packages.iter().filter(|package| package.has_library) {
+        let found = Files::read(&package.folder.join("src"))?.circles();
+        circles.extend(found.iter().map(|circle| format!("{}:\n    {circle}", package.name)));
+    }
+    if !circles.is_empty() {
+        bail!("{} circles between files:\n  {}", circles.len(), circles.join("\n  "));
+    }
+    println!("deps: no circle between files");
     Ok(())
 }
 
@@ -188,6 +207,8 @@ fn foreign(package: &Package, dependency: &Dependency) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use super::*;
 
     /// Creates a package. Each word of `deps` is a dependency: `name` is normal, `name?` optional,
@@ -209,6 +230,7 @@ mod tests {
             dependencies: deps.iter().map(dependency).collect(),
             features: features.collect(),
             has_library: true,
+            folder: PathBuf::new(),
         }
     }
 

@@ -83,12 +83,12 @@ mod tests {
     #[test]
     fn what_turns_a_heavy_feature_on_is_heavy() {
         let json = br#"{"target_directory": "t", "packages": [
-            {"name": "farflung", "targets": [], "features": {
+            {"name": "farflung", "manifest_path": "farflung/Cargo.toml", "targets": [], "features": {
                 "default": ["cli"], "cli": [], "text": ["cli", "farflung-tensor/f16"],
                 "gpu": ["farflung-tensor/device"], "weak": ["farflung-tensor?/wgpu"], "mpi": [],
                 "ring": ["a"], "a": ["ring"], "net": ["dep:iroh"], "far": ["net"]},
              "dependencies": [{"name": "farflung-tensor", "kind": null, "optional": true}]},
-            {"name": "farflung-tensor", "targets": [], "dependencies": [],
+            {"name": "farflung-tensor", "manifest_path": "farflung-tensor/Cargo.toml", "targets": [], "dependencies": [],
              "features": {"device": ["wgpu"], "wgpu": [], "f16": []}}]}"#;
         let workspace = Workspace::parse(json).unwrap();
         let farflung = workspace.package("farflung").unwrap();
@@ -106,7 +106,7 @@ mod tests {
     #[test]
     fn no_features_no_flag() {
         let json = br#"{"target_directory": "t", "packages": [
-            {"name": "a", "targets": [], "features": {"default": []}, "dependencies": []}]}"#;
+            {"name": "a", "manifest_path": "a/Cargo.toml", "targets": [], "features": {"default": []}, "dependencies": []}]}"#;
         assert!(all_light_and(&Workspace::parse(json).unwrap(), &["wgpu"]).is_empty());
     }
 }

@@ -14,6 +14,7 @@ mod ci;
 mod deps;
 mod examples;
 mod features;
+mod files;
 mod setup;
 mod test;
 mod tidy;

@@ -1,7 +1,7 @@
 //! The workspace's packages, as described by `cargo metadata` without dependency resolution.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use serde_json::Value;
@@ -24,6 +24,8 @@ pub(crate) struct Package {
     /// `name?/feature`.
     pub(crate) features: BTreeMap<String, Vec<String>>,
     pub(crate) has_library: bool,
+    /// Where its manifest is.
+    pub(crate) folder: PathBuf,
 }
 
 /// An entry of a package's dependency tables.
@@ -77,7 +79,8 @@ fn package(json: &Value) -> Result<Package> {
     let dependencies = dependencies.with_context(|| format!("package {name}"))?;
     let mut targets = json["targets"].as_array().into_iter().flatten();
     let has_library = targets.any(|t| t["doctest"] == Value::Bool(true));
-    Ok(Package { name, dependencies, features, has_library })
+    let folder = Path::new(&text(json, "manifest_path")?).parent().unwrap_or(Path::new("")).to_owned();
+    Ok(Package { name, dependencies, features, has_library, folder })
 }
 
 fn dependency(json: &Value) -> Result<Dependency> {
@@ -103,16 +106,17 @@ mod tests {
     #[test]
     fn metadata_is_read() {
         let json = br#"{"target_directory": "t", "packages": [
-            {"name": "b", "features": {"x": ["dep:serde"]}, "targets": [{"doctest": false}],
+            {"name": "b", "manifest_path": "b/Cargo.toml", "features": {"x": ["dep:serde"]}, "targets": [{"doctest": false}],
              "dependencies": [{"name": "serde", "kind": null, "optional": true, "rename": null},
                               {"name": "cc", "kind": "build", "optional": false, "rename": "compiler"}]},
-            {"name": "a", "features": {}, "targets": [{"doctest": true}], "dependencies": []}]}"#;
+            {"name": "a", "manifest_path": "a/Cargo.toml", "features": {}, "targets": [{"doctest": true}], "dependencies": []}]}"#;
         let workspace = Workspace::parse(json).unwrap();
         assert_eq!(workspace.target_directory, PathBuf::from("t"));
         assert_eq!(workspace.packages[0].name, "a");
         assert!(workspace.packages[0].has_library);
         let b = workspace.package("b").unwrap();
         assert!(!b.has_library);
+        assert_eq!(b.folder, PathBuf::from("b"));
         assert_eq!(b.features["x"], ["dep:serde"]);
         assert_eq!((b.dependencies[0].kind, b.dependencies[0].optional), (Kind::Normal, true));
         assert_eq!((b.dependencies[1].kind, b.dependencies[1].alias.as_str()), (Kind::Build, "compiler"));

@@ -2,7 +2,7 @@
 
 use crate::cast::{Cast, Format};
 use crate::chunked::Chunked;
-use crate::simd::Hand;
+use crate::simd::Avx2Token;
 use crate::wire::CodecId;
 
 /// bfloat16, the upper half of f32, rounded to nearest, ties to even. `2n` bytes for `n` elements.
@@ -45,8 +45,8 @@ impl Format for Brain16 {
         u16::from_le_bytes(bytes) & EXPONENT == EXPONENT
     }
 
-    fn decode_by_hand(hand: Hand, bytes: &[u8], out: &mut [f32]) -> (usize, bool) {
-        hand.bf16((), bytes, out)
+    fn decode_avx2(token: Avx2Token, bytes: &[u8], out: &mut [f32]) -> (usize, bool) {
+        token.bf16((), bytes, out)
     }
 }
 

@@ -2,11 +2,13 @@
 //! arithmetic: that is a [`Quantizer`].
 
 use crate::CompressError;
-use crate::aside::Aside;
-use crate::chunked::{Chunked, Chunks, INFINITE, Pass, Values, max_magnitude, sum};
+use crate::chunked::{Chunked, Chunks, Pass};
+use crate::magnitude::{INFINITE, max_magnitude, sum};
 use crate::noise::Noise;
 use crate::pack::{GROUP, pack, packed_len, padding_is_zero, unpack};
-use crate::simd::{Hand, Kernel, Level, Lossy, prefetch};
+use crate::simd::{Avx2Token, FiniteValues, Kernel, Level, prefetch};
+use crate::staging::StagingBuffer;
+use crate::values::Values;
 use crate::wire::CodecId;
 
 /// The largest block. A block should fit a cache, and its size a header.
@@ -72,7 +74,7 @@ pub trait Quantizer<const BITS: u32>: Copy + std::fmt::Debug + Send + Sync {
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     #[must_use]
-    fn encode_by_hand(_: Hand, _: &Self::Fit, _: Lossy<'_>, _: &mut [u8]) -> usize {
+    fn encode_avx2(_: Avx2Token, _: &Self::Fit, _: FiniteValues<'_>, _: &mut [u8]) -> usize {
         0
     }
     /// Decodes full runs of a block's first codes in the processor's own instructions; how many elements, and
@@ -80,7 +82,7 @@ pub trait Quantizer<const BITS: u32>: Copy + std::fmt::Debug + Send + Sync {
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     #[must_use]
-    fn decode_by_hand(_: Hand, _: &Self::Fit, _: &[u8], _: &mut [f32]) -> (usize, bool) {
+    fn decode_avx2(_: Avx2Token, _: &Self::Fit, _: &[u8], _: &mut [f32]) -> (usize, bool) {
         (0, false)
     }
 }
@@ -129,13 +131,13 @@ impl<Q: Quantizer<BITS>, const BITS: u32> Block<Q, BITS> {
         out: &mut [u8],
         noise: Noise,
     ) -> bool {
-        let Pass { level, aside } = pass;
+        let Pass { level, staging } = pass;
         let group = (at / self.block) as u64 * self.block.div_ceil(GROUP) as u64;
-        let hand = if NOISY { None } else { level.hand() };
-        let blocks = Blocks::<Q, BITS, NOISY> { format: self, noise, group, hand };
+        let token = if NOISY { None } else { level.avx2_token() };
+        let blocks = Blocks::<Q, BITS, NOISY> { format: self, noise, group, token };
         match values {
             Values::Read(x) => level.run(Encode { blocks, x, out }),
-            Values::Feedback { x, e, next } => level.run(EncodeSums { blocks, x, e, next, out, aside }),
+            Values::Feedback { x, e, next } => level.run(EncodeSums { blocks, x, e, next, out, staging }),
         }
     }
 
@@ -193,8 +195,8 @@ impl<Q: Quantizer<BITS>, const BITS: u32> Chunks for Block<Q, BITS> {
     }
 
     fn decode(&self, pass: &mut Pass, at: usize, bytes: &[u8], out: &mut [f32]) -> Result<(), CompressError> {
-        let (count, Pass { level, aside }) = (out.len(), pass);
-        let Some(bad) = level.run(Decode::<Q, BITS> { format: self, bytes, out, level: *level, aside })
+        let (count, Pass { level, staging }) = (out.len(), pass);
+        let Some(bad) = level.run(Decode::<Q, BITS> { format: self, bytes, out, level: *level, staging })
         else {
             return Ok(());
         };
@@ -210,7 +212,7 @@ struct Blocks<'a, Q, const BITS: u32, const NOISY: bool> {
     noise: Noise,
     /// The number of the first block's first group of noise.
     group: u64,
-    hand: Option<Hand>,
+    token: Option<Avx2Token>,
 }
 
 impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Blocks<'_, Q, BITS, NOISY> {
@@ -251,9 +253,15 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Blocks<'_, Q, BITS,
     /// Encodes full runs of the group that begins at `start` by hand; how many elements.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn by_hand(&self, fit: &Q::Fit, start: usize, values: Lossy<'_>, codes: &mut [u8]) -> usize {
-        match self.hand {
-            Some(hand) => Q::encode_by_hand(hand, fit, values, &mut codes[start * BITS as usize / 8..]),
+    fn encode_group_avx2(
+        &self,
+        fit: &Q::Fit,
+        start: usize,
+        values: FiniteValues<'_>,
+        codes: &mut [u8],
+    ) -> usize {
+        match self.token {
+            Some(token) => Q::encode_avx2(token, fit, values, &mut codes[start * BITS as usize / 8..]),
             None => 0,
         }
     }
@@ -288,7 +296,7 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Kernel for Encode<'
                 while start < len {
                     let group = &values[start..len.min(start + GROUP)];
                     come_near(group, start, len);
-                    let done = blocks.by_hand(&fit, start, Lossy::Read(group), bytes);
+                    let done = blocks.encode_group_avx2(&fit, start, FiniteValues::Read(group), bytes);
                     if done < group.len() {
                         blocks.offsets(i, start, &mut offsets);
                         for ((code, x), offset) in codes.iter_mut().zip(&group[done..]).zip(&offsets) {
@@ -312,7 +320,7 @@ struct EncodeSums<'a, Q, const BITS: u32, const NOISY: bool> {
     e: &'a [f32],
     next: &'a mut [f32],
     out: &'a mut [u8],
-    aside: &'a mut Aside,
+    staging: &'a mut StagingBuffer,
 }
 
 impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Kernel for EncodeSums<'_, Q, BITS, NOISY> {
@@ -321,7 +329,7 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Kernel for EncodeSu
     #[expect(clippy::inline_always, reason = "a kernel is compiled for its caller's instruction set")]
     #[inline(always)]
     fn run(self) -> bool {
-        let Self { blocks, x, e, next, mut out, aside } = self;
+        let Self { blocks, x, e, next, mut out, staging } = self;
         let (block, whole, all) = (blocks.format.block, blocks.format.block_bytes(), x.len());
         let (e, next) = (&e[..all], &mut next[..all]);
         let (mut codes, mut offsets, mut i, mut at) = ([0; GROUP], [0.0; GROUP], 0, 0);
@@ -330,14 +338,14 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Kernel for EncodeSu
             let (x, e) = (&x[at..end], &e[at..end]);
             let (head, rest) = out.split_at_mut(Q::HEADER);
             let (bytes, next_out) = rest.split_at_mut((whole - Q::HEADER).min(rest.len()));
-            let (sums, mut way) = aside.lend(&mut next[at..end]);
+            let (sums, mut copy_back) = staging.target(&mut next[at..end]);
             let surveyed = Q::survey(Values::Feedback { x, e, next: &mut *sums });
             if surveyed.0 >= INFINITE {
                 return true;
             }
             match blocks.fit(surveyed, sums, head, bytes) {
                 // Nothing is sent of these.
-                None => way.take(0, sums),
+                None => copy_back.write(0, sums),
                 Some(fit) => {
                     let (len, mut start) = (x.len(), 0);
                     while start < len {
@@ -345,7 +353,8 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Kernel for EncodeSu
                         let group = &mut sums[start..end];
                         come_near(&x[start..end], start, len);
                         come_near(&e[start..end], start, len);
-                        let done = blocks.by_hand(&fit, start, Lossy::Lose(group), bytes);
+                        let done =
+                            blocks.encode_group_avx2(&fit, start, FiniteValues::IntoResidual(group), bytes);
                         if done < group.len() {
                             blocks.offsets(i, start, &mut offsets);
                             for ((code, v), offset) in codes.iter_mut().zip(&mut group[done..]).zip(&offsets)
@@ -355,7 +364,7 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Kernel for EncodeSu
                             }
                             pack::<BITS>(&codes[..group.len() - done], start + done, len, bytes);
                         }
-                        way.take(start, group);
+                        copy_back.write(start, group);
                         start += GROUP;
                     }
                     if Q::OVERSHOOTS && surveyed.0 >= EDGE && overflows(sums) {
@@ -400,7 +409,7 @@ struct Decode<'a, Q, const BITS: u32> {
     bytes: &'a [u8],
     out: &'a mut [f32],
     level: Level,
-    aside: &'a mut Aside,
+    staging: &'a mut StagingBuffer,
 }
 
 impl<Q: Quantizer<BITS>, const BITS: u32> Kernel for Decode<'_, Q, BITS> {
@@ -422,18 +431,18 @@ impl<Q: Quantizer<BITS>, const BITS: u32> Kernel for Decode<'_, Q, BITS> {
                 continue;
             }
             let Ok(fit) = Q::read(head) else { return Some(i) };
-            let (count, hand) = (out.len(), self.aside.hand(self.level, out));
-            let (done, refused) = hand.map_or((0, false), |hand| Q::decode_by_hand(hand, &fit, bytes, out));
+            let (count, token) = (out.len(), self.staging.avx2_token(self.level, out));
+            let (done, refused) = token.map_or((0, false), |token| Q::decode_avx2(token, &fit, bytes, out));
             let mut bad = refused | !padding_is_zero(BITS, count, bytes);
             for (g, out) in out[done..].chunks_mut(GROUP).enumerate() {
                 let codes = &mut codes[..out.len()];
                 unpack::<BITS>(bytes, done + g * GROUP, count, codes);
-                let (values, mut way) = self.aside.lend(out);
+                let (values, mut copy_back) = self.staging.target(out);
                 for (value, code) in values.iter_mut().zip(&*codes) {
                     bad |= Q::refused(*code);
                     *value = Q::decode(&fit, *code);
                 }
-                way.take(0, values);
+                copy_back.write(0, values);
             }
             if bad {
                 return Some(i);

@@ -4,10 +4,12 @@
 use std::marker::PhantomData;
 
 use crate::CompressError;
-use crate::aside::Aside;
-use crate::chunked::{Chunked, Chunks, INFINITE, Pass, Values, magnitude};
+use crate::chunked::{Chunked, Chunks, Pass};
+use crate::magnitude::{INFINITE, magnitude};
 use crate::noise::Noise;
-use crate::simd::{Hand, Kernel};
+use crate::simd::{Avx2Token, Kernel};
+use crate::staging::StagingBuffer;
+use crate::values::Values;
 use crate::wire::CodecId;
 
 /// A number format. The functions must be branch-free and `#[inline(always)]`, so that the loops become vector
@@ -28,12 +30,12 @@ pub trait Format: Copy + std::fmt::Debug + Send + Sync {
     fn refused(bytes: Self::Bytes) -> bool;
     /// Encodes some of the first elements in the processor's own instructions; how many, and the largest
     /// magnitude.
-    fn encode_by_hand(_: Hand, _: &[f32], _: &mut [u8]) -> (usize, i32) {
+    fn encode_avx2(_: Avx2Token, _: &[f32], _: &mut [u8]) -> (usize, i32) {
         (0, 0)
     }
     /// Decodes some of the first elements in the processor's own instructions; how many, and whether one is
     /// refused.
-    fn decode_by_hand(_: Hand, _: &[u8], _: &mut [f32]) -> (usize, bool) {
+    fn decode_avx2(_: Avx2Token, _: &[u8], _: &mut [f32]) -> (usize, bool) {
         (0, false)
     }
 }
@@ -68,27 +70,27 @@ impl<F: Format> Chunks for Cast<F> {
     }
 
     fn encode(&self, pass: &mut Pass, _: usize, values: Values<'_>, out: &mut [u8], _: Noise) -> bool {
-        let Pass { level, aside } = pass;
+        let Pass { level, staging } = pass;
         match values {
             Values::Read(x) => {
-                let (done, max) = level.hand().map_or((0, 0), |hand| F::encode_by_hand(hand, x, out));
+                let (done, max) = level.avx2_token().map_or((0, 0), |token| F::encode_avx2(token, x, out));
                 let out = bytemuck::cast_slice_mut(out);
                 let refused = level.run(Encode::<F> { x: &x[done..], out: &mut out[done..] });
                 !F::EXACT && (refused || max >= INFINITE)
             }
             Values::Feedback { x, e, next } => {
                 let out = bytemuck::cast_slice_mut(out);
-                level.run(EncodeResidual::<F> { x, e, next, out, aside })
+                level.run(EncodeResidual::<F> { x, e, next, out, staging })
             }
         }
     }
 
     fn decode(&self, pass: &mut Pass, at: usize, bytes: &[u8], out: &mut [f32]) -> Result<(), CompressError> {
         let codes: &[F::Bytes] = bytemuck::cast_slice(bytes);
-        let Pass { level, aside } = pass;
-        let hand = aside.hand(*level, out);
-        let (done, refused) = hand.map_or((0, false), |hand| F::decode_by_hand(hand, bytes, out));
-        if refused | level.run(Decode::<F> { codes: &codes[done..], out: &mut out[done..], aside }) {
+        let Pass { level, staging } = pass;
+        let token = staging.avx2_token(*level, out);
+        let (done, refused) = token.map_or((0, false), |token| F::decode_avx2(token, bytes, out));
+        if refused | level.run(Decode::<F> { codes: &codes[done..], out: &mut out[done..], staging }) {
             let index = codes.iter().position(|c| F::refused(*c)).expect("the kernel saw one");
             let code = codes[index].as_ref().iter().rev().fold(0, |code, byte| code << 8 | u32::from(*byte));
             return Err(CompressError::Code { index: at + index, code });
@@ -127,7 +129,7 @@ struct EncodeResidual<'a, F: Format> {
     e: &'a [f32],
     next: &'a mut [f32],
     out: &'a mut [F::Bytes],
-    aside: &'a mut Aside,
+    staging: &'a mut StagingBuffer,
 }
 
 impl<F: Format> Kernel for EncodeResidual<'_, F> {
@@ -139,7 +141,7 @@ impl<F: Format> Kernel for EncodeResidual<'_, F> {
         let mut max = 0;
         let runs = self.x.chunks(RUN).zip(self.e.chunks(RUN));
         for (((x, e), next), out) in runs.zip(self.next.chunks_mut(RUN)).zip(self.out.chunks_mut(RUN)) {
-            let (values, mut way) = self.aside.lend(next);
+            let (values, mut copy_back) = self.staging.target(next);
             for (((out, x), e), value) in out.iter_mut().zip(x).zip(e).zip(&mut *values) {
                 let v = x + e;
                 max = max.max(magnitude(v));
@@ -147,7 +149,7 @@ impl<F: Format> Kernel for EncodeResidual<'_, F> {
                 *out = code;
                 *value = v - F::decode(code);
             }
-            way.take(0, values);
+            copy_back.write(0, values);
         }
         max >= INFINITE
     }
@@ -157,7 +159,7 @@ impl<F: Format> Kernel for EncodeResidual<'_, F> {
 struct Decode<'a, F: Format> {
     codes: &'a [F::Bytes],
     out: &'a mut [f32],
-    aside: &'a mut Aside,
+    staging: &'a mut StagingBuffer,
 }
 
 impl<F: Format> Kernel for Decode<'_, F> {
@@ -168,12 +170,12 @@ impl<F: Format> Kernel for Decode<'_, F> {
     fn run(self) -> bool {
         let mut bad = false;
         for (out, codes) in self.out.chunks_mut(RUN).zip(self.codes.chunks(RUN)) {
-            let (values, mut way) = self.aside.lend(out);
+            let (values, mut copy_back) = self.staging.target(out);
             for (value, code) in values.iter_mut().zip(codes) {
                 bad |= F::refused(*code);
                 *value = F::decode(*code);
             }
-            way.take(0, values);
+            copy_back.write(0, values);
         }
         bad
     }

@@ -1,11 +1,12 @@
 //! Codecs of a fixed rate that encode every chunk of a vector on its own: one loop over chunks for all of them,
 //! alone or on several threads, with and without feedback. Knows no format: that is a [`Chunks`].
 
-use crate::aside::Aside;
 use crate::compressor::Memoryless;
 use crate::noise::Noise;
 use crate::simd::Level;
+use crate::staging::StagingBuffer;
 use crate::threads;
+use crate::values::Values;
 use crate::wire::{CodecId, HEADER, check_body};
 use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
 
@@ -47,82 +48,13 @@ pub trait Chunks: Clone + std::fmt::Debug + Send + Sync {
 #[derive(Debug)]
 pub struct Pass {
     pub(crate) level: Level,
-    pub(crate) aside: Aside,
+    pub(crate) staging: StagingBuffer,
 }
 
 impl Pass {
     /// Over a short vector.
     pub(crate) fn short(level: Level) -> Self {
-        Self { level, aside: Aside::Not }
-    }
-}
-
-/// What a chunk is made of.
-#[derive(Debug)]
-pub enum Values<'a> {
-    /// The values themselves.
-    Read(&'a [f32]),
-    /// Values `x + e`; `next` takes what the bytes lose of them.
-    Feedback {
-        /// The input.
-        x: &'a [f32],
-        /// The residual so far.
-        e: &'a [f32],
-        /// The residual to come.
-        next: &'a mut [f32],
-    },
-}
-
-impl Values<'_> {
-    /// How many there are.
-    #[expect(clippy::inline_always, reason = "part of kernels")]
-    #[inline(always)]
-    pub(crate) fn len(&self) -> usize {
-        match self {
-            Self::Read(x) | Self::Feedback { x, .. } => x.len(),
-        }
-    }
-
-    #[expect(clippy::inline_always, reason = "part of kernels")]
-    #[inline(always)]
-    pub(crate) fn split_at(self, mid: usize) -> (Self, Self) {
-        match self {
-            Self::Read(x) => {
-                let (a, b) = x.split_at(mid);
-                (Self::Read(a), Self::Read(b))
-            }
-            Self::Feedback { x, e, next } => {
-                let ((xa, xb), (ea, eb), (na, nb)) =
-                    (x.split_at(mid), e.split_at(mid), next.split_at_mut(mid));
-                (Self::Feedback { x: xa, e: ea, next: na }, Self::Feedback { x: xb, e: eb, next: nb })
-            }
-        }
-    }
-
-    /// The same once more.
-    fn again(&mut self) -> Values<'_> {
-        match self {
-            Self::Read(x) => Values::Read(x),
-            Self::Feedback { x, e, next } => Values::Feedback { x, e, next },
-        }
-    }
-
-    /// The error for the first value that is not finite, or else for the first whose loss is not; they begin at
-    /// `offset` of the vector.
-    pub(crate) fn refusal(&self, offset: usize) -> CompressError {
-        let value = |i: usize| match self {
-            Self::Read(x) => x[i],
-            Self::Feedback { x, e, .. } => x[i] + e[i],
-        };
-        if let Some(at) = (0..self.len()).find(|i| !value(*i).is_finite()) {
-            return CompressError::NonFinite { index: offset + at, value: value(at) };
-        }
-        let lost = match self {
-            Self::Read(_) => None,
-            Self::Feedback { next, .. } => next.iter().position(|lost| !lost.is_finite()),
-        };
-        let at = lost.expect("the caller saw one among these");
-        CompressError::Overflow { index: offset + at, value: value(at), what: "what is lost of it" }
+        Self { level, staging: StagingBuffer::InPlace }
     }
 }
 
@@ -184,7 +116,7 @@ impl<C: Chunks> Chunked<C> {
 
     /// How a part of so many elements is gone over.
     fn pass(&self, len: usize) -> Pass {
-        Pass { level: self.level, aside: Aside::new(self.level, len, self.chunk()) }
+        Pass { level: self.level, staging: StagingBuffer::new(self.level, len, self.chunk()) }
     }
 
     /// Encodes `values`, which begin at `at`, on so many threads; with the checksum of the bytes.
@@ -314,33 +246,3 @@ impl<C: Chunks> Compressor for Chunked<C> {
         self.threads = threads.max(1);
     }
 }
-
-/// `out = x + e`; the largest magnitude in it, as `max_magnitude` gives it.
-#[expect(clippy::inline_always, reason = "part of kernels")]
-#[inline(always)]
-pub(crate) fn sum(x: &[f32], e: &[f32], out: &mut [f32]) -> i32 {
-    let mut max = 0;
-    for ((sum, x), e) in out.iter_mut().zip(x).zip(e) {
-        *sum = x + e;
-        max = max.max(magnitude(*sum));
-    }
-    max
-}
-
-/// The bits of the largest magnitude: among magnitudes the order of bits is the order of numbers, with infinity
-/// and then NaN above all finite ones.
-#[expect(clippy::inline_always, reason = "part of kernels")]
-#[inline(always)]
-pub(crate) fn max_magnitude(x: &[f32]) -> i32 {
-    x.iter().fold(0, |max, x| max.max(magnitude(*x)))
-}
-
-/// As `i32`, for which every instruction set has a maximum.
-#[expect(clippy::inline_always, reason = "part of kernels")]
-#[inline(always)]
-pub(crate) fn magnitude(x: f32) -> i32 {
-    (x.to_bits() & 0x7fff_ffff).cast_signed()
-}
-
-/// What [`magnitude`] gives of infinity; NaN gives more.
-pub(crate) const INFINITE: i32 = f32::INFINITY.to_bits().cast_signed();

@@ -3,25 +3,10 @@
 
 use std::fmt::Debug;
 
-use farflung_base::Rank;
-
-use crate::chunked::{INFINITE, Values, max_magnitude, sum};
+use crate::magnitude::{INFINITE, max_magnitude, sum};
 use crate::simd::{Kernel, Level};
-use crate::{CompressError, Payload, PayloadRef, State};
-
-/// Which use of a codec this is, so that whatever a codec draws is a pure function of it: masks that all ranks
-/// share are keyed by (seed, round, shard), private noise by the rank as well.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub struct RoundKey {
-    /// The run's seed.
-    pub seed: u64,
-    /// The synchronisation, counted from 0.
-    pub round: u64,
-    /// The part of the vector.
-    pub shard: u32,
-    /// Who compresses.
-    pub rank: Rank,
-}
+use crate::values::Values;
+use crate::{CompressError, Payload, PayloadRef, RoundKey, State};
 
 /// A codec.
 ///

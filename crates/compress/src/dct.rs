@@ -3,8 +3,8 @@
 
 use std::convert::Infallible;
 
-use crate::chunked::{magnitude, max_magnitude};
 use crate::compressor::{LARGE, Memoryless, check_finite, residual_of};
+use crate::magnitude::{magnitude, max_magnitude};
 use crate::simd::{Kernel, Level};
 use crate::threads;
 use crate::wire::CodecId;

@@ -2,7 +2,7 @@
 
 use crate::cast::{Cast, Format};
 use crate::chunked::Chunked;
-use crate::simd::Hand;
+use crate::simd::Avx2Token;
 use crate::wire::CodecId;
 
 /// IEEE 754 binary16, rounded to nearest, ties to even. `2n` bytes for `n` elements.
@@ -61,12 +61,12 @@ impl Format for Binary16 {
         u16::from_le_bytes(bytes) & EXPONENT == EXPONENT
     }
 
-    fn encode_by_hand(hand: Hand, x: &[f32], bytes: &mut [u8]) -> (usize, i32) {
-        hand.encode_f16(x, bytes)
+    fn encode_avx2(token: Avx2Token, x: &[f32], bytes: &mut [u8]) -> (usize, i32) {
+        token.encode_f16(x, bytes)
     }
 
-    fn decode_by_hand(hand: Hand, bytes: &[u8], out: &mut [f32]) -> (usize, bool) {
-        hand.f16((), bytes, out)
+    fn decode_avx2(token: Avx2Token, bytes: &[u8], out: &mut [f32]) -> (usize, bool) {
+        token.f16((), bytes, out)
     }
 }
 

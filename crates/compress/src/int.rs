@@ -5,13 +5,12 @@ use crate::CompressError;
 use crate::block::{Block, DEFAULT_BLOCK, Quantizer};
 use crate::chunked::Chunked;
 use crate::norm::root_mean_square;
-use crate::simd::{Hand, Lossy};
+use crate::scale::Scale;
+use crate::simd::{Avx2Token, FiniteValues};
 use crate::wire::CodecId;
 
 /// `1.5 * 2^23`: adding it rounds to an integer, ties to even, and leaves the integer in the low bits.
 pub(crate) const ROUND: f32 = 12_582_912.0;
-/// The upper 16 bits: the bits of a bfloat16.
-const UPPER: u32 = 0xffff_0000;
 
 /// Symmetric quantisation to `BITS` bits, a scale of two bytes for each block.
 ///
@@ -105,55 +104,6 @@ impl<const BITS: u32> Default for IntBlock<BITS> {
     }
 }
 
-/// A scale, and what an element is multiplied by.
-#[derive(Debug, Clone, Copy)]
-pub struct Scale {
-    scale: f32,
-    factor: f32,
-}
-
-impl Scale {
-    /// For codes up to `q` that stand for at most `top`.
-    pub(crate) fn up_to(top: f32, q: f32) -> Self {
-        let scale = bf16_above(top * (1.0 / q));
-        // The largest magnitudes of all: the scale's multiples must be finite, and so it is a little too small.
-        if q * scale == f32::INFINITY {
-            return Self { scale: f32::from_bits((f32::MAX / q).to_bits() & UPPER), factor: q / top };
-        }
-        Self { scale, factor: 1.0 / scale }
-    }
-
-    pub(crate) fn write(self, header: &mut [u8]) {
-        header.copy_from_slice(&self.scale.to_le_bytes()[2..]);
-    }
-
-    #[expect(clippy::inline_always, reason = "part of kernels")]
-    #[inline(always)]
-    pub(crate) fn get(self) -> f32 {
-        self.scale
-    }
-
-    #[expect(clippy::inline_always, reason = "part of kernels")]
-    #[inline(always)]
-    pub(crate) fn factor(self) -> f32 {
-        self.factor
-    }
-
-    /// A scale whose `q`-fold is finite.
-    pub(crate) fn read(header: &[u8], q: f32) -> Result<Self, f32> {
-        let &[low, high] = header else { unreachable!("a header of two bytes") };
-        let scale = f32::from_le_bytes([0, 0, low, high]);
-        // No encoder's scale is below 2^-100 / 57344.
-        let good = scale >= f32::from_bits((127 - 116) << 23) && (scale * q).is_finite();
-        if good { Ok(Self { scale, factor: 0.0 }) } else { Err(scale) }
-    }
-}
-
-/// The smallest bfloat16 that is not below the positive `x`.
-pub(crate) fn bf16_above(x: f32) -> f32 {
-    f32::from_bits((x.to_bits() + !UPPER) & UPPER)
-}
-
 const fn largest<const BITS: u32>() -> i32 {
     assert!(2 <= BITS && BITS <= 8);
     (1 << (BITS - 1)) - 1
@@ -199,7 +149,7 @@ impl<const BITS: u32> Quantizer<BITS> for Int {
     fn encode<const NOISY: bool>(fit: &Scale, x: f32, offset: f32) -> u32 {
         let q = const { largest::<BITS>() as f32 };
         // Only noise, and clipping, which comes with it, can lead beyond the last code.
-        let y = if NOISY { (x * fit.factor + offset).clamp(-q, q) } else { x * fit.factor };
+        let y = if NOISY { (x * fit.factor() + offset).clamp(-q, q) } else { x * fit.factor() };
         (y + ROUND).to_bits()
     }
 
@@ -207,7 +157,7 @@ impl<const BITS: u32> Quantizer<BITS> for Int {
     #[inline(always)]
     fn decode(fit: &Scale, code: u32) -> f32 {
         let code = (code << (32 - BITS)).cast_signed() >> (32 - BITS);
-        code as f32 * fit.scale
+        code as f32 * fit.get()
     }
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
@@ -218,20 +168,20 @@ impl<const BITS: u32> Quantizer<BITS> for Int {
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn encode_by_hand(hand: Hand, fit: &Scale, values: Lossy<'_>, bytes: &mut [u8]) -> usize {
+    fn encode_avx2(token: Avx2Token, fit: &Scale, values: FiniteValues<'_>, bytes: &mut [u8]) -> usize {
         match BITS {
-            8 => hand.encode_int8(*fit, values, bytes),
-            4 => hand.encode_int4(*fit, values, bytes),
+            8 => token.encode_int8(*fit, values, bytes),
+            4 => token.encode_int4(*fit, values, bytes),
             _ => 0,
         }
     }
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn decode_by_hand(hand: Hand, fit: &Scale, bytes: &[u8], out: &mut [f32]) -> (usize, bool) {
+    fn decode_avx2(token: Avx2Token, fit: &Scale, bytes: &[u8], out: &mut [f32]) -> (usize, bool) {
         match BITS {
-            8 => hand.int8(*fit, bytes, out),
-            4 => hand.int4(*fit, bytes, out),
+            8 => token.int8(*fit, bytes, out),
+            4 => token.int4(*fit, bytes, out),
             _ => (0, false),
         }
     }
@@ -248,28 +198,6 @@ mod tests {
             let y = i as f32 / 10_000.0;
             assert_eq!((y + ROUND) - ROUND, y.round_ties_even(), "{y}");
             assert_eq!(((y + ROUND).to_bits() as u8).cast_signed(), y.round_ties_even() as i8, "{y}");
-        }
-    }
-
-    #[test]
-    fn a_scale_covers_the_top_and_is_hardly_larger() {
-        let smallest = (127 - 100) << 23;
-        for q in [1.0, 3.0, 7.0, 127.0] {
-            for bits in (smallest..f32::INFINITY.to_bits()).step_by(40_009).chain([f32::MAX.to_bits()]) {
-                let top = f32::from_bits(bits);
-                let Scale { scale, factor } = Scale::up_to(top, q);
-                assert_eq!(scale.to_bits() & !UPPER, 0);
-                assert!((q * scale).is_finite());
-                let code = (top * factor).round_ties_even();
-                assert!(code <= q && code >= q - 1.0, "{top:e} {code}");
-                // A bfloat16 has eight significant bits.
-                let reach = f64::from(q) * f64::from(scale) / f64::from(top);
-                assert!(reach < 1.0 + 2_f64.powi(-7) + 1e-6, "{top:e} {reach}");
-                assert!(reach > 1.0 - 1e-6 || top > 3.3e38, "{top:e} {reach}");
-                let mut header = [0; 2];
-                Scale::up_to(top, q).write(&mut header);
-                assert_eq!(Scale::read(&header, q).map(|s| s.scale), Ok(scale));
-            }
         }
     }
 }

@@ -19,6 +19,7 @@ pub use store::{FileStore, MemoryStore, Store, checksum};
 use crate::cast::Format;
 use crate::compressor::{Memoryless, check_finite};
 use crate::f16::Binary16;
+use crate::state::state_of;
 use crate::wire::{CodecId, HEADER};
 use crate::{CompressError, Payload, PayloadRef, RoundKey, State};
 use channels::Channels;
@@ -261,6 +262,8 @@ impl<C: Memoryless, S: Store> AqSgd<C, S> {
 fn f16(x: f32) -> f32 {
     Binary16::decode(Binary16::encode(x))
 }
+
+state_of!([C: Memoryless, S: Store] AqSgd<C, S>, self => self.store);
 
 impl<C: Memoryless, S: Store> LinkCodec for AqSgd<C, S> {
     fn encode(

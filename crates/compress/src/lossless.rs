@@ -4,6 +4,7 @@
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
 
+use crate::state::state_of;
 use crate::wire::{CodecId, HEADER};
 use crate::{CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey};
 
@@ -214,6 +215,8 @@ impl<C: Compressor> Lossless<C> {
         &self.inner
     }
 }
+
+state_of!([C: Compressor] Lossless<C>, self => self.inner);
 
 impl<C: Memoryless> Memoryless for Lossless<C> {}
 

@@ -1,9 +1,9 @@
 //! Products of a matrix with a few vectors, and back: the matrix is read once for all of them. Every sum has
 //! one order. Knows no method.
 
-use crate::aside::Aside;
-use crate::chunked::{magnitude, max_magnitude};
+use crate::magnitude::{magnitude, max_magnitude};
 use crate::simd::{Kernel, Level};
+use crate::staging::StagingBuffer;
 
 /// Columns that are worked on together: their part of a few rows and vectors stays in the first cache.
 const COLUMNS: usize = 512;
@@ -53,13 +53,13 @@ impl Kernel for Project<'_> {
     fn run(self) -> i32 {
         let Self { x, m, sent, next_m, next_p, sums, level } = self;
         let Product { q, rows, columns, .. } = sent;
-        let (mut aside, mut max) = (Aside::new(level, x.len(), COLUMNS), 0);
+        let (mut staging, mut max) = (StagingBuffer::new(level, x.len(), COLUMNS), 0);
         sums.resize(q.len() / columns, [0.0; LANES]);
         for (i, next_m) in next_m.chunks_mut(columns).enumerate() {
             sums.fill([0.0; LANES]);
             for (k, next_m) in next_m.chunks_mut(COLUMNS).enumerate() {
                 let start = k * COLUMNS;
-                let (values, mut way) = aside.lend(next_m);
+                let (values, mut copy_back) = staging.target(next_m);
                 let at = i * columns + start..i * columns + start + values.len();
                 let x = &x[at.clone()];
                 max = max.max(if m.is_empty() {
@@ -70,7 +70,7 @@ impl Kernel for Project<'_> {
                     add_lost(x, &m[at], values)
                 });
                 add_products(values, &q[start..], columns, sums);
-                way.take(0, values);
+                copy_back.write(0, values);
             }
             for (p, sums) in next_p.chunks_mut(rows).zip(&*sums) {
                 p[i] = sums.iter().sum();
@@ -123,13 +123,13 @@ impl Kernel for Expand<'_> {
     #[inline(always)]
     fn run(self) -> i32 {
         let Self { product, out, level } = self;
-        let (mut aside, mut max) = (Aside::new(level, out.len(), COLUMNS), 0);
+        let (mut staging, mut max) = (StagingBuffer::new(level, out.len(), COLUMNS), 0);
         for (i, out) in out.chunks_mut(product.columns).enumerate() {
             for (k, out) in out.chunks_mut(COLUMNS).enumerate() {
-                let (values, mut way) = aside.lend(out);
+                let (values, mut copy_back) = staging.target(out);
                 product.write(i, k * COLUMNS, values);
                 max = max.max(max_magnitude(values));
-                way.take(0, values);
+                copy_back.write(0, values);
             }
         }
         max

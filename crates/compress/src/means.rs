@@ -3,9 +3,10 @@
 use farflung_base::Philox;
 
 use crate::block::{Block, Quantizer};
-use crate::chunked::{Chunked, Values};
+use crate::chunked::Chunked;
 use crate::int::{Int, IntBlock};
 use crate::uint::{Uint, UintBlock};
+use crate::values::Values;
 use crate::{Int2, Natural};
 
 /// The mean of what each element of a block decodes as, over the offsets `(k + 1/2) 2^-16` of the noise.

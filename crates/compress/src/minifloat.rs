@@ -3,7 +3,7 @@
 use crate::CompressError;
 use crate::block::{Block, DEFAULT_BLOCK, Quantizer};
 use crate::chunked::Chunked;
-use crate::int::Scale;
+use crate::scale::Scale;
 use crate::wire::CodecId;
 
 /// Numbers of one sign bit, `E` exponent bits and `M` fraction bits, a scale of two bytes for each block.

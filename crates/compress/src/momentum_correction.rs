@@ -3,8 +3,8 @@
 
 use std::ops::Range;
 
-use crate::chunked::{INFINITE, magnitude};
 use crate::compressor::{LARGE, first_non_finite};
+use crate::magnitude::{INFINITE, magnitude};
 use crate::memory::Memory;
 use crate::{CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey, State, StateMap};
 

@@ -1,7 +1,8 @@
 //! Sums over a block in one fixed order: 32 lanes over each run of 1024 elements, then a tree over the lanes,
 //! then the runs. Knows no codec.
 
-use crate::chunked::{Values, magnitude};
+use crate::magnitude::magnitude;
+use crate::values::Values;
 
 const LANES: usize = 32;
 const RUN: usize = 1024;

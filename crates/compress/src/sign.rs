@@ -2,9 +2,10 @@
 
 use crate::CompressError;
 use crate::block::{Block, Quantizer};
-use crate::chunked::{Chunked, Values};
+use crate::chunked::Chunked;
 use crate::norm::{root_mean_square, survey, surveyed_mean_magnitude};
-use crate::simd::{Hand, Lossy};
+use crate::simd::{Avx2Token, FiniteValues};
+use crate::values::Values;
 use crate::wire::CodecId;
 
 /// The block of [`Sign::default`]: a scale of four bytes costs 0.8 % of the signs, and the block stays in the
@@ -114,13 +115,13 @@ impl Quantizer<1> for SignBit {
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn encode_by_hand(hand: Hand, scale: &f32, values: Lossy<'_>, bytes: &mut [u8]) -> usize {
-        hand.encode_sign(*scale, values, bytes)
+    fn encode_avx2(token: Avx2Token, scale: &f32, values: FiniteValues<'_>, bytes: &mut [u8]) -> usize {
+        token.encode_sign(*scale, values, bytes)
     }
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn decode_by_hand(hand: Hand, scale: &f32, bytes: &[u8], out: &mut [f32]) -> (usize, bool) {
-        hand.sign(*scale, bytes, out)
+    fn decode_avx2(token: Avx2Token, scale: &f32, bytes: &[u8], out: &mut [f32]) -> (usize, bool) {
+        token.sign(*scale, bytes, out)
     }
 }

@@ -8,9 +8,9 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
-mod hand;
+mod dispatch;
 
-pub(crate) use hand::{Hand, Lossy};
+pub(crate) use dispatch::{Avx2Token, FiniteValues};
 
 /// A loop over plain slices. `run` must be `#[inline(always)]`, or it stays compiled for the baseline.
 pub(crate) trait Kernel {
@@ -39,11 +39,11 @@ impl Level {
         Self { avx2 }
     }
 
-    /// Leave to encode by hand.
+    /// Leave to encode by token.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    pub(crate) fn hand(self) -> Option<Hand> {
-        Hand::new(self, None, &[])
+    pub(crate) fn avx2_token(self) -> Option<Avx2Token> {
+        Avx2Token::new(self, None, &[])
     }
 
     /// Runs `kernel`.
@@ -236,7 +236,7 @@ mod tests {
         }
     }
 
-    /// A code that no encoder writes is found wherever it stands, also by what is written by hand.
+    /// A code that no encoder writes is found wherever it stands, also by what is written by token.
     #[test]
     fn refused_codes_are_found_everywhere() {
         let n = 300;

@@ -5,9 +5,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use crate::link::{AqSgd, Store};
-use crate::lossless::Lossless;
-use crate::{CompressError, Compressor, Memoryless};
+use crate::CompressError;
 
 /// Named entries of a saved state; borrowed when saving (nothing is copied), usually owned when loading.
 pub type StateMap<'a> = BTreeMap<String, StateValue<'a>>;
@@ -62,19 +60,31 @@ pub trait State {
     fn rollback(&mut self) {}
 }
 
-/// State that is all another's.
+/// Implements [`State`] for a type by forwarding every method to an inner value.
 macro_rules! state_of {
     ([$($generics:tt)*] $type:ty, $self:ident => $inner:expr) => {
-        impl<$($generics)*> State for $type {
-            fn save<'a>(&'a $self, prefix: &str, into: &mut StateMap<'a>) -> Result<(), CompressError> {
+        impl<$($generics)*> $crate::State for $type {
+            fn save<'a>(
+                &'a $self,
+                prefix: &str,
+                into: &mut $crate::StateMap<'a>,
+            ) -> Result<(), $crate::CompressError> {
                 $inner.save(prefix, into)
             }
 
-            fn load(&mut $self, prefix: &str, from: &mut StateMap<'_>) -> Result<(), CompressError> {
+            fn load(
+                &mut $self,
+                prefix: &str,
+                from: &mut $crate::StateMap<'_>,
+            ) -> Result<(), $crate::CompressError> {
                 $inner.load(prefix, from)
             }
 
-            fn reshard(&mut $self, held: Range<usize>, wanted: Range<usize>) -> Result<(), CompressError> {
+            fn reshard(
+                &mut $self,
+                held: std::ops::Range<usize>,
+                wanted: std::ops::Range<usize>,
+            ) -> Result<(), $crate::CompressError> {
                 $inner.reshard(held, wanted)
             }
 
@@ -92,7 +102,6 @@ macro_rules! state_of {
         }
     };
 }
+pub(crate) use state_of;
 
 state_of!([S: State + ?Sized] Box<S>, self => (**self));
-state_of!([C: Compressor] Lossless<C>, self => self.inner);
-state_of!([C: Memoryless, S: Store] AqSgd<C, S>, self => self.store);

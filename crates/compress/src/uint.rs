@@ -4,7 +4,8 @@
 use crate::CompressError;
 use crate::block::{Block, DEFAULT_BLOCK, Quantizer};
 use crate::chunked::Chunked;
-use crate::int::{ROUND, bf16_above};
+use crate::int::ROUND;
+use crate::scale::bf16_above;
 use crate::wire::CodecId;
 
 /// Asymmetric quantisation to `BITS` bits, six bytes of header for each block.

@@ -67,6 +67,7 @@ mod demo_parts;
 mod des_loc;
 mod dgc;
 mod diloco;
+mod diloco_500;
 mod diloco_exact;
 mod divergence;
 mod dtfm_cost;
@@ -146,6 +147,7 @@ pub const BENCHES: &[Bench] = &[
     ddp_exact::BENCH,
     diloco_exact::BENCH,
     diloco::BENCH,
+    diloco_500::BENCH,
     bagua::BENCH,
     powersgd::BENCH,
     onebit::BENCH,

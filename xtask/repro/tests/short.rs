@@ -26,6 +26,7 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("des-loc", "trains for half a minute"),
     ("dgc", "trains for half a minute"),
     ("diloco", "trains for half a minute"),
+    ("diloco-500", "trains for half a minute"),
     ("divergence", "one mark is decided by the clock"),
     ("elastic-launch", "real processes, and the binary beside it"),
     ("engines", "needs mpirun, Slurm and sshd, and the binary beside it"),

@@ -1,10 +1,11 @@
 //! What is held of a sample: its length, and how its values lie in few bytes. Knows no store and no wire.
 
 use crate::cast::Format;
-use crate::chunked::{Chunks, Pass, Values};
+use crate::chunked::{Chunks, Pass};
 use crate::f16::Binary16;
 use crate::noise::Noise;
 use crate::simd::Level;
+use crate::values::Values;
 use crate::wire::CodecId;
 use crate::{CompressError, Int4, Int8};
 

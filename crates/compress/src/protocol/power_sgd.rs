@@ -6,9 +6,9 @@ use std::ops::Range;
 use farflung_base::Philox;
 
 use super::{Protocol, Row};
-use crate::chunked::{INFINITE, magnitude};
 use crate::compressor::first_non_finite;
 use crate::low_rank::{Expand, Product, Project, ProjectBack, dot};
+use crate::magnitude::{INFINITE, magnitude};
 use crate::memory::Memory;
 use crate::simd::Level;
 use crate::{CompressError, State, StateMap, StateValue};

@@ -18,7 +18,7 @@ use std::arch::x86_64::{
     _mm256_srai_epi32, _mm256_srli_epi32, _mm256_storeu_ps, _mm256_storeu_si256, _mm256_sub_ps,
 };
 
-use crate::int::Scale;
+use crate::scale::Scale;
 
 /// How far ahead of what is decoded the codes are asked for, in bytes: what a page of codes takes is longer
 /// than the memory's delay.
@@ -145,7 +145,7 @@ pub(super) fn encode_int8(scale: Scale, x: &[[f32; 32]], codes: &mut [u8]) {
 
 #[inline]
 #[target_feature(enable = "avx2")]
-pub(super) fn lose_int8(scale: Scale, v: &mut [[f32; 32]], codes: &mut [u8]) {
+pub(super) fn residual_int8(scale: Scale, v: &mut [[f32; 32]], codes: &mut [u8]) {
     let (factor, scale) = (_mm256_set1_ps(scale.factor()), _mm256_set1_ps(scale.get()));
     for (v, codes) in v.iter_mut().zip(codes.as_chunks_mut().0) {
         let mut rounded = |i: usize| lose(&mut v.as_chunks_mut().0[i], factor, scale);
@@ -168,7 +168,7 @@ pub(super) fn encode_int4(scale: Scale, x: &[[f32; 64]], codes: &mut [u8]) {
 
 #[inline]
 #[target_feature(enable = "avx2")]
-pub(super) fn lose_int4(scale: Scale, v: &mut [[f32; 64]], codes: &mut [u8]) {
+pub(super) fn residual_int4(scale: Scale, v: &mut [[f32; 64]], codes: &mut [u8]) {
     let (factor, scale) = (_mm256_set1_ps(scale.factor()), _mm256_set1_ps(scale.get()));
     for (v, codes) in v.iter_mut().zip(codes.as_chunks_mut().0) {
         let mut words = _mm256_setzero_si256();
@@ -195,7 +195,7 @@ pub(super) fn encode_sign(_: f32, x: &[[f32; 256]], codes: &mut [u8]) {
 
 #[inline]
 #[target_feature(enable = "avx2")]
-pub(super) fn lose_sign(scale: f32, v: &mut [[f32; 256]], codes: &mut [u8]) {
+pub(super) fn residual_sign(scale: f32, v: &mut [[f32; 256]], codes: &mut [u8]) {
     let (negative, scale) = (_mm256_set1_epi32(i32::MIN), _mm256_castps_si256(_mm256_set1_ps(scale)));
     for (v, codes) in v.iter_mut().zip(codes.as_chunks_mut().0) {
         let mut words = _mm256_setzero_si256();
@@ -270,7 +270,7 @@ fn load(bytes: &[u8; 32]) -> __m256i {
 fn put<const STREAM: bool>(values: __m256, out: &mut [f32; 8]) {
     if STREAM {
         let (low, high) = out.split_at_mut(4);
-        // SAFETY: four elements each; `Hand` has seen that they are aligned.
+        // SAFETY: four elements each; `Avx2Token` has seen that they are aligned.
         unsafe {
             _mm_stream_ps(low.as_mut_ptr(), _mm256_castps256_ps128(values));
             _mm_stream_ps(high.as_mut_ptr(), _mm256_extractf128_ps::<1>(values));

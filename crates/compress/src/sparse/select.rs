@@ -3,7 +3,7 @@
 use super::amount::Amount;
 use super::index::Chunking;
 use crate::CompressError;
-use crate::chunked::{INFINITE, magnitude, max_magnitude};
+use crate::magnitude::{INFINITE, magnitude, max_magnitude};
 use crate::simd::{Kernel, Level};
 use crate::threads;
 

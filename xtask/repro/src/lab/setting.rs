@@ -64,6 +64,11 @@ impl Setting {
         }
     }
 
+    /// The same setting with another number of steps for each arm.
+    pub(crate) fn steps(self, steps: u64) -> Self {
+        Self { flags: format!("{COMMON} {TRAINING} --steps {steps}"), ..self }
+    }
+
     /// Workers of which one is three times slower, on a network that costs next to nothing; `share` of the
     /// steps.
     pub(crate) fn straggling(options: &Options, share: f64) -> Self {

@@ -1,21 +1,22 @@
-//! Leave to encode and decode in a processor's own instructions, where it has them.
-#![expect(unsafe_code, reason = "functions for instructions that a Hand vouches for")]
+//! Safe wrappers of the loops that are written with AVX2 intrinsics, behind a token that proves that the
+//! processor has AVX2.
+#![expect(unsafe_code, reason = "calls of functions for AVX2, which a token proves")]
 
 #[cfg(target_arch = "x86_64")]
 use super::avx2;
 use super::{Level, Stream};
-use crate::int::Scale;
+use crate::scale::Scale;
 
-/// Leave to use the loops that are written for one processor, which are nothing but x86-64's with AVX2. They
-/// give the same bits as the kernels.
+/// Proof that AVX2 and F16C were detected at run time. Its loops give the same bits as the portable kernels.
 #[derive(Debug, Clone, Copy)]
-pub struct Hand {
+pub struct Avx2Token {
     stream: bool,
 }
 
-impl Hand {
-    /// For values that begin at `out`, and are stored past the caches if there is a stream: `None` if the
-    /// processor has no such loops, or cannot store there.
+impl Avx2Token {
+    /// Returns a token for loops that write to `out`, with non-temporal stores if there is a `stream`.
+    ///
+    /// `None` if the processor has no AVX2, or if `out` is not aligned for non-temporal stores.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     pub(crate) fn new(level: Level, stream: Option<&Stream>, out: &[f32]) -> Option<Self> {
@@ -24,23 +25,23 @@ impl Hand {
     }
 }
 
-/// Whether half a register can be stored there past the caches.
+/// Returns whether `out` is aligned for non-temporal stores of 16 bytes.
 fn aligned(out: &[f32]) -> bool {
     out.as_ptr().addr().is_multiple_of(16)
 }
 
-/// Gives each decoder its method: how many elements it decoded, which are all but a run that is not full, and
-/// whether a code of these is refused.
+/// Defines a method for each decoder. It decodes whole runs only, and returns the number of elements decoded
+/// and whether one of their codes is invalid.
 macro_rules! decoders {
     ($($(#[$doc:meta])* $name:ident($fit:ty), $run:literal;)*) => {
         #[cfg(target_arch = "x86_64")]
-        impl Hand {
+        impl Avx2Token {
             $($(#[$doc])*
             pub(crate) fn $name(self, fit: $fit, codes: &[u8], out: &mut [f32]) -> (usize, bool) {
                 let stream = self.stream && aligned(out);
                 let out = out.as_chunks_mut::<$run>().0;
-                // SAFETY: a `Hand` is made only where the processor has AVX2 and F16C; what is streamed is
-                // aligned.
+                // SAFETY: an `Avx2Token` is made only where the processor has AVX2 and F16C; what is streamed
+                // is aligned.
                 let refused = unsafe {
                     if stream {
                         avx2::$name::<true>(fit, codes, out)
@@ -53,7 +54,7 @@ macro_rules! decoders {
         }
 
         #[cfg(not(target_arch = "x86_64"))]
-        impl Hand {
+        impl Avx2Token {
             $(pub(crate) fn $name(self, _: $fit, _: &[u8], _: &mut [f32]) -> (usize, bool) {
                 (0, false)
             })*
@@ -74,22 +75,22 @@ decoders! {
     sign(f32), 256;
 }
 
-/// Gives each encoder its method, for finite values: how many it encoded, which are all but a run that is not
-/// full.
+/// Defines a method for each encoder of finite values. It encodes whole runs only, and returns the number of
+/// elements encoded.
 macro_rules! encoders {
     ($($name:ident, $lose:ident($fit:ty), $run:literal;)*) => {
         #[cfg(target_arch = "x86_64")]
-        impl Hand {
-            $(pub(crate) fn $name(self, fit: $fit, values: Lossy<'_>, codes: &mut [u8]) -> usize {
-                // SAFETY: a `Hand` is made only where the processor has AVX2.
+        impl Avx2Token {
+            $(pub(crate) fn $name(self, fit: $fit, values: FiniteValues<'_>, codes: &mut [u8]) -> usize {
+                // SAFETY: an `Avx2Token` is made only where the processor has AVX2.
                 unsafe {
                     match values {
-                        Lossy::Read(x) => {
+                        FiniteValues::Read(x) => {
                             let x = x.as_chunks::<$run>().0;
                             avx2::$name(fit, x, codes);
                             $run * x.len()
                         }
-                        Lossy::Lose(v) => {
+                        FiniteValues::IntoResidual(v) => {
                             let v = v.as_chunks_mut::<$run>().0;
                             avx2::$lose(fit, v, codes);
                             $run * v.len()
@@ -100,8 +101,8 @@ macro_rules! encoders {
         }
 
         #[cfg(not(target_arch = "x86_64"))]
-        impl Hand {
-            $(pub(crate) fn $name(self, _: $fit, _: Lossy<'_>, _: &mut [u8]) -> usize {
+        impl Avx2Token {
+            $(pub(crate) fn $name(self, _: $fit, _: FiniteValues<'_>, _: &mut [u8]) -> usize {
                 0
             })*
         }
@@ -109,34 +110,34 @@ macro_rules! encoders {
 }
 
 encoders! {
-    encode_int8, lose_int8(Scale), 32;
-    encode_int4, lose_int4(Scale), 64;
-    encode_sign, lose_sign(f32), 256;
+    encode_int8, residual_int8(Scale), 32;
+    encode_int4, residual_int4(Scale), 64;
+    encode_sign, residual_sign(f32), 256;
 }
 
-/// Finite values to be encoded.
+/// Finite values to encode.
 #[derive(Debug)]
-pub enum Lossy<'a> {
-    /// That stay.
+pub enum FiniteValues<'a> {
+    /// Values that are only read.
     Read(&'a [f32]),
-    /// That become what their codes do not say.
-    Lose(&'a mut [f32]),
+    /// Values that are replaced by their quantization error.
+    IntoResidual(&'a mut [f32]),
 }
 
 #[cfg(target_arch = "x86_64")]
-impl Hand {
-    /// Binary16 of values, saturated: how many it encoded, and the largest magnitude among these as
-    /// [`crate::chunked::max_magnitude`] gives it.
-    #[expect(clippy::unused_self, reason = "whoever has a Hand may")]
+impl Avx2Token {
+    /// Encodes values as binary16, saturated. Returns the number of values encoded and their largest magnitude,
+    /// as [`crate::magnitude::max_magnitude`].
+    #[expect(clippy::unused_self, reason = "the token is the proof that AVX2 is there")]
     pub(crate) fn encode_f16(self, x: &[f32], codes: &mut [u8]) -> (usize, i32) {
         let x = x.as_chunks::<8>().0;
-        // SAFETY: a `Hand` is made only where the processor has AVX2 and F16C.
+        // SAFETY: an `Avx2Token` is made only where the processor has AVX2 and F16C.
         (8 * x.len(), unsafe { avx2::encode_f16(x, codes) })
     }
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-impl Hand {
+impl Avx2Token {
     pub(crate) fn encode_f16(self, _: &[f32], _: &mut [u8]) -> (usize, i32) {
         (0, 0)
     }

@@ -1,0 +1,32 @@
+//! Magnitudes of floats as integers: the largest of a vector, and whether all are finite.
+
+/// Writes `x + e` to `out` and returns the largest magnitude of the sums, as [`max_magnitude`].
+#[expect(clippy::inline_always, reason = "part of kernels")]
+#[inline(always)]
+pub(crate) fn sum(x: &[f32], e: &[f32], out: &mut [f32]) -> i32 {
+    let mut max = 0;
+    for ((sum, x), e) in out.iter_mut().zip(x).zip(e) {
+        *sum = x + e;
+        max = max.max(magnitude(*sum));
+    }
+    max
+}
+
+/// Returns the bits of the largest magnitude.
+///
+/// The bits of magnitudes order as the numbers do; infinity and then NaN are above all finite ones.
+#[expect(clippy::inline_always, reason = "part of kernels")]
+#[inline(always)]
+pub(crate) fn max_magnitude(x: &[f32]) -> i32 {
+    x.iter().fold(0, |max, x| max.max(magnitude(*x)))
+}
+
+/// Returns the bits of `|x|`, as `i32` because every instruction set has a maximum of `i32`.
+#[expect(clippy::inline_always, reason = "part of kernels")]
+#[inline(always)]
+pub(crate) fn magnitude(x: f32) -> i32 {
+    (x.to_bits() & 0x7fff_ffff).cast_signed()
+}
+
+/// The [`magnitude`] of infinity; that of NaN is larger.
+pub(crate) const INFINITE: i32 = f32::INFINITY.to_bits().cast_signed();
