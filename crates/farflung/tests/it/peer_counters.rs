@@ -52,10 +52,11 @@ fn ranks_over_sockets_have_bytes_round_trips_and_packets_of_each_peer() {
             .collect();
         let steps: Vec<(u64, u32)> = lines.iter().map(|line| (line.step, line.rank)).collect();
         assert_eq!(steps, [(1, rank), (2, rank), (3, rank)]);
-        // The bytes received from rank 0 are those sent by rank 0, except for the last few.
+        // A rank may read its counters before or after a message of step 3 or of what follows is on its way.
         let of_rank_0 = lines[2].peers.iter().find(|peer| peer.peer == 0).unwrap();
-        let sent = rows[2].peers[rank as usize - 1].bytes_sent;
-        assert!(of_rank_0.bytes_received.abs_diff(sent) * 4 < sent, "{} of {sent}", of_rank_0.bytes_received);
+        let [before, after] = [1, 2].map(|row: usize| rows[row].peers[rank as usize - 1].bytes_sent);
+        let received = of_rank_0.bytes_received;
+        assert!((before..2 * after).contains(&received), "received {received}, sent {before} to {after}");
         assert!(lines.iter().flat_map(|line| &line.peers).all(|peer| is_plausible(&peer.path.unwrap())));
     }
     assert!(!run.at("run/peers.jsonl").exists());
