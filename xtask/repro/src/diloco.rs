@@ -1,4 +1,4 @@
-//! `DiLoCo` against averaging at each step, on equal tokens.
+//! Compares `DiLoCo` with averaging at each step, on equal tokens.
 
 use anyhow::Result;
 
@@ -14,11 +14,11 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The most that losses may be above ddp's, in percent: the mark of the issue.
+/// The most by which losses may be above ddp's, in percent: the original target.
 const MOST_50: f64 = 3.0;
 const MOST_500: f64 = 6.0;
-/// On clusters: measured over three seeds, 4.29, and two standard deviations of 1.95. It is above the mark
-/// of even data, and the record says so.
+/// The mark on k-means shards: the value measured over three seeds (4.29) plus two standard deviations of 1.95.
+/// It is above the target for even data, and the record says so.
 const MOST_KMEANS: f64 = 8.2;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
@@ -34,7 +34,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     ratio(report, &f32, &fifty, 50.0)?;
     let files = lab.compare(report, &arms::DILOCO_FILES, &f32, Mark::None)?;
     let kmeans = lab.compare(report, &arms::DILOCO_KMEANS, &f32, judged(MOST_KMEANS))?;
-    // Scales and headers of the codec take a bit more than a percent.
+    // Scales and headers of the codec take slightly more than one percent.
     report.row(
         "DiLoCo H=50, int8: f32's payload over it, 4 H = 200",
         times(&f32, &int8),
@@ -88,7 +88,7 @@ fn times(f32: &Outcome, other: &Outcome) -> f64 {
     f32.payload() / other.payload()
 }
 
-/// That an arm's payload is so many times less.
+/// Checks that an arm's payload is `expected` times smaller than f32's.
 fn ratio(report: &mut Report<'_>, f32: &Outcome, arm: &Outcome, expected: f64) -> Result<()> {
     let off = (times(f32, arm) / expected - 1.0).abs() * 100.0;
     report.row(&format!("{}: ratio off {expected}", arm.name), off, "%", Mark::AtMost(1.0))
