@@ -46,7 +46,7 @@ struct Running(Child);
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // It may have ended already.
+        // The process may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -142,7 +142,7 @@ impl Job<'_> {
                 check(&out, &mut ranks, start)?;
                 std::thread::sleep(Duration::from_millis(5));
             }
-            // By SIGKILL, so that it says nothing to anybody.
+            // SIGKILL, so that the relay cannot send anything to its peers.
             drop(relay.take());
             if returns {
                 std::thread::sleep(AWAY);
@@ -229,7 +229,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         report.row(&format!("{name}: losses or weights with other bits"), unlike, "1", Mark::AtMost(0.0))?;
         let share = ran.carried / ran.sent;
         match (by, returns) {
-            // A relay that was killed says nothing.
+            // A killed relay prints no count.
             (Translation::Kept, _) => {}
             (Translation::Random, false) => {
                 report.row(
