@@ -47,11 +47,11 @@ fn topology(speeds: &[f64], latency: &str) -> String {
 /// Results of some steps.
 struct Seen {
     losses: Vec<f64>,
-    /// From the first rank's beginning of the last pass to the last one's end.
+    /// Time from the first rank's start of the last pass to the last rank's end.
     pass: Nanos,
-    /// What each rank computes in a pass.
+    /// Computing time of each rank in a pass.
     busy: Vec<Nanos>,
-    /// Microbatches that each rank could do in a second.
+    /// Microbatches per second that each rank could compute.
     rates: Vec<f64>,
 }
 
