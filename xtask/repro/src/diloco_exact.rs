@@ -38,7 +38,8 @@ fn trace(worker: &mut Trainer, window: usize) -> Result<Trace> {
     for _ in 0..STEPS {
         losses.push(worker.step(false)?.loss);
     }
-    // Each step ends when all ranks are done, so everything that was sent is counted.
+    // All sends of these steps are counted by now. The barrier below keeps a rank from leaving while another
+    // still needs it.
     let sent = worker.comm().stats().sent;
     let sent = (sent.payload.0 - before.payload.0, sent.wire.0 - before.wire.0);
     // Measures the bytes of a vote, which has a loss for each step since the last one and the request to stop.

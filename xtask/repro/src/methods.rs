@@ -182,8 +182,8 @@ fn all() -> Vec<String> {
     });
     let optimizers = OPTIMIZERS.iter().filter_map(|row| {
         let codec = row.averages.codec()?;
-        // If the optimizer has them, the variance changes in every second step, and local steps meet in every
-        // second step.
+        // 0/1 Adam: with these flags, some steps change the variance and others do not, and local steps meet in
+        // some steps only.
         let turns =
             row.averages.sync().map_or("", |_| " --variance-doubling 1 --local-doubling 1 --sync-every 2");
         Some(format!("--optimizer {} --codec {codec} --codec-warmup 3{turns}", row.name))

@@ -30,7 +30,7 @@ pub(crate) const BENCH: Bench = Bench {
 
 /// The relay's port.
 const PORT: &str = "3340";
-/// How long the relay is away.
+/// Time for which the relay is away.
 const AWAY: Duration = Duration::from_secs(4);
 /// The longest that a run may take.
 const LIMIT: Duration = Duration::from_mins(4);
@@ -55,7 +55,7 @@ impl Drop for Running {
 /// The results of a run over QUIC.
 struct Ran {
     trained: Trained,
-    /// When each step was done, in seconds.
+    /// Times at which the steps were done, in seconds.
     done: Vec<f64>,
     /// Bytes that the last relay passed on: after its return, or in the whole run if it did not die.
     carried: f64,
@@ -77,7 +77,7 @@ impl Job<'_> {
         Ok(command)
     }
 
-    /// The same job over TCP on the loopback.
+    /// Runs the same job over TCP on the loopback.
     fn over_tcp(&self) -> Result<Trained> {
         let out = self.folder.join("tcp");
         let mut args: Vec<String> = ["launch", "-n", "2", "--"].map(str::to_owned).to_vec();
@@ -117,7 +117,7 @@ impl Job<'_> {
         self.folder.join(format!("home-{rank}"))
     }
 
-    /// A ticket of rank 0 that names the relay alone.
+    /// Makes a ticket of rank 0 whose only address is the relay.
     fn ticket(&self) -> Result<PathBuf> {
         let path = self.folder.join("ticket");
         let (address, out) = (format!("http://{OPEN}:{PORT}"), path.display().to_string());

@@ -138,7 +138,7 @@ fn alone(job: &Job) -> Result<f64> {
     times.into_iter().reduce(f64::max).context("there are workers")
 }
 
-/// Returns the seconds from the start to the end of the first average, for the slowest machine.
+/// Returns the seconds from the start of the run to the end of the first average, for the slowest machine.
 fn period(job: &Job) -> Result<f64> {
     let times = on_all(job, |rank| Ok(to_meeting(rank)?.as_secs_f64()))?;
     times.into_iter().reduce(f64::max).context("there are workers")

@@ -27,7 +27,7 @@ pub(super) fn step_time(report: &mut Report<'_>, setting: &Setting, arm: &Arm, l
         return Ok(time);
     }
     let job = super::kept::arm_job(report, setting, arm, report.seed())?;
-    // The codec is used from the first step, since the times after the warm-up are wanted.
+    // Without a warm-up of its own, an arm uses its codec from the first step: these times are wanted.
     let codec_warmup = job.config.codec_warmup.or(Some(0));
     let config = TrainConfig { link, codec_warmup, ..job.config.clone() };
     let time = period(&again(&job, config, Over::Simulated(link)))?;
