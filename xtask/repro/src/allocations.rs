@@ -51,7 +51,7 @@ unsafe impl GlobalAlloc for Counting {
     }
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         count(0, layout.size());
-        // SAFETY: as above.
+        // SAFETY: the caller keeps the contract, which is that of `System`.
         let at = unsafe { System.alloc_zeroed(layout) };
         ranks::allocated(at.addr(), layout);
         at
@@ -59,13 +59,13 @@ unsafe impl GlobalAlloc for Counting {
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
         count(layout.size(), 0);
         ranks::freed(at.addr());
-        // SAFETY: as above.
+        // SAFETY: the caller keeps the contract, which is that of `System`.
         unsafe { System.dealloc(at, layout) }
     }
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         count(layout.size(), size);
         let owner = ranks::moves(at.addr());
-        // SAFETY: as above.
+        // SAFETY: the caller keeps the contract, which is that of `System`.
         let moved = unsafe { System.realloc(at, layout, size) };
         // If there was no memory, the old allocation is still valid.
         let (at_now, size_now) = if moved.is_null() { (at, layout.size()) } else { (moved, size) };

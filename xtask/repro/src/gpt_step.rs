@@ -31,7 +31,7 @@ pub(crate) const CHILD: &str = "--one-gpt-step";
 /// A model and its batch, the same as in the scripts of the other systems.
 struct Case {
     name: &'static str,
-    /// Layers, heads, width, context, vocabulary.
+    /// Shape of the model: layers, heads, width, context, vocabulary.
     shape: [usize; 5],
     batch: usize,
     /// The least ratio of our tokens/s to PyTorch's.

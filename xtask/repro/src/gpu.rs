@@ -29,7 +29,7 @@ const TORCH: &str = include_str!("gpu/torch_gpu.py");
 /// Sizes of the measurements.
 struct Sizes {
     products: &'static [usize],
-    /// Layers, heads, width, context, vocabulary.
+    /// Shape of the model: layers, heads, width, context, vocabulary.
     model: [usize; 5],
     batch: usize,
     /// Elements that the codecs encode.

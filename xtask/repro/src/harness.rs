@@ -28,7 +28,7 @@ note: (run_all.sh, candle_run.sh, burn_run.sh with ANCHORS_OUT=FILE, or their ou
 /// A claim, and the function that measures it.
 #[derive(Debug, Clone, Copy)]
 pub struct Bench {
-    /// In lower case with dashes, as on the command line.
+    /// Name on the command line, in lower case with dashes.
     pub name: &'static str,
     /// The claim, in one sentence.
     pub claim: &'static str,

@@ -32,7 +32,7 @@ pub(crate) const BENCH: Bench = Bench {
 const PORT: &str = "3340";
 /// Time for which the relay is away.
 const AWAY: Duration = Duration::from_secs(4);
-/// The longest that a run may take.
+/// Longest time that a run may take.
 const LIMIT: Duration = Duration::from_mins(4);
 
 /// A job of two ranks.
@@ -205,7 +205,7 @@ fn carried(mut relay: Running) -> Result<f64> {
     Ok(bytes.with_context(|| format!("the relay said `{said}`"))?.parse()?)
 }
 
-/// The longest time between the ends of two steps that follow each other, and how many took longer than
+/// Returns the longest time between the ends of two consecutive steps, and how many such times are longer than
 /// `limit`.
 fn waits(done: &[f64], limit: f64) -> (f64, usize) {
     let waits = || done.windows(2).map(|pair| pair[1] - pair[0]);

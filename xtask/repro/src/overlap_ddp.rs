@@ -43,7 +43,7 @@ fn steps_time(job: &Job, steps: u32) -> Result<f64> {
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let steps = if options.quick { 2 } else { 4 };
-    // 24 thin layers: the embeddings are 1.5% of the parameters, and so is a third of a block.
+    // 24 thin layers: the embeddings have 1.5% of the parameters, as many as a third of a block.
     let shape = TrainConfig {
         workers: WORKERS as usize,
         layers: Some(24),

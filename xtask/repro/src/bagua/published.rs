@@ -36,7 +36,7 @@ struct Model {
     published: [f64; 3],
 }
 
-/// Gbit/s.
+/// Rates of the links in Gbit/s.
 const LINKS: [u64; 3] = [100, 25, 10];
 
 const MODELS: [Model; 2] = [

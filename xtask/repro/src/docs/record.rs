@@ -13,7 +13,7 @@ pub(crate) struct Record {
     pub name: String,
     pub claim: String,
     pub source: String,
-    /// Metric, value, unit, mark, verdict.
+    /// Rows of a metric, its value, unit, mark and verdict.
     pub rows: Vec<[String; 5]>,
     /// Lists by name, such as `published` and `arms`.
     pub added: BTreeMap<String, Value>,
@@ -28,12 +28,12 @@ pub(crate) struct ArmRecord {
     pub seeds: u64,
     /// Loss above the reference's, in percent, and its standard deviation.
     pub gap: [f64; 2],
-    /// Bytes of a step: without and with frames.
+    /// Bytes that a rank sends per step: without frames, and with them in `sent`.
     pub payload: f64,
     pub sent: f64,
     /// Seconds of a step over the links of [`crate::lab::LINKS`].
     pub step_times: Vec<f64>,
-    /// Step, bytes, seconds, loss.
+    /// Points of the loss curve: step, bytes sent, seconds and loss.
     pub curve: Vec<[f64; 4]>,
 }
 

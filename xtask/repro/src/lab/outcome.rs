@@ -18,7 +18,7 @@ pub(crate) struct Outcome {
 /// Difference between two losses in percent of the second, over pairs of runs with the same seed.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Gap {
-    /// The mean.
+    /// Mean of the sample.
     pub mean: f64,
     /// Standard deviation of the sample; 0 for a single seed.
     pub sigma: f64,
