@@ -75,8 +75,8 @@ fn collectives() -> Vec<Collective> {
     all
 }
 
-/// Runs a reduce-scatter, and fills the buffer with the rank's own shard, which is the only part with a defined
-/// value.
+/// Runs a reduce-scatter, and fills the buffer with the first value of the rank's own shard. The other shards
+/// have no defined value.
 fn scatter(comm: &Communicator, x: &mut [f32]) -> Result<(), CommError> {
     let own = comm.reduce_scatter(x, ReduceOp::Sum)?;
     let value = x[own.start];

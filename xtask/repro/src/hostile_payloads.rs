@@ -168,7 +168,8 @@ fn attack(
         let Ok(p) = PayloadRef::parse(&bytes) else { continue };
         outcome.reached += 1;
         let inside = &mut out[1..=LEN];
-        // After a panic only the decoder itself uses its state again, and a wrong result of it is counted.
+        // Going on after a panic is unwind-safe: only this decoder uses its state again, and the panic is
+        // counted.
         let caught = catch_unwind(AssertUnwindSafe(|| counted(|| decode(p, inside))));
         let Ok((result, allocated)) = caught else {
             outcome.panics += 1;

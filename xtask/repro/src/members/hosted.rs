@@ -280,8 +280,8 @@ fn run_in(report: &mut Report<'_>, options: &Options, folder: &Path) -> Result<(
     let (loss, tokens, steps) = last_loss(&rows(&oldest))?;
     let members = tokens as f64 / (steps * TOKENS) as f64;
     let seeds = if options.quick { 2 } else { 4 };
-    // The reference has as many tokens in as many steps. It is interpolated between runs with one member fewer
-    // and one member more than the mean.
+    // The reference has as many tokens in as many steps. It is interpolated between runs with the next lower
+    // and the next higher whole number of members.
     let (fewer, more) = (members.floor().max(1.0), members.floor().max(1.0) + 1.0);
     let fewer_losses = spread(&undisturbed(folder, tokens, fewer as u64, seeds)?);
     let more_losses = spread(&undisturbed(folder, tokens, more as u64, seeds)?);
