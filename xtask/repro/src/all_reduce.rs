@@ -1,4 +1,4 @@
-//! How fast an all-reduce is between processes over the loopback interface, and between threads.
+//! Measures the time of an all-reduce between processes over the loopback interface, and between threads.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -22,20 +22,20 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The first argument of this program when it is to be one rank.
+/// First argument of this program when it runs as one rank.
 pub(crate) const CHILD: &str = "--all-reduce-rank";
 
 pub(crate) const MIB: usize = 1024;
 
-/// How the system schedules the ranks: the same for both sides of a comparison.
+/// Scheduling class of the ranks. A comparison uses the same class for both systems.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Class {
     Default,
-    /// Real time, first in first out, where the system allows it.
+    /// Real-time, first in first out, if the system allows it.
     Fifo,
 }
 
-/// How often an all-reduce of so many KiB is measured, after two that do not count.
+/// Returns how often an all-reduce of `kib` KiB is measured, after two warm-up iterations.
 pub(crate) const fn iterations(kib: usize, quick: bool) -> usize {
     match kib {
         0..=64 => 200,
@@ -45,9 +45,10 @@ pub(crate) const fn iterations(kib: usize, quick: bool) -> usize {
     }
 }
 
-/// Median seconds of an all-reduce of so many KiB, the slowest rank's; the same on all ranks. Between two of
-/// them a rank does no more than the peers' scripts do, since it takes that time from those that are not
-/// through yet: sums are checked before the first that counts, and after the last.
+/// Returns the median time in seconds of an all-reduce of `kib` KiB. Each time is that of the slowest rank, so
+/// the result is the same on all ranks. Between two measured all-reduces a rank does no more work than the
+/// scripts of the other systems do, because such work delays ranks that are still busy. So sums are checked
+/// only in the two warm-up iterations and in the last one.
 pub(crate) fn measure(comm: &Communicator, kib: usize, quick: bool) -> Result<f64, CommError> {
     let mut x = vec![0.0_f32; kib * 256];
     let iterations = iterations(kib, quick);
@@ -73,13 +74,13 @@ pub(crate) fn measure(comm: &Communicator, kib: usize, quick: bool) -> Result<f6
     Ok(median(times))
 }
 
-/// The algorithm of so many KiB: whole buffers where latency is all, a ring where bandwidth is.
+/// Returns the algorithm for `kib` KiB: whole buffers if latency dominates, a ring if bandwidth does.
 pub(crate) const fn algorithm(kib: usize) -> Algorithm {
     if kib <= 16 { Algorithm::RecursiveDoubling } else { Algorithm::Ring }
 }
 
-/// One rank: its number, how many there are, where they meet, KiB, `quick` or `long`. Rank 0 prints the
-/// seconds.
+/// Runs one rank. The arguments are its number, the number of ranks, the address where they connect, KiB, and
+/// `quick` or `long`. Rank 0 prints the time in seconds.
 pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
     let [rank, size, master, kib, pace] = args else { bail!("five arguments wanted") };
     let kib = kib.parse()?;
@@ -92,7 +93,7 @@ pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
     Ok(comm.barrier()?)
 }
 
-/// The same between so many processes.
+/// Returns the same time as [`measure`], between `n` processes.
 pub(crate) fn between_processes(n: usize, kib: usize, quick: bool, class: Class) -> Result<f64> {
     let program = std::env::current_exe().context("failed to find this program")?;
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
@@ -120,10 +121,10 @@ pub(crate) fn between_processes(n: usize, kib: usize, quick: bool, class: Class)
     seconds.context("rank 0 said nothing")
 }
 
-/// Bytes a second that a loopback connection moves each way while both ways are busy: the best of three block
-/// sizes, each tried twice, between buffers that lie at the same place of a page. Anywhere else the limit is
-/// luck: processors with fast short moves copy six times slower out of a socket to 1 to 31 bytes beyond the
-/// source's place in its page, which is where large allocations begin.
+/// Returns the bytes per second that a loopback connection moves each way while both ways are busy. It is the
+/// best of three block sizes, each tried twice. The two buffers are at the same offset in their pages:
+/// processors with fast short moves copy six times slower out of a socket to 1 to 31 bytes beyond the source's
+/// offset, which is where large allocations begin.
 pub(crate) fn both_ways() -> Result<f64> {
     let blocks = [64 << 10, 256 << 10, 1 << 20].repeat(2);
     let rates: Vec<f64> = blocks.into_iter().map(both_ways_in).collect::<Result<_>>()?;
@@ -168,7 +169,7 @@ fn both_ways_in(block: usize) -> Result<f64> {
     Ok(TOTAL as f64 / start.elapsed().as_secs_f64())
 }
 
-/// A peer's milliseconds.
+/// Returns another system's time in milliseconds.
 fn theirs(peers: &Peers, bench: &str, n: usize, kib: usize) -> Option<f64> {
     let (n, kib) = (n.to_string(), kib.to_string());
     peers.least(bench, &[("op", "all_reduce"), ("nproc", &n), ("kib", &kib)], "ms")
@@ -212,8 +213,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     }
     for &n in ranks {
         for &kib in sizes {
-            // Where the system puts the threads is luck that lasts as long as they do, and where they do little
-            // it is all.
+            // The system's placement of threads is random and stays the same while they run. It dominates the
+            // time of small all-reduces.
             let clusters = if kib < MIB { 9 } else { 1 };
             let once = |_| -> Result<f64> {
                 let ranks = over_memory(n);

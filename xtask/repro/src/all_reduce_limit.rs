@@ -1,5 +1,5 @@
-//! How much of what the machine can move at all an all-reduce moves: over loopback sockets, and between
-//! threads.
+//! Compares the speed of an all-reduce with the most that the machine can move: over loopback sockets, and
+//! between threads.
 
 use std::hint::black_box;
 
@@ -18,7 +18,7 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// Bytes a second that one thread copies, past the caches.
+/// Returns the bytes per second that one thread copies, past the caches.
 fn memcpy() -> f64 {
     const BYTES: usize = 64 << 20;
     let (from, mut to) = (vec![1_u8; BYTES], vec![0_u8; BYTES]);
@@ -37,9 +37,9 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row("memcpy, one thread", copied / 1e9, "GB/s", Mark::None)?;
     for &kib in sizes {
         for n in [2, 4] {
-            // What each rank sends, and receives as much.
+            // Bytes that each rank sends. It receives as many.
             let through = (kib * 1024) as f64 * 2.0 * (n - 1) as f64 / n as f64;
-            // The limit is measured beside each figure: the machine may be shared.
+            // The limit is measured next to each figure, since the machine may be shared.
             let limit = both_ways()?;
             let rate = through / between_processes(n, kib, options.quick, Class::Default)?;
             let name = format!("{n} processes, {kib} KiB");

@@ -1,4 +1,4 @@
-//! The exact planners of pipelines against every division that there is, on small random instances.
+//! Compares the exact pipeline planners with a search of all divisions, on small random instances.
 
 use anyhow::Result;
 use farflung::base::Bytes;
@@ -20,7 +20,7 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// What trying all divisions found, and what the planner found; `None` where nothing fits.
+/// Cost of the best division of all, and of the planner's division. `None` if no division fits.
 pub(crate) struct Outcome {
     pub(crate) best: Option<u64>,
     pub(crate) found: Option<u64>,
@@ -124,7 +124,7 @@ fn operators(draw: &mut Draw) -> Outcome {
     Outcome { best: instances::least_cut(&graph, &free), found: found.map(|found| found.cost.0) }
 }
 
-/// With a fifth of the memory that the cheapest strategies take, up to six fifths.
+/// Limits memory to one to six fifths of what the cheapest strategies take.
 fn operators_within(draw: &mut Draw) -> Outcome {
     let graph = instances::operator_graph(draw);
     let mut limit = cuts::MemoryLimit { copies: 4, microbatches: 3, bytes: Bytes(u64::MAX) };

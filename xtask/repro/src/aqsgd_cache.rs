@@ -1,4 +1,4 @@
-//! AQ-SGD's two ends over epochs in random order, on disk, with a crash.
+//! Runs both ends of an AQ-SGD link over epochs in random order, with samples on disk and a crash.
 
 use std::path::Path;
 
@@ -25,7 +25,7 @@ const LEN: usize = POSITIONS * CHANNELS;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let epochs = if options.quick { 4 } else { 10 };
-    // What 4096 values take: two bytes each, or codes and two bytes for 64 of them.
+    // Bytes that 4096 values take: two bytes each, or their codes and two bytes for each 64 values.
     let (f16, int8, int4) = (2 * LEN, LEN + LEN / 32, LEN / 2 + LEN / 32);
     for (store, open) in [("", at_an_offset as Open), (", mapped", mapped as Open)] {
         for (held, samples, bytes) in [
@@ -48,12 +48,11 @@ fn at_an_offset(path: &Path, samples: Samples) -> Result<Box<dyn Store>> {
 
 #[expect(unsafe_code, reason = "nobody else writes to a mapped file: it is in the bench's own folder")]
 fn mapped(path: &Path, samples: Samples) -> Result<Box<dyn Store>> {
-    // SAFETY: each end has a file of its own, in a folder made for this run, and is dropped before it is opened
-    // again.
+    // SAFETY: each end has its own file, in a folder made for this run, and closes it before it opens it again.
     Ok(Box::new(unsafe { MappedStore::open(path, samples, SAMPLES) }?))
 }
 
-/// All epochs with samples held in one way.
+/// Runs all epochs with one storage format of samples.
 fn one(
     report: &mut Report<'_>,
     epochs: u64,
@@ -80,7 +79,7 @@ fn one(
             let key = RoundKey { round: epoch, ..RoundKey::default() };
             sender.encode(ids, &x, key, &mut payload)?;
             if epoch > 0 && i == 5 {
-                // The sender wrote, and died before it sent.
+                // The sender stored its copy, and crashed before it sent the payload.
                 drop(sender);
                 sender = open("sender")?;
                 sender.encode(ids, &x, key, &mut payload)?;
@@ -112,7 +111,7 @@ fn one(
     row("relative error, last epoch, over the first", last / errors[1], "", Mark::AtMost(0.5))
 }
 
-/// An activation that settles.
+/// Returns an activation of a sample that changes less in each epoch.
 fn activation(id: u64, epoch: u64) -> Vec<f32> {
     let (mut x, mut noise) = (vec![0.0; LEN], vec![0.0; LEN]);
     Philox::new(1, id).fill_normal(1.0, &mut x);

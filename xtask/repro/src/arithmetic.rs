@@ -1,4 +1,4 @@
-//! Closed forms that talks and papers on training over slow links quote.
+//! Checks figures that talks and papers on training over slow links quote, by closed forms.
 
 use anyhow::Result;
 use farflung::parallel::memory::{ActivationMethod, BytesPerParameter, StateBytes, Transformer, ZeroStage};
@@ -16,7 +16,7 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// A figure, what is quoted, and how far off that it may be.
+/// A computed figure, the quoted one, and the allowed difference.
 struct Figure {
     metric: &'static str,
     seen: f64,
@@ -101,16 +101,16 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Bytes: 262,144 tokens a step, and in each step an average over a ring, which sends two times the gradients
-/// of 6 billion parameters.
+/// Returns the bytes that each machine sends: steps of 262,144 tokens, each with an average over a ring, which
+/// sends two times the gradients of 6 billion parameters.
 fn fine_tuned() -> f64 {
     let steps = 10e9 / 262_144.0;
     steps * 2.0 * 6e9 * 2.0
 }
 
-/// 8.3 billion parameters on 8 V100: 72 layers of 3,072, 8 sequences of 1,024 tokens, 39 TFLOP/s each; two
-/// all-reduces forward and two backward in each layer, over links of 61.5 GB/s (which the published figure was
-/// used to find).
+/// Returns the fraction of linear speed-up: 8.3 billion parameters on 8 V100, 72 layers of 3,072, 8 sequences
+/// of 1,024 tokens, 39 TFLOP/s each. Each layer has two all-reduces forward and two backward, over links of
+/// 61.5 GB/s. That rate was fitted to the published figure.
 fn megatron() -> f64 {
     let model = Transformer { layers: 72, hidden: 3072, heads: 32, sequence: 1024, vocabulary: 51_200 };
     let (ranks, batch) = (8.0, 8);

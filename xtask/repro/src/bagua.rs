@@ -1,4 +1,4 @@
-//! Gradients in 16, 8 and 1 bits: what they cost in loss and gain in time, as BAGUA has it.
+//! Measures what gradients in 16, 8 and 1 bits cost in loss and gain in time, as in the BAGUA paper.
 
 mod published;
 
@@ -21,17 +21,17 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// Communication over computation in f32.
+/// Ratios of communication time to computation time in f32.
 const RHOS: [f64; 6] = [0.1, 0.5, 1.0, 2.0, 5.0, 10.0];
 
-/// The least speed-ups at a rho of 2: the marks of the issue; that of f16, 1.5, less its headers.
+/// The least speed-ups at a ratio of 2. For f16 the target is 1.5, minus the headers.
 const LEAST_AT_2: [(Arm, f64); 3] = [(arms::F16, 1.49), (arms::BYTE_GRAD, 1.95), (arms::SIGN_ALONE, 2.7)];
 
-/// The most that `ByteGrad`'s loss may be above f32's, in percent: measured over three seeds, and two standard
-/// deviations. The issue asked for 1.
+/// The most by which `ByteGrad`'s loss may be above f32's, in percent: the value measured over three seeds plus
+/// two standard deviations. The original target was 1.
 const MOST_BYTE_GRAD: f64 = 2.1;
 
-/// Bits a second of the sweep's links.
+/// Bits per second of the links in the sweep.
 const LINK: u64 = 100_000_000;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
@@ -40,7 +40,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     losses(report, options)
 }
 
-/// Losses at equal tokens.
+/// Compares losses at equal numbers of tokens.
 fn losses(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let lab = Lab::new(report, options);
     let f32 = lab.outcome(report, &arms::F32)?;
@@ -76,13 +76,13 @@ fn losses(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Step times of real training over simulated links, against the closed form.
+/// Compares step times of real training over simulated links with the closed form.
 fn sweep(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let base = TrainConfig { workers: 8, batch: 1, overlap: false, ..config(report.seed(), true) };
     let first = job(base.clone(), Over::Simulated(Link::FREE))?;
     let params = first.model.parameters() as f64;
     let sizes = Sizes { params, ranks: 8.0, every: 1.0, steps: 1.0, tensors: Vec::new() };
-    // Seconds of a step's computation at the base's rate.
+    // Seconds of computation in a step, at the base's compute rate.
     let compute = step_time(&first)?;
     let plain = arms::F32.sent.map_or(0.0, |form| form(&sizes));
     let communicate = plain * 8.0 / LINK as f64;
@@ -124,14 +124,14 @@ fn sweep(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// The settings with an arm's codec.
+/// Returns the settings with an arm's codec.
 fn coded(config: &TrainConfig, arm: &Arm) -> Result<TrainConfig> {
     let theirs = crate::lab::Setting::bare(arm)?;
     let (codec, error_feedback) = (theirs.codec, theirs.error_feedback);
     Ok(TrainConfig { codec, error_feedback, ..config.clone() })
 }
 
-/// Seconds of the second step on the virtual clock.
+/// Returns the seconds of the second step on the virtual clock.
 fn step_time(job: &Job) -> Result<f64> {
     let times = on_all(job, |rank| {
         rank.step(false)?;

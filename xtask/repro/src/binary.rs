@@ -1,12 +1,13 @@
-//! The `farflung` command, as users run it.
+//! Runs the `farflung` command as users run it.
 
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 
-/// `farflung` with these arguments, silent. It lies beside this program: `cargo xtask bench` builds both.
+/// Returns the command `farflung` with these arguments and no output. The binary must be in the folder of this
+/// program: `cargo xtask bench` builds both.
 ///
-/// Errors: it does not.
+/// Errors: the binary is not there.
 pub(crate) fn farflung(args: &[&str]) -> Result<Command> {
     let here = std::env::current_exe().context("failed to find this program")?;
     let binary = here.with_file_name(format!("farflung{}", std::env::consts::EXE_SUFFIX));

@@ -1,4 +1,4 @@
-//! Whom the others name when a rank of a launched job is killed, stopped or cut off.
+//! Checks which rank the others name when a rank of a launched job is killed, stopped or cut off.
 
 use std::fs;
 use std::path::Path;
@@ -24,15 +24,15 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// A run that takes longer to start or to end hangs.
+/// Longest time that a run may take to start or to end; after that it counts as hanging.
 const PATIENCE: Duration = Duration::from_secs(40);
 
-/// What happens to a rank.
+/// A fault of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Blow {
     Kill,
     Stop,
-    /// All of its connections end, and the rank lives.
+    /// All connections of the rank end, but the rank stays alive.
     Cut,
 }
 
@@ -54,7 +54,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
     let text = folder.path().join("text.txt");
     fs::write(&text, "the quick brown fox jumps over the lazy dog. ".repeat(500))?;
-    // Every second kind of job, where there is little time.
+    // Quick runs test every second kind of job.
     for (stream, case) in (0..).zip(&CASES).step_by(if options.quick { 2 } else { 1 }) {
         let random = Philox::new(report.seed(), stream);
         for (number, blow) in (0..).zip([Blow::Kill, Blow::Stop, Blow::Cut]) {
@@ -86,7 +86,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// What the ranks and the launcher said.
+/// Errors that the ranks and the launcher printed.
 struct Seen {
     survivors: u32,
     wrong: u32,
@@ -140,7 +140,7 @@ fn strike(case: &Case, blow: Blow, victim: usize, late: Duration, text: &Path) -
     Ok(Seen { survivors, wrong, right_code: code == Some(75), launcher_names })
 }
 
-/// Says what was wrong, where the benches' own lines go.
+/// Prints a wrong error of a rank next to the bench's own lines.
 fn tracing_of(case: &Case, blow: Blow, victim: usize, rank: usize, error: &str, said: &str) {
     let all: Vec<&str> =
         said.lines().filter(|line| line.contains("error") || line.contains("cause")).collect();
@@ -151,10 +151,12 @@ fn tracing_of(case: &Case, blow: Blow, victim: usize, rank: usize, error: &str, 
     ));
 }
 
-/// Ends all connections of a process, as a switch that loses its power does, except that it is told at once.
+/// Ends all connections of a process. A switch that loses its power does the same, except that here the process
+/// is notified at once.
 fn cut(process: Pid) -> Result<()> {
     let handle = pidfd_open(process, PidfdFlags::empty())?;
-    // All at once: over a connection that is still there it would name the end of one that is not.
+    // The process is stopped first, so that all connections end together. Otherwise it would report the end of
+    // one connection over another that is still open.
     kill_process(process, Signal::STOP)?;
     for entry in fs::read_dir(format!("/proc/{}/fd", process.as_raw_nonzero()))? {
         let entry = entry?;
@@ -162,7 +164,7 @@ fn cut(process: Pid) -> Result<()> {
             fs::read_link(entry.path()).is_ok_and(|to| to.to_string_lossy().starts_with("socket:"));
         if let (true, Some(Ok(number))) = (is_socket, entry.file_name().to_str().map(str::parse::<i32>)) {
             let socket = pidfd_getfd(&handle, number, PidfdGetfdFlags::empty())?;
-            // One that listens has nothing to end.
+            // This fails for a listening socket, which has no connection to end.
             let _ = shutdown(&socket, Shutdown::Both);
         }
     }
@@ -170,7 +172,7 @@ fn cut(process: Pid) -> Result<()> {
     Ok(())
 }
 
-/// A launched job, which ends with this.
+/// A launched job. Dropping it kills the job.
 struct Job(Child);
 
 impl Job {
@@ -187,7 +189,7 @@ impl Job {
         anyhow::bail!("it does not get on")
     }
 
-    /// The processes of its ranks, in their order.
+    /// Returns the processes of its ranks, in order of rank.
     fn ranks(&self) -> Result<Vec<Pid>> {
         let id = self.0.id();
         let text = fs::read_to_string(format!("/proc/{id}/task/{id}/children"))?;
@@ -195,7 +197,7 @@ impl Job {
         text.split_whitespace().map(pid).collect()
     }
 
-    /// Its exit code; `None` if it hangs, or was killed.
+    /// Waits for the job and returns its exit code; `None` if it hangs or was killed.
     fn end(&mut self) -> Result<Option<i32>> {
         for _ in 0..PATIENCE.as_millis() {
             if let Some(status) = self.0.try_wait()? {
@@ -209,7 +211,7 @@ impl Job {
 
 impl Drop for Job {
     fn drop(&mut self) {
-        // Its ranks end with it. It may have ended already.
+        // The ranks end with the launcher. The launcher may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

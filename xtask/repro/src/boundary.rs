@@ -1,4 +1,5 @@
-//! Coded boundaries of a pipeline on slow links: what packing hidden states gains in speed and costs in loss.
+//! Measures coded pipeline boundaries on slow links: the gain in speed and the cost in loss of encoding hidden
+//! states.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -24,22 +25,22 @@ pub(crate) const BENCH: Bench = Bench {
 
 const STAGES: usize = 4;
 const MICROBATCHES: usize = 8;
-/// Steps of an epoch: windows of the data over sequences of a step.
+/// Steps of an epoch: number of windows in the data over sequences per step.
 const EPOCH: u64 = 8;
 const EPOCHS: u64 = 12;
-/// Steps before the first that counts, on random windows of the same text: hidden states then no longer change
-/// as fast.
+/// Steps of training before the measured ones, on random windows of the same text. After them hidden states no
+/// longer change as fast.
 const PRETRAINED: u64 = 150;
 
-/// A stage computes a microbatch in a 4.37th of the time that its hidden states in f32 take over 100 Mbit/s:
-/// 0.12 s and 0.524 s in the paper's run of GPT2-XL.
+/// Time to send a microbatch's hidden states in f32 over 100 Mbit/s, divided by the time in which a stage
+/// computes the microbatch: 0.524 s and 0.12 s in the paper's run of GPT2-XL.
 const OVER_COMPUTE: f64 = 0.524 / 0.12;
 
 struct Case {
     name: &'static str,
     forward: &'static str,
     backward: &'static str,
-    /// The most that its loss may be above f32's, in percent.
+    /// The most by which its loss may be above f32's, in percent.
     most: Option<f64>,
 }
 
@@ -66,7 +67,8 @@ impl Case {
     }
 }
 
-/// Four machines of so many operations a second, each pair with a link of its own.
+/// Writes a topology of four machines that compute `rate` operations per second, with a separate link for each
+/// pair.
 fn topology(folder: &Path, link: &str, rate: f64) -> Result<PathBuf> {
     let mut text = format!("default = \"{link},100us\"\n");
     for rank in 0..STAGES {
@@ -110,7 +112,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// A model that has learned a little, and a small text that it goes on with in epochs.
+/// A model after some training, and a small text on which it continues to train in epochs.
 struct Setting {
     job: Job,
     config: TrainConfig,
@@ -162,7 +164,7 @@ impl Setting {
         Ok(Self { job, config })
     }
 
-    /// The mean loss of the last epoch's steps.
+    /// Returns the mean loss of the last epoch's steps.
     fn trained(&self, case: &Case, epochs: u64) -> Result<f64> {
         let steps = EPOCH * epochs;
         let job = case.coded(&self.job, &TrainConfig { steps, ..self.config.clone() })?;
@@ -174,8 +176,8 @@ impl Setting {
     }
 }
 
-/// Settings whose step is long next to what ends it, the exchange of the token table: 128 sequences of 64
-/// tokens, which are all of the data, so that each step is an epoch.
+/// Returns settings in which a step is long compared with the exchange of the token table at its end: 128
+/// sequences of 64 tokens. These are all of the data, so each step is an epoch.
 fn long_step(folder: &Path, link: &str, seed: u64) -> Result<TrainConfig> {
     const BATCH: usize = 4;
     const MICROBATCHES: usize = 32;
@@ -199,7 +201,7 @@ fn long_step(folder: &Path, link: &str, seed: u64) -> Result<TrainConfig> {
     })
 }
 
-/// A text of so many windows to train on, and a tenth more to evaluate on.
+/// Writes a text of `windows` windows for training, and a tenth more for evaluation.
 fn epoch_of(folder: &Path, windows: usize, context: usize) -> Result<PathBuf> {
     let text = farflung::corpus::default_text()?.0;
     let data = folder.join(format!("{windows}-windows.txt"));
@@ -208,7 +210,7 @@ fn epoch_of(folder: &Path, windows: usize, context: usize) -> Result<PathBuf> {
     Ok(data)
 }
 
-/// Tokens a second of the second step on the virtual clock, when every sample has been seen.
+/// Returns the tokens per second of the second step on the virtual clock, when every sample has been seen.
 fn speed(job: &Job) -> Result<f64> {
     let times = on_all(job, |rank: &mut Trainer| {
         rank.step(false)?;

@@ -1,4 +1,4 @@
-//! 16 machines that live for two hours each: the rules of who belongs to a run for a day, the trainer for two
+//! Runs 16 machines with a mean life of two hours each: the membership rules for a day, and the trainer for two
 //! hours.
 
 use anyhow::Result;

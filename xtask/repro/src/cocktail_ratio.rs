@@ -1,4 +1,4 @@
-//! `CocktailSGD`'s payloads: a rolling mask, the largest of it, in few bits.
+//! Measures `CocktailSGD`'s payloads: a rolling mask, then top-k within the mask, in few bits.
 
 use anyhow::Result;
 use farflung::compress::{
@@ -17,8 +17,8 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The composition for one in `stride` elements, of these so many millionths, in blocks of 128 codes of so many
-/// bits.
+/// Returns the composition that masks one in `stride` elements, keeps `kept` millionths of these, and sends
+/// them in blocks of 128 codes of `bits` bits.
 pub(crate) fn codec([stride, kept, bits]: [u32; 3]) -> Result<impl Compressor, CompressError> {
     let quantised: Box<dyn Memoryless> =
         format!("int{bits}:128").parse::<farflung::compress::CodecSpec>()?.build_memoryless();
@@ -31,8 +31,8 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     let n = 1 << 22;
     let x = values(n, report.seed());
     let mut payload = Payload::new();
-    // (name, one in, of these in millionths, bits, the published ratio against f32). 117 is published without a
-    // setting: the second has it against f32, the third against f16.
+    // (name, stride of the mask, kept millionths, bits, published ratio to f32). The paper gives 117 without a
+    // setting. The second row reaches it against f32, the third against f16.
     for (name, stride, kept, bits, published) in [
         ("p .1 k .2 b 4", 10, 200_000, 4, 175.0),
         ("p 1/7 k .22 b 4", 7, 220_000, 4, 117.0),
@@ -42,7 +42,7 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
         codec([stride, kept, bits])?.compress(&x, RoundKey::default(), &mut payload)?;
         let masked = n.div_ceil(stride as usize) / 128 * 128;
         let top = (masked as u64 * u64::from(kept)).div_ceil(1_000_000) as usize / 128 * 128;
-        // The bitmask over the mask, the codes, two bytes for 128 of them.
+        // The bitmask over the masked elements, the codes, and two bytes for each 128 codes.
         let formula = masked.div_ceil(8) + top * bits as usize / 8 + top / 128 * 2;
         let frame = 28 + 36 + 20 + 4;
         let bytes = payload.as_bytes().len();

@@ -1,4 +1,4 @@
-//! The bytes of every method that sends a compressed tensor, against their closed forms.
+//! Compares the bytes of every method that sends a compressed tensor with their closed forms.
 
 use anyhow::Result;
 use farflung::compress::link::{Direct, LinkCodec};
@@ -21,15 +21,15 @@ const TENSOR: usize = 1 << 20;
 const RANKS: usize = 4;
 const SHARD: usize = TENSOR / RANKS;
 
-/// One rank's bytes for one exchange.
+/// Payloads that one rank sends for one exchange.
 struct Case {
     name: &'static str,
     codec: Result<Box<dyn Compressor>, CompressError>,
-    /// Elements of a payload.
+    /// Elements in one payload.
     len: usize,
-    /// Payloads that a rank sends.
+    /// Number of payloads that a rank sends.
     sent: usize,
-    /// Bytes of a body that the formulas do not count: parameters, and headers that their papers leave out.
+    /// Bytes of a body that the formulas do not count: parameters and headers.
     framing: usize,
     golden: usize,
 }
@@ -49,8 +49,8 @@ fn chunks<C: farflung::compress::Memoryless + 'static>(
 }
 
 fn cases() -> Vec<Case> {
-    // Scattered by shards, reduced, gathered: 2 (n - 1) payloads of a shard. Gathered whole: n - 1 of the
-    // tensor.
+    // A scatter, a reduction and a gather of shards send 2 (n - 1) payloads of one shard. A gather of whole
+    // tensors sends n - 1 payloads of the tensor.
     let (shards, whole) = (2 * (RANKS - 1), RANKS - 1);
     let case = |name, codec, len, sent, framing, golden| Case { name, codec, len, sent, framing, golden };
     let u16s = || IndexCoding::Fixed(16);
@@ -107,7 +107,7 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
         let counted = payload.view().body().len() - framing;
         rows(report, name, sent * counted, golden)?;
     }
-    // What is handed out goes by a ring: 2 (n - 1) / n of its bytes.
+    // The buffers of the protocol are averaged by a ring, which sends 2 (n - 1) / n of their bytes.
     let mut method = PowerSgd::new(1024, 1024, 4, report.seed())?;
     method.begin(&x)?;
     let mut handed_out = 0;
@@ -126,7 +126,7 @@ fn rows(report: &mut Report<'_>, name: &str, bytes: usize, golden: usize) -> Res
     report.row(&format!("{name}: off by"), bytes.abs_diff(golden) as f64, "B", Mark::AtMost(0.0))
 }
 
-/// Normal deviates.
+/// Returns `len` normal deviates with a standard deviation of 1e-3.
 pub(crate) fn values(len: usize, seed: u64) -> Vec<f32> {
     let mut x = vec![0.0; len];
     farflung::base::Philox::new(seed, 0).fill_normal(1e-3, &mut x);

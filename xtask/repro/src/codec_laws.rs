@@ -1,4 +1,4 @@
-//! What every codec promises, over all methods that have a name.
+//! Checks the laws of every codec, over all methods that have a name.
 
 use anyhow::{Context, Result, ensure};
 use farflung::base::Philox;
@@ -92,17 +92,17 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row("payloads that differ between 1, 2, 3 and 7 threads", f64::from(differ), "", Mark::AtMost(0.0))
 }
 
-/// What a bound on an element's error depends on.
+/// Values on which a bound on an element's error depends.
 struct Element {
     magnitude: f64,
-    /// The largest magnitude of its block, and the largest element less the smallest.
+    /// Largest magnitude of its block; `span` is the largest element minus the smallest.
     largest: f64,
     span: f64,
 }
 
 type Bound = fn(&Element) -> f64;
 
-/// Codecs, their blocks, and the errors that their documentation allows.
+/// Names of codecs, their block sizes, and the errors that their documentation allows.
 const BOUNDS: [(&str, usize, Bound); 21] = [
     ("f16", 1, |e| (e.magnitude / 2048.0).max(2_f64.powi(-25)).max(e.magnitude - 65504.0)),
     ("bf16", 1, |e| (e.magnitude / 256.0).max(2_f64.powi(-134))),
@@ -120,8 +120,8 @@ const BOUNDS: [(&str, usize, Bound); 21] = [
     ("uint2:128", 128, |e| 0.504 * e.span / 3.0 + rounding(e)),
     ("uint8-sr:128", 128, |e| 1.008 * e.span / 255.0 + rounding(e)),
     ("uint4-sr:128", 128, |e| 1.008 * e.span / 15.0 + rounding(e)),
-    // Half of the smallest number under a scale that is a little larger than the largest over the largest
-    // number.
+    // Half of the smallest number of the format, times a scale that is a little larger than the block's largest
+    // magnitude over the format's largest number.
     ("e4m3:128", 128, |e| (e.magnitude / 16.0).max(1.008 * e.largest / 448.0 / 1024.0)),
     ("e5m2:128", 128, |e| (e.magnitude / 8.0).max(1.008 * e.largest / 57344.0 / 131_072.0)),
     ("e3m0:128", 128, |e| (e.magnitude / 3.0).max(1.008 * e.largest / 128.0) + rounding(e)),
@@ -129,15 +129,15 @@ const BOUNDS: [(&str, usize, Bound); 21] = [
     ("minmax8:128", 128, |e| 0.51 * (e.span + 1e-7).max(e.largest / 16384.0) / 255.0 + rounding(e)),
 ];
 
-/// Of a sum of numbers as large as the block's largest.
+/// Returns the rounding error of a sum of numbers as large as the block's largest.
 fn rounding(element: &Element) -> f64 {
     element.largest * 2_f64.powi(-23)
 }
 
-/// Codecs of 64 elements, and the mean square of their errors over that of the elements: the variance of
-/// unbiased ones, what a selection leaves.
+/// Codecs of 64 elements, and the largest allowed mean square of their errors over that of the elements: the
+/// variance of unbiased codecs, or the part that a selection does not keep.
 const MEAN_SQUARES: [(&str, f64); 6] = [
-    // min(d / q^2, sqrt(d) / q) of blocks of 64, and what a scale of eight bits adds.
+    // min(d / q^2, sqrt(d) / q) for blocks of 64, times the factor that a scale of eight bits adds.
     ("qsgd8:64", 64.0 / 127.0 / 127.0 * 1.016),
     ("qsgd4:64", 8.0 / 7.0 * 1.016),
     ("qsgd2:64", 8.0 * 1.016),
@@ -146,14 +146,14 @@ const MEAN_SQUARES: [(&str, f64); 6] = [
     ("rolling:4", 0.750_001),
 ];
 
-/// The largest error of an element over its bound, over vectors of many magnitudes.
+/// Returns the largest ratio of an element's error to its bound, over vectors of many magnitudes.
 fn worst_error(name: &str, block: usize, bound: Bound, seed: u64) -> Result<f64> {
     let n = 1 << 16;
     let (mut codec, mut payload, mut x, mut out) = (parse(name)?, Payload::new(), vec![0.0; n], vec![0.0; n]);
     let mut worst = 0.0_f64;
     for (stream, size) in [1e-20, 1e-6, 1e-3, 1.0, 3e4, 1e30].into_iter().enumerate() {
         Philox::new(seed, stream as u64).fill_normal(size, &mut x);
-        // Some are far from the others.
+        // Some elements are much larger or smaller than the others.
         x.iter_mut().step_by(97).for_each(|x| *x *= 30.0);
         x.iter_mut().step_by(11).for_each(|x| *x *= 1e-5);
         codec.compress(&x, RoundKey { seed, ..RoundKey::default() }, &mut payload)?;
@@ -172,7 +172,8 @@ fn worst_error(name: &str, block: usize, bound: Bound, seed: u64) -> Result<f64>
     Ok(worst)
 }
 
-/// The mean over draws of the squares of what 64 normal elements lose, over their own.
+/// Returns the mean square of the errors of 64 normal elements over `draws` rounds, divided by that of the
+/// elements.
 fn mean_square(name: &str, draws: u64, seed: u64) -> Result<f64> {
     let mut x = [0.0; 64];
     Philox::new(seed, 1).fill_normal(1.0, &mut x);
@@ -186,7 +187,7 @@ fn mean_square(name: &str, draws: u64, seed: u64) -> Result<f64> {
     Ok(lost / draws as f64 / norm)
 }
 
-/// A codec for every name in the help text.
+/// Returns an example of each codec name in the help text, with values filled in.
 pub(crate) fn names() -> Vec<String> {
     let values =
         [("AMOUNT", "0.1"), ("KEPTofCHUNK", "5of40"), ("VALUE", "0.5"), ("STRIDE", "4"), ("SIDE", "8")];
@@ -197,8 +198,8 @@ pub(crate) fn names() -> Vec<String> {
     farflung::compress::names().iter().map(example).collect()
 }
 
-/// The largest distance of a mean of decoded values from the value, in standard errors less the step of the
-/// noise.
+/// Returns the largest distance between a mean of decoded values and the true value, in standard errors. The
+/// resolution of the noise is subtracted first.
 fn worst_bias(name: &str, draws: u64, seed: u64) -> Result<f64> {
     let mut x = [0.0; 64];
     Philox::new(seed, 1).fill_normal(1.0, &mut x);
@@ -215,14 +216,15 @@ fn worst_bias(name: &str, draws: u64, seed: u64) -> Result<f64> {
     let of = |i: usize| {
         let mean = sum[i] / draws as f64;
         let error = ((squares[i] / draws as f64 - mean * mean).max(0.0) / draws as f64).sqrt();
-        // Offsets have 16 bits.
+        // The offsets have a resolution of 16 bits.
         let gap = ((mean - f64::from(x[i])).abs() - 8.0 * 2_f64.powi(-17)).max(0.0);
         if gap > 0.0 { gap / error } else { 0.0 }
     };
     Ok((0..64).map(of).fold(0.0, f64::max))
 }
 
-/// Over 20 rounds: the gap of what was given, decoded and left, over what 20 rounds may round away.
+/// Returns the largest gap, over 20 rounds, between the sum of the inputs and the sum of decoded values plus
+/// the residual. It is divided by the rounding error that 20 rounds may have.
 fn telescoping(name: &str) -> Result<f64> {
     if name.starts_with("unbiased") {
         return Ok(0.0);
@@ -247,8 +249,8 @@ fn telescoping(name: &str) -> Result<f64> {
     Ok((0..n).map(gap).fold(0.0, f64::max))
 }
 
-/// How many of the odd inputs have another result than: refused by name, or finite, of at most the promised
-/// bytes, and zeros for zeros.
+/// Counts the odd inputs with a wrong result. A right result is an error that gives the element's index; or
+/// finite values, at most the promised bytes, and zeros for zeros.
 fn odd_inputs(name: &str) -> Result<u32> {
     let (mut codec, mut payload, mut wrong) = (parse(name)?, Payload::new(), 0);
     let tiny = f32::from_bits(1);
@@ -257,7 +259,7 @@ fn odd_inputs(name: &str) -> Result<u32> {
     {
         let mut out = vec![f32::NAN; x.len()];
         let finite = codec.compress(x, RoundKey::default(), &mut payload);
-        // Only an unbiased mask and a transform can make the largest numbers too large.
+        // Only unbiased masks and transforms can make the largest numbers overflow.
         if let Err(CompressError::Overflow { index, value, .. }) = finite
             && (name.starts_with("unbiased") || name.starts_with("dct"))
         {
@@ -280,8 +282,8 @@ fn odd_inputs(name: &str) -> Result<u32> {
     Ok(wrong)
 }
 
-/// How many of `draws` vectors of the largest numbers and others have another result than: refused by the index
-/// of an element, or decoded as finite values, of which what was lost is finite too.
+/// Counts the vectors, among `draws` with very large numbers, that have a wrong result. A right result is an
+/// error that gives an element's index, or finite decoded values with a finite loss.
 fn edges(name: &str, draws: u64, seed: u64) -> Result<u32> {
     let (mut codec, mut payload, mut wrong) = (parse(name)?, Payload::new(), 0);
     let mut with_residual = name.parse::<CodecSpec>()?.build_memoryless();
@@ -317,8 +319,8 @@ fn edges(name: &str, draws: u64, seed: u64) -> Result<u32> {
     Ok(wrong)
 }
 
-/// So many elements, of which some share are the largest numbers, some nearly so, and some small, subnormal or
-/// zero.
+/// Returns `len` elements: a random share are the largest numbers, some are nearly as large, and some are
+/// small, subnormal or zero.
 fn edge(len: usize, seed: u64, stream: u64) -> Vec<f32> {
     let rng = Philox::new(seed, stream);
     let [kinds, first, signs, _] = rng.block(u64::MAX);
@@ -338,7 +340,7 @@ fn edge(len: usize, seed: u64, stream: u64) -> Vec<f32> {
     (0..len as u64).map(element).collect()
 }
 
-/// How many numbers of threads give other bytes or residuals.
+/// Counts the numbers of threads that give other bytes or residuals than one thread.
 fn threads<C: Chunks>(codec: &Chunked<C>, seed: u64) -> Result<u32> {
     let n = 1_000_003;
     let (x, e) = (crate::codec_bytes::values(n, seed), crate::codec_bytes::values(n, seed + 1));
@@ -359,7 +361,7 @@ fn threads<C: Chunks>(codec: &Chunked<C>, seed: u64) -> Result<u32> {
     Ok(differ)
 }
 
-/// As [`threads`], for a codec by its name.
+/// Does the same as [`threads`], for a codec given by its name.
 fn composed_threads(name: &str, seed: u64) -> Result<u32> {
     let x = crate::codec_bytes::values(1_000_003, seed);
     let run = |threads| {

@@ -1,4 +1,4 @@
-//! How fast codecs are on one core, against the others and against the memory.
+//! Compares the speed of codecs on one core with that of other libraries and of the memory.
 
 use std::hint::black_box;
 
@@ -17,8 +17,8 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// A codec, its rivals, by how much encoding and decoding must be faster, and whether it must be near the
-/// memory's speed.
+/// A codec, the names of the rivals, the factors by which encoding and decoding must be faster than theirs, and
+/// whether encoding must be near the memory's speed.
 struct Rival {
     name: &'static str,
     theirs: &'static [&'static str],
@@ -74,12 +74,12 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             codec.decompress(black_box(payload.view()), black_box(&mut out))?;
             let decoded = now();
             codec.commit();
-            // In turns with the codec: neighbours on the machine slow both.
+            // Measured in turns with the codec, because other programs on the machine slow both.
             let (read, write) = memory.measure(&x);
             if round > 0 {
                 encoding.push((encoded - start).as_secs_f64());
                 decoding.push((decoded - encoded).as_secs_f64());
-                // Reads x, reads and writes e, writes the payload.
+                // Encoding reads x, reads and writes the residual e, and writes the payload.
                 let feedback = if name.ends_with("+ef") { 2.0 * bytes * write } else { 0.0 };
                 let least = bytes * read + feedback + payload.as_bytes().len() as f64 * write;
                 shares.push(least / (encoded - start).as_secs_f64());
@@ -123,8 +123,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     low_rank(report, options, rounds)
 }
 
-/// `PowerSGD`'s products, which are matrix multiplications elsewhere; its encoder makes the residual of the
-/// round before too, which theirs does not.
+/// Measures `PowerSGD`, whose cost is matrix products. Our encoder also computes the residual of the previous
+/// round, which the rival's does not.
 fn low_rank(report: &mut Report<'_>, options: &Options, rounds: u64) -> Result<()> {
     const SIDE: usize = 4096;
     let x = values(SIDE * SIDE, report.seed());
@@ -154,8 +154,8 @@ fn low_rank(report: &mut Report<'_>, options: &Options, rounds: u64) -> Result<(
     Ok(())
 }
 
-/// The memory on one core, in seconds a byte: of reading a vector, and of the bytes read and written when one
-/// is changed in place.
+/// The memory's speed on one core, in seconds per byte: for reading a vector, and for each byte read or written
+/// when a vector is changed in place.
 struct Memory {
     y: Vec<f32>,
     reads: Vec<f64>,
@@ -163,11 +163,11 @@ struct Memory {
 }
 
 impl Memory {
-    /// Measures both once more, by a vector of the same length.
+    /// Measures both once more, with a vector of the same length as `x`.
     fn measure(&mut self, x: &[f32]) -> (f64, f64) {
         let bytes = size_of_val(x) as f64;
         let start = now();
-        // The order of bits, which vector code can take a maximum of.
+        // Bits are compared as integers, so that the maximum can be computed with vector instructions.
         let max = x.iter().fold(0, |max: i32, x| max.max(x.to_bits().cast_signed()));
         black_box(max);
         let middle = now();

@@ -1,4 +1,4 @@
-//! What collectives take on the virtual clock, against their closed forms.
+//! Compares the time of collectives on the virtual clock with their closed forms.
 
 use anyhow::Result;
 use farflung::base::{Bytes, Nanos, Rank, Topology};
@@ -19,21 +19,21 @@ const N: usize = 8;
 const ALPHA: f64 = 0.01;
 const BETA: f64 = 8e-9;
 
-/// The alpha-beta time of an all-reduce of `m` bytes, or `None` where there is only a bound.
+/// Returns the alpha-beta time of an all-reduce of `m` bytes, or `None` if only a bound is known.
 fn closed_form(algorithm: Algorithm, m: f64) -> Option<f64> {
     let buffers = 1.75 * m * BETA;
     Some(match algorithm {
         Algorithm::Ring | Algorithm::Hierarchical => 14.0 * ALPHA + buffers,
         Algorithm::BidirectionalRing => {
-            // Two rings take turns on one access link: a step waits for the other's transfer, or for its own
-            // latency.
+            // Two rings take turns on one access link. A step waits for the other ring's transfer, or for its
+            // own latency.
             let transfer = m * BETA / 16.0;
             13.0 * (2.0 * transfer).max(transfer + ALPHA) + 2.0 * transfer + ALPHA
         }
         Algorithm::RecursiveDoubling => 3.0 * (ALPHA + m * BETA),
         Algorithm::HalvingDoubling => 6.0 * ALPHA + buffers,
         Algorithm::Direct | Algorithm::Butterfly => 2.0 * ALPHA + buffers,
-        // On 2 x 4: rings of four, then of two.
+        // On a grid of 2 x 4: rings of four, then rings of two.
         Algorithm::Moshpit => (6.0 + 2.0) * ALPHA + (1.5 + 1.0) * m * BETA,
         _ => return None,
     })
@@ -78,7 +78,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                 Mark::AtMost(2.0),
             )?;
         }
-        // Two buffers and a way up and down, and the filling of the pipeline on top.
+        // The ideal time is two buffers plus the latency up and down the tree; filling the pipeline comes on
+        // top.
         let chunks = (bytes / 400_000).clamp(1, 64);
         let program = |rank| double_tree(rank, N, chunks);
         let time = simulated(&topology, bytes, &program)?;

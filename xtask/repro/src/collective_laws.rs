@@ -1,4 +1,4 @@
-//! What collectives compute: exactly, alike on all ranks, alike on all transports.
+//! Checks the results of collectives: they are exact, and the same on all ranks and on all transports.
 
 mod every;
 
@@ -23,10 +23,10 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// A program for a rank among so many, over so many elements.
+/// Returns the program of a rank, from the rank, the number of ranks and the number of elements.
 type Make = Box<dyn Fn(Rank, usize, usize) -> Program + Send + Sync>;
 
-/// Every algorithm, also in the shapes that only uneven networks get.
+/// Returns every algorithm, including shapes that occur only on uneven networks.
 fn programs() -> Vec<(String, Make)> {
     let mut all: Vec<(String, Make)> = Vec::new();
     for algorithm in Algorithm::ALL {
@@ -44,7 +44,7 @@ fn programs() -> Vec<(String, Make)> {
     all.push(("double tree in 3".to_owned(), Box::new(|rank, n, _| double_tree(rank, n, 3))));
     all.push(("direct in 3".to_owned(), Box::new(|rank, n, _| direct(rank, n, 3))));
     let uneven: Make = Box::new(|rank, n, len| {
-        // Rank 0 reduces what is left, every second one nothing.
+        // Rank 0 reduces the remaining elements; every second rank reduces none.
         let mut counts: Vec<usize> = (0..n).map(|r| if r % 2 == 1 { 0 } else { len / (n + r) }).collect();
         counts[0] = len - counts[1..].iter().sum::<usize>();
         butterfly(rank, &counts, 2)
@@ -53,12 +53,12 @@ fn programs() -> Vec<(String, Make)> {
     all
 }
 
-/// A type, and numbers of it.
+/// An element type, with conversions from and to f64.
 trait Number: Element {
-    /// The nearest; integers wrap.
+    /// Converts to the nearest value; integers wrap.
     fn of(value: f64) -> Self;
     fn value(self) -> f64;
-    /// One rounding step at 1; integers have none.
+    /// One rounding step at 1; `None` for integers.
     const STEP: Option<f64>;
 }
 
@@ -84,7 +84,7 @@ number!(f32, Some(1.0 / 8_388_608.0), |v| v as Self, f64::from);
 number!(f16, Some(1.0 / 1024.0), Self::from_f64, Self::to_f64);
 number!(bf16, Some(1.0 / 128.0), Self::from_f64, Self::to_f64);
 
-/// What a rank found: cases, broken laws, and a checksum of all results.
+/// Result of one rank: number of cases, broken laws, and a checksum of all results.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Found {
     cases: u64,
@@ -96,14 +96,14 @@ impl Found {
     fn check<T: Number>(&mut self, x: &[T], law: impl Fn(usize, T) -> bool) {
         self.cases += 1;
         self.broken += u64::from(!x.iter().enumerate().all(|(i, &v)| law(i, v)));
-        // Every value that a law lets through is a float's, so its bits are told by the float.
+        // Every value that passes a law is exact as an f64, so the checksum uses the f64's bits.
         let mix =
             |sum: u64, v: &T| (sum.rotate_left(5) ^ v.value().to_bits()).wrapping_mul(0x9E37_79B9_7F4A_7C15);
         self.bits = x.iter().fold(self.bits, mix);
     }
 }
 
-/// All laws for one type and program; every rank calls it.
+/// Checks all laws for one type and one program. Every rank must call it.
 fn laws<T: Number>(comm: &Communicator, make: &Make, sizes: &[usize], seed: u64) -> Result<Found, CommError> {
     let (n, me) = (comm.size(), comm.rank().index());
     let mut found = Found::default();
@@ -121,12 +121,12 @@ fn laws<T: Number>(comm: &Communicator, make: &Make, sizes: &[usize], seed: u64)
     found.check(&x, |i, v| v == T::of((0..n).map(|r| whole(r, i)).fold(0.0, f64::max)));
     let x = reduced(ReduceOp::Min, len, &|i| whole(me, i))?;
     found.check(&x, |i, v| v == T::of((0..n).map(|r| whole(r, i)).fold(9.0, f64::min)));
-    // Two ranks have a factor.
+    // Exactly two ranks (or the only one) contribute a factor of 3.
     let x = reduced(ReduceOp::Product, len, &|i| if (me + i) % n < 2 { 3.0 } else { 1.0 })?;
     found.check(&x, |_, v| v == T::of(if n == 1 { 3.0 } else { 9.0 }));
 
     let Some(step) = T::STEP else {
-        // Far beyond what the small ones hold.
+        // The sums are far beyond the range of the small integer types.
         let x = reduced(ReduceOp::Sum, len, &|_| 100.0)?;
         found.check(&x, |_, v| v == T::of(100.0 * n as f64));
         return Ok(found);
@@ -139,7 +139,8 @@ fn laws<T: Number>(comm: &Communicator, make: &Make, sizes: &[usize], seed: u64)
         let sum: f64 = (0..n).map(|r| real(r, i)).sum();
         (v.value() - sum).abs() <= (n - 1) as f64 * step * sum
     });
-    // One rank has `n` more than the others. The sum is at most 80, which eight bits of precision hold.
+    // One rank has `n` more than the others. The sum is at most 80, which is exact with eight bits of
+    // precision.
     let x = reduced(ReduceOp::Mean, len, &|i| whole(0, i) + if i % n == me { n as f64 } else { 0.0 })?;
     found.check(&x, |i, v| v == T::of(whole(0, i) + 1.0));
     for op in [ReduceOp::Max, ReduceOp::Min, ReduceOp::Sum] {
@@ -150,7 +151,7 @@ fn laws<T: Number>(comm: &Communicator, make: &Make, sizes: &[usize], seed: u64)
     Ok(found)
 }
 
-/// Every collective for every type over one cluster: what each rank found.
+/// Checks every collective for every type over one cluster, and returns each rank's result.
 fn every_over(cluster: Cluster, sizes: &[usize]) -> Result<Vec<Found>> {
     let laws = [
         every::of_type::<f32>,
@@ -179,7 +180,7 @@ fn every_over(cluster: Cluster, sizes: &[usize]) -> Result<Vec<Found>> {
     })
 }
 
-/// All types.
+/// Checks one program with all types.
 fn all_laws(comm: &Communicator, make: &Make, sizes: &[usize], seed: u64) -> Result<Found, CommError> {
     let laws = [
         laws::<f32>,
@@ -205,7 +206,7 @@ fn all_laws(comm: &Communicator, make: &Make, sizes: &[usize], seed: u64) -> Res
     Ok(all)
 }
 
-/// All programs over one cluster: what each rank found.
+/// Checks all programs over one cluster, and returns each rank's result.
 fn over(cluster: Cluster, sizes: &[usize], seed: u64) -> Result<Vec<Found>> {
     let programs = programs();
     on_ranks(cluster, |comm| {
@@ -258,12 +259,12 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row("ranks with others over any other transport", every.elsewhere as f64, "1", Mark::AtMost(0.0))
 }
 
-/// What every collective came to.
+/// Sums of the results of every collective.
 #[derive(Debug, Default)]
 struct Every {
     cases: u64,
     broken: u64,
-    /// Ranks whose results over another transport have other bits than over memory.
+    /// Number of ranks whose results over another transport have other bits than over memory.
     elsewhere: usize,
 }
 

@@ -1,4 +1,4 @@
-//! Everything with everything: each pair of choices in a run of real ranks, or refused with its reason.
+//! Trains every pair of choices in a run of real ranks, or checks that it is rejected with its reason.
 
 use anyhow::Result;
 use farflung::TrainConfig;
@@ -73,7 +73,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row("pairs that were refused for another reason, or not", f64::from(wrong), "", Mark::AtMost(0.0))
 }
 
-/// A job of two replicas with some choices.
+/// Returns a job of two replicas with some choices.
 fn made(whole: &Job, mut config: TrainConfig) -> Result<Job> {
     let workers = 2 * config.stages;
     config.workers = workers;

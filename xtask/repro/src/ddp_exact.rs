@@ -1,4 +1,4 @@
-//! Many workers are one worker: data-parallel training against the same batches in one place.
+//! Compares data-parallel training of four workers with one worker on the same batches.
 
 use anyhow::Result;
 use farflung::TrainConfig;
@@ -18,7 +18,7 @@ pub(crate) const BENCH: Bench = Bench {
 
 const STEPS: usize = 20;
 
-/// One worker's 20 steps.
+/// Results of one worker's 20 steps.
 struct Trace {
     losses: Vec<f64>,
     hashes: Vec<blake3::Hash>,
@@ -40,7 +40,8 @@ fn trace(worker: &mut Trainer) -> Result<Trace> {
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let four = TrainConfig { workers: 4, ..config(report.seed(), !options.quick) };
     let first = job(four.clone(), Over::Memory)?;
-    // The sampler deals sequences out so that microbatch m of one worker is what rank m of four gets.
+    // The sampler distributes sequences so that microbatch m of the single worker is the batch of rank m of the
+    // four.
     let alone = TrainConfig { workers: 1, accumulate: 4, ..four.clone() };
     let alone = on_all(&again(&first, alone, Over::Memory), trace)?.remove(0);
 

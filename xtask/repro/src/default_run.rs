@@ -1,4 +1,4 @@
-//! What a newcomer sees first: `farflung train` without arguments.
+//! Runs `farflung train` without arguments, as a new user does.
 
 use std::process::Stdio;
 use std::time::Instant;
@@ -18,16 +18,18 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// Validation loss in nats of a plain single worker after the default run's 500 steps on the same tokens, each
-/// batch the four workers' batches, judged on the same windows. Measured on the default text
-/// (`corpus::EXPECTED`) with `farflung train --workers 1 --accumulate 4 --sync ddp --transport memory`.
+/// Validation loss in nats of a plain single worker after the default run's 500 steps, on the same tokens and
+/// evaluated on the same windows. Each of its batches is the four workers' batches together. Measured on the
+/// default text (`corpus::EXPECTED`) with
+/// `farflung train --workers 1 --accumulate 4 --sync ddp --transport memory`.
 const ONE_WORKER: f64 = 1.7607;
 
-/// Steps, workers, sequences, peak and least rate, warm-up, and the text for which [`ONE_WORKER`] was measured.
+/// Settings for which [`ONE_WORKER`] was measured: steps, workers, sequences per batch, highest and lowest
+/// learning rate, warm-up, and the text.
 const MEASURED: (u64, usize, usize, f64, f64, u64, &str) =
     (500, 4, 12, 1e-3, 1e-4, 50, "d931b6eae46e91ebeb028231f24af58fca469996698f04a80df6e27f93e4642f");
 
-/// Steps of a quick run, too few for the bound.
+/// Steps of a quick run. They are too few for the bound.
 const QUICK_STEPS: &str = "40";
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {

@@ -1,4 +1,4 @@
-//! What `DeMo`'s transform and its momentum are each worth: controls without one of them.
+//! Controls for `DeMo`: training without its transform, and without its momentum.
 
 use anyhow::Result;
 

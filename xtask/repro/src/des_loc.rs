@@ -1,4 +1,4 @@
-//! Local Adam whose moments are averaged more rarely than its parameters: bytes and loss.
+//! Local Adam whose moments are averaged less often than its parameters: bytes and loss.
 
 use anyhow::Result;
 
@@ -13,7 +13,7 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The most that the loss may be above local Adam's, in percent.
+/// The most by which the loss may be above local Adam's, in percent.
 const MOST: f64 = 1.0;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {

@@ -1,4 +1,4 @@
-//! Every op, products in 16 bits, the codecs and a whole training step on a device, against the cpu.
+//! Compares every op, products in 16 bits, the codecs and a whole training step on a device with the cpu.
 
 use std::collections::BTreeMap;
 
@@ -25,22 +25,23 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// Products in 16 bits, and how far they may be from those in 32.
+/// Precisions of products with 16-bit operands, and their largest allowed relative distance from products in
+/// f32.
 const HALVES: [(Precision, f64); 2] = [(Precision::Bf16, 2e-2), (Precision::F16, 2e-3)];
 
-/// What all cases of one op found.
+/// Results of all cases of one op.
 #[derive(Default)]
 struct Found {
     cases: usize,
     worst: f64,
-    /// The case of that.
+    /// Name of the case with the worst distance.
     at: String,
     unequal: usize,
     changed: usize,
 }
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
-    // CUDA where the build has it and the machine a GPU, else what wgpu shows first.
+    // Uses CUDA if the build has it and the machine has such a GPU, otherwise the first device that wgpu lists.
     let name =
         Device::list().into_iter().find(|found| found.usable).map_or_else(String::new, |found| found.name);
     let (cpu, device) = (Device::cpu(1)?, Device::open(name.parse()?, 1)?);
@@ -90,7 +91,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     training(report, &name)
 }
 
-/// Bytes, residuals, values and refusals of codecs.
+/// Checks the bytes, residuals, values and errors of codecs.
 fn codecs(report: &mut Report<'_>, device: &Device) -> Result<()> {
     let vectors = Vectors::on(device.clone());
     let equal = |name: &&str| name.parse().is_ok_and(|spec| matches!(check(&vectors, spec), Ok(true)));
@@ -103,7 +104,7 @@ fn codecs(report: &mut Report<'_>, device: &Device) -> Result<()> {
     )
 }
 
-/// A few steps of a model on the device and on the cpu.
+/// Compares a few steps of a model on the device with those on the cpu.
 fn training(report: &mut Report<'_>, name: &str) -> Result<()> {
     let (seed, steps) = (report.seed(), 3);
     let on = |device: &str, precision| TrainConfig {

@@ -1,4 +1,4 @@
-//! Nano trains on a device as it does on the cpu, alone and in jobs of both.
+//! Compares training of nano on a device with training on the cpu, alone and in jobs that use both.
 
 use anyhow::{Context, Result};
 use farflung::TrainConfig;
@@ -18,22 +18,22 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// Steps between comparisons.
+/// Steps between two comparisons of the copies.
 const EVERY: u64 = 5;
 
-/// What a run gave.
+/// Result of a run.
 struct Trace {
     /// Mean of the losses of the last steps.
     loss: f64,
-    /// The largest distance of the copies that a comparison found, and how many comparisons there were.
+    /// Largest distance between copies that a comparison found, and the number of comparisons.
     drift: (f64, usize),
-    /// Bytes of the comparisons and of what followed.
+    /// Bytes sent by the comparisons, and by the copies of parameters that followed.
     bytes: u64,
-    /// Of what both ranks hold.
+    /// Hash of the parameters that both ranks hold.
     hash: blake3::Hash,
 }
 
-/// Trains a rank.
+/// Trains one rank and returns its trace.
 fn trace<R>(
     rank: &mut R,
     steps: u64,
@@ -49,7 +49,7 @@ fn trace<R>(
     Ok(Trace { loss, drift: (farthest, found.len()), bytes, hash: hash(rank)? })
 }
 
-/// The hash of the token table on a rank that has a user of it.
+/// Returns the hash of the token table on a rank that has a user of it.
 fn table(rank: &Trainer) -> Result<blake3::Hash> {
     let (stage, params) = rank.parts().next().context("a rank has a part of the model")?;
     let layout = stage.layout();
@@ -59,12 +59,13 @@ fn table(rank: &Trainer) -> Result<blake3::Hash> {
 }
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
-    // A software device computes a hundred times slower than the cpu backend: few tokens a step, and few steps.
+    // A software device computes a hundred times slower than the cpu backend, so steps are few and have few
+    // tokens.
     let (seed, steps) = (report.seed(), if options.quick { 6 } else { 60 });
     let first = job(config(seed, true), Over::Memory)?;
     let train = |devices: &str, workers: usize, stages: usize| {
         let device = Devices::parse(devices).context("devices have these names")?;
-        // Both stages compute at the same time where a step has two microbatches.
+        // With two microbatches per step both stages compute at the same time.
         let microbatches = (stages > 1).then_some(2);
         let config = TrainConfig {
             workers,

@@ -1,4 +1,4 @@
-//! A hundredth of the gradients: momentum correction, feedback, and neither.
+//! Trains with a hundredth of the gradients: with momentum correction, with feedback, and with neither.
 
 use anyhow::Result;
 
@@ -14,13 +14,14 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The most that the loss may be above f32's, in percent, for the claim to hold: the mark of the issue for
+/// The most by which the loss may be above f32's, in percent, for the claim to hold: the original target for
 /// methods with feedback.
 const TARGET: f64 = 2.0;
-/// The most that it may be for the bench: measured over three seeds, 7.34, and two standard deviations of 0.45.
+/// The mark used instead: the value measured over three seeds (7.34) plus two standard deviations of 0.45.
 const MOST: f64 = 8.3;
 
-/// By all-gather, with feedback: measured over three seeds, 3.74, and two standard deviations.
+/// Returns the mark for all-gather with feedback: the value measured over three seeds (3.74) plus two standard
+/// deviations.
 fn judged_gathered(options: &Options) -> Mark {
     if options.quick { Mark::None } else { Mark::AtMost(4.4) }
 }

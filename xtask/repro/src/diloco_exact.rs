@@ -1,5 +1,5 @@
-//! `DiLoCo` with one inner step of SGD is data-parallel training, and it sends as many times less as it waits
-//! steps.
+//! Checks that `DiLoCo` with one inner step of SGD is data-parallel training, and that with H inner steps it
+//! sends H times fewer bytes.
 
 use anyhow::Result;
 use farflung::TrainConfig;
@@ -21,26 +21,29 @@ pub(crate) const BENCH: Bench = Bench {
 
 const STEPS: usize = 20;
 
-/// A worker's 20 steps.
+/// Results of a worker's 20 steps.
 struct Trace {
     losses: Vec<f64>,
     params: Vec<f32>,
-    /// Bytes sent in the steps: without frames and votes, and with them.
+    /// Bytes sent in the steps: without frames and votes, and with both.
     sent: (u64, u64),
 }
 
-/// Trains; `window` is the number of steps between two votes, each of which tells the losses of these steps.
+/// Trains one worker. `window` is the number of steps between two votes. Each vote carries the losses of these
+/// steps.
 fn trace(worker: &mut Trainer, window: usize) -> Result<Trace> {
-    // Ranks have told each other what devices they have; whoever is here has sent all of it.
+    // Ranks exchange their devices when they are built. Each has sent all of that by now.
     let before = worker.comm().stats().sent;
     let mut losses = Vec::new();
     for _ in 0..STEPS {
         losses.push(worker.step(false)?.loss);
     }
-    // Nobody leaves while another still needs it, and all that was sent is counted.
+    // All sends of these steps are counted by now. The barrier below keeps a rank from leaving while another
+    // still needs it.
     let sent = worker.comm().stats().sent;
     let sent = (sent.payload.0 - before.payload.0, sent.wire.0 - before.wire.0);
-    // Of what was sent, the votes: a loss for each step since the last, and whether to stop.
+    // Measures the bytes of a vote, which has a loss for each step since the last one and the request to stop.
+    // They are subtracted below.
     let before = worker.comm().stats().sent.payload.0;
     worker.comm().all_reduce(&mut vec![0.0_f64; window + 1], ReduceOp::Sum)?;
     let vote = worker.comm().stats().sent.payload.0 - before;
@@ -68,7 +71,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         if every == 1 {
             let both = || traces.iter().zip(&by_ddp);
             let params = both().map(|(a, b)| relative_l2(&a.params, &b.params)).fold(0.0, f64::max);
-            // Both relative: parameters apart by f32's rounding give losses apart by as much of their size.
+            // Both differences are relative: parameters that differ by rounding in f32 give losses that differ
+            // by as much, relative to their size.
             let pairs = both().flat_map(|(a, b)| a.losses.iter().zip(&b.losses));
             let losses = pairs.map(|(a, b)| (a - b).abs() / b).fold(0.0, f64::max);
             let metric = "H=1: parameters after 20 steps against ddp, relative l2";

@@ -1,4 +1,5 @@
-//! One bit changed on one replica: how soon it is found, whom it is laid to, and what looking for it costs.
+//! Changes one bit on one replica: measures how soon it is found, which rank is named, and what the checks
+//! cost.
 
 use std::path::Path;
 use std::time::Instant;
@@ -26,12 +27,12 @@ const STEPS: u64 = 12;
 const EVERY: u64 = 4;
 const ALL: [FaultyValue; 3] = [FaultyValue::Reduced, FaultyValue::Parameters, FaultyValue::Moments];
 
-/// A kind of job, and which values can change in it so that replicas differ.
+/// A kind of job, and the values in it whose change makes replicas differ.
 struct Case {
     name: &'static str,
     config: fn(TrainConfig) -> TrainConfig,
     values: &'static [FaultyValue],
-    /// Copies of each value.
+    /// Number of copies of each value.
     copies: usize,
 }
 
@@ -44,7 +45,7 @@ const CASES: [Case; 4] = [
         values: &ALL,
         copies: 3,
     },
-    // Parameters and moments are each replica's own between averages.
+    // Between averages each replica has its own parameters and moments.
     Case {
         name: "diloco, 3 replicas",
         config: |c| TrainConfig { workers: 3, sync: SyncKind::of(&DILOCO), sync_every: 2, ..c },
@@ -81,7 +82,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             let step = 1 + draw(0, STEPS);
             let fault = Fault {
                 rank: draw(1, job.world as u64) as u32,
-                // DiLoCo receives averages in even steps.
+                // `DiLoCo` receives averages in even steps.
                 step: if job.averages_each_step() { step } else { step.next_multiple_of(2) },
                 value,
                 element: draw(2, 1 << 20) as usize,
@@ -89,7 +90,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             };
             let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
             match trained(&Job { fault: Some(fault), ..job.clone() }, Some(folder.path())) {
-                // Rounded away: the bits of the run are those of one without it.
+                // The change was rounded away: the run has the same bits as one without it.
                 Ok(Some(done)) if done.hash == clean => harmless += 1,
                 Ok(_) => missed += 1,
                 Err(error) => {
@@ -102,7 +103,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                             ranks.iter().any(|rank| rank.0 == fault.rank)
                                 && (ranks.len() == 1) == (case.copies > 2)
                         }
-                        // A value that is not finite, which the rank itself tells.
+                        // A value that is not finite. The rank itself reports it.
                         _ => true,
                     });
                 }
@@ -132,12 +133,12 @@ fn trained(job: &Job, out: Option<&Path>) -> farflung::Result<Option<Trained>> {
     run_job(&job, seats(&job, None)?, &mut Quiet)
 }
 
-/// The step of the newest checkpoint; 0 without one.
+/// Returns the step of the newest checkpoint, or 0 if there is none.
 fn newest(run: &Path) -> u64 {
     farflung::run_dir::latest(run).ok().flatten().map_or(0, |checkpoint| checkpoint.step())
 }
 
-/// A bit of a replica's newest checkpoint, whose manifest then says that it belongs there.
+/// Changes a bit in a replica's newest checkpoint, and updates its manifest so that the file's hash is right.
 fn in_checkpoints(report: &mut Report<'_>, job: &Job, tries: u64) -> Result<()> {
     let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
     trained(job, Some(folder.path()))?;
@@ -156,7 +157,7 @@ fn in_checkpoints(report: &mut Report<'_>, job: &Job, tries: u64) -> Result<()> 
         let good = rewrite(&own, name, |bytes| flip(bytes, draw(2, 1 << 40)))?;
         match trained(&job, Some(folder.path())) {
             Err(Error::Diverged { ranks, .. }) if ranks.len() == 1 && ranks[0].0 == rank => {}
-            // A bit that makes a value infinite.
+            // The changed bit made a value infinite.
             Err(Error::NotFinite { .. }) => {}
             _ => missed += 1,
         }
@@ -172,7 +173,7 @@ fn in_checkpoints(report: &mut Report<'_>, job: &Job, tries: u64) -> Result<()> 
     report.row("that are not found before the first step", f64::from(missed), "", Mark::AtMost(0.0))
 }
 
-/// Changes a file of a rank's newest checkpoint, and its manifest with it. Gives the file as it was.
+/// Changes a file of a rank's newest checkpoint and updates the manifest. Returns the file's old content.
 fn rewrite(run: &Path, name: &str, change: impl FnOnce(&mut Vec<u8>)) -> Result<Vec<u8>> {
     let folder = RunDir::open(run, Existing::Continue)?;
     let checkpoint = Checkpoint::open(&run.join(format!("step-{STEPS:08}")))?;
@@ -187,7 +188,7 @@ fn rewrite(run: &Path, name: &str, change: impl FnOnce(&mut Vec<u8>)) -> Result<
     Ok(before)
 }
 
-/// Changes a bit in a tensor of parameters or moments of a safetensors file.
+/// Flips a bit in a tensor of parameters or moments of a safetensors file.
 fn flip(bytes: &mut [u8], draw: u64) {
     let header = u64::from_le_bytes(bytes[..8].try_into().expect("a file has a header")) as usize;
     let tensors: serde_json::Map<String, serde_json::Value> =
@@ -206,7 +207,7 @@ fn flip(bytes: &mut [u8], draw: u64) {
     bytes[at] ^= 1 << (draw % 8);
 }
 
-/// What comparing costs, on nano as `train` runs it without flags.
+/// Measures the cost of the comparisons, on nano with the default settings of `train`.
 fn cost(report: &mut Report<'_>, data: &Job, options: &Options) -> Result<()> {
     let default = TrainConfig::default();
     let nano = TrainConfig { threads: 1, workers: 2, seed: data.config.seed, ..TrainConfig::default() };

@@ -1,7 +1,7 @@
-//! `--report FOLDER`: what benches measured, as files of a folder.
+//! Writes what benches measured into a folder, for `--report FOLDER`.
 //!
-//! Each bench that ran has its record in `reproductions/NAME.json`; those that did not run keep theirs. The
-//! pages and the charts are written from the records alone, so that no figure in them can be changed by hand.
+//! Each bench that ran writes its record to `reproductions/NAME.json`; records of other benches stay. The pages
+//! and charts are written only from the records, so their figures cannot be edited by hand.
 
 mod chart;
 mod choosing;
@@ -14,8 +14,8 @@ use anyhow::{Context, Result};
 
 pub(crate) use record::{ArmRecord, Record, UnequalRecord};
 
-/// A command as one can type it: of a flag that comes again, the last value. Records have the flags of the
-/// setting and then those of the arm.
+/// Returns a command that can be typed: of a flag that is given twice, only the last value is kept. Recorded
+/// commands have the flags of the setting followed by those of the arm.
 fn command(recorded: &str) -> String {
     let words: Vec<&str> = recorded.split_whitespace().collect();
     let again = |i: usize| words[i].starts_with("--") && words[i + 1..].contains(&words[i]);
@@ -32,7 +32,7 @@ fn command(recorded: &str) -> String {
     kept.join(" ")
 }
 
-/// The pages and charts of some records, by file name.
+/// Returns the pages and charts of the records, with their file names.
 fn pages(records: &[Record]) -> Result<Vec<(&'static str, String)>> {
     let arms = record::arms(records)?;
     Ok(vec![
@@ -45,7 +45,7 @@ fn pages(records: &[Record]) -> Result<Vec<(&'static str, String)>> {
 
 /// Writes the pages of the records in a folder, in the order of `benches`.
 ///
-/// Errors: a record that cannot be read; a page that cannot be written.
+/// Errors: a record cannot be read, or a page cannot be written.
 pub(crate) fn write(folder: &Path, benches: &[&str]) -> Result<()> {
     for (name, text) in pages(&Record::all(folder, benches)?)? {
         std::fs::write(folder.join(name), text).with_context(|| format!("failed to write {name}"))?;
@@ -57,7 +57,7 @@ pub(crate) fn write(folder: &Path, benches: &[&str]) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// The committed pages are those of the committed records.
+    /// Checks that the committed pages match the committed records.
     #[test]
     fn nobody_changed_the_pages_by_hand() {
         let folder = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs"));

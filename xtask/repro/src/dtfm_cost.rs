@@ -1,4 +1,4 @@
-//! DT-FM's cost model against figures of its published scheduler.
+//! Compares DT-FM's cost model with figures of its published scheduler.
 
 use anyhow::Result;
 use farflung::base::Nanos;
@@ -16,7 +16,7 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// A case, and the data-parallel, pipeline and total cost of two layouts by the published code, in seconds.
+/// Costs of two layouts for one case by the published code, in seconds: data-parallel, pipeline and total.
 struct Published {
     case: u32,
     contiguous: [f64; 3],
@@ -29,7 +29,7 @@ const PUBLISHED: [Published; 3] = [
     Published { case: 5, contiguous: [4.6200, 54.8169, 59.4369], transposed: [22.7584, 26.4600, 49.2184] },
 ];
 
-/// The mean total of random placements without a matching, by case.
+/// Mean total cost of random placements without a matching, for each case.
 const RANDOM: [f64; 5] = [19.80, 49.50, 54.6, 61.0, 171.0];
 
 pub(crate) fn costs(case: u32) -> Result<PairCosts> {
@@ -66,7 +66,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             sum += Layout::as_given(&pipelines, &costs)?.cost.total().as_secs_f64();
         }
         let mean = sum / samples as f64;
-        // Their mean is of 200 placements.
+        // The published mean is over 200 placements.
         report.row(&format!("case {case}, mean of random placements"), mean, "s", Mark::None)?;
         let off = (mean / expected - 1.0).abs();
         report.row(&format!("case {case}, that mean off theirs"), off, "", Mark::AtMost(0.02))?;
@@ -74,7 +74,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Pipelines through groups as they are listed.
+/// Returns the pipelines that take the ranks of each group in the order in which they are listed.
 pub(crate) fn pipelines(groups: &[Vec<farflung::base::Rank>]) -> Vec<Vec<farflung::base::Rank>> {
     let size = groups.first().map_or(0, Vec::len);
     (0..size).map(|replica| groups.iter().map(|group| group[replica]).collect()).collect()

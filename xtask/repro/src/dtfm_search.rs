@@ -1,4 +1,5 @@
-//! Searches for DT-FM layouts: the paper's and ours, at equal evaluations and against optima.
+//! Compares the paper's search for DT-FM layouts with ours, at equal numbers of evaluations, and both with the
+//! optimum.
 
 use std::time::Instant;
 
@@ -21,7 +22,7 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// What the paper spends: a population of 100 and 4,900 children.
+/// Number of evaluations in the paper: a population of 100 and 4,900 children.
 const EVALUATIONS: u64 = 5000;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
@@ -52,7 +53,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     small(report, options)
 }
 
-/// Networks of 8 to 12 devices on which all divisions can be priced.
+/// Runs both searches on networks of 8 to 12 devices, which are small enough to try all divisions.
 fn small(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let sizes: &[(usize, u32)] = if options.quick {
         &[(8, 2), (9, 3)]
@@ -79,7 +80,8 @@ fn small(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row("small: ours over the paper's, at most", over_paper, "", Mark::AtMost(1.0))
 }
 
-/// A network of which no two pairs are alike: devices in the plane, rates of chance, directions that differ.
+/// Returns the costs of a random network in which every pair has another bandwidth and latency, which also
+/// differ by direction.
 fn uneven(devices: usize, groups: u32, seed: u64) -> Result<PairCosts> {
     let philox = Philox::new(seed, devices as u64);
     let mut topology = Topology::uniform(devices, Link::FREE);

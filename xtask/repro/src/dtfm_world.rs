@@ -1,4 +1,4 @@
-//! A step of DT-FM's placements in its five networks, by event simulation.
+//! Simulates a step of DT-FM's placements in its five networks.
 
 use anyhow::{Context, Result};
 use farflung::base::Rank;
@@ -20,8 +20,8 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// A setting of the paper, and what an independent event simulation says of it: the best step of case 1, and
-/// those of case 5 with neighbours in a group and in a pipeline.
+/// A setting of the paper, with step times from an independent event simulation: the best step of case 1, and
+/// those of case 5 with neighbouring devices in one group or in one pipeline.
 struct Setting {
     layers: u32,
     batch: u32,
@@ -38,15 +38,15 @@ const SETTINGS: [Setting; 5] = [
     Setting { layers: 40, batch: 4096, data_centre: 50.85, by_group: 108.9, by_pipeline: 87.83 },
 ];
 
-/// The best simulated step of a network, with the layouts that it is compared with.
+/// The best simulated step of a network, and the layouts that it is compared with.
 struct Steps {
     by_group: f64,
     by_pipeline: f64,
-    /// Of all layouts that were simulated.
+    /// Best of all simulated layouts.
     best: f64,
     /// Mean over random placements.
     random: f64,
-    /// Ranks in order, data-parallel groups next to each other: nothing reordered or matched.
+    /// Ranks in order with data-parallel groups next to each other, without reordering or matching.
     in_order: f64,
 }
 
@@ -79,7 +79,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             (world.by_pipeline, setting.by_pipeline),
         ];
         let off = off.iter().map(|(seen, said)| (seen / said - 1.0).abs()).fold(0.0, f64::max);
-        // Printed with four digits there.
+        // The independent simulation printed four digits.
         report.row(&row("off an independent simulation"), off, "", Mark::AtMost(1.1e-3))?;
         report.row(&row("case 5 over case 1"), world.best / centre.best, "x", Mark::AtMost(3.5))?;
         report.row(

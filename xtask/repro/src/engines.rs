@@ -1,5 +1,5 @@
-//! The same training under what starts jobs on clusters: `mpirun`, a Slurm of one node, ssh, Kubernetes'
-//! variables.
+//! Compares the same training under several launchers of clusters: `mpirun`, a Slurm of one node, ssh, and
+//! Kubernetes' variables.
 
 mod daemons;
 
@@ -29,14 +29,14 @@ fn free_port() -> Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }
 
-/// Two ranks that train.
+/// A training job of two ranks.
 struct Job {
     folder: PathBuf,
     steps: &'static str,
 }
 
 impl Job {
-    /// The arguments of each rank.
+    /// Returns the arguments of each rank.
     fn args(&self, out: &str) -> Vec<String> {
         let out = self.folder.join(out).display().to_string();
         let args = ["train", "--model", "nano", "--steps", self.steps, "--workers", "2", "--threads", "1"];
@@ -44,7 +44,7 @@ impl Job {
         args.iter().chain(&more).map(|&arg| arg.to_owned()).collect()
     }
 
-    /// `farflung` with a port of rank 0 and these arguments.
+    /// Returns the command `farflung` with these arguments and a port for rank 0.
     fn farflung(&self, args: &[String]) -> Result<Command> {
         let args: Vec<&str> = args.iter().map(String::as_str).collect();
         let mut command = farflung(&args)?;
@@ -52,7 +52,7 @@ impl Job {
         Ok(command)
     }
 
-    /// Where a run's errors stand.
+    /// Returns the path of a run's errors.
     fn said(&self, out: &str) -> PathBuf {
         self.folder.join(format!("{out}.stderr"))
     }
@@ -62,7 +62,7 @@ impl Job {
         Ok(command.spawn()?)
     }
 
-    /// `engine` before `farflung` and its arguments.
+    /// Returns the command that starts `farflung` through a launcher.
     fn under(&self, engine: &[&str], out: &str) -> Result<Command> {
         let ours = self.farflung(&self.args(out))?;
         let mut command = Command::new(engine[0]);
@@ -71,14 +71,14 @@ impl Job {
         Ok(command)
     }
 
-    /// The same with MPI's own messages between the ranks.
+    /// Returns the same command, with the ranks exchanging MPI's own messages.
     fn over_mpi(&self, engine: &[&str], out: &str) -> Result<Command> {
         let mut command = self.under(engine, out)?;
         command.args(["--transport", "mpi"]);
         Ok(command)
     }
 
-    /// Whether MPI is built into `farflung`.
+    /// Checks whether `farflung` was built with MPI.
     fn has_mpi(&self) -> Result<bool> {
         let mut command = self.farflung(&self.args("no-mpi"))?;
         command.args(["--transport", "mpi"]).envs([("RANK", "0"), ("WORLD_SIZE", "2")]);
@@ -101,7 +101,7 @@ impl Job {
         self.farflung(&[&launch.map(str::to_owned)[..], &self.args(out)].concat())
     }
 
-    /// The ranks of an indexed Job, with the variables that Kubernetes and its manifest give them.
+    /// Starts the ranks of an indexed Job, with the variables that Kubernetes and its manifest set.
     fn kubernetes(&self, out: &str) -> Result<Vec<Child>> {
         let port = free_port()?.to_string();
         let rank = |index: &str| -> Result<Child> {
@@ -133,7 +133,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let wanted = ran("launch", &|out| one(out, job.launched(out)))?;
     let sshd = Sshd::start(&folder.path().join("sshd"))?;
     let slurm = Slurm::start(&folder.path().join("slurm"))?;
-    // A machine with fewer cores than ranks, and root, are not what mpirun expects.
+    // mpirun needs flags to run as root, and to run more ranks than cores.
     let mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"];
     let srun = ["srun", "-n", "2", "--overcommit", "--mpi=none"];
     let mut found = vec![

@@ -1,4 +1,4 @@
-//! What the others find when one of eight ranks is lost in the middle of a collective.
+//! Checks what the other ranks observe when one of eight ranks is lost during a collective.
 
 pub(crate) mod processes;
 
@@ -26,7 +26,7 @@ const DEADLINE: Nanos = Nanos::from_millis(2_000);
 const VICTIM: PeerId = PeerId(5);
 const NEIGHBOR: PeerId = PeerId(6);
 
-/// What is done to the job.
+/// A fault that is injected into the job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Blow {
     Crash,
@@ -46,7 +46,7 @@ impl Blow {
         }
     }
 
-    /// Who may be named: of a link either end.
+    /// Returns the peers that an error may name. For a link these are both ends.
     const fn culprits(self) -> &'static [PeerId] {
         match self {
             Self::Crash | Self::Freeze => &[VICTIM],
@@ -55,7 +55,7 @@ impl Blow {
     }
 }
 
-/// A collective over a buffer of ones, and what it makes of each element.
+/// A collective over a buffer of ones, and the value that each element must have afterwards.
 type Collective = (Algorithm, fn(&Communicator, &mut [f32]) -> Result<(), CommError>, f32);
 
 fn collectives() -> Vec<Collective> {
@@ -75,7 +75,8 @@ fn collectives() -> Vec<Collective> {
     all
 }
 
-/// Leaves only what is promised.
+/// Runs a reduce-scatter, and fills the buffer with the first value of the rank's own shard. The other shards
+/// have no defined value.
 fn scatter(comm: &Communicator, x: &mut [f32]) -> Result<(), CommError> {
     let own = comm.reduce_scatter(x, ReduceOp::Sum)?;
     let value = x[own.start];
@@ -91,9 +92,9 @@ fn reduce(comm: &Communicator, x: &mut [f32]) -> Result<(), CommError> {
     Ok(())
 }
 
-/// What one rank saw.
+/// Observations of one rank.
 struct Seen {
-    /// From the start of the call that failed to its end.
+    /// Time from the start to the end of the call that failed.
     took: Nanos,
     error: Option<CommError>,
     half: bool,
@@ -113,13 +114,13 @@ fn run_once(collective: &Collective, faults: &Faults) -> Result<Vec<Seen>> {
         let mut result = call(&comm, &mut x);
         let end = comm.now();
         let whole = |value: f32| x.iter().all(|v| v.to_bits() == value.to_bits());
-        // A call that does not work in place leaves its input.
+        // A failed call that does not work in place leaves its input unchanged.
         let half = match &result {
             Ok(()) => !whole(want),
             Err(_) => !x.iter().all(|v| v.is_nan()) && !whole(1.0),
         };
         for _ in 0..4 {
-            // Whoever needed nothing more of the lost one learns of it now.
+            // A rank that needed nothing more from the lost one detects the loss in these calls.
             if result.is_ok() {
                 start = comm.now();
                 result = comm.barrier();
@@ -154,7 +155,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                     survivors += 1;
                     half += u32::from(seen.half);
                     let Some(error) = &seen.error else {
-                        // A cut or a spoilt frame that touches nothing that is sent any more is no failure.
+                        // A cut or a corrupted frame that affects no later frame is not a failure.
                         unnoticed += u32::from(noticed || matches!(blow, Blow::Crash | Blow::Freeze));
                         continue;
                     };

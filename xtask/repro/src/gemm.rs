@@ -1,4 +1,4 @@
-//! The matrix product of the cpu backend against the machine's peak and PyTorch's.
+//! Compares the matrix product of the cpu backend with the machine's peak and with PyTorch.
 
 use anyhow::Result;
 use farflung::tensor::{Device, Fuse, Op};
@@ -14,10 +14,11 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// Square products that PyTorch's script measures too.
+/// Sizes of square products that PyTorch's script measures too.
 const SQUARE: [usize; 4] = [256, 512, 1024, 2048];
 
-/// Products `[m, k] x [k, n]` of the forward passes: the attention's input, both halves of the MLP, the head.
+/// Products `[m, k] x [k, n]` of the forward passes: the input of attention, both halves of the MLP, and the
+/// head.
 const SHAPES: [(&str, [usize; 3]); 12] = [
     ("nano qkv", [768, 128, 384]),
     ("nano fc", [768, 128, 512]),
@@ -38,7 +39,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     for threads in [1, 2] {
         let cpu = Device::cpu(threads)?;
         let on = format!("{threads} thread{}", if threads == 1 { "" } else { "s" });
-        // The clock of a shared machine wanders: the peak is the better of one before and one after.
+        // The clock rate of a shared machine varies, so the peak is the better of one measurement before and
+        // one after.
         let before = fma_peak(threads);
         let mut rates = Vec::new();
         for n in SQUARE {
@@ -49,7 +51,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             rates.push((format!("{n}, {on}"), rate));
         }
         for (name, shape) in SHAPES {
-            // The head's product reads its table transposed; the others do not.
+            // The product of the head reads its table transposed.
             let rate = rate(&cpu, shape, name.ends_with("head"), samples, stretch)?;
             let [m, k, n] = shape;
             rates.push((format!("{name} {m}x{k}x{n}, {on}"), rate));
@@ -64,7 +66,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// GFLOP/s of one product: the median of samples that each last a stretch of seconds.
+/// Returns the GFLOP/s of one product: the median of `samples` measurements of `stretch` seconds each.
 fn rate(cpu: &Device, [m, k, n]: [usize; 3], b_t: bool, samples: usize, stretch: f64) -> Result<f64> {
     let values = |len: usize| -> Vec<f32> { (0..len).map(|i| (i % 17) as f32 / 17.0 - 0.5).collect() };
     let a = cpu.tensor(&values(m * k), [m, k])?;

@@ -1,4 +1,4 @@
-//! Workers that mix parameters with neighbours only, in few bits.
+//! Decentralised training in few bits: workers mix parameters with their neighbours only.
 
 use anyhow::Result;
 

@@ -1,4 +1,5 @@
-//! A whole training step on the cpu backend: speed and memory, against the machine's limits and other systems.
+//! Measures a whole training step on the cpu backend: speed and memory, compared with the machine's limits and
+//! with other systems.
 
 use std::io::Write;
 use std::process::{Command, Stdio};
@@ -23,17 +24,17 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The first argument of this program where it is to be the one that trains: a process a setting, so that one's
-/// peak of memory is not another's.
+/// First argument of this program when it trains one setting. Each setting has its own process, so that their
+/// peaks of memory are separate.
 pub(crate) const CHILD: &str = "--one-gpt-step";
 
-/// A model and its batch, as the peers' scripts have them.
+/// A model and its batch, the same as in the scripts of the other systems.
 struct Case {
     name: &'static str,
-    /// Layers, heads, width, context, vocabulary.
+    /// Shape of the model: layers, heads, width, context, vocabulary.
     shape: [usize; 5],
     batch: usize,
-    /// What we must reach of PyTorch's tokens/s.
+    /// The least ratio of our tokens/s to PyTorch's.
     mark: f64,
 }
 
@@ -50,16 +51,16 @@ impl Case {
     }
 }
 
-/// Bytes that a step moves for a parameter at least: read by forward, backward, clipping and AdamW (5 f32 with
-/// both moments and the gradient), written as gradient, moments and parameter.
+/// Least number of bytes that a step moves for each parameter. Forward, backward, clipping and AdamW read it (5
+/// f32 with both moments and the gradient), and the gradient, moments and parameter are written.
 const BYTES_PER_PARAMETER: f64 = 44.0;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
-    // A shared machine is fast in one minute and slow in the next: every setting has its turn several times,
+    // A shared machine is fast in one minute and slow in the next, so every setting is measured several times,
     // minutes apart.
     let (rounds, seconds) = if options.quick { (1, 0.7) } else { (3, 5.0) };
     let bandwidths = [bandwidth(1), bandwidth(2)];
-    // A step of GPT-2 takes seconds: a quick run leaves it out.
+    // A step of GPT-2 takes seconds, so quick runs skip it.
     let cases = if options.quick { &CASES[..2] } else { &CASES[..] };
     let settings: Vec<(&Case, usize)> = cases.iter().flat_map(|case| [(case, 1), (case, 2)]).collect();
     let mut turns = vec![Vec::new(); settings.len()];
@@ -69,7 +70,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             if let Some(command) = &options.beside {
                 peers.measure(command, &[("CONFIG", case.name), ("THREADS", &threads.to_string())])?;
             }
-            // The peak is the better of one before and one after.
+            // The peak is the better of one measurement before and one after.
             let peak = fma_peak(threads);
             let found = in_child(case, threads, seconds, report.seed())?;
             turns.push((found, peak.max(fma_peak(threads))));
@@ -107,7 +108,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// The ratio rows of one setting.
+/// Prints the rows that compare one setting with other systems.
 fn against(
     report: &mut Report<'_>,
     peers: &Peers,
@@ -131,8 +132,8 @@ fn against(
     report.ratio(&format!("{name}: memory over PyTorch's"), memory, theirs, Mark::AtMost(1.0))
 }
 
-/// What PyTorch takes for model and step in MiB, the least of its modes: its peak over what it holds once the
-/// model is made, and the model's parameters, which that includes.
+/// Returns PyTorch's memory for the model and a step in MiB, in the better of its modes. It is the peak minus
+/// the memory after the model was made, plus the model's parameters, which that memory includes.
 fn torch_memory(peers: &Peers, keys: &[(&str, &str)], parameters: u64) -> Option<f64> {
     let own = |mode| {
         let keys: Vec<_> = keys.iter().copied().chain([("mode", mode)]).collect();
@@ -143,7 +144,7 @@ fn torch_memory(peers: &Peers, keys: &[(&str, &str)], parameters: u64) -> Option
     ["eager", "compile"].into_iter().filter_map(own).min_by(f64::total_cmp)
 }
 
-/// Runs [`child`] in a process of its own.
+/// Runs [`child`] in a separate process.
 fn in_child(case: &Case, threads: usize, seconds: f64, seed: u64) -> Result<Value> {
     let program = std::env::current_exe().context("failed to find this program")?;
     let mut command = Command::new(program);
@@ -154,7 +155,7 @@ fn in_child(case: &Case, threads: usize, seconds: f64, seed: u64) -> Result<Valu
     serde_json::from_slice(&output.stdout).context("failed to parse a child's figures")
 }
 
-/// Trains one case for some seconds and prints its figures. Arguments: name, threads, seconds, seed.
+/// Trains one case for some seconds and prints its figures. The arguments are name, threads, seconds and seed.
 pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
     let [name, threads, seconds, seed] = args else { bail!("four arguments wanted") };
     let case = CASES.iter().find(|c| c.name == name).context("no such model")?;

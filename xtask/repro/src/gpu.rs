@@ -1,6 +1,6 @@
-//! A GPU against PyTorch on the same card and against the card's own memory: products, a training step of
-//! GPT-2, codecs. Without `--against` it runs PyTorch itself where there is one. On a processor under another
-//! interface only `--quick` runs, in sizes that say nothing about speed.
+//! Compares a GPU with PyTorch on the same card and with the card's own memory: products, a training step of
+//! GPT-2, codecs. Without `--against` it runs PyTorch itself, if it is installed. On a software device only
+//! `--quick` runs, with sizes that say nothing about speed.
 
 use std::process::{Command, Stdio};
 
@@ -23,16 +23,16 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// PyTorch's side.
+/// The script that measures PyTorch.
 const TORCH: &str = include_str!("gpu/torch_gpu.py");
 
-/// What is measured.
+/// Sizes of the measurements.
 struct Sizes {
     products: &'static [usize],
-    /// Layers, heads, width, context, vocabulary.
+    /// Shape of the model: layers, heads, width, context, vocabulary.
     model: [usize; 5],
     batch: usize,
-    /// Elements that codecs take.
+    /// Elements that the codecs encode.
     elements: usize,
     repeats: usize,
 }
@@ -64,7 +64,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let device = Device::open(found.name.parse()?, 1)?;
     let theirs = if options.peers.is_empty() && found.gpu { torch(&sizes)? } else { options.peers.clone() };
 
-    // First, so that the most that was ever held is the step's.
+    // The step runs first, so that the peak of memory is the step's.
     let (tokens, memory) = step(&device.with_precision(Precision::Bf16), &sizes, report.seed())?;
     report.row("training step in bf16", tokens, "tok/s", Mark::None)?;
     report.row("training step in bf16: memory", memory / f64::from(1 << 20), "MiB", Mark::None)?;
@@ -95,7 +95,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// PyTorch's figures on this machine; none where it or its CUDA is missing, which its message says.
+/// Returns PyTorch's figures on this machine. There are none if PyTorch or its CUDA is missing, which its own
+/// message says.
 fn torch(sizes: &Sizes) -> Result<Peers> {
     let [layers, heads, width, context, vocab] = sizes.model;
     let mut command = Command::new("python3");
@@ -109,7 +110,7 @@ fn torch(sizes: &Sizes) -> Result<Peers> {
     }
 }
 
-/// Median seconds of `work`, fenced; once before without looking.
+/// Returns the median seconds of `work`, each run ended by a fence. Runs it once before as warm-up.
 fn seconds(device: &Device, repeats: usize, mut work: impl FnMut() -> Result<()>) -> Result<f64> {
     work()?;
     device.fence()?;
@@ -123,7 +124,7 @@ fn seconds(device: &Device, repeats: usize, mut work: impl FnMut() -> Result<()>
     Ok(median(times))
 }
 
-/// Bytes a second of a copy within the device, read and written.
+/// Returns the bytes per second of a copy within the device, reads and writes counted.
 fn copying(device: &Device, sizes: &Sizes) -> Result<f64> {
     let x = device.zeros(sizes.elements)?;
     let mut y = device.empty(DType::F32, sizes.elements)?;
@@ -131,7 +132,7 @@ fn copying(device: &Device, sizes: &Sizes) -> Result<f64> {
     Ok(8.0 * sizes.elements as f64 / took)
 }
 
-/// TFLOP/s of `[n, n] x [n, n]`, the rounding of f32 operands included.
+/// Returns the TFLOP/s of `[n, n] x [n, n]`, including the rounding of f32 operands.
 fn product(device: &Device, n: usize, sizes: &Sizes) -> Result<f64> {
     let values: Vec<f32> = (0..n * n).map(|i| (i % 251) as f32 / 251.0 - 0.5).collect();
     let (a, b) = (device.tensor(&values, [n, n])?, device.tensor(&values, [n, n])?);
@@ -151,7 +152,8 @@ fn product(device: &Device, n: usize, sizes: &Sizes) -> Result<f64> {
     Ok(2.0 * (n as f64).powi(3) / took / 1e12)
 }
 
-/// Bytes a second that encoding with a residual moves at least: two vectors read, one written, and the body.
+/// Returns the bytes per second that encoding with a residual moves at least: two vectors read, one written,
+/// and the body.
 fn encoding(device: &Device, codec: BlockCodec, sizes: &Sizes) -> Result<f64> {
     let n = sizes.elements;
     let values: Vec<f32> = (0..n).map(|i| (i % 997) as f32 / 997.0 - 0.5).collect();
@@ -166,7 +168,7 @@ fn encoding(device: &Device, codec: BlockCodec, sizes: &Sizes) -> Result<f64> {
     Ok((12 * n + codec.bytes(n)) as f64 / took)
 }
 
-/// Tokens a second of a training step, and the most bytes that the device held.
+/// Returns the tokens per second of a training step, and the most bytes that the device held.
 fn step(device: &Device, sizes: &Sizes, seed: u64) -> Result<(f64, f64)> {
     let [layers, heads, width, context, vocab] = sizes.model;
     let model = GptConfig::new(layers, heads, width, context, vocab)?;

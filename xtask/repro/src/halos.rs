@@ -1,4 +1,4 @@
-//! Two regions far from each other, and one worker three times slower: who waits for the line, and for whom.
+//! Compares methods in two distant regions when one worker is three times slower than the others.
 
 use anyhow::Result;
 
@@ -16,20 +16,20 @@ pub(crate) const BENCH: Bench = Bench {
 };
 
 const MACHINES: &str = "two-regions-straggler";
-/// The straggler's steps in the time of one step of the others.
+/// Steps of the straggler in the time of one step of the others.
 const SLOW: f64 = 1.0 / 3.0;
 
-/// The least tokens an hour over f32's. With the defaults of `--sync halos` 14.2 were measured on the virtual
-/// clock.
+/// The least ratio of tokens per hour to f32's. With the defaults of `--sync halos`, 14.2 was measured on the
+/// virtual clock.
 const FASTER: f64 = 12.0;
-/// The most that the loss may be above f32's, in percent: the target. Over three seeds -0.85 was measured with
-/// the defaults, with a standard deviation of 0.26, so that these stay.
+/// The most by which the loss may be above f32's, in percent: the original target. Over three seeds -0.85 was
+/// measured with the defaults, with a standard deviation of 0.26, so the defaults were kept.
 const ABOVE: f64 = 0.0;
-/// The least tokens an hour over those of servers on one level, where 1.27 was measured.
+/// The least ratio of tokens per hour to servers on one level. 1.27 was measured.
 const OVER_ONE_LEVEL: f64 = 1.1;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
-    // Those that wait have a third of the steps: as many as the straggler takes in the others' time.
+    // The waiting arms have a third of the steps: as many as the straggler takes in the time of the others.
     let waiting = Lab::with(Setting::on(MACHINES, options, SLOW), report, options);
     let free = Lab::with(Setting::on(MACHINES, options, 1.0), report, options);
     let f32 = waiting.outcome(report, &arms::F32)?;

@@ -1,6 +1,6 @@
-//! The frame of the reproductions: the command line, the rows with their marks, the two ways to print them.
+//! The harness of the benches: the command line, the rows with their marks, and the two output formats.
 //!
-//! It refuses to know what is measured.
+//! It does not depend on what is measured.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -19,53 +19,53 @@ Usage: cargo xtask bench [NAME...] [--all] [--quick] [--long] [--json] [--report
                          [--beside COMMAND] [--list]
 ";
 
-/// How to get the file that `--against` wants.
+/// Explains how to get the file for `--against`.
 const NO_PEERS: &str = "\
 note: without --against FILE there are no ratio rows. FILE holds the JSON lines that the peers' scripts print
 note: (run_all.sh, candle_run.sh, burn_run.sh with ANCHORS_OUT=FILE, or their output): measure them on this machine.
 ";
 
-/// One claim, and the code that measures it.
+/// A claim, and the function that measures it.
 #[derive(Debug, Clone, Copy)]
 pub struct Bench {
-    /// In lower case with dashes, as on the command line.
+    /// Name on the command line, in lower case with dashes.
     pub name: &'static str,
-    /// What is claimed, in one sentence.
+    /// The claim, in one sentence.
     pub claim: &'static str,
-    /// Where the claim or the method comes from.
+    /// Source of the claim or of the method.
     pub source: &'static str,
-    /// The seed of everything random in it.
+    /// Seed of all randomness in the bench.
     pub seed: u64,
-    /// Measures, and reports rows as it goes.
+    /// Runs the measurements and reports a row for each.
     pub run: fn(&mut Report<'_>, &Options) -> Result<()>,
 }
 
-/// What a bench may know of the command line.
+/// Options of the command line that a bench can use.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
-    /// At most a minute on 2 cores; else at most 5 minutes.
+    /// Quick runs take at most a minute on 2 cores; others at most 5 minutes.
     pub quick: bool,
-    /// As long as a bench wants: the settings of the papers, where they can be had at all.
+    /// Long runs have no time limit: they use the settings of the papers where possible.
     pub long: bool,
-    /// The figures of other systems; empty without `--against`.
+    /// Figures of other systems; empty without `--against`.
     pub peers: Peers,
-    /// A shell's command that measures another system, for benches that take turns with it.
+    /// Shell command that measures another system, for benches that take turns with it.
     pub beside: Option<String>,
 }
 
-/// What a row's value must be.
+/// Condition on a row's value.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Mark {
-    /// Fails below.
+    /// The value must not be below.
     AtLeast(f64),
-    /// Fails above.
+    /// The value must not be above.
     AtMost(f64),
-    /// A figure to know, not to judge.
+    /// The value is only reported.
     None,
 }
 
 impl Mark {
-    /// Whether `value` meets the mark; `None` without one. What is not a number meets none.
+    /// Checks whether `value` meets the mark. Returns `None` without a mark. NaN meets no mark.
     #[must_use]
     pub fn pass(self, value: f64) -> Option<bool> {
         match self {
@@ -84,7 +84,7 @@ impl Mark {
     }
 }
 
-/// Takes the rows of one bench.
+/// Collects the rows of one bench.
 pub struct Report<'a> {
     bench: &'a Bench,
     json: bool,
@@ -92,9 +92,9 @@ pub struct Report<'a> {
     err: &'a mut dyn Write,
     rows: Vec<[String; 5]>,
     missed: usize,
-    /// What the bench adds to its record, by name.
+    /// Lists that the bench adds to its record, by name.
     added: BTreeMap<&'static str, Value>,
-    /// Ratio rows that had no figure to compare with.
+    /// Metrics of ratio rows that had no figure to compare with.
     unmatched: Vec<String>,
 }
 
@@ -108,13 +108,13 @@ impl std::fmt::Debug for Report<'_> {
 }
 
 impl Report<'_> {
-    /// The bench's seed.
+    /// Returns the bench's seed.
     #[must_use]
     pub fn seed(&self) -> u64 {
         self.bench.seed
     }
 
-    /// One figure: `metric` says what was measured and in which setting (`nano tok/s, 1 thread`).
+    /// Adds a row. `metric` says what was measured and in which setting (`nano tok/s, 1 thread`).
     ///
     /// Errors: stdout is closed.
     pub fn row(&mut self, metric: &str, value: f64, unit: &str, mark: Mark) -> Result<()> {
@@ -139,7 +139,7 @@ impl Report<'_> {
         Ok(())
     }
 
-    /// A line on what is being measured, for whoever waits.
+    /// Prints a line about the measurement in progress to stderr.
     ///
     /// Errors: stderr is closed.
     pub fn progress(&mut self, text: &str) -> Result<()> {
@@ -147,7 +147,7 @@ impl Report<'_> {
         Ok(())
     }
 
-    /// Adds a value to the list `name` of the bench's record, which `--report` keeps beside its rows.
+    /// Adds a value to the list `name` of the bench's record. `--report` stores the list with the rows.
     pub fn add(&mut self, name: &'static str, value: Value) {
         let list = self.added.entry(name).or_insert_with(|| Value::Array(Vec::new()));
         if let Value::Array(list) = list {
@@ -155,7 +155,7 @@ impl Report<'_> {
         }
     }
 
-    /// A row of `ours / theirs`; without a figure of theirs there is no row, and a note says so.
+    /// Adds a row with `ours / theirs`. Without a figure for `theirs` there is no row, and a note is printed.
     ///
     /// Errors: stdout is closed.
     pub fn ratio(&mut self, metric: &str, ours: f64, theirs: Option<f64>, mark: Mark) -> Result<()> {
@@ -166,7 +166,7 @@ impl Report<'_> {
         Ok(())
     }
 
-    /// The rows in aligned columns.
+    /// Prints the rows in aligned columns.
     fn table(&mut self) -> std::io::Result<()> {
         let width =
             |column: usize| self.rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
@@ -179,7 +179,7 @@ impl Report<'_> {
     }
 }
 
-/// Four digits that matter, and no more than people can read.
+/// Formats a number with four significant digits.
 fn figure(value: f64) -> String {
     let size = value.abs();
     if value == 0.0 || !value.is_finite() || (1000.0..1e15).contains(&size) {
@@ -193,7 +193,7 @@ fn figure(value: f64) -> String {
     }
 }
 
-/// What the command line asks for.
+/// Parsed command line.
 #[expect(clippy::struct_excessive_bools, reason = "one for each flag")]
 #[derive(Debug, Default)]
 struct Request {
@@ -241,12 +241,12 @@ impl Request {
     }
 }
 
-/// Runs what `args` ask for. Rows go to `out`, everything else to `err`.
+/// Runs the benches that `args` select. Rows go to `out`, everything else to `err`.
 ///
-/// Answers with the exit code: 0; 1 when a marked row failed or a bench could not be run; 2 when the command
-/// line makes no sense, names an unknown bench or there is nothing to run.
+/// Returns the exit code: 0 if all is well; 1 if a marked row failed or a bench could not be run; 2 if the
+/// command line is invalid, names an unknown bench, or there is nothing to run.
 pub fn main(benches: &[Bench], args: &[String], out: &mut dyn Write, err: &mut dyn Write) -> u8 {
-    // An error means that one of the two streams is gone: there is nobody left to tell.
+    // An error means that one of the two streams is closed, so it cannot be printed.
     serve(benches, args, out, err).unwrap_or(1)
 }
 
@@ -329,7 +329,7 @@ fn list(benches: &[Bench], to: &mut dyn Write) -> std::io::Result<()> {
 struct Outcome {
     bad: bool,
     unmatched: bool,
-    /// None of a bench that could not be run to its end.
+    /// `None` if the bench did not run to its end.
     record: Option<Record>,
 }
 

@@ -1,4 +1,4 @@
-//! Mutated frames, greetings and control messages against everything that reads what a socket gives.
+//! Feeds mutated frames, greetings and control messages to all code that reads from a socket.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -37,22 +37,24 @@ const CORPUS: [(&str, &[u8]); 11] = [
     ("answers", include_bytes!("../../../crates/comm/tests/corpus/store_answers.bin")),
 ];
 
-/// What a list of the shortest elements takes while it grows, for each byte on the wire: 16 for a text, twice
-/// that for the room that a vector leaves, and twice that for the smaller ones before it.
+/// Largest number of bytes that reading may allocate for each byte received. The worst case is a growing list
+/// of the shortest elements: 16 bytes for a text, twice that for the spare capacity of a vector, and twice that
+/// for the smaller vectors before it.
 const BYTES_PER_BYTE: usize = 64;
 
-/// What came of a number of inputs.
+/// Results of reading a number of inputs.
 #[derive(Debug, Default, PartialEq)]
 struct Tally {
     inputs: u64,
     frames: u64,
     control: u64,
     refused: u64,
-    /// The most that reading allocated, over what it may.
+    /// The largest ratio of bytes allocated while reading to the allowed number.
     greed: f64,
 }
 
-/// A forger can compute checksums, and states a length that fits, of the first frame.
+/// Writes the right checksum into the first frame, since an attacker can compute it too. With `length` it also
+/// states a length that fits.
 fn seal(bytes: &mut [u8], length: bool) {
     let Some((head, body)) = bytes.split_first_chunk_mut::<HEADER_BYTES>() else { return };
     if length {
@@ -66,7 +68,7 @@ fn seal(bytes: &mut [u8], length: bool) {
     head[28..].copy_from_slice(&crc.finalize().to_le_bytes());
 }
 
-/// The `case`-th input.
+/// Writes the `case`-th input into `bytes`.
 fn input(rng: &Philox, case: u64, bytes: &mut Vec<u8>) {
     let [which, times, ..] = rng.block(4 * case);
     bytes.clear();
@@ -82,7 +84,7 @@ fn input(rng: &Philox, case: u64, bytes: &mut Vec<u8>) {
     }
 }
 
-/// Reads inputs as a socket's reader does, into an inbox.
+/// Reads inputs into an inbox, as the reader of a socket does.
 fn storm(seed: u64, cases: std::ops::Range<u64>) -> Tally {
     let (rng, pool) = (Philox::new(seed, 1), Pool::new());
     let (mut inbox, peer) = (Inbox::new(3), PeerId(1));
@@ -113,7 +115,8 @@ fn storm(seed: u64, cases: std::ops::Range<u64>) -> Tally {
             }
             rest = &rest[length..];
         }
-        // A peer of which so much lies unread is not read any more.
+        // A socket whose peer has this many unread bytes is not read any more. This starts again with an empty
+        // inbox.
         if inbox.held(peer) >= HELD {
             inbox = Inbox::new(3);
         }
@@ -121,8 +124,8 @@ fn storm(seed: u64, cases: std::ops::Range<u64>) -> Tally {
     tally
 }
 
-/// What an inbox holds at most of a peer that sends frames of `len` bytes for ever new conversations, on every
-/// channel.
+/// Returns the largest number of bytes that an inbox holds for a peer that sends frames of `len` bytes, each
+/// for another conversation, on every channel.
 fn flood(len: usize, frames: u64) -> usize {
     let mut streams = Vec::new();
     for channel in 0..4_u8 {
@@ -151,15 +154,16 @@ fn flood(len: usize, frames: u64) -> usize {
     count.peak
 }
 
-/// A job of two in which strangers stand at the door and the second rank says a mutated thing. Returns whether
-/// the first is still in its senses: it let the right one in and ended with an error or a message, in time.
+/// Runs a job of two in which strangers send mutated data to the first rank, and the second rank does so after
+/// a valid greeting. Returns true if the first rank admitted the second and ended in time, with an error or a
+/// message.
 fn session(rng: &Philox, case: u64) -> Result<bool> {
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let master = std::thread::spawn(move || {
         let mut config = Config::new(0, 2, format!("127.0.0.1:{port}"));
         config.deadline = Duration::from_secs(10);
         let comm = Communicator::new(join(&config)?).with_deadline(Nanos::from_millis(300));
-        // Any end is good.
+        // Both a message and an error are fine.
         let _ = comm.recv(Rank(1), 9);
         Ok::<_, farflung::comm::CommError>(())
     });
@@ -177,7 +181,7 @@ fn session(rng: &Philox, case: u64) -> Result<bool> {
     let mut bytes = Vec::new();
     for stranger in 0..4 {
         input(rng, 16 * case + stranger, &mut bytes);
-        // Hung up on, perhaps.
+        // The rank may already have closed the connection.
         let _ = connect()?.write_all(&bytes);
     }
     let mut second = connect()?;
@@ -208,7 +212,8 @@ fn with_secret(number: u8) -> Result<Security> {
     Ok(Security::by_secret(&Identity::from_seed([number; 32]), &secret))
 }
 
-/// Mutated tickets; returns how many were read, and the most that reading one allocated over its length.
+/// Parses mutated tickets. Returns how many were accepted, and the largest ratio of bytes allocated to the
+/// ticket's length.
 fn tickets(seed: u64, cases: u64) -> Result<(u64, f64)> {
     let rng = Philox::new(seed, 3);
     let ticket = Ticket {
@@ -227,7 +232,7 @@ fn tickets(seed: u64, cases: u64) -> Result<(u64, f64)> {
         let text = String::from_utf8_lossy(&bytes);
         let (parsed, count) = counted(|| text.parse::<Ticket>());
         greed = greed.max(count.total as f64 / text.len().max(64) as f64);
-        // Upper case is the same word, as are spaces around it.
+        // Upper case and surrounding spaces give the same ticket.
         let same = text.trim().eq_ignore_ascii_case(&good);
         anyhow::ensure!(parsed.is_ok() <= same, "a spoilt ticket was read: {text}");
         read += u64::from(parsed.is_ok());
@@ -235,7 +240,7 @@ fn tickets(seed: u64, cases: u64) -> Result<(u64, f64)> {
     Ok((read, greed))
 }
 
-/// What a rank says first to a job with a secret.
+/// Returns the first bytes that a rank sends to a job with a secret.
 fn client_hello() -> Result<Vec<u8>> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let mut config = Config::new(1, 2, listener.local_addr()?.to_string());
@@ -247,13 +252,13 @@ fn client_hello() -> Result<Vec<u8>> {
     let count = stream.read(&mut bytes)?;
     bytes.truncate(count);
     drop((stream, listener));
-    // It is told that nobody is there.
+    // The rank fails, because the other side has closed the connection.
     let _ = rank.join();
     Ok(bytes)
 }
 
-/// A job of two with a secret, at whose door strangers say mutated handshakes. Returns whether the right rank
-/// came in.
+/// Runs a job of two with a secret, to which strangers send mutated handshakes. Returns true if the second rank
+/// could join.
 fn handshakes(rng: &Philox, case: u64, hello: &[u8]) -> Result<bool> {
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let config = |rank| -> Result<Config> {
@@ -273,7 +278,8 @@ fn handshakes(rng: &Philox, case: u64, hello: &[u8]) -> Result<bool> {
         }
         let mut tries = 0;
         while let Err(error) = TcpStream::connect(("127.0.0.1", port)).and_then(|mut s| s.write_all(&bytes)) {
-            // Hung up on is an answer too; that nobody listens yet is none.
+            // A closed connection counts as an answer. A refused connection means that the host does not listen
+            // yet.
             if error.kind() != std::io::ErrorKind::ConnectionRefused || tries == 2_000 {
                 break;
             }

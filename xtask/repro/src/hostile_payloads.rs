@@ -1,4 +1,4 @@
-//! Mutated payloads against every decoder.
+//! Feeds mutated payloads to every decoder.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -22,23 +22,23 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// Values of the corpus' vectors.
+/// Number of values in the vectors of the corpus.
 const LEN: usize = 40;
 
-/// What became of mutants.
+/// Results of decoding mutated payloads.
 #[derive(Debug, Default)]
 struct Outcome {
     total: u64,
-    /// Had a header that is accepted.
+    /// Payloads whose header was accepted.
     reached: u64,
     accepted: u64,
-    /// Were accepted with a value that is not finite, which no encoder of this codec writes.
+    /// Payloads that were accepted with a value that is not finite. No encoder of the codec writes such values.
     not_finite: u64,
-    /// The most bytes that one call allocated, over what is allowed.
+    /// The largest ratio of bytes allocated by one call to the allowed number.
     allocated: f64,
-    /// Wrote before or behind the output.
+    /// Calls that wrote before or after the output.
     outside: u64,
-    /// Made the decoder panic.
+    /// Calls in which the decoder panicked.
     panics: u64,
 }
 
@@ -105,7 +105,7 @@ fn corpus() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../crates/compress/tests/corpus")
 }
 
-/// The codec that a file of the corpus is for, and its bytes.
+/// Returns the name and the codec of a file of the corpus, and its bytes.
 fn open(path: &Path) -> Result<(String, Box<dyn Compressor>, Vec<u8>)> {
     let stem = path.file_stem().and_then(|stem| stem.to_str()).context("a file without a name")?;
     let name = stem.replace('=', ":").replace(',', "/");
@@ -115,13 +115,13 @@ fn open(path: &Path) -> Result<(String, Box<dyn Compressor>, Vec<u8>)> {
 
 fn file(path: &Path, cases: u64, seed: u64) -> Result<Outcome> {
     let (name, codec, good) = open(path)?;
-    // Plain f32 passes everything, as its encoder does.
+    // Plain f32 accepts values that are not finite, and its encoder writes them.
     let exact = name.starts_with("none");
     let bound = codec.max_payload(LEN) as f64;
     Ok(attack(&good, cases, seed, bound, exact, |p, out| codec.decompress(p, out)))
 }
 
-/// A link's decoder: of two samples one is a change, one in full.
+/// Attacks the decoder of a link. Of the two samples in the payload, one is a change and one is sent in full.
 fn link(cases: u64, seed: u64) -> Result<Outcome> {
     let (mut payload, mut out) = (Payload::new(), [0.0; LEN]);
     let mut x = [0.0; LEN];
@@ -134,9 +134,9 @@ fn link(cases: u64, seed: u64) -> Result<Outcome> {
     let first = payload.clone();
     sender.encode(&[7, 9], &x, RoundKey::default(), &mut payload)?;
     let bound = sender.max_payload(2) as f64;
-    // The first use makes the link's own buffers.
+    // The first call allocates the link's own buffers.
     receiver.decode(&[7, 9], payload.view(), &mut out)?;
-    // What was accepted is held from then on: a sample that a mutant changed is put back.
+    // An accepted payload changes the stored samples, so they are restored before the next one.
     let mut accepted = true;
     Ok(attack(payload.as_bytes(), cases, seed, bound, false, |p, out| {
         if std::mem::take(&mut accepted) {
@@ -158,7 +158,7 @@ fn attack(
     mut decode: impl FnMut(PayloadRef<'_>, &mut [f32]) -> Result<(), CompressError>,
 ) -> Outcome {
     let rng = Philox::new(seed, 1);
-    // Guards on both sides: nothing but the output may change.
+    // The output has a guard value on both sides, to detect writes outside of it.
     let (mut out, mut bytes) = (vec![1.5_f32; LEN + 2], Vec::with_capacity(2 * good.len()));
     let mut outcome = Outcome { total: cases, ..Outcome::default() };
     for case in 0..cases {
@@ -168,7 +168,8 @@ fn attack(
         let Ok(p) = PayloadRef::parse(&bytes) else { continue };
         outcome.reached += 1;
         let inside = &mut out[1..=LEN];
-        // What a decoder that panicked holds is looked at again only by itself, and counts against it there.
+        // Going on after a panic is unwind-safe: only this decoder uses its state again, and the panic is
+        // counted.
         let caught = catch_unwind(AssertUnwindSafe(|| counted(|| decode(p, inside))));
         let Ok((result, allocated)) = caught else {
             outcome.panics += 1;
@@ -185,7 +186,8 @@ fn attack(
     outcome
 }
 
-/// Selections whose last index lies behind the end of the vector, and how many of them were accepted.
+/// Forges selections whose last index is after the end of the vector. Returns their number, and how many were
+/// accepted.
 fn out_of_range(files: &[PathBuf]) -> Result<(u32, u32)> {
     let (mut forged, mut taken) = (0, 0);
     for path in files {

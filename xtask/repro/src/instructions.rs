@@ -1,4 +1,5 @@
-//! Instructions per element of the hot codecs: a figure that a noisy machine cannot blur.
+//! Counts the instructions per element of the hot codecs. This figure does not vary with the load of the
+//! machine.
 //!
 //! It needs valgrind, which counts them, and a processor with AVX2, for which the figures were recorded.
 
@@ -20,15 +21,15 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The first argument of this program where it is to be the one whose instructions are counted.
+/// First argument of this program when its instructions are counted.
 pub(crate) const CHILD: &str = "--one-of-each-codec";
 
-/// Elements of a vector: 32 chunks, which fit a cache.
+/// Elements of a vector: 32 chunks, which fit into a cache.
 const LEN: usize = 1 << 16;
 
-/// Codec, then instructions per element of encoding and of decoding.
+/// Lines with a codec, then its instructions per element for encoding and for decoding.
 const RECORD: &str = include_str!("../records/instructions.txt");
-/// What a release of the compiler or of the allocator may change without a regression.
+/// Allowed factor, since a new release of the compiler or of the allocator may change the count slightly.
 const TOLERANCE: f64 = 1.03;
 
 const INSTALL: &str =
@@ -46,7 +47,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         })
         .collect::<Result<_>>()
         .context("failed to read the record")?;
-    // The slow ones take valgrind some seconds.
+    // Slow codecs take several seconds under valgrind.
     let names: Vec<&str> = recorded
         .iter()
         .filter(|(_, [encode, _])| !options.quick || *encode < 20.0)
@@ -63,18 +64,18 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Instructions per element of `NAME encode` and `NAME decode`.
+/// Returns the instructions per element of `NAME encode` and `NAME decode`.
 fn count(names: &[&str]) -> Result<BTreeMap<String, f64>> {
     let dir = tempfile::tempdir()?;
     let program = std::env::current_exe().context("failed to find this program")?;
     let out = dir.path().join("count");
     let mut valgrind = Command::new("valgrind");
-    // Only what runs in `measured` is counted, and each return from it begins a file of its own.
+    // Only code that runs inside `measured` is counted. Each return from it starts a new output file.
     let measured = concat!(module_path!(), "::measured*");
     valgrind
         .arg("--tool=callgrind")
         .arg(format!("--callgrind-out-file={}", out.display()))
-        // The same pattern twice would be taken for one option only.
+        // Valgrind would ignore a second option with the same pattern, so the two patterns differ.
         .arg(format!("--toggle-collect=*{measured}"))
         .arg(format!("--dump-after={measured}"))
         .arg(program)
@@ -94,7 +95,7 @@ fn count(names: &[&str]) -> Result<BTreeMap<String, f64>> {
     Ok(counted)
 }
 
-/// Encodes and decodes once with each codec, warm, and says so.
+/// Encodes and decodes once with each codec, after a warm-up, and prints a line after each.
 pub(crate) fn child(names: &[String], out: &mut dyn Write) -> Result<()> {
     let x = values(LEN, BENCH.seed);
     let mut decoded = vec![0.0; LEN];
@@ -119,7 +120,7 @@ pub(crate) fn child(names: &[String], out: &mut dyn Write) -> Result<()> {
     Ok(())
 }
 
-/// What valgrind looks for by its name.
+/// Runs `work`. Valgrind recognises this function by its name.
 #[inline(never)]
 fn measured(work: &mut dyn FnMut()) {
     work();

@@ -1,9 +1,9 @@
 //! The lab: trains a small GPT by several methods on the same tokens and compares losses, bytes and time.
 //!
 //! A method is an [`Arm`]: a name and the flags that `farflung train` would take. [`Lab::outcome`] trains it
-//! for each seed and keeps the result for the rest of the process, so that arms which several benches need run
-//! once. Bytes are those that the transport counted, times are those of its virtual clock. The lab does not
-//! know which bench asks, nor what a result should be.
+//! for each seed and keeps the result for the rest of the process, so an arm that several benches need runs
+//! once. Bytes are counted by the transport, and times are those of its virtual clock. The lab depends neither
+//! on the benches nor on the expected results.
 
 pub(crate) mod arms;
 mod clock;
@@ -30,43 +30,43 @@ pub(crate) use setting::{Setting, Sizes, resolved};
 pub(crate) use training::{Point, Run};
 pub(crate) use unequal::{Found, Marks, Unequal, rate};
 
-/// What one bench trains: a setting, its seeds, and the arms that ran so far.
+/// The setting and the seeds with which a bench trains its arms.
 #[derive(Debug)]
 pub(crate) struct Lab {
     setting: Setting,
     seeds: Vec<u64>,
 }
 
-/// Links of the table of step times, each with the setting's latency.
+/// Links for which step times are measured, with a latency of 1 us as in the common setting.
 pub(crate) const LINKS: [&str; 3] = ["100mbit,1us", "1gbit,1us", "10gbit,1us"];
 
 impl Lab {
-    /// The common setting: three seeds, or one and few steps for `--quick`.
+    /// Returns a lab with the common setting and three seeds. For `--quick` it has one seed and few steps.
     pub(crate) fn new(report: &Report<'_>, options: &Options) -> Self {
         Self::with(Setting::of(options), report, options)
     }
 
-    /// Another setting.
+    /// Returns a lab with another setting.
     pub(crate) fn with(setting: Setting, report: &Report<'_>, options: &Options) -> Self {
         let seeds = if options.quick { 1 } else { 3 };
         Self { setting, seeds: (0..seeds).map(|i| report.seed() + i).collect() }
     }
 
-    /// The setting that its arms share.
+    /// Returns the setting that all arms share.
     pub(crate) const fn setting(&self) -> &Setting {
         &self.setting
     }
 
-    /// Parameters and ranks of an arm.
+    /// Returns the parameters and ranks of an arm.
     ///
-    /// Errors: flags that do not go together.
+    /// Errors: the flags cannot be combined.
     pub(crate) fn sizes(&self, arm: &Arm) -> Result<Sizes> {
         self.setting.sizes(arm)
     }
 
-    /// Trains an arm for each seed, unless this process already has.
+    /// Trains an arm for each seed, unless this process already has the result.
     ///
-    /// Errors: flags that do not go together; a run that fails.
+    /// Errors: the flags cannot be combined; a run fails.
     pub(crate) fn outcome(&self, report: &mut Report<'_>, arm: &Arm) -> Result<Outcome> {
         let mut runs = Vec::new();
         for &seed in &self.seeds {
@@ -75,18 +75,18 @@ impl Lab {
         Ok(Outcome { name: arm.name, runs })
     }
 
-    /// Seconds of a step of an arm on the virtual clock over a link.
+    /// Returns the seconds of a step of an arm on the virtual clock, over a link.
     ///
-    /// Errors: as [`Lab::outcome`].
+    /// Errors: those of [`Lab::outcome`].
     pub(crate) fn step_time(&self, report: &mut Report<'_>, arm: &Arm, link: Link) -> Result<f64> {
         clock::step_time(report, &self.setting, arm, link)
     }
 
-    /// The rows of an arm beside the synchronous f32 arm, and its entry in the bench's record.
+    /// Adds the rows of an arm compared with the synchronous f32 arm, and its entry in the bench's record.
     ///
-    /// `marks.gap` is the most by which the loss may be above, in percent.
+    /// `gap` is the mark for the difference of the losses, in percent.
     ///
-    /// Errors: as [`Lab::outcome`]; stdout is closed.
+    /// Errors: those of [`Lab::outcome`]; stdout is closed.
     pub(crate) fn compare(
         &self,
         report: &mut Report<'_>,
@@ -111,5 +111,5 @@ impl Lab {
     }
 }
 
-/// A run that others may hold too.
+/// A run that is shared with the cache of runs.
 pub(crate) type Shared = Arc<Run>;

@@ -1,6 +1,6 @@
-//! The reproductions: one file per claim, each a [`harness::Bench`] in [`BENCHES`].
+//! The benches: one file per claim, each with a [`harness::Bench`] in [`BENCHES`].
 //!
-//! A new bench is a module here with one `pub(crate) const BENCH: Bench`, and its line in the list:
+//! A new bench is a module here with one `pub(crate) const BENCH: Bench`, and a line in the list:
 //!
 //! ```
 //! use farflung_repro::harness::{Bench, Mark, Options, Report};
@@ -247,9 +247,9 @@ pub const BENCHES: &[Bench] = &[
     zero_bubble::BENCH,
 ];
 
-/// Runs what this program's arguments ask for: benches, or the part of one that wants a process of its own.
+/// Runs what the arguments ask for: benches, or the part of a bench that needs its own process.
 ///
-/// Answers with the exit code.
+/// Returns the exit code.
 pub fn main(args: &[String], out: &mut dyn Write, err: &mut dyn Write) -> u8 {
     match args.split_first() {
         Some((first, rest)) if first == gpt_step::CHILD => told(gpt_step::child(rest, out), err),
@@ -270,11 +270,11 @@ pub fn main(args: &[String], out: &mut dyn Write, err: &mut dyn Write) -> u8 {
     }
 }
 
-/// The exit code of a part in a process of its own.
+/// Prints the error of a part that runs in its own process, and returns the exit code.
 fn told(outcome: anyhow::Result<()>, err: &mut dyn Write) -> u8 {
     match outcome {
         Ok(()) => 0,
-        // An error of the stream itself has nobody to be told to.
+        // If stderr itself fails, the error cannot be printed.
         Err(error) => writeln!(err, "error: {error:#}").map_or(1, |()| 1),
     }
 }

@@ -1,4 +1,5 @@
-//! Each optimizer's trajectory against PyTorch's or its paper's, and how far each gets on text.
+//! Compares each optimizer's trajectory with PyTorch's or its paper's, and reports the loss that each reaches
+//! on text.
 
 use anyhow::Result;
 use farflung::config::choice::{OptimizerKind, SyncKind};
@@ -23,7 +24,7 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// Steps on text, and fewer for a short run.
+/// Number of steps on text, in a full and in a quick run.
 const TEXT_STEPS: [u64; 2] = [100, 10];
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
@@ -33,7 +34,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         report.row(&format!("{name}: off after 1 step"), first, "", Mark::AtMost(MOST[0]))?;
         report.row(&format!("{name}: off after {STEPS} steps"), last, "", Mark::AtMost(MOST[1]))?;
     }
-    // The losses are for reading: one rate cannot suit all, and none was tuned.
+    // These losses have no marks: they use one learning rate for most optimizers, and none was tuned.
     let steps = TEXT_STEPS[usize::from(options.quick)];
     let first = TrainConfig { steps, workers: 1, ..config(report.seed(), !options.quick) };
     let text = job(first.clone(), Over::Memory)?;
@@ -64,6 +65,6 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Learning rates other than 1e-3.
+/// Learning rates of optimizers that do not use 1e-3.
 const RATES: [(&str, f64); 6] =
     [("sgd", 1e-1), ("adagrad", 1e-2), ("lamb", 1e-2), ("lion", 1e-4), ("signum", 1e-4), ("muon", 1e-3)];

@@ -1,4 +1,4 @@
-//! Local steps against an average at each: what they save, and what they cost.
+//! Compares local steps with averaging at each step: bytes, time and loss.
 
 use anyhow::Result;
 use farflung::base::{Bandwidth, Link, Nanos};
@@ -16,12 +16,12 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// What averaging takes over what computing takes, in the published setting of GPT-JT: 145 s and 10 s.
+/// Ratio of averaging time to computing time in the published setting of GPT-JT: 145 s and 10 s.
 const SYNC_OVER_COMPUTE: f64 = 14.5;
-/// Published overhead of skipped averages, in percent.
+/// Published overhead when averages are skipped, in percent.
 const OVERHEAD: f64 = 30.0;
 
-/// Seconds of an arm's step on a link.
+/// Measures the seconds of an arm's step on a link.
 struct Clock<'a, 'r, 'o> {
     lab: &'a Lab,
     report: &'r mut Report<'o>,
@@ -53,7 +53,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     }
     let link = |bits: f64| Link { bandwidth: Bandwidth(bits as u64), latency: Nanos::from_micros(1) };
     let mut clock = Clock { lab: &lab, report };
-    // Of two periods, what computing takes and what an average takes; a third period is then foretold.
+    // The computing time and the averaging time are derived from two periods. They then predict a third one.
     let slow = link(100e6);
     let [five, ten, fifty] =
         [&arms::LOCAL_5, &arms::LOCAL_10, &arms::LOCAL_50].map(|arm| clock.step(arm, slow));
@@ -62,7 +62,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let compute = fifty - average / 50.0;
     let off = (ten / (compute + average / 10.0) - 1.0).abs() * 100.0;
     clock.report.row("step with H=10 off compute + average / H", off, "%", Mark::AtMost(2.0))?;
-    // A link on which averaging takes as much longer than computing as in the published run.
+    // A link on which averaging takes as long, relative to computing, as in the published run.
     let bits = 100e6 * average / (SYNC_OVER_COMPUTE * compute);
     let (often, seldom) = (clock.step(&arms::F32, link(bits))?, clock.step(&arms::LOCAL_50, link(bits))?);
     let (without, with) = ((often / compute - 1.0) * 100.0, (seldom / compute - 1.0) * 100.0);
@@ -104,8 +104,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// The most that losses may be above f32's, in percent: over three seeds 7.81 was measured, and two standard
-/// deviations of 0.44. The target of 3 is not reached, and the record says so.
+/// The most by which losses may be above f32's, in percent: the value measured over three seeds (7.81) plus two
+/// standard deviations of 0.44. The target of 3 is not reached, and the record says so.
 const EAGER_MOST: f64 = 8.7;
-/// Measured: 7.43, and two standard deviations of 0.32.
+/// The value measured (7.43) plus two standard deviations of 0.32.
 const EVENT_MOST: f64 = 8.1;

@@ -1,25 +1,25 @@
-//! What this machine can do at most, and what this process holds: the figures that others are measured against.
+//! Measures limits of this machine, and the memory of this process. Benches compare their figures with these.
 //!
-//! It refuses to know what is compared with them.
+//! It does not depend on the figures that are compared with them.
 
 use std::hint::black_box;
 use std::time::Instant;
 
-/// Seconds of a measured stretch.
+/// Seconds of one measurement.
 const STRETCH: f64 = 0.12;
 
-/// Fused multiply-adds of all `threads` together, GFLOP/s: the best of three stretches, each operation on
-/// registers.
+/// Returns the rate of fused multiply-adds of all `threads` together, in GFLOP/s: the best of three
+/// measurements, with operands in registers.
 pub(crate) fn fma_peak(threads: usize) -> f64 {
     best_of_three(threads, || fma(1 << 16) as f64) / 1e9
 }
 
-/// Bytes that `threads` move to and from memory together, GB/s: the best of three stretches of `y = a x + y`
-/// over vectors far larger than a cache.
+/// Returns the rate at which `threads` move bytes to and from memory together, in GB/s: the best of three
+/// measurements of `y = a x + y` over vectors far larger than a cache.
 pub(crate) fn bandwidth(threads: usize) -> f64 {
     let (x, y) = (vec![1.0_f32; 1 << 24], vec![0.5_f32; 1 << 24]);
     best_of_three(threads, || {
-        // Each thread has its own vectors, made outside of the measured stretch by the first pass over them.
+        // Each thread has its own vectors. The first call makes them, outside of the measured time.
         thread_local! {
             static VECTORS: std::cell::RefCell<(Vec<f32>, Vec<f32>)> = const {
                 std::cell::RefCell::new((Vec::new(), Vec::new()))
@@ -38,7 +38,8 @@ pub(crate) fn bandwidth(threads: usize) -> f64 {
     }) / 1e9
 }
 
-/// Runs `work` over and over on so many threads at once; the most that all of them did in a second.
+/// Runs `work` repeatedly on `threads` threads at once. Returns the largest sum over all threads of the work
+/// per second.
 fn best_of_three(threads: usize, work: impl Fn() -> f64 + Sync) -> f64 {
     let rate = || {
         work();
@@ -58,18 +59,19 @@ fn best_of_three(threads: usize, work: impl Fn() -> f64 + Sync) -> f64 {
     (0..3).map(|_| all()).fold(0.0, f64::max)
 }
 
-/// Operations done by `rounds` of independent multiply-adds, on the widest vectors there are.
+/// Runs `rounds` of independent multiply-adds on the widest vectors available, and returns the number of
+/// operations.
 fn fma(rounds: u64) -> u64 {
     #[cfg(target_arch = "x86_64")]
     {
         #[expect(unsafe_code, reason = "calls a function compiled for instructions that the machine has")]
         if is_x86_feature_detected!("avx512f") {
-            // SAFETY: the machine has AVX-512, as the condition has found.
+            // SAFETY: AVX-512 was detected in the condition above.
             return unsafe { fma_avx512(rounds) };
         }
         #[expect(unsafe_code, reason = "calls a function compiled for instructions that the machine has")]
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-            // SAFETY: the machine has AVX2 and FMA, as the condition has found.
+            // SAFETY: AVX2 and FMA were detected in the condition above.
             return unsafe { fma_avx2(rounds) };
         }
     }
@@ -84,7 +86,8 @@ fn fma(rounds: u64) -> u64 {
     rounds * 2 * 32
 }
 
-/// Defines a function of twelve chains of vectors: two units with a latency of 4 or 5 need ten in flight.
+/// Defines a function with twelve independent chains of vector operations: two units with a latency of 4 or 5
+/// cycles need ten in flight.
 #[cfg(target_arch = "x86_64")]
 macro_rules! chains {
     ($name:ident, $features:literal, $lanes:literal, $splat:ident, $fma:ident) => {
@@ -108,7 +111,7 @@ chains!(fma_avx2, "avx2,fma", 8, _mm256_set1_ps, _mm256_fmadd_ps);
 #[cfg(target_arch = "x86_64")]
 chains!(fma_avx512, "avx512f", 16, _mm512_set1_ps, _mm512_fmadd_ps);
 
-/// Memory of this process now and at most so far, in bytes, where the system tells.
+/// Returns the current and the highest memory of this process in bytes, if the system reports it.
 pub(crate) fn resident() -> Option<(u64, u64)> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let field = |name: &str| {
@@ -118,13 +121,13 @@ pub(crate) fn resident() -> Option<(u64, u64)> {
     Some((field("VmRSS:")?, field("VmHWM:")?))
 }
 
-/// The middle of some times.
+/// Returns the median.
 pub(crate) fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// The real time.
+/// Returns the real time.
 #[expect(clippy::disallowed_methods, reason = "a bench measures real time")]
 pub(crate) fn now() -> Instant {
     Instant::now()

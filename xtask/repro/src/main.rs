@@ -1,4 +1,4 @@
-//! Runs the reproductions; `cargo xtask bench` builds it in release and calls it.
+//! Runs the benches. `cargo xtask bench` builds this program in release mode and calls it.
 
 use std::io::{stderr, stdout};
 use std::process::ExitCode;

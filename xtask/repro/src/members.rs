@@ -1,5 +1,5 @@
-//! Runs whose members come and leave, on the virtual clock: what happens to whom and when is written down
-//! beforehand.
+//! Benches of runs whose members come and leave. On the virtual clock, each run follows a script that says
+//! which member is lost or joins, and when.
 
 pub(crate) mod churn;
 mod churn_pipelines;
@@ -22,10 +22,10 @@ use farflung::{Error, StepMetrics, TrainConfig};
 
 use crate::workers::{self, Over};
 
-/// How long members wait for each other.
+/// Deadline of members that wait for each other.
 const DEADLINE: Nanos = Nanos::from_millis(2_000);
 
-/// A job of a model of moments, whose members wait for each other as long as [`DEADLINE`].
+/// Returns a job with a very small model, whose members wait for each other up to [`DEADLINE`].
 fn job(seed: u64, members: usize, change: impl FnOnce(&mut TrainConfig)) -> Result<Job> {
     let mut config = TrainConfig {
         dim: Some(16),
@@ -44,15 +44,16 @@ fn job(seed: u64, members: usize, change: impl FnOnce(&mut TrainConfig)) -> Resu
     workers::job(config, Over::Simulated("100mbit,1ms".parse()?))
 }
 
-/// What becomes of a member.
+/// Outcome of a member.
 type Ended = farflung::Result<Option<Report>>;
 
-/// Runs a job at a network of so many endpoints: the first of them found it, others come at their times.
+/// Runs a job on a network of `ends` endpoints. The members of the job start it; those in `come` join at their
+/// times.
 fn run(job: &Job, ends: usize, come: &[(PeerId, Nanos)], faults: &Faults) -> Result<Vec<Ended>> {
     watched(job, ends, come, faults, &mut Quiet)
 }
 
-/// The same with somebody who hears what the first seat says.
+/// Does the same as [`run`], with a watch that receives what the first member prints.
 fn watched(
     job: &Job,
     ends: usize,
@@ -66,7 +67,7 @@ fn watched(
     Ok(run_seats(job, elastic::seats(job, ends, come, true)?, watch))
 }
 
-/// What a run says beside its steps.
+/// Notes that a run prints besides its steps.
 #[derive(Debug, Default)]
 struct Notes(Vec<String>);
 
@@ -78,7 +79,7 @@ impl Watch for Notes {
 }
 
 impl Notes {
-    /// The number in front of a word of the first note that has it.
+    /// Returns the number before `word` in the first note that contains it.
     fn number(&self, word: &str) -> Option<f64> {
         let before = self.0.iter().find_map(|note| note.split_once(word))?.0;
         before.rsplit(' ').next()?.parse().ok()
@@ -89,18 +90,18 @@ fn report(ended: &Ended) -> Option<&Report> {
     ended.as_ref().ok().and_then(Option::as_ref)
 }
 
-/// When each step was done, by the clock of the run, in seconds.
+/// Returns the times at which steps were done, by the run's clock, in seconds.
 fn times(report: &Report) -> Vec<f64> {
     report.rows.iter().map(|row| row.time_s).collect()
 }
 
-/// The longest time between two steps, in seconds.
+/// Returns the longest time between two steps, in seconds.
 fn longest_wait(report: &Report) -> f64 {
     let times = times(report);
     times.windows(2).map(|pair| pair[1] - pair[0]).fold(0.0, f64::max)
 }
 
-/// The hashes of runs in which a member leaves in peace before each of some steps.
+/// Returns the hashes of runs in which a member leaves by itself before each of some steps.
 fn after_leaving(job: &Job, member: u32, steps: std::ops::RangeInclusive<u64>) -> Result<BTreeSet<String>> {
     let mut hashes = BTreeSet::new();
     for step in steps {

@@ -1,5 +1,5 @@
-//! What training takes: published figures on activations, state, parameters and operations, and what ranks of
-//! our own runs hold.
+//! Compares the memory of training with published figures on activations, state, parameters and operations.
+//! Also compares the predicted memory of ranks in our own runs with what they hold.
 
 mod runs;
 
@@ -19,8 +19,9 @@ pub(crate) const BENCH: Bench = Bench {
 
 const GIB: f64 = (1_u64 << 30) as f64;
 
-/// A model, and GiB of all its layers' activations for one sequence: all kept on one rank; on eight tensor
-/// ranks all kept; with sequence parallelism; that and selective recompute; full recompute.
+/// A model, and the published GiB of the activations of all its layers for one sequence. The five figures: all
+/// kept on one rank; all kept on eight tensor ranks; with sequence parallelism; with that and selective
+/// recomputation; with full recomputation.
 struct Published {
     name: &'static str,
     model: Transformer,
@@ -49,7 +50,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     for Published { name, model, gib } in PUBLISHED {
         for ((method, tensor), expected) in METHODS.into_iter().zip(gib) {
             let bytes = method.bytes_per_layer(&model, 1, tensor) * model.layers as f64;
-            // Half of the last printed digit, or 0.01.
+            // The tolerance is half of the last printed digit, or 0.01.
             let close = if expected >= 10.0 { 0.0501 } else { 0.01 };
             let off = (bytes / GIB - expected).abs();
             let row = format!("{name}, {} over {tensor}: off {expected} GiB", method.name());

@@ -1,5 +1,5 @@
-//! Every method and recipe: what it is where it degenerates, over each transport, from a checkpoint, and
-//! without a member.
+//! Checks every method and recipe: its special cases, each transport, resuming from a checkpoint, and the loss
+//! of a member.
 
 mod missing;
 mod weighted;
@@ -30,25 +30,25 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// What is trained, before a method's flags.
+/// Flags shared by all runs, before a method's own.
 const BASE: &str = "--layers 1 --heads 2 --dim 32 --context 32 --batch 2 --threads 1 --lr-schedule constant \
                     --min-lr 0 --warmup 0 --sample-tokens 0 --codec none";
 const STEPS: u64 = 8;
-/// The step of the checkpoint, at which some methods have averages in flight; those that meet every 3 steps
-/// save at the next.
+/// Step of the checkpoint. Some methods have averages in flight then. Methods that meet every 3 steps save at
+/// the next meeting.
 const CHECKPOINT: u64 = 5;
-/// Parameters that were computed in another order, relative.
+/// Allowed relative distance between parameters that were computed in another order.
 const ROUNDED: f64 = 1e-6;
 
-/// The largest distance of parameters over real links where order of arrival matters, relative: of the few
-/// steps' way.
+/// Allowed relative distance between parameters over real links, where the order of arrival matters. A run has
+/// only a few steps.
 const NEAR: f64 = 0.05;
 
-/// A method that is another one.
+/// Flags of a method that equals another method in a special case.
 struct Degenerate {
     flags: &'static str,
     other: &'static str,
-    /// The largest distance of parameters, relative.
+    /// Largest allowed relative distance between the parameters of the two.
     within: f64,
 }
 
@@ -74,7 +74,7 @@ const DEGENERATE: &[Degenerate] = &[
         "--sync des-loc --sync-every 1 --first-moment-every 1 --optimizer sgd --clip 0 --lr 0.1",
         "--sync ddp --optimizer sgd --clip 0 --lr 0.1",
     ),
-    // No moment is averaged in so few steps.
+    // The run is too short for any moment to be averaged.
     same(
         "--sync des-loc --sync-every 3 --first-moment-every 9 --second-moment-every 9",
         "--sync diloco --sync-every 3 --outer-lr 1 --outer-momentum 0",
@@ -94,7 +94,7 @@ const DEGENERATE: &[Degenerate] = &[
         "--sync halos --workers 1 --sync-every 3 --sync-delay 0 --outer-lr 1 --outer-momentum 0",
         "--sync ddp --workers 1",
     ),
-    // One region, whose model keeps apart from the world's.
+    // With one region, and a region's model that does not take over the world's, HALoS is async.
     near(
         "--sync halos --sync-every 3 --world-every 1 --world-mixing 1 --topology unequal.toml",
         "--sync async --sync-every 3 --topology unequal.toml",
@@ -144,31 +144,33 @@ const DEGENERATE: &[Degenerate] = &[
     near("--lookahead 2 --lookahead-alpha 1", "--lookahead 0"),
 ];
 
-/// Whether the result of a method depends on when messages arrive.
+/// Checks whether the result of a method depends on when messages arrive.
 fn timed(flags: &str) -> bool {
     METHODS.iter().any(|row| row.timed && flags.starts_with(&format!("--sync {} ", row.name)))
 }
 
-/// Microbatches of the replicas of an uneven plan.
+/// Microbatches of each replica in an uneven plan.
 const UNEVEN: [u32; 4] = [1, 3, 2, 2];
 
-/// Flags of every method, recipe, and optimizer that averages something of its own, each with its own codec.
+/// Returns the flags of every method, every recipe, and every optimizer that averages its own values, each with
+/// its own codec.
 fn all() -> Vec<String> {
-    // A method that only one optimizer takes is in the list with that.
+    // A method that works with one optimizer only is listed with that optimizer below.
     let alone = |row: &&SyncMethod| OPTIMIZERS.iter().all(|own| own.averages.sync() != Some(row.name));
     let methods = METHODS.iter().filter(alone).map(|row| {
         let codec = row.codec.map_or(String::new(), |codec| format!(" --codec {codec}"));
         let every = if row.reads.contains(&"sync-every") { " --sync-every 3" } else { "" };
         let moments = " --first-moment-every 3 --second-moment-every 6";
         let moments = if row.reads.contains(&"first-moment-every") { moments } else { "" };
-        // So that workers meet at the step of the checkpoint, and are never done at the same time.
+        // With these flags workers meet at the step of the checkpoint, and never finish a step at the same
+        // time.
         let machines = if row.reads.contains(&"world-every") { REGIONS } else { UNEQUAL };
         let timed = format!(" --meet-every {CHECKPOINT} --topology {machines}");
         let timed = if row.timed { &timed } else { "" };
         let interval = if row.reads.contains(&"average-interval") { " --average-interval 300us" } else { "" };
         format!("--sync {}{every}{moments}{interval}{codec}{timed}", row.name)
     });
-    // Changes to servers in 8 bits, with feedback.
+    // The same methods with changes to servers in 8 bits with feedback.
     let coded = METHODS.iter().filter(|row| row.codes_changes).map(|row| {
         let every = if row.reads.contains(&"sync-every") { " --sync-every 3" } else { "" };
         let machines = if row.reads.contains(&"world-every") { REGIONS } else { UNEQUAL };
@@ -180,7 +182,8 @@ fn all() -> Vec<String> {
     });
     let optimizers = OPTIMIZERS.iter().filter_map(|row| {
         let codec = row.averages.codec()?;
-        // Variances that change in turns, and local steps that meet in turns, where there are such.
+        // 0/1 Adam: with these flags, some steps change the variance and others do not, and local steps meet in
+        // some steps only.
         let turns =
             row.averages.sync().map_or("", |_| " --variance-doubling 1 --local-doubling 1 --sync-every 2");
         Some(format!("--optimizer {} --codec {codec} --codec-warmup 3{turns}", row.name))
@@ -190,15 +193,15 @@ fn all() -> Vec<String> {
     methods.chain(coded).chain(recipes).chain(optimizers).chain([paced, falling]).collect()
 }
 
-/// What runs share, beside flags.
+/// Values that all runs share, besides flags.
 struct Shared<'a> {
     seed: u64,
-    /// Where temporary files are.
+    /// Folder for temporary files.
     folder: &'a Path,
 }
 
 impl Shared<'_> {
-    /// A run's settings: the flags, a recipe's, and the base's that neither has.
+    /// Returns a run's settings: the flags, those of a recipe, and the base's flags that neither of them sets.
     fn config(&self, flags: &str) -> Result<TrainConfig> {
         let recipe = flags.contains("--recipe");
         let base = if recipe { BASE.replace(" --codec none", "") } else { BASE.to_owned() };
@@ -211,7 +214,7 @@ impl Shared<'_> {
         Ok(config)
     }
 
-    /// Writes the machines of [`UNEQUAL`] and [`REGIONS`].
+    /// Writes the topology files [`UNEQUAL`] and [`REGIONS`].
     fn write_machines(&self) -> Result<()> {
         let machines = |region: &dyn Fn(usize) -> &'static str| -> String {
             let machine = |(i, speed): (usize, u64)| {
@@ -232,13 +235,13 @@ impl Shared<'_> {
     }
 }
 
-/// A topology whose machines are never done with a step at the same time.
+/// A topology whose machines never finish a step at the same time.
 const UNEQUAL: &str = "unequal.toml";
 
-/// The same in two regions, far from each other.
+/// The same machines in two distant regions.
 const REGIONS: &str = "regions.toml";
 
-/// Parameters of each rank after the last step.
+/// Returns the parameters of each rank after the last step.
 fn ends(job: &Job) -> Result<Vec<Vec<f32>>> {
     on_all(job, |rank: &mut Trainer| {
         for _ in 0..job.config.steps {
@@ -264,7 +267,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         Ok(ends)
     };
     for Degenerate { flags, other, within } in DEGENERATE {
-        // What has arrived by when is known on the virtual clock alone.
+        // Arrival times are reproducible only on the virtual clock.
         let over = if timed(flags) { Over::Simulated(Link::FREE) } else { Over::Memory };
         let off = relative_l2(&trained(flags, over)?[0], &trained(other, over)?[0]);
         let metric = format!("{flags}: parameters after {STEPS} steps against {other}");
@@ -275,7 +278,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let transports = [("simulated", Over::Simulated(Link::FREE)), ("tcp", Over::Tcp)];
     for (i, flags) in all().iter().enumerate() {
         if timed(flags) {
-            // Bits are those of the virtual clock alone.
+            // Bits are reproducible only on the virtual clock.
             let over = Over::Simulated(Link::FREE);
             let (first, again) = (trained(flags, over)?, trained(flags, over)?);
             let bits = first[0].iter().zip(&again[0]).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
@@ -288,7 +291,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         }
         let memory = trained(flags, Over::Memory)?;
         ensure!(memory[0].iter().all(|value| value.is_finite()), "{flags}: parameters that are not finite");
-        // Each transport in turn where time is short.
+        // Quick runs test each method on one of the transports in turn.
         let over = if options.quick { &transports[i % transports.len()..][..1] } else { &transports[..] };
         for (name, over) in over {
             let there = trained(flags, *over)?;
@@ -307,7 +310,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Trains to the end, and from an earlier checkpoint once more; how many files of the last checkpoints differ.
+/// Trains to the end, and once more from an earlier checkpoint. Returns how many files of the last checkpoints
+/// differ.
 fn goes_on(flags: &str, shared: &Shared<'_>, folder: &Path) -> Result<usize> {
     std::fs::create_dir_all(folder).context("failed to make a folder")?;
     let config = TrainConfig {

@@ -1,5 +1,5 @@
-//! Three ranks of a job, one of which was given another value of one setting: for each setting of `train
-//! --help`.
+//! Runs three ranks of a job, and gives one of them another value of one setting, for each setting of
+//! `train --help`.
 
 use std::fs;
 use std::net::TcpListener;
@@ -23,7 +23,7 @@ pub(crate) const BENCH: Bench = Bench {
 
 const RANKS: usize = 3;
 
-/// How the ranks train: a name and its flags.
+/// Names of training modes, and their flags.
 const CASES: [(&str, &[(&str, &str)]); 3] =
     [("ddp", &[]), ("pipeline", &[("stages", "3")]), ("diloco", &[("sync", "diloco"), ("sync-every", "2")])];
 
@@ -37,7 +37,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let expected = Outcome::of(&expected, "");
         ensure!(matches!(expected, Outcome::Trained(_)), "{name}: the job itself failed: {expected:?}");
         let (mut tried, mut refused, mut wrong) = (0_u32, 0_u32, Vec::new());
-        // A rank with another job's name is of another job: it is turned away, and the others wait for theirs.
+        // A rank with another job's name belongs to another job: it is rejected, and the others keep waiting.
+        // So `job` is left out.
         for key in TrainArgs::KEYS.iter().filter(|key| **key != "job") {
             let setting = key.replace('_', "-");
             let Some(value) = fixtures.other_value(&setting, name) else {
@@ -63,14 +64,14 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// What became of a job.
+/// Outcome of a job.
 #[derive(Debug, PartialEq)]
 enum Outcome {
     /// All ranks ended with 0, and rank 0 reports this hash of the parameters and this loss.
     Trained(String),
     /// All ranks ended with 2 and named the setting.
     Refused,
-    /// Anything else: the exit codes.
+    /// Any other outcome, with the exit codes.
     Wrong(Vec<Option<i32>>),
 }
 
@@ -92,7 +93,7 @@ impl Outcome {
     }
 }
 
-/// Files to train on, and others for the settings that are paths.
+/// Files to train on, and other files for the settings that are paths.
 struct Fixtures {
     folder: PathBuf,
 }
@@ -132,7 +133,7 @@ impl Fixtures {
         Ok(output)
     }
 
-    /// The settings of all ranks.
+    /// Returns the settings of all ranks.
     fn base(&self) -> Vec<(String, String)> {
         let data = self.path("data").display().to_string();
         let settings = [
@@ -155,8 +156,8 @@ impl Fixtures {
         settings.map(|(name, value)| (name.to_owned(), value.to_owned())).into()
     }
 
-    /// Another value of a setting, found by its type: a fixture for a path, another number, the other truth, or
-    /// another of the words that the refusal of a wrong one lists.
+    /// Returns another value for a setting, chosen by its type: a fixture for a path, another number, the
+    /// opposite truth value, or another of the words that the error for a wrong value lists.
     fn other_value(&self, setting: &str, case: &str) -> Option<String> {
         if setting == "out" {
             return Some(self.path(&format!("other-out-{case}")).display().to_string());
@@ -199,7 +200,7 @@ impl Fixtures {
     }
 }
 
-/// Starts jobs of one kind.
+/// Starts jobs of one training mode.
 struct Jobs<'a> {
     fixtures: &'a Fixtures,
     flags: &'a [(&'a str, &'a str)],
@@ -207,7 +208,8 @@ struct Jobs<'a> {
 }
 
 impl Jobs<'_> {
-    /// Runs a job whose rank 1 has another value of a setting. Gives the ranks' outputs, and what they said.
+    /// Runs a job whose rank 1 has another value of a setting. Returns the outputs of the ranks, and the text
+    /// of their errors.
     fn run(&mut self, change: Option<(&str, &str)>) -> Result<(Vec<Output>, String)> {
         self.count += 1;
         let folder = self.fixtures.path(&format!("job-{}-{}", self.flags.len(), self.count));
@@ -221,7 +223,7 @@ impl Jobs<'_> {
                 settings.retain(|(known, _)| known != name);
                 settings.push((name.to_owned(), value.to_owned()));
             }
-            // What a plan decides may not stand beside it.
+            // Settings that the plan decides must not be given together with a plan.
             if own.is_some_and(|(name, _)| name == "plan") {
                 let decided = farflung::config::plan::DECIDED;
                 settings.retain(|(name, _)| !decided.contains(&name.replace('-', "_").as_str()));

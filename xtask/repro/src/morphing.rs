@@ -1,4 +1,4 @@
-//! Ways to go on while machines are lost, side by side under seeded preemptions; and how often to save.
+//! Compares policies for lost machines under seeded preemptions, and checks how often to save.
 
 use anyhow::Result;
 use farflung::base::Nanos;
@@ -30,7 +30,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     rerouted(report)?;
     liveput(report)?;
     let (traces, hours) = if options.quick { (1, 12) } else { (5, 48) };
-    // 20 machines as slow as the slowest of `spot`, each lost every four hours and back after 20 minutes.
+    // The cluster has 20 machines as slow as the slowest of `spot`. Each is lost every four hours and comes
+    // back after 20 minutes.
     let cluster = shipped::cluster("spot")?;
     let model = GptConfig::preset("gpt2-xl")?;
     let fleet = fleet(&model, &cluster, PipelineSizes { batch: 1, microbatches: 128 })?;
@@ -71,7 +72,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Closed forms against simulated failures.
+/// Compares closed forms with simulated failures.
 fn intervals(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let segments = if options.quick { 200_000 } else { 2_000_000 };
     for (save, between) in [(5.0, 86_400.0), (30.0, 7200.0), (120.0, 3600.0)] {
@@ -97,11 +98,11 @@ fn intervals(report: &mut Report<'_>, options: &Options) -> Result<()> {
             Mark::AtLeast(0.99),
         )?;
     }
-    // Two copies of 8 stages, lost after two hours, away for ten minutes.
+    // Two copies of 8 stages. A machine is lost after two hours on average, and replaced after ten minutes.
     report.row("2 copies of 8 stages: whole", alive(8, 2, 7200.0, 600.0), "", Mark::None)
 }
 
-/// Oobleck's mixes of templates of 2 to 5 machines.
+/// Checks Oobleck's mixes of templates of 2 to 5 machines.
 fn templates(report: &mut Report<'_>) -> Result<()> {
     let published = [(13, 10), (12, 10), (11, 7), (10, 7), (9, 5), (8, 5), (7, 3), (6, 3), (5, 2), (4, 2)];
     let off = published.iter().filter(|&&(machines, count)| mixes(&[2, 3, 4, 5], machines).len() != count);
@@ -113,7 +114,7 @@ fn templates(report: &mut Report<'_>) -> Result<()> {
     )
 }
 
-/// A lost machine of 8 pipelines of 4 stages, at each of its places.
+/// Loses one machine of 8 pipelines of 4 stages, at each stage.
 fn rerouted(report: &mut Report<'_>) -> Result<()> {
     let (stages, pipelines, microbatches) = (4, 8, 16);
     let base = Method::OneFOneB.order(&Settings::new(stages, microbatches))?;
@@ -142,7 +143,7 @@ fn rerouted(report: &mut Report<'_>) -> Result<()> {
     report.row("ReCycle over dropping the pipeline", dropped / worst, "x", Mark::AtLeast(1.0))
 }
 
-/// Chances of pipelines that are left, against all sets of lost machines.
+/// Compares the probabilities of remaining pipelines with a count over all sets of lost machines.
 fn liveput(report: &mut Report<'_>) -> Result<()> {
     let (shape, machines) = (Shape { stages: 3, pipelines: 4 }, 14_u32);
     let mut most = 0.0_f64;

@@ -30,9 +30,9 @@ pub(crate) const BENCH: Bench = Bench {
 
 /// The relay's port.
 const PORT: &str = "3340";
-/// How long the relay is away.
+/// Time for which the relay is away.
 const AWAY: Duration = Duration::from_secs(4);
-/// The longest that a run may take.
+/// Longest time that a run may take.
 const LIMIT: Duration = Duration::from_mins(4);
 
 /// A job of two ranks.
@@ -46,7 +46,7 @@ struct Running(Child);
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // It may have ended already.
+        // The process may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -55,7 +55,7 @@ impl Drop for Running {
 /// The results of a run over QUIC.
 struct Ran {
     trained: Trained,
-    /// When each step was done, in seconds.
+    /// Times at which the steps were done, in seconds.
     done: Vec<f64>,
     /// Bytes that the last relay passed on: after its return, or in the whole run if it did not die.
     carried: f64,
@@ -77,7 +77,7 @@ impl Job<'_> {
         Ok(command)
     }
 
-    /// The same job over TCP on the loopback.
+    /// Runs the same job over TCP on the loopback.
     fn over_tcp(&self) -> Result<Trained> {
         let out = self.folder.join("tcp");
         let mut args: Vec<String> = ["launch", "-n", "2", "--"].map(str::to_owned).to_vec();
@@ -117,7 +117,7 @@ impl Job<'_> {
         self.folder.join(format!("home-{rank}"))
     }
 
-    /// A ticket of rank 0 that names the relay alone.
+    /// Makes a ticket of rank 0 whose only address is the relay.
     fn ticket(&self) -> Result<PathBuf> {
         let path = self.folder.join("ticket");
         let (address, out) = (format!("http://{OPEN}:{PORT}"), path.display().to_string());
@@ -142,7 +142,7 @@ impl Job<'_> {
                 check(&out, &mut ranks, start)?;
                 std::thread::sleep(Duration::from_millis(5));
             }
-            // By SIGKILL, so that it says nothing to anybody.
+            // SIGKILL, so that the relay cannot send anything to its peers.
             drop(relay.take());
             if returns {
                 std::thread::sleep(AWAY);
@@ -205,7 +205,7 @@ fn carried(mut relay: Running) -> Result<f64> {
     Ok(bytes.with_context(|| format!("the relay said `{said}`"))?.parse()?)
 }
 
-/// The longest time between the ends of two steps that follow each other, and how many took longer than
+/// Returns the longest time between the ends of two consecutive steps, and how many such times are longer than
 /// `limit`.
 fn waits(done: &[f64], limit: f64) -> (f64, usize) {
     let waits = || done.windows(2).map(|pair| pair[1] - pair[0]);
@@ -229,7 +229,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         report.row(&format!("{name}: losses or weights with other bits"), unlike, "1", Mark::AtMost(0.0))?;
         let share = ran.carried / ran.sent;
         match (by, returns) {
-            // A relay that was killed says nothing.
+            // A killed relay prints no count.
             (Translation::Kept, _) => {}
             (Translation::Random, false) => {
                 report.row(

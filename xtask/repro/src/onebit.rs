@@ -1,4 +1,4 @@
-//! Momentum in one bit after a warm-up: bytes and loss.
+//! Momentum in one bit after a warm-up: bytes and loss of 1-bit Adam and its relatives.
 
 use anyhow::Result;
 
@@ -13,7 +13,7 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The most that the loss may be above f32's, in percent: the mark of the issue.
+/// The most by which the loss may be above f32's, in percent: the original target.
 const MOST: f64 = 1.0;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {

@@ -1,5 +1,5 @@
-//! Communication that was started hides behind compute, on the virtual clock; and ranks that compute do so at
-//! once.
+//! Checks that started communication is hidden behind compute on the virtual clock, and that simulated ranks
+//! compute in parallel.
 
 use std::hint::black_box;
 
@@ -22,7 +22,7 @@ pub(crate) const BENCH: Bench = Bench {
 
 const RANKS: usize = 4;
 
-/// Virtual time of an all-reduce with so much compute between its start and its wait.
+/// Returns the virtual time of an all-reduce with `compute` seconds of compute between its start and its wait.
 fn time(topology: &Topology, algorithm: Algorithm, len: usize, compute: f64) -> Result<f64> {
     let times = on_ranks(over_links(topology), |comm| {
         let comm = comm.with_topology(topology.clone())?.with_algorithm(algorithm);
@@ -34,7 +34,7 @@ fn time(topology: &Topology, algorithm: Algorithm, len: usize, compute: f64) -> 
     Ok(times.into_iter().max().unwrap_or(Nanos::ZERO).as_secs_f64())
 }
 
-/// Work that nothing can shorten.
+/// Does arithmetic that the compiler cannot remove.
 fn spin(rounds: u64) {
     black_box((0..rounds).fold(1.0_f64, |x, i| black_box(x).mul_add(1.000_000_1, i as f64)));
 }
@@ -53,8 +53,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         }
     }
 
-    // Ranks that meet after each spell of real work, on clocks that differ by a little, and threads that never
-    // meet.
+    // Compares ranks that meet after each spell of real work, with slightly different clocks, with threads that
+    // never meet.
     let rounds = if options.quick { 4_000_000 } else { 10_000_000 };
     let spells = 10;
     let (mut threads, mut ranks) = (0.0, 0.0);

@@ -1,4 +1,4 @@
-//! Communication that hides behind the backward pass, on the virtual clock.
+//! Measures how much communication is hidden behind the backward pass, on the virtual clock.
 
 use anyhow::Result;
 use farflung::TrainConfig;
@@ -24,10 +24,10 @@ pub(crate) const BENCH: Bench = Bench {
 
 const WORKERS: u32 = 4;
 
-/// Modelled compute of a step.
+/// Seconds of modelled compute in a step.
 const COMPUTE: f64 = 1.0;
 
-/// Time that each of the steps took on the virtual clock, the slowest rank's.
+/// Returns the mean seconds of a step on the virtual clock, for the slowest rank.
 fn steps_time(job: &Job, steps: u32) -> Result<f64> {
     let times = on_all(job, |worker| {
         let start = worker.comm().now();
@@ -43,12 +43,12 @@ fn steps_time(job: &Job, steps: u32) -> Result<f64> {
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let steps = if options.quick { 2 } else { 4 };
-    // 24 thin layers: the embeddings are 1.5% of the parameters, and so is a third of a block.
+    // 24 thin layers: the embeddings have 1.5% of the parameters, as many as a third of a block.
     let shape = TrainConfig {
         workers: WORKERS as usize,
         layers: Some(24),
         batch: 1,
-        // A few buckets for each block, so that little of it waits for the next block's gradient.
+        // A few buckets per block, so that only a small part of a block waits for the next block's gradient.
         bucket_mb: 0.07,
         ..config(report.seed(), false)
     };
@@ -77,7 +77,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let off = |a: f64, b: f64| (a / b - 1.0).abs() * 100.0;
         report.row(&format!("{name}: communication alone"), communication, "s", Mark::None)?;
         report.row(&format!("{name}: step, overlapped"), overlapped, "s", Mark::None)?;
-        // The forward pass cannot hide anything: where it matters, the longer of the two is out of reach.
+        // The forward pass cannot hide communication. If it is long enough to matter, a step cannot be as short
+        // as the longer of the two.
         let reachable = law / longer < 1.04;
         let mark = if reachable { Mark::AtMost(5.0) } else { Mark::None };
         let metric = format!("{name}: off max(compute, communication)");
@@ -93,7 +94,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// What the planner's simulation says of the same step.
+/// Returns the seconds of the same step by the planner's simulation.
 fn predicted(job: &Job, link: Link, steps: u32) -> Result<f64> {
     let mut shape = ModelShape::dense(job.model.parameters(), job.model.context as u64, 0);
     shape.sequences_per_microbatch = job.config.batch as u64;

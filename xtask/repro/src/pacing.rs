@@ -1,4 +1,4 @@
-//! A rate in all that each rank keeps, over TCP and TLS, and what it costs an all-reduce.
+//! Limits the total rate of each rank, over TCP and TLS, and measures the rate and the time of an all-reduce.
 
 use anyhow::Result;
 use farflung::base::Bandwidth;
@@ -18,14 +18,14 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// What a rank found: the time, the bytes that its sockets were given, and the result's bits.
+/// Result of a rank: the time, the bytes given to its sockets, and the bits of the reduced values.
 struct Found {
     seconds: f64,
     sent: u64,
     bits: Vec<u32>,
 }
 
-/// One all-reduce of so many bytes on each of `n` ranks.
+/// Runs one all-reduce of `bytes` bytes on each of `n` ranks.
 fn reduced(n: usize, bytes: usize, security: &Security, rate: Bandwidth) -> Result<Vec<Found>> {
     let pace = Pace { all: rate, ..Pace::default() };
     on_ranks(over_sockets(n, security, pace)?, |comm| {
@@ -34,7 +34,8 @@ fn reduced(n: usize, bytes: usize, security: &Security, rate: Bandwidth) -> Resu
         comm.barrier()?;
         let (start, before) = (comm.now(), comm.stats().sent.wire.0);
         comm.all_reduce(&mut x, ReduceOp::Mean)?;
-        // The last to end: who is done early has only not waited for the others.
+        // The barrier makes all ranks measure the time of the last one, since a rank that is done early did not
+        // have to wait for the others.
         comm.barrier()?;
         let seconds = comm.now().saturating_sub(start).as_secs_f64();
         let sent = comm.stats().sent.wire.0 - before;
@@ -48,7 +49,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     for &mbit in rates {
         let rate = Bandwidth(mbit * 1_000_000);
         for n in [2, 4] {
-            // Two seconds, or a moment.
+            // Two seconds, or less for a quick run.
             let seconds = if options.quick { 0.4 } else { 2.0 };
             let share = 2.0 * (n - 1) as f64 / n as f64;
             let bytes = (seconds * rate.0 as f64 / 8.0 / share) as usize / 4 * 4;
@@ -56,7 +57,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             for (name, security) in [("tcp", &Security::clear()), ("tls", &sealed)] {
                 let slow = reduced(n, bytes, security, rate)?;
                 let name = format!("{mbit} mbit, {n} ranks, {name}");
-                // A burst of 10 ms is free after the pause before.
+                // A burst of 10 ms is not limited, because of the pause before it.
                 let closed = share * bytes as f64 * 8.0 / rate.0 as f64;
                 let off = slow.iter().map(|rank| {
                     let held = rank.sent as f64 * 8.0 / rank.seconds / rate.0 as f64;

@@ -1,6 +1,6 @@
-//! The figures of other systems on the same machine, as their scripts print them: JSON, an object a line.
+//! Figures of other systems on the same machine, as their scripts print them: JSON, one object per line.
 //!
-//! It refuses to know what the figures mean: which peer to compare with, and on what, is the bench's to say.
+//! It does not interpret the figures: the bench decides which system and which setting to compare with.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,27 +9,28 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 use serde_json::{Map, Value};
 
-/// Integer keys that say what was measured, not what came out.
+/// Integer keys that belong to the setting of a measurement, not to its result.
 const SETTINGS: &[&str] = &["n", "threads", "thr2", "nproc", "kib", "mb", "world"];
 
-/// The lines of a peers' file; empty without one.
+/// The lines of the file for `--against`; empty without one.
 #[derive(Debug, Clone, Default)]
 pub struct Peers {
     lines: Vec<Map<String, Value>>,
 }
 
 impl Peers {
-    /// Reads a file of JSON lines. Lines that do not begin with `{` are the scripts' chatter and skipped.
+    /// Reads a file of JSON lines. Lines that do not begin with `{` are other output of the scripts and are
+    /// skipped.
     ///
-    /// Errors: a file that cannot be read, a line that begins like an object and is none, a file without
-    /// objects.
+    /// Errors: the file cannot be read, has no objects, or has a line that begins with `{` but is not a JSON
+    /// object.
     pub fn load(path: &Path) -> Result<Self> {
         let text =
             std::fs::read_to_string(path).with_context(|| format!("failed to read {}", path.display()))?;
         Self::parse(&text).with_context(|| format!("failed to parse {}", path.display()))
     }
 
-    /// As [`Peers::load`], from the text.
+    /// Does the same as [`Peers::load`], from a text.
     pub fn parse(text: &str) -> Result<Self> {
         let mut peers = Self::default();
         peers.add(text)?;
@@ -46,10 +47,10 @@ impl Peers {
         Ok(())
     }
 
-    /// Runs a peer's command in a shell, with `settings` in its environment, and adds the figures that it
-    /// prints. One that has none for these settings prints nothing.
+    /// Runs a command in a shell, with `settings` in its environment, and adds the figures that it prints. It
+    /// prints nothing if it has no figure for these settings.
     ///
-    /// Errors: a command that fails, a line that begins like an object and is none.
+    /// Errors: the command fails, or prints a line that begins with `{` but is not a JSON object.
     pub fn measure(&mut self, command: &str, settings: &[(&str, &str)]) -> Result<()> {
         let mut shell = Command::new("sh");
         shell
@@ -63,18 +64,19 @@ impl Peers {
         self.add(&text).with_context(|| format!("failed to parse what `{command}` printed"))
     }
 
-    /// Whether there are no figures at all, as without `--against`.
+    /// Checks whether there are no figures at all, as without `--against`.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.lines.is_empty()
     }
 
-    /// The highest figure that a peer reached: for throughputs.
+    /// Returns the highest figure that a system reached. Use it for throughputs.
     ///
-    /// Takes the lines of `bench` whose keys have the values of `keys` (numbers and text compare by their text,
-    /// and an empty value means that the key is absent), groups them by their settings (every text field and
-    /// the counts among `n, threads, nproc, ...`), and answers with the highest of the groups' medians. So
-    /// repeated runs are resolved by their median, and a setting left open, as `mode` is here, by its best:
+    /// Uses the lines of `bench` whose keys have the values of `keys`. Numbers and text are compared by their
+    /// text, and an empty value means that the key is absent. The lines are grouped by their settings: every
+    /// text field, and the counts among `n, threads, nproc, ...`. The result is the highest of the groups'
+    /// medians. So repeated runs count by their median, and a setting that is not given, such as `mode` here,
+    /// counts by its best value:
     ///
     /// ```
     /// # use farflung_repro::peers::Peers;
@@ -92,13 +94,13 @@ impl Peers {
         self.medians(bench, keys, field).into_iter().max_by(f64::total_cmp)
     }
 
-    /// As [`Peers::best`], the lowest: for times and memory.
+    /// Does the same as [`Peers::best`], but returns the lowest figure. Use it for times and memory.
     #[must_use]
     pub fn least(&self, bench: &str, keys: &[(&str, &str)], field: &str) -> Option<f64> {
         self.medians(bench, keys, field).into_iter().min_by(f64::total_cmp)
     }
 
-    /// One median for each setting that has the figure.
+    /// Returns one median for each setting that has the figure.
     fn medians(&self, bench: &str, keys: &[(&str, &str)], field: &str) -> Vec<f64> {
         let mut groups: BTreeMap<String, Vec<f64>> = BTreeMap::new();
         for line in &self.lines {
@@ -112,7 +114,7 @@ impl Peers {
     }
 }
 
-/// Text without its quotes, numbers as written, nothing for an absent key.
+/// Returns text without its quotes, numbers as written, and an empty string for an absent key.
 fn as_text(value: Option<&Value>) -> String {
     match value {
         None => String::new(),
@@ -121,13 +123,13 @@ fn as_text(value: Option<&Value>) -> String {
     }
 }
 
-/// What a line measured, as one string.
+/// Returns the setting of a line as one string.
 fn setting(line: &Map<String, Value>) -> String {
     let fields = line.iter().filter(|(key, value)| value.is_string() || SETTINGS.contains(&key.as_str()));
     fields.map(|(key, value)| format!("{key}={}", as_text(Some(value)))).collect::<Vec<_>>().join(" ")
 }
 
-/// The middle of at least one value; of an even number, the mean of the two in the middle.
+/// Returns the median of at least one value. For an even number it is the mean of the two in the middle.
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     let half = values.len() / 2;
@@ -155,7 +157,7 @@ mod tests {
     fn repeated_lines_give_their_median_and_open_settings_their_best() {
         let peers = Peers::parse(LINES).unwrap();
         let nano = [("config", "nano"), ("threads", "1")];
-        // Eager's median is 7400, not its best 9000; compiled is 7300.
+        // Eager has the median 7400 (its best is 9000); compiled has 7300.
         assert_eq!(peers.best("gpt_step", &nano, "tok_s"), Some(7400.0));
         assert_eq!(peers.least("gpt_step", &nano, "tok_s"), Some(7300.0));
         assert_eq!(peers.least("gpt_step", &nano, "peak_rss_mb"), Some(742.0));

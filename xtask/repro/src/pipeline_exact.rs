@@ -1,4 +1,4 @@
-//! A pipeline is one process: every schedule that trains, against the same microbatches in one place.
+//! Compares every schedule that trains with one process that trains on the same microbatches.
 
 use anyhow::{Context, Result};
 use farflung::TrainConfig;
@@ -22,7 +22,7 @@ pub(crate) const BENCH: Bench = Bench {
 
 const LAYERS: usize = 4;
 
-/// What a run left behind.
+/// Results of a run.
 struct Trace {
     losses: Vec<f64>,
     first_grads: Vec<f32>,
@@ -85,7 +85,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// `in_order`: whether each part's gradients are summed from the first microbatch to the last, on one rank.
+/// Compares two runs. `in_order` is true if each part's gradients are summed from the first microbatch to the
+/// last, on one rank.
 fn compare(
     report: &mut Report<'_>,
     name: &str,
@@ -101,8 +102,8 @@ fn compare(
     )?;
     let grads = relative_l2(&piped.first_grads, &alone.first_grads);
     report.row(&format!("{name}: first gradient, relative l2"), grads, "", Mark::AtMost(1e-6))?;
-    // The token table's two gradients are each summed on their own, then together: another order than one
-    // process has.
+    // The token table's two gradients are first summed separately, then added. A single process uses another
+    // order.
     let table = job.model.vocab * job.model.dim;
     let pairs = piped.first_grads.iter().zip(&alone.first_grads).skip(table);
     let differing = pairs.filter(|(a, b)| a.to_bits() != b.to_bits()).count();
@@ -142,7 +143,8 @@ fn piped_trace(job: &Job, steps: u64) -> Result<Trace> {
     on_all(job, trace)?.into_iter().flatten().next().context("rank 0 has the model")
 }
 
-/// One process that gives each part of the model, a layer each, the version of its weights that the rule says.
+/// Trains in one process, with one layer per part. Each part uses the version of its weights that the update
+/// rule gives.
 fn stale_trace(job: &Job, updates: Updates, steps: u64) -> Result<Trace> {
     let config = &job.config;
     let device = Device::cpu(1)?;
@@ -171,7 +173,7 @@ fn stale_trace(job: &Job, updates: Updates, steps: u64) -> Result<Trace> {
             let batch = (parts[0].tokens(&x, job.model.context)?, parts[0].tokens(&y, job.model.context)?);
             loss += backward(&parts, &seen, batch, 1.0 / (tokens * per_update as f32), &mut sums)?;
             if (micro + 1).is_multiple_of(per_update) {
-                // The token table has two users.
+                // The token table has two users, so both get the sum of its gradients.
                 for i in parts[0].layout().params()[0].range() {
                     let sum = sums[0][i] + sums[LAYERS - 1][i];
                     (sums[0][i], sums[LAYERS - 1][i]) = (sum, sum);
@@ -196,7 +198,7 @@ fn stale_trace(job: &Job, updates: Updates, steps: u64) -> Result<Trace> {
     Ok(Trace { losses, first_grads: Vec::new(), params: all })
 }
 
-/// Forward and backward of a microbatch; gradients go to `sums`. Gives the sum of the losses.
+/// Runs forward and backward of a microbatch and adds the gradients to `sums`. Returns the sum of the losses.
 fn backward(
     parts: &[Stage],
     params: &[Tensor],

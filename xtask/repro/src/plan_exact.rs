@@ -1,4 +1,5 @@
-//! Whatever the plan, a run is one process: meshes, unequal shares and layers, schedules, levels, transports.
+//! Checks that a run gives the results of one process under any plan: meshes, unequal shares and layers,
+//! schedules, levels, transports.
 
 use std::collections::BTreeMap;
 
@@ -24,22 +25,22 @@ pub(crate) const BENCH: Bench = Bench {
 
 const LAYERS: u32 = 4;
 
-/// Microbatches of a step, whoever has them.
+/// Microbatches of a step, over all replicas.
 const ALL: u32 = 8;
 
-/// A plan in short: microbatches of each replica, where the model is cut, and the order of work.
+/// A plan in short: microbatches of each replica, the layers at which the model is cut, and the schedule.
 #[derive(Clone, Copy)]
 struct Shape {
     microbatches: &'static [u32],
-    /// Ranks of a pipeline.
+    /// Number of ranks in a pipeline.
     stages: u32,
-    /// The layers at which a part begins, but for the first.
+    /// First layer of each part, except the first part.
     cuts: &'static [u32],
     method: Method,
     recompute: Recompute,
-    /// The regions of replicas; none: one level.
+    /// Regions of replicas; empty for one level.
     regions: &'static [&'static [u32]],
-    /// Whether gradients are summed as one process sums them.
+    /// True if gradients are summed in the same order as in one process.
     in_order: bool,
 }
 
@@ -58,7 +59,7 @@ const fn in_regions(regions: &'static [&'static [u32]], shape: Shape) -> Shape {
 const SHAPES: [Shape; 31] = [
     same_order(shape(&[8], 1, &[], Method::OneFOneB)),
     same_order(Shape { recompute: Recompute::Layers(2), ..shape(&[8], 1, &[], Method::OneFOneB) }),
-    // Of the 1.1 MB that four layers keep of a microbatch.
+    // A budget below the 1.1 MB that four layers keep of a microbatch.
     same_order(Shape {
         recompute: Recompute::Within(Bytes(600_000)),
         ..shape(&[8], 1, &[], Method::OneFOneB)
@@ -93,7 +94,8 @@ const SHAPES: [Shape; 31] = [
     in_regions(&[&[0], &[1]], shape(&[5, 3], 2, &[1, 2, 3], Method::ZbV)),
 ];
 
-/// Averages go plain inside of regions, which are groups of replicas, and by the level's codec between them.
+/// Changes a plan to two levels: averages are plain inside regions, which are groups of replicas, and use the
+/// level's codec between them.
 pub(crate) fn in_two_levels(plan: &mut Plan, regions: &[&[u32]]) {
     let mut outer = plan.levels.remove(0);
     let algorithm = if outer.codec == NO_CODEC { Algorithm::Ring } else { Algorithm::Direct };
@@ -124,13 +126,13 @@ pub(crate) fn plan(
     })
 }
 
-/// The job of one process with all microbatches.
+/// Returns the job of one process with all microbatches.
 pub(crate) fn alone(seed: u64, microbatches: u32) -> Result<Job> {
     let base = TrainConfig { layers: Some(LAYERS as usize), batch: 2, workers: 1, ..config(seed, false) };
     job(TrainConfig { accumulate: microbatches as usize, ..base }, Over::Memory)
 }
 
-/// The losses of so many steps, and the parameters behind them.
+/// Returns the losses of `steps` steps, and the parameters after them.
 pub(crate) fn trace(job: &Job, steps: u64) -> Result<(Vec<f64>, Vec<f32>)> {
     let ranks = on_all(job, |rank: &mut Trainer| {
         let losses = (0..steps).map(|_| Ok(rank.step(false)?.loss)).collect::<Result<Vec<f64>>>()?;
@@ -142,8 +144,9 @@ pub(crate) fn trace(job: &Job, steps: u64) -> Result<(Vec<f64>, Vec<f32>)> {
     Ok((losses, params.unwrap_or_default()))
 }
 
-/// The gradients of a job's first step by the names of tensors, each from a rank that has it in its first part,
-/// but for the token table, whose two users are summed on their own where they are apart.
+/// Returns the gradients of a job's first step by tensor name. Each is from a rank that has the tensor in its
+/// first part. The token table is left out, because the gradients of its two users are summed separately if
+/// they are on different ranks.
 fn first_gradients(job: &Job) -> Result<BTreeMap<String, Vec<u32>>> {
     let ranks = on_all(job, |rank: &mut Trainer| {
         rank.step(false)?;
@@ -155,7 +158,7 @@ fn first_gradients(job: &Job) -> Result<BTreeMap<String, Vec<u32>>> {
     Ok(ranks.into_iter().flatten().collect())
 }
 
-/// The plan of a shape for the job of one process.
+/// Returns the plan of a shape for the job of one process.
 fn plan_of(shape: &Shape, whole: &Job) -> Result<Plan> {
     let mut plan = plan(&whole.plan, shape.microbatches, shape.stages, shape.cuts, shape.method)?;
     for part in &mut plan.parts {
@@ -191,7 +194,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             "{:?} microbatches, layers {lens:?} on {}, {}{again}{levels}",
             shape.microbatches, shape.stages, shape.method
         );
-        // Each transport in turn where time is short.
+        // Quick runs test each shape on one of the transports in turn.
         let over = if options.quick { &all[i % all.len()..][..1] } else { &all[..] };
         for (transport, over) in over {
             let mut job = planned.clone();

@@ -1,4 +1,4 @@
-//! Plans of `farflung plan auto` on uneven machines, carried out on the virtual clock.
+//! Runs plans of `farflung plan auto` for uneven machines on the virtual clock, and compares times.
 
 use anyhow::{Context, Result};
 use farflung::TrainConfig;
@@ -21,7 +21,7 @@ pub(crate) const BENCH: Bench = Bench {
 
 const MICROBATCHES: usize = 12;
 
-/// A network, and its file.
+/// A network and the text of its topology file.
 struct Network {
     name: &'static str,
     file: &'static str,
@@ -139,7 +139,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// What people would write by hand: the best baselines, and the best of each kind.
+/// Returns plans that a person might write by hand: the best baseline and the best plan of each kind.
 fn alternatives(candidates: &[Candidate]) -> Vec<&Candidate> {
     let mut kinds = Vec::new();
     let mut others: Vec<&Candidate> = Vec::new();
@@ -153,7 +153,7 @@ fn alternatives(candidates: &[Candidate]) -> Vec<&Candidate> {
     others
 }
 
-/// The virtual time of a step.
+/// Returns the virtual time of a step.
 fn timed(there: &Job, plan: &Plan) -> Result<f64> {
     let mut job = there.with_plan(plan.clone())?;
     job.config = with_transport(job.config, Over::Simulated(Link::FREE));

@@ -1,5 +1,6 @@
-//! GPT-3 175B on 4,096 machines in 20 regions: how long planning takes, how far the plan is from a lower
-//! bound, and how far the closed forms that it is priced by are from the steps' own price.
+//! Plans GPT-3 175B for 4,096 machines in 20 regions. Measures the time of planning, the distance of the plan
+//! from a lower bound, and the difference between the closed forms used for pricing and the price of the actual
+//! steps.
 
 use anyhow::Result;
 use farflung::base::{Bytes, Link, Port, Rank, Topology};
@@ -46,7 +47,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row("4,096 devices: a step over the bound", ratio, "x", Mark::AtLeast(1.0))
 }
 
-/// Ranks of equal regions, one region behind the other, each with an access link.
+/// Compares the closed forms on ranks in equal regions, with the ranks of each region next to each other, and
+/// an access link for each rank.
 fn closed_forms(report: &mut Report<'_>, ranks: usize, regions: usize) -> Result<()> {
     let (inside, across): (Link, Link) = ("10gbit,200us".parse()?, "1gbit,40ms".parse()?);
     let each = ranks / regions;

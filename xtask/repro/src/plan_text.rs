@@ -1,4 +1,5 @@
-//! Plans as text: they read back, keep their digest, and ranks whose plans differ hear by which field.
+//! Checks plans as text: they can be read back, keep their digest, and ranks whose plans differ are told the
+//! field.
 
 use std::sync::Arc;
 
@@ -21,7 +22,7 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// A plan drawn at random.
+/// Returns a random plan.
 fn drawn(random: &Philox, i: u64) -> Result<Plan> {
     let draw = |field: u64, below: u64| random.below(i * 64 + field, below);
     let (replicas, stages) = (1 + draw(0, 4) as u32, 1 + draw(1, 4) as u32);
@@ -81,10 +82,10 @@ fn drawn(random: &Philox, i: u64) -> Result<Plan> {
     })
 }
 
-/// A field, and what changes it.
+/// Name of a field, and a function that changes it.
 type Change = (&'static str, fn(&mut Plan));
 
-/// Every field of a plan, changed.
+/// Returns a change for every field of a plan.
 fn changes() -> Vec<Change> {
     vec![
         ("model.name", |p| p.model.name.push('x')),
@@ -166,7 +167,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row("that are not refused by name on all ranks", f64::from(silent), "fields", Mark::AtMost(0.0))
 }
 
-/// What three ranks hear when the second has another plan.
+/// Returns the errors of three ranks that compare plans, when the second rank has another plan.
 fn meet(plan: &Plan, other: &Plan) -> Result<Vec<Option<String>>> {
     let rank = |endpoint: Arc<memory::Memory>| {
         let comm = Communicator::new(endpoint);

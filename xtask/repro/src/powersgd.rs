@@ -1,4 +1,4 @@
-//! Gradients as products of low rank: bytes and loss.
+//! Gradients as products of low rank (`PowerSGD`): bytes and loss.
 
 use anyhow::Result;
 
@@ -13,7 +13,7 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The most that the loss with rank 4 may be above f32's, in percent: the mark of the issue for methods with
+/// The most by which the loss with rank 4 may be above f32's, in percent: the original target for methods with
 /// feedback.
 const MOST: f64 = 2.0;
 

@@ -1,4 +1,4 @@
-//! Matrix products in 16 bits: what they cost in loss.
+//! Matrix products in 16 bits: their cost in loss.
 
 use anyhow::Result;
 
@@ -13,7 +13,7 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The most that losses may be above f32's, in percent.
+/// The most by which losses may be above f32's, in percent.
 const MOST: f64 = 1.0;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {

@@ -1,5 +1,4 @@
-//! The simulator and the trainer agree: what a plan's step is predicted to take against the virtual time that
-//! it takes.
+//! Compares the predicted time of a plan's step with the virtual time that the trainer takes.
 
 mod whole;
 
@@ -28,7 +27,7 @@ pub(crate) const BENCH: Bench = Bench {
 
 const RANKS: usize = 4;
 
-/// Four machines in a row, each link another.
+/// Returns a topology of four machines in a row, with a different link between each two neighbours.
 fn topology() -> String {
     let mut text = "default = \"50mbit,3ms\"\n".to_owned();
     for rank in 0..RANKS {
@@ -40,7 +39,7 @@ fn topology() -> String {
     text
 }
 
-/// All ranks' clocks are the same after this.
+/// Advances all ranks' clocks to the same time.
 fn align(comm: &Communicator) -> Result<()> {
     let all = comm.all_gather_bytes(comm.now().0.to_le_bytes().to_vec())?;
     let clock = |bytes: &Vec<u8>| Ok(u64::from_le_bytes(bytes.as_slice().try_into()?));
@@ -50,8 +49,8 @@ fn align(comm: &Communicator) -> Result<()> {
     Ok(())
 }
 
-/// Two pipelines of two machines: within a pipeline no link counts, between replicas each pair has one of its
-/// own.
+/// Returns a topology for two pipelines of two machines. The links within a pipeline take almost no time, and
+/// each pair of replicas has a separate link.
 fn replicas_topology() -> String {
     let mut text = "default = \"10gbit,1us\"\n".to_owned();
     for rank in 0..RANKS {
@@ -64,7 +63,7 @@ fn replicas_topology() -> String {
     text
 }
 
-/// What was predicted, and what the slowest rank took on the virtual clock.
+/// A predicted time, and the time of the slowest rank on the virtual clock.
 struct Taken {
     predicted: Nanos,
     took: Nanos,
@@ -76,7 +75,7 @@ impl Taken {
     }
 }
 
-/// A period of a job: the passage of its first step's microbatches, and all of it.
+/// Runs one period of a job. Returns the times of the first step's pass, and of the whole period.
 fn one_period(job: &Job) -> Result<(Taken, Taken)> {
     let predicted = Prediction::of(job)?;
     let ranks = on_all(job, |rank| {
@@ -97,10 +96,10 @@ fn one_period(job: &Job) -> Result<(Taken, Taken)> {
     Ok((pass, Taken { predicted: predicted.total, took: slowest(|rank| rank.1) }))
 }
 
-/// Codecs of boundaries, forward and back, whose payloads are of one size.
+/// Codecs of boundaries, forward and backward, whose payloads have a fixed size.
 const CODED: [(&str, &str); 3] = [("f16", "int8"), ("int4", "e4m3"), ("direct:4", "direct:8")];
 
-/// Every schedule that trains; `PipeDream` with and without agreement on versions.
+/// Returns every schedule that trains, and `PipeDream` both with and without agreement on versions.
 fn schedules() -> impl Iterator<Item = (Method, VersionSync)> {
     let all = Method::ALL.into_iter().filter(|m| refusal(*m).is_none());
     let all = all.map(|schedule| (schedule, VersionSync::Vertical));
@@ -115,7 +114,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         anyhow::Ok(Some(path))
     };
     let base = TrainConfig {
-        // Ten layers over four or eight parts, and a head: no two parts take the same.
+        // With ten layers over four or eight parts, and a head, no two parts take the same time.
         layers: Some(10),
         batch: 2,
         workers: RANKS,

@@ -1,4 +1,4 @@
-//! Ranks as threads, for the benches of collectives.
+//! Runs ranks as threads, for the benches of collectives.
 
 use std::sync::Arc;
 use std::thread;
@@ -8,7 +8,7 @@ use farflung::base::Topology;
 use farflung::comm::secure::{Identity, JoinSecret, Security};
 use farflung::comm::{CommError, Communicator, Transport, memory, simulated, tcp};
 
-/// One endpoint for each rank.
+/// The endpoints of a network, one for each rank.
 pub(crate) type Cluster = Vec<Arc<dyn Transport>>;
 
 pub(crate) fn over_memory(n: usize) -> Cluster {
@@ -19,30 +19,30 @@ pub(crate) fn over_links(topology: &Topology) -> Cluster {
     simulated::cluster(topology).into_iter().map(|t| t as Arc<dyn Transport>).collect()
 }
 
-/// Over sockets of the loopback interface.
+/// Connects ranks over sockets of the loopback interface.
 pub(crate) fn over_tcp(n: usize) -> Result<Cluster> {
     over_sockets(n, &Security::clear(), tcp::Pace::default())
 }
 
-/// Over encrypted sockets of the loopback interface. All ranks have one key.
+/// Connects ranks over encrypted sockets of the loopback interface. All ranks have the same key.
 pub(crate) fn over_tls(n: usize) -> Result<Cluster> {
     let security = Security::by_secret(&Identity::generate()?, &JoinSecret::generate()?);
     over_sockets(n, &security, tcp::Pace::default())
 }
 
-/// Through memory that all ranks map.
+/// Connects ranks through memory that all of them map.
 pub(crate) fn over_shared_memory(n: usize) -> Result<Cluster> {
     meet(n, |config| config.shared_memory = tcp::SharedMemory::Always)
 }
 
-/// A way in which endpoints of one process reach each other.
+/// A kind of network between endpoints of one process.
 pub(crate) struct Way {
     pub(crate) name: &'static str,
-    /// As many endpoints.
+    /// Opens a network of this many endpoints.
     pub(crate) open: fn(usize) -> Result<Cluster>,
 }
 
-/// All of them, the one without a network first.
+/// All kinds of networks. The first one is memory.
 pub(crate) const WAYS: &[Way] = &[
     Way { name: "memory", open: |n| Ok(over_memory(n)) },
     Way { name: "simulated", open: |n| Ok(over_links(&Topology::uniform(n, "1gbit,1ms".parse()?))) },
@@ -53,7 +53,7 @@ pub(crate) const WAYS: &[Way] = &[
     Way { name: "iroh", open: over_quic },
 ];
 
-/// Over QUIC on the loopback interface, without a relay: each rank has a key of its own.
+/// Connects ranks over QUIC on the loopback interface, without a relay. Each rank has its own key.
 #[cfg(feature = "iroh")]
 pub(crate) fn over_quic(n: usize) -> Result<Cluster> {
     use farflung::comm::quic;
@@ -80,7 +80,7 @@ pub(crate) fn over_quic(n: usize) -> Result<Cluster> {
     at_once(n, &join)
 }
 
-/// Over sockets of the loopback interface, with these settings.
+/// Connects ranks over sockets of the loopback interface, with these settings.
 pub(crate) fn over_sockets(n: usize, security: &Security, pace: tcp::Pace) -> Result<Cluster> {
     meet(n, |config| {
         config.security = security.clone();
@@ -88,7 +88,7 @@ pub(crate) fn over_sockets(n: usize, security: &Security, pace: tcp::Pace) -> Re
     })
 }
 
-/// Between endpoints of one process as between processes, with the settings that `set` leaves.
+/// Connects endpoints of one process in the same way as processes, with settings changed by `set`.
 fn meet(n: usize, set: impl Fn(&mut tcp::Config) + Sync) -> Result<Cluster> {
     let port = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let master = format!("127.0.0.1:{port}");
@@ -100,7 +100,7 @@ fn meet(n: usize, set: impl Fn(&mut tcp::Config) + Sync) -> Result<Cluster> {
     at_once(n, &join)
 }
 
-/// All ranks join at the same time, each on a thread.
+/// Calls `join` for all ranks at the same time, each on its own thread.
 fn at_once(
     n: usize,
     join: &(impl Fn(u32) -> Result<Arc<dyn Transport>, CommError> + Sync),
@@ -111,7 +111,7 @@ fn at_once(
     })
 }
 
-/// Runs `work` on a thread for each rank; results come in rank order.
+/// Runs `work` on a thread for each rank. Results are in order of rank.
 pub(crate) fn on_ranks<T: Send>(
     cluster: Cluster,
     work: impl Fn(Communicator) -> Result<T, CommError> + Sync,

@@ -1,5 +1,5 @@
-//! Two regions with one slow line between them: the coded average in two levels against the flat one and
-//! against f32.
+//! Compares averages between two regions with one slow line between them: the coded average in two levels, the
+//! flat one, and f32.
 
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ pub(crate) const BENCH: Bench = Bench {
 const CODEC: &str = "int8+ef";
 const RANKS: usize = 8;
 const REGION: usize = 4;
-/// Seconds a byte inside and on the line between the regions, and latencies.
+/// Seconds per byte inside a region and on the line between the regions, then the latencies of both.
 const INSIDE: f64 = 8.0 / 1e9;
 const LINE: f64 = 8.0 / 50e6;
 const NEAR: f64 = 1e-3;
@@ -50,14 +50,15 @@ fn topology() -> Result<Topology> {
     Ok(topology)
 }
 
-/// What an average took, and the bytes that crossed the line in the fuller direction.
+/// Time of an average, and the bytes that crossed the line in the busier direction.
 #[derive(Debug, Clone, Copy)]
 struct Taken {
     seconds: f64,
     crossed: f64,
 }
 
-/// The bytes of values that int8 packs in blocks of 256: a header, and a scale for each block.
+/// Returns the bytes of `values` values in int8 with blocks of 256: a header, the codes, and a scale for each
+/// block.
 fn packed(values: f64) -> f64 {
     32.0 + values + 2.0 * (values / 256.0).ceil()
 }
@@ -78,7 +79,7 @@ fn measure(
     Ok(Taken { seconds, crossed: crossed(0).max(crossed(1)) as f64 })
 }
 
-/// A round of averaging through the codec.
+/// Runs one round of averaging through the codec.
 fn coded(topology: &Topology, len: usize, algorithm: Algorithm) -> Result<Taken> {
     let layout = ParamLayout::new([("w".to_owned(), Shape::from(len))]);
     let codec: CodecSpec = CODEC.parse()?;
@@ -97,7 +98,7 @@ fn coded(topology: &Topology, len: usize, algorithm: Algorithm) -> Result<Taken>
         average.all(&mut flat)?;
         average.commit();
         let mean = flat.to_vec::<f32>()?[0];
-        // The mean of the first values, -50 to -43; two roundings of half a step of 50 / 127.
+        // The mean of the first values, -50 to -43, with two rounding errors of half a step of 50 / 127.
         assert!((mean + 46.5).abs() < 0.8, "a wrong mean: {mean}");
         Ok(())
     };
@@ -108,7 +109,7 @@ fn coded(topology: &Topology, len: usize, algorithm: Algorithm) -> Result<Taken>
     })
 }
 
-/// A round of plain f32 by a program.
+/// Runs one all-reduce of plain f32 with a program.
 fn plain(topology: &Topology, len: usize, program: impl Fn(Rank) -> Program + Sync) -> Result<Taken> {
     measure(topology, |comm| {
         let mut x = vec![1.0_f32; len];
@@ -128,15 +129,16 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let inside = NEAR + (g - 1.0) * v * INSIDE;
     let two_level =
         Taken { seconds: 2.0 * inside + FAR + g * packed(v / g) * LINE, crossed: g * packed(v / g) };
-    // Each region's ranks send each of the other's its shard, and then their own shard's result.
+    // In each phase, each rank sends the other region's ranks their shards, or its own shard's result.
     let phase = g * g * packed(v / n);
-    // The first to have all of the first half begin the second, so that the line never rests: one latency
-    // shows.
+    // The first ranks that have received all of the first phase begin the second, so the line is always busy
+    // and only one latency counts.
     let flat = Taken { seconds: FAR + 2.0 * phase * LINE, crossed: 2.0 * phase };
-    // In f32: rings inside, and rings of two between the owners of each quarter, which fill the line in turns.
+    // In f32: rings inside the regions, then rings of two between the owners of each quarter, which use the
+    // line one after the other.
     let grouped =
         Taken { seconds: 2.0 * (g - 1.0) * (NEAR + v * INSIDE) + FAR + 4.0 * v * LINE, crossed: 4.0 * v };
-    // A block follows the other over the line.
+    // Blocks cross the line one after the other.
     let ring =
         Taken { seconds: FAR + 2.0 * (n - 1.0) * 4.0 * v / n * LINE, crossed: 2.0 * (n - 1.0) * 4.0 * v / n };
     let seen = [

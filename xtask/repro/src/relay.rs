@@ -1,4 +1,4 @@
-//! Whether a link in the middle is as slow as it was asked to be.
+//! Checks that a relay is as slow as requested.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -18,7 +18,7 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// Two ends of a connection through a relay.
+/// Returns two ends of a connection through a relay.
 fn through(rate: &str, delay: &str) -> Result<(TcpStream, TcpStream, farflung::relay::Relaying)> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let mut relay = Relay::new("127.0.0.1:0", listener.local_addr()?.to_string());
@@ -36,7 +36,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     for (rate, bits, delay, seconds) in
         [("20mbit", 20e6, "25ms", 0.025), ("100mbit", 100e6, "10ms", 0.010), ("1gbit", 1e9, "5ms", 0.005)]
     {
-        // Beyond that the machine's own scheduling is in the figures.
+        // Above 100 Mbit/s, the machine's own scheduling affects the figures.
         let most = if bits > 1e8 { Mark::None } else { Mark::AtMost(1.05) };
         let (mut near, mut far, _relaying) = through(rate, delay)?;
         let mut turns = Vec::new();
@@ -57,7 +57,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             Mark::AtMost(1.05),
         )?;
         report.row(&format!("turn over {rate},{delay}, at least"), turn, "x", Mark::AtLeast(1.0))?;
-        // Half a second of the link.
+        // The bytes of half a second on the link.
         let bytes = (bits / 16.0) as usize;
         let start = now();
         let writer = std::thread::spawn(move || near.write_all(&vec![1; bytes]).map(|()| near));

@@ -1,4 +1,5 @@
-//! How a job of processes forms when its ranks come late, come again, come twice, and others come too.
+//! Checks that a job of processes forms when ranks come late, come again, come twice, or when strangers
+//! connect.
 
 use std::io::Write;
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -25,24 +26,24 @@ pub(crate) const BENCH: Bench = Bench {
 };
 
 const RANKS: u32 = 4;
-/// Of the ranks' own `--deadline`, and how long a trial may take.
+/// Value of the ranks' `--deadline`, and the longest time of a trial.
 const DEADLINE: Duration = Duration::from_secs(20);
 const IDLE: usize = 1000;
 
-/// What happens while the ranks meet.
+/// A disturbance while the ranks connect.
 #[derive(Debug, Clone, Copy)]
 enum Trouble {
-    /// Each starts at a random time, the master too.
+    /// Each rank starts at a random time, the master included.
     Late,
-    /// One is killed while another is awaited, and started again.
+    /// One rank is killed while another is awaited, and is started again.
     Restart,
-    /// The master is.
+    /// The master is killed and started again.
     MasterRestarts,
-    /// One is started twice.
+    /// One rank is started twice.
     Twice,
-    /// Ranks of another job, of another size, and connections that send noise.
+    /// Ranks of another job or another size connect, and connections that send noise.
     Strangers,
-    /// Connections that say nothing.
+    /// Connections that send nothing.
     Idle,
 }
 
@@ -66,7 +67,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
     let text = folder.path().join("text.txt");
     std::fs::write(&text, "the quick brown fox jumps over the lazy dog. ".repeat(500))?;
-    // For the idle connections, which this process holds.
+    // This process holds the idle connections, so it needs a higher limit of open files.
     let limit = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?;
     let times = if options.quick { 2 } else { 8 };
@@ -94,14 +95,14 @@ fn free_port() -> Result<u16> {
     Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port())
 }
 
-/// Where a job meets.
+/// Address, text and folder of a job.
 struct Meeting<'a> {
     port: u16,
     text: &'a Path,
     out: &'a Path,
 }
 
-/// A job's name and size.
+/// Name and size of a job.
 #[derive(Clone, Copy)]
 struct Job {
     name: &'static str,
@@ -135,7 +136,7 @@ impl Meeting<'_> {
         Ok(Running(command.spawn().context("failed to start `farflung`")?))
     }
 
-    /// Whether the right job formed, trained and ended well, and nobody else did.
+    /// Returns true if the right job formed, trained and ended well, and no other job did.
     fn hold(&self, trouble: Trouble, draw: &dyn Fn(u64, u64) -> u64) -> Result<bool> {
         let until = now() + DEADLINE;
         let moment = |number| Duration::from_millis(draw(number, 700));
@@ -188,7 +189,7 @@ impl Meeting<'_> {
                 idle.extend(self.connections(30));
                 for (number, stream) in (0..).zip(&mut idle) {
                     let noise: Vec<u8> = (0..100).map(|i| draw(number * 100 + i, 256) as u8).collect();
-                    // It may be refused already.
+                    // The connection may have been rejected already.
                     let _ = stream.write_all(&noise);
                 }
                 for rank in 1..RANKS {
@@ -208,7 +209,7 @@ impl Meeting<'_> {
         let mut right = ranks.iter_mut().map(ended).collect::<Result<Vec<_>>>()?;
         let wrong = others.iter_mut().map(ended).collect::<Result<Vec<_>>>()?;
         if let Trouble::Twice = trouble {
-            // Whichever of the two came first.
+            // Exactly one of the two may succeed.
             let one = right[1] != wrong[0];
             right[1] = true;
             return Ok(one && right.iter().all(|&well| well));
@@ -216,7 +217,7 @@ impl Meeting<'_> {
         Ok(right.iter().all(|&well| well) && wrong.iter().all(|&well| !well))
     }
 
-    /// Connections to the master, once it is there.
+    /// Returns `count` connections to the master, once it listens.
     fn connections(&self, count: usize) -> Vec<TcpStream> {
         let until = now() + DEADLINE;
         let mut all = Vec::new();
@@ -230,7 +231,7 @@ impl Meeting<'_> {
     }
 }
 
-/// A rank, which ends with this.
+/// A rank's process. Dropping this kills it.
 struct Running(Child);
 
 impl Running {
@@ -240,7 +241,7 @@ impl Running {
         Ok(())
     }
 
-    /// How it ended; `None` if it had not by then.
+    /// Waits until a time and returns the exit status; `None` if the process has not ended by then.
     fn end(&mut self, until: Instant) -> Result<Option<ExitStatus>> {
         loop {
             if let Some(status) = self.0.try_wait()? {
@@ -256,7 +257,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // It may have ended already.
+        // The process may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

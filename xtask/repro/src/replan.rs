@@ -1,4 +1,4 @@
-//! A run begun under one plan and ended under another goes on as if nothing had happened.
+//! Checks that a run that begins under one plan and ends under another gives the results of one process.
 
 use anyhow::{Context, Result};
 use farflung::config::choice::Resume;
@@ -21,7 +21,7 @@ pub(crate) const BENCH: Bench = Bench {
 
 const ALL: u32 = 8;
 
-/// Where the first half of the steps ends.
+/// Number of steps in the first half.
 const HALF: u64 = 4;
 
 fn plans(base: &Plan) -> Result<Vec<(&'static str, Plan)>> {
@@ -65,13 +65,13 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Runs a job to its last step; gives its losses.
+/// Runs a job to its last step and returns its losses.
 fn finish(job: &Job) -> Result<Vec<f64>> {
     let report = run_job(job, seats(job, None)?, &mut Quiet)?.context("rank 0 reports")?;
     Ok(report.rows.iter().map(|row| row.train_loss).collect())
 }
 
-/// The parameters of a checkpoint in the layout of the whole model.
+/// Returns the parameters of a checkpoint in the layout of the whole model.
 fn weights(job: &Job, run: &std::path::Path, step: u64) -> Result<Vec<f32>> {
     let folder = run.join(format!("step-{step:08}"));
     let device = farflung::tensor::Device::cpu(1)?;

@@ -1,4 +1,4 @@
-//! A run that is killed and resumed, as often as it takes, ends where one that was left alone ends.
+//! Checks that a run that is killed and resumed several times ends like one that was never stopped.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -23,7 +23,7 @@ pub(crate) const BENCH: Bench = Bench {
 const WORKERS: usize = 4;
 const STEPS: u64 = 60;
 
-/// What is trained: how workers agree, and the flags for it.
+/// Names of methods, and their flags.
 const CASES: [(&str, &[&str]); 5] = [
     ("ddp", &["--sync", "ddp", "--codec", "none"]),
     ("diloco, int8 + error feedback", &["--sync", "diloco", "--sync-every", "4", "--codec", "int8"]),
@@ -43,7 +43,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let random = Philox::new(report.seed(), index as u64);
         let mut between = Vec::new();
         for kill in 0..kills {
-            // One moment in each of equal parts of the run, and up to 20 ms past the end of a step.
+            // The kills are spread over equal parts of the run, each up to 20 ms after the end of a step.
             let part = (STEPS - 4) / kills;
             let step = 1 + kill * part + random.below(2 * kill, part);
             let late = Duration::from_micros(random.below(2 * kill + 1, 20_000));
@@ -63,11 +63,11 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     other_ways(report, options, folder.path())
 }
 
-/// Steps of a run before something happens to it. Its learning rate is constant, so that a run of more steps
-/// begins alike.
+/// Steps of a run before it is changed. Its learning rate is constant, so that a run with more steps begins in
+/// the same way.
 const HALF: u64 = 10;
 
-/// Resumes that are not the same run in the same folders again.
+/// Tests resumes in which the run or its folders have changed.
 fn other_ways(report: &mut Report<'_>, options: &Options, folder: &Path) -> Result<()> {
     let flags = ["--codec", "none", "--lr-schedule", "constant"];
     let half = HALF.to_string();
@@ -147,13 +147,13 @@ fn other_ways(report: &mut Report<'_>, options: &Options, folder: &Path) -> Resu
     report.row("4 workers, then 2: largest difference of losses", off, "nats", Mark::AtMost(1e-5))
 }
 
-/// A rank's folder within the run's.
+/// Returns a rank's folder, relative to the run's folder.
 fn rank_folder(rank: usize) -> PathBuf {
     if rank == 0 { PathBuf::new() } else { PathBuf::from(format!("ranks/rank-{rank:05}")) }
 }
 
-/// A small run with a checkpoint every 5 steps that goes on where it was cut off. `flags` stand above those
-/// that it needs.
+/// Returns the command of a small run with a checkpoint every 5 steps, which resumes where it was stopped.
+/// `flags` override the flags that it needs.
 fn train(flags: &[&str], out: &Path) -> Result<Command> {
     let (steps, workers) = (STEPS.to_string(), WORKERS.to_string());
     let needed = [
@@ -180,7 +180,7 @@ fn train(flags: &[&str], out: &Path) -> Result<Command> {
     Ok(command)
 }
 
-/// Runs it to its end.
+/// Runs a command to its end.
 fn finish(command: &mut Command) -> Result<()> {
     let output = command.output().context("failed to start `farflung`")?;
     let message = String::from_utf8_lossy(&output.stderr);
@@ -188,7 +188,7 @@ fn finish(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// Kills the run some time after it has logged a step. Gives the last step that it logged.
+/// Kills a run some time after it has logged a step. Returns the last step that it logged.
 fn kill_after(command: &mut Command, out: &Path, step: u64, late: Duration) -> Result<u64> {
     let mut child = command.stderr(Stdio::null()).spawn().context("failed to start `farflung`")?;
     while last_step(out) < step {
@@ -198,16 +198,16 @@ fn kill_after(command: &mut Command, out: &Path, step: u64, late: Duration) -> R
         std::thread::sleep(Duration::from_millis(1));
     }
     std::thread::sleep(late);
-    // SIGKILL where there is one.
+    // This is SIGKILL on Unix.
     child.kill().context("failed to kill `farflung`")?;
     let status = child.wait().context("failed to wait for `farflung`")?;
     ensure!(!status.success(), "the run was over before it was killed");
     Ok(last_step(out))
 }
 
-/// The last step that was logged whole; 0 before the first.
+/// Returns the last step whose line is complete; 0 before the first.
 fn last_step(out: &Path) -> u64 {
-    // A last line that is only half there is to be expected: `metrics::read` would refuse it.
+    // The last line may be incomplete, which `metrics::read` would reject.
     let text = std::fs::read_to_string(out.join("metrics.jsonl")).unwrap_or_default();
     let mut lines =
         text.lines().rev().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
@@ -218,14 +218,14 @@ fn log(out: &Path) -> Result<Vec<StepMetrics>> {
     Ok(metrics::read(&out.join("metrics.jsonl"))?)
 }
 
-/// Steps whose losses are not the same bits.
+/// Counts the steps whose losses differ in any bit.
 fn differing_losses(a: &[StepMetrics], b: &[StepMetrics]) -> usize {
     let key = |m: &StepMetrics| (m.step, m.train_loss.to_bits(), m.val_loss.map(f64::to_bits));
     let pairs = a.iter().zip(b).filter(|(a, b)| key(a) != key(b)).count();
     pairs + a.len().abs_diff(b.len())
 }
 
-/// Files of the last checkpoints of all ranks that are not the same.
+/// Counts the files that differ between the last checkpoints of all ranks.
 fn differing_files(a: &Path, b: &Path, step: u64) -> Result<usize> {
     let read =
         |path: PathBuf| std::fs::read(&path).with_context(|| format!("failed to read {}", path.display()));

@@ -1,4 +1,4 @@
-//! What holds for every pipeline schedule, tried at many sizes.
+//! Checks the laws of all pipeline schedules at many sizes.
 
 use anyhow::{Result, bail};
 use farflung::base::{Nanos, Philox, Rank};
@@ -30,7 +30,7 @@ struct Count {
     off_closed_form: u32,
 }
 
-/// Numbers from a counter.
+/// Random numbers, drawn one after the other.
 struct Draw {
     philox: Philox,
     at: u64,
@@ -66,8 +66,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// One method at random sizes and costs. That its order is whole and ends, and that its messages pair, is
-/// checked where [`ComputeOrder`] and [`Schedule`] are made: a violation is an error here.
+/// Tests one method at a random size with random costs. [`ComputeOrder`] and [`Schedule`] check when they are
+/// made that the order is complete and ends, and that its messages pair. A violation is an error here.
 fn one(method: Method, draw: &mut Draw, count: &mut Count) -> Result<()> {
     let p = 1 + draw.below(12);
     let m = if draw.below(2) == 0 { p * (1 + draw.below(4)) } else { 1 + draw.below(40) };
@@ -110,11 +110,11 @@ fn one(method: Method, draw: &mut Draw, count: &mut Count) -> Result<()> {
     Ok(())
 }
 
-/// The bubble of the first rank over free links, where the literature has a formula.
+/// Returns the bubble of the first rank over free links, if the literature has a formula.
 fn closed_form(method: Method, p: u32, m: u32, stage: StageCost) -> Option<Nanos> {
     let gap = u64::from(p - 1);
     match method {
-        // With fewer microbatches than ranks the second chunk waits for the first.
+        // With fewer microbatches than ranks, the second chunk waits for the first.
         Method::BreadthFirst if m < p => None,
         Method::GPipe
         | Method::OneFOneB

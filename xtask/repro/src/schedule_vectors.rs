@@ -1,4 +1,5 @@
-//! The pipeline schedules, list by list and figure by figure, against what others published or computed.
+//! Compares the pipeline schedules, list by list and figure by figure, with published or independently computed
+//! ones.
 
 use anyhow::Result;
 use farflung::base::{Nanos, Rank};
@@ -24,7 +25,7 @@ macro_rules! vector {
     };
 }
 
-/// 4 ranks; the number of microbatches; the list.
+/// Published lists for 4 ranks: the method, the number of microbatches, and the list.
 const LISTS: [(Method, u32, &str); 11] = [
     (Method::OneFOneB, 8, vector!("1f1b.txt")),
     (Method::Interleaved, 8, vector!("interleaved.txt")),
@@ -39,7 +40,8 @@ const LISTS: [(Method, u32, &str); 11] = [
     (Method::DualPipeV, 8, vector!("dualpipev.txt")),
 ];
 
-/// 4 ranks, 8 microbatches, all chunk operations of one unit: makespan, span bubbles and peaks.
+/// Published figures for 4 ranks and 8 microbatches, with all chunk operations taking one unit: makespan, span
+/// bubbles and peaks.
 const FIGURES: [(Method, u64, [u64; 4], [u32; 4]); 11] = [
     (Method::GPipe, 33, [9, 6, 3, 0], [8; 4]),
     (Method::OneFOneB, 33, [9, 6, 3, 0], [4, 3, 2, 1]),
@@ -104,7 +106,8 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     tera_pipe(report)
 }
 
-/// The example that everybody draws: forwards end with step 18, the last microbatch turns round at step 19.
+/// Checks the example that most papers draw: forwards end with step 18, and the last microbatch's backward
+/// begins at step 19.
 fn gpipe_7_by_12(report: &mut Report<'_>) -> Result<()> {
     let order = Method::GPipe.order(&Settings::new(7, 12))?;
     let cost = StageCost { weight: Nanos::ZERO, ..StageCost::UNIT };
@@ -144,7 +147,7 @@ fn chimera_and_hanayo(report: &mut Report<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The bubbles within a rank's span, for unequal F, I and W.
+/// Compares the bubbles within a rank's span with closed forms, for unequal F, I and W.
 fn closed_forms(report: &mut Report<'_>) -> Result<()> {
     let (p, m) = (4_u32, 16);
     let mut off: f64 = 0.0;
@@ -168,7 +171,7 @@ fn closed_forms(report: &mut Report<'_>) -> Result<()> {
 }
 
 fn tera_pipe(report: &mut Report<'_>) -> Result<()> {
-    // 1 + 0.01 l + 0.00002 l c, in millionths.
+    // The time of a slice is 1 + 0.01 l + 0.00002 l c, here in millionths.
     let time = |l: u64, c: u64| Nanos(UNIT + 10_000 * l + 20 * l * c);
     let slices = |first: &[u64], count: usize| [first, &vec![128; count]].concat();
     for (tokens, stages, lengths, total) in [

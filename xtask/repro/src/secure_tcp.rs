@@ -1,4 +1,5 @@
-//! What encryption costs an all-reduce between processes, beside the arithmetic that it cannot do without.
+//! Measures the cost of encryption in an all-reduce between processes, compared with the cipher's own
+//! arithmetic.
 
 use std::io::Write;
 use std::net::TcpListener;
@@ -24,13 +25,13 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The first argument of this program when it is to be one rank.
+/// First argument of this program when it runs as one rank.
 pub(crate) const CHILD: &str = "--secure-tcp-rank";
 
 /// Bytes of a TLS record.
 const RECORD: usize = 16 * 1024;
 
-/// Seconds a byte that one core takes to seal and to open, together.
+/// Returns the seconds per byte that one core takes to seal and open a record.
 fn cipher() -> Result<f64> {
     let broken = |_| anyhow!("the cipher failed");
     let key = LessSafeKey::new(UnboundKey::new(&AES_128_GCM, &[7; 16]).map_err(broken)?);
@@ -54,8 +55,8 @@ fn cipher() -> Result<f64> {
     Ok(median(times) / (1000 * RECORD) as f64)
 }
 
-/// One rank: its number, how many there are, where they meet, KiB, `quick` or `long`, `clear` or `sealed`. Rank
-/// 0 prints the seconds.
+/// Runs one rank. The arguments are its number, the number of ranks, the address where they connect, KiB,
+/// `quick` or `long`, and `clear` or `sealed`. Rank 0 prints the time in seconds.
 pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
     let [rank, size, master, kib, pace, how] = args else { bail!("six arguments wanted") };
     let kib = kib.parse()?;
@@ -73,7 +74,8 @@ pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
     Ok(comm.barrier()?)
 }
 
-/// Seconds of an all-reduce between so many processes, over the loopback or a relay of this rate.
+/// Returns the seconds of an all-reduce between `n` processes, over the loopback or through a relay with this
+/// rate.
 fn between(n: usize, kib: usize, quick: bool, how: &str, rate: Option<&str>) -> Result<f64> {
     let program = std::env::current_exe().context("failed to find this program")?;
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
@@ -105,7 +107,7 @@ fn between(n: usize, kib: usize, quick: bool, how: &str, rate: Option<&str>) -> 
     seconds.context("rank 0 said nothing")
 }
 
-/// Medians of clear and sealed, in turns.
+/// Returns the medians of clear and sealed, measured in turns.
 fn both(turns: usize, n: usize, kib: usize, quick: bool, rate: Option<&str>) -> Result<[f64; 2]> {
     let mut times = [Vec::new(), Vec::new()];
     for _ in 0..turns {
@@ -128,8 +130,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             let name = format!("{n} processes, {kib} KiB");
             report.row(&format!("{name}: clear"), clear * 1e3, "ms", Mark::None)?;
             report.row(&format!("{name}: TLS"), sealed * 1e3, "ms", Mark::None)?;
-            // Recursive doubling sends whole buffers, a ring its parts; each byte is sealed once and opened
-            // once.
+            // Recursive doubling sends whole buffers, and a ring sends parts. Each byte is sealed once and
+            // opened once.
             let through = if kib <= 16 { n.ilog2() as f64 * n as f64 } else { 2.0 * (n - 1) as f64 };
             let arithmetic = through * (kib * 1024) as f64 * cipher / n.min(cores) as f64;
             report.row(&format!("{name}: the cipher alone"), arithmetic * 1e3, "ms", Mark::None)?;

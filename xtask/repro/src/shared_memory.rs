@@ -1,4 +1,4 @@
-//! How fast an all-reduce is through memory that processes share, beside OpenMPI's and beside our TCP.
+//! Compares an all-reduce through shared memory with OpenMPI's, and with ours over TCP.
 
 use std::io::Write;
 use std::net::TcpListener;
@@ -23,13 +23,13 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The first argument of this program when it is to be one rank.
+/// First argument of this program when it runs as one rank.
 pub(crate) const CHILD: &str = "--shared-memory-rank";
 
 const PROGRAM: &str = include_str!("shared_memory/all_reduce.c");
 
-/// One rank: its number, how many there are, where they meet, KiB, `quick` or `long`, `memory` or `sockets`.
-/// Rank 0 prints the seconds.
+/// Runs one rank. The arguments are its number, the number of ranks, the address where they connect, KiB,
+/// `quick` or `long`, and `memory` or `sockets`. Rank 0 prints the time in seconds.
 pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
     let [rank, size, master, kib, pace, how] = args else { bail!("six arguments wanted") };
     let kib = kib.parse()?;
@@ -46,7 +46,7 @@ pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
     Ok(comm.barrier()?)
 }
 
-/// Seconds of an all-reduce of ours between so many processes.
+/// Returns the seconds of our all-reduce between `n` processes.
 fn ours(n: usize, kib: usize, quick: bool, how: &str) -> Result<f64> {
     let program = std::env::current_exe().context("failed to find this program")?;
     let master = format!("127.0.0.1:{}", TcpListener::bind("127.0.0.1:0")?.local_addr()?.port());
@@ -67,13 +67,13 @@ fn ours(n: usize, kib: usize, quick: bool, how: &str) -> Result<f64> {
     seconds.context("rank 0 said nothing")
 }
 
-/// OpenMPI's side: a program that its own compiler has made, where it is installed.
+/// A program that measures OpenMPI, built by its own compiler.
 struct OpenMpi {
     program: PathBuf,
 }
 
 impl OpenMpi {
-    /// None where `mpirun` or `mpicc` is missing.
+    /// Builds the program. Returns `None` if `mpirun` or `mpicc` is missing.
     fn build(folder: &Path) -> Result<Option<Self>> {
         let is_there = |name| Command::new(name).arg("--version").stdout(Stdio::null()).status().is_ok();
         if !is_there("mpirun") || !is_there("mpicc") {
@@ -87,7 +87,7 @@ impl OpenMpi {
         Ok(Some(Self { program }))
     }
 
-    /// Seconds of the faster of both ways.
+    /// Returns the seconds of an all-reduce, in place or not, whichever is faster.
     fn measure(&self, n: usize, kib: usize, quick: bool) -> Result<f64> {
         let mut command = Command::new("mpirun");
         command.args([
@@ -129,7 +129,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             }
             let (memory, sockets) = (median(memory), median(sockets));
             let name = format!("{n} processes, {kib} KiB");
-            // Of so few bytes the time is the system's, which wakes ranks up.
+            // With so few bytes, the time is mostly that in which the system wakes the ranks.
             let mark = if kib == 1 { Mark::None } else { Mark::AtMost(1.0) };
             report.row(&format!("{name}: shared memory"), memory * 1e3, "ms", Mark::None)?;
             report.row(&format!("{name}: TCP"), sockets * 1e3, "ms", Mark::None)?;

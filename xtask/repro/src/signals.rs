@@ -1,5 +1,5 @@
-//! Signals at random moments of a run, whatever its stderr is and whatever it does: the run is saved and ends
-//! with the signal's code.
+//! Sends signals at random moments of a run, with different kinds of stderr and in different situations. The
+//! run must be saved and end with the signal's exit code.
 
 mod within;
 
@@ -33,13 +33,13 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The longest time after its start at which a run is signalled.
+/// The longest time between the start of a run and its signal.
 const LATEST: Duration = Duration::from_millis(600);
 
-/// A run that takes longer to start or to end hangs.
+/// Longest time that a run may take to start or to end; after that it counts as hanging.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// What a run's stderr is.
+/// Kind of a run's stderr.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stderr {
     Terminal,
@@ -61,7 +61,7 @@ impl Stderr {
     }
 }
 
-/// A terminal of our own: what is written to `inner` comes out here, and is dropped.
+/// A pseudo-terminal. What is written to `inner` is read from `outer` and dropped.
 struct Terminal {
     outer: File,
     inner: File,
@@ -80,14 +80,14 @@ impl Terminal {
         Ok(Self { outer: outer.into(), inner: inner.into() })
     }
 
-    /// Reads what is written until it is `gone`, or nobody writes any more.
+    /// Reads the output until `gone` is set, or until all writers have closed the terminal.
     fn watch(mut outer: File, gone: &AtomicBool) {
         let mut text = [0; 4096];
         while !gone.load(Ordering::Relaxed) && outer.read(&mut text).is_ok_and(|n| n > 0) {}
     }
 }
 
-/// What came of a signal.
+/// Result of a signal.
 #[derive(Default)]
 struct Outcome {
     /// Seconds until the run ended.
@@ -108,7 +108,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     for time in 0..times {
         let (which, (signal, code)) = (time % Stderr::ALL.len(), signals[time % signals.len()]);
         let stderr = Stderr::ALL[which];
-        // Each run goes on where the one before it was saved.
+        // Each run resumes where the previous one was saved.
         let out = folder.path().join(stderr.name());
         let late = Duration::from_micros(random.below(time as u64, LATEST.as_micros() as u64));
         let outcome = stop(stderr, &text, &out, late, (signal, code))
@@ -127,7 +127,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     within::run(report, options, &text)
 }
 
-/// Starts a run or goes on with one, signals it so much later, and looks what it left.
+/// Starts or resumes a run, signals it after `late`, and checks the files that it leaves.
 fn stop(
     stderr: Stderr,
     text: &Path,
@@ -139,7 +139,7 @@ fn stop(
     let mut command =
         farflung(&["train", "--layers", "2", "--heads", "2", "--dim", "16", "--context", "16"])?;
     command.args(["--batch", "2", "--warmup", "0", "--threads", "1", "--workers", "2", "--steps", "1000000"]);
-    // Lines and checkpoints often, so that some signals fall among them.
+    // Output lines and checkpoints are frequent, so that some signals arrive during them.
     command.args(["--eval-every", "2", "--eval-batches", "1", "--checkpoint-every", "5", "--resume", "auto"]);
     command.arg("--data").arg(text).arg("--out").arg(out).env("TERM", "xterm");
     let gone = Arc::new(AtomicBool::new(false));
@@ -162,13 +162,13 @@ fn stop(
         }
     }
     let mut child = command.spawn().context("failed to start `farflung`")?;
-    // Our own ends of what it writes to.
+    // Closes our own ends of the run's output.
     drop((command, child.stderr.take()));
     let mut running = Running(child);
     running.wait_for(out)?;
     thread::sleep(late);
     let start = now();
-    // A terminal that hangs up is gone, at the next text that it takes.
+    // On SIGHUP the terminal is closed after the next text that it reads.
     gone.store(signal == Signal::HUP, Ordering::Relaxed);
     running.signal(signal)?;
     let status = running.end()?;
@@ -177,14 +177,15 @@ fn stop(
         terminal.join().map_err(|_| anyhow::anyhow!("the terminal's thread panicked"))?;
     }
     let (logged, saved) = left(out)?;
-    // One that was still loading has done nothing more.
+    // A run that was still loading has done no further steps.
     let saved = saved.unwrap_or(0) == logged && logged >= before;
     Ok(Outcome { took, right_code: status.is_some_and(|status| status.code() == Some(code)), saved })
 }
 
-/// The last step that a run logged, and that of its newest checkpoint, whose every byte is looked at.
+/// Returns the last step that a run logged, and the step of its newest checkpoint, after checking all of its
+/// bytes.
 fn left(out: &Path) -> Result<(u64, Option<u64>)> {
-    // A rank's own folder has no metrics.
+    // The folder may not exist yet, and a rank's own folder has no metrics.
     if !out.exists() {
         return Ok((0, None));
     }
@@ -194,11 +195,11 @@ fn left(out: &Path) -> Result<(u64, Option<u64>)> {
     Ok((logged, run_dir::latest(out)?.map(|checkpoint| checkpoint.step())))
 }
 
-/// A run under way, which ends with this.
+/// A running process. Dropping this kills it.
 struct Running(Child);
 
 impl Running {
-    /// Waits until it holds its folder: it has asked for signals then.
+    /// Waits until the run has locked its folder. It handles signals from then on.
     fn wait_for(&mut self, out: &Path) -> Result<()> {
         let lock: PathBuf = out.join("run.lock");
         let own = self.0.id().to_string();
@@ -220,7 +221,7 @@ impl Running {
         Ok(kill_process(pid, signal)?)
     }
 
-    /// Its exit status; `None` if it hangs.
+    /// Waits for the end and returns the exit status; `None` if the run hangs.
     fn end(&mut self) -> Result<Option<ExitStatus>> {
         for _ in 0..PATIENCE.as_millis() {
             if let Some(status) = self.0.try_wait()? {
@@ -234,7 +235,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // It may have ended already.
+        // The process may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

@@ -1,4 +1,5 @@
-//! Simulated links with hundreds of workers: what a message costs this machine, and what training does.
+//! Measures simulated links with hundreds of workers: the time that a message, and training, take on this
+//! machine.
 
 use anyhow::{Context, Result};
 use farflung::TrainConfig;
@@ -20,14 +21,14 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// Values of a rank's message.
+/// Number of values in a rank's message.
 const VALUES: usize = 64;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let rounds = if options.quick { 1 } else { 3 };
     let sizes: &[usize] = if options.quick { &[16, 64] } else { &[16, 64, 128, 256] };
     let mut turns = vec![Vec::new(); sizes.len()];
-    // A shared machine is fast in one moment and slow in the next: each size has its turn several times.
+    // A shared machine is fast in one moment and slow in the next, so each size is measured several times.
     for _ in 0..rounds {
         for (&size, turns) in sizes.iter().zip(&mut turns) {
             turns.push(message(size)?);
@@ -52,7 +53,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row("a second run with another clock or other bits", differ, "", Mark::AtMost(0.0))
 }
 
-/// Seconds of this machine for one of the messages of some all-reduces by ring.
+/// Returns the seconds of real time per message of all-reduces by a ring.
 fn message(size: usize) -> Result<f64> {
     let reduces = (4096 / size).max(2);
     let begun = now();
@@ -65,7 +66,8 @@ fn message(size: usize) -> Result<f64> {
     Ok(begun.elapsed().as_secs_f64() / (reduces * size * 2 * (size - 1)) as f64)
 }
 
-/// Seconds of this machine, the virtual clock at the end, and the hash of the parameters.
+/// Trains six steps. Returns the seconds of real time, the virtual clock at the end, and the hash of the
+/// parameters.
 fn six_steps(workers: usize, seed: u64) -> Result<(f64, f64, blake3::Hash)> {
     let config = TrainConfig { workers, batch: 1, codec: "int8".parse()?, ..config(seed, true) };
     let link = TrainConfig::default().link;

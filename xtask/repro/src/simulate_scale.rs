@@ -1,4 +1,4 @@
-//! How fast pipelines are simulated.
+//! Measures the speed of simulating pipelines.
 
 use anyhow::Result;
 use farflung::base::Nanos;
@@ -29,7 +29,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let order = method.order(&settings)?;
         let made = now() - start;
         let cost = PipelineCost::uniform(&order, StageCost::UNIT, Boundary::latency(settings.hop));
-        // The best of three: other work on the machine only ever adds.
+        // The best of three, since other work on the machine can only add time.
         let mut taken = f64::INFINITY;
         let mut makespan = Nanos::ZERO;
         for _ in 0..3 {

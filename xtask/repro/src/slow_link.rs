@@ -1,4 +1,4 @@
-//! Pipelines over links whose latency is of the size of a computation.
+//! Checks pipelines over links whose latency is about as long as a computation.
 
 use anyhow::{Context, Result};
 use farflung::base::{Bandwidth, Bytes, Link, Nanos};
@@ -18,7 +18,7 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// Tenths of a unit.
+/// Returns `n` tenths of a unit of time.
 fn tenths(n: u64) -> Nanos {
     Nanos(100_000 * n)
 }
@@ -40,7 +40,7 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     chosen(report)
 }
 
-/// 4 ranks, 8 microbatches, a rank's F, I and W of one unit each.
+/// Compares makespans with published ones, for 4 ranks, 8 microbatches, and F, I and W of one unit each.
 fn table(report: &mut Report<'_>) -> Result<()> {
     let hops = [0, 5, 10, 20, 40];
     for (method, third, expected) in [
@@ -49,7 +49,7 @@ fn table(report: &mut Report<'_>) -> Result<()> {
         (Method::ZbH2, 10, [27.0, 28.5, 30.0, 42.0, 66.0]),
         (Method::ZbH1, 10, [27.0, 33.0, 41.0, 57.0, 89.0]),
         (Method::Interleaved, 5, [28.5, 35.5, 46.0, 70.0, 118.0]),
-        // At half a unit our source says 33; the list that it prints takes 32.5.
+        // For half a unit, the published makespan is 33, but the list published there takes 32.5.
         (Method::ZbV, 5, [25.5, 32.5, 41.5, 63.5, 107.5]),
     ] {
         let mut off = 0.0;
@@ -106,7 +106,7 @@ fn slope(report: &mut Report<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The fastest schedule for each setting, and what it leaves to gain.
+/// Chooses the fastest schedule for each setting, and reports its gap to a lower bound.
 fn chosen(report: &mut Report<'_>) -> Result<()> {
     let wire = |time: Nanos| Boundary {
         link: Link { bandwidth: Bandwidth(8_000_000_000), latency: tenths(10) },
@@ -141,7 +141,7 @@ fn chosen(report: &mut Report<'_>) -> Result<()> {
         let plain = comparison.order(Method::OneFOneB)?;
         let ratio = simulate(&plain.0, &plain.1)?.makespan().0 as f64 / figures.makespan.0 as f64;
         let metric = format!("{ranks}x{microbatches}, {name}: {method} over 1f1b");
-        // 1F1B itself fits every memory here but the half.
+        // 1F1B fits all of these memory limits except the half.
         report.row(&metric, ratio, "x", if memory == Some(2) { Mark::None } else { Mark::AtLeast(1.0) })?;
     }
     Ok(())

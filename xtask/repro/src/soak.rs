@@ -1,4 +1,5 @@
-//! Random collectives under random faults in virtual time: every seed ends, and ends alike each time.
+//! Runs random collectives under random faults in virtual time. Every seed must end, and must give the same
+//! result each time.
 
 use anyhow::Result;
 use farflung::base::{Bandwidth, Link, Nanos, PeerId, Philox, Port, Rank, Topology};
@@ -20,7 +21,7 @@ pub(crate) const BENCH: Bench = Bench {
 const N: usize = 8;
 const COLLECTIVES: u64 = 200;
 
-/// Digest of the first 50 seeds, and of the first 1000.
+/// Digests of the first 50 seeds, and of the first 1000.
 const PINNED: [u64; 2] = [0x4e4a_ab06_5429_d011, 0xe18c_aa96_a99b_c3ac];
 
 /// A running digest.
@@ -54,7 +55,7 @@ fn links(rng: Philox) -> Topology {
     topology
 }
 
-/// Up to three faults within the time that all takes, and weather at every second seed.
+/// Returns up to three faults within the time of a run, and jitter and loss for every second seed.
 fn faults(rng: Philox, seed: u64) -> Faults {
     let mut faults = Faults::new();
     if seed % 2 == 1 {
@@ -77,7 +78,7 @@ fn faults(rng: Philox, seed: u64) -> Faults {
     faults
 }
 
-/// One random collective; all ranks draw alike.
+/// Runs one random collective. All ranks draw the same one.
 fn collective(comm: &Communicator, draw: impl Fn(u64) -> u64) -> Result<u64, CommError> {
     let n = comm.size();
     let len = (draw(1) % 3_000) as usize;
@@ -117,7 +118,7 @@ fn rank(mut comm: Communicator, rng: Philox) -> u64 {
             Ok(bits) => digest.add(bits),
             Err(error) => {
                 digest.text(&error.to_string());
-                // The survivors meet at the furthest that any of them is.
+                // The survivors continue with the highest number of collectives that any of them has done.
                 let again = comm.shrink().and_then(|left| {
                     let mut at = [next];
                     left.all_reduce(&mut at, ReduceOp::Max)?;
@@ -138,7 +139,7 @@ fn rank(mut comm: Communicator, rng: Philox) -> u64 {
     digest.0
 }
 
-/// The digest of one seed.
+/// Returns the digest of one seed.
 fn soak(seed: u64) -> Result<u64> {
     let topology = links(Philox::new(seed, 1));
     let endpoints = cluster_with(&topology, &faults(Philox::new(seed, 2), seed));
@@ -155,7 +156,7 @@ fn soak(seed: u64) -> Result<u64> {
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let (seeds, pinned) = if options.quick { (50, PINNED[0]) } else { (1000, PINNED[1]) };
-    // Two seeds at a time: ranks of one mostly wait for each other.
+    // Two seeds run at a time, since the ranks of one seed mostly wait for each other.
     let halves: Vec<Result<Vec<u64>>> = std::thread::scope(|scope| {
         let half = |first: u64| scope.spawn(move || (first..seeds).step_by(2).map(soak).collect());
         [half(0), half(1)].into_iter().map(|h| h.join().expect("no seed panics")).collect()
@@ -165,7 +166,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     for seed in 0..seeds as usize {
         digest.add(halves[seed % 2][seed / 2]);
     }
-    // A few once more.
+    // Runs a few seeds again.
     let mut other = 0;
     for seed in (0..seeds).step_by(seeds as usize / 5) {
         other += u32::from(soak(seed)? != halves[seed as usize % 2][seed as usize / 2]);

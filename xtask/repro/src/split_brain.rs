@@ -1,4 +1,4 @@
-//! The rules of who belongs to a run, under faults: never two views of one epoch, and the run goes on.
+//! Tests the membership rules under faults: an epoch never has two views, and the run continues.
 
 use std::thread;
 
@@ -18,10 +18,10 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// Sizes of the first view.
+/// Numbers of members in the first view.
 const MEMBERS: std::ops::RangeInclusive<u32> = 2..=7;
 
-/// What the trials of one size come to.
+/// Sums over the trials of one size.
 #[derive(Default)]
 struct Sum {
     trials: u32,
@@ -37,7 +37,7 @@ struct Sum {
     stuck: usize,
     breaches: usize,
     slowest: Nanos,
-    /// The first trial that broke a promise, and which.
+    /// The first trial that broke a promise, and the promise.
     first: Option<String>,
 }
 
@@ -83,7 +83,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let seeds: u64 = match (options.quick, options.long) {
         (true, _) => 100,
         (_, true) => 100_000,
-        // 100,000 in all.
+        // 100,000 trials over all sizes.
         _ => 16_667,
     };
     let mut all = Sum::default();
@@ -121,14 +121,14 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let share = f64::from(all.can_go_on) / f64::from(all.trials);
     report.row("trials in which enough live to go on", 100.0 * share, "%", Mark::AtLeast(60.0))?;
 
-    // That the trials can fail: members that restart without their votes.
+    // A control that must fail: members that restart without their votes.
     let seeds = if options.quick { 1_200 } else { 5_000 };
     let flawed = trials(3, 0..seeds, Some(Flaw::ForgetsVotes))?;
     let metric = "second views of an epoch, where votes are forgotten";
     report.row(metric, flawed.forks as f64, "", Mark::AtLeast(1.0))
 }
 
-/// Trials of one size, on all processors.
+/// Runs the trials of one size, on all processors.
 fn trials(members: u32, seeds: std::ops::Range<u64>, flaw: Option<Flaw>) -> Result<Sum> {
     let threads = thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let mut sum = Sum::default();

@@ -1,4 +1,4 @@
-//! Ten thousand hostile connections against a job that runs and a store that is open: what they cost, and whom.
+//! Opens ten thousand hostile connections to a running job and its store, and measures their cost.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -28,13 +28,13 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The first argument of this program when it is to be the job.
+/// First argument of this program when it runs as the job.
 pub(crate) const CHILD: &str = "--strangers-job";
 
 const JOB: &str = "night";
 const SECRET: &[u8] = b"a secret of this bench alone";
 const RANKS: u32 = 3;
-/// Time between steps, in which the job waits.
+/// Time that the job waits between steps.
 const PACE: Duration = Duration::from_millis(5);
 
 fn identity(number: u8) -> Identity {
@@ -45,7 +45,7 @@ fn secret() -> Result<JoinSecret> {
     Ok(JoinSecret::from_text(SECRET)?)
 }
 
-/// The job's own, which lets in its own key and that of the rightful clients.
+/// Returns the job's security. It accepts the job's own key and that of the legitimate clients.
 fn member() -> Result<Security> {
     Ok(Security::by_secret(&identity(1), &secret()?).allowing([identity(2).public()]))
 }
@@ -54,15 +54,16 @@ fn friend() -> Result<Security> {
     Ok(Security::by_secret(&identity(2), &secret()?))
 }
 
-/// Seconds of processor time that this process has used.
+/// Returns the seconds of processor time that this process has used.
 fn used() -> Result<f64> {
     let text = std::fs::read_to_string("/proc/self/stat")?;
     let fields: Vec<&str> = text.rsplit_once(')').context("malformed stat")?.1.split_whitespace().collect();
-    // User and system time, in hundredths of a second on every Linux.
+    // User and system time, in hundredths of a second on Linux.
     Ok(fields[11..13].iter().map(|ticks| ticks.parse::<f64>().unwrap_or(0.0)).sum::<f64>() / 100.0)
 }
 
-/// Steps of one rank, until the first says that it is over; returns how many had a wrong bit.
+/// Runs steps of one rank until `over` is set on any rank. Returns the number of steps, and how many of them
+/// had a wrong bit.
 fn steps(comm: &Communicator, over: &AtomicBool) -> Result<[u64; 2], CommError> {
     let (mut count, mut wrong) = (0, 0);
     loop {
@@ -75,7 +76,8 @@ fn steps(comm: &Communicator, over: &AtomicBool) -> Result<[u64; 2], CommError> 
         let mut ends = [f32::from(u8::from(over.load(Ordering::Relaxed)))];
         comm.all_reduce(&mut ends, ReduceOp::Max)?;
         if ends[0] > 0.0 {
-            // Whoever leaves a busy machine at once may reset a connection before the others have read it.
+            // A process that exits at once on a busy machine may reset a connection before the others have read
+            // it.
             comm.barrier()?;
             thread::sleep(Duration::from_secs(2));
             return Ok([count, wrong]);
@@ -84,7 +86,8 @@ fn steps(comm: &Communicator, over: &AtomicBool) -> Result<[u64; 2], CommError> 
     }
 }
 
-/// The job: tells where its store is, steps until its input ends, and tells how it went, a line each.
+/// Runs the job. It prints the address of its store, takes steps until its input ends, and prints its results,
+/// one per line.
 pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
     ensure!(args.is_empty(), "no arguments wanted");
     let security = member()?;
@@ -120,7 +123,7 @@ pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
     Ok(())
 }
 
-/// A job in a process of its own, and what it has told at its end.
+/// A job in a separate process, with its output and the address of its store.
 struct Running {
     child: Child,
     said: BufReader<std::process::ChildStdout>,
@@ -166,7 +169,7 @@ impl Running {
     }
 }
 
-/// What a rightful client sends: all of it, as somebody on the way would keep it.
+/// Returns all bytes that a legitimate client sends, as an eavesdropper would record them.
 fn captured(store: SocketAddr) -> Result<Vec<u8>> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let at = listener.local_addr()?.to_string();
@@ -188,7 +191,7 @@ fn captured(store: SocketAddr) -> Result<Vec<u8>> {
     kept.join().expect("a relay does not panic")
 }
 
-/// The kinds of strangers, and by which names the job may know them.
+/// Kinds of hostile connections, and the reasons by which the job may reject each.
 const KINDS: [(&str, &[&str]); 9] = [
     ("garbage", &["no TLS", "malformed handshake", "too many bytes"]),
     ("half-open", &["silent", "too many"]),
@@ -201,7 +204,7 @@ const KINDS: [(&str, &[&str]); 9] = [
     ("flood", &["too many bytes", "malformed handshake"]),
 ];
 
-/// One hostile connection of a kind.
+/// Makes hostile connections of all kinds.
 struct Attack {
     store: SocketAddr,
     replay: Vec<u8>,
@@ -227,7 +230,7 @@ impl Attack {
         Ok(Self { store, replay: captured(store)?, by_others, rng: Philox::new(seed, 1) })
     }
 
-    /// Does what its kind does; whatever comes back is no concern of a stranger.
+    /// Makes one hostile connection. The answer is ignored.
     fn strike(&self, number: u64) {
         let Ok(mut stream) = TcpStream::connect(self.store) else { return };
         let bytes =
@@ -237,7 +240,7 @@ impl Attack {
             0 => {
                 let _ = stream.write_all(&bytes(40 + number % 400));
             }
-            // It goes when the next one like it comes.
+            // The connection is closed when the next one of its kind is opened.
             1 => thread::sleep(Duration::from_millis(number % 40)),
             2 => {
                 for byte in [0x16, 3, 1, 2, 0].into_iter().chain(bytes(5)) {
@@ -297,7 +300,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     })?;
     let took = start.elapsed();
     let under_fire = job.end()?;
-    // The same time again in peace.
+    // Runs the job once more without attacks, for the same time.
     let job = Running::start()?;
     thread::sleep(took);
     let in_peace = job.end()?;
@@ -309,7 +312,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row("steps with a wrong bit", number(&under_fire, "wrong"), "", Mark::AtMost(0.0))?;
     report.row("clients that belong there and came in", friends as f64, "", Mark::AtLeast(1.0))?;
     report.row("the slowest of them", slowest, "s", Mark::AtMost(10.0))?;
-    // By the step, since each step costs too and their numbers differ.
+    // Compared per step, since each step costs CPU time too and the numbers of steps differ.
     let each = number(&in_peace, "cpu") / number(&in_peace, "steps").max(1.0);
     let cost = number(&under_fire, "cpu") - each * number(&under_fire, "steps");
     report.row("CPU time of a hostile connection", cost / hostile as f64 * 1e3, "ms", Mark::AtMost(5.0))?;

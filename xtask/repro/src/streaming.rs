@@ -1,4 +1,4 @@
-//! `DiLoCo` by fragments that travel while workers train on.
+//! Streaming `DiLoCo`: fragments travel while workers keep training.
 
 use anyhow::Result;
 
@@ -13,10 +13,10 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The most that losses may be above plain `DiLoCo`'s, in percent: the mark.
+/// The most by which losses may be above plain `DiLoCo`'s, in percent: the original target.
 const MOST: f64 = 1.0;
-/// Mixed by half, as in the paper: measured over three seeds, 3.28, and two standard deviations of 0.2. It is
-/// above the mark, and the record says so.
+/// The mark when mixed by half, as in the paper: the value measured over three seeds (3.28) plus two standard
+/// deviations of 0.2. It is above the target, and the record says so.
 const MOST_MIXED: f64 = 3.7;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {

@@ -1,5 +1,5 @@
-//! SWARM's setting: unequal machines on lines of 200 Mbit/s, whose stages are pools, on the virtual clock with
-//! the trainer itself.
+//! Runs SWARM's setting with the trainer on the virtual clock: unequal machines on lines of 200 Mbit/s, whose
+//! stages are pools.
 
 use std::fmt::Write as _;
 
@@ -27,13 +27,13 @@ pub(crate) const BENCH: Bench = Bench {
 const LINE: Bandwidth = Bandwidth(200_000_000);
 const STAGES: usize = 3;
 
-/// Machines in the order of the pools: together the fastest of all assignments.
+/// Speeds of the machines in each pool. This assignment is the fastest of all.
 const POOLS: [&[f64]; STAGES] = [&[4.0], &[3.0, 1.0], &[2.0, 2.0, 1.0]];
 
-/// The same machines as two pipelines: the faster three, and the others.
+/// Speeds of the same machines as two pipelines: the three fastest, and the others.
 const PIPELINES: [f64; 6] = [4.0, 3.0, 2.0, 2.0, 1.0, 1.0];
 
-/// A topology of machines of so many GFLOPS.
+/// Returns a topology of machines with these GFLOPS.
 fn topology(speeds: &[f64], latency: &str) -> String {
     let mut text = format!("default = \"200mbit,{latency}\"\n");
     for (rank, speed) in speeds.iter().enumerate() {
@@ -44,14 +44,14 @@ fn topology(speeds: &[f64], latency: &str) -> String {
     text
 }
 
-/// What some steps did.
+/// Results of some steps.
 struct Seen {
     losses: Vec<f64>,
-    /// From the first rank's beginning of the last pass to the last one's end.
+    /// Time from the first rank's start of the last pass to the last rank's end.
     pass: Nanos,
-    /// What each rank computes in a pass.
+    /// Computing time of each rank in a pass.
     busy: Vec<Nanos>,
-    /// Microbatches that each rank could do in a second.
+    /// Microbatches per second that each rank could compute.
     rates: Vec<f64>,
 }
 
@@ -102,10 +102,10 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 
 type Write<'a> = &'a dyn Fn(&str, String) -> Result<Option<std::path::PathBuf>>;
 
-/// Six machines in three pools, and in two pipelines of three.
+/// Compares six machines in three pools with the same machines in two pipelines of three.
 fn unequal(report: &mut Report<'_>, options: &Options, file: Write<'_>) -> Result<()> {
-    // Filling and draining the pipeline counts for less the longer a step is: the seeds take 4096 samples to
-    // one.
+    // The longer a step, the less filling and draining the pipeline matter. The original task assumes 4096
+    // samples per step.
     let microbatches = if options.quick { 66 } else { 132 };
     let steps = 3;
     let speeds: Vec<f64> = POOLS.concat();
@@ -124,7 +124,7 @@ fn unequal(report: &mut Report<'_>, options: &Options, file: Write<'_>) -> Resul
     let packed =
         TrainConfig { boundary: "int8".parse()?, boundary_backward: "int8".parse()?, ..base.clone() };
     let pools = measured(&again(&first, packed.clone(), Over::Simulated(link)), steps)?;
-    // What no order does faster: the slowest pool computes all the time.
+    // The bound: no order is faster than one in which the slowest pool computes all the time.
     let mut at = 0;
     let mut pool_rates = Vec::new();
     for (number, pool) in POOLS.iter().enumerate() {
@@ -176,7 +176,7 @@ fn unequal(report: &mut Report<'_>, options: &Options, file: Write<'_>) -> Resul
         report.row(&format!("pools over {name}"), faster, "x", mark)?;
     }
     report.row("pass: pools", pools.pass.as_secs_f64() * 1e3, "ms", Mark::None)?;
-    // As they are, values are the same whoever computes them.
+    // Uncoded values do not depend on the rank that computes them.
     let plain = measured(&again(&first, base, Over::Simulated(link)), steps)?;
     let unpacked = TrainConfig { boundary: "none".parse()?, boundary_backward: "none".parse()?, ..whole };
     let reference = measured(&again(&first, unpacked, Over::Simulated(link)), steps)?;
@@ -184,7 +184,8 @@ fn unequal(report: &mut Report<'_>, options: &Options, file: Write<'_>) -> Resul
     report.row("losses of pools and pipelines, plain boundaries: apart", off, "nats", Mark::AtMost(1e-5))
 }
 
-/// Two stages of two layers, sequences of 32 tokens in 8 bits, machines of 250 GFLOP/s.
+/// Compares the use of a stage with the square-cube law: two stages of two layers, sequences of 32 tokens in 8
+/// bits, machines of 250 GFLOP/s.
 fn square_cube(report: &mut Report<'_>, options: &Options, file: Write<'_>) -> Result<()> {
     const FLOPS: f64 = 250e9;
     let widths: &[usize] = if options.quick { &[16, 32, 64] } else { &[16, 32, 64, 128] };
@@ -208,8 +209,8 @@ fn square_cube(report: &mut Report<'_>, options: &Options, file: Write<'_>) -> R
         };
         let job = job(base, Over::Simulated(link))?;
         let seen = measured(&job, 2)?;
-        // Forward and backward are three forwards, and hidden states and gradients have a direction of the line
-        // each.
+        // Forward and backward take the time of three forwards. Hidden states and gradients use opposite
+        // directions of the line.
         let (hidden, tokens) = (width as u64, job.model.context as u64);
         let flops = FLOPS / 3.0;
         let law = SquareCube { hidden, layers: 2, tokens, bits: 8, flops, bandwidth: 200e6, round_trip: 0.0 };
@@ -219,7 +220,7 @@ fn square_cube(report: &mut Report<'_>, options: &Options, file: Write<'_>) -> R
             "",
             Mark::None,
         )?;
-        // The last stage, whose head counts too; its own computing beside the line.
+        // Compares the computing of the last stage, including its head, with the time of the line.
         let schedule = ReplicaSchedule::new(&job, 0)?;
         let busy = seen.busy[1].as_secs_f64() / microbatches as f64;
         let boundary = &schedule.cost.boundaries[0];

@@ -22,8 +22,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let nanos = |seconds: u64| Nanos(seconds * 1_000_000_000);
     let arms = [("never", None), ("every 300 s", Some(nanos(300))), ("every 60 s", Some(nanos(60)))];
     let mut shares = [0.0; 3];
-    // 400 peers on 32 stages, as in the paper; its trace is not public. Lifetimes of half a day, half an hour
-    // away.
+    // 400 peers on 32 stages, as in the paper, whose trace is not public. A peer lives half a day on average,
+    // and is away for half an hour.
     let base = SwarmRun {
         stages: 32,
         peers: 400,
@@ -55,7 +55,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     square_cube(report)
 }
 
-/// A device of 16.25 TFLOP/s on 500 Mbit/s, sequences of 512 tokens in 8 bits.
+/// Checks the square-cube law for a device of 16.25 TFLOP/s on 500 Mbit/s, with sequences of 512 tokens in 8
+/// bits.
 fn square_cube(report: &mut Report<'_>) -> Result<()> {
     let models =
         [("768 wide, 1 layer", 768, 1), ("4096, 1", 4096, 1), ("4096, 3", 4096, 3), ("12288, 1", 12_288, 1)];

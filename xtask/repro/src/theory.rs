@@ -1,4 +1,5 @@
-//! What the theory asks of codecs and says of rates, against measurements on vectors and on a quadratic.
+//! Compares conditions on codecs and rates of convergence from theory with measurements on vectors and on a
+//! quadratic.
 
 use anyhow::Result;
 use farflung::base::{Philox, Rank};
@@ -22,18 +23,18 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     rates(report, options)
 }
 
-/// What AQ-SGD's theorem asks for: `|x - Q(x)| < c |x|` with this `c`.
+/// The condition of AQ-SGD's theorem is `|x - Q(x)| < c |x|` with this `c`.
 const CONDITION: f64 = std::f64::consts::FRAC_1_SQRT_2;
 const SHAPE: SampleShape = SampleShape { positions: 128, channels: 32 };
 
-/// A standard normal number.
+/// Returns a standard normal number.
 fn normal(draw: &Philox, i: u64) -> f64 {
     let (a, b) = (f64::from(draw.uniform(2 * i)), f64::from(draw.uniform(2 * i + 1)));
     (-2.0 * (1.0 - a).ln()).sqrt() * (std::f64::consts::TAU * b).cos()
 }
 
-/// The quantisers that boundaries use, and the most that each may lose: the condition, or nothing for those
-/// that are known to lose more.
+/// The quantisers of boundaries, and the most that each may lose: the condition, or no mark for those that are
+/// known to lose more.
 const QUANTISERS: [(&str, Mark); 8] = [
     ("f16", Mark::AtMost(CONDITION)),
     ("direct:8", Mark::AtMost(CONDITION)),
@@ -45,7 +46,7 @@ const QUANTISERS: [(&str, Mark); 8] = [
     ("topk:0.5/f16", Mark::AtMost(CONDITION)),
 ];
 
-/// `c_Q` of each quantiser on normal numbers, a scale for each channel.
+/// Measures `c_Q` of each quantiser on normal numbers, with a scale for each channel.
 fn contraction(report: &mut Report<'_>) -> Result<()> {
     let len = (SHAPE.positions * SHAPE.channels) as u64;
     let draw = Philox::new(report.seed(), 0);
@@ -59,7 +60,7 @@ fn contraction(report: &mut Report<'_>) -> Result<()> {
         let lost = crate::workers::relative_l2(&out, &x);
         report.row(&format!("{name}: c_Q, which AQ-SGD asks to be below 0.7071"), lost, "", most)?;
         if name == "sign" {
-            // The mean of |x| for a scale: 1 - 2 / pi of the square is lost.
+            // The scale is the mean of |x|, so a fraction 1 - 2 / pi of the square is lost.
             let off = (lost / (1.0 - std::f64::consts::FRAC_2_PI).sqrt() - 1.0).abs() * 100.0;
             report.row("sign: c_Q off its closed form sqrt(1 - 2/pi)", off, "%", Mark::AtMost(2.0))?;
         }
@@ -71,24 +72,24 @@ const WORKERS: usize = 8;
 const DIM: usize = 64;
 /// Standard deviation of a worker's gradient in each coordinate.
 const NOISE: f64 = 1.0;
-/// The learning rate is this over the root of T.
+/// The learning rate is this divided by the square root of T.
 const RATE: f64 = 1.0;
 
-/// How workers of the quadratic share what they learn.
+/// How workers on the quadratic share their gradients or parameters.
 enum Sharing {
     /// The exact mean of gradients.
     Mean,
-    /// The mean of what a codec makes of each gradient.
+    /// The mean of gradients that were encoded and decoded by a codec.
     Coded(&'static str),
-    /// The mean of gradients so many steps ago.
+    /// The mean of gradients from this many steps ago.
     Stale(usize),
-    /// Each mixes its parameters with its neighbours'.
+    /// Each worker mixes its parameters with its neighbours'.
     Gossip(Graph),
 }
 
-/// The mean of the squared gradient over `steps` steps, at the mean of all workers' parameters.
+/// Returns the mean over `steps` steps of the squared gradient at the mean of all workers' parameters.
 ///
-/// The function is `sum of l_i (x_i - 1)^2 / 2` with `l` from 0.1 to 1; all begin at 0.
+/// The function is `sum of l_i (x_i - 1)^2 / 2` with `l` from 0.1 to 1. All workers start at 0.
 fn quadratic(sharing: &Sharing, steps: u64, seed: u64) -> Result<f64> {
     let curvature: Vec<f64> = (0..DIM).map(|i| 0.1_f64.powf(i as f64 / (DIM - 1) as f64)).collect();
     let rate = RATE / (steps as f64).sqrt();
@@ -107,9 +108,10 @@ fn quadratic(sharing: &Sharing, steps: u64, seed: u64) -> Result<f64> {
             (0..DIM).map(|i| params.iter().map(|p| p[i]).sum::<f64>() / WORKERS as f64).collect();
         sum += (0..DIM).map(|i| (curvature[i] * (mean[i] - 1.0)).powi(2)).sum::<f64>();
         let gradient = |worker: usize, params: &[f64]| -> Vec<f64> {
-            // The same draws for every way of sharing.
+            // All ways of sharing use the same random numbers.
             let draw = Philox::new(seed + worker as u64, step);
-            // Workers' data differ: their curvatures do, by up to a half, with the common one for a mean.
+            // Workers have different data: their curvatures differ by up to a half, and have the common
+            // curvature as their mean.
             let turn = std::f64::consts::TAU * worker as f64 / WORKERS as f64;
             let own = |i: usize| curvature[i] * (1.0 + 0.5 * (turn + i as f64).cos());
             let noisy = |i: usize| own(i) * (params[i] - 1.0) + NOISE * normal(&draw, i as u64);
@@ -153,7 +155,7 @@ fn quadratic(sharing: &Sharing, steps: u64, seed: u64) -> Result<f64> {
     Ok(sum / steps as f64)
 }
 
-/// The exponent of a power law through the first and the last of some figures.
+/// Returns the exponent of a power law through the first and the last figure.
 fn exponent(steps: &[u64], figures: &[f64]) -> f64 {
     let last = steps.len() - 1;
     (figures[last] / figures[0]).ln() / (steps[last] as f64 / steps[0] as f64).ln()
@@ -187,7 +189,7 @@ fn rates(report: &mut Report<'_>, options: &Options) -> Result<()> {
             found.iter().zip(&exact).map(|(a, b)| (a - b).max(f64::MIN_POSITIVE)).collect();
         let share = excess[last] / exact[last] * 100.0;
         report.row(&format!("{name}: more than exact means at T = {many}"), share, "%", Mark::None)?;
-        // A higher order: it falls faster than what exact averages leave.
+        // The excess is of higher order: it falls faster than the error of exact averages.
         let metric = format!("{name}: exponent of T of that, -1");
         report.row(&metric, exponent(steps, &excess), "", Mark::AtMost(-0.75))?;
     }

@@ -1,14 +1,14 @@
-//! What a run of the command left in its folder: losses, and the weights of its last checkpoint.
+//! Reads what a run of the command left in its folder: losses, and the weights of its last checkpoint.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-/// What a run came to.
+/// Result of a run.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Trained {
-    /// Of each step, as they stand in the metrics.
+    /// Loss of each step, as written in the metrics.
     pub(crate) losses: Vec<String>,
     weights: Vec<u8>,
 }
@@ -16,7 +16,7 @@ pub(crate) struct Trained {
 impl Trained {
     /// Reads a run's folder.
     ///
-    /// Errors: it has no metrics, or no checkpoint.
+    /// Errors: the folder has no metrics or no checkpoint.
     pub(crate) fn read(folder: &Path) -> Result<Self> {
         let metrics = fs::read_to_string(folder.join("metrics.jsonl"))?;
         let loss = |line: &str| Some(line.split_once("\"train_loss\":")?.1.split(',').next()?.to_owned());

@@ -1,7 +1,8 @@
-//! What a training step costs beside its arithmetic: instructions, bytes and losses of a short run, next to
-//! those that the two trainers before this one had.
+//! Measures the cost of a training step beyond its arithmetic: instructions, bytes and losses of a short run,
+//! compared with those of the two earlier trainers.
 //!
-//! It needs valgrind, which counts instructions, and a processor with AVX2, for which they were recorded.
+//! It needs valgrind, which counts instructions, and a processor with AVX2, for which the figures were
+//! recorded.
 
 use std::path::Path;
 use std::process::Command;
@@ -25,7 +26,7 @@ pub(crate) const BENCH: Bench = Bench {
 /// Name and figure of each row.
 const RECORD: &str = include_str!("../records/trainer.txt");
 
-/// Settings of both runs; any corpus would do that is the same each time.
+/// Settings of both runs. The text does not matter, as long as it is always the same.
 const SHORT: [&str; 11] = [
     "train",
     "--model",
@@ -49,7 +50,7 @@ fn figure(name: &str) -> Result<f64> {
     recorded(name)?.parse().context("a figure of the record")
 }
 
-/// Whether this processor has the instructions with which the model was recorded.
+/// Checks whether this processor has the instructions with which the model was recorded.
 fn vectors() -> bool {
     #[cfg(target_arch = "x86_64")]
     return is_x86_feature_detected!("avx2");
@@ -62,13 +63,13 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let data = folder.path().join("text.txt");
     std::fs::write(&data, "the quick brown fox jumps over the lazy dog. ".repeat(2000))?;
     let data = data.to_str().context("a folder's name is text")?;
-    // Bytes and losses of four workers behind slow links, the default but for its size.
+    // Measures bytes and losses of four workers behind slow links: the default run, but smaller.
     let out = folder.path().join("four");
     let told = train(data, &out, &["--steps", "6"])?;
     let sent: Vec<u64> =
         metrics::read(&out.join("metrics.jsonl"))?.iter().map(|row| row.bytes_sent).collect();
     let most = sent.windows(2).take(4).map(|two| two[1] - two[0]).max().context("no rows")?;
-    // The last row has more: what is compared before the model is saved.
+    // The last step is left out: it sends more, because copies are compared before the model is saved.
     report.row("bytes of a step of 4 workers", most as f64, "B", Mark::AtMost(figure("bytes of a step")?))?;
     let loss = told["val_loss"].as_f64().context("a report without a loss")?;
     report.row("validation loss after 6 steps", loss, "nats", Mark::None)?;
@@ -86,7 +87,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row("over those before", counted / figure("instructions")?, "x", Mark::AtMost(1.02))
 }
 
-/// The report of a run.
+/// Runs the command and returns its report.
 fn train(data: &str, out: &Path, more: &[&str]) -> Result<Value> {
     let out_text = out.to_str().context("a folder's name is text")?;
     let status = farflung(&SHORT)?.args(["--data", data, "--out", out_text]).args(more).status()?;
@@ -95,7 +96,7 @@ fn train(data: &str, out: &Path, more: &[&str]) -> Result<Value> {
     serde_json::from_str(&text).context("the report")
 }
 
-/// Instructions of a whole run of two steps.
+/// Returns the number of instructions of a whole run of two steps.
 fn instructions(folder: &Path, data: &str) -> Result<f64> {
     let (out, counts) = (folder.join("counted"), folder.join("counts"));
     let plain = farflung(&SHORT)?;

@@ -1,5 +1,4 @@
-//! One contract for every transport: what ranks get does not depend on what carries it, and neither does how
-//! they fail.
+//! Checks one contract for every transport: results and failures do not depend on the transport.
 
 #[path = "../../../crates/comm/tests/it/laws/mod.rs"]
 mod laws;
@@ -23,10 +22,10 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The first argument of this program when it is to be one rank of `mpirun`'s.
+/// First argument of this program when it runs as one rank under `mpirun`.
 pub(crate) const CHILD: &str = "--contract-rank";
 
-/// One rank under `mpirun`: its law. It prints what it finds.
+/// Runs one rank under `mpirun`. The argument is the name of its law. It prints its result.
 pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
     let [name] = args else { bail!("one argument wanted") };
     let law = Law::named(name).context("no such law")?;
@@ -47,13 +46,13 @@ fn over_mpi(_: &Law, _: u32, _: u32) -> Result<Found> {
     bail!("this program was built without MPI")
 }
 
-/// What each rank finds of a law, by threads of this process.
+/// Checks a law on threads of this process, and returns each rank's result.
 fn over(cluster: Cluster, law: &Law) -> Result<Vec<Found>> {
     let switch = Cancel::new();
     on_ranks(cluster, |comm| law.hold(comm, Among::Threads(&switch)))
 }
 
-/// What each rank finds of a law, by processes of `mpirun`'s, in any order.
+/// Checks a law on processes under `mpirun`, and returns the ranks' results in any order.
 fn under_mpirun(law: &Law) -> Result<Vec<Found>> {
     let program = std::env::current_exe().context("failed to find this program")?;
     let output = laws::mpirun(law.ranks).arg(program).args([CHILD, law.name]).output()?;
@@ -75,7 +74,7 @@ fn broken(found: &[Found]) -> f64 {
     found.iter().map(|found| found.broken).sum::<u64>() as f64
 }
 
-/// How many ranks have bits that those over memory have not.
+/// Counts the ranks whose bits differ from those over memory.
 fn other_bits(found: &[Found], memory: &[Found]) -> usize {
     let sorted = |found: &[Found]| {
         let mut bits: Vec<u64> = found.iter().map(|found| found.bits).collect();
@@ -106,7 +105,7 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
         let found = under_mpirun(law)?;
         let what = if law.refusal.is_some() { "refused: broken" } else { "broken" };
         report.row(&format!("mpi: {}: {what}", law.name), broken(&found), "1", Mark::AtMost(0.0))?;
-        // What is refused gives no bits.
+        // A law that is rejected there gives no bits to compare.
         if law.refusal.is_none() {
             others += other_bits(&found, memory);
         }

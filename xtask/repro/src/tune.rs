@@ -1,5 +1,5 @@
-//! The tuner against every bucket size and algorithm there is, on a link that latency bounds and on one that
-//! bandwidth bounds.
+//! Compares the tuner with a measurement of every bucket size and algorithm, on a link on which latency
+//! dominates and on one on which bandwidth does.
 
 use anyhow::{Context, Result, ensure};
 use farflung::TrainConfig;
@@ -19,16 +19,16 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// What bounds a step, the link, and how values are packed.
+/// What limits a step, the link, and the codec.
 const CASES: [(&str, &str, &str); 4] = [
     ("latency", "10gbit,5ms", "none"),
     ("bandwidth", "20mbit,1us", "none"),
     ("latency", "10gbit,5ms", "int8"),
     ("bandwidth", "20mbit,1us", "int8"),
 ];
-/// Steps of each candidate.
+/// Steps measured for each candidate.
 const STEPS: u64 = 1;
-/// Ranks, of which all algorithms can take a power of two.
+/// Number of ranks: a power of two, which all algorithms support.
 const RANKS: usize = 4;
 
 fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
@@ -82,7 +82,8 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     Ok(())
 }
 
-/// A step's time on the slowest rank, in seats of its own.
+/// Returns the time of a step on the slowest rank, or `None` if the candidate is not possible. Each call uses
+/// new ranks.
 fn time(job: &Job, candidate: Candidate) -> Result<Option<Nanos>> {
     let all = in_seats(job, |seat| Ok(measure(job, &seat.comm, candidate, (STEPS, 1))?))?;
     Ok(all.into_iter().next().flatten().map(|tried| tried.step))

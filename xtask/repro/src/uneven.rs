@@ -1,4 +1,5 @@
-//! All-reduce where bandwidths differ: shares by bandwidth against equal ones.
+//! Compares an all-reduce with shares by bandwidth with one with equal shares, on links with different
+//! bandwidths.
 
 use anyhow::Result;
 use farflung::base::{Bandwidth, Bytes, Link, Nanos, Port, Rank, Topology};
@@ -41,7 +42,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     }
     let butterfly = time(Algorithm::Butterfly)?;
     let ring = time(Algorithm::Ring)?;
-    // The slowest carries one buffer at least, and the shares are such that nobody takes longer.
+    // The slowest rank must send at least one buffer, and with these shares no other rank takes longer.
     let optimum = bytes as f64 * 8e-9;
     report.row("weighted butterfly", butterfly, "s", Mark::None)?;
     report.row("ring", ring, "s", Mark::None)?;

@@ -1,5 +1,5 @@
-//! Machines of unequal speed: what `farflung plan` gives each is what it trains on, in the time that was
-//! promised.
+//! Checks on machines of unequal speed that the trainer uses the shares that `farflung plan` chooses, and takes
+//! the predicted time.
 
 use anyhow::{Context, Result};
 use farflung::TrainConfig;
@@ -85,7 +85,7 @@ fn with_machines(config: TrainConfig) -> TrainConfig {
     TrainConfig { workers: 4, accumulate: MICROBATCHES / 4, ..config }
 }
 
-/// The losses of so many steps, and the virtual time of one.
+/// Returns the losses of `steps` steps, and the virtual time of one step.
 fn timed(job: &Job, steps: u64) -> Result<(Vec<f64>, f64)> {
     let ranks = on_all(job, |rank: &mut Trainer| {
         let begun = rank.comm().now();

@@ -1,4 +1,5 @@
-//! What share of the time eight machines on several continents compute with `DiLoCo`, on the virtual clock.
+//! Measures the fraction of time in which eight machines on several continents compute with `DiLoCo`, on the
+//! virtual clock.
 
 use anyhow::{Context, Result};
 use farflung::TrainConfig;
@@ -21,28 +22,30 @@ pub(crate) const BENCH: Bench = Bench {
 };
 
 const WORKERS: usize = 8;
-/// One way between any two machines.
+/// One-way latency in seconds between any two machines.
 const LATENCY: f64 = 0.06;
-/// Steps before the first average, which computing alone is measured in.
+/// Steps before the first average. They are used to measure computing alone.
 const ALONE: u64 = 8;
 
-/// A model on real machines. The small model that is trained has the same ratio of a step to an average.
+/// A model on real machines. The small model that is trained here has the same ratio of a step's time to an
+/// average's time.
 struct Large {
     name: &'static str,
     parameters: f64,
-    /// Seconds that a machine computes in a step.
+    /// Seconds of computing per step.
     step: f64,
-    /// Bits a second that a machine sends.
+    /// Bits per second that a machine sends.
     line: f64,
     every: u64,
     codec: &'static str,
-    /// Bytes that this codec has for a parameter.
+    /// Bytes per parameter with this codec.
     bytes: f64,
-    /// The share of the time that is to be computed.
+    /// Least fraction of the time that must be spent computing.
     least: Option<f64>,
 }
 
-/// How long steps take and how fast lines are is our choice, within what the papers say of their machines.
+/// Times of steps and speeds of lines are our choice, within the ranges that the papers give for their
+/// machines.
 const LARGE: [Large; 4] = [
     Large {
         name: "1.1 B, H=500, f16",
@@ -87,19 +90,19 @@ const LARGE: [Large; 4] = [
 ];
 
 impl Large {
-    /// Seconds of an average: each machine sends and gets `2 (n - 1) / n` of the model.
+    /// Returns the seconds of an average: each machine sends and receives `2 (n - 1) / n` of the model.
     fn average(&self) -> f64 {
         let n = WORKERS as f64;
         2.0 * (n - 1.0) / n * self.parameters * self.bytes * 8.0 / self.line
     }
 
-    /// The share of the time that is computed.
+    /// Returns the fraction of the time that is spent computing.
     fn share(&self) -> f64 {
         let computing = self.every as f64 * self.step;
         computing / (computing + self.average())
     }
 
-    /// Its line for a model of so many parameters whose step takes so many seconds.
+    /// Returns its line, scaled to a model of `parameters` parameters whose step takes `step` seconds.
     fn scaled(&self, parameters: f64, step: f64) -> Link {
         let faster = self.step / step;
         Link {
@@ -109,7 +112,7 @@ impl Large {
     }
 }
 
-/// The small model's settings with another time between averages.
+/// Returns the small model's settings with averages every `every` steps.
 fn small(report: &Report<'_>, every: u64, codec: &str) -> Result<TrainConfig> {
     Ok(TrainConfig {
         workers: WORKERS,
@@ -123,7 +126,7 @@ fn small(report: &Report<'_>, every: u64, codec: &str) -> Result<TrainConfig> {
     })
 }
 
-/// Seconds of a step without any average, by the virtual clock.
+/// Returns the seconds of a step without averages on the virtual clock.
 fn alone(job: &Job) -> Result<f64> {
     let times = on_all(job, |rank| {
         let begun = rank.comm().now();
@@ -135,7 +138,7 @@ fn alone(job: &Job) -> Result<f64> {
     times.into_iter().reduce(f64::max).context("there are workers")
 }
 
-/// Seconds of the steps up to an average and of that average, for the slowest machine.
+/// Returns the seconds from the start of the run to the end of the first average, for the slowest machine.
 fn period(job: &Job) -> Result<f64> {
     let times = on_all(job, |rank| Ok(to_meeting(rank)?.as_secs_f64()))?;
     times.into_iter().reduce(f64::max).context("there are workers")

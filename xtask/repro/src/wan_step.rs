@@ -1,4 +1,4 @@
-//! A step of two workers over a link of 100 Mbit/s and 10 ms, by the wall clock.
+//! Measures a step of two workers over a link of 100 Mbit/s and 10 ms, by the wall clock.
 
 use std::net::TcpListener;
 
@@ -27,26 +27,27 @@ pub(crate) const BENCH: Bench = Bench {
 
 const RATE: Bandwidth = Bandwidth(100_000_000);
 const DELAY: Nanos = Nanos::from_millis(10);
-/// The most that a step may take of the longer of computing and sending. On two cores `CHOCO-SGD`
-/// was measured at 1.14: each worker's only thread also copies and packs all parameters.
+/// The most that a step may take, relative to the longer of computing and sending. On two cores `CHOCO-SGD` was
+/// measured at 1.14, because each worker's only thread also copies and encodes all parameters.
 const MOST: f64 = 1.1;
-/// Steps before those that count.
+/// Steps before the measured ones.
 const WARM: u64 = 2;
 /// Seconds of the wall clock after which losses are compared.
 const EQUAL: f64 = 60.0;
-/// The method whose loss is compared.
+/// Method whose loss is compared.
 const COMPARED: &str = "a step late, int4";
-/// The most that its held-out loss may be of what f32 has after as many steps as PyTorch's fastest hook takes.
-/// 0.98 was measured: 32 steps a minute against 21, where computing alone allows 33.
+/// The most that its held-out loss may be, relative to that of f32 after as many steps as PyTorch's fastest
+/// hook takes in the same time. 0.98 was measured: 32 steps a minute against 21, where computing alone allows
+/// 33.
 const LOSS_MOST: f64 = 1.0;
 
-/// What is trained; each worker has one thread.
+/// Flags of the model. Each worker has one thread.
 const MODEL: &str = "--model baby --context 256 --batch 8 --workers 2 --threads 1 --codec none \
                      --lr-schedule constant --min-lr 0 --warmup 0";
 const QUICK: &str = "--model nano --context 64 --batch 4 --workers 2 --threads 1 --codec none \
                      --lr-schedule constant --min-lr 0 --warmup 0";
 
-/// Methods, and whether their averages arrive late.
+/// Names and flags of methods, and whether their averages arrive one step or more later.
 const METHODS: [(&str, &str, bool); 8] = [
     ("f32", "--codec none", false),
     ("f16", "--codec f16", false),
@@ -62,14 +63,14 @@ const METHODS: [(&str, &str, bool); 8] = [
     ),
 ];
 
-/// What PyTorch's DDP took on such a link, by its hooks: the lines that `ddp_link.sh` prints.
+/// Step times of PyTorch's DDP on such a link, by communication hook: the lines that `ddp_link.sh` prints.
 struct Hooks<'a> {
     peers: &'a Peers,
     model: &'a str,
 }
 
 impl Hooks<'_> {
-    /// Milliseconds of a step with the fastest hook.
+    /// Returns the milliseconds of a step with the fastest hook.
     fn fastest(&self) -> Option<f64> {
         let link = format!("{}:{}", RATE.0 / 1_000_000, DELAY.0 / 1_000_000);
         let keys = [("config", self.model), ("world", "2"), ("tag", link.as_str())];
@@ -77,26 +78,26 @@ impl Hooks<'_> {
     }
 }
 
-/// A method's steps.
+/// Measurement of a method's steps.
 struct Took {
     /// Seconds of a step.
     step: f64,
-    /// Bytes that a worker sends in one, with frames.
+    /// Bytes that a worker sends per step, with frames.
     sent: f64,
 }
 
 fn config(base: &str, flags: &str, seed: u64, count: u64) -> Result<TrainConfig> {
-    // After the last step everything comes back, so that nothing is on its way when workers leave.
+    // The run has one more step, after which nothing is in flight when the workers leave.
     let steps = WARM + count + 1;
     resolved(&format!("{flags} --seed {seed} --steps {steps}"), base)
 }
 
-/// A free address of the loopback interface.
+/// Returns a free address of the loopback interface.
 fn free() -> Result<String> {
     Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.to_string())
 }
 
-/// A slow link in front of an address, and where it listens.
+/// Starts a slow link in front of an address. Returns it and the address on which it listens.
 fn slow(to: &str) -> Result<(Relaying, String)> {
     let mut relay = Relay::new("127.0.0.1:0", to);
     (relay.rate, relay.delay) = (RATE, DELAY);
@@ -105,7 +106,7 @@ fn slow(to: &str) -> Result<(Relaying, String)> {
     Ok((relaying, at))
 }
 
-/// Two workers take some steps, of which the first and the last do not count.
+/// Runs two workers, and measures `count` steps after the first [`WARM`]. The last step is not measured either.
 fn steps(job: &Job, count: u64) -> Result<Took> {
     let own = [free()?, free()?];
     let (first, second) = (slow(&own[0])?, slow(&own[1])?);
@@ -139,8 +140,8 @@ fn steps(job: &Job, count: u64) -> Result<Took> {
     })
 }
 
-/// The held-out loss after the steps that fit into [`EQUAL`] seconds. No clock decides it: workers are threads
-/// that share memory.
+/// Returns the held-out loss after the number of steps that fit into [`EQUAL`] seconds. The result does not
+/// depend on a clock, since the workers are threads that share memory.
 fn loss_then(job: &Job, base: &str, flags: &str, step: f64) -> Result<f64> {
     let steps = (EQUAL / step) as u64;
     let config = resolved(&format!("{flags} --seed {} --steps {steps}", job.config.seed), base)?;
@@ -159,7 +160,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let measure =
         |flags: &str| steps(&again(&first, config(base, flags, first.config.seed, count)?, Over::Tcp), count);
     let theirs = Hooks { peers: &options.peers, model: if options.quick { "nano" } else { "baby" } };
-    // Meets after the last step alone, which does not come.
+    // These replicas meet only after the last step, which this run does not reach.
     let compute = measure("--sync diloco --sync-every 900")?.step;
     report.row("computing alone: step", compute * 1e3, "ms", Mark::None)?;
     let mut compared = None;
@@ -185,7 +186,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let Some(((flags, step), hook)) = compared.zip(theirs.fastest()).filter(|_| !options.quick) else {
         return Ok(());
     };
-    // A hook that loses nothing has the loss of f32, and no hook has a lower one.
+    // The comparison favours the hook: a hook without compression has the loss of f32, and no hook has a lower
+    // one.
     let plain = loss_then(&first, base, "", hook / 1e3)?;
     let late = loss_then(&first, base, flags, step)?;
     let then = format!("after {EQUAL} s");

@@ -1,6 +1,6 @@
-//! Jobs whose workers a bench drives step by step, over any transport, through the trainer's own code.
+//! Jobs whose workers a bench drives step by step, over any transport, with the trainer's own code.
 //!
-//! It refuses to know what is measured.
+//! It does not depend on what is measured.
 
 use std::net::TcpListener;
 
@@ -14,10 +14,10 @@ use farflung::train::{Job, Seat, Trainer, seats};
 use farflung::transports::{MEMORY, SIMULATED, TCP};
 use farflung::{LaunchEnv, Stop, TrainConfig};
 
-/// What carries the bytes of a job.
+/// Transport of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Over {
-    /// Channels of this process.
+    /// Channels within this process.
     Memory,
     /// Virtual time over equal links.
     Simulated(Link),
@@ -25,8 +25,9 @@ pub(crate) enum Over {
     Tcp,
 }
 
-/// A small GPT of the default text: 2 layers of 64, 32 tokens of context, 4 sequences a worker and step, ddp, a
-/// constant rate and nothing on disk. `nano` takes the preset's shape with 64 tokens of context instead.
+/// Returns settings for a small GPT on the default text: 2 layers of width 64, a context of 32 tokens, 4
+/// sequences per worker and step, ddp, a constant learning rate, and no files. `nano` uses the preset's shape
+/// with a context of 64 tokens instead.
 pub(crate) fn config(seed: u64, nano: bool) -> TrainConfig {
     let small = |n| (!nano).then_some(n);
     TrainConfig {
@@ -46,7 +47,7 @@ pub(crate) fn config(seed: u64, nano: bool) -> TrainConfig {
     }
 }
 
-/// Plain SGD: no momentum, no decay, no clipping, a constant rate.
+/// Returns the settings with plain SGD: no momentum, no decay, no clipping, and a constant learning rate.
 pub(crate) fn plain_sgd(config: TrainConfig, lr: f64) -> TrainConfig {
     TrainConfig {
         optimizer: OptimizerKind::of(&SGD),
@@ -58,17 +59,17 @@ pub(crate) fn plain_sgd(config: TrainConfig, lr: f64) -> TrainConfig {
     }
 }
 
-/// A job over a transport. Jobs on the same data are made with [`again`], which does not read it anew.
+/// Makes a job over a transport. Use [`again`] for further jobs on the same data, which does not read it again.
 pub(crate) fn job(config: TrainConfig, over: Over) -> Result<Job> {
     let config = with_transport(config, over);
     let world = config.workers;
     Ok(Job::new(config, world, Stop::manual())?)
 }
 
-/// The job with other settings of the same model and data.
+/// Returns the job with other settings of the same model and data.
 ///
 /// # Panics
-/// If the settings do not go together: a bench writes settings that do.
+/// If the settings cannot be combined.
 pub(crate) fn again(job: &Job, config: TrainConfig, over: Over) -> Job {
     let config = with_transport(config, over);
     let world = config.workers;
@@ -84,12 +85,12 @@ pub(crate) fn with_transport(mut config: TrainConfig, over: Over) -> TrainConfig
     config
 }
 
-/// Runs `work` as each worker of the job, a thread each; gives what they returned, by rank.
+/// Runs `work` for each worker of the job, on separate threads. Returns the results in order of rank.
 pub(crate) fn on_all<T: Send>(job: &Job, work: impl Fn(&mut Trainer) -> Result<T> + Sync) -> Result<Vec<T>> {
     in_seats(job, |seat| work(&mut Trainer::new(job, seat.comm, job.config.threads)?))
 }
 
-/// The same with each worker's seat, before it has a trainer.
+/// Does the same as [`on_all`] with each worker's seat, before a trainer is made for it.
 pub(crate) fn in_seats<T: Send>(job: &Job, work: impl Fn(Seat) -> Result<T> + Sync) -> Result<Vec<T>> {
     let work = &work;
     std::thread::scope(|scope| {
@@ -108,13 +109,13 @@ pub(crate) fn in_seats<T: Send>(job: &Job, work: impl Fn(Seat) -> Result<T> + Sy
     })
 }
 
-/// A port of the loopback interface that nobody has now.
+/// Returns a port of the loopback interface that is free now.
 fn free_port() -> Result<u16> {
     let listener = TcpListener::bind(("127.0.0.1", 0)).context("failed to find a free port")?;
     Ok(listener.local_addr().context("failed to read a socket's address")?.port())
 }
 
-/// The seat of one rank of a TCP job, as a process under a launcher gets it.
+/// Returns the seat of one rank of a TCP job, as a process under a launcher gets it.
 fn join(job: &Job, rank: usize, port: u16) -> Result<Seat> {
     let env = LaunchEnv {
         rank: Rank(rank as u32),
@@ -130,7 +131,7 @@ fn join(job: &Job, rank: usize, port: u16) -> Result<Seat> {
     seats(job, Some(farflung::train::join(&job.config, &env)?))?.pop().context("a process has one seat")
 }
 
-/// `|a - b| / |b|` over whole buffers, in f64.
+/// Returns `|a - b| / |b|` over whole buffers, in f64.
 pub(crate) fn relative_l2(a: &[f32], b: &[f32]) -> f64 {
     let square = |x: f64| x * x;
     let off: f64 = a.iter().zip(b).map(|(&a, &b)| square(f64::from(a) - f64::from(b))).sum();
@@ -138,7 +139,7 @@ pub(crate) fn relative_l2(a: &[f32], b: &[f32]) -> f64 {
     (off / size).sqrt()
 }
 
-/// The largest difference of two lists of the same length.
+/// Returns the largest absolute difference between elements of two lists of the same length.
 pub(crate) fn farthest(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
 }

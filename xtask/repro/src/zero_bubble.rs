@@ -1,4 +1,4 @@
-//! What a split backward gains, and what each schedule of the family holds.
+//! Measures the gain of a split backward pass, and the memory of each schedule of this family.
 
 use anyhow::{Context, Result};
 use farflung::base::Nanos;
@@ -16,12 +16,12 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The longest span of a rank, and the most activations that one holds, in those of a rank's whole share of the
-/// model.
+/// Returns the longest span of a rank, and the most activations that a rank holds, in units of the activations
+/// of a rank's whole share of the model.
 fn figures(method: Method, p: u32, m: u32) -> Result<(f64, f64)> {
     let order = method.order(&Settings::new(p, m))?;
     let chunks = u64::from(order.placement().depth() / p);
-    // Divisible by two chunks: each does its part of a rank's work.
+    // One unit is divisible by two chunks, each of which does half of a rank's work.
     let time = Nanos(1_000_000 / chunks);
     let stage = StageCost { forward: time, input: time, weight: time, ..StageCost::UNIT };
     let cost = PipelineCost::uniform(&order, stage, Boundary::latency(Nanos::ZERO));
@@ -49,8 +49,8 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     let (v, _) = figures(Method::ZbV, p, m)?;
     report.row("zbv 8x24: speed over 1f1b", plain / v, "x", Mark::AtLeast(1.29))?;
 
-    // Chunks of half a stage that the fullest rank holds, by closed form; the fractions of the paper are their
-    // limits for many ranks.
+    // Number of chunks of half a stage that the fullest rank holds, by closed form. The fractions in the paper
+    // are the limits for many ranks.
     for p in [8_u32, 24] {
         let (_, whole) = figures(Method::OneFOneB, p, 4 * p)?;
         for (method, chunks) in [

@@ -1,5 +1,5 @@
-//! The short form of every bench whose marks no clock decides and that ends in seconds: a mark that breaks is
-//! seen with the tests.
+//! Runs the short form of every bench whose marks do not depend on a clock and that ends in seconds. So the
+//! tests detect a mark that is missed.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -7,7 +7,7 @@ use std::process::Command;
 
 use farflung_repro::BENCHES;
 
-/// Benches that are not run here, with the reason.
+/// Benches that these tests do not run, with the reason.
 const LEFT_OUT: &[(&str, &str)] = &[
     ("all-reduce", "decided by the clock"),
     ("all-reduce-limit", "decided by the clock"),
@@ -63,7 +63,7 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("wan-step", "decided by the clock"),
 ];
 
-/// Runs a bench, all of whose marks must be met.
+/// Runs a bench. All of its marks must be met.
 fn short(name: &str) {
     let output = Command::new(env!("CARGO_BIN_EXE_farflung-repro")).args([name, "--quick"]).output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
@@ -71,7 +71,7 @@ fn short(name: &str) {
     assert!(output.status.success(), "{said}\n{errors}");
 }
 
-/// A test for each bench, and the list of them.
+/// Defines a test for each bench, and the list of their names.
 macro_rules! short {
     ($($test:ident: $name:literal,)*) => {
         const RUN: &[&str] = &[$($name),*];
@@ -133,7 +133,7 @@ short! {
     zero_bubble: "zero-bubble",
 }
 
-/// A new bench is either run here or left out for a reason.
+/// Every bench must either run here or be listed with a reason.
 #[test]
 fn every_bench_is_run_here_or_left_out_for_a_reason() {
     for bench in BENCHES {

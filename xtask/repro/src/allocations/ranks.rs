@@ -1,38 +1,38 @@
-//! What each rank of a job holds: every allocation is remembered with the rank that made it, since another
-//! rank may free it (a message, for example).
+//! Counts the memory that each rank of a job holds. Every allocation is stored with the rank that made it,
+//! since another rank may free it (a message, for example).
 //!
-//! Chunks from which the CPU device cuts its buffers are left out: they are reserved 32 MiB at a time and
-//! take memory only as buffers are cut from them, which the device counts itself (`Device::memory`).
+//! Chunks from which the CPU device cuts its buffers are not counted. They are reserved 32 MiB at a time and
+//! use memory only as buffers are cut from them, and the device counts those itself (`Device::memory`).
 
 use std::alloc::Layout;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Alignment from which an allocation is a chunk of a device's buffers.
+/// Allocations with at least this alignment are chunks of a device's buffers.
 const CHUNK_ALIGN: usize = 2 << 20;
-/// Allocations that can be remembered at once.
+/// Capacity of the table, in allocations.
 const PLACES: usize = 1 << 20;
 
 thread_local! {
-    /// The rank of this thread's allocations: its number and one; 0 where it belongs to none.
+    /// Owner of this thread's allocations: its rank plus one, or 0 if it belongs to no rank.
     static OWNER: Cell<usize> = const { Cell::new(0) };
-    /// Whether this thread is in the table: its own allocations are not looked at then.
+    /// True while this thread uses the table. Its own allocations are not counted then.
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
 static COUNTING: AtomicBool = AtomicBool::new(false);
 static TABLE: Mutex<Option<Table>> = Mutex::new(None);
 
-/// What a rank held, outside of its device's chunks.
+/// Memory that a rank held, without its device's chunks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct RankCount {
-    /// The most bytes at a time since the rank called [`this_is_rank`] last.
+    /// Largest number of bytes held at one time since the rank last called [`this_is_rank`].
     pub(crate) peak: usize,
     held: usize,
 }
 
-/// A remembered allocation; its address is 0 in an empty place.
+/// A stored allocation. Its address is 0 in an empty slot.
 #[derive(Clone, Copy, Default)]
 struct Place {
     address: usize,
@@ -43,13 +43,13 @@ struct Place {
 struct Table {
     places: Vec<Place>,
     used: usize,
-    /// Whether an allocation found no place.
+    /// True if an allocation found no free slot.
     full: bool,
-    /// The first is of threads that belong to no rank.
+    /// One count for each owner. The first is for threads that belong to no rank.
     counts: Vec<RankCount>,
 }
 
-/// Linear probing; what is taken out leaves no mark, since what follows it moves up.
+/// A hash table with linear probing. Removal leaves no mark: the entries after it move up.
 impl Table {
     fn find(&self, address: usize) -> Option<usize> {
         let mut at = slot(address);
@@ -63,7 +63,7 @@ impl Table {
     }
 
     fn add(&mut self, address: usize, size: usize, owner: usize) {
-        // An empty place is left, so that every search ends.
+        // One slot stays empty, so that every search ends.
         if self.used + 1 >= PLACES {
             self.full = true;
             return;
@@ -91,7 +91,7 @@ impl Table {
             if place.address == 0 {
                 break;
             }
-            // It may move to the gap if its own slot is not behind that.
+            // The entry may move to the gap if its own slot is not after the gap.
             let from = slot(place.address);
             if (at + PLACES - from) % PLACES >= (at + PLACES - gap) % PLACES {
                 self.places[gap] = place;
@@ -111,7 +111,8 @@ fn table() -> MutexGuard<'static, Option<Table>> {
     TABLE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Does `work` on the table unless nobody counts, or this thread is in it already.
+/// Calls `work` with the table and this thread's owner, unless counting is off or this thread is already using
+/// the table.
 fn with(work: impl FnOnce(&mut Table, usize)) {
     if !COUNTING.load(Ordering::Acquire) || INSIDE.try_with(|inside| inside.replace(true)).unwrap_or(true) {
         return;
@@ -135,7 +136,8 @@ pub(super) fn freed(address: usize) {
     });
 }
 
-/// Takes out an allocation that is about to move: another thread may get its address at once. Its owner.
+/// Removes an allocation that is about to be reallocated, since another thread may get its address at once.
+/// Returns its owner.
 pub(super) fn moves(address: usize) -> Option<usize> {
     let mut found = None;
     with(|table, _| found = table.remove(address));
@@ -146,16 +148,16 @@ pub(super) fn moved(address: usize, layout: Layout, owner: Option<usize>) {
     with(|table, mine| table.add(address, layout.size(), owner.unwrap_or(mine)));
 }
 
-/// What this thread allocates from now on is the rank's, whose peak begins anew with what it holds.
+/// Assigns this thread's further allocations to the rank, and resets the rank's peak to what it holds now.
 pub(crate) fn this_is_rank(rank: usize) {
     OWNER.set(rank + 1);
     with(|table, owner| table.counts[owner].peak = table.counts[owner].held);
 }
 
-/// Runs `work`, in which the threads of `ranks` ranks say who they are ([`this_is_rank`]): what it returns,
-/// what each rank held, and last what threads of no rank did.
+/// Runs `work`, in which the threads of `ranks` ranks call [`this_is_rank`]. Returns the result of `work`, what
+/// each rank held, and last what threads without a rank held.
 ///
-/// One job at a time.
+/// Only one job can be counted at a time.
 pub(crate) fn by_rank<T>(ranks: usize, work: impl FnOnce() -> T) -> (T, Vec<RankCount>) {
     let made = Table {
         places: vec![Place::default(); PLACES],

@@ -1,4 +1,4 @@
-//! Small random instances, and all of their divisions.
+//! Small random instances of the planners' problems, and all divisions of each.
 
 use std::ops::Range;
 
@@ -15,7 +15,7 @@ use farflung::parallel::planner::pipedream::{LinkLevel, ProfiledLayer};
 use farflung::parallel::planner::piper::{PiperSize, ShapeLoad, StageLoad, StageShape};
 use farflung::parallel::planner::uneven::{Chain, ChainLayer, ChainMachine, ChainStage};
 
-/// Numbers from a counter.
+/// Random numbers, drawn one after the other.
 pub(super) struct Draw {
     philox: Philox,
     at: u64,
@@ -31,7 +31,7 @@ impl Draw {
         self.philox.below(self.at, bound)
     }
 
-    /// Values in `0..100`.
+    /// Returns `size` values in `0..100`.
     pub(super) fn table(&mut self, size: usize) -> Vec<u64> {
         (0..size).map(|_| self.below(100)).collect()
     }
@@ -63,7 +63,7 @@ pub(super) fn chain(draw: &mut Draw) -> Chain {
     }
 }
 
-/// All stages for the layers from `first` on, on machines from `machine` on.
+/// Returns all lists of stages for the layers from `first` on, on machines from `machine` on.
 pub(super) fn chain_stages(chain: &Chain, first: usize, machine: usize) -> Vec<Vec<ChainStage>> {
     if first == chain.layers.len() {
         return vec![Vec::new()];
@@ -90,7 +90,7 @@ pub(super) fn alpa_size(draw: &mut Draw) -> AlpaSize {
     }
 }
 
-/// Any function of a stage will do; some stages do not fit.
+/// Returns an arbitrary function of a stage. Some stages do not fit.
 pub(super) fn stage_time(table: &[u64]) -> impl Fn(Range<usize>, Submesh, usize) -> Option<Nanos> {
     move |layers, mesh, stages| {
         let at = layers.start * 641 + layers.end * 97 + mesh.size() as usize * 13 + mesh.nodes as usize;
@@ -99,7 +99,7 @@ pub(super) fn stage_time(table: &[u64]) -> impl Fn(Range<usize>, Submesh, usize)
     }
 }
 
-/// All stages for the layers from `first` on, over all of so many devices.
+/// Returns all lists of stages for the layers from `first` on that use exactly `devices` devices.
 pub(super) fn mesh_stages(
     size: &AlpaSize,
     meshes: &[Submesh],
@@ -122,7 +122,7 @@ pub(super) fn mesh_stages(
     found
 }
 
-/// `sum(t) + (microbatches - 1) max(t)`.
+/// Returns Alpa's latency, `sum(t) + (microbatches - 1) max(t)`, or `None` if a stage does not fit.
 pub(super) fn mesh_price(
     size: &AlpaSize,
     time: &dyn Fn(Range<usize>, Submesh, usize) -> Option<Nanos>,
@@ -149,7 +149,7 @@ pub(super) fn profiled(draw: &mut Draw) -> (Vec<ProfiledLayer>, Vec<LinkLevel>) 
     (layers, levels.collect())
 }
 
-/// The least period over all lists of stages on each level.
+/// Returns the least period over all lists of stages on each level.
 pub(super) fn least_period(layers: &[ProfiledLayer], levels: &[LinkLevel]) -> u64 {
     let Some((level, below)) = levels.split_last() else {
         return layers.iter().map(|layer| layer.time.0).sum();
@@ -157,7 +157,8 @@ pub(super) fn least_period(layers: &[ProfiledLayer], levels: &[LinkLevel]) -> u6
     on_units(layers, *level, below, level.units)
 }
 
-/// The first stage takes some layers and units, the others the rest; all units are used.
+/// Returns the least period on `units` units. The first stage takes some layers and units, the other stages
+/// take the rest; all units are used.
 fn on_units(layers: &[ProfiledLayer], level: LinkLevel, below: &[LinkLevel], units: u32) -> u64 {
     let stage = |layers: &[ProfiledLayer], units: u32| {
         let weights: u64 = layers.iter().map(|layer| layer.weights.0).sum();
@@ -198,7 +199,7 @@ pub(super) fn shape_load(table: &[u64]) -> impl Fn(Range<usize>, StageShape) -> 
     }
 }
 
-/// The period and number of stages of all lists that fit.
+/// Returns the period and the number of stages of all lists that fit in memory.
 pub(super) fn shape_periods(
     size: &PiperSize,
     load: ShapeLoad<'_>,
@@ -225,7 +226,7 @@ pub(super) fn shape_periods(
 /// Layers with the costs of their strategies.
 pub(super) struct Strategies {
     pub(super) costs: Vec<Vec<StrategyCost>>,
-    /// From one strategy to another.
+    /// Time of a change from one strategy to another.
     pub(super) changes: Vec<Vec<Nanos>>,
     pub(super) memory: Bytes,
 }
@@ -239,7 +240,7 @@ pub(super) fn strategies(draw: &mut Draw) -> Strategies {
     Strategies { costs, changes, memory: Bytes(draw.below(30)) }
 }
 
-/// The least time over all choices that fit, after a layer with the strategy `last`.
+/// Returns the least time over all choices that fit in memory, after a layer with the strategy `last`.
 pub(super) fn least_time(
     costs: &[Vec<StrategyCost>],
     changes: &[Vec<Nanos>],
@@ -270,7 +271,7 @@ fn value(table: &[u64], layers: &Range<usize>, devices: &[u32], more: usize) -> 
     table[(layers.start * 101 + layers.end * 17 + devices * 7 + more) % table.len()]
 }
 
-/// Any function of a stage will do; some stages do not fit.
+/// Returns an arbitrary function of a stage. Some stages do not fit.
 pub(super) fn phase_cost(table: &[u64]) -> impl Fn(Range<usize>, &[u32]) -> Option<PhaseCost> {
     move |layers, devices| {
         let value = |more| value(table, &layers, devices, more);
@@ -286,7 +287,7 @@ pub(super) fn hop_time(table: &[u64]) -> impl Fn(usize, &[u32], &[u32]) -> Nanos
     move |layer, from, to| Nanos(value(table, &(layer..layer), from, 3 * to.len()) / 3)
 }
 
-/// All placed stages for the layers from `layer` on.
+/// Returns all lists of placed stages for the layers from `layer` on.
 pub(super) fn placed_stages(size: &DappleSize, layer: usize, used: &[u32]) -> Vec<Vec<PlacedStage>> {
     if layer == size.layers {
         return vec![Vec::new()];
@@ -311,7 +312,8 @@ pub(super) fn placed_stages(size: &DappleSize, layer: usize, used: &[u32]) -> Ve
     found
 }
 
-/// The longest of warm-up, steady phase and ending, over each pivot and each average.
+/// Returns DAPPLE's latency: the longest sum of warm-up, steady phase and ending over all pivots and all
+/// averages.
 pub(super) fn phases_price(
     size: &DappleSize,
     cost: PhaseCosts<'_>,
@@ -340,7 +342,7 @@ pub(super) fn phases_price(
     Some(longest)
 }
 
-/// Up to 6 operators with up to 4 strategies each, and up to 8 edges between any of them.
+/// Returns a graph of up to 6 operators with up to 4 strategies each, and up to 8 edges.
 pub(super) fn operator_graph(draw: &mut Draw) -> OperatorGraph {
     let counts: Vec<u64> = (0..=draw.below(6)).map(|_| 1 + draw.below(4)).collect();
     let mut strategy = || OperatorStrategy {
@@ -362,7 +364,7 @@ pub(super) fn operator_graph(draw: &mut Draw) -> OperatorGraph {
     OperatorGraph { operators, edges }
 }
 
-/// The least cost over all strategies that a limit allows.
+/// Returns the least cost over all combinations of strategies within a memory limit.
 pub(super) fn least_cut(graph: &OperatorGraph, limit: &MemoryLimit) -> Option<u64> {
     let mut choices: Vec<Vec<usize>> = vec![Vec::new()];
     for operator in &graph.operators {

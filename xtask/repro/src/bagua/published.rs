@@ -1,8 +1,8 @@
-//! BAGUA's published speed-ups by model and link, beside the virtual clock's.
+//! Compares BAGUA's published speed-ups by model and link with those on the virtual clock.
 //!
 //! Sixteen machines average a thousandth of the model's values over a thousandth of the bandwidth. A machine
-//! computes at the f32 peak of a V100, which no real step reaches: an assumption, since the paper's step times
-//! are not published.
+//! computes at the f32 peak of a V100, which no real step reaches. This is an assumption, since the paper does
+//! not publish step times.
 
 use std::sync::Arc;
 
@@ -21,25 +21,26 @@ const MACHINES: usize = 16;
 const SCALE: u64 = 1000;
 /// FLOP/s of a V100 in f32.
 const PEAK: f64 = 15.7e12;
-/// Parts of the model whose gradients become final one after the other.
+/// Number of parts of the model. Their gradients become final one after the other.
 const PARTS: usize = 10;
 
 struct Model {
     name: &'static str,
     params: usize,
-    /// FLOP of a GPU's step, forward and backward.
+    /// FLOP of a step on one GPU, forward and backward.
     flops: f64,
     codec: &'static str,
     bits: &'static str,
-    /// By link, as in [`LINKS`]: over the best of DDP, Horovod in 32 and in 16 bits, and `BytePS`.
+    /// Published speed-up for each link of [`LINKS`], over the best of DDP, Horovod in 32 and in 16 bits, and
+    /// `BytePS`.
     published: [f64; 3],
 }
 
-/// Gbit/s.
+/// Rates of the links in Gbit/s.
 const LINKS: [u64; 3] = [100, 25, 10];
 
 const MODELS: [Model; 2] = [
-    // 32 images of 15.5 G multiplications and additions forward.
+    // 32 images, each with 15.5 G multiply-adds in the forward pass.
     Model {
         name: "VGG16",
         params: 138_357_544,
@@ -48,7 +49,7 @@ const MODELS: [Model; 2] = [
         bits: "8 bits",
         published: [1.1, 1.1, 1.94],
     },
-    // 6 sequences of 384 tokens, 6 FLOP a parameter and token.
+    // 6 sequences of 384 tokens, with 6 FLOP per parameter and token.
     Model {
         name: "BERT-Large",
         params: 340_000_000,
@@ -59,7 +60,7 @@ const MODELS: [Model; 2] = [
     },
 ];
 
-/// Rows without marks: the clock's speed-up with and without overlap, and the published one.
+/// Prints rows without marks: the speed-up on the clock with and without overlap, and the published one.
 pub(super) fn rows(report: &mut Report<'_>) -> Result<()> {
     for model in &MODELS {
         for (gbit, published) in LINKS.into_iter().zip(model.published) {
@@ -93,8 +94,8 @@ pub(super) fn rows(report: &mut Report<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Seconds of a step: a third forward, two thirds backward, in which each part's gradients leave as they are
-/// final.
+/// Returns the seconds of a step: a third for forward and two thirds for backward, during which each part's
+/// gradients are sent when they are final.
 fn step(model: &Model, codec: &str, gbit: u64, overlap: bool) -> Result<f64> {
     let bandwidth = Bandwidth(gbit * 1_000_000_000 / SCALE);
     let topology = Topology::uniform(MACHINES, Link { bandwidth, latency: Nanos::ZERO });

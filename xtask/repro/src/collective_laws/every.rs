@@ -1,4 +1,5 @@
-//! Each collective, in its blocking and its non-blocking form, against a plain loop over the ranks' inputs.
+//! Compares each collective, in its blocking and its non-blocking form, with a plain loop over the ranks'
+//! inputs.
 
 #![expect(clippy::cast_possible_wrap, reason = "ranks and places are small")]
 
@@ -10,7 +11,7 @@ use farflung::comm::{CommError, Communicator, Element, Located, ReduceOp, UserOp
 use super::{Found, Number};
 
 impl Found {
-    /// Counts a result, and whether it is what one process computes.
+    /// Counts a result, and counts it as broken if it differs from what one process computes.
     fn equal<T: Element>(&mut self, got: &[T], wanted: &[T]) {
         self.cases += 1;
         self.broken += u64::from(got != wanted);
@@ -20,11 +21,11 @@ impl Found {
     }
 }
 
-/// What a rank has at `i`: small whole numbers, whose results every type holds.
+/// Returns a rank's element at `i`: a small whole number, so that every type can hold the result.
 fn value(op: ReduceOp, rank: usize, i: usize, n: usize) -> i64 {
     let small = |rank: usize| ((7 * i + 3 * rank) % 5) as i64;
     match op {
-        // Two ranks have a factor.
+        // Exactly two ranks (or the only one) contribute a factor of 3.
         ReduceOp::Product => 1 + 2 * i64::from((rank + i) % n < 2),
         // One rank has `n` more than the others.
         ReduceOp::Mean => small(0) + if i % n == rank { n as i64 } else { 0 },
@@ -47,7 +48,7 @@ fn plain(op: ReduceOp, a: i64, b: i64) -> i64 {
     }
 }
 
-/// Unequal counts that add up to `len`, some of them 0.
+/// Returns unequal counts that add up to `len`, some of them 0.
 fn uneven(len: usize, n: usize) -> Vec<usize> {
     let mut counts: Vec<usize> =
         (0..n).map(|rank| if rank % 2 == 1 { 0 } else { len / (n + rank) }).collect();
@@ -55,17 +56,17 @@ fn uneven(len: usize, n: usize) -> Vec<usize> {
     counts
 }
 
-/// The reductions of one type by one operation, of inputs that are given by rank and place.
+/// All reductions of one type by one operation, over inputs that depend on the rank and the index.
 struct Reductions<'a, T> {
     comm: &'a Communicator,
     len: usize,
     own: Vec<T>,
-    /// What ranks of a range have together.
+    /// Returns the reduced inputs of the ranks in a range.
     together: &'a dyn Fn(Range<usize>) -> Vec<T>,
 }
 
 impl<T: Element> Reductions<'_, T> {
-    /// `op` makes the operation anew for each call.
+    /// Checks all reductions. `op` makes the operation for each call.
     fn check<R: Into<farflung::comm::Reduction<T>>>(
         &self,
         op: &dyn Fn() -> R,
@@ -116,7 +117,7 @@ impl<T: Element> Reductions<'_, T> {
     }
 }
 
-/// All reductions of one type.
+/// Checks all reductions of one type.
 fn reductions<T: Number>(comm: &Communicator, len: usize, found: &mut Found) -> Result<(), CommError> {
     let (n, me) = (comm.size(), comm.rank().index());
     let is_float = T::STEP.is_some();
@@ -138,7 +139,8 @@ fn reductions<T: Number>(comm: &Communicator, len: usize, found: &mut Found) -> 
     Ok(())
 }
 
-/// Functions `x -> a x + b` modulo 2^32, whose composition does not commute, and the places of the best values.
+/// Checks reductions of functions `x -> a x + b` modulo 2^32, whose composition does not commute, and of values
+/// with their places.
 fn special(comm: &Communicator, len: usize, found: &mut Found) -> Result<(), CommError> {
     type Affine = [u32; 2];
     let (n, me) = (comm.size(), comm.rank().index());
@@ -169,7 +171,7 @@ fn special(comm: &Communicator, len: usize, found: &mut Found) -> Result<(), Com
     Ok(())
 }
 
-/// What only moves values of one type.
+/// Checks the collectives of one type that move values without reducing them.
 fn moves<T: Number>(comm: &Communicator, len: usize, found: &mut Found) -> Result<(), CommError> {
     let (n, me) = (comm.size(), comm.rank().index());
     let at = |rank: usize, i: usize| T::of(value(ReduceOp::Sum, rank, i, n) as f64);
@@ -178,7 +180,7 @@ fn moves<T: Number>(comm: &Communicator, len: usize, found: &mut Found) -> Resul
     let counts = uneven(len, n);
     let start = |rank: usize| counts[..rank].iter().sum::<usize>();
 
-    // Each rank's share of what it has.
+    // Each rank's shard of its own values.
     let shared: Vec<T> = (0..n)
         .flat_map(|r| comm.shard_of(Rank(r as u32), len).map(move |i| (r, i)))
         .map(|(r, i)| at(r, i))
@@ -215,7 +217,7 @@ fn moves<T: Number>(comm: &Communicator, len: usize, found: &mut Found) -> Resul
         found.equal(&comm.start_scatter(&own, &counts, root).wait()?, part);
     }
 
-    // Rank r's part for rank j is what r has from j on.
+    // Rank r sends to rank j its values from index j on.
     let part = |from: usize, to: usize, len: usize| (0..len).map(move |i| (from, to + i));
     let out: Vec<T> = (0..n).flat_map(|to| part(me, to, len)).map(|(r, i)| at(r, i)).collect();
     let back: Vec<T> = (0..n).flat_map(|from| part(from, me, len)).map(|(r, i)| at(r, i)).collect();
@@ -240,7 +242,7 @@ fn moves<T: Number>(comm: &Communicator, len: usize, found: &mut Found) -> Resul
     comm.barrier()
 }
 
-/// Every collective of one type.
+/// Checks every collective of one type.
 pub(super) fn of_type<T: Number>(comm: &Communicator, sizes: &[usize]) -> Result<Found, CommError> {
     let mut found = Found::default();
     for &len in sizes {
@@ -250,7 +252,8 @@ pub(super) fn of_type<T: Number>(comm: &Communicator, sizes: &[usize]) -> Result
     Ok(found)
 }
 
-/// Every reduction of what is no number: a user's own, and places.
+/// Checks every reduction of elements that are not plain numbers: a user's own reduction, and values with
+/// places.
 pub(super) fn of_others(comm: &Communicator, sizes: &[usize]) -> Result<Found, CommError> {
     let mut found = Found::default();
     for &len in sizes {

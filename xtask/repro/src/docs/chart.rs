@@ -1,4 +1,4 @@
-//! Held-out losses of all arms on one chart, as an SVG that needs nothing else.
+//! Draws the held-out losses of all arms in one chart, as a self-contained SVG.
 
 use anyhow::{Result, anyhow};
 use plotters::prelude::*;
@@ -7,7 +7,7 @@ use super::ArmRecord;
 
 const SIZE: (u32, u32) = (1000, 620);
 
-/// What the horizontal axis shows, in powers of ten.
+/// Quantity on the horizontal axis, which is logarithmic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Against {
     /// Megabytes that a worker has sent.
@@ -24,7 +24,7 @@ impl Against {
         }
     }
 
-    /// A point's place; bytes are counted, time is in seconds.
+    /// Returns a point's position on the axis. Points have bytes and seconds.
     const fn of(self, [_, bytes, seconds, _]: [f64; 4]) -> f64 {
         match self {
             Self::Bytes => bytes / 1e6,
@@ -33,9 +33,9 @@ impl Against {
     }
 }
 
-/// Draws the arms; one that sends nothing has no place among bytes. No arms give empty axes.
+/// Draws the arms. An arm that sends nothing is not drawn against bytes. Without arms the axes are empty.
 ///
-/// Errors: the drawing library's.
+/// Errors: those of the drawing library.
 pub(super) fn svg(arms: &[ArmRecord], against: Against) -> Result<String> {
     let mut svg = String::new();
     draw(&mut svg, arms, against).map_err(|error| anyhow!("failed to draw: {error}"))?;

@@ -1,4 +1,4 @@
-//! The page for those who have to choose a method for their link.
+//! Writes the page that helps to choose a method for a link.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -26,11 +26,11 @@ more than the table shows.
 
 const NAMES: [&str; 3] = ["100 Mbit/s", "1 Gbit/s", "10 Gbit/s"];
 
-/// Losses above f32's, in percent, up to which a method is recommended.
+/// Methods are recommended up to these losses above f32's, in percent.
 const NEAR: f64 = 1.0;
 const FAIR: f64 = 3.0;
 
-/// The page.
+/// Returns the text of the page.
 pub(super) fn page(arms: &[ArmRecord], unequal: &[UnequalRecord]) -> String {
     let mut text = HEAD.to_owned();
     text.push_str(
@@ -71,7 +71,7 @@ pub(super) fn page(arms: &[ArmRecord], unequal: &[UnequalRecord]) -> String {
     text
 }
 
-/// Arms on unequal machines, in a table for each kind of them.
+/// Returns a table for each kind of unequal machines, with all arms measured on them.
 fn machines(unequal: &[UnequalRecord]) -> String {
     let mut text = String::new();
     let mut kinds: Vec<&str> = Vec::new();
@@ -99,7 +99,7 @@ fn machines(unequal: &[UnequalRecord]) -> String {
     text
 }
 
-/// What methods do without a member that is lost.
+/// Returns the section that lists what each method does when a member is lost.
 fn members() -> String {
     let goes_on: Vec<String> = METHODS
         .iter()
@@ -124,7 +124,8 @@ fn members() -> String {
     text
 }
 
-/// The three arms with the shortest steps over a link among those whose loss is near enough.
+/// Names the three arms with the shortest steps over a link, among those whose loss is at most `most` percent
+/// above f32's.
 fn fastest(arms: &[ArmRecord], link: usize, most: f64) -> String {
     let fit = |arm: &&ArmRecord| arm.gap[0] <= most && arm.payload > 0.0 && arm.step_times.len() > link;
     let mut fit: Vec<_> = arms.iter().filter(fit).collect();

@@ -1,4 +1,4 @@
-//! The record of a bench: its rows, and what it added to them.
+//! The record of a bench: its rows, and the lists that it added to them.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -7,33 +7,33 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
-/// What a bench measured.
+/// The results of a bench.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Record {
     pub name: String,
     pub claim: String,
     pub source: String,
-    /// Metric, value, unit, mark, verdict.
+    /// Rows of a metric, its value, unit, mark and verdict.
     pub rows: Vec<[String; 5]>,
-    /// Lists by name: `published`, `arms`.
+    /// Lists by name, such as `published` and `arms`.
     pub added: BTreeMap<String, Value>,
 }
 
-/// An arm of the lab as records have it.
+/// The results of an arm of the lab, as stored in records.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct ArmRecord {
     pub name: String,
     pub what: String,
     pub command: String,
     pub seeds: u64,
-    /// Above the reference's loss, in percent, and the standard deviation of that.
+    /// Loss above the reference's, in percent, and its standard deviation.
     pub gap: [f64; 2],
-    /// Bytes of a step: without and with frames.
+    /// Bytes that a rank sends per step: without frames, and with them in `sent`.
     pub payload: f64,
     pub sent: f64,
     /// Seconds of a step over the links of [`crate::lab::LINKS`].
     pub step_times: Vec<f64>,
-    /// Step, bytes, seconds, loss.
+    /// Points of the loss curve: step, bytes sent, seconds and loss.
     pub curve: Vec<[f64; 4]>,
 }
 
@@ -42,7 +42,7 @@ impl Record {
         folder.join("reproductions").join(format!("{name}.json"))
     }
 
-    /// Writes it into a folder.
+    /// Writes the record into a folder.
     ///
     /// Errors: the file cannot be written.
     pub(crate) fn save(&self, folder: &Path) -> Result<()> {
@@ -54,9 +54,9 @@ impl Record {
         fs::write(&path, text).with_context(|| format!("failed to write {}", path.display()))
     }
 
-    /// Those of a folder, of these benches and in their order.
+    /// Reads the records of these benches from a folder, in their order. Benches without a record are skipped.
     ///
-    /// Errors: a file that is no record.
+    /// Errors: a file is not a record.
     pub(crate) fn all(folder: &Path, benches: &[&str]) -> Result<Vec<Self>> {
         let paths = benches.iter().map(|name| Self::path(folder, name)).filter(|path| path.is_file());
         paths
@@ -82,13 +82,13 @@ impl Record {
         })
     }
 
-    /// A list that the bench added; empty if it did not.
+    /// Returns a list that the bench added, or an empty list.
     pub(super) fn list(&self, name: &str) -> &[Value] {
         self.added.get(name).and_then(Value::as_array).map_or(&[], Vec::as_slice)
     }
 }
 
-/// A text of an object.
+/// Returns a text field of an object.
 pub(super) fn text(value: &Value, name: &str) -> Result<String> {
     Ok(value[name].as_str().with_context(|| format!("`{name}` is a text"))?.to_owned())
 }
@@ -102,25 +102,25 @@ fn numbers(value: &Value, name: &str) -> Result<Vec<f64>> {
     list.iter().map(|x| x.as_f64().with_context(|| format!("`{name}` has numbers"))).collect()
 }
 
-/// An arm on unequal machines.
+/// The results of an arm on unequal machines.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct UnequalRecord {
     pub name: String,
     pub what: String,
     pub command: String,
-    /// In words.
+    /// Description of the machines.
     pub machines: String,
-    /// Tokens an hour over those of averages at each step.
+    /// Tokens per hour, relative to averaging at each step.
     pub rate: f64,
-    /// Above their loss, in percent, and the standard deviation of that.
+    /// Loss above that of averaging at each step, in percent, and its standard deviation.
     pub gap: [f64; 2],
-    /// Bytes of a step without frames.
+    /// Bytes per step, without frames.
     pub payload: f64,
 }
 
-/// All arms on unequal machines.
+/// Returns all arms on unequal machines.
 ///
-/// Errors: an entry that lacks a field.
+/// Errors: an entry lacks a field.
 pub(super) fn unequal(records: &[Record]) -> Result<Vec<UnequalRecord>> {
     let read = |value: &Value| {
         Ok(UnequalRecord {
@@ -136,9 +136,9 @@ pub(super) fn unequal(records: &[Record]) -> Result<Vec<UnequalRecord>> {
     records.iter().flat_map(|record| record.list("unequal")).map(read).collect()
 }
 
-/// All arms of some records, each once: the first record that has it.
+/// Returns all arms of the records. An arm that is in several records is taken from the first.
 ///
-/// Errors: an entry that lacks a field.
+/// Errors: an entry lacks a field.
 pub(super) fn arms(records: &[Record]) -> Result<Vec<ArmRecord>> {
     let mut found: Vec<ArmRecord> = Vec::new();
     for value in records.iter().flat_map(|record| record.list("arms")) {

@@ -1,4 +1,4 @@
-//! The page of claims: what papers say, what we measured, and where it does not hold.
+//! Writes the page of claims: published figures, our measurements, and whether each claim holds.
 
 use std::fmt::Write as _;
 
@@ -18,7 +18,7 @@ losses say how methods compare with each other, not how good a model is.
 ![Held-out loss against simulated time](loss-by-time.svg)
 ";
 
-/// The page.
+/// Returns the text of the page.
 pub(super) fn page(records: &[Record]) -> String {
     let mut text = HEAD.to_owned();
     for record in records {
@@ -43,7 +43,7 @@ pub(super) fn page(records: &[Record]) -> String {
     text
 }
 
-/// A published figure and ours.
+/// Returns the list item of a published figure and ours.
 fn claim(value: &Value) -> String {
     let field = |name: &str| value[name].as_str().unwrap_or_default().trim().to_owned();
     let holds = value["holds"].as_bool() == Some(true);
@@ -60,7 +60,7 @@ fn claim(value: &Value) -> String {
     text
 }
 
-/// A text in a table's cell.
+/// Escapes a text for a table's cell.
 pub(super) fn cell(text: &str) -> String {
     text.replace('|', "\\|")
 }

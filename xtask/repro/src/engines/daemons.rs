@@ -1,4 +1,5 @@
-//! An sshd and a Slurm of one node, of this bench alone, in a folder of its own. They end with it.
+//! Starts an sshd and a Slurm of one node, used only by this bench, in a separate folder. They end with the
+//! bench.
 
 use std::fs;
 use std::net::TcpStream;
@@ -12,7 +13,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use super::free_port;
 
-/// A program that runs until this is dropped.
+/// A program that is killed when this is dropped.
 struct Daemon(Child);
 
 impl Daemon {
@@ -28,13 +29,13 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        // It may have ended already.
+        // The program may have ended already.
         drop(self.0.kill());
         drop(self.0.wait());
     }
 }
 
-/// Asks until it is so, ten seconds at most.
+/// Waits until `is` returns true, at most ten seconds.
 fn until(what: &str, is: impl Fn() -> bool) -> Result<()> {
     for _ in 0..500 {
         if is() {
@@ -49,7 +50,7 @@ fn show(path: &Path) -> String {
     path.display().to_string()
 }
 
-/// An sshd on the loopback that lets in one key, made for it.
+/// An sshd on the loopback that accepts one key, which is made for it.
 pub(super) struct Sshd {
     _daemon: Daemon,
     config: PathBuf,
@@ -81,7 +82,7 @@ impl Sshd {
             show(&at("known"))
         );
         fs::write(at("client"), client)?;
-        // Where root's sshd changes its root to before a login; another user's does not need it.
+        // The folder that root's sshd uses for privilege separation. An sshd of another user does not need it.
         drop(fs::create_dir_all("/run/sshd"));
         let config = show(&at("server"));
         let daemon = Daemon::start("/usr/sbin/sshd", &["-D", "-f", &config], ("LANG", Path::new("C")))?;
@@ -89,13 +90,13 @@ impl Sshd {
         Ok(Self { _daemon: daemon, config: at("client") })
     }
 
-    /// How ssh reaches it.
+    /// Returns the ssh command that reaches this sshd.
     pub(super) fn ssh(&self) -> String {
         format!("ssh -F {}", show(&self.config))
     }
 }
 
-/// A Slurm of one node: this machine.
+/// A Slurm whose only node is this machine.
 pub(super) struct Slurm {
     _daemons: [Daemon; 3],
     config: PathBuf,
@@ -108,12 +109,12 @@ impl Slurm {
         }
         let at = |name: &str| folder.join(name);
         let (socket, key) = (at("munge/socket"), at("munge/key"));
-        // Random bytes of the system: nobody else is to make credentials for this Slurm.
+        // The key is random, so nobody else can make credentials for this Slurm.
         let mut bytes = [0_u8; 128];
         std::io::Read::read_exact(&mut fs::File::open("/dev/urandom")?, &mut bytes)?;
         fs::write(&key, bytes)?;
         fs::set_permissions(&key, fs::Permissions::from_mode(0o400))?;
-        // munged's socket is for all users of a machine, whose sockets stand in open folders.
+        // munged requires that all users can reach its socket, so its folders must be readable by all.
         for open in ["", "munge"] {
             fs::set_permissions(folder.join(open), fs::Permissions::from_mode(0o755))?;
         }
@@ -157,7 +158,7 @@ impl Slurm {
         Ok(Self { _daemons: [node, controller, munged], config })
     }
 
-    /// For `SLURM_CONF`.
+    /// Returns the path for `SLURM_CONF`.
     pub(super) fn config(&self) -> &Path {
         &self.config
     }

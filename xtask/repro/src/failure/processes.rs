@@ -1,5 +1,5 @@
-//! The same blows to real processes: killed, stopped, and a link between two of them that is cut or turns a
-//! bit.
+//! Injects the same faults into real processes: a process is killed or stopped, and a link between two of them
+//! is cut or flips a bit.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
@@ -15,22 +15,22 @@ use super::{Blow, DEADLINE, N, NEIGHBOR, VICTIM};
 use crate::harness::{Mark, Options, Report};
 use crate::machine::now;
 
-/// The first argument of this program when it is to be one rank.
+/// First argument of this program when it runs as one rank.
 pub(crate) const CHILD: &str = "--failure-rank";
 
-/// A process that says nothing for so long hangs.
+/// A process that prints nothing for this long counts as hanging.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// One rank: its number, the addresses of all, and its algorithm's. Says that it is ready, then what it saw:
-/// seconds of the call that failed, the culprit, whether a result was half-reduced, and whether it went on with
-/// the others.
+/// Runs one rank. The arguments are its number, the addresses of all ranks, and the index of its algorithm. It
+/// prints `ready`, and later its observations: seconds of the call that failed, the culprit, whether a result
+/// was half-reduced, and whether it continued with the others.
 pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
     let [rank, peers, algorithm] = args else { bail!("three arguments wanted") };
     let algorithm: usize = algorithm.parse()?;
     let peers = peers.split(',').map(str::to_owned).collect();
     let comm = Communicator::new(tcp::join(&tcp::Config::with_peers(rank.parse()?, peers))?)
         .with_algorithm(Algorithm::ALL[algorithm]);
-    // Processes come up when the machine has time for them.
+    // The first barrier has a longer deadline, because a loaded machine may start processes late.
     comm.barrier()?;
     let comm = comm.with_deadline(DEADLINE);
     writeln!(out, "ready")?;
@@ -56,7 +56,7 @@ pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
     Ok(out.flush()?)
 }
 
-/// What one survivor said.
+/// Observations that one survivor printed.
 struct Said {
     took: f64,
     right: bool,
@@ -64,12 +64,12 @@ struct Said {
     goes_on: bool,
 }
 
-/// Ends its process, whatever state that is in.
+/// A rank's process. Dropping it kills the process, even a stopped one.
 struct Rank(Child);
 
 impl Drop for Rank {
     fn drop(&mut self) {
-        // It may have ended already.
+        // The process may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -81,7 +81,7 @@ fn signal(rank: &Rank, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// A job whose link between the victim and its neighbour goes through a relay.
+/// Starts a job in which the link between the victim and its neighbour goes through a relay.
 fn job(algorithm: usize) -> Result<(Vec<Rank>, Relaying)> {
     let program = std::env::current_exe().context("failed to find this program")?;
     let held: Vec<TcpListener> =
@@ -105,7 +105,8 @@ fn job(algorithm: usize) -> Result<(Vec<Rank>, Relaying)> {
     Ok((ranks, relaying))
 }
 
-/// What the survivors of one blow said; none of one that said nothing in time.
+/// Injects one fault and returns the survivors' observations; `None` for a survivor that printed nothing in
+/// time.
 fn strike(blow: Blow, algorithm: usize, after: Duration) -> Result<Vec<Option<Said>>> {
     let (mut ranks, relaying) = job(algorithm)?;
     let lines: Vec<_> = ranks
@@ -114,7 +115,7 @@ fn strike(blow: Blow, algorithm: usize, after: Duration) -> Result<Vec<Option<Sa
             let (sender, receiver) = std::sync::mpsc::channel();
             let out = BufReader::new(rank.0.stdout.take().context("stdout is piped")?);
             std::thread::spawn(move || {
-                // Until the rank ends, or nobody wants to hear of it any more.
+                // Ends when the rank ends, or when the receiver is dropped.
                 out.lines().map_while(Result::ok).try_for_each(|line| sender.send(line))
             });
             Ok(receiver)
@@ -145,7 +146,7 @@ fn strike(blow: Blow, algorithm: usize, after: Duration) -> Result<Vec<Option<Sa
 pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let rng = Philox::new(report.seed(), 6);
     let place = |wanted| Algorithm::ALL.iter().position(|&a| a == wanted).unwrap_or(0);
-    // Over the link that is struck something goes in every one: of the ring only one way.
+    // With these algorithms, frames go both ways over the faulty link. A ring uses it in one direction only.
     let everywhere = [place(Algorithm::Direct), place(Algorithm::Butterfly)];
     let any = [place(Algorithm::Ring), place(Algorithm::HalvingDoubling), place(Algorithm::Direct)];
     let times = if options.quick { 1 } else { 6 };

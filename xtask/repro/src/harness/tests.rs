@@ -1,4 +1,4 @@
-//! The harness, over benches that measure nothing.
+//! Tests of the harness, with benches that measure nothing.
 
 use anyhow::bail;
 use serde_json::Value;
@@ -24,7 +24,7 @@ const fn bench(name: &'static str, run: fn(&mut Report<'_>, &Options) -> Result<
     Bench { name, claim: "a claim", source: "a paper", seed: 1337, run }
 }
 
-/// Exit code, stdout, stderr.
+/// Returns the exit code, stdout and stderr.
 fn run(line: &str) -> (u8, String, String) {
     let args: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
     let (mut out, mut err) = (Vec::new(), Vec::new());

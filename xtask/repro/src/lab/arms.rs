@@ -1,4 +1,4 @@
-//! The table of arms: one row a method.
+//! The table of arms, with one row for each method.
 
 #[cfg(test)]
 mod all;
@@ -10,30 +10,31 @@ pub(crate) use all::ALL;
 
 use super::Sizes;
 
-/// A method that is compared with others.
+/// A method that is trained and compared with others.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Arm {
-    /// As in tables and charts; no two arms share one.
+    /// Name in tables and charts. It is unique.
     pub name: &'static str,
-    /// Its flags on top of the setting's.
+    /// Flags in addition to the setting's.
     pub flags: &'static str,
-    /// One line for a reader who has to choose.
+    /// One-line description for readers who choose a method.
     pub what: &'static str,
-    /// Closed form of the payload that a rank sends in a step, in bytes; `None` where it depends on the values.
+    /// Closed form of the payload that a rank sends per step, in bytes; `None` if it depends on the values.
     pub sent: Option<fn(&Sizes) -> f64>,
 }
 
-/// Ring all-reduce, or scatter and gather of encoded shards: `2 (n - 1)` messages of a shard.
+/// Returns the payload per step of a ring all-reduce, or of a scatter and gather of encoded shards: `2 (n - 1)`
+/// messages of one shard.
 fn scattered(sizes: &Sizes, shard: impl Fn(f64) -> f64) -> f64 {
     2.0 * (sizes.ranks - 1.0) * shard(sizes.params / sizes.ranks) / sizes.every
 }
 
-/// Bytes of a shard whose values come in blocks, each with a scale, behind a header.
+/// Returns the bytes of a message of `values` values in blocks, each with a scale, after a header.
 fn blocks(values: f64, bits: f64, block: f64, scale: f64) -> f64 {
     HEADER + values * bits / 8.0 + (values / block).ceil() * scale
 }
 
-/// A payload's header and its codec's parameters.
+/// Bytes of a payload's header and of its codec's parameters.
 const HEADER: f64 = 32.0;
 
 fn f32_ring(sizes: &Sizes) -> f64 {
@@ -66,37 +67,37 @@ impl Arm {
     }
 }
 
-/// What all others are compared with.
+/// The arm that all others are compared with.
 pub(crate) const F32: Arm = arm("f32", "", "gradients as they are, averaged in each step").sends(f32_ring);
-/// A single worker, which has an eighth of the data.
+/// A single worker, which trains on an eighth of the data.
 pub(crate) const ALONE: Arm = arm("one worker", "--workers 1", "no communication, an eighth of the tokens");
 
 /// Gradients in 16 bits.
 pub(crate) const F16: Arm = arm("f16", "--codec f16", "gradients in 16 bits").sends(half);
-/// `ByteGrad`.
+/// `ByteGrad`: gradients in 8 bits without feedback.
 pub(crate) const BYTE_GRAD: Arm =
     arm("ByteGrad", "--codec minmax8:4096 --error-feedback false", "gradients in 8 bits, no feedback")
         .sends(min_max);
 /// Gradients in 8 bits.
 pub(crate) const INT8: Arm = arm("int8", "--codec int8", "gradients in 8 bits with feedback").sends(int8);
-/// Gradients in one bit.
+/// Gradients in one bit with feedback.
 pub(crate) const SIGN: Arm =
     arm("1 bit", "--codec sign", "gradients in one bit with feedback, into AdamW").sends(sign);
-/// The same without feedback.
+/// Gradients in one bit without feedback.
 pub(crate) const SIGN_ALONE: Arm =
     arm("1 bit, no feedback", "--codec sign --error-feedback false", "a control: what the bit loses is gone")
         .sends(sign);
 
-/// `DiLoCo`.
+/// `DiLoCo` with averages every 10 steps.
 pub(crate) const DILOCO_10: Arm =
     arm("DiLoCo H=10", "--sync diloco --sync-every 10", "averages every 10 steps").sends(f32_ring);
-/// `DiLoCo`, less often.
+/// `DiLoCo` with averages every 50 steps.
 pub(crate) const DILOCO_50: Arm =
     arm("DiLoCo H=50", "--sync diloco --sync-every 50", "averages every 50 steps").sends(f32_ring);
-/// `DiLoCo`, as often as in the paper.
+/// `DiLoCo` with averages every 500 steps, as in the paper.
 pub(crate) const DILOCO_500: Arm =
     arm("DiLoCo H=500", "--sync diloco --sync-every 500", "averages every 500 steps").sends(f32_ring);
-/// `DiLoCo` whose averages are coded.
+/// `DiLoCo` with averages every 50 steps in 8 bits.
 pub(crate) const DILOCO_INT8: Arm = arm(
     "DiLoCo H=50, int8",
     "--sync diloco --sync-every 50 --codec int8",
@@ -104,14 +105,14 @@ pub(crate) const DILOCO_INT8: Arm = arm(
 )
 .sends(int8);
 
-/// `DiLoCo` on text that is not shared out evenly.
+/// `DiLoCo` in which each replica trains on different files.
 pub(crate) const DILOCO_FILES: Arm = arm(
     "DiLoCo H=50, files",
     "--sync diloco --sync-every 50 --shards files",
     "the same, each replica on files of its own",
 )
 .sends(f32_ring);
-/// `DiLoCo` where each replica has another kind of text.
+/// `DiLoCo` in which each replica trains on a different cluster of similar text.
 pub(crate) const DILOCO_KMEANS: Arm = arm(
     "DiLoCo H=50, kmeans:8",
     "--sync diloco --sync-every 50 --shards kmeans:8",
@@ -119,7 +120,8 @@ pub(crate) const DILOCO_KMEANS: Arm = arm(
 )
 .sends(f32_ring);
 
-/// Of a matrix its two factors by rings, of a vector or a small matrix all values.
+/// Returns the payload of `PowerSGD`: the two factors of each matrix, and all values of vectors and small
+/// matrices, averaged by rings.
 fn power_sgd(sizes: &Sizes, rank: f64) -> f64 {
     let values = |shape: &Vec<f64>| match shape[..] {
         [rows, columns] if rank * (rows + columns) < rows * columns => rank * (rows + columns),
@@ -129,58 +131,59 @@ fn power_sgd(sizes: &Sizes, rank: f64) -> f64 {
     2.0 * (sizes.ranks - 1.0) / sizes.ranks * 4.0 * all
 }
 
-/// Matrices as products of rank 4.
+/// `PowerSGD` with products of rank 4.
 pub(crate) const POWER_SGD_4: Arm =
     arm("PowerSGD rank 4", "--codec powersgd:4", "matrices as products of rank 4, feedback of its own")
         .sends(|sizes| power_sgd(sizes, 4.0));
-/// Matrices as products of rank 1.
+/// `PowerSGD` with products of rank 1.
 pub(crate) const POWER_SGD_1: Arm =
     arm("PowerSGD rank 1", "--codec powersgd:1", "matrices as products of rank 1, feedback of its own")
         .sends(|sizes| power_sgd(sizes, 1.0));
 
-/// A hundredth of the gradients, with momentum gathered before the selection and none behind it.
+/// A hundredth of the gradients with momentum correction before the selection, and no momentum in the
+/// optimizer.
 pub(crate) const DGC: Arm = arm(
     "DGC 1 %",
     "--codec dgc:0.01 --beta1 0 --lr 1e-3 --min-lr 1e-4",
     "a hundredth of the gradients with momentum correction, into AdamW without a first moment",
 );
-/// The same with a density that falls over a tenth of the steps.
+/// `DGC` with a density that falls over a tenth of the steps.
 pub(crate) const DGC_FALLING: Arm = arm(
     "DGC 1 %, density warm-up",
     "--codec dgc:0.01 --density-warmup 200 --beta1 0 --lr 1e-3 --min-lr 1e-4",
     "the same, a quarter of the gradients at first and then less and less",
 );
-/// A hundredth of the gradients.
+/// The largest hundredth of the gradients with feedback.
 pub(crate) const TOP_K: Arm =
     arm("top 1 %", "--codec topk:0.01", "the largest hundredth of the gradients, with feedback, into AdamW");
-/// The same without feedback.
+/// The largest hundredth of the gradients without feedback.
 pub(crate) const TOP_K_ALONE: Arm = arm(
     "top 1 %, no feedback",
     "--codec topk:0.01 --error-feedback false",
     "a control: what is not selected is gone",
 );
 
-/// Part of the steps in which 1-bit Adam's averages travel as they are.
+/// Fraction of the steps in which 1-bit Adam's averages are sent uncoded.
 const WARMUP: f64 = 0.15;
 
-/// Momentum in one bit.
+/// 1-bit Adam: momentum in one bit.
 pub(crate) const ONEBIT_ADAM: Arm = arm(
     "1-bit Adam",
     "--optimizer onebit-adam --codec sign",
     "momentum in one bit with feedback, after 15 % of the steps as f32",
 )
 .sends(|sizes| WARMUP * f32_ring(sizes) + (1.0 - WARMUP) * sign(sizes));
-/// LAMB's momentum in one bit.
+/// 1-bit LAMB: LAMB's momentum in one bit.
 pub(crate) const ONEBIT_LAMB: Arm = arm(
     "1-bit LAMB",
     "--optimizer onebit-lamb --codec sign",
     "LAMB's momentum in one bit with feedback, after 15 % of the steps as f32",
 )
 .sends(|sizes| WARMUP * f32_ring(sizes) + (1.0 - WARMUP) * sign(sizes));
-/// LAMB, which 1-bit LAMB is compared with.
+/// LAMB, for comparison with 1-bit LAMB.
 pub(crate) const LAMB: Arm =
     arm("LAMB", "--optimizer lamb", "a control: gradients as f32 into LAMB").sends(f32_ring);
-/// Momentum in 8 bits.
+/// `QAdam`: momentum in 8 bits.
 pub(crate) const QADAM: Arm = arm(
     "QAdam",
     "--optimizer qadam --codec minmax8:4096",
@@ -188,8 +191,9 @@ pub(crate) const QADAM: Arm = arm(
 )
 .sends(|sizes| WARMUP * f32_ring(sizes) + (1.0 - WARMUP) * min_max(sizes));
 
-/// What 0/1 Adam sends: gradients as f32 where its variance changes, in one bit in the other steps before it
-/// stands still, and in one bit what local steps gathered.
+/// Returns the payload of 0/1 Adam. It sends gradients as f32 in steps that change the variance, and in one bit
+/// in the other steps before the variance is frozen. After that it sends what local steps have gathered, in one
+/// bit.
 fn zero_one(sizes: &Sizes) -> f64 {
     let steps = sizes.steps as u64;
     let freeze = (steps * 15).div_ceil(100);
@@ -205,7 +209,7 @@ fn zero_one(sizes: &Sizes) -> f64 {
     (0..steps).map(sent).sum::<f64>() / sizes.steps
 }
 
-/// Steps of local work, which meet in one bit.
+/// 0/1 Adam: local steps whose results are averaged in one bit.
 pub(crate) const ZERO_ONE_ADAM: Arm = arm(
     "0/1 Adam",
     "--optimizer zero-one-adam --codec sign",
@@ -213,25 +217,25 @@ pub(crate) const ZERO_ONE_ADAM: Arm = arm(
 )
 .sends(zero_one);
 
-/// `DiLoCo` by fragments, which travel in 4 bits.
+/// Streaming `DiLoCo`: fragments of the parameters are sent in 4 bits.
 pub(crate) const STREAMING: Arm = arm(
     "streaming DiLoCo H=50, E3M0",
     "--sync streaming --sync-every 50 --codec e3m0 --error-feedback false",
     "four fragments in 4 bits, one after the other, a step late",
 );
-/// The same without loss.
+/// Streaming `DiLoCo` with fragments as f32.
 pub(crate) const STREAMING_F32: Arm = arm(
     "streaming DiLoCo H=50",
     "--sync streaming --sync-every 50 --sync-delay 6",
     "four fragments, one after the other, six steps late",
 );
-/// The same, mixed as in the paper.
+/// Streaming `DiLoCo` with fragments as f32, mixed with the worker's own values as in the paper.
 pub(crate) const STREAMING_MIXED: Arm = arm(
     "streaming DiLoCo H=50, mixed by half",
     "--sync streaming --sync-every 50 --sync-delay 6 --mixing 0.5",
     "the same, half of what a worker had stays",
 );
-/// The same without delay.
+/// Streaming `DiLoCo` whose fragments are applied without delay.
 pub(crate) const FRAGMENTS: Arm = arm(
     "DiLoCo H=50 in fragments",
     "--sync streaming --sync-every 50 --sync-delay 0",
@@ -244,20 +248,21 @@ pub(crate) const COCKTAIL: Arm = arm(
     "--sync cocktail --codec rolling:10/topk:0.2/int4",
     "a tenth of the elements in turn, the largest fifth of them, in 4 bits, a step late",
 );
-/// The same without the selections.
+/// `CocktailSGD`'s delay with int4 instead of its selections.
 pub(crate) const COCKTAIL_INT4: Arm =
     arm("a step late, int4", "--sync cocktail --codec int4", "parameters averaged in 4 bits, a step late");
-/// The same without loss: BAGUA's decentralised algorithm with all.
+/// `CocktailSGD`'s delay without compression: BAGUA's decentralised algorithm in which all workers are
+/// neighbours.
 pub(crate) const COCKTAIL_F32: Arm =
     arm("a step late", "--sync cocktail --codec none", "a control: parameters averaged as f32, a step late")
         .sends(f32_ring);
-/// A selection of as many bytes, without the mask.
+/// `CocktailSGD` with top-k only, at the same number of bytes.
 pub(crate) const TOP_TWO: Arm = arm(
     "a step late, top 2 %",
     "--sync cocktail --codec topk:0.02/int4",
     "a control: the largest elements alone",
 );
-/// A mask of as many bytes, without the selection.
+/// `CocktailSGD` with the rolling mask only, at the same number of bytes.
 pub(crate) const MASK: Arm = arm(
     "a step late, rolling 2 %",
     "--sync cocktail --codec rolling:50/int4",
@@ -268,16 +273,16 @@ pub(crate) const MASK: Arm = arm(
 pub(crate) const D_PSGD: Arm =
     arm("D-PSGD", "--sync d-psgd", "parameters mixed with both neighbours on a ring")
         .sends(|sizes| 8.0 * sizes.params);
-/// BAGUA's pairs.
+/// BAGUA's changing pairs of workers.
 pub(crate) const SHIFT_ONE: Arm =
     arm("shift-one", "--sync shift-one", "parameters mixed in pairs that change")
         .sends(|sizes| 4.0 * sizes.params);
-/// Exponential graphs.
+/// Mixing on an exponential graph.
 pub(crate) const EXPONENTIAL: Arm =
     arm("exponential", "--sync exponential", "parameters mixed with the worker 1, 2, 4 before in turn")
         .sends(|sizes| 4.0 * sizes.params);
 
-/// Stochastic gradient push: a weight of four bytes beside the parameters.
+/// Stochastic gradient push. Each message has a weight of four bytes in addition to the parameters.
 pub(crate) const SGP: Arm = arm(
     "SGP",
     "--sync sgp",
@@ -285,28 +290,28 @@ pub(crate) const SGP: Arm = arm(
 )
 .sends(|sizes| beside_a_mean(sizes, 4.0 * sizes.params + 4.0));
 
-/// `DeMo` with many coefficients.
+/// `DeMo` with 32 coefficients per chunk.
 pub(crate) const DEMO: Arm = arm(
     "DeMo k=32",
     "--recipe demo --lr 5e-3",
     "32 of 4096 DCT coefficients of a momentum that workers keep",
 );
-/// `DeMo` with few, in one bit, as in Psyche.
+/// `DeMo` with 4 coefficients per chunk in one bit, as in Psyche.
 pub(crate) const DISTRO: Arm =
     arm("DeMo k=4, 1 bit", "--recipe distro --lr 4e-3", "the signs of 4 of 4096 DCT coefficients");
-/// `DeMo` without the transform.
+/// `DeMo` without the transform: 32 elements per chunk.
 pub(crate) const DEMO_PLAIN: Arm = arm(
     "DeMo k=32, no DCT",
     "--recipe demo --lr 5e-3 --codec topk:32of4096/none+ef:0.999",
     "a control: as many elements as they are",
 );
-/// `DeMo` without the momentum.
+/// `DeMo` without feedback, which is its momentum.
 pub(crate) const DEMO_ALONE: Arm = arm(
     "DeMo k=32, no momentum",
     "--recipe demo --lr 5e-3 --codec dct:64/topk:32of4096 --error-feedback false",
     "a control: what is not sent is gone",
 );
-/// Signs of the momentum of whole gradients.
+/// Signum: the sign of the momentum of gradients that are averaged as f32.
 pub(crate) const SIGNUM: Arm =
     arm("Signum", "--optimizer signum --lr 1e-3", "the sign of the momentum of gradients that travel as f32")
         .sends(f32_ring);
@@ -317,54 +322,55 @@ pub(crate) const SPARSELOCO: Arm = arm(
     "--recipe sparseloco --outer-lr 2",
     "every 30 steps 64 of 4096 elements in 2 bits",
 );
-/// The same without feedback.
+/// `SparseLoCo` without feedback.
 pub(crate) const SPARSELOCO_ALONE: Arm = arm(
     "SparseLoCo H=30, no feedback",
     "--recipe sparseloco --outer-lr 2 --codec topk:64of4096/meanstd2 --error-feedback false",
     "a control: what is not selected is gone",
 );
-/// `SparseLoCo` around Muon.
+/// `SparseLoCo` with Muon as the inner optimizer.
 pub(crate) const SPARSE_MUON: Arm = arm(
     "SparseLoCo H=30, Muon",
     "--recipe sparseloco --optimizer muon --outer-lr 3",
     "Muon, and every 30 steps 64 of 4096 elements in 2 bits",
 );
-/// `DiLoCo` every hundred steps in 8 bits.
+/// `DiLoCo` with averages every 100 steps in 8 bits.
 pub(crate) const DILOCO_100_INT8: Arm = arm(
     "DiLoCo H=100, int8",
     "--sync diloco --sync-every 100 --codec int8",
     "averages every 100 steps in 8 bits",
 )
 .sends(int8);
-/// Muon inside.
+/// `MuLoCo`: `DiLoCo` with Muon as the inner optimizer.
 pub(crate) const MULOCO: Arm =
     arm("MuLoCo H=30", "--recipe muloco", "Muon, and averages every 30 steps in 2 bits with feedback");
-/// The same, less often.
+/// `MuLoCo` with averages every 100 steps.
 pub(crate) const MULOCO_100: Arm =
     arm("MuLoCo H=100", "--recipe muloco --sync-every 100 --outer-momentum 0.6", "the same every 100 steps");
-/// Muon at each step.
+/// Muon with gradients averaged at each step.
 pub(crate) const MUON: Arm = arm("Muon", "--optimizer muon", "gradients as f32 into Muon").sends(f32_ring);
 
-/// So much in each step but the last, and one mean of all parameters as f32 after it.
+/// Returns the payload per step of a run that sends `step` bytes in each step but the last, and averages all
+/// parameters as f32 after the last.
 fn beside_a_mean(sizes: &Sizes, step: f64) -> f64 {
     let mean = 2.0 * (sizes.ranks - 1.0) / sizes.ranks * 4.0 * sizes.params;
     step + (mean - step) / sizes.steps
 }
 
-/// Outer steps in pairs.
+/// `NoLoCo`: outer steps in random pairs of workers.
 pub(crate) const NOLOCO: Arm = arm(
     "NoLoCo H=50",
     "--sync noloco --sync-every 50",
     "outer steps every 50 steps, in pairs that are drawn",
 );
-/// Changes of parameters in 8 bits to neighbours.
+/// BAGUA's low-precision ring: changes of parameters in 8 bits to both neighbours.
 pub(crate) const LOW_PRECISION: Arm = arm(
     "low-precision ring",
     "--sync low-precision --codec minmax8:4096",
     "changes of parameters in 8 bits to both neighbours on a ring",
 )
 .sends(|sizes| beside_a_mean(sizes, 2.0 * blocks(sizes.params, 8.0, 4096.0, 32.0)));
-/// The same in one bit.
+/// `CHOCO-SGD`: changes of parameters in one bit to both neighbours.
 pub(crate) const CHOCO: Arm = arm(
     "CHOCO-SGD, 1 bit",
     "--sync choco --codec sign",
@@ -372,19 +378,20 @@ pub(crate) const CHOCO: Arm = arm(
 )
 .sends(|sizes| beside_a_mean(sizes, 2.0 * blocks(sizes.params, 1.0, 4096.0, 4.0)));
 
-/// Moniqua's message of so many bits an element, to both neighbours: the cells and an eight-byte check.
+/// Returns the payload of Moniqua: to each of two neighbours, cells of `bits` bits per element and an
+/// eight-byte check.
 fn moniqua(sizes: &Sizes, bits: f64) -> f64 {
     beside_a_mean(sizes, 2.0 * ((sizes.params * bits / 8.0).ceil() + 8.0))
 }
 
-/// Parameters modulo a bound in 8 bits to neighbours.
+/// Moniqua: parameters modulo a bound, in 8 bits to both neighbours.
 pub(crate) const MONIQUA_8: Arm = arm(
     "Moniqua, 8 bits",
     "--sync moniqua --moniqua-bits 8 --consensus-rate 1",
     "parameters modulo a bound in 8 bits to both neighbours on a ring, without any memory",
 )
 .sends(|sizes| moniqua(sizes, 8.0));
-/// The same in one bit.
+/// Moniqua in one bit.
 pub(crate) const MONIQUA_1: Arm = arm(
     "Moniqua, 1 bit",
     "--sync moniqua --moniqua-bits 1 --consensus-rate 0.02",
@@ -392,28 +399,28 @@ pub(crate) const MONIQUA_1: Arm = arm(
 )
 .sends(|sizes| moniqua(sizes, 1.0));
 
-/// The largest hundredth, packed once.
+/// The largest hundredth of the gradients, encoded once and sent to all workers.
 pub(crate) const TOP_K_GATHERED: Arm = arm(
     "top 1 %, all-gather",
     "--codec topk:0.01 --algorithm all-gather",
     "the largest hundredth of the gradients to all workers, with feedback, into AdamW",
 );
-/// Momentum correction, packed once.
+/// Momentum-corrected gradients, encoded once and sent to all workers.
 pub(crate) const DGC_GATHERED: Arm = arm(
     "DGC 1 %, all-gather",
     "--codec dgc:0.01 --algorithm all-gather --beta1 0 --lr 1e-3 --min-lr 1e-4",
     "the same, what each worker selects to all others",
 );
 
-/// Products in bf16.
+/// Matrix products with operands in bf16.
 pub(crate) const BF16: Arm =
     arm("products in bf16", "--precision bf16", "operands of matrix products in bf16").sends(f32_ring);
-/// Products in f16.
+/// Matrix products with operands in f16.
 pub(crate) const F16_PRODUCTS: Arm =
     arm("products in f16", "--precision f16", "operands of matrix products in f16, scaled losses")
         .sends(f32_ring);
 
-/// `DiLoCo` whose slower workers take fewer local steps.
+/// `DiLoCo` in which slower workers take fewer local steps.
 pub(crate) const DILOCO_BY_SPEED: Arm = arm(
     "DiLoCo H=10, by speed",
     "--sync diloco --sync-every 10 --local-steps by-speed",
@@ -425,25 +432,25 @@ pub(crate) const ASYNC: Arm = arm(
     "--sync async --sync-every 10 --local-steps by-speed",
     "each worker moves the model on servers every 10 steps and waits for nobody",
 );
-/// The same, whose changes are coded.
+/// Asynchronous local steps with changes in 8 bits.
 pub(crate) const ASYNC_INT8: Arm = arm(
     "async H=10, by speed, int8",
     "--sync async --sync-every 10 --local-steps by-speed --codec int8",
     "the same, changes in 8 bits with feedback; models come back as f32",
 );
-/// The same without momentum.
+/// Asynchronous local steps without outer momentum.
 pub(crate) const ASYNC_PLAIN: Arm = arm(
     "async H=10, by speed, no momentum",
     "--sync async --sync-every 10 --local-steps by-speed --outer-lr 1 --outer-momentum 0",
     "the same without outer momentum",
 );
-/// Asynchronous SGD.
+/// Asynchronous SGD with a parameter server.
 pub(crate) const PARAMETER_SERVER: Arm = arm(
     "parameter server",
     "--sync parameter-server --local-steps by-speed",
     "each step moves the model on servers, and the worker goes on from there",
 );
-/// Asynchronous SGD with a bound.
+/// Asynchronous SGD with a bound on the steps between workers.
 pub(crate) const BOUNDED_STALE: Arm = arm(
     "bounded staleness 4",
     "--sync bounded-stale --staleness 4 --local-steps by-speed",
@@ -456,7 +463,7 @@ pub(crate) const DECOUPLED: Arm = arm(
     "outer steps of more than half of the workers, whichever come first",
 );
 
-/// Asynchronous local steps on two levels.
+/// HALoS: asynchronous local steps on two levels of servers.
 pub(crate) const HALOS: Arm = arm(
     "HALoS H=10, by speed",
     "--sync halos --sync-every 10 --local-steps by-speed",
@@ -470,35 +477,35 @@ pub(crate) const ASYNC_AVERAGE: Arm = arm(
     "parameters of all are averaged in the background every 5 ms, while workers train on",
 );
 
-/// Local steps, and a plain mean of parameters.
+/// Local SGD: plain averages of parameters every 5 steps.
 pub(crate) const LOCAL_5: Arm = arm(
     "local SGD H=5",
     "--sync diloco --sync-every 5 --outer-lr 1 --outer-momentum 0",
     "parameters are averaged every 5 steps, plain",
 )
 .sends(f32_ring);
-/// The same, less often.
+/// Local SGD with averages every 10 steps.
 pub(crate) const LOCAL_10: Arm = arm(
     "local SGD H=10",
     "--sync diloco --sync-every 10 --outer-lr 1 --outer-momentum 0",
     "parameters are averaged every 10 steps, plain",
 )
 .sends(f32_ring);
-/// The same, as often as GPT-JT.
+/// Local SGD with averages every 50 steps, as for GPT-JT.
 pub(crate) const LOCAL_50: Arm = arm(
     "local SGD H=50",
     "--sync diloco --sync-every 50 --outer-lr 1 --outer-momentum 0",
     "parameters are averaged every 50 steps, plain",
 )
 .sends(f32_ring);
-/// Local Adam.
+/// Local Adam: parameters and both moments are averaged every 10 steps.
 pub(crate) const LOCAL_ADAM: Arm = arm(
     "local Adam H=10",
     "--sync des-loc --sync-every 10 --first-moment-every 10 --second-moment-every 10",
     "parameters and both of Adam's moments are averaged every 10 steps",
 )
 .sends(|sizes| 3.0 * f32_ring(sizes));
-/// `DES-LOC` with the paper's multiples, which divide the steps of a run.
+/// `DES-LOC` with the multiples of the paper. They divide the number of steps of a run.
 pub(crate) const DES_LOC: Arm = arm(
     "DES-LOC H=10",
     "--sync des-loc --sync-every 10",
@@ -509,13 +516,13 @@ pub(crate) const DES_LOC: Arm = arm(
     let meetings = (sizes.steps / sizes.every).ceil();
     f32_ring(sizes) * sizes.every / sizes.steps * (meetings + count(30.0) + count(60.0))
 });
-/// Eager updates.
+/// Eager `DiLoCo` with averages every 10 steps.
 pub(crate) const EAGER_10: Arm = arm(
     "eager DiLoCo H=10",
     "--sync eager --sync-every 10",
     "averages every 10 steps, each with the next 10 to arrive",
 );
-/// The same, less often.
+/// Eager `DiLoCo` with averages every 50 steps.
 pub(crate) const EAGER_50: Arm = arm(
     "eager DiLoCo H=50",
     "--sync eager --sync-every 50",

@@ -1,4 +1,4 @@
-//! Step times of an arm on the virtual clock, over links of one's choice.
+//! Measures step times of an arm on the virtual clock, over any links.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -12,21 +12,22 @@ use super::{Arm, Setting};
 use crate::harness::Report;
 use crate::workers::{Over, again, on_all};
 
-/// Times by command and link.
+/// Measured times by command and link.
 static TIMES: Mutex<BTreeMap<String, f64>> = Mutex::new(BTreeMap::new());
 
-/// Seconds of a step over a link: a mean over the second period, from one meeting of all replicas to the next.
+/// Returns the seconds of a step over a link: the mean over the second period, from one meeting of all replicas
+/// to the next.
 ///
-/// The seed is the bench's; it matters only where a payload's size depends on the values.
+/// The seed is the bench's. It matters only if a payload's size depends on the values.
 ///
-/// Errors: settings that do not go together; a run that fails.
+/// Errors: the settings cannot be combined; a run fails.
 pub(super) fn step_time(report: &mut Report<'_>, setting: &Setting, arm: &Arm, link: Link) -> Result<f64> {
     let key = format!("{} / {} {link}", setting.pretraining(), setting.command(arm));
     if let Some(&time) = TIMES.lock().unwrap_or_else(PoisonError::into_inner).get(&key) {
         return Ok(time);
     }
     let job = super::kept::arm_job(report, setting, arm, report.seed())?;
-    // The steps after a warm-up, from the first.
+    // Without a warm-up of its own, an arm uses its codec from the first step: these times are wanted.
     let codec_warmup = job.config.codec_warmup.or(Some(0));
     let config = TrainConfig { link, codec_warmup, ..job.config.clone() };
     let time = period(&again(&job, config, Over::Simulated(link)))?;
@@ -34,9 +35,9 @@ pub(super) fn step_time(report: &mut Report<'_>, setting: &Setting, arm: &Arm, l
     Ok(time)
 }
 
-/// Seconds of a step of a job, from one meeting of all replicas to the next.
+/// Returns the seconds of a step of a job, from one meeting of all replicas to the next.
 ///
-/// Errors: a run that fails.
+/// Errors: a run fails.
 pub(super) fn period(job: &Job) -> Result<f64> {
     let times = on_all(job, |rank| {
         to_meeting(rank)?;
@@ -48,9 +49,9 @@ pub(super) fn period(job: &Job) -> Result<f64> {
     Ok(slowest.as_secs_f64() / steps as f64)
 }
 
-/// Takes steps until all replicas have met; how long that took on this rank.
+/// Takes steps until all replicas have met, and returns how long this took on this rank.
 ///
-/// Errors: a step that fails.
+/// Errors: a step fails.
 pub(crate) fn to_meeting(rank: &mut Trainer) -> Result<Nanos> {
     let begun = rank.comm().now();
     while rank.step(false)?.synced == Synced::No {}

@@ -1,5 +1,5 @@
-//! Runs and data of this process: a run that several benches need is trained once, and so are the weights that
-//! arms start from; the text is read once.
+//! Caches of this process: each run, and the weights that arms start from, are trained once; the text is read
+//! once.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -16,29 +16,30 @@ use super::{pretraining, training};
 use crate::harness::Report;
 use crate::workers::{Over, again};
 
-/// Runs by the command that they would have.
+/// Finished runs, by their command.
 static RUNS: Mutex<BTreeMap<String, Shared>> = Mutex::new(BTreeMap::new());
-/// Jobs by their model and the weights that they start from.
+/// Jobs, by their model and the weights that they start from.
 static JOBS: Mutex<BTreeMap<String, Job>> = Mutex::new(BTreeMap::new());
-/// Folders of weights by the command that would train them. A static is never dropped: [`clean`] is.
+/// Folders of weights, by the command that trains them. Statics are never dropped, so [`clean`] removes the
+/// folders.
 static WEIGHTS: Mutex<BTreeMap<String, TempDir>> = Mutex::new(BTreeMap::new());
 
 fn lock<T>(kept: &'static Mutex<T>) -> MutexGuard<'static, T> {
     kept.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Removes what is on disk.
+/// Removes all folders of weights from disk.
 pub(crate) fn clean() {
     lock(&WEIGHTS).clear();
 }
 
-/// The job of some settings; data that another job of this process has are not read again.
+/// Returns the job of some settings. It shares the data of an earlier job of this process if possible.
 ///
-/// Errors: settings that do not go together.
+/// Errors: the settings cannot be combined.
 fn job(config: &TrainConfig) -> Result<Job> {
     let over = Over::Simulated(config.link);
     let TrainConfig { model, layers, heads, dim, context, init_from, data, shards, .. } = config;
-    // The default text is read file by file only where shards need its files.
+    // The key has the shards, because the default text is read file by file only if they need its files.
     let key = format!("{model} {layers:?} {heads:?} {dim:?} {context:?} {init_from:?} {data:?} {shards}");
     let mut jobs = lock(&JOBS);
     if let Some(job) = jobs.get(&key) {
@@ -49,22 +50,23 @@ fn job(config: &TrainConfig) -> Result<Job> {
     Ok(job)
 }
 
-/// The shape of a model.
+/// Returns the shape of a model.
 ///
-/// Errors: settings that do not go together.
+/// Errors: the settings cannot be combined.
 pub(super) fn model(config: &TrainConfig) -> Result<GptConfig> {
     Ok(job(config)?.model)
 }
 
-/// The job of an arm, which starts from the setting's weights.
+/// Returns the job of an arm, which starts from the setting's weights.
 ///
-/// Errors: as [`run`].
+/// Errors: those of [`run`].
 pub(super) fn arm_job(report: &mut Report<'_>, setting: &Setting, arm: &Arm, seed: u64) -> Result<Job> {
     let config = setting.config(arm, seed)?;
     job(&TrainConfig { init_from: Some(weights(report, setting, seed)?), ..config })
 }
 
-/// The folder with the weights that arms of a seed start from, trained now unless this process has them.
+/// Returns the folder with the weights that arms of a seed start from. Trains them if this process does not
+/// have them yet.
 fn weights(report: &mut Report<'_>, setting: &Setting, seed: u64) -> Result<PathBuf> {
     let key = format!("{} --seed {seed}", setting.pretraining());
     if let Some(folder) = lock(&WEIGHTS).get(&key) {
@@ -79,9 +81,9 @@ fn weights(report: &mut Report<'_>, setting: &Setting, seed: u64) -> Result<Path
     Ok(path)
 }
 
-/// The run of an arm, trained now unless this process has it.
+/// Returns the run of an arm. Trains it if this process does not have it yet.
 ///
-/// Errors: settings that do not go together; a run that fails; stderr is closed.
+/// Errors: the settings cannot be combined; a run fails; stderr is closed.
 pub(super) fn run(report: &mut Report<'_>, setting: &Setting, arm: &Arm, seed: u64) -> Result<Shared> {
     let key = format!("{} / {} --seed {seed}", setting.pretraining(), setting.command(arm));
     if let Some(run) = lock(&RUNS).get(&key) {

@@ -1,4 +1,4 @@
-//! What came of an arm over all seeds, and its rows beside the reference.
+//! Results of an arm over all seeds, and its rows compared with the reference.
 
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -11,20 +11,20 @@ use crate::harness::{Mark, Report};
 pub(crate) struct Outcome {
     /// The arm's name.
     pub name: &'static str,
-    /// One for each seed.
+    /// One run for each seed.
     pub runs: Vec<Shared>,
 }
 
-/// By how much a loss is above another, in percent of that, over pairs of runs of one seed.
+/// Difference between two losses in percent of the second, over pairs of runs with the same seed.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Gap {
-    /// The mean.
+    /// Mean of the sample.
     pub mean: f64,
-    /// The sample's standard deviation; 0 for a single seed.
+    /// Standard deviation of the sample; 0 for a single seed.
     pub sigma: f64,
 }
 
-/// Mean and sample standard deviation.
+/// Returns the mean and the standard deviation of a sample.
 pub(crate) fn spread(values: &[f64]) -> Gap {
     let n = values.len() as f64;
     let mean = values.iter().sum::<f64>() / n;
@@ -33,38 +33,39 @@ pub(crate) fn spread(values: &[f64]) -> Gap {
 }
 
 impl Outcome {
-    /// Held-out losses at the end, by seed.
+    /// Returns the held-out losses at the end, by seed.
     pub(crate) fn losses(&self) -> Vec<f64> {
         self.runs.iter().map(|run| run.last().loss).collect()
     }
 
-    /// Their mean.
+    /// Returns the mean of the held-out losses.
     pub(crate) fn loss(&self) -> f64 {
         spread(&self.losses()).mean
     }
 
-    /// By how much its losses are above the reference's, in percent.
+    /// Returns how far its losses are above the reference's, in percent.
     pub(crate) fn gap(&self, reference: &Self) -> Gap {
         let pairs = self.losses().into_iter().zip(reference.losses());
         spread(&pairs.map(|(ours, theirs)| (ours / theirs - 1.0) * 100.0).collect::<Vec<_>>())
     }
 
-    /// Payload that a rank sends in a step, in bytes.
+    /// Returns the payload that a rank sends per step, in bytes.
     pub(crate) fn payload(&self) -> f64 {
         spread(&self.runs.iter().map(|run| run.payload).collect::<Vec<_>>()).mean
     }
 
-    /// The same with frames and votes.
+    /// Returns the bytes that a rank sends per step, with frames and votes.
     pub(crate) fn sent(&self) -> f64 {
         spread(&self.runs.iter().map(|run| run.last().sent / run.steps as f64).collect::<Vec<_>>()).mean
     }
 
-    /// Seconds of a step on the virtual clock.
+    /// Returns the seconds of a step on the virtual clock.
     pub(crate) fn seconds(&self) -> f64 {
         spread(&self.runs.iter().map(|run| run.last().seconds / run.steps as f64).collect::<Vec<_>>()).mean
     }
 
-    /// Rows: loss, its spread and gap, bytes, ratios, time. `gap` is the mark of the gap in percent.
+    /// Adds rows for the loss, its spread and gap, bytes, ratios and time. `gap` is the mark for the gap in
+    /// percent.
     ///
     /// Errors: stdout is closed.
     pub(crate) fn rows(&self, report: &mut Report<'_>, reference: &Self, gap: Mark) -> Result<()> {
@@ -90,7 +91,8 @@ impl Outcome {
         row("speed-up over f32", reference.seconds() / self.seconds(), "x", Mark::None)
     }
 
-    /// The arm's entry in a bench's record: `step_times` are those over [`super::LINKS`], in seconds.
+    /// Returns the arm's entry in a bench's record. `step_times` has a time for each of [`super::LINKS`], in
+    /// seconds.
     pub(super) fn record(&self, setting: &Setting, arm: &Arm, reference: &Self, step_times: &[f64]) -> Value {
         let gap = self.gap(reference);
         let curve: Vec<_> =
@@ -103,7 +105,7 @@ impl Outcome {
         })
     }
 
-    /// The first seed's points with the means of losses over all seeds.
+    /// Returns the points of the first seed, with each loss replaced by the mean over all seeds.
     fn curve(&self) -> Vec<super::Point> {
         let Some(first) = self.runs.first() else { return Vec::new() };
         let mean = |i: usize| {
@@ -131,7 +133,7 @@ mod tests {
     #[test]
     fn gaps_are_of_runs_of_one_seed() {
         let gap = outcome(&[2.02, 4.12]).gap(&outcome(&[2.0, 4.0]));
-        // One percent and three.
+        // The gaps are one percent and three percent.
         assert!((gap.mean - 2.0).abs() < 1e-9 && (gap.sigma - 2.0_f64.sqrt()).abs() < 1e-9, "{gap:?}");
         assert_eq!(outcome(&[2.0]).gap(&outcome(&[2.0])), Gap { mean: 0.0, sigma: 0.0 });
     }

@@ -1,4 +1,4 @@
-//! The weights that all arms of a setting start from.
+//! Trains the weights from which all arms of a setting start.
 
 use std::path::Path;
 
@@ -10,9 +10,9 @@ use farflung::zoo::{Stage, ZooError, weights};
 
 use crate::workers::on_all;
 
-/// Trains a job and writes its model into a folder; gives the held-out loss.
+/// Trains a job, writes its model into a folder, and returns the held-out loss.
 ///
-/// Errors: a rank that fails; the folder cannot be written.
+/// Errors: a rank fails; the folder cannot be written.
 pub(super) fn train(job: &Job, folder: &Path) -> Result<f64> {
     let ranks = on_all(job, |rank| {
         for _ in 0..job.config.steps {

@@ -1,28 +1,28 @@
-//! A published figure beside ours, for the record.
+//! A published figure and ours, for the record.
 
 use serde_json::json;
 
 use crate::harness::Report;
 
-/// What a paper says and what we measured.
+/// A figure from a paper, and our measurement.
 #[derive(Debug, Clone)]
 pub(crate) struct Published<'a> {
-    /// What was measured.
+    /// The measured quantity.
     pub what: &'a str,
     /// The paper's figure with its setting.
     pub paper: &'a str,
-    /// Ours.
+    /// Our figure.
     pub ours: String,
     /// Our setting.
     pub setting: String,
-    /// Whether the claim holds in our setting.
+    /// True if the claim holds in our setting.
     pub holds: bool,
-    /// Why not, or what the comparison leaves out.
+    /// Reason why it does not hold, or limits of the comparison.
     pub note: &'a str,
 }
 
 impl Published<'_> {
-    /// Adds it to the bench's record.
+    /// Adds this to the bench's record.
     pub(crate) fn record(&self, report: &mut Report<'_>) {
         let Self { what, paper, ours, setting, holds, note } = self;
         let entry = json!({

@@ -1,4 +1,4 @@
-//! What all arms of a comparison share: model, data, steps, links, as flags of `farflung train`.
+//! Settings that all arms of a comparison share: model, data, steps and links, as flags of `farflung train`.
 
 use anyhow::{Context, Result};
 use clap::{Args as _, Command, FromArgMatches as _};
@@ -9,38 +9,41 @@ use farflung::config::{TrainArgs, TrainConfig};
 use super::Arm;
 use crate::harness::Options;
 
-/// Flags that an arm's own come on top of, and how the weights that all arms start from were trained.
+/// Flags shared by all arms, and the flags that trained the weights from which all arms start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Setting {
     flags: String,
     pretraining: String,
 }
 
-/// The model: 34000 parameters, so that a run of a few seconds brings it near what it can learn. Far from
-/// there, every method that learns more slowly per step looks bad, and none of the papers is about that.
+/// Flags of the model. It has 34000 parameters, so that a run of a few seconds comes near the loss that it can
+/// reach. Far from that loss, every method that learns more slowly per step looks bad, which is not what the
+/// papers are about.
 const MODEL: &str = "--layers 2 --heads 2 --dim 32 --context 64";
 
-/// Data and links. A worker has 256 tokens a step and computes 50 GFLOP/s on the virtual clock: bytes and
-/// operations are to each other as for a worker with 256 thousand tokens and 50 TFLOP/s, whatever the model's
-/// size. A latency that matters to such a model would hide everything here, so there is almost none.
+/// Flags for data and links. A worker has 256 tokens per step and computes 50 GFLOP/s on the virtual clock. So
+/// the ratio of bytes to operations is that of a worker with 256 thousand tokens per step and 50 TFLOP/s,
+/// whatever the model's size. A realistic latency would dominate the time of such a small model, so there is
+/// almost none.
 const COMMON: &str = "--batch 4 --workers 8 --eval-batches 64 --transport simulated --link 100mbit,1us \
                       --codec none --threads 1";
 
-/// Arms start where these steps of f32 end, as in the papers of `DiLoCo`: a third of the steps of an arm.
+/// Flags of the pretraining, which is a third of all steps. Arms start from its result, as in the papers of
+/// `DiLoCo`.
 const PRETRAINING: &str = "--lr 1e-2 --min-lr 3e-3 --warmup 100";
 const TRAINING: &str = "--lr 3e-3 --warmup 20";
 
-/// Steps of pretraining and of an arm.
+/// Numbers of steps: of the pretraining, and of an arm.
 const STEPS: (u64, u64) = (1000, 2000);
 const QUICK_STEPS: (u64, u64) = (110, 100);
 const LONG_STEPS: (u64, u64) = (4000, 10_000);
 
-/// What a closed form of bytes needs.
+/// Sizes that closed forms of bytes depend on.
 #[derive(Debug, Clone)]
 pub(crate) struct Sizes {
     /// Parameters of the model.
     pub params: f64,
-    /// Ranks that average.
+    /// Number of ranks that average.
     pub ranks: f64,
     /// Steps between averages.
     pub every: f64,
@@ -51,7 +54,7 @@ pub(crate) struct Sizes {
 }
 
 impl Setting {
-    /// The setting of all arms.
+    /// Returns the setting of all arms.
     pub(crate) fn of(options: &Options) -> Self {
         let (before, steps) = match options {
             Options { quick: true, .. } => QUICK_STEPS,
@@ -69,13 +72,13 @@ impl Setting {
         Self { flags: format!("{COMMON} {TRAINING} --steps {steps}"), ..self }
     }
 
-    /// Workers of which one is three times slower, on a network that costs next to nothing; `share` of the
-    /// steps.
+    /// Returns a setting in which one worker is three times slower, on a network that takes almost no time,
+    /// with a fraction `share` of the steps.
     pub(crate) fn straggling(options: &Options, share: f64) -> Self {
         Self::on("straggler", options, share)
     }
 
-    /// Machines of a shipped topology; `share` of the steps.
+    /// Returns a setting on the machines of a shipped topology, with a fraction `share` of the steps.
     pub(crate) fn on(topology: &str, options: &Options, share: f64) -> Self {
         let common = COMMON.replace("--link 100mbit,1us", &format!("--topology {topology}"));
         let all = Self::of(options);
@@ -84,12 +87,13 @@ impl Setting {
         Self { flags: format!("{common} {TRAINING} --steps {steps}"), ..all }
     }
 
-    /// The command that trains an arm.
+    /// Returns the command that trains an arm.
     pub(crate) fn command(&self, arm: &Arm) -> String {
         format!("farflung train --init-from PRETRAINED {}", self.flags_of(arm))
     }
 
-    /// The flags of a run: the setting's that neither the arm nor its recipe sets, and the arm's.
+    /// Returns the flags of a run: those of the setting that neither the arm nor its recipe sets, then the
+    /// arm's.
     fn flags_of(&self, arm: &Arm) -> String {
         let pairs = |flags: &'static str| -> Vec<(&str, &str)> {
             let words: Vec<&str> = flags.split_whitespace().collect();
@@ -109,34 +113,34 @@ impl Setting {
         shared.chain(own).collect::<Vec<_>>().join(" ")
     }
 
-    /// The command that trains what arms start from.
+    /// Returns the command that trains the weights from which arms start.
     pub(crate) fn pretraining(&self) -> String {
         format!("farflung train {}", self.pretraining)
     }
 
-    /// The settings of the pretraining.
+    /// Returns the settings of the pretraining.
     ///
-    /// Errors: as [`Setting::config`].
+    /// Errors: those of [`Setting::config`].
     pub(super) fn pretraining_config(&self, seed: u64) -> Result<TrainConfig> {
         resolved(&format!("--seed {seed}"), &self.pretraining).context("wrong settings of the pretraining")
     }
 
-    /// The settings of an arm without those that all share.
+    /// Returns the settings of an arm alone, without the shared flags.
     ///
-    /// Errors: as [`Setting::config`].
+    /// Errors: those of [`Setting::config`].
     pub(crate) fn bare(arm: &Arm) -> Result<TrainConfig> {
         resolved(arm.flags, "")
     }
 
-    /// The settings of a run, without the weights that it starts from.
+    /// Returns the settings of a run, without the weights that it starts from.
     ///
-    /// Errors: a flag that does not exist, or a value out of its range.
+    /// Errors: a flag does not exist, or a value is out of its range.
     pub(crate) fn config(&self, arm: &Arm, seed: u64) -> Result<TrainConfig> {
         resolved(&self.flags_of(arm), &format!("--seed {seed}"))
             .with_context(|| format!("wrong settings of arm `{}`", arm.name))
     }
 
-    /// Parameters and ranks of an arm.
+    /// Returns the parameters and ranks of an arm.
     pub(super) fn sizes(&self, arm: &Arm) -> Result<Sizes> {
         let config = self.config(arm, 0)?;
         let model = super::kept::model(&self.pretraining_config(0)?)?;
@@ -148,15 +152,15 @@ impl Setting {
     }
 }
 
-/// The settings of some flags, and of others where those give nothing.
+/// Returns the settings of `flags`, and those of `base` for settings that `flags` does not give.
 ///
-/// Errors: a flag that does not exist, or a value out of its range.
+/// Errors: a flag does not exist, or a value is out of its range.
 pub(crate) fn resolved(flags: &str, base: &str) -> Result<TrainConfig> {
     let resolved = TrainConfig::merge(parse(flags)?.or(parse(base)?), TrainArgs::default());
     resolved.with_context(|| format!("wrong settings `{flags}`"))
 }
 
-/// Flags as `farflung train` takes them.
+/// Parses flags as `farflung train` does.
 fn parse(flags: &str) -> Result<TrainArgs> {
     let command = TrainFlags::augment_args(Command::new("train"));
     let matches = command.try_get_matches_from(["train"].into_iter().chain(flags.split_whitespace()))?;

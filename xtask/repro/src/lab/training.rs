@@ -1,4 +1,4 @@
-//! One run of one arm: held-out losses, bytes and virtual time as it goes.
+//! Trains one run of one arm, and records held-out losses, bytes and virtual time.
 
 use std::collections::BTreeMap;
 
@@ -9,15 +9,15 @@ use farflung::train::{Job, StepDone, Synced, Trainer};
 
 use crate::workers::on_all;
 
-/// Evaluations of a run, evenly spread.
+/// Number of evaluations of a run, evenly spread.
 const EVALUATIONS: u64 = 10;
 
-/// The state of a run after some steps. Bytes and time are those of steps alone, without evaluations.
+/// State of a run after some steps. Bytes and time count only the steps, not the evaluations.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Point {
     /// Steps done.
     pub step: u64,
-    /// Bytes that the rank with the most has sent: payloads with their frames.
+    /// Bytes sent by the rank that has sent most, frames included.
     pub sent: f64,
     /// Seconds on the virtual clock of the slowest rank.
     pub seconds: f64,
@@ -25,20 +25,19 @@ pub(crate) struct Point {
     pub loss: f64,
 }
 
-/// What came of a run.
+/// Results of a run.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Run {
-    /// From the first evaluation to the end.
+    /// Points from the first evaluation to the end.
     pub points: Vec<Point>,
-    /// Payload that a rank sends in a step, in bytes: a mean over ranks and steps. Votes on steps are not in
-    /// it.
+    /// Payload that a rank sends per step, in bytes: the mean over ranks and steps, without votes.
     pub payload: f64,
-    /// Steps.
+    /// Number of steps.
     pub steps: u64,
 }
 
 impl Run {
-    /// The end of the run.
+    /// Returns the last point of the run.
     ///
     /// # Panics
     /// Never: a run has at least one step, and is evaluated after its last.
@@ -47,7 +46,7 @@ impl Run {
     }
 }
 
-/// What one rank saw.
+/// Results of one rank.
 struct Seen {
     points: Vec<Point>,
     payload: f64,
@@ -55,7 +54,7 @@ struct Seen {
 
 /// Trains all ranks of a job.
 ///
-/// Errors: a rank that fails.
+/// Errors: a rank fails.
 pub(super) fn run(job: &Job) -> Result<Run> {
     let seen = on_all(job, |rank| watch(rank, job.config.steps))?;
     let mut points = seen.first().context("a job has ranks")?.points.clone();
@@ -103,19 +102,20 @@ fn watch(rank: &mut Trainer, steps: u64) -> Result<Seen> {
     Ok(Seen { points, payload: payload.saturating_sub(voting) as f64 })
 }
 
-/// Bytes of steps that left while the model was evaluated, from all that left in each evaluation. After the
-/// last step nothing is under way, so the last evaluation sends what is its own.
+/// Returns the bytes of steps that were sent during evaluations, from the bytes sent in each evaluation. After
+/// the last step nothing is in flight, so the last evaluation sends only its own bytes.
 fn left_meanwhile(evaluating: &[u64]) -> u64 {
     let own = evaluating.last().copied().unwrap_or(0);
     evaluating.iter().map(|sent| sent.saturating_sub(own)).sum()
 }
 
-/// Whether ranks told each other their losses in this step.
+/// Checks whether ranks exchanged their losses in this step.
 fn voted(done: &StepDone) -> bool {
     done.synced == Synced::Yes
 }
 
-/// Bytes of a vote on so many losses, by holding one: each loss and whether to stop, as f64.
+/// Measures the bytes of a vote on `losses` losses by holding one. It carries each loss and the request to
+/// stop, as f64.
 fn vote_bytes(rank: &Trainer, losses: usize) -> Result<u64> {
     let before = rank.comm().stats().sent.payload.0;
     rank.comm().all_reduce(&mut vec![0.0_f64; losses + 1], ReduceOp::Sum)?;

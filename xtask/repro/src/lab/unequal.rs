@@ -1,4 +1,4 @@
-//! Arms on unequal machines: tokens an hour and loss beside those of averages at each step.
+//! Compares arms on unequal machines with averaging at each step, by tokens per hour and loss.
 
 use anyhow::Result;
 use farflung::train::plan_of;
@@ -8,40 +8,40 @@ use super::outcome::Gap;
 use super::{Arm, Lab, Outcome};
 use crate::harness::{Mark, Report};
 
-/// Machines, and what an arm on them is compared with.
+/// Unequal machines, and the reference for arms on them.
 #[derive(Debug)]
 pub(crate) struct Unequal<'a> {
-    /// In words.
+    /// Description of the machines.
     pub machines: &'static str,
-    /// Averages at each step.
+    /// Results of averaging at each step.
     pub reference: &'a Outcome,
-    /// Their tokens a second of the virtual clock, in microbatches.
+    /// The reference's tokens per second of the virtual clock, in microbatches.
     pub rate: f64,
 }
 
-/// What came of an arm.
+/// Results of an arm.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Found {
-    /// Tokens an hour over the reference's.
+    /// Tokens per hour, relative to the reference.
     pub rate: f64,
     /// Loss above the reference's, in percent.
     pub gap: Gap,
-    /// Bytes that a worker sends for a step that the fastest takes, without frames.
+    /// Bytes that a worker sends per step of the fastest worker, without frames.
     pub payload: f64,
 }
 
 /// The marks of an arm.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Marks {
-    /// Of its tokens an hour.
+    /// Mark for the tokens per hour.
     pub rate: Mark,
-    /// Of its loss above the reference's.
+    /// Mark for the loss above the reference's.
     pub gap: Mark,
 }
 
-/// Tokens that an arm trains on in a second of the virtual clock, in microbatches.
+/// Returns the tokens that an arm trains on in a second of the virtual clock, in microbatches.
 ///
-/// Errors: settings that do not go together.
+/// Errors: the settings cannot be combined.
 pub(crate) fn rate(lab: &Lab, arm: &Arm, outcome: &Outcome) -> Result<f64> {
     let config = lab.setting().config(arm, 0)?;
     let (steps, workers) = (config.steps, config.workers);
@@ -50,9 +50,9 @@ pub(crate) fn rate(lab: &Lab, arm: &Arm, outcome: &Outcome) -> Result<f64> {
 }
 
 impl Unequal<'_> {
-    /// The rows of an arm, and its entry in the bench's record.
+    /// Adds the rows of an arm, and its entry in the bench's record.
     ///
-    /// Errors: as [`Lab::outcome`]; stdout is closed.
+    /// Errors: those of [`Lab::outcome`]; stdout is closed.
     pub(crate) fn compare(
         &self,
         report: &mut Report<'_>,

@@ -1,4 +1,4 @@
-//! A member is lost at any moment of a step.
+//! Loses a member at any moment of a step.
 
 use std::collections::BTreeSet;
 
@@ -38,7 +38,7 @@ pub(super) enum Blow {
 impl Blow {
     pub(super) const ALL: [Self; 3] = [Self::Kill, Self::Freeze, Self::Cut];
 
-    /// On one of so many members.
+    /// Returns the fault, injected into one of `members` members at a time.
     pub(super) fn on(self, member: u32, members: usize, at: Nanos) -> Faults {
         let (faults, peer) = (Faults::new().at(at), PeerId(member));
         match self {
@@ -59,7 +59,8 @@ struct Seen {
     slowest: f64,
 }
 
-/// All blows at so many moments between two times, where survivors may end with these hashes and tokens.
+/// Injects all faults at `moments` moments between two times. Survivors must end with one of the `allowed`
+/// hashes.
 fn strike(
     job: &Job,
     member: u32,
@@ -79,7 +80,7 @@ fn strike(
             let Some(first) = survivors.first() else { continue };
             seen.apart += u32::from(survivors.iter().any(|report| report.hash != first.hash));
             seen.other_bits += u32::from(!allowed.contains(&first.hash));
-            // Each sequence of a step counts in it: of five members before, of four after.
+            // Every sequence of a step counts: those of five members before the loss, and of four after it.
             let context = job.model.context as u64;
             let rows = survivors.iter().flat_map(|report| report.rows.windows(2));
             let next = rows.filter(|pair| pair[1].step == pair[0].step + 1);
@@ -106,7 +107,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let at = |step: usize| Nanos((calm[step] * 1e9) as u64);
         let mut all = Seen::default();
         for &member in members {
-            // The fourth step, or the round of the third and the fourth.
+            // The fault is in the fourth step, or in the round of the third and fourth steps.
             let (span, allowed) = if name == "ddp" {
                 ((at(2), at(3)), after_leaving(job, member, 3..=4)?)
             } else {
@@ -145,8 +146,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     processes::run(report, options)
 }
 
-/// The hashes of runs of which one of three rounds has nothing of a member, and of one that it left after the
-/// second.
+/// Returns the hashes of runs in which one of three rounds has no contribution of a member, and of a run that
+/// the member left after the second round.
 fn rounds_without(job: &Job, member: u32) -> Result<BTreeSet<String>> {
     let mut hashes = after_leaving(job, member, 4..=4)?;
     for round in 0..3 {

@@ -1,4 +1,4 @@
-//! A rank of a pipeline is lost at any moment of a step, with another pipeline beside it and without.
+//! Loses a rank of a pipeline at any moment of a step, with and without a second pipeline.
 
 use std::collections::BTreeSet;
 
@@ -15,7 +15,7 @@ use crate::harness::{Mark, Options, Report};
 
 const STAGES: usize = 4;
 
-/// Of what copies of parts may take of a link.
+/// Fraction of a link that copies of parts may use.
 const COPY_SHARE: f64 = 0.5;
 
 #[derive(Debug, Default)]
@@ -37,12 +37,13 @@ fn pipelines(seed: u64, members: usize, steps: u64) -> Result<Job> {
     })
 }
 
-/// Losses of each step.
+/// Returns the loss of each step.
 fn losses(report: &farflung::train::Report) -> Vec<f64> {
     report.rows.iter().map(|row| row.train_loss).collect()
 }
 
-/// All blows on these members at so many moments of a step. `same` says whether a run ended as it should.
+/// Injects all faults into these members at `moments` moments of a step. `same` checks whether a run ended as
+/// it should.
 fn strike(
     job: &Job,
     members: &[u32],
@@ -69,7 +70,7 @@ fn strike(
                 seen.other += u32::from(!same(member, left)?);
                 let lost = notes.number(" steps are lost").unwrap_or(0.0);
                 seen.lost_steps = seen.lost_steps.max(lost);
-                // Steps that are done again are no wait.
+                // Repeated steps do not count as waiting.
                 let usual = (calm[step - 1] - calm[step - 2]) * (lost + 1.0);
                 seen.slowest = seen.slowest.max(longest_wait(left) - usual);
             }
@@ -98,7 +99,7 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let calm = losses(calm.iter().find_map(report_of).context("a run without faults ends")?);
     let mut same = |member: u32, left: &farflung::train::Report| {
         let found = losses(left);
-        // One that took over the first rank's place knows of the steps since.
+        // A member that has taken the place of the first rank reports only the steps since then.
         let whole = member == 0 || found.len() == calm.len();
         let since = calm.len() - found.len().min(calm.len());
         let near = calm[since..].iter().zip(&found).all(|(calm, found)| (calm - found).abs() < 1e-4);

@@ -1,4 +1,4 @@
-//! A run of real processes behind slow links, among which machines come and go by a script.
+//! Runs real processes behind slow links, while machines join and leave by a script.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -27,23 +27,23 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// Machines that there are.
+/// Number of machines.
 const SLOTS: usize = 8;
-/// Fewer members never are: any one may be lost without a word.
+/// Least number of members. With three, any one may be lost without notice.
 const LEAST: usize = 3;
 const SETTINGS: &str = "--layers 2 --heads 2 --dim 64 --context 32 --batch 4 --threads 1 --warmup 0 --lr-schedule constant \
                         --lr 0.002 --sync ddp --codec none --eval-every 25 --eval-batches 16 --sample-tokens 0 --quiet \
                         --checkpoint-every 0";
 
-/// Tokens of a member in a step.
+/// Tokens of one member in a step.
 const TOKENS: u64 = 4 * 32;
 
-/// A machine: where it listens, and the link through which others reach it.
+/// A machine: its listening address, and the link through which others reach it.
 struct Slot {
     listen: String,
     link: Relaying,
     member: Option<Member>,
-    /// When its member came in, counted in changes.
+    /// Number of the change with which its member joined.
     came: usize,
 }
 
@@ -56,7 +56,7 @@ impl Slot {
     }
 }
 
-/// What is done to the run.
+/// A change that the script makes to the run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Act {
     Join,
@@ -76,16 +76,16 @@ impl Act {
     }
 }
 
-/// The run as the script sees it.
+/// State of the run, as the script knows it.
 struct Script<'a> {
     folder: &'a Path,
     slots: Vec<Slot>,
     started: usize,
     changes: usize,
     done: BTreeMap<Act, u32>,
-    /// From a blow to the others' next step, in seconds.
+    /// Longest time from a fault to the others' next step, in seconds.
     slowest: f64,
-    /// Folders of all members there were.
+    /// Folders of all members that were ever started.
     folders: Vec<std::path::PathBuf>,
     host_went: bool,
 }
@@ -95,7 +95,7 @@ impl Script<'_> {
         (0..SLOTS).filter(|&slot| self.slots[slot].member.is_some()).collect()
     }
 
-    /// The member that has been there longest, but for one.
+    /// Returns the member that joined first, except the one at slot `but`.
     fn oldest(&self, but: Option<usize>) -> Result<&Member> {
         let others = self.here().into_iter().filter(|&slot| Some(slot) != but);
         let oldest = others.min_by_key(|&slot| self.slots[slot].came).context("nobody is there")?;
@@ -126,7 +126,7 @@ impl Script<'_> {
         self.slots[slot].member = Some(member);
     }
 
-    /// A member is lost or leaves; whoever was frozen wakes.
+    /// Makes a member fail or leave. A frozen member is woken again.
     fn strike(&mut self, slot: usize, act: Act) -> Result<()> {
         let (watcher, left) = (self.oldest(Some(slot))?, self.here().len() as u64 - 1);
         let (.., before) = watcher.told();
@@ -152,7 +152,8 @@ impl Script<'_> {
         Ok(())
     }
 
-    /// What comes next: by chance, and in the middle of the script the host goes.
+    /// Makes the next change. It is random, except that from the middle of the script on the host is chosen if
+    /// it is still there.
     fn act(&mut self, random: &Philox, turn: u64, part: f64) -> Result<()> {
         let here = self.here();
         let free: Vec<usize> = (0..SLOTS).filter(|slot| !here.contains(slot)).collect();
@@ -181,13 +182,13 @@ impl Script<'_> {
     }
 }
 
-/// The rows of a member's metrics.
+/// Returns the rows of a member's metrics.
 fn rows(folder: &Path) -> Vec<serde_json::Value> {
     let text = fs::read_to_string(folder.join("metrics.jsonl")).unwrap_or_default();
     text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
 }
 
-/// The last loss of the held-out text, and the tokens and steps before it.
+/// Returns the last loss on the held-out text, with the tokens and steps before it.
 fn last_loss(rows: &[serde_json::Value]) -> Result<(f64, u64, u64)> {
     let of = |row: &serde_json::Value| {
         Some((row["val_loss"].as_f64()?, row["tokens"].as_u64()?, row["step"].as_u64()?))
@@ -195,7 +196,7 @@ fn last_loss(rows: &[serde_json::Value]) -> Result<(f64, u64, u64)> {
     rows.iter().rev().find_map(of).context("no loss of the held-out text was told")
 }
 
-/// The loss after so many tokens of runs that nothing happens to, with other seeds.
+/// Returns the losses after `tokens` tokens of undisturbed runs with different seeds.
 fn undisturbed(folder: &Path, tokens: u64, members: u64, seeds: u64) -> Result<Vec<f64>> {
     let steps = tokens / (members * TOKENS);
     let mut losses = Vec::new();
@@ -231,7 +232,7 @@ fn run_in(report: &mut Report<'_>, options: &Options, folder: &Path) -> Result<(
     };
     let slots = (0..SLOTS).map(|_| Slot::new()).collect::<Result<Vec<_>>>()?;
     let (listen, address) = (slots[0].listen.clone(), slots[0].link.address().to_string());
-    // By sockets, so that everything passes the relays.
+    // The run uses sockets only, so that all traffic passes the relays.
     let text = format!(
         "host --transport tcp --listen {listen} --address {address} --deadline 10s --steps 100000000 \
          --digest-every 10 --out 0 {SETTINGS}"
@@ -279,7 +280,8 @@ fn run_in(report: &mut Report<'_>, options: &Options, folder: &Path) -> Result<(
     let (loss, tokens, steps) = last_loss(&rows(&oldest))?;
     let members = tokens as f64 / (steps * TOKENS) as f64;
     let seeds = if options.quick { 2 } else { 4 };
-    // Of as many tokens in as many steps: between runs of one member less and one more than the mean.
+    // The reference has as many tokens in as many steps. It is interpolated between runs with the next lower
+    // and the next higher whole number of members.
     let (fewer, more) = (members.floor().max(1.0), members.floor().max(1.0) + 1.0);
     let fewer_losses = spread(&undisturbed(folder, tokens, fewer as u64, seeds)?);
     let more_losses = spread(&undisturbed(folder, tokens, more as u64, seeds)?);
@@ -292,12 +294,12 @@ fn run_in(report: &mut Report<'_>, options: &Options, folder: &Path) -> Result<(
     report.row("loss of the held-out text", loss, "nat", Mark::None)?;
     report.row("loss of an undisturbed run of as many tokens and steps", expected, "nat", Mark::None)?;
     report.row("spread of undisturbed runs with other seeds", sigma, "nat", Mark::None)?;
-    // Two seeds say little about their spread.
+    // Two seeds are too few to estimate the spread.
     let mark = if options.quick { Mark::None } else { Mark::AtMost(2.0) };
     report.row("loss above the undisturbed, in these", (loss - expected) / sigma, "sigma", mark)
 }
 
-/// Whether all members had the same weights after each step of which several told.
+/// Checks that all members had the same weights after each step that several of them reported.
 fn judge_steps(report: &mut Report<'_>, script: &Script<'_>) -> Result<()> {
     let mut digests: BTreeMap<u64, Vec<String>> = BTreeMap::new();
     let mut most = 0;

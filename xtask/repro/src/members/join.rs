@@ -1,4 +1,4 @@
-//! A newcomer at any moment of a step.
+//! Lets a newcomer join at any moment of a step.
 
 use anyhow::{Context, Result};
 use farflung::base::{Nanos, PeerId};
@@ -19,10 +19,10 @@ pub(crate) const BENCH: Bench = Bench {
 };
 
 const MEMBERS: usize = 3;
-/// Enough for a newcomer to come in and show that it trains.
+/// Enough steps for a newcomer to join and to train.
 const STEPS: u64 = 12;
-/// Messages one after another from the step before to the step after: who is there, promises, votes, the
-/// view, where all stand, hashes of the state; two of each for rings of four.
+/// Sequential messages between the step before the newcomer and the step after it: presence, promises, votes,
+/// the view, which step each member has reached, and hashes of the state; two of each for rings of four.
 const MESSAGES: f64 = 24.0;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
@@ -39,7 +39,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let calm = report_of(&calm[0]).context("a run without newcomers ends")?;
         let (calm_times, usual) = (times(calm), longest_wait(calm));
         let (from, to) = (calm_times[1] * 1e9, calm_times[3] * 1e9);
-        // Weights, and two moments of each.
+        // State per parameter: the weight and two moments.
         let state = calm.parameters as f64 * 12.0;
         let link = job.config.link;
         let transfer = state * 8.0 / link.bandwidth.0 as f64;
@@ -54,7 +54,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             apart += u32::from(!same);
             let Some(first) = all.first() else { continue };
             slowest = slowest.max(longest_wait(first));
-            // The first step behind its coming with the sequences of four.
+            // The first step after the newcomer joined that has the sequences of four members.
             let sequences = |n: usize| {
                 let before = if n == 0 { 0 } else { first.rows[n - 1].tokens };
                 (first.rows[n].tokens - before) / job.model.context as u64

@@ -1,4 +1,4 @@
-//! `farflung launch` whose processes are killed, as torchrun's documentation promises it.
+//! Kills processes of `farflung launch`, and checks the behaviour that torchrun's documentation describes.
 
 use std::fs;
 use std::path::Path;
@@ -28,7 +28,7 @@ const LOOK: Duration = Duration::from_millis(5);
 const SETTINGS: &str = "--layers 2 --heads 2 --dim 32 --context 32 --batch 2 --threads 1 --warmup 0 --eval-every 100000 \
                         --eval-batches 1 --sample-tokens 0 --quiet";
 
-/// A launcher, which does not outlive the bench.
+/// A launcher. Dropping it kills it.
 struct Launcher(Child);
 
 impl Launcher {
@@ -40,13 +40,13 @@ impl Launcher {
         Ok(Self(command.spawn().context("failed to start `farflung launch`")?))
     }
 
-    /// Kills the process that it has started with these words.
+    /// Kills the process that the launcher started with these words.
     fn kill(&self, words: &str) -> Result<()> {
         let child = child_of(self.0.id(), words).with_context(|| format!("no process has {words}"))?;
         send(child, Signal::KILL)
     }
 
-    /// Its exit code.
+    /// Waits for the launcher and returns its exit code.
     fn ends(&mut self) -> Result<i32> {
         wait("the launcher", || Ok(self.0.try_wait()?.map(|status| status.code().unwrap_or(-1))))
     }
@@ -70,14 +70,14 @@ fn wait<T>(what: &str, mut done: impl FnMut() -> Result<Option<T>>) -> Result<T>
     anyhow::bail!("waited for {what} in vain")
 }
 
-/// A process that this one has started, with these words on its command line or among its variables.
+/// Finds a process started by `parent` that has these words in its command line or its environment variables.
 fn child_of(parent: u32, words: &str) -> Option<u32> {
     let processes =
         fs::read_dir("/proc").ok()?.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     processes.filter_map(|name| name.parse::<u32>().ok()).find(|id| {
         let read = |file: &str| fs::read(format!("/proc/{id}/{file}")).unwrap_or_default();
         let stat = String::from_utf8_lossy(&read("stat")).into_owned();
-        // Behind the name in brackets stand the state and the parent.
+        // The fields after the name in brackets are the state and the parent.
         let numbers =
             stat.rsplit(") ").next().map(|rest| rest.split(' ').nth(1) == Some(&parent.to_string()));
         let text = [read("cmdline"), read("environ")].concat();
@@ -85,7 +85,7 @@ fn child_of(parent: u32, words: &str) -> Option<u32> {
     })
 }
 
-/// Steps that a folder's metrics tell of.
+/// Returns the number of steps in a folder's metrics.
 fn steps(folder: &Path) -> usize {
     fs::read_to_string(folder.join("metrics.jsonl")).unwrap_or_default().lines().count()
 }
@@ -168,7 +168,7 @@ fn notice(report: &mut Report<'_>, folder: &Path) -> Result<()> {
     fs::write(folder.join("notice"), "")?;
     let begun = now();
     let code = launcher.ends()?;
-    // 75: it can be started again, elsewhere.
+    // Code 75 means that the job can be started again elsewhere.
     let says_so = f64::from(u8::from(code == 75));
     report.row(
         "notice: the exit code says that the job can go on elsewhere",

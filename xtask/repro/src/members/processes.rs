@@ -1,5 +1,4 @@
-//! The same with processes of this machine: one run, whose members are killed, or frozen and woken, one after
-//! another.
+//! Runs members as processes of this machine. They are killed, or frozen and woken, one after another.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,13 +14,13 @@ use crate::binary::farflung;
 use crate::harness::{Mark, Options, Report};
 use crate::machine::now;
 
-/// How long anything may take.
+/// Longest time that any wait may take.
 const PATIENCE: Duration = Duration::from_mins(1);
 const LOOK: Duration = Duration::from_millis(5);
-/// As `--deadline 2s` has it.
+/// The deadline in seconds, as given by `--deadline 2s`.
 const DEADLINE: f64 = 2.0;
 
-/// A member's process and its folder.
+/// The process of a member, and its folder.
 pub(super) struct Member {
     process: Child,
     pub(super) folder: PathBuf,
@@ -32,7 +31,8 @@ impl Member {
         send(self.process.id(), signal)
     }
 
-    /// How many members there were when it last told of a change, and how many changes there have been.
+    /// Returns the number of members after the last change that it reported, and the number of changes that it
+    /// has reported.
     pub(super) fn told(&self) -> (u64, usize) {
         told(&self.folder)
     }
@@ -45,8 +45,7 @@ impl Drop for Member {
     }
 }
 
-/// How many members there were when a folder's member last told of a change, and how many changes there have
-/// been.
+/// Returns the number of members after the last change in a folder's events, and the number of changes there.
 pub(super) fn told(folder: &Path) -> (u64, usize) {
     let text = fs::read_to_string(folder.join("events.jsonl")).unwrap_or_default();
     let changes: Vec<serde_json::Value> = text
@@ -62,11 +61,11 @@ pub(super) fn send(process: u32, signal: Signal) -> Result<()> {
     Ok(kill_process(pid, signal)?)
 }
 
-/// Starts a member in its folder within this one.
+/// Starts a member with its own folder inside `folder`.
 pub(super) fn start(folder: &Path, number: usize, mut command: Command) -> Result<Member> {
     let home = folder.join(format!("home-{number}"));
     fs::create_dir_all(&home)?;
-    // For whoever looks why it failed.
+    // The errors are kept for a reader who wants to know why the member failed.
     command.stderr(fs::File::create(home.join("said.txt"))?);
     let process = command.env("FARFLUNG_HOME", home).current_dir(folder).spawn();
     Ok(Member {
@@ -85,8 +84,8 @@ fn join(folder: &Path, number: usize, ticket: &Path) -> Result<Member> {
     )
 }
 
-/// Waits until a member tells of so many members after a change that it had not told of. Gives how long that
-/// took.
+/// Waits until a member reports a new change after which there are `members` members. Returns the seconds that
+/// this took.
 pub(super) fn wait(member: &Member, members: u64, before: usize) -> Result<f64> {
     let begun = now();
     while begun.elapsed() < PATIENCE {
@@ -99,7 +98,7 @@ pub(super) fn wait(member: &Member, members: u64, before: usize) -> Result<f64> 
     bail!("{} told of no change to {members} members: {:?}", member.folder.display(), member.told())
 }
 
-/// Waits until others can join.
+/// Waits until the host has written a ticket, so that others can join.
 pub(super) fn wait_for_ticket(host: &Member) -> Result<()> {
     let begun = now();
     while !host.folder.join("run.ticket").exists() {
@@ -149,7 +148,7 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             members[victim].send(Signal::CONT)?;
             wait(&members[watcher], 5, before)?;
             came_back += 1;
-            // It is the youngest now.
+            // The member that came back is the youngest now.
             let youngest = members.remove(victim);
             members.push(youngest);
         } else {

@@ -1,4 +1,4 @@
-//! How long it takes from a loss to the next step, beside what follows from deadline, links and state.
+//! Compares the time from a loss to the next step with the sum of its parts: deadline, links and state.
 
 use anyhow::{Context, Result};
 use farflung::base::{Nanos, PeerId};
@@ -18,15 +18,15 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// Two pipelines of two, and a spare that comes first of all.
+/// Two pipelines of two, and a spare that joins first.
 const MEMBERS: usize = 4;
-/// How long a member is asked whether it is there.
+/// Seconds for which a silent member is asked to answer.
 const ROLL_CALL: f64 = 0.8;
-/// Messages one after another from the loss to the next step: who is there, promises, votes, the view; votes,
-/// what all hold, and hashes, each around a ring of four; the groups of the next plan.
+/// Sequential messages from the loss to the next step: presence, promises, votes and the view; then votes, the
+/// tensors that each member holds and hashes, each around a ring of four; then the groups of the next plan.
 const MESSAGES: f64 = 32.0;
 
-/// Pipelines of which each part has about so many bytes of state, 12 a parameter.
+/// Returns two pipelines whose parts have a state of 12 bytes per parameter.
 fn pipelines(seed: u64, width: usize) -> Result<Job> {
     job(seed, MEMBERS, |config| {
         config.layers = Some(2);
@@ -37,12 +37,12 @@ fn pipelines(seed: u64, width: usize) -> Result<Job> {
         config.steps = 6;
         config.eval_every = 100;
         config.copy_share = 0.0;
-        // A step's averages take longer than two seconds where there is much of them.
+        // The averages of a large model take longer than two seconds, so its deadline is longer.
         config.deadline = if width > 1000 { Nanos::from_millis(60_000) } else { DEADLINE };
     })
 }
 
-/// The bytes of state that moved, as a note says it.
+/// Returns the bytes of state that were moved, from the note that reports them.
 fn moved(notes: &Notes) -> Option<f64> {
     let mut change = notes.0.iter().filter(|note| note.contains(" lost"));
     let text = change.find_map(|note| note.split_once(" of state"))?.0;
@@ -66,7 +66,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let calm = run_once(&job, MEMBERS + 1, &spare, &Faults::new())?;
         let calm = times(calm.iter().find_map(report_of).context("a run without faults ends")?);
         let step = calm[4] - calm[3];
-        // It is silent from the beginning of the fifth step on.
+        // The member is silent from the beginning of the fifth step on.
         let lost = Nanos((calm[3] * 1e9) as u64);
         let faults = Faults::new().at(lost).freeze(PeerId(2), Nanos::MAX);
         let mut notes = Notes::default();

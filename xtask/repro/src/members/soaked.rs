@@ -1,4 +1,4 @@
-//! The trainer for hours of virtual time: machines come and are lost all along.
+//! Runs the trainer for hours of virtual time, while machines join and are lost all the time.
 
 use std::collections::BTreeMap;
 
@@ -12,25 +12,25 @@ use super::{Ended, job, report as report_of, run as run_once, times};
 use crate::harness::{Mark, Options, Report};
 
 const MACHINES: u32 = 16;
-/// Mean life of a machine, and mean time until another is there in its place, in seconds.
+/// Mean life of a machine in seconds, and mean time until another replaces it.
 const LIFE: f64 = 7200.0;
 const ABSENCE: f64 = 600.0;
-/// What a step takes, in seconds.
+/// Seconds of a step.
 const STEP: f64 = 20.0;
-/// Of a job that begins again from checkpoints: writing one, and everything from a loss to the first step after
-/// it.
+/// For a job that restarts from checkpoints: seconds to write one, and seconds from a loss to the first step
+/// after it.
 const SAVE: f64 = 1.0;
 const RESTART: f64 = 30.0;
 
-/// A machine from one coming to the next loss.
+/// The time from when a machine joins until it is lost.
 #[derive(Debug, Clone, Copy)]
 struct Life {
     from: Nanos,
-    /// None of one that is there at the end.
+    /// `None` for a machine that is there at the end.
     to: Option<Nanos>,
 }
 
-/// The lives of a trace's machines: first those that are there at the beginning.
+/// Returns the lives of a trace's machines, beginning with those that are there at the start.
 fn lives(trace: &Trace) -> Vec<Life> {
     let mut lives: Vec<Life> = (0..trace.machines).map(|_| Life { from: Nanos::ZERO, to: None }).collect();
     let mut now: BTreeMap<u32, usize> =
@@ -49,7 +49,7 @@ fn lives(trace: &Trace) -> Vec<Life> {
     lives
 }
 
-/// A job whose steps take [`STEP`] seconds to compute, for as long as a trace.
+/// Returns a job whose steps take [`STEP`] seconds to compute, and which runs for as long as a trace.
 fn steady(seed: u64, trace: &Trace) -> Result<Job> {
     let steps = (trace.time.as_secs_f64() / STEP) as u64;
     let change = |rate: f64| {
@@ -66,11 +66,11 @@ fn steady(seed: u64, trace: &Trace) -> Result<Job> {
     change(per_step / STEP)
 }
 
-/// What a run did.
+/// Results of a run.
 struct Soaked {
-    /// Tokens that were committed.
+    /// Tokens of committed steps.
     tokens: f64,
-    /// Tokens that living machines could have trained on, if nothing that happens took any time.
+    /// Tokens that living machines could have trained on, if joins and losses took no time.
     ideal: f64,
     steps: u64,
     came: usize,
@@ -78,14 +78,14 @@ struct Soaked {
     hours: f64,
 }
 
-/// Seconds that machines are there up to a time, all together.
+/// Returns the sum over all machines of the seconds for which each was alive until a given time.
 fn alive(lives: &[Life], until: Nanos) -> f64 {
     let of =
         |life: &Life| life.to.unwrap_or(until).min(until).saturating_sub(life.from.min(until)).as_secs_f64();
     lives.iter().map(of).sum()
 }
 
-/// Runs a trace. All members that are there at the end must have the same bits, and tell the same of each step.
+/// Runs a trace. All members at the end must have the same bits, and must report the same tokens for each step.
 fn soak(seed: u64, trace: &Trace) -> Result<Soaked> {
     let (job, lives) = (steady(seed, trace)?, lives(trace));
     let mut faults = Faults::new();
@@ -102,7 +102,7 @@ fn soak(seed: u64, trace: &Trace) -> Result<Soaked> {
     let left: Vec<_> = ended.iter().filter_map(report_of).collect();
     let first = left.iter().max_by_key(|report| report.rows.len()).context("nobody is left")?;
     ensure!(left.iter().all(|report| report.hash == first.hash), "the members at the end differ");
-    // Each member brings one sequence to a step.
+    // Each member contributes one sequence to a step.
     let context = job.model.context as u64;
     let mut told: BTreeMap<u64, u64> = BTreeMap::new();
     for row in left.iter().flat_map(|report| &report.rows) {
@@ -135,8 +135,8 @@ fn soak(seed: u64, trace: &Trace) -> Result<Soaked> {
     })
 }
 
-/// Machines that are taken away and given back in groups, as spot machines are: of each group two to four at
-/// once.
+/// Returns a trace in which machines are taken away and given back in groups, as spot machines are: two to four
+/// of a group at once.
 fn spot(seed: u64, time: Nanos) -> Trace {
     let groups = Trace::drawn(MACHINES / 4, 2400.0, 600.0, time, seed);
     let machines = |groups: &[u32], at: Nanos| -> Vec<u32> {
@@ -163,16 +163,16 @@ fn spot(seed: u64, time: Nanos) -> Trace {
     Trace { machines: MACHINES, time, changes }
 }
 
-/// Part of what living machines could have done that a job gets done which begins again at its newest
-/// checkpoint after each loss, and takes newcomers in then: at the best interval between checkpoints, with the
-/// same steps.
+/// Returns the goodput of a job that restarts from its newest checkpoint after each loss and accepts newcomers
+/// only then. It is a fraction of what living machines could have done, with the same steps and the best
+/// interval between checkpoints.
 fn restarting(trace: &Trace) -> f64 {
     let losses: Vec<Nanos> = trace.changes.iter().filter(|c| !c.lost.is_empty()).map(|c| c.at).collect();
     let between = trace.time.as_secs_f64() / losses.len().max(1) as f64;
     let every = daly(SAVE, between);
     let mut there: std::collections::BTreeSet<u32> = (0..trace.machines).collect();
     let (mut done, mut ideal, mut at) = (0.0, 0.0, 0.0);
-    // Machines at work, work since the newest checkpoint, and when the job works again.
+    // Number of working machines, work since the newest checkpoint, and the time when the job works again.
     let (mut working, mut since, mut resumes) = (f64::from(trace.machines), 0.0, 0.0_f64);
     let ends = trace.changes.iter().map(|c| (c.at.as_secs_f64(), Some(c)));
     for (until, change) in ends.chain([(trace.time.as_secs_f64(), None)]) {
@@ -191,7 +191,7 @@ fn restarting(trace: &Trace) -> f64 {
     (done + since * working) / ideal
 }
 
-/// The trainer's rows of `churn-soak`.
+/// Adds the trainer's rows of `churn-soak`.
 pub(crate) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let hours = if options.quick { 0.25 } else { 2.0 };
     let time = Nanos((hours * 3.6e12) as u64);

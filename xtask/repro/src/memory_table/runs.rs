@@ -1,5 +1,5 @@
-//! What ranks of real runs hold at the most, as their allocators count it, beside what was predicted of their
-//! plans.
+//! Compares the largest memory that ranks of real runs hold, as their allocators count it, with the prediction
+//! for their plans.
 
 use std::path::Path;
 use std::sync::Mutex;
@@ -18,23 +18,24 @@ use crate::allocations::{by_rank, this_is_rank};
 use crate::harness::{Mark, Report};
 use crate::workers::{Over, config, in_seats, job};
 
-/// Optimizer steps of a run: the second finds all buffers of the first, so that no third is needed.
+/// Optimizer steps of a run. The second step reuses all buffers of the first, so no third is needed.
 const STEPS: u64 = 2;
-/// Runs of a job of several ranks, of which each rank's mean counts: which rank is ahead of the others
-/// changes from run to run, and with it whose messages wait to be taken up.
+/// Number of runs of a job with several ranks; each rank's mean is used. Which rank is ahead of the others
+/// changes from run to run, and with it the number of messages that wait to be read.
 const RUNS: usize = 5;
 
-/// A plan, as settings.
+/// A plan, given as settings.
 struct Planned {
     name: &'static str,
     config: TrainConfig,
 }
 
-/// Bytes of a text that is one step of [`plans`]' pipelines: 12 windows of 128 bytes and some more, and as much
-/// again as is held out.
+/// Bytes of a text that is one step of the pipelines in [`plans`]: 12 windows of 128 bytes, some more, and the
+/// held-out part.
 const ONE_STEP: usize = 2800;
 
-/// Plans of different kinds for a model of 6 layers. An epoch over the text of `one_step` is one step.
+/// Returns plans of different kinds for a model of 6 layers. For the plans that read the text of `one_step`, an
+/// epoch is one step.
 fn plans(seed: u64, one_step: &Path) -> Vec<Planned> {
     let one = TrainConfig {
         workers: 1,
@@ -108,7 +109,7 @@ fn plans(seed: u64, one_step: &Path) -> Vec<Planned> {
     ]
 }
 
-/// What each rank of a job held at the most, of its device's buffers and of its own allocations.
+/// Returns the largest memory that each rank of a job held: its device's buffers plus its own allocations.
 fn held(job: &Job) -> Result<Vec<usize>> {
     let cut = Mutex::new(vec![0; job.world]);
     let (ran, counts) = by_rank(job.world, || {
@@ -116,7 +117,7 @@ fn held(job: &Job) -> Result<Vec<usize>> {
             let rank = seat.comm.rank().index();
             this_is_rank(rank);
             let mut trainer = Trainer::new(job, seat.comm, job.config.threads)?;
-            // What making a trainer took is not what training takes.
+            // The peak is reset, since the memory to make a trainer is not measured.
             this_is_rank(rank);
             for _ in 0..STEPS {
                 trainer.step(false)?;
@@ -131,8 +132,8 @@ fn held(job: &Job) -> Result<Vec<usize>> {
     Ok(counts.iter().zip(&cut).map(|(count, buffers)| count.peak + buffers).collect())
 }
 
-/// Rows for each plan: what its fullest rank held; how far the prediction is off what the worst-predicted
-/// rank held.
+/// Adds rows for each plan: the memory of its fullest rank, and the error of the prediction for the rank that
+/// is predicted worst.
 pub(super) fn run(report: &mut Report<'_>, quick: bool) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let one_step = folder.path().join("one-step.txt");

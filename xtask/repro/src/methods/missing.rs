@@ -1,4 +1,4 @@
-//! A round that a member is missing from: its values and its weight are both absent.
+//! Checks a round without one member: neither its values nor its weight may count.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -18,26 +18,26 @@ use super::{ROUNDED, STEPS, Shared, UNEVEN, all};
 use crate::harness::{Mark, Report};
 use crate::workers::{Over, again, on_all, relative_l2};
 
-/// Who is lost, before it has done anything of the first round.
+/// The rank that is lost, before it has contributed to the first round.
 const LOST: u32 = 1;
 
-/// What becomes of each member.
+/// Outcome of each member.
 type Fates = Vec<farflung::Result<Option<Ended>>>;
 
 fn link() -> Result<Link> {
     Ok("100mbit,1ms".parse()?)
 }
 
-/// Microbatches of those that are left in the round in which one is lost.
+/// Returns the microbatches of the remaining members in the round in which one is lost.
 fn left() -> Vec<u32> {
     let stays = |(rank, count): (usize, u32)| (rank != LOST as usize).then_some(count);
     UNEVEN.into_iter().enumerate().filter_map(stays).collect()
 }
 
-/// And in the steps that follow: unequal shares begin anew with equal ones when members change.
+/// Microbatches in the steps after the loss. When members change, shares start equal again.
 const AFTER: [u32; 3] = [2, 2, 2];
 
-/// A job whose replicas have so many microbatches each.
+/// Returns a job whose replicas have these numbers of microbatches.
 fn job(base: &Job, config: TrainConfig, microbatches: &[u32]) -> Result<Job> {
     let (workers, balance) = (microbatches.len(), BalanceKind::Equal);
     let deadline = Nanos::from_millis(2000);
@@ -47,7 +47,7 @@ fn job(base: &Job, config: TrainConfig, microbatches: &[u32]) -> Result<Job> {
     Ok(job.with_plan(plan)?)
 }
 
-/// A run whose members come and leave, of which one is lost in its first round. Each member's folder is
+/// Runs a job whose members come and leave, and loses one in its first round. Each member's folder is
 /// `folder/RANK`.
 fn without(job: &Job, folder: &Path) -> Result<Fates> {
     let job = Job { failure: Some(Failure { rank: LOST, step: 1, moment: Moment::Begun }), ..job.clone() };
@@ -61,7 +61,7 @@ fn without(job: &Job, folder: &Path) -> Result<Fates> {
     Ok(run_seats(&job, seats, &mut Quiet))
 }
 
-/// The hashes of the parameters of those that are left.
+/// Returns the hashes of the remaining members' parameters.
 fn hashes(fates: &Fates) -> Result<Vec<&str>> {
     let left = fates.iter().enumerate().filter(|(rank, _)| *rank != LOST as usize);
     left.map(|(rank, fate)| match fate {
@@ -72,7 +72,7 @@ fn hashes(fates: &Fates) -> Result<Vec<&str>> {
     .collect()
 }
 
-/// Rows of every method without a member.
+/// Adds rows for every method without one member.
 pub(super) fn rows(report: &mut Report<'_>, base: &Job, shared: &Shared<'_>) -> Result<()> {
     let folder = shared.folder.join("missing");
     for (number, flags) in all().iter().enumerate() {
@@ -81,7 +81,8 @@ pub(super) fn rows(report: &mut Report<'_>, base: &Job, shared: &Shared<'_>) -> 
         match row.missing {
             Missing::Refused(reason) => refused(report, (base, config), (flags, reason), &folder)?,
             Missing::MeanOfOthers if row.each_step => each_step(report, (base, config), flags, &folder)?,
-            // Codecs and outer steps around the mean are those of any round; it is below.
+            // Codecs and outer steps after the mean are the same as in any round. The mean itself is checked
+            // below.
             Missing::MeanOfOthers => {}
         }
     }
@@ -95,7 +96,7 @@ pub(super) fn rows(report: &mut Report<'_>, base: &Job, shared: &Shared<'_>) -> 
     mean_of_others(report, (base, shared), (&des_loc, 1), &folder.join("des-loc"))
 }
 
-/// A method that is not taken says why.
+/// Checks that a method that does not support such runs gives its reason.
 fn refused(
     report: &mut Report<'_>,
     (base, config): (&Job, TrainConfig),
@@ -109,7 +110,8 @@ fn refused(
     report.row(&metric, taken as f64, "of 4", Mark::AtMost(0.0))
 }
 
-/// Where replicas average at each step, the run is one of the other three from the start.
+/// Checks a method that averages at each step: after the loss, the run equals one that had only the other three
+/// replicas from the start.
 fn each_step(
     report: &mut Report<'_>,
     (base, config): (&Job, TrainConfig),
@@ -128,14 +130,14 @@ fn each_step(
     report.row(&metric, apart as f64, "of 3", Mark::AtMost(0.0))
 }
 
-/// What a replica alone comes to.
+/// Parameters and gradients of a replica that trained alone.
 struct Alone {
     params: BTreeMap<String, Vec<f32>>,
     grads: BTreeMap<String, Vec<f32>>,
 }
 
-/// Where steps are local, parameters after the round are the others' mean by tokens, and so are the moments of
-/// Adam where the method averages these.
+/// Checks a method with local steps: parameters after the round are the others' mean by tokens. So are Adam's
+/// moments if the method averages them.
 fn mean_of_others(
     report: &mut Report<'_>,
     (base, shared): (&Job, &Shared<'_>),
@@ -184,7 +186,7 @@ fn mean_of_others(
         if every > 1 {
             continue;
         }
-        // After one step, moments follow from the gradient.
+        // After the first step, the moments follow from the gradient.
         let gradient = |own: &Alone, i: usize| f64::from(own.grads[name][i]);
         let first = |own: &Alone, i: usize| (1.0 - beta1) * gradient(own, i);
         let second = |own: &Alone, i: usize| (1.0 - beta2) * gradient(own, i) * gradient(own, i);
@@ -205,7 +207,7 @@ fn mean_of_others(
     Ok(())
 }
 
-/// The f32 tensors of a file, by name.
+/// Returns the f32 tensors of a file, by name.
 fn tensors(path: &Path) -> Result<BTreeMap<String, Vec<f32>>> {
     let bytes = std::fs::read(path).with_context(|| format!("failed to read {}", path.display()))?;
     let (len, rest) = bytes.split_first_chunk::<8>().context("a file has a header")?;

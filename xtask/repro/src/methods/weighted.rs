@@ -1,4 +1,4 @@
-//! Replicas that train on unequal numbers of tokens: each counts by its tokens.
+//! Replicas with unequal numbers of tokens are weighted by their tokens.
 
 use anyhow::{Context, Result, ensure};
 use farflung::TrainConfig;
@@ -11,8 +11,8 @@ use super::{ROUNDED, STEPS, Shared, UNEVEN, ends, timed};
 use crate::harness::{Mark, Report};
 use crate::workers::{Over, again, on_all, relative_l2};
 
-/// After one step of plain SGD, what the replicas of these have in common is the mean by tokens, which is the
-/// step of ddp.
+/// After one step of plain SGD, the common model of the replicas under these methods is the mean by tokens,
+/// which is a step of ddp.
 const BY_TOKENS: [&str; 19] = [
     "--sync diloco --outer-lr 1 --outer-momentum 0",
     "--sync des-loc",
@@ -35,10 +35,10 @@ const BY_TOKENS: [&str; 19] = [
     "--sync async-average --average-interval 1s",
 ];
 
-/// A step without momentum, decay or clipping.
+/// Flags for a step without momentum, weight decay or clipping.
 const PLAIN: &str = "--optimizer sgd --momentum 0 --weight-decay 0 --clip 0 --lr 0.1";
 
-/// The job of some flags under an uneven plan.
+/// Returns a job with some flags and an uneven plan.
 fn uneven(base: &Job, shared: &Shared<'_>, flags: &str, steps: u64) -> Result<Job> {
     let config = TrainConfig { steps, ..shared.config(&format!("{flags} --accumulate 2"))? };
     let over = if timed(flags) { Over::Simulated(Link::FREE) } else { Over::Memory };
@@ -47,17 +47,17 @@ fn uneven(base: &Job, shared: &Shared<'_>, flags: &str, steps: u64) -> Result<Jo
     Ok(job.with_plan(plan)?)
 }
 
-/// Parameters after the last step of a run under an uneven plan.
+/// Returns the parameters after the last step of a run under an uneven plan.
 fn trained(base: &Job, shared: &Shared<'_>, flags: &str, steps: u64) -> Result<Vec<f32>> {
     let ends = ends(&uneven(base, shared, flags, steps)?)?;
     ensure!(ends.windows(2).all(|pair| pair[0] == pair[1]), "{flags}: replicas differ after the last step");
     ends.into_iter().next().context("a job has ranks")
 }
 
-/// Rows of replicas with unequal numbers of tokens.
+/// Adds rows for replicas with unequal numbers of tokens.
 pub(super) fn rows(report: &mut Report<'_>, base: &Job, shared: &Shared<'_>) -> Result<()> {
-    // All rows of the table are here, but for those of which more is asked below, and what others are compared
-    // with.
+    // Checks that every row of the table of methods is covered. Not in the list: methods that have their own
+    // check below, and ddp, which the others are compared with.
     let others = [EAGER.name, DECOUPLED.name, ZERO_ONE.name, DDP.name];
     for row in METHODS.iter().filter(|row| !others.contains(&row.name)) {
         let own = format!("--sync {} ", row.name);
@@ -81,10 +81,11 @@ pub(super) fn rows(report: &mut Report<'_>, base: &Job, shared: &Shared<'_>) -> 
     report.row(&metric, relative_l2(&zero_one, &adam), "", Mark::AtMost(ROUNDED))
 }
 
-/// Methods whose first step is no mean by tokens, against plain loops over what each replica comes to alone.
+/// Compares methods whose first step is not a mean by tokens with plain loops over the replicas' own results.
 ///
-/// Decoupled `DiLoCo` counts tokens times tokens of a step, as in its paper. With eager updates a replica takes
-/// its own part of its own change at once, and of the others' nothing yet; their mean is by tokens.
+/// Decoupled `DiLoCo` weights by tokens times tokens of a step, as in its paper. With eager updates, a replica
+/// applies its own weighted part of its own change at once, and nothing yet of the others' changes. The mean of
+/// the replicas is by tokens.
 fn by_loops(report: &mut Report<'_>, base: &Job, shared: &Shared<'_>) -> Result<()> {
     let local = uneven(base, shared, &format!("--sync diloco --sync-every 900 {PLAIN}"), 2)?;
     let alone = on_all(&local, |rank| {

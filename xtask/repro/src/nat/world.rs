@@ -97,7 +97,7 @@ impl World {
         anyhow::bail!("no namespaces with address translation on this machine: {said}")
     }
 
-    /// What the script said when it failed.
+    /// Returns the errors that the script printed.
     fn end(mut self) -> Result<String> {
         drop(self.0.stdin.take());
         let mut said = String::new();
@@ -107,12 +107,12 @@ impl World {
         Ok(said)
     }
 
-    /// The command, run in the open network.
+    /// Returns the command that runs in the open network.
     pub(super) fn in_the_open(&self, command: &Command) -> Command {
         self.inside(command, &["--net"])
     }
 
-    /// The command, run in home 1 or 2.
+    /// Returns the command that runs in home 1 or 2.
     pub(super) fn at_home(&self, home: u32, command: &Command) -> Command {
         let mut outer = self.inside(&Command::new("nsenter"), &[]);
         outer.arg(format!("--net=/run/netns/home{home}")).arg(command.get_program());
@@ -131,7 +131,7 @@ impl World {
 impl Drop for World {
     fn drop(&mut self) {
         drop(self.0.stdin.take());
-        // It ends with its input.
+        // The script ends when its input is closed.
         let _ = self.0.wait();
     }
 }

@@ -1,4 +1,4 @@
-//! Whole plans on uneven machines: everything that goes over a link in a step shares it.
+//! Predicts and runs whole plans on uneven machines, on which all traffic of a step shares the links.
 
 use anyhow::{Context, Result};
 use farflung::TrainConfig;
@@ -14,7 +14,7 @@ use crate::harness::{Mark, Report};
 use crate::plan_exact::in_two_levels;
 use crate::workers::{Over, again, with_transport};
 
-/// Machines and links.
+/// A set of machines and links.
 struct Place {
     name: &'static str,
     text: &'static str,
@@ -117,7 +117,7 @@ down = "250mbit"
     },
 ];
 
-/// A way to train on four machines: settings, and what is changed in the plan that they make.
+/// A way to train on four machines: settings, and a change to the plan that they make.
 struct Way {
     name: &'static str,
     config: TrainConfig,
@@ -128,7 +128,7 @@ const fn way(name: &'static str, config: TrainConfig) -> Way {
     Way { name, config, change: |_| {} }
 }
 
-/// Parts of unequal length.
+/// Cuts the model into parts of unequal length.
 fn unevenly_cut(plan: &mut Plan) {
     let bounds = [0, 1, 3, 7, 10];
     for (part, ends) in plan.parts.iter_mut().zip(bounds.windows(2)) {
@@ -234,7 +234,7 @@ fn ways(base: &TrainConfig) -> Result<Vec<Way>> {
     ])
 }
 
-/// All ways in all places; `quick`: each fourth one in each place.
+/// Tests all ways in all places. With `quick`, it tests every fourth way in each place.
 pub(super) fn run(report: &mut Report<'_>, first: &Job, quick: bool) -> Result<()> {
     let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
     for (i, Place { name: place, text }) in PLACES.iter().enumerate() {

@@ -1,5 +1,5 @@
-//! Signals at a run that cannot end its step in time: it is long, or another rank stands still, or there is
-//! none yet since the data does not come.
+//! Signals a run that cannot end its step in time: the step is long, another rank does not respond, or the run
+//! still waits for its data.
 
 use std::fs;
 use std::path::Path;
@@ -16,16 +16,16 @@ use crate::binary::farflung;
 use crate::harness::{Mark, Options, Report};
 use crate::machine::now;
 
-/// What keeps a run from ending its step.
+/// Reason why a run cannot end its step.
 #[derive(Clone, Copy)]
 enum Held {
-    /// A step of seconds.
+    /// A step takes seconds.
     LongStep,
-    /// A rank is stopped; the launcher is signalled.
+    /// One rank is stopped, and the launcher gets the signal.
     Launched,
-    /// A rank is stopped; the others are signalled, one by one.
+    /// One rank is stopped, and each of the others gets the signal.
     Alone,
-    /// The data is a pipe that nobody writes to.
+    /// The data is a pipe without a writer.
     Loading,
 }
 
@@ -74,7 +74,7 @@ fn command(held: Held, text: &Path, out: &Path) -> Result<Command> {
         Held::Launched | Held::Alone => farflung(&[&["launch", "-n", "3", "--"][..], &model].concat())?,
     };
     match held {
-        // A step of one or two seconds on two cores.
+        // With these sizes a step takes one or two seconds on two cores.
         Held::LongStep => {
             command.args(["--dim", "64", "--context", "128", "--batch", "192", "--workers", "2"])
         }
@@ -86,7 +86,7 @@ fn command(held: Held, text: &Path, out: &Path) -> Result<Command> {
     Ok(command)
 }
 
-/// Starts a run, holds it, signals it so much later, and looks what it left.
+/// Starts a run, makes it unable to end its step, signals it after `late`, and checks the files that it leaves.
 fn stop(
     held: Held,
     text: &Path,
@@ -108,7 +108,7 @@ fn stop(
         running.signal(signal)?;
         let status = running.end()?;
         let right_code = status.is_some_and(|status| status.code() == Some(code));
-        // There is nothing to save.
+        // Nothing has been trained, so nothing must be saved.
         return Ok(Outcome {
             took: start.elapsed().as_secs_f64(),
             right_code,
@@ -127,7 +127,7 @@ fn stop(
         Held::Launched | Held::Alone => {
             ensure!(ranks.len() == 3, "the launcher has {} ranks", ranks.len());
             kill_process(ranks[stands], Signal::STOP)?;
-            // The others come to where they need it.
+            // The other ranks need this time to reach the point where they wait for the stopped one.
             thread::sleep(Duration::from_millis(200));
         }
     }
@@ -148,16 +148,16 @@ fn stop(
     wait_for(&mut running, || Ok(others.iter().all(|&rank| has_ended(ranks[rank])).then_some(())))?;
     let took = start.elapsed().as_secs_f64();
     kill_process(ranks[stands], Signal::KILL)?;
-    // It was killed, which a restart mends.
+    // The stopped rank was killed, so the launcher reports that the job can be started again (75).
     let right_code = running.end()?.is_some_and(|status| status.code() == Some(75));
     let steps = others.iter().map(|&rank| Ok(left(&own(rank))?.1)).collect::<Result<Vec<_>>>()?;
-    // A step that is done on one of them alone counts: the others go on from it.
+    // A step that only one of the two has saved is enough, since the others can continue from it.
     let logged = if stands == 0 { 1 } else { left(&out)?.0 };
     let saved = steps.iter().all(Option::is_some) && steps.iter().flatten().any(|&step| step >= logged);
     Ok(Outcome { took, right_code, saved })
 }
 
-/// Looks until there is something, while the process runs.
+/// Waits until `look` returns something, while the process runs.
 fn wait_for(running: &mut Running, mut look: impl FnMut() -> Result<Option<()>>) -> Result<()> {
     for _ in 0..PATIENCE.as_millis() {
         if look()?.is_some() {
@@ -171,7 +171,7 @@ fn wait_for(running: &mut Running, mut look: impl FnMut() -> Result<Option<()>>)
     anyhow::bail!("it does not get on")
 }
 
-/// The processes that a process has started, in their order.
+/// Returns the processes that a process has started, in order of their start.
 fn children(running: &Running) -> Result<Vec<Pid>> {
     let id = running.0.id();
     let text = fs::read_to_string(format!("/proc/{id}/task/{id}/children"))?;
@@ -179,7 +179,7 @@ fn children(running: &Running) -> Result<Vec<Pid>> {
     text.split_whitespace().map(pid).collect()
 }
 
-/// Whether a process has ended, though its parent may not have looked yet.
+/// Checks whether a process has ended, even if its parent has not collected it yet.
 fn has_ended(pid: Pid) -> bool {
     let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
     stat.is_ok_and(|stat| stat.contains(") Z "))

@@ -1,4 +1,4 @@
-//! Every arm, for tests of all of them.
+//! The list of all arms, for tests.
 
 use super::{
     ALONE, ASYNC, ASYNC_AVERAGE, ASYNC_INT8, ASYNC_PLAIN, Arm, BF16, BOUNDED_STALE, BYTE_GRAD, CHOCO,
