@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use anyhow::{Result, bail};
 
-use crate::files::Files;
+use crate::files::{Circle, Files};
 use crate::workspace::{Dependency, Kind, Package, Workspace};
 
 pub(crate) const HELP: &str = "\
@@ -82,6 +82,9 @@ const CONFINED: &[(&str, &[&str])] = &[
     ("iroh", &["farflung-comm", "farflung"]),
 ];
 
+/// Circles between files that are still to be cut: the crate, and the files in order.
+const TO_CUT: &[(&str, &[&str])] = &[];
+
 pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
     crate::no_arguments(args)?;
     check()?;
@@ -100,17 +103,27 @@ pub(crate) fn check() -> Result<()> {
     check_files(&packages)
 }
 
-/// Fails with every circle between the files of a library.
+/// Fails with every circle between the files of a library that is not one of [`TO_CUT`], and with every line of that table
+/// whose circle is gone.
 fn check_files(packages: &[Package]) -> Result<()> {
-    let mut circles = Vec::new();
+    let mut found = Vec::new();
     for package in packages.iter().filter(|package| package.has_library) {
-        let found = Files::read(&package.folder.join("src"))?.circles();
-        circles.extend(found.iter().map(|circle| format!("{}:\n    {circle}", package.name)));
+        let circles = Files::read(&package.folder.join("src"))?.circles();
+        found.extend(circles.into_iter().map(|circle| (package.name.clone(), circle)));
     }
-    if !circles.is_empty() {
-        bail!("{} circles between files:\n  {}", circles.len(), circles.join("\n  "));
+    let is = |(name, circle): &(String, Circle), line: &(&str, &[&str])| {
+        *name == line.0 && circle.files() == line.1
+    };
+    let new = found.iter().filter(|circle| !TO_CUT.iter().any(|line| is(circle, line)));
+    let mut wrong: Vec<_> = new.map(|(name, circle)| format!("{name}:\n    {circle}")).collect();
+    let gone = TO_CUT.iter().filter(|line| !found.iter().any(|circle| is(circle, line)));
+    wrong.extend(
+        gone.map(|(name, files)| format!("{name}: no circle of {}: take it out of TO_CUT", files.join(", "))),
+    );
+    if !wrong.is_empty() {
+        bail!("{} circles between files:\n  {}", wrong.len(), wrong.join("\n  "));
     }
-    println!("deps: no circle between files");
+    println!("deps: no circle between files but {} that are still to be cut", TO_CUT.len());
     Ok(())
 }
 

@@ -199,13 +199,24 @@ fn reach<'a>(edges: &'a [Edge], from: &Module) -> BTreeSet<&'a Module> {
     reached
 }
 
+impl Circle {
+    /// Returns its files, in order, as paths below `src` without their endings.
+    pub(crate) fn files(&self) -> Vec<String> {
+        self.edges.iter().map(|edge| file(&edge.from)).collect::<BTreeSet<_>>().into_iter().collect()
+    }
+}
+
+/// Returns the path of a module's file below `src`, without its ending.
+fn file(module: &Module) -> String {
+    if module.is_empty() { "lib".to_owned() } else { module.join("/") }
+}
+
 impl std::fmt::Display for Circle {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let name = |module: &Module| if module.is_empty() { "lib".to_owned() } else { module.join("/") };
         for (i, edge) in self.edges.iter().enumerate() {
             let names = edge.names.iter().map(String::as_str).collect::<Vec<_>>().join(", ");
             let line = if i == 0 { "" } else { "\n    " };
-            write!(f, "{line}{} -> {}: {names}", name(&edge.from), name(&edge.to))?;
+            write!(f, "{line}{} -> {}: {names}", file(&edge.from), file(&edge.to))?;
         }
         Ok(())
     }

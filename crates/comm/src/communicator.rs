@@ -27,37 +27,11 @@ use crate::algorithm::regions;
 use crate::coded::CodedBuffer;
 use crate::inbox::CANCELLED;
 use crate::message::{Torn, Turns};
+use crate::operation::Operation;
 use crate::plans::Plans;
 use crate::steps::cut;
 use crate::transport::{Channel, Port, Slot, Stats, Tag, Task, Transport, get, pending, put};
 use crate::{Cancel, CommError};
-
-/// An operation without its frame: deadline, failure and result are the [`Guard`]'s.
-pub(crate) trait Body: Send {
-    type Output;
-    fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>>;
-    fn waits_for(&self) -> PeerId;
-    /// Whether that is the only peer that can let it go on.
-    fn needs_one(&self) -> bool {
-        true
-    }
-    /// By which of several ways it is done.
-    fn algorithm(&self) -> Option<Algorithm> {
-        None
-    }
-    /// How far it is, as all ranks count: [`progress`].
-    fn progress(&self) -> u32 {
-        0
-    }
-    /// It ends before its time.
-    fn cut(&mut self, _port: &mut dyn Port) {}
-    fn finish(self) -> Self::Output;
-}
-
-/// The collective, or the lane of one, and its step as one number that grows.
-pub(crate) fn progress(tag: Tag, step: usize) -> u32 {
-    tag.number << 12 | step.min(0xFFF) as u32
-}
 
 /// What all clones of a communicator share.
 #[derive(Debug)]
@@ -147,7 +121,7 @@ impl Group {
 }
 
 /// A body with its name, deadline and result; ends its group where it is a collective that fails.
-struct Guard<B: Body> {
+struct Guard<B: Operation> {
     name: &'static str,
     body: Option<B>,
     group: Arc<Group>,
@@ -159,10 +133,10 @@ struct Guard<B: Body> {
     slot: Slot<B::Output>,
 }
 
-impl<B: Body> Guard<B> {
+impl<B: Operation> Guard<B> {
     /// Adds what the operation did to what its communicator has done.
     fn count(&mut self, now: Nanos, failed: bool) {
-        let algorithm = self.body.as_ref().and_then(Body::algorithm);
+        let algorithm = self.body.as_ref().and_then(Operation::algorithm);
         let one = self.meter.end(now, failed);
         let (op, Counter { sent, received, took, .. }) = (self.name, one);
         if tracing::enabled!(tracing::Level::DEBUG) {
@@ -174,7 +148,7 @@ impl<B: Body> Guard<B> {
     }
 }
 
-impl<B: Body> Task for Guard<B>
+impl<B: Operation> Task for Guard<B>
 where
     B::Output: Send,
 {
@@ -213,13 +187,13 @@ where
         put(&self.slot, Err(error));
     }
     fn waits_for(&self) -> PeerId {
-        self.body.as_ref().map_or(PeerId(0), Body::waits_for)
+        self.body.as_ref().map_or(PeerId(0), Operation::waits_for)
     }
     fn limit(&self) -> Nanos {
         self.limit
     }
     fn alarm(&self) -> Nanos {
-        let waits = self.limit < Nanos::MAX && self.body.as_ref().is_some_and(Body::needs_one);
+        let waits = self.limit < Nanos::MAX && self.body.as_ref().is_some_and(Operation::needs_one);
         if waits { Nanos(self.limit.0 - self.limit.0 / 4) } else { Nanos::MAX }
     }
     fn warn(&mut self, port: &mut dyn Port) {
@@ -458,7 +432,7 @@ impl Communicator {
         Ok(Tag { context: self.group.context, channel: Channel::Collective, number })
     }
 
-    fn guard<B: Body>(&self, name: &'static str, body: B, collective: bool) -> Guard<B> {
+    fn guard<B: Operation>(&self, name: &'static str, body: B, collective: bool) -> Guard<B> {
         let (algorithm, rank) = (body.algorithm().map(tracing::field::display), self.group.me);
         let span = if collective {
             tracing::debug_span!(
@@ -479,7 +453,7 @@ impl Communicator {
     }
 
     /// Runs a body on this thread.
-    fn run<B: Body>(&self, name: &'static str, body: B, collective: bool) -> Result<B::Output, CommError>
+    fn run<B: Operation>(&self, name: &'static str, body: B, collective: bool) -> Result<B::Output, CommError>
     where
         B::Output: Send,
     {
@@ -488,7 +462,7 @@ impl Communicator {
         get(&guard.slot)
     }
 
-    fn start<B: Body + 'static>(
+    fn start<B: Operation + 'static>(
         &self,
         name: &'static str,
         body: B,

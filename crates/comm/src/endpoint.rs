@@ -8,18 +8,10 @@ use std::task::{Context, Poll, Waker};
 
 use farflung_base::{Nanos, PeerId};
 
-use crate::inbox::{Idle, Inbox};
+use crate::inbox::{BlockedFor, Idle, Inbox};
+use crate::started::{Spawned, Started};
 use crate::transport::{PeerEvent, Port, Stats, Tag, Task, Transport};
 use crate::{CommError, Frame, PathStats, Pool};
-
-/// On whose behalf a thread blocks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Role {
-    /// Somebody waits for a result.
-    Waiter,
-    /// Nobody does; the thread gives way as soon as somebody waits.
-    Background,
-}
 
 /// Why a blocked thread goes on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,7 +51,7 @@ pub trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Lifts a virtual clock to the end of an operation that was waited for; `idle` as above.
     fn lift(&self, _to: Nanos, _idle: Nanos) {}
     /// Blocks until the inbox has moved past `seen`, or `until`.
-    fn block(&self, inbox: &Inbox, seen: u64, until: Nanos, role: Role) -> Wake;
+    fn block(&self, inbox: &Inbox, seen: u64, until: Nanos, role: BlockedFor) -> Wake;
     /// How the path to a peer does, where the network measures it.
     fn path(&self, _peer: PeerId) -> Option<PathStats> {
         None
@@ -295,7 +287,7 @@ impl<D: Driver> Shared<D> {
             if done {
                 return;
             }
-            wake = self.driver.block(&self.inbox, seen, earliest.min(deadline), Role::Waiter);
+            wake = self.driver.block(&self.inbox, seen, earliest.min(deadline), BlockedFor::Result);
         }
     }
 
@@ -305,7 +297,7 @@ impl<D: Driver> Shared<D> {
             let seen = self.inbox.seen();
             let earliest = self.poll_jobs(Wake::Moved);
             if self.has_jobs() {
-                self.driver.block(&self.inbox, seen, earliest, Role::Background);
+                self.driver.block(&self.inbox, seen, earliest, BlockedFor::Background);
             }
         }
     }
@@ -451,7 +443,7 @@ impl<D: Driver> Transport for Endpoint<D> {
             shared.inbox.signal();
             shared.driver.nudge();
         }
-        Started { number, cell, host: Arc::clone(&self.handle) as Arc<dyn Host> }
+        Started::new(Box::new(Job { number, cell, handle: Arc::clone(&self.handle) }))
     }
 
     fn traffic(&self, peer: PeerId) -> Stats {
@@ -477,52 +469,30 @@ impl<D: Driver> Transport for Endpoint<D> {
     }
 }
 
-trait Host: Send + Sync {
-    fn wait(&self, cell: &Cell);
-    fn cancel(&self, number: u64, cell: &Cell);
+/// A started operation of an endpoint.
+struct Job<D: Driver> {
+    number: u64,
+    cell: Arc<Cell>,
+    handle: Arc<Handle<D>>,
 }
 
-impl<D: Driver> Host for Handle<D> {
-    fn wait(&self, cell: &Cell) {
-        let shared = &self.0;
-        shared.wait_until(|_| (lock(&cell.0).task.is_none(), Nanos::MAX));
-        let clock = lock(&cell.0).times.clock;
+impl<D: Driver> Spawned for Job<D> {
+    fn number(&self) -> u64 {
+        self.number
+    }
+
+    fn wait(&self) {
+        let shared = &self.handle.0;
+        shared.wait_until(|_| (lock(&self.cell.0).task.is_none(), Nanos::MAX));
+        let clock = lock(&self.cell.0).times.clock;
         shared.driver.lift(clock, shared.first_deadline());
     }
 
-    fn cancel(&self, number: u64, cell: &Cell) {
-        let mut running = lock(&cell.0);
-        if let Some(mut task) = running.task.take() {
-            let op = task.name();
-            let mut view = View { shared: &*self.0, op, clock: running.times.clock.max(self.0.driver.now()) };
-            task.fail(CommError::Cancelled { op }, &mut view);
-            self.0.forget(number);
-        }
-    }
-}
-
-/// A started operation. Dropping it cancels it where it is not over.
-#[must_use = "dropping an operation cancels it"]
-pub struct Started {
-    number: u64,
-    cell: Arc<Cell>,
-    host: Arc<dyn Host>,
-}
-
-impl Started {
-    /// Blocks until it is over, driving the network on this thread.
-    pub fn wait(&self) {
-        self.host.wait(&self.cell);
-    }
-
-    /// Whether it is over.
-    #[must_use]
-    pub fn is_over(&self) -> bool {
+    fn is_over(&self) -> bool {
         lock(&self.cell.0).task.is_none()
     }
 
-    /// Whether it is over; arranges a wake-up where it is not.
-    pub fn poll(&self, cx: &mut Context<'_>) -> Poll<()> {
+    fn poll(&self, cx: &mut Context<'_>) -> Poll<()> {
         let mut running = lock(&self.cell.0);
         if running.task.is_none() {
             return Poll::Ready(());
@@ -530,16 +500,15 @@ impl Started {
         running.waker = Some(cx.waker().clone());
         Poll::Pending
     }
-}
 
-impl Drop for Started {
-    fn drop(&mut self) {
-        self.host.cancel(self.number, &self.cell);
-    }
-}
-
-impl fmt::Debug for Started {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Started({})", self.number)
+    fn cancel(&self) {
+        let mut running = lock(&self.cell.0);
+        if let Some(mut task) = running.task.take() {
+            let (op, shared) = (task.name(), &self.handle.0);
+            let mut view =
+                View { shared: &**shared, op, clock: running.times.clock.max(shared.driver.now()) };
+            task.fail(CommError::Cancelled { op }, &mut view);
+            shared.forget(self.number);
+        }
     }
 }

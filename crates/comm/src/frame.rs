@@ -7,10 +7,7 @@ use bytemuck::{Pod, Zeroable};
 use farflung_base::Nanos;
 
 use crate::shared::Slot;
-use crate::wire::HEADER_BYTES;
-
-/// The most bytes that one frame carries.
-pub const FRAME_BYTES: usize = 256 * 1024;
+use crate::sizes::{FRAME_BYTES, HEADER_BYTES};
 
 /// Buffers that a pool keeps for reuse; those beyond are given back to the system.
 const KEPT: usize = 256;

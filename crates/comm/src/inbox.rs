@@ -9,13 +9,21 @@ use std::time::Duration;
 
 use farflung_base::{Bytes, Nanos, PeerId};
 
-use crate::endpoint::Role;
+use crate::sizes::HEADER_BYTES;
 use crate::transport::{Channel, PeerEvent, Stats, Tag};
-use crate::wire::HEADER_BYTES;
 use crate::{CommError, DownReason, Frame};
 
 /// Frames of one (peer, tag) that may be on their way or unread; the sender waits beyond that.
 pub const WINDOW: usize = 32;
+
+/// Why a thread blocks on an inbox.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BlockedFor {
+    /// It waits for the result of an operation.
+    Result,
+    /// It drives operations in the background, and stops as soon as another thread waits for a result.
+    Background,
+}
 
 /// Frames by sender and tag, peers by state, and a counter that every change moves.
 pub struct Inbox {
@@ -488,8 +496,14 @@ impl Inbox {
     /// a few times, and lets others run in between: what it waits for is often on its way, and waking up takes
     /// longer. Where `drive` is given and no other thread is at it, this thread drives the network with it
     /// instead of sleeping.
-    pub fn park(&self, seen: u64, role: Role, timeout: impl Fn() -> Nanos, drive: Option<&dyn Fn(Nanos)>) {
-        let looks = if role == Role::Waiter { self.looks } else { 0 };
+    pub fn park(
+        &self,
+        seen: u64,
+        role: BlockedFor,
+        timeout: impl Fn() -> Nanos,
+        drive: Option<&dyn Fn(Nanos)>,
+    ) {
+        let looks = if role == BlockedFor::Result { self.looks } else { 0 };
         let spin = || {
             (0..self.spins).any(|_| {
                 std::hint::spin_loop();
@@ -501,7 +515,7 @@ impl Inbox {
         }
         let mut state = self.lock();
         loop {
-            let gives_way = role == Role::Background && state.waiting > 0;
+            let gives_way = role == BlockedFor::Background && state.waiting > 0;
             let left = timeout();
             if self.seen() != seen || state.ended || gives_way || left == Nanos::ZERO {
                 return;

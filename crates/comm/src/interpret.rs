@@ -6,7 +6,7 @@ use std::task::Poll;
 
 use farflung_base::{PeerId, Rank};
 
-use crate::communicator::{Body, progress};
+use crate::operation::{Operation, progress};
 use crate::steps::{Program, Step};
 use crate::transport::{Port, Tag};
 use crate::{Algorithm, CommError};
@@ -132,7 +132,7 @@ impl<X: Transfers> Interpreter<X> {
     }
 }
 
-impl<X: Transfers> Body for Interpreter<X> {
+impl<X: Transfers> Operation for Interpreter<X> {
     type Output = X::Output;
 
     fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>> {

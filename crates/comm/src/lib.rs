@@ -4,6 +4,7 @@ mod cancel;
 mod error;
 mod frame;
 mod shared;
+mod sizes;
 
 mod endpoint;
 mod credit;
@@ -16,6 +17,7 @@ mod path;
 pub mod quic;
 mod rate;
 pub mod simulated;
+mod started;
 pub mod tcp;
 mod transport;
 mod until;
@@ -44,6 +46,7 @@ mod communicator;
 mod element;
 mod interpret;
 mod message;
+mod operation;
 mod plain;
 mod plans;
 mod reduction;
@@ -67,12 +70,12 @@ pub use control::{Control, Listed, Near};
 pub use cost::{cost, cost_coded, message_operation, operation, operation_coded};
 pub use doubling::{halving_doubling, recursive_doubling};
 pub use element::{Element, Located, ReduceOp};
-pub use endpoint::{Driver, Endpoint, Role, Started, Wake};
+pub use endpoint::{Driver, Endpoint, Wake};
 pub use error::{CoderError, CommError, DownReason, Refusal, WireError};
 pub use farflung_base::Algorithm;
-pub use frame::{FRAME_BYTES, Frame, Pool};
+pub use frame::{Frame, Pool};
 pub use grouped::{hierarchical, moshpit, square};
-pub use inbox::{Inbox, WINDOW};
+pub use inbox::{BlockedFor, Inbox, WINDOW};
 pub use message::MAX_MESSAGE;
 pub use ordered::{
     ordered_direct, ordered_direct_reduce, ordered_reduce_scatter, ordered_tree, ordered_tree_all_reduce,
@@ -83,10 +86,12 @@ pub use reduction::{Reduction, UserOp};
 pub use ring::{bidirectional_ring, pipelined_ring, ring, ring_all_gather, ring_reduce_scatter};
 pub use scan::{chain_exclusive_scan, chain_scan, doubling_exclusive_scan, doubling_scan};
 pub use service::{Answer, Asked, Service, ServiceTags};
+pub use sizes::{FRAME_BYTES, HEADER_BYTES};
+pub use started::Started;
 pub use steps::{Code, CodedMessage, Coding, Merge, Phase, Program, Step};
 pub use transport::{Channel, MPI_IS_FIXED, PeerEvent, Port, Source, Stats, Tag, Task, Traffic, Transport};
 pub use tree::{binomial_broadcast, binomial_reduce, chain_broadcast, dissemination_barrier, double_tree};
-pub use wire::{HEADER_BYTES, Message, Parsed, VERSION, parse};
+pub use wire::{Message, Parsed, VERSION, parse};
 
 /// The floats of 16 bits that [`Element`] is implemented for.
 pub use half::{bf16, f16};

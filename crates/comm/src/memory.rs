@@ -5,7 +5,8 @@ use std::time::Instant;
 
 use farflung_base::{Nanos, PeerId};
 
-use crate::endpoint::{Driver, Endpoint, Role, Wake};
+use crate::endpoint::{Driver, Endpoint, Wake};
+use crate::inbox::BlockedFor;
 use crate::inbox::{Inbox, WINDOW};
 use crate::transport::Tag;
 use crate::{DownReason, Frame, Pool};
@@ -61,7 +62,7 @@ impl Driver for MemoryDriver {
     fn now(&self) -> Nanos {
         self.start.elapsed().into()
     }
-    fn block(&self, inbox: &Inbox, seen: u64, until: Nanos, role: Role) -> Wake {
+    fn block(&self, inbox: &Inbox, seen: u64, until: Nanos, role: BlockedFor) -> Wake {
         inbox.park(seen, role, || until.saturating_sub(self.now()), None);
         Wake::Moved
     }

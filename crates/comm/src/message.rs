@@ -8,7 +8,7 @@ use std::task::{Poll, Waker};
 
 use farflung_base::{PeerId, Rank};
 
-use crate::communicator::{Body, progress};
+use crate::operation::{Operation, progress};
 use crate::transport::{Port, Tag};
 use crate::{CommError, FRAME_BYTES};
 
@@ -258,7 +258,7 @@ impl Exchange {
     }
 }
 
-impl Body for Exchange {
+impl Operation for Exchange {
     type Output = Vec<Vec<u8>>;
 
     fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>> {
@@ -289,7 +289,7 @@ pub(crate) struct SendMessage {
     pub(crate) turn: Turn,
 }
 
-impl Body for SendMessage {
+impl Operation for SendMessage {
     type Output = ();
     fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>> {
         if !self.turn.has_come() {
@@ -318,7 +318,7 @@ pub(crate) struct RecvMessage {
     pub(crate) torn: Torn,
 }
 
-impl Body for RecvMessage {
+impl Operation for RecvMessage {
     type Output = Vec<u8>;
     fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>> {
         match self.incoming.poll(port, "recv", self.from, self.tag, 0) {
@@ -347,7 +347,7 @@ pub(crate) struct RecvAny {
     pub(crate) torn: Torn,
 }
 
-impl Body for RecvAny {
+impl Operation for RecvAny {
     type Output = (Rank, Vec<u8>);
     fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>> {
         let (mut gone, mut lost) = (None, 0);

@@ -18,7 +18,8 @@ use std::time::{Duration, Instant};
 
 use farflung_base::{Nanos, PeerId};
 
-use crate::endpoint::{Driver, Endpoint, Role, Wake};
+use crate::endpoint::{Driver, Endpoint, Wake};
+use crate::inbox::BlockedFor;
 use crate::inbox::{Inbox, WINDOW};
 use crate::memory::real_start;
 use crate::tcp::HELD;
@@ -197,7 +198,7 @@ impl Job {
                     Ok(())
                 }
                 Kind::Credit => {
-                    self.inbox.count_control(from, 0, wire::HEADER_BYTES);
+                    self.inbox.count_control(from, 0, crate::HEADER_BYTES);
                     peer.in_flight.sub(header.tag, header.check);
                     self.inbox.signal();
                     Ok(())
@@ -331,14 +332,14 @@ impl Driver for MpiDriver {
             credits
         };
         for credit in credits {
-            self.0.inbox.count_control(from, wire::HEADER_BYTES, 0);
+            self.0.inbox.count_control(from, crate::HEADER_BYTES, 0);
             self.0.send(from, Kind::Credit, credit.tag, credit.frames, None);
         }
     }
     fn now(&self) -> Nanos {
         self.0.now()
     }
-    fn block(&self, inbox: &Inbox, seen: u64, until: Nanos, role: Role) -> Wake {
+    fn block(&self, inbox: &Inbox, seen: u64, until: Nanos, role: BlockedFor) -> Wake {
         inbox.park(seen, role, || until.saturating_sub(self.now()), Some(&|left| self.0.drive(left)));
         Wake::Moved
     }

@@ -222,8 +222,8 @@ mod tests {
 
     use super::*;
     use crate::ReduceOp;
-    use crate::communicator::Body as _;
     use crate::interpret::Interpreter;
+    use crate::operation::Operation as _;
     use crate::plans::Plan;
     use crate::ring::{ring, ring_reduce_scatter};
     use crate::transport::{Channel, Tag};

@@ -11,10 +11,8 @@
 
 mod address;
 mod door;
-mod incoming;
 mod line;
 mod meet;
-mod outgoing;
 mod pacer;
 mod peer;
 mod relay;
@@ -26,7 +24,8 @@ use std::time::{Duration, Instant};
 use farflung_base::{Nanos, PeerId};
 use tokio::runtime::{Builder, Handle, Runtime};
 
-use crate::endpoint::{Driver, Endpoint, Role, Wake};
+use crate::endpoint::{Driver, Endpoint, Wake};
+use crate::inbox::BlockedFor;
 use crate::inbox::Inbox;
 use crate::memory::real_start;
 use crate::secure::Security;
@@ -213,7 +212,7 @@ impl Driver for QuicDriver {
     fn now(&self) -> Nanos {
         self.start.elapsed().into()
     }
-    fn block(&self, inbox: &Inbox, seen: u64, until: Nanos, role: Role) -> Wake {
+    fn block(&self, inbox: &Inbox, seen: u64, until: Nanos, role: BlockedFor) -> Wake {
         inbox.park(seen, role, || until.saturating_sub(self.now()), None);
         Wake::Moved
     }

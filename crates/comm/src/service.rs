@@ -8,8 +8,8 @@ use std::task::Poll;
 use farflung_base::{Nanos, PeerId, Rank};
 
 use crate::CommError;
-use crate::communicator::Body;
 use crate::message::{Incoming, Outgoing, Torn};
+use crate::operation::Operation;
 use crate::transport::{Port, Tag};
 
 /// Answers messages. It is called by whichever thread drives the network, one message at a time.
@@ -130,7 +130,7 @@ impl<S: Service + ?Sized> Serving<S> {
     }
 }
 
-impl<S: Service + ?Sized> Body for Serving<S> {
+impl<S: Service + ?Sized> Operation for Serving<S> {
     type Output = ();
 
     fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>> {

@@ -11,6 +11,7 @@
 
 mod bells;
 mod faults;
+mod happening;
 mod recording;
 mod lookahead;
 mod queue;
@@ -21,13 +22,15 @@ use std::sync::Arc;
 
 use farflung_base::{Nanos, PeerId, Topology};
 
-use crate::endpoint::{Driver, Endpoint, Role, Wake};
+use crate::endpoint::{Driver, Endpoint, Wake};
+use crate::inbox::BlockedFor;
 use crate::inbox::Inbox;
 use crate::transport::Tag;
 use crate::{Frame, Pool};
 pub use faults::{At, Faults, Weather};
+pub use happening::{Happening, Reached};
 use lookahead::{Distances, distances};
-pub use recording::{Happening, Reached, Recorder, Recording, record};
+pub use recording::{Recorder, Recording, record};
 use world::World;
 
 /// An endpoint of a simulated network.
@@ -93,7 +96,7 @@ impl Driver for SimulatedDriver {
     fn lift(&self, to: Nanos, idle: Nanos) {
         self.world.set_clock(self.me, idle, |clock| clock.max(to));
     }
-    fn block(&self, inbox: &Inbox, seen: u64, until: Nanos, _: Role) -> Wake {
+    fn block(&self, inbox: &Inbox, seen: u64, until: Nanos, _: BlockedFor) -> Wake {
         self.world.block(self.me, until, || inbox.seen() != seen)
     }
     fn nudge(&self) {

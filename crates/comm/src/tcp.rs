@@ -17,7 +17,6 @@ mod pace;
 mod rendezvous;
 mod store;
 mod stream;
-mod streams;
 
 use std::net::TcpStream;
 use std::os::fd::AsFd;
@@ -29,7 +28,8 @@ use farflung_base::{Nanos, PeerId};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt;
 
-use crate::endpoint::{Driver, Endpoint, Role, Wake};
+use crate::endpoint::{Driver, Endpoint, Wake};
+use crate::inbox::BlockedFor;
 use crate::inbox::{Inbox, WINDOW};
 use crate::memory::real_start;
 pub use crate::rate::{Pace, SLOWEST};
@@ -104,12 +104,13 @@ impl Tcp {
     pub fn keep_pace(&self, pace: Pace) -> Result<(), CommError> {
         pace.check()?;
         let TcpDriver { links, pacer, inbox, bell, .. } = self.driver();
-        let (inbox, bell) = (Arc::clone(inbox), Arc::clone(bell));
+        let (links, inbox, bell) = (Arc::clone(links), Arc::clone(inbox), Arc::clone(bell));
         let wake = move || {
             inbox.signal();
             ring(&inbox, &bell);
         };
-        pacer.keep(pace, links, wake).map_err(|e| CommError::io("thread that paces", &self.me(), &e))
+        let send = move |pacer: &Pacer| links.send_paced(pacer, wake);
+        pacer.keep(pace, send).map_err(|e| CommError::io("thread that paces", &self.me(), &e))
     }
 }
 
@@ -305,7 +306,7 @@ impl Driver for TcpDriver {
     fn now(&self) -> Nanos {
         self.start.elapsed().into()
     }
-    fn block(&self, inbox: &Inbox, seen: u64, until: Nanos, role: Role) -> Wake {
+    fn block(&self, inbox: &Inbox, seen: u64, until: Nanos, role: BlockedFor) -> Wake {
         inbox.park(seen, role, || until.saturating_sub(self.now()), Some(&|left| self.drive(left)));
         Wake::Moved
     }

@@ -9,7 +9,7 @@ use std::task::{Context, Poll, Waker};
 
 use farflung_base::{Bytes, Nanos, PeerId, Pending, PendingOp};
 
-use crate::endpoint::Started;
+use crate::started::Started;
 use crate::{CommError, DownReason, Frame, PathStats};
 
 /// Why nobody leaves or joins a job over MPI.

@@ -1,11 +1,9 @@
 //! The framed header that every byte on a socket belongs to; the README's WIRE section is its specification.
 
+use crate::WireError;
 use crate::control::Control;
+use crate::sizes::{FRAME_BYTES, HEADER_BYTES};
 use crate::transport::{Channel, Tag};
-use crate::{FRAME_BYTES, WireError};
-
-/// Bytes of a frame's header.
-pub const HEADER_BYTES: usize = 32;
 
 /// The protocol's version; every frame carries it.
 pub const VERSION: u8 = 5;

@@ -11,7 +11,6 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::run_dir::folder;
 use crate::{Error, Result};
 
 const MANIFEST: &str = "manifest.json";
@@ -42,6 +41,11 @@ struct Manifest {
 struct Entry {
     bytes: u64,
     blake3: String,
+}
+
+/// Returns the name of a checkpoint's folder. Names sort by step.
+pub(crate) fn folder(step: u64) -> String {
+    format!("step-{step:08}")
 }
 
 /// A checkpoint that is being written. If it is dropped without a commit, its files are removed.

@@ -7,7 +7,7 @@ use std::fs::{self, File, TryLockError};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use crate::checkpoint::{Checkpoint, CheckpointWriter, Packing};
+use crate::checkpoint::{Checkpoint, CheckpointWriter, Packing, folder};
 use crate::metrics::MetricsWriter;
 use crate::{Error, Result};
 
@@ -168,11 +168,6 @@ pub(crate) fn list(run: &Path) -> Result<Vec<u64>> {
 /// Returns whether a file of this name shows that its folder is a run's.
 fn is_of_run(name: &str) -> bool {
     [CONFIG, METRICS, LOCK].contains(&name)
-}
-
-/// Returns the name of a checkpoint's folder. Names sort by step.
-pub(crate) fn folder(step: u64) -> String {
-    format!("step-{step:08}")
 }
 
 /// Writes a file atomically: readers see the old file or the new one.

@@ -4,11 +4,13 @@
 //! Everything here is a pure function. Traces are data, or drawn from a seed. All machines are assumed equal
 //! ([`Fleet`]); for unequal machines, describe the slowest.
 
+mod best_shape;
 mod copies;
 mod fleet;
 mod interval;
 mod oobleck;
 mod parcae;
+mod policies;
 mod policy;
 mod recycle;
 mod replay;
@@ -16,13 +18,14 @@ mod restart;
 mod trace;
 mod varuna;
 
+pub use best_shape::best_shape;
 pub use copies::{alive, copies_for};
 pub use fleet::{Fleet, Prices, Shape};
 pub use interval::{Checkpoints, Lost, daly, young};
 pub use oobleck::{Mix, Pace, best_mix, mixes, shares, templates};
 pub use parcae::{liveput, survivors};
-pub use policy::{POLICIES, Recovery, Row, Saves};
+pub use policies::POLICIES;
+pub use policy::{Recovery, Row, Saves};
 pub use recycle::{Rerouted, Seat, reroute};
 pub use replay::{Replay, replay};
 pub use trace::{Change, Trace};
-pub use varuna::best_shape;

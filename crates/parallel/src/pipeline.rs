@@ -4,12 +4,12 @@
 //! predicts its times. Nothing here depends on tensors, threads or sockets.
 
 mod action;
+mod arrival_rule;
 mod arrivals;
 mod bound;
 mod compare;
 mod cost;
 mod csv;
-mod flow;
 mod lower;
 mod lowered;
 mod memory;
@@ -26,7 +26,8 @@ mod step;
 mod updates;
 
 pub use action::{Action, ComputeKind, Op};
-pub use arrivals::{Arrivals, Follower, Watch};
+pub use arrival_rule::Arrivals;
+pub use arrivals::{Follower, Watch};
 pub use bound::lower_bound;
 pub use compare::{Compared, Comparison, ComparisonRow, Figures, json, millis};
 pub use cost::{Boundary, PipelineCost, SliceShare, StageCost, StageMemory};

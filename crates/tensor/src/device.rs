@@ -7,7 +7,7 @@ use crate::backend::cpu::Cpu;
 use crate::backend::sizes::Sizes;
 use crate::backend::{Backend, OperandBytes};
 use crate::op::Op;
-use crate::{DType, Element, Interrupt, Precision, Result, Shape, Tensor, TensorError};
+use crate::{Interrupt, Precision, Result, TensorError};
 
 /// A handle on a device. Clones refer to the same device.
 #[derive(Clone)]
@@ -76,34 +76,6 @@ impl Device {
     #[must_use]
     pub fn name(&self) -> &str {
         self.backend.name()
-    }
-
-    /// Creates a tensor with unspecified contents, for results that an op overwrites completely.
-    pub fn empty(&self, dtype: DType, shape: impl Into<Shape>) -> Result<Tensor> {
-        let shape = shape.into();
-        Ok(Tensor::new(self.clone(), dtype, shape, self.backend.allocate(dtype, shape)?))
-    }
-
-    /// Creates an f32 tensor of zeros.
-    pub fn zeros(&self, shape: impl Into<Shape>) -> Result<Tensor> {
-        let mut t = self.empty(DType::F32, shape)?;
-        self.run(Op::Fill { value: 0.0, y: t.view_mut() })?;
-        Ok(t)
-    }
-
-    /// Creates a tensor with the given values.
-    pub fn tensor<T: Element>(&self, values: &[T], shape: impl Into<Shape>) -> Result<Tensor> {
-        let shape = shape.into();
-        if shape.len() != values.len() {
-            return Err(TensorError::ShapeMismatch {
-                op: "tensor",
-                lhs: Shape::from(values.len()),
-                rhs: shape,
-            });
-        }
-        let mut t = self.empty(T::DTYPE, shape)?;
-        t.write(values)?;
-        Ok(t)
     }
 
     /// Checks the op's shapes, types and devices, then runs it.

@@ -6,8 +6,8 @@ use farflung::compress::{
     Select, Sparse, parse,
 };
 
-use crate::codec_bytes::values;
 use crate::harness::{Bench, Mark, Options, Report};
+use crate::normal::values;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "cocktail-ratio",

@@ -8,6 +8,7 @@ use farflung::compress::{
 };
 
 use crate::harness::{Bench, Mark, Options, Report};
+use crate::normal::values;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "codec-bytes",
@@ -124,11 +125,4 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
 fn rows(report: &mut Report<'_>, name: &str, bytes: usize, golden: usize) -> Result<()> {
     report.row(name, bytes as f64, "B", Mark::None)?;
     report.row(&format!("{name}: off by"), bytes.abs_diff(golden) as f64, "B", Mark::AtMost(0.0))
-}
-
-/// Returns `len` normal deviates with a standard deviation of 1e-3.
-pub(crate) fn values(len: usize, seed: u64) -> Vec<f32> {
-    let mut x = vec![0.0; len];
-    farflung::base::Philox::new(seed, 0).fill_normal(1e-3, &mut x);
-    x
 }

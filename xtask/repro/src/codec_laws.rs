@@ -343,7 +343,7 @@ fn edge(len: usize, seed: u64, stream: u64) -> Vec<f32> {
 /// Counts the numbers of threads that give other bytes or residuals than one thread.
 fn threads<C: Chunks>(codec: &Chunked<C>, seed: u64) -> Result<u32> {
     let n = 1_000_003;
-    let (x, e) = (crate::codec_bytes::values(n, seed), crate::codec_bytes::values(n, seed + 1));
+    let (x, e) = (crate::normal::values(n, seed), crate::normal::values(n, seed + 1));
     let run = |threads: usize| {
         let (mut codec, mut payload, mut next) =
             (codec.clone().threads(threads), Payload::new(), vec![0.0; n]);
@@ -363,7 +363,7 @@ fn threads<C: Chunks>(codec: &Chunked<C>, seed: u64) -> Result<u32> {
 
 /// Does the same as [`threads`], for a codec given by its name.
 fn composed_threads(name: &str, seed: u64) -> Result<u32> {
-    let x = crate::codec_bytes::values(1_000_003, seed);
+    let x = crate::normal::values(1_000_003, seed);
     let run = |threads| {
         let (mut codec, mut payload) = (parse(name)?, Payload::new());
         codec.set_threads(threads);

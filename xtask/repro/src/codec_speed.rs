@@ -5,9 +5,9 @@ use std::hint::black_box;
 use anyhow::Result;
 use farflung::compress::{Compressor, Payload, PowerSgd, Protocol, RoundKey, State, parse};
 
-use crate::codec_bytes::values;
 use crate::harness::{Bench, Mark, Options, Report};
 use crate::machine::{median, now};
+use crate::normal::values;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "codec-speed",

@@ -10,8 +10,8 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail, ensure};
 use farflung::compress::{Compressor, Payload, RoundKey, State, parse};
 
-use crate::codec_bytes::values;
 use crate::harness::{Bench, Mark, Options, Report};
+use crate::normal::values;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "instructions",

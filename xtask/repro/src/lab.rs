@@ -12,6 +12,7 @@ mod outcome;
 mod pretraining;
 mod published;
 mod setting;
+mod sizes;
 mod training;
 mod unequal;
 
@@ -26,7 +27,8 @@ pub(crate) use arms::Arm;
 pub(crate) use clock::to_meeting;
 pub(crate) use outcome::{Outcome, spread};
 pub(crate) use published::Published;
-pub(crate) use setting::{Setting, Sizes, resolved};
+pub(crate) use setting::{Setting, resolved};
+pub(crate) use sizes::Sizes;
 pub(crate) use training::{Point, Run};
 pub(crate) use unequal::{Found, Marks, Unequal, rate};
 
@@ -61,7 +63,7 @@ impl Lab {
     ///
     /// Errors: the flags cannot be combined.
     pub(crate) fn sizes(&self, arm: &Arm) -> Result<Sizes> {
-        self.setting.sizes(arm)
+        kept::sizes(&self.setting, arm)
     }
 
     /// Trains an arm for each seed, unless this process already has the result.

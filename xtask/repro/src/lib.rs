@@ -95,6 +95,7 @@ mod mismatch;
 mod morphing;
 #[cfg(feature = "iroh")]
 mod nat;
+mod normal;
 mod onebit;
 mod onebit_lamb;
 mod overlap_comm;

@@ -1,6 +1,7 @@
 //! Benches of runs whose members come and leave. On the virtual clock, each run follows a script that says
 //! which member is lost or joins, and when.
 
+mod blow;
 pub(crate) mod churn;
 mod churn_pipelines;
 pub(crate) mod hosted;

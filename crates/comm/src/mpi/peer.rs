@@ -7,7 +7,8 @@ use farflung_base::PeerId;
 
 use super::messages::{Buffer, Lane, Transfer, World};
 use crate::credit::Counts;
-use crate::wire::{self, HEADER_BYTES, Header};
+use crate::sizes::HEADER_BYTES;
+use crate::wire::{self, Header};
 use crate::{Frame, Pool, WireError};
 
 /// The most bytes of a header's message: longer payloads come in a message of their own, without being copied.

@@ -1,5 +1,8 @@
 //! One peer: its connection, the streams to it, and what is read from it.
 
+mod incoming;
+mod outgoing;
+
 use std::io::ErrorKind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -9,12 +12,11 @@ use farflung_base::{Bytes, Nanos, PeerId};
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
 
-use super::incoming;
-use super::outgoing::Outgoing;
 use super::pacer::Pacer;
 use crate::inbox::{Inbox, WINDOW};
 use crate::transport::{Channel, Tag};
 use crate::{DownReason, FRAME_BYTES, Frame, PathStats, Pool, WireError};
+use outgoing::Outgoing;
 
 /// Bytes of a stream that may be on their way or unread. With more, a stream that lost every other packet
 /// could have more gaps than iroh's QUIC keeps of a stream (`MAX_CHUNKS` of noq-proto, 1024), which ends the

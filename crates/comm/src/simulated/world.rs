@@ -47,13 +47,13 @@ use farflung_base::{Bytes, Nanos, PeerId, Rank, Topology};
 
 use super::bells::Bells;
 use super::faults::{Fault, Faults, Rules};
+use super::happening::{Happening, Reached};
 use super::lookahead::{Distances, Lookahead};
 use super::queue::{Key, Kind, Lane, Queue, What};
-use super::recording::{Happening, Reached};
 use crate::endpoint::Wake;
 use crate::inbox::{Inbox, Interest};
+use crate::sizes::HEADER_BYTES;
 use crate::transport::{Channel, Tag};
-use crate::wire::HEADER_BYTES;
 use crate::{DownReason, Frame, WireError};
 
 /// Behind every frame that departs with it.

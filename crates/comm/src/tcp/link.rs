@@ -20,8 +20,9 @@ use crate::control::Control;
 use crate::credit::Counts;
 use crate::inbox::{Inbox, WINDOW};
 use crate::shared::{Consumer, Doorbell};
+use crate::sizes::HEADER_BYTES;
 use crate::transport::Tag;
-use crate::wire::{self, HEADER_BYTES, Header, Kind, NO_TAG};
+use crate::wire::{self, Header, Kind, NO_TAG};
 use crate::{DownReason, Frame, PathStats, Pool, WireError};
 
 /// Bytes read of one socket before the others have their turn, and what has been read is used while it is in

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crate::control::Near;
 use crate::shared::{Consumer, Direction, Doorbell, Offer, Producer, Segment, give_bell, hand, take_bell};
-use crate::wire::HEADER_BYTES;
+use crate::sizes::HEADER_BYTES;
 use crate::{Frame, WireError};
 
 /// Whether processes of one machine exchange frames through memory that they share.

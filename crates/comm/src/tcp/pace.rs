@@ -4,16 +4,12 @@ use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use farflung_base::{Nanos, PeerId};
 
-use super::links::Links;
 use crate::memory::real_start;
 use crate::rate::{Pace, Rates};
-
-/// Between two looks at sockets that have no room.
-const LOOK: Duration = Duration::from_micros(500);
 
 #[derive(Debug)]
 struct State {
@@ -57,19 +53,18 @@ impl Pacer {
         self.limited.load(Ordering::Acquire)
     }
 
-    /// Keeps these rates from now on; the first limit starts the thread that sends what waits for them.
-    /// `wake` makes threads that wait for the network look again.
+    /// Keeps these rates from now on. The first limit starts a thread that runs `send`, which sends the frames that
+    /// wait for the rates.
     pub(super) fn keep(
         self: &Arc<Self>,
         pace: Pace,
-        links: &Arc<Links>,
-        wake: impl Fn() + Send + 'static,
+        send: impl FnOnce(&Self) + Send + 'static,
     ) -> io::Result<()> {
         self.lock().rates.set(pace);
         if pace.is_limited() && !self.limited.swap(true, Ordering::AcqRel) {
-            let (pacer, links) = (Arc::clone(self), Arc::clone(links));
+            let pacer = Arc::clone(self);
             let named = thread::Builder::new().name("farflung-pace".to_owned());
-            named.spawn(move || pacer.send_what_waits(&links, wake))?;
+            named.spawn(move || send(&pacer))?;
         }
         Ok(())
     }
@@ -118,36 +113,19 @@ impl Pacer {
         }
     }
 
-    /// Sends until this is closed. An operation may be over while its last frame waits for the rates; then
-    /// nobody else drives the sockets.
-    fn send_what_waits(&self, links: &Links, wake: impl Fn()) {
-        let mut turn = 0;
-        loop {
-            let mut state = self.lock();
-            while !state.rung && !state.closed {
-                state = self.moved.wait(state).unwrap_or_else(PoisonError::into_inner);
-            }
-            if state.closed {
-                return;
-            }
-            state.rung = false;
-            drop(state);
-            loop {
-                let mut waiting: Vec<_> =
-                    links.all().filter(|link| link.is_open() && link.wants_to_write()).collect();
-                let soonest = waiting.iter().map(|link| self.wait(link.peer)).min();
-                let Some(soonest) = soonest.filter(|_| !self.lock().closed) else { break };
-                thread::sleep(Duration::from(soonest).max(LOOK));
-                // Each is the first in its turn.
-                turn = (turn + 1) % waiting.len();
-                waiting.rotate_left(turn);
-                for link in waiting {
-                    if link.flush() {
-                        wake();
-                    }
-                }
-            }
+    /// Blocks until there is something to send; returns false once this is closed.
+    pub(super) fn wait_for_work(&self) -> bool {
+        let mut state = self.lock();
+        while !state.rung && !state.closed {
+            state = self.moved.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
+        state.rung = false;
+        !state.closed
+    }
+
+    /// Returns whether the endpoint is closed.
+    pub(super) fn is_closed(&self) -> bool {
+        self.lock().closed
     }
 }
 

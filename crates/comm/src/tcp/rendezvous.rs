@@ -2,6 +2,8 @@
 //! have one from the start; then they connect pairwise, each end naming itself. Everything has a deadline; what
 //! does not belong here is refused with the reason.
 
+mod streams;
+
 use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,7 +14,6 @@ use farflung_base::Rank;
 use super::door::{Door, Guest};
 use super::near::SharedMemory;
 use super::stream::Stream;
-use super::streams::multiply;
 use crate::control::{Control, Listed};
 use crate::error::Refusal;
 use crate::rate::Pace;
@@ -20,6 +21,7 @@ use crate::secure::{Admission, JoinSecret, PublicKey, Role, Security, refused};
 use crate::until::Until;
 use crate::wire::{self, Message, Parsed};
 use crate::{CommError, WireError};
+use streams::multiply;
 
 /// To one peer.
 const MOST_STREAMS: usize = 16;

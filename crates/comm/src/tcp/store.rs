@@ -17,8 +17,9 @@ use crate::control::{Control, Listed};
 use crate::error::Refusal;
 use crate::secure::Security;
 use crate::secure::refused;
+use crate::sizes::HEADER_BYTES;
 use crate::until::Until;
-use crate::wire::{self, HEADER_BYTES, Message, Parsed};
+use crate::wire::{self, Message, Parsed};
 use crate::{CommError, FRAME_BYTES, WireError};
 
 /// Bytes of all keys and values of a store together.

@@ -1,6 +1,7 @@
 //! Finds the fastest plan for given machines: makes plans of every kind that the trainer can run, and simulates
 //! them.
 
+mod asked;
 mod candidate;
 mod cost;
 mod improve;
@@ -42,7 +43,7 @@ pub fn auto(
     sizes: PipelineSizes,
     wanted: Wanted,
 ) -> Result<Ranking> {
-    let asked = ways::Asked { name, model, cluster, sizes };
+    let asked = asked::Asked { name, model, cluster, sizes };
     let mut drafts = Vec::new();
     let pipelines = asked.pipelines(&mut drafts);
     asked.data(&mut drafts)?;

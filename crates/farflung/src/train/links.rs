@@ -8,30 +8,16 @@ use std::path::Path;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
-use farflung_base::{Link, Rank, Topology};
+use farflung_base::{Rank, Topology};
 use farflung_comm::Communicator;
-use farflung_comm::secure::Security;
 use farflung_comm::tcp::{Pace, SharedMemory};
 use farflung_parallel::{Cluster, Plan, shipped};
 
-use super::elastic::Place;
-use super::job::Job;
+pub(super) use super::seat::seat;
+pub use super::seat::{Seat, seats};
 use crate::config::choice::TransportKind;
 use crate::transports::{Ends, Meeting, TRANSPORTS, TransportMethod};
 use crate::{Error, LaunchEnv, Result, Stop, TrainConfig};
-
-/// A worker's connection to the job.
-#[derive(Debug)]
-pub struct Seat {
-    /// The communicator with the other workers.
-    pub comm: Communicator,
-    /// Whether its clock is virtual.
-    pub simulated: bool,
-    /// The link of all ranks, if links are simulated and equal.
-    pub link: Option<Link>,
-    /// Its place among members, in a run whose members join and leave.
-    pub place: Option<Place>,
-}
 
 /// Reads the topology of the settings, if there is one: a file, or a shipped topology by its name.
 ///
@@ -173,64 +159,6 @@ pub(super) fn join_unless_stopped(
                 let panic = joining.join().expect_err("it ends without a word only where it panics");
                 std::panic::resume_unwind(panic);
             }
-        }
-    }
-}
-
-/// Returns the declared links between the ranks; links of a real network are declared only by a topology file.
-fn declared_of(job: &Job, simulates: bool) -> Result<Option<Topology>> {
-    (simulates || job.config.topology.is_some()).then(|| job.topology()).transpose()
-}
-
-/// Returns a communicator of a job's ranks with the declared links, the algorithm and the deadline.
-fn prepared(job: &Job, mut comm: Communicator, declared: Option<&Topology>) -> Result<Communicator> {
-    if let Some(topology) = declared {
-        comm = comm.with_topology(topology.clone())?;
-    }
-    Ok(comm.with_algorithm(job.plain_algorithm()).with_deadline(job.deadline()))
-}
-
-/// As [`prepared`], for a new view of the members during a run.
-///
-/// Errors: a topology that does not fit.
-pub(super) fn seat(job: &Job, comm: Communicator, simulates: bool) -> Result<Communicator> {
-    prepared(job, comm, declared_of(job, simulates)?.as_ref())
-}
-
-/// Returns the seats of this process: all of the job's, or one of them under a launcher. `joined` is the
-/// communicator of a launched job, from [`join`].
-///
-/// Errors: a topology that does not fit; [`Error::PeerLost`] if a job of one process cannot open its socket.
-pub fn seats(job: &Job, joined: Option<Communicator>) -> Result<Vec<Seat>> {
-    let config = &job.config;
-    let processes = joined.as_ref().map_or(1, Communicator::size);
-    let world = job.world;
-    let transport = config.transport_for(processes)?;
-    let simulates = transport.simulated;
-    let link = (simulates && config.topology.is_none()).then_some(config.link);
-    let declared = declared_of(job, simulates)?;
-    let seat_of = |comm: Communicator| -> Result<Seat> {
-        let comm = prepared(job, comm, declared.as_ref())?;
-        Ok(Seat { comm, simulated: simulates, link, place: None })
-    };
-    match transport.ends {
-        Ends::Threads(open) => {
-            let ends = open(world, declared.as_ref()).into_iter();
-            ends.map(|end| seat_of(Communicator::new(end))).collect()
-        }
-        Ends::Processes(meet) => {
-            let alone = || Meeting {
-                rank: 0,
-                world_size: 1,
-                master: "127.0.0.1:0".to_owned(),
-                relays: Vec::new(),
-                security: Security::clear(),
-                job: config.job.clone(),
-                deadline: config.deadline,
-                pace: pace(config),
-                shared_memory: shared_memory(config),
-            };
-            Ok(vec![seat_of(joined.map_or_else(|| meet(&alone()), Ok)?)?])
         }
     }
 }

@@ -37,6 +37,7 @@ mod repeat;
 mod report;
 mod resync;
 mod run;
+mod seat;
 mod sizes;
 mod spent;
 mod steps;

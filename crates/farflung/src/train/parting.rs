@@ -9,9 +9,9 @@ use farflung_base::{Nanos, Rank};
 use super::checkpoint::{self, Totals};
 use super::job::Job;
 use super::trainer::{Thoroughness, Trainer};
+use crate::checkpoint::folder;
 use crate::events::{EventLog, What, causes};
 use crate::peer_counters::PeerCountersLog;
-use crate::run_dir::folder;
 use crate::step_times::StepTimesLog;
 use crate::{Error, Result, RunDir};
 

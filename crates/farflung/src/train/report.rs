@@ -14,7 +14,7 @@ use super::costs::modelled;
 use super::job::Job;
 use super::prices::{AveragePrices, planned_codec};
 use crate::plot::loss_curve_svg;
-use crate::{Error, PathCounters, PeerCounters, Result, RunDir, StepMetrics, run_dir};
+use crate::{Error, PathCounters, PeerCounters, Result, RunDir, StepMetrics};
 
 /// The report's file in a run's folder.
 pub(super) const REPORT: &str = "report.json";
@@ -273,7 +273,7 @@ impl fmt::Display for Report {
             writeln!(f, "\nsample\n{}{}", sample.prompt, sample.text)?;
         }
         if let Some(folder) = &self.folder {
-            let checkpoint = run_dir::folder(self.steps);
+            let checkpoint = crate::checkpoint::folder(self.steps);
             writeln!(f, "\n{folder}: metrics.jsonl, loss.svg, report.json, {checkpoint}/")?;
         }
         Ok(())

@@ -1,9 +1,8 @@
-//! Recovery policies: what a job does when machines fail or come back. Table of the policies and the type of
-//! their reactions.
+//! What a recovery policy is: what a job does when machines fail or come back.
 
 use farflung_base::Nanos;
 
-use super::{Prices, oobleck, parcae, recycle, restart, varuna};
+use super::Prices;
 
 /// Times that recovery steps of a job take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -112,6 +111,3 @@ pub struct Row {
     pub saves: Saves,
     pub(super) begin: fn() -> Box<dyn Policy>,
 }
-
-/// All recovery policies, the simplest first.
-pub const POLICIES: [Row; 5] = [restart::ROW, varuna::ROW, oobleck::ROW, recycle::ROW, parcae::ROW];

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 
 use farflung_base::{Nanos, Rank};
 
+use super::best_shape::best_shape;
 use super::policy::{Gone, Now, Policy, Reaction, Row, Saves};
-use super::varuna::best_shape;
 use super::{Prices, Shape};
 use crate::ParallelError;
 use crate::pipeline::{Action, ComputeKind, ComputeOrder, Op, PipelineCost, Placement, peak_bytes, simulate};

@@ -2,8 +2,8 @@
 
 use farflung_base::Nanos;
 
+use super::best_shape::best_shape;
 use super::policy::{Gone, Now, Policy, Reaction, Row, Saves};
-use super::varuna::best_shape;
 use super::{Prices, Recovery, Trace, daly};
 use crate::ParallelError;
 
@@ -231,8 +231,8 @@ impl Job {
 mod tests {
     use farflung_base::Bytes;
 
+    use super::super::POLICIES;
     use super::super::fleet::tests::fleet;
-    use super::super::policy::POLICIES;
     use super::super::{Change, Checkpoints, Fleet};
     use super::*;
     use crate::planner::uneven::ChainMachine;

@@ -2,8 +2,8 @@
 
 use farflung_base::Nanos;
 
+use super::best_shape::best_shape;
 use super::policy::{Now, Policy, Reaction, Row, Saves};
-use super::varuna::best_shape;
 use super::{Prices, Shape};
 
 /// Row of [`POLICIES`](super::POLICIES).

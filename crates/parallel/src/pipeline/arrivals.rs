@@ -8,33 +8,12 @@ use farflung_base::{Rank, StageId};
 use super::method::greedy::{self, Greedy};
 use super::simulate::Simulator;
 use super::{
-    Action, ComputeKind, ComputeOrder, Lowered, LoweredKind, Message, Op, PipelineCost, Schedule, Updates,
-    Worker,
+    Action, Arrivals, ComputeKind, ComputeOrder, Lowered, LoweredKind, Message, Op, PipelineCost, Schedule,
+    Updates, Worker,
 };
 use crate::ParallelError;
 
-/// The opportunistic rule. A free rank runs the next backward if its gradient has arrived, else the next
-/// forward if its input has arrived, else it waits for the first of the two. Microbatches keep their order in
-/// each direction, so gradients are summed in the same order whatever the times of arrival.
-///
-/// No deadlock: sending does not block, and the rank of the microbatch that is furthest along always becomes
-/// free.
-///
-/// Source: Athlur et al. 2022, "Varuna", section 3.2.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Arrivals {
-    /// Maximum number of microbatches between the first stage's forward and its backward. No rank holds more.
-    pub in_flight: u32,
-}
-
 impl Arrivals {
-    /// Returns whether another microbatch may enter the first stage after this many forwards and backwards of
-    /// it.
-    #[must_use]
-    pub const fn admits(self, forwards: u32, backwards: u32) -> bool {
-        forwards - backwards < self.in_flight
-    }
-
     /// Returns the order that the rule gives if every action takes the time in `cost`. Only the lists differ
     /// from `order`.
     ///

@@ -1,13 +1,15 @@
 //! A pipeline schedule without communication: the computations of each rank, in order. It contains no times.
 
+pub(super) mod flow;
+
 use std::fmt;
 use std::str::FromStr;
 
 use farflung_base::{Rank, StageId};
 
-use super::flow::{Timeless, flow};
 use super::{Action, ComputeKind, Content, Message, Op, Placement, Updates};
 use crate::ParallelError;
+use flow::{Timeless, flow};
 
 /// The computations of every rank, in order.
 ///

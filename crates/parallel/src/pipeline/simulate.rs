@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use farflung_base::{Bytes, Nanos, Rank, StageId};
 
 use super::cost::CostTable;
-use super::flow::{Clock, flow};
+use super::order::flow::{Clock, flow};
 use super::{Action, ComputeKind, ComputeOrder, Op, PipelineCost};
 use crate::{Kind, Lane, ParallelError, Span, Timeline};
 

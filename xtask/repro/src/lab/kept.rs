@@ -8,16 +8,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use anyhow::{Context, Result};
 use farflung::TrainConfig;
 use farflung::train::Job;
-use farflung::zoo::GptConfig;
 use tempfile::TempDir;
 
-use super::{Arm, Setting, Shared};
+use super::arms::Arm;
+use super::setting::Setting;
+use super::sizes::Sizes;
+use super::training::Run;
 use super::{pretraining, training};
 use crate::harness::Report;
 use crate::workers::{Over, again};
 
 /// Finished runs, by their command.
-static RUNS: Mutex<BTreeMap<String, Shared>> = Mutex::new(BTreeMap::new());
+static RUNS: Mutex<BTreeMap<String, Arc<Run>>> = Mutex::new(BTreeMap::new());
 /// Jobs, by their model and the weights that they start from.
 static JOBS: Mutex<BTreeMap<String, Job>> = Mutex::new(BTreeMap::new());
 /// Folders of weights, by the command that trains them. Statics are never dropped, so [`clean`] removes the
@@ -50,11 +52,15 @@ fn job(config: &TrainConfig) -> Result<Job> {
     Ok(job)
 }
 
-/// Returns the shape of a model.
-///
-/// Errors: the settings cannot be combined.
-pub(super) fn model(config: &TrainConfig) -> Result<GptConfig> {
-    Ok(job(config)?.model)
+/// Returns the parameters and ranks of an arm.
+pub(super) fn sizes(setting: &Setting, arm: &Arm) -> Result<Sizes> {
+    let config = setting.config(arm, 0)?;
+    let model = job(&setting.pretraining_config(0)?)?.model;
+    let every = config.sync.every.unwrap_or(config.sync_every) as f64;
+    let (params, ranks) = (model.parameters() as f64, config.workers as f64);
+    let shape = |shape: Vec<usize>| shape.into_iter().map(|n| n as f64).collect();
+    let tensors = model.tensors().into_iter().map(|tensor| shape(tensor.shape)).collect();
+    Ok(Sizes { params, ranks, every, steps: config.steps as f64, tensors })
 }
 
 /// Returns the job of an arm, which starts from the setting's weights.
@@ -84,7 +90,7 @@ fn weights(report: &mut Report<'_>, setting: &Setting, seed: u64) -> Result<Path
 /// Returns the run of an arm. Trains it if this process does not have it yet.
 ///
 /// Errors: the settings cannot be combined; a run fails; stderr is closed.
-pub(super) fn run(report: &mut Report<'_>, setting: &Setting, arm: &Arm, seed: u64) -> Result<Shared> {
+pub(super) fn run(report: &mut Report<'_>, setting: &Setting, arm: &Arm, seed: u64) -> Result<Arc<Run>> {
     let key = format!("{} / {} --seed {seed}", setting.pretraining(), setting.command(arm));
     if let Some(run) = lock(&RUNS).get(&key) {
         return Ok(Arc::clone(run));

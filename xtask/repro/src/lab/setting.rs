@@ -6,7 +6,7 @@ use farflung::config::flags::TrainFlags;
 use farflung::config::recipe::RECIPES;
 use farflung::config::{TrainArgs, TrainConfig};
 
-use super::Arm;
+use super::arms::Arm;
 use crate::harness::Options;
 
 /// Flags shared by all arms, and the flags that trained the weights from which all arms start.
@@ -37,21 +37,6 @@ const TRAINING: &str = "--lr 3e-3 --warmup 20";
 const STEPS: (u64, u64) = (1000, 2000);
 const QUICK_STEPS: (u64, u64) = (110, 100);
 const LONG_STEPS: (u64, u64) = (4000, 10_000);
-
-/// Sizes that closed forms of bytes depend on.
-#[derive(Debug, Clone)]
-pub(crate) struct Sizes {
-    /// Parameters of the model.
-    pub params: f64,
-    /// Number of ranks that average.
-    pub ranks: f64,
-    /// Steps between averages.
-    pub every: f64,
-    /// Steps of the run.
-    pub steps: f64,
-    /// Shapes of the model's tensors.
-    pub tensors: Vec<Vec<f64>>,
-}
 
 impl Setting {
     /// Returns the setting of all arms.
@@ -138,17 +123,6 @@ impl Setting {
     pub(crate) fn config(&self, arm: &Arm, seed: u64) -> Result<TrainConfig> {
         resolved(&self.flags_of(arm), &format!("--seed {seed}"))
             .with_context(|| format!("wrong settings of arm `{}`", arm.name))
-    }
-
-    /// Returns the parameters and ranks of an arm.
-    pub(super) fn sizes(&self, arm: &Arm) -> Result<Sizes> {
-        let config = self.config(arm, 0)?;
-        let model = super::kept::model(&self.pretraining_config(0)?)?;
-        let every = config.sync.every.unwrap_or(config.sync_every) as f64;
-        let (params, ranks) = (model.parameters() as f64, config.workers as f64);
-        let shape = |shape: Vec<usize>| shape.into_iter().map(|n| n as f64).collect();
-        let tensors = model.tensors().into_iter().map(|tensor| shape(tensor.shape)).collect();
-        Ok(Sizes { params, ranks, every, steps: config.steps as f64, tensors })
     }
 }
 

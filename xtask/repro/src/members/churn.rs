@@ -3,12 +3,13 @@
 use std::collections::BTreeSet;
 
 use anyhow::{Context, Result};
-use farflung::base::{Nanos, PeerId};
+use farflung::base::Nanos;
 use farflung::comm::simulated::Faults;
 use farflung::config::choice::SyncKind;
 use farflung::optim::sync::DILOCO;
 use farflung::train::{Failure, Job, Moment};
 
+use super::blow::Blow;
 use super::{
     DEADLINE, after_leaving, churn_pipelines, job, longest_wait, processes, report as report_of,
     run as run_once, times,
@@ -27,27 +28,6 @@ pub(crate) const BENCH: Bench = Bench {
 };
 
 const MEMBERS: usize = 5;
-
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Blow {
-    Kill,
-    Freeze,
-    Cut,
-}
-
-impl Blow {
-    pub(super) const ALL: [Self; 3] = [Self::Kill, Self::Freeze, Self::Cut];
-
-    /// Returns the fault, injected into one of `members` members at a time.
-    pub(super) fn on(self, member: u32, members: usize, at: Nanos) -> Faults {
-        let (faults, peer) = (Faults::new().at(at), PeerId(member));
-        match self {
-            Self::Kill => faults.crash(peer),
-            Self::Freeze => faults.freeze(peer, Nanos::MAX),
-            Self::Cut => faults.partition(&[peer], members, Nanos::MAX),
-        }
-    }
-}
 
 #[derive(Debug, Default)]
 struct Seen {

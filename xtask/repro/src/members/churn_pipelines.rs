@@ -7,7 +7,7 @@ use farflung::base::Nanos;
 use farflung::comm::simulated::Faults;
 use farflung::train::Job;
 
-use super::churn::Blow;
+use super::blow::Blow;
 use super::{
     DEADLINE, Notes, after_leaving, job, longest_wait, report as report_of, run as run_once, times, watched,
 };

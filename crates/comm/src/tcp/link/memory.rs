@@ -7,8 +7,9 @@ use super::{In, Link, Out, lock};
 use crate::control::{Control, Near};
 use crate::inbox::Inbox;
 use crate::shared::Consumer;
+use crate::sizes::HEADER_BYTES;
 use crate::tcp::near::NearOut;
-use crate::wire::{self, HEADER_BYTES, Kind, NO_TAG};
+use crate::wire::{self, Kind, NO_TAG};
 use crate::{DownReason, Frame, Pool, WireError};
 
 /// Frames taken out of the memory before other links have their turn.

@@ -17,9 +17,9 @@ use farflung_parallel::planner::uneven::ChainStage;
 use farflung_parallel::{Cluster, ParallelError, Plan};
 use farflung_zoo::GptConfig;
 
+use super::asked::Asked;
 use super::candidate::Candidate;
 use super::ranking::{Wanted, ranked};
-use super::ways::Asked;
 use crate::train::chain::PipelineSizes;
 use crate::{Error, Result};
 pub(super) use dapple::equal_replicas;

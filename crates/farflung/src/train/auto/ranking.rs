@@ -197,7 +197,7 @@ fn too_small(plan: &Plan, held: &[StepMemory], cluster: &Cluster) -> Option<Para
 
 #[cfg(test)]
 mod tests {
-    use super::super::ways::Asked;
+    use super::super::asked::Asked;
     use super::*;
     use crate::train::PipelineSizes;
 

@@ -10,13 +10,13 @@ use farflung_parallel::planner::path::shortest_path;
 use farflung_parallel::planner::ring::bottleneck_ring;
 use farflung_parallel::planner::uneven::{Chain, ChainMachine, ChainPlan, ChainStage, uneven};
 use farflung_parallel::share::largest_remainder;
-use farflung_parallel::{Cluster, Level, Machine, Plan, ScheduleSource, Speed};
-use farflung_zoo::GptConfig;
+use farflung_parallel::{Level, Machine, Plan, ScheduleSource, Speed};
 
+use super::asked::Asked;
 use super::candidate::{Draft, Way, held};
 use super::planners::{chain_stages, equal_replicas, rows};
 use crate::Result;
-use crate::train::chain::{PipelineSizes, chain, machines, pipeline_plan};
+use crate::train::chain::{chain, machines, pipeline_plan};
 
 /// Schedules that are tried for each division of the layers.
 const SCHEDULES: [Method; 4] = [Method::OneFOneB, Method::OneFOneBSlope, Method::GPipe, Method::ZbH1];
@@ -37,15 +37,6 @@ const KINDS: usize = 4;
 struct Pool {
     name: String,
     machines: Vec<Rank>,
-}
-
-/// The input from which plans are drafted.
-#[derive(Clone, Copy)]
-pub(super) struct Asked<'a> {
-    pub(super) name: &'a str,
-    pub(super) model: &'a GptConfig,
-    pub(super) cluster: &'a Cluster,
-    pub(super) sizes: PipelineSizes,
 }
 
 impl Asked<'_> {

@@ -12,7 +12,7 @@ use super::super::trainer::Trainer;
 use super::source::{self, Files, Residuals};
 use super::{Record, Source, beside, folder, lost, tell};
 use crate::config::choice::Resume;
-use crate::{Checkpoint, Error, Result, RunDir, run_dir};
+use crate::{Checkpoint, Error, Result, RunDir};
 
 /// The checkpoint from which a rank continues.
 pub(super) struct Chosen {
@@ -125,7 +125,7 @@ fn agree(comm: &Communicator, run: &RunDir, own: Own, per_pipeline: usize) -> Re
     };
     let own = match own {
         Own::There(newer) if newer.step() != agreed => {
-            let path = run.path().join(run_dir::folder(agreed));
+            let path = run.path().join(crate::checkpoint::folder(agreed));
             Checkpoint::open(&path).map_or_else(|error| Own::Lost(Some(error)), Own::There)
         }
         own => own,
@@ -154,7 +154,7 @@ fn cut_otherwise(comm: &Communicator, run: &RunDir, job: &Job) -> Result<Option<
     let mut missing = None;
     if comm.rank().0 == 0 {
         for at in run.checkpoints()?.into_iter().rev() {
-            let path = root.join(run_dir::folder(at));
+            let path = root.join(crate::checkpoint::folder(at));
             match all_of(&path, job) {
                 // A checkpoint from before the model was divided is not used, since it would lose steps that
                 // others have.
@@ -180,7 +180,7 @@ fn cut_otherwise(comm: &Communicator, run: &RunDir, job: &Job) -> Result<Option<
     match (agreed, missing) {
         (0, Some(error)) => Err(error),
         (0, None) => Ok(None),
-        (step, _) => all_of(&root.join(run_dir::folder(step)), job).map(Some),
+        (step, _) => all_of(&root.join(crate::checkpoint::folder(step)), job).map(Some),
     }
 }
 
@@ -214,7 +214,9 @@ fn of_view(first: Checkpoint, record: &Record, layers: usize) -> Result<Vec<Chec
     without(record);
     let mut all = vec![first];
     for folder in beside(here).into_iter().filter(|folder| folder != here) {
-        let Ok(other) = Checkpoint::open(&folder.join(run_dir::folder(record.step))) else { continue };
+        let Ok(other) = Checkpoint::open(&folder.join(crate::checkpoint::folder(record.step))) else {
+            continue;
+        };
         let theirs = source::record(&other)?;
         if theirs.view == record.view && without(&theirs) {
             all.push(other);

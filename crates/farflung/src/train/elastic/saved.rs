@@ -86,7 +86,7 @@ fn steps(folders: &[PathBuf]) -> BTreeMap<u64, Vec<PathBuf>> {
     for folder in folders {
         let steps = crate::run_dir::list(folder).unwrap_or_default();
         for step in steps {
-            found.entry(step).or_default().push(folder.join(crate::run_dir::folder(step)));
+            found.entry(step).or_default().push(folder.join(crate::checkpoint::folder(step)));
         }
     }
     found

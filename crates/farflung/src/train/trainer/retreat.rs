@@ -1,4 +1,5 @@
-//! Back to the last step that counts: the step in flight is dropped, and the ranks that answer meet anew.
+//! A stop within a step: the step in flight is dropped, or committed if another rank has committed it, and the
+//! ranks that answer meet anew.
 
 use std::collections::BTreeMap;
 
@@ -120,6 +121,47 @@ impl Trainer {
             self.stop.wait_until_abandoned();
         }
         self.voting = None;
+        // A vote of whose outcome this rank does not know is settled by those that know it.
+        let open = self.each_step && self.undecided.is_open();
+        if !open {
+            self.drop_in_flight()?;
+        }
+        if world == 1 {
+            return Ok(Vec::new());
+        }
+        let comm = self.stop.tie(self.executor.comm.clone()).with_deadline(answer);
+        // Ranks of this process know it already.
+        let telling = if job.processes > 1 { start_to_tell(&comm, &Word::Stopped) } else { Vec::new() };
+        let comm = comm.shrink()?;
+        drop(telling);
+        let (step, squares) = self.committed();
+        let own = Standing { rank: self.rank(), step, open, squares };
+        let told = comm.all_gather_bytes(own.to_bytes())?;
+        let mut standing: Vec<_> = told.iter().filter_map(|bytes| Standing::of_bytes(bytes)).collect();
+        let newest = standing
+            .iter()
+            .max_by_key(|other| other.step)
+            .map_or((step, squares), |other| (other.step, other.squares));
+        standing.iter_mut().for_each(|other| other.settle(newest));
+        if open {
+            if own.settled(newest) {
+                self.settle_vote(newest)?;
+                self.mark()?;
+            }
+            self.drop_in_flight()?;
+        }
+        let newest = newest.0;
+        // A step that some have committed may never have arrived on others, where the rank that stands still
+        // was to pass it on. Each side saves what it has.
+        let behind = u32::try_from(newest - self.step.min(newest)).unwrap_or(u32::MAX);
+        let comm = comm.split(behind, self.rank().0)?;
+        self.members =
+            standing.iter().filter(|other| other.step == self.step).map(|other| other.rank).collect();
+        self.executor.comm = comm.with_deadline(job.config.deadline);
+        Ok(missing(world, &self.members))
+    }
+    /// Drops what is left of the step in flight, and returns to the last step that counts.
+    fn drop_in_flight(&mut self) -> Result<()> {
         self.executor.begin(Pass::Evaluation, 0);
         self.executor.tied.give_up();
         self.executor.boundaries.rollback();
@@ -129,32 +171,89 @@ impl Trainer {
             }
             part.rollback();
         }
-        self.return_to_mark()?;
-        if world == 1 {
-            return Ok(Vec::new());
+        self.return_to_mark()
+    }
+}
+
+/// The steps of a rank that stops, as ranks tell each other.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Standing {
+    rank: Rank,
+    /// The last step that it has committed.
+    step: u64,
+    /// Whether it has voted on the next step and does not know the outcome.
+    open: bool,
+    /// Sum of the squares of all gradients in its last step, if the vote told it.
+    squares: Option<f64>,
+}
+
+impl Standing {
+    const BYTES: usize = 21;
+
+    /// Whether the newest step that any rank has committed is the one on which this rank has voted.
+    ///
+    /// A rank that commits a step has every rank's vote, so all have their averaged gradients.
+    fn settled(&self, (newest, squares): (u64, Option<f64>)) -> bool {
+        self.open && newest == self.step + 1 && squares.is_some()
+    }
+
+    /// Moves to the newest step if its vote is settled by it.
+    fn settle(&mut self, newest: (u64, Option<f64>)) {
+        if self.settled(newest) {
+            *self = Self { step: newest.0, open: false, squares: newest.1, ..*self };
         }
-        let comm = self.stop.tie(self.executor.comm.clone()).with_deadline(answer);
-        // Ranks of this process know it already.
-        let telling = if job.processes > 1 { start_to_tell(&comm, &Word::Stopped) } else { Vec::new() };
-        let comm = comm.shrink()?;
-        drop(telling);
-        let mut told = self.rank().0.to_le_bytes().to_vec();
-        told.extend(self.step.to_le_bytes());
-        let told = comm.all_gather_bytes(told)?;
-        let mut standing = Vec::new();
-        for bytes in &told {
-            let Some((rank, step)) = bytes.split_first_chunk::<4>() else { continue };
-            let Ok(step) = step.try_into().map(u64::from_le_bytes) else { continue };
-            standing.push((Rank(u32::from_le_bytes(*rank)), step));
+    }
+
+    fn to_bytes(self) -> Vec<u8> {
+        let mut bytes = self.rank.0.to_le_bytes().to_vec();
+        bytes.extend(self.step.to_le_bytes());
+        bytes.push(u8::from(self.open));
+        bytes.extend(self.squares.unwrap_or(f64::NAN).to_le_bytes());
+        bytes
+    }
+
+    /// Reads what a rank told. `None` if it has another length.
+    fn of_bytes(bytes: &[u8]) -> Option<Self> {
+        let bytes: &[u8; Self::BYTES] = bytes.try_into().ok()?;
+        let (rank, rest) = bytes.split_first_chunk::<4>()?;
+        let (step, rest) = rest.split_first_chunk::<8>()?;
+        let (open, rest) = rest.split_first()?;
+        let squares = f64::from_le_bytes(rest.try_into().ok()?);
+        Some(Self {
+            rank: Rank(u32::from_le_bytes(*rank)),
+            step: u64::from_le_bytes(*step),
+            open: *open == 1,
+            squares: squares.is_finite().then_some(squares),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_ranks_tell_is_read_again_and_other_lengths_are_not() {
+        for (open, squares) in [(true, None), (false, Some(2.5))] {
+            let told = Standing { rank: Rank(3), step: 1 << 40, open, squares };
+            assert_eq!(Standing::of_bytes(&told.to_bytes()), Some(told));
+            assert_eq!(Standing::of_bytes(&told.to_bytes()[1..]), None);
         }
-        let newest = standing.iter().map(|(_, step)| *step).max().unwrap_or(self.step);
-        // A step that some have committed may never have arrived on others, where the rank that stands still
-        // was to pass it on. Each side saves what it has.
-        let behind = u32::try_from(newest - self.step.min(newest)).unwrap_or(u32::MAX);
-        let comm = comm.split(behind, self.rank().0)?;
-        self.members =
-            standing.iter().filter(|(_, step)| *step == self.step).map(|(rank, _)| *rank).collect();
-        self.executor.comm = comm.with_deadline(job.config.deadline);
-        Ok(missing(world, &self.members))
+        assert_eq!(Standing::of_bytes(&[]), None);
+    }
+
+    #[test]
+    fn an_open_vote_is_settled_by_the_step_that_it_was_about() {
+        let voted = Standing { rank: Rank(0), step: 6, open: true, squares: Some(1.0) };
+        for (newest, expected) in
+            [((7, Some(4.0)), 7), ((6, Some(1.0)), 6), ((8, Some(4.0)), 6), ((7, None), 6)]
+        {
+            let mut settled = voted;
+            settled.settle(newest);
+            assert_eq!(settled.step, expected);
+            let mut closed = Standing { open: false, ..voted };
+            closed.settle(newest);
+            assert_eq!(closed.step, 6);
+        }
     }
 }

@@ -3,6 +3,7 @@
 //! committed, this rank commits it too, and all stand behind the same step.
 
 use farflung_optim::Prepared;
+use farflung_parallel::pipeline::Updates;
 
 use super::Trainer;
 use crate::Result;
@@ -66,9 +67,11 @@ impl Trainer {
         }
         match newest {
             (step, Some(squares)) if step == self.step + 1 => {
-                let prepared = Prepared::with_norm(squares.sqrt())?;
-                for part in self.executor.parts.values_mut() {
-                    Part::commit(part, prepared, None)?;
+                if self.schedule.updates() == Updates::Flush {
+                    let prepared = Prepared::with_norm(squares.sqrt())?;
+                    for part in self.executor.parts.values_mut() {
+                        Part::commit(part, prepared, None)?;
+                    }
                 }
                 self.executor.boundaries.commit();
                 self.scale.taken();

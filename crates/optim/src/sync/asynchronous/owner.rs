@@ -4,12 +4,14 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use farflung_base::{PeerId, Pending, Rank};
-use farflung_comm::{CommError, Communicator, Look};
+use farflung_comm::{CommError, Communicator, Look, ServiceTags};
 
 use super::packer::Packer;
-use super::worker::TAGS;
 use crate::OptimError;
 use crate::sync::server::{FromServer, ToServer};
+
+/// Tags of the messages between workers and servers.
+pub(super) const TAGS: ServiceTags = ServiceTags { ask: 0x5E47_0001, answer: 0x5E47_0002 };
 
 /// Parameters at the time when a change was sent.
 #[derive(Debug)]

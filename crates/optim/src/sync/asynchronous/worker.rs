@@ -4,11 +4,11 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use farflung_base::{Nanos, Pending, Rank};
-use farflung_comm::{CommError, Communicator, Look, ServiceTags};
+use farflung_comm::{CommError, Communicator, Look};
 use farflung_tensor::Tensor;
 
 use super::Servers;
-use super::owner::{Owner, refused};
+use super::owner::{Owner, TAGS, refused};
 use super::packer::Packer;
 use crate::finite::is_finite;
 use crate::sync::exchange::Packing;
@@ -53,9 +53,6 @@ pub(in crate::sync) struct Parts {
     /// Whether the worker's own changes go through a codec.
     pub(in crate::sync) packs: bool,
 }
-
-/// Tags of the messages between workers and servers.
-pub(super) const TAGS: ServiceTags = ServiceTags { ask: 0x5E47_0001, answer: 0x5E47_0002 };
 
 /// Every `every` steps a worker sends the change of its parameters to the servers that hold the model. Each
 /// server moves its shard by a [`ServerRule`] as changes arrive, and sends it back. The worker then continues

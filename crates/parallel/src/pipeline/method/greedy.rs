@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use farflung_base::{Nanos, Rank, StageId};
 
 use super::Lists;
-use crate::pipeline::flow::Clock;
+use crate::pipeline::order::flow::Clock;
 use crate::pipeline::{Action, Arrivals, ComputeKind, Op, Placement};
 
 /// Input of the rule.

@@ -4,9 +4,8 @@ use cubecl::prelude::*;
 
 use super::attention::RowsLaunch;
 use super::operand::Operand;
-use super::run::u32_of;
 use super::storage::Buffer;
-use super::{Cube, attention, cubes};
+use super::{Cube, attention, cubes, u32_of};
 use crate::Result;
 
 /// Returns the factor applied to scores: `1 / sqrt(dim)`.

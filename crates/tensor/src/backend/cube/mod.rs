@@ -34,6 +34,11 @@ use super::{Backend, Downloaded, Part, Storage};
 use crate::op::Op;
 use crate::{DType, Precision, Result, Shape, TensorError, ViewMut};
 
+/// Converts a size to the 32 bits that kernels use. Buffers are never larger.
+fn u32_of(n: usize) -> u32 {
+    u32::try_from(n).expect("no buffer has more than 2^32 elements")
+}
+
 /// Units (threads) per cube (workgroup), if the device allows it: enough to hide latency, and few enough for
 /// every device.
 const UNITS: u32 = 64;

@@ -13,9 +13,8 @@ use cubek::std::InputBinding;
 use half::{bf16, f16};
 
 use super::operand::Operand;
-use super::run::u32_of;
 use super::storage::Buffer;
-use super::{Cube, bytes, matmul};
+use super::{Cube, bytes, matmul, u32_of};
 use crate::op::Fuse;
 use crate::{Precision, Result, View, ViewMut};
 

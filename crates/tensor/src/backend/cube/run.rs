@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::attend::{Cached, Heads};
 use super::operand::Operand;
-use super::{Cube, bytes, cubes, embed, grid, loss, map, norm, reduce};
+use super::{Cube, bytes, cubes, embed, grid, loss, map, norm, reduce, u32_of};
 use crate::op::Op;
 use crate::{DType, Precision, Result, TensorError, View, ViewMut};
 
@@ -13,11 +13,6 @@ pub(super) const FAULTING: [&str; 3] = ["embed", "embed_grad", "cross_entropy"];
 
 /// Number of rows in one partial sum of a column.
 const COLUMN_CHUNK: usize = 64;
-/// Converts a size to the 32 bits that kernels use. Buffers are never larger.
-pub(super) fn u32_of(n: usize) -> u32 {
-    u32::try_from(n).expect("no buffer has more than 2^32 elements")
-}
-
 impl Cube {
     pub(super) fn each(&self, elements: usize) -> (CubeCount, CubeDim) {
         grid(elements, self.units)

@@ -4,8 +4,10 @@
 //! product do not depend on how it was divided into tiles. A may be packed or read in place.
 #![expect(clippy::needless_range_loop, reason = "indices are those of the formula")]
 
-use super::registers::Registers;
+pub(super) mod registers;
+
 use super::{LINE, MOST_ROWS, prefetch};
+use registers::Registers;
 
 /// Arguments of a kernel.
 pub(in super::super) struct Tile<'a> {

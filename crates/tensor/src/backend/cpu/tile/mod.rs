@@ -4,12 +4,11 @@
 #![expect(clippy::inline_always, reason = "instructions must end up inside the function that enables them")]
 
 mod micro;
-mod registers;
 
-pub(super) use micro::{Kernel, Share, Tile, Update};
 #[cfg(target_arch = "x86_64")]
-pub(super) use registers::{Avx2, Avx512};
-pub(super) use registers::{BLOCK, Portable, Registers};
+pub(super) use micro::registers::{Avx2, Avx512};
+pub(super) use micro::registers::{BLOCK, Portable, Registers};
+pub(super) use micro::{Kernel, Share, Tile, Update};
 
 use super::simd::{Isa, Tag};
 

@@ -18,9 +18,8 @@ mod top;
 use cubecl::prelude::*;
 
 use self::exact::sum;
-use super::Cube;
 use super::operand::Operand;
-use super::run::u32_of;
+use super::{Cube, u32_of};
 use crate::backend::Sum;
 use crate::codec::{BlockCodec, Code, DrawnMask};
 use crate::{Result, View, ViewMut};

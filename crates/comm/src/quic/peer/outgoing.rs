@@ -16,12 +16,13 @@ use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use super::peer::Peer;
+use super::Peer;
 use crate::Frame;
 use crate::inbox::WINDOW;
 use crate::memory::real_start;
+use crate::sizes::HEADER_BYTES;
 use crate::transport::Tag;
-use crate::wire::{self, HEADER_BYTES, Kind};
+use crate::wire::{self, Kind};
 
 /// Streams that stay open while nothing is sent in them.
 const OPEN: usize = 64;

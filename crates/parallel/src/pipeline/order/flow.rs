@@ -3,11 +3,11 @@
 
 use farflung_base::{Nanos, Rank, StageId};
 
-use super::{Action, ComputeKind, ComputeOrder, Lowered, Op};
 use crate::ParallelError;
+use crate::pipeline::{Action, ComputeKind, ComputeOrder, Lowered, Op};
 
 /// Supplies the durations for a walk over an order.
-pub(super) trait Clock {
+pub(in crate::pipeline) trait Clock {
     /// Runs the op at `index` of a rank's list, whose inputs are available at `ready`. Returns the time at
     /// which it ends.
     fn run(&mut self, rank: Rank, index: usize, op: Op, ready: Nanos) -> Nanos;
@@ -17,7 +17,7 @@ pub(super) trait Clock {
 }
 
 /// A clock with zero durations, to check only that an order has no deadlock.
-pub(super) struct Timeless;
+pub(in crate::pipeline) struct Timeless;
 
 impl Clock for Timeless {
     fn run(&mut self, _: Rank, _: usize, _: Op, _: Nanos) -> Nanos {
@@ -37,7 +37,7 @@ impl Clock for Timeless {
 /// result.
 ///
 /// Errors: [`ParallelError::Deadlock`] with the op at which each rank waits.
-pub(super) fn flow(order: &ComputeOrder, clock: &mut impl Clock) -> Result<(), ParallelError> {
+pub(in crate::pipeline) fn flow(order: &ComputeOrder, clock: &mut impl Clock) -> Result<(), ParallelError> {
     let mut walk = Walk::new(order);
     let ranks = order.placement.ranks() as usize;
     let mut at = vec![0; ranks];

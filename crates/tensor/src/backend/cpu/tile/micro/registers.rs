@@ -3,18 +3,18 @@
 //! Every method is inlined into a function that enables the target features of its instruction set, so that
 //! generic code over [`Registers`] compiles to that set.
 
-use super::micro::{Kernel, Tile, micro};
+use super::{Kernel, Tile, micro};
 use crate::backend::cpu::simd;
 use crate::backend::cpu::vector::Vector;
 
 /// Number of columns that one [`Registers::transpose`] processes.
-pub(in super::super) const BLOCK: usize = 8;
+pub(in crate::backend::cpu) const BLOCK: usize = 8;
 
 /// One instruction set, with the tile shape that suits its registers.
 ///
 /// # Safety
 /// Methods may only run on a CPU that has the instructions, inlined into a function that enables them.
-pub(in super::super) trait Registers {
+pub(in crate::backend::cpu) trait Registers {
     /// A vector of `LANES` floats.
     type V: Copy;
     const LANES: usize;
@@ -81,7 +81,7 @@ macro_rules! kernels {
 }
 
 /// Any CPU: arrays, which the compiler turns into the target's vectors.
-pub(in super::super) struct Portable;
+pub(in crate::backend::cpu) struct Portable;
 
 impl Registers for Portable {
     type V = [f32; 4];
@@ -163,7 +163,7 @@ unsafe fn portable<const R: usize, const N: usize, const C: bool, const P: bool>
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(in super::super) use x86::{Avx2, Avx512};
+pub(in crate::backend::cpu) use x86::{Avx2, Avx512};
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
@@ -221,7 +221,7 @@ mod x86 {
     }
 
     /// 16 registers of 8 floats: 6 rows of 2 vectors as accumulators, and 3 registers for operands.
-    pub(in super::super::super) struct Avx2;
+    pub(in crate::backend::cpu) struct Avx2;
 
     impl Registers for Avx2 {
         vectors!(__m256: _mm256_setzero_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_add_ps, _mm256_mul_ps, _mm256_fmadd_ps);
@@ -251,7 +251,7 @@ mod x86 {
 
     /// 32 registers of 16 floats. 8 rows of 2 vectors keep both multipliers busy and match the 8 by 8
     /// transpose.
-    pub(in super::super::super) struct Avx512;
+    pub(in crate::backend::cpu) struct Avx512;
 
     impl Registers for Avx512 {
         vectors!(__m512: _mm512_setzero_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_add_ps, _mm512_mul_ps, _mm512_fmadd_ps);

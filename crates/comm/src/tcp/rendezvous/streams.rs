@@ -5,8 +5,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 
 use farflung_base::Rank;
 
-use super::rendezvous::{Config, Streams, answer, hello, pairwise};
-use super::stream::Stream;
+use super::super::stream::Stream;
+use super::{Config, Streams, answer, hello, pairwise};
 use crate::CommError;
 use crate::control::Control;
 use crate::until::Until;

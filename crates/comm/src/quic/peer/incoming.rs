@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use ::iroh::endpoint::{ReadExactError, RecvStream, SendStream};
 
-use super::peer::Peer;
-use crate::wire::{self, HEADER_BYTES, Kind};
+use super::Peer;
+use crate::sizes::HEADER_BYTES;
+use crate::wire::{self, Kind};
 use crate::{Pool, WireError};
 
 /// Reads a stream to its end, and ends the other half of it, which tells the peer that all was taken.

@@ -1,0 +1,56 @@
+//! The handle of a started operation.
+
+use std::fmt;
+use std::task::{Context, Poll};
+
+/// A started operation, as the endpoint that runs it implements it.
+pub(crate) trait Spawned: Send + Sync {
+    /// Number of the operation on its endpoint.
+    fn number(&self) -> u64;
+    /// Blocks until the operation is over.
+    fn wait(&self);
+    /// Returns whether the operation is over.
+    fn is_over(&self) -> bool;
+    /// Returns whether the operation is over, and arranges a wake-up if it is not.
+    fn poll(&self, cx: &mut Context<'_>) -> Poll<()>;
+    /// Cancels the operation, unless it is over.
+    fn cancel(&self);
+}
+
+/// Handle of a started operation. Dropping it cancels the operation, unless it is over.
+#[must_use = "dropping an operation cancels it"]
+pub struct Started(Box<dyn Spawned>);
+
+impl Started {
+    pub(crate) fn new(operation: Box<dyn Spawned>) -> Self {
+        Self(operation)
+    }
+
+    /// Blocks until the operation is over, driving the network on this thread.
+    pub fn wait(&self) {
+        self.0.wait();
+    }
+
+    /// Returns whether the operation is over.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.0.is_over()
+    }
+
+    /// Returns whether the operation is over, and arranges a wake-up if it is not.
+    pub fn poll(&self, cx: &mut Context<'_>) -> Poll<()> {
+        self.0.poll(cx)
+    }
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        self.0.cancel();
+    }
+}
+
+impl fmt::Debug for Started {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Started({})", self.0.number())
+    }
+}

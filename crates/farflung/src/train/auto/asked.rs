@@ -1,0 +1,15 @@
+//! What plans are drafted from.
+
+use farflung_parallel::Cluster;
+use farflung_zoo::GptConfig;
+
+use crate::train::chain::PipelineSizes;
+
+/// The input from which plans are drafted.
+#[derive(Clone, Copy)]
+pub(super) struct Asked<'a> {
+    pub(super) name: &'a str,
+    pub(super) model: &'a GptConfig,
+    pub(super) cluster: &'a Cluster,
+    pub(super) sizes: PipelineSizes,
+}
