@@ -43,7 +43,7 @@ impl Scale {
     pub(crate) fn read(header: &[u8], q: f32) -> Result<Self, f32> {
         let &[low, high] = header else { unreachable!("a header of two bytes") };
         let scale = f32::from_le_bytes([0, 0, low, high]);
-        // No encoder's scale is below 2^-100 / 57344.
+        // No encoder writes a scale below 2^-100 / 57344.
         let good = scale >= f32::from_bits((127 - 116) << 23) && (scale * q).is_finite();
         if good { Ok(Self { scale, factor: 0.0 }) } else { Err(scale) }
     }
@@ -70,7 +70,7 @@ mod tests {
                 assert!((q * scale).is_finite());
                 let code = (top * factor).round_ties_even();
                 assert!(code <= q && code >= q - 1.0, "{top:e} {code}");
-                // A bfloat16 has eight significant bits.
+                // The rounding up to eight significant bits adds at most `2^-7`.
                 let reach = f64::from(q) * f64::from(scale) / f64::from(top);
                 assert!(reach < 1.0 + 2_f64.powi(-7) + 1e-6, "{top:e} {reach}");
                 assert!(reach > 1.0 - 1e-6 || top > 3.3e38, "{top:e} {reach}");
