@@ -72,16 +72,16 @@ pub trait Quantizer<const BITS: u32>: Copy + std::fmt::Debug + Send + Sync {
     fn decode(fit: &Self::Fit, code: u32) -> f32;
     /// Returns true if no encoder writes this code.
     fn refused(code: u32) -> bool;
-    /// Encodes as many whole vector registers of values as there are with AVX2, without offsets. Returns the
-    /// number of elements encoded.
+    /// Encodes the first values with AVX2, without offsets: as many whole runs as there are, whose length
+    /// depends on the method. Returns the number of elements encoded.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     #[must_use]
     fn encode_avx2(_: Avx2Token, _: &Self::Fit, _: FiniteValues<'_>, _: &mut [u8]) -> usize {
         0
     }
-    /// Decodes as many whole vector registers of codes as there are with AVX2. Returns the number of elements
-    /// decoded, and whether a code is one that no encoder writes.
+    /// Decodes the first codes of a block with AVX2: as many whole runs as there are. Returns the number of
+    /// elements decoded, and whether a code is one that no encoder writes.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     #[must_use]

@@ -120,7 +120,8 @@ impl<F: Format> Kernel for Encode<'_, F> {
     }
 }
 
-/// Number of elements that are decoded into the staging buffer, if one is used, before it is written to memory.
+/// Number of elements that are computed in the staging buffer, if one is used, before they are copied to the
+/// vector.
 const RUN: usize = 512;
 
 /// Kernel: `v = x + e; out = C(v); next = v - D(C(v))`. Returns true if some `v` is not finite.

@@ -55,7 +55,8 @@ pub struct Bins {
     values: [f32; 256],
     /// Upper ends of the bins, for quantiles. The last one is infinite.
     ends: [f32; 256],
-    /// Centre of the bins of equal width. Unused for quantiles.
+    /// Centre of the bins of equal width; unused for quantiles. `factor` is the number of bins per unit, or 0
+    /// for quantiles.
     middle: f32,
     factor: f32,
     grid: Grid,

@@ -39,7 +39,7 @@ impl Noise {
         [self.seed, self.stream]
     }
 
-    /// The inverse of [`Self::halves`].
+    /// Returns the stream whose words [`Self::halves`] returned.
     pub(crate) fn of_halves([seed, stream]: [u64; 2]) -> Self {
         Self { seed, stream }
     }

@@ -11,7 +11,7 @@ pub struct Scale {
 }
 
 impl Scale {
-    /// Returns the scale with which the code `q` stands for at least `top`.
+    /// Returns the smallest bfloat16 scale for which the code `q` represents at least `top`, up to rounding.
     pub(crate) fn up_to(top: f32, q: f32) -> Self {
         let scale = bf16_above(top * (1.0 / q));
         // `q` times the scale must be finite, so for the largest magnitudes the scale is a little too small.
@@ -37,9 +37,9 @@ impl Scale {
         self.factor
     }
 
-    /// Reads a scale, of which `q` times must be finite.
+    /// Reads a scale and checks that its product with `q` is finite.
     ///
-    /// Errors: the scale that was read.
+    /// Errors: the rejected scale.
     pub(crate) fn read(header: &[u8], q: f32) -> Result<Self, f32> {
         let &[low, high] = header else { unreachable!("a header of two bytes") };
         let scale = f32::from_le_bytes([0, 0, low, high]);

@@ -57,9 +57,10 @@ impl Samples {
         Self { len, held: Held::Int8 }
     }
 
-    /// Samples stored as [`Int4`] in blocks of 64, which takes about a quarter of the bytes. Changes are never
-    /// smaller than the quantization error of the copy, 7 % of a block's largest value, so the decoded
-    /// activation always has the codec's relative error of that.
+    /// Samples stored as [`Int4`] in blocks of 64, which takes about a quarter of the bytes. Changes never
+    /// become smaller than the quantization error of the copy, which is 7 % of a block's largest value. The
+    /// error of a decoded activation therefore never becomes smaller than the codec's relative error times
+    /// that.
     #[must_use]
     pub const fn int4(len: usize) -> Self {
         Self { len, held: Held::Int4 }

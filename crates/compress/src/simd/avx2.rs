@@ -270,7 +270,7 @@ fn load(bytes: &[u8; 32]) -> __m256i {
 fn put<const STREAM: bool>(values: __m256, out: &mut [f32; 8]) {
     if STREAM {
         let (low, high) = out.split_at_mut(4);
-        // SAFETY: four elements each; `Avx2Token` has seen that they are aligned.
+        // SAFETY: four elements each; the caller has checked that `out` is aligned.
         unsafe {
             _mm_stream_ps(low.as_mut_ptr(), _mm256_castps256_ps128(values));
             _mm_stream_ps(high.as_mut_ptr(), _mm256_extractf128_ps::<1>(values));

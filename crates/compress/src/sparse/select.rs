@@ -28,7 +28,6 @@ pub enum Select {
     ///
     /// Source: Lin et al. 2018, "Deep Gradient Compression", section 3.1. Differs: the threshold is not adapted
     /// again.
-    /// again.
     Sampled(Amount),
     /// All elements whose magnitude is at least the magnitude of this number. Their number has no limit.
     Threshold(f32),
