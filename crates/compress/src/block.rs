@@ -210,7 +210,7 @@ impl<Q: Quantizer<BITS>, const BITS: u32> Chunks for Block<Q, BITS> {
     }
 }
 
-/// What the encoders of whole blocks share.
+/// Settings shared by the encoders of whole blocks.
 struct Blocks<'a, Q, const BITS: u32, const NOISY: bool> {
     format: &'a Block<Q, BITS>,
     noise: Noise,

@@ -71,8 +71,8 @@ pub trait LinkCodec: State + std::fmt::Debug + Send {
     }
 }
 
-/// Sends activations by any codec without memory. It is the baseline of AQ-SGD, and its codec of the backward
-/// direction.
+/// Sends activations encoded by any codec without memory. It is the baseline of AQ-SGD, and the codec of
+/// AQ-SGD's backward direction.
 ///
 /// The payload is the codec's own. If there are channels, the values are in the order channel, sample,
 /// position.

@@ -209,7 +209,7 @@ pub struct Masked<C> {
 }
 
 impl<C: Memoryless> Masked<C> {
-    /// Creates the codec that sends the mask's elements by `inner`. Use it with error feedback.
+    /// Creates the codec that sends the mask's elements, encoded by `inner`. Use it with error feedback.
     #[must_use]
     pub fn new(mask: Mask, inner: C) -> Self {
         Self { mask, inner, unbiased: false, level: Level::detect(), kept: Kept::default() }

@@ -61,7 +61,7 @@ fn limit(kept: usize, len: usize) -> usize {
     (kept.saturating_mul(13) / 10).min(len)
 }
 
-/// Every this many elements, one is in the sample of [`Select::Sampled`].
+/// Distance between two neighbouring elements of the sample of [`Select::Sampled`].
 const STRIDE: usize = 101;
 /// Approximate size of the sample from which [`Finder::find`] estimates its first threshold.
 const SAMPLE: usize = 1 << 13;
@@ -204,7 +204,7 @@ fn largest(
         if scratch[0].candidates.len() >= kept {
             break;
         }
-        // The estimated threshold was too high: divide it by four until it is zero.
+        // The estimated threshold was too high: divide it by four and try again.
         threshold = threshold.saturating_sub(2 << 23).max(0);
     }
     scratch[0].shrink(kept);
