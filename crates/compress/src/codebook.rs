@@ -18,8 +18,8 @@ const SAMPLE: usize = 1 << 12;
 /// A table entry is the mean of the elements in its bin, so decoding keeps the block's mean and stays within
 /// its range. `4 + n BITS / 8 + 4 2^BITS ceil(n / block)` bytes for `n` elements. A block whose largest
 /// magnitude is below `2^-100` becomes zeros. NaN and infinity are rejected; with feedback, a value whose
-/// compression error overflows f32 is rejected too. The host averages each bin in
-/// f64; the wire format defines only the decoding bit for bit.
+/// compression error overflows f32 is rejected too. The host averages each bin in f64; the wire format defines
+/// only the decoding bit for bit.
 pub type Codebook<const BITS: u32> = Chunked<Block<Table, BITS>>;
 
 /// The rule that divides a block's values into bins.

@@ -1,5 +1,5 @@
-//! Products of a matrix with a few vectors and with the transposed matrix. The matrix is read once for all
-//! vectors, and every sum has a fixed order.
+//! Products of a matrix, or of its transpose, with a few vectors. The matrix is read once for all vectors, and
+//! every sum has a fixed order.
 
 use crate::magnitude::{magnitude, max_magnitude};
 use crate::simd::{Kernel, Level};

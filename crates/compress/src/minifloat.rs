@@ -14,9 +14,9 @@ use crate::wire::CodecId;
 ///
 /// `4 + n BITS / 8 + 2 ceil(n / block)` bytes for `n` elements, if a block's codes fill whole bytes. The error
 /// is at most `2^-(M+1)` of the element, or half of the format's smallest number times the scale. For E3M0 it
-/// is at most a third of the element plus a rounding, and 0.337 of it if the largest magnitude is above `0.996
-/// f32::MAX`, where scales are a little too small. NaN and infinity are rejected. The decoder accepts any block
-/// size.
+/// is at most a third of the element plus a rounding, and 0.337 of it if the largest magnitude is above
+/// `0.996 f32::MAX`, where scales are a little too small. NaN and infinity are rejected. The decoder accepts
+/// any block size.
 pub type MinifloatBlock<const E: u32, const M: u32, const BITS: u32> = Chunked<Block<Minifloat<E, M>, BITS>>;
 /// fp8 E4M3 (OCP, "FN"): numbers from `2^-9` to 448 times the scale.
 ///

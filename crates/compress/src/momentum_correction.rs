@@ -9,7 +9,7 @@ use crate::memory::Memory;
 use crate::{CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey, State, StateMap};
 
 /// Deep Gradient Compression's memory around a selection `C`: `u = m u + x; v += u; send C(v)`. For each
-/// element that was sent, `u` becomes 0 and `v` becomes its compression error.
+/// element that decodes as non-zero, `u` becomes 0 and `v` becomes its compression error.
 ///
 /// The optimizer must not apply momentum again. The caller is responsible for clipping (at `1 / sqrt(ranks)` of
 /// the threshold) and for the warm-up of the density. Commit and rollback work as in [`crate::ErrorFeedback`];

@@ -54,8 +54,8 @@ impl Noise {
     /// Writes the offsets of run `index`, uniform on the odd multiples of `2^-17` in `(-1/2, 1/2)`. Adding an
     /// offset before rounding to the nearest integer is unbiased stochastic rounding.
     ///
-    /// Element `32 (2 w + h) + c` of the run takes half `h` (0 is the lower) of word `w` of block `32 index +
-    /// c`.
+    /// Element `32 (2 w + h) + c` of the run takes half `h` (0 is the lower) of word `w` of block
+    /// `32 index + c`.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     pub(crate) fn offsets(self, index: u64, out: &mut [f32; RUN]) {

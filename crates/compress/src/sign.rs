@@ -16,8 +16,8 @@ pub const SIGN_BLOCK: u32 = 4096;
 /// loses far too much.
 ///
 /// An element decodes as its block's scale with the element's sign; zero keeps its own sign (bit 1 means
-/// negative). The scale is the mean magnitude (EF-signSGD), or the root of the mean square (1-bit Adam: `|x| /
-/// sqrt(d)`). A block whose largest magnitude is below `2^-100` becomes zeros.
+/// negative). The scale is the mean magnitude (EF-signSGD), or the root of the mean square (1-bit Adam:
+/// `|x| / sqrt(d)`). A block whose largest magnitude is below `2^-100` becomes zeros.
 ///
 /// `4 + n / 8 + 4 ceil(n / block)` bytes for `n` elements, if the block size is a multiple of 8. NaN and
 /// infinity are rejected.

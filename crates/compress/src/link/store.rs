@@ -138,8 +138,8 @@ const HEAD: u64 = 16;
 /// Number of bytes of the checksum before each sample.
 pub(super) const SUM: usize = 4;
 
-/// Stores samples in a file with a slot for each number below a capacity. The file has `16 + capacity (4 +
-/// bytes)` bytes, but the system allocates disk blocks only for slots that were written.
+/// Stores samples in a file with a slot for each number below a capacity. The file has
+/// `16 + capacity (4 + bytes)` bytes, but the system allocates disk blocks only for slots that were written.
 ///
 /// A slot is a checksum and the sample. A slot that a crash left half written does not match its checksum, and
 /// counts as empty.

@@ -32,10 +32,10 @@ const TOO_LARGE: i32 = (127 + 126) << 23;
 /// `PowerSGD`: approximates a matrix by the product of two factors with `rank` columns, found by one step of
 /// power iteration that starts from the last round's `Q`, with error feedback.
 ///
-/// `M = x + e; P = M Q`, averaged and orthonormalized; `Q = M^T P`, averaged; the mean is `P Q^T`, and `e = M -
-/// P Q^T` with this rank's own `M`. Each rank sends `4 rank (rows + columns)` bytes in an exchange of values.
-/// All ranks need the same seed. Sums have a fixed order on the host; devices agree with it up to rounding, and
-/// all ranks decode the same means.
+/// `M = x + e; P = M Q`, averaged and orthonormalized; `Q = M^T P`, averaged; the mean is `P Q^T`, and
+/// `e = M - P Q^T` with this rank's own `M`. Each rank sends `4 rank (rows + columns)` bytes in an exchange of
+/// values. All ranks need the same seed. Sums have a fixed order on the host; devices agree with it up to
+/// rounding, and all ranks decode the same means.
 ///
 /// The residual is computed by the next round while it reads `x`; the end of a round only writes the mean.
 /// Magnitudes from `2^126` on are rejected, in `x` plus the residual and in the mean.
@@ -62,7 +62,7 @@ pub struct PowerSgd {
 }
 
 /// Data that the next round needs: the residual is `m - p q^T`, and the iteration starts from `q`. Before the
-/// first round and after loading `p` is empty; `m` is empty if there is no residual.
+/// first round, and after a state was loaded, `p` is empty. `m` is empty if there is no residual.
 #[derive(Debug, Clone, Default)]
 struct Round {
     m: Vec<f32>,
