@@ -1,12 +1,12 @@
-//! How vectors are averaged over ranks, by name: through a codec, or by a protocol. A name is data: it prints
-//! as it parses.
+//! The method that averages vectors over ranks, by name: a codec or a protocol. An [`AverageSpec`] is plain
+//! data: printing and parsing give the same spec again.
 
 use std::fmt;
 use std::str::FromStr;
 
 use crate::{CodecSpec, CompressError, ProtocolSpec};
 
-/// What averaged values go through, as data: the name of a [`CodecSpec`] or of a [`ProtocolSpec`].
+/// A method of averaging, as data: the name of a [`CodecSpec`] or of a [`ProtocolSpec`].
 ///
 /// ```
 /// use farflung_compress::AverageSpec;
@@ -19,20 +19,20 @@ use crate::{CodecSpec, CompressError, ProtocolSpec};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum AverageSpec {
-    /// Each rank's values are encoded, and so is what was reduced.
+    /// Each rank's values are encoded, and so is the reduced result.
     Codec(CodecSpec),
-    /// Exchanges of f32 values, whose plain means are taken.
+    /// Buffers of f32 are averaged in several exchanges.
     Protocol(ProtocolSpec),
 }
 
 impl AverageSpec {
-    /// Whether values travel as they are.
+    /// Returns true if values are sent as plain f32.
     #[must_use]
     pub fn is_plain(&self) -> bool {
         *self == Self::default()
     }
 
-    /// The codec, if it is one.
+    /// Returns the codec, if the method is one.
     #[must_use]
     pub const fn codec(&self) -> Option<CodecSpec> {
         match self {
@@ -41,14 +41,14 @@ impl AverageSpec {
         }
     }
 
-    /// Whether something is carried over from one average to the next.
+    /// Returns true if the method keeps a residual from one average to the next.
     #[must_use]
     pub fn feedback(&self) -> bool {
         self.codec().is_none_or(|codec| codec.feedback())
     }
 
-    /// The same with error feedback, where it has none and loses something: [`CodecSpec::with_feedback`]. A
-    /// protocol has its own.
+    /// Adds error feedback to a lossy codec that has none: [`CodecSpec::with_feedback`]. A protocol is returned
+    /// unchanged, since it has its own.
     #[must_use]
     pub fn with_feedback(self) -> Self {
         match self {
@@ -57,14 +57,14 @@ impl AverageSpec {
         }
     }
 
-    /// The names, for a help text: codecs, then protocols.
+    /// Returns the names for a help text: codecs, then protocols.
     #[must_use]
     pub fn names() -> Vec<String> {
         crate::names().into_iter().chain(ProtocolSpec::names()).collect()
     }
 }
 
-/// Every value as it is.
+/// The codec `none`: plain f32.
 impl Default for AverageSpec {
     fn default() -> Self {
         Self::Codec(CodecSpec::default())

@@ -1,4 +1,4 @@
-//! bfloat16: two bytes an element, the range of f32 with eight significant bits.
+//! The codec [`Bf16`]: bfloat16, two bytes for each element, with the range of f32 and eight significant bits.
 
 use crate::cast::{Cast, Format};
 use crate::chunked::Chunked;
@@ -7,16 +7,16 @@ use crate::wire::CodecId;
 
 /// bfloat16, the upper half of f32, rounded to nearest, ties to even. `2n` bytes for `n` elements.
 ///
-/// The error is at most `2^-8 |x|`, and `2^-134` for subnormals. What would round to infinity becomes the
-/// largest finite value, `(2 - 2^-7) 2^127` (feedback keeps the rest). A zero keeps its sign. NaN and infinity
-/// are refused, both when encoding and when decoding.
+/// The error is at most `2^-8 |x|`, and `2^-134` for subnormals. Values that would round to infinity become the
+/// largest finite value, `(2 - 2^-7) 2^127` (with error feedback the rest stays in the residual). A zero keeps
+/// its sign. Encoder and decoder reject NaN and infinity.
 pub type Bf16 = Chunked<Cast<Brain16>>;
 
 /// The arithmetic of [`Bf16`].
 #[derive(Debug, Clone, Copy)]
 pub struct Brain16;
 
-/// The exponent's bits; all of them set means NaN or infinity.
+/// Bits of the exponent. If all are set, the number is NaN or infinity.
 const EXPONENT: u16 = 0x7f80;
 
 impl Format for Brain16 {

@@ -1,5 +1,5 @@
-//! Codes of a fixed width under a header for each block: the one loop behind every quantiser. Knows no
-//! arithmetic: that is a [`Quantizer`].
+//! Block codecs: fixed-width codes with a header for each block. All block quantizers share this loop; the
+//! arithmetic of each method is a [`Quantizer`].
 
 use crate::CompressError;
 use crate::chunked::{Chunked, Chunks, Pass};
@@ -11,42 +11,44 @@ use crate::staging::StagingBuffer;
 use crate::values::Values;
 use crate::wire::CodecId;
 
-/// The largest block. A block should fit a cache, and its size a header.
+/// Largest block size in elements. A block should fit in a cache, and its size must fit in a header.
 pub const MAX_BLOCK: u32 = 1 << 20;
-/// The block of the integer codecs where none is named: a scale of two bytes costs 0.8 % of eight-bit codes.
+/// Default block size of the integer codecs, in elements. A scale of two bytes then adds 0.8 % to eight-bit
+/// codes.
 pub const DEFAULT_BLOCK: u32 = 256;
 
-/// A block whose largest magnitude is below this, `2^-100`, becomes all zero: its scale and its products would
-/// come near f32's subnormals, which not every device keeps.
+/// A block whose largest magnitude is below this, `2^-100`, is encoded as zeros: its scale and its products
+/// would come near the subnormals of f32, which not every device supports.
 const MIN_MAX: f32 = f32::from_bits((127 - 100) << 23);
 
-/// The bits of `2^126`: in a block with a smaller largest magnitude no loss overflows, as what codes stand for
-/// is less than `2^127` there.
+/// The bits of `2^126`. If a block's largest magnitude is below it, decoded values are below `2^127`, so no
+/// compression error overflows.
 const EDGE: i32 = (127 + 126) << 23;
 
-/// The arithmetic of one method: what a block's header says, and how an element becomes a code under it.
+/// The arithmetic of one method: what a block's header holds, and how an element becomes a code.
 ///
 /// All functions are part of kernels and must be `#[inline(always)]`; `encode`, `decode` and `refused` must be
-/// branch-free, so that the loops become vector code. A block whose header is all zero bytes holds only zeros
-/// (if there is a header): the largest magnitude is too small.
+/// branch-free, so that the loops are vectorized. If a method has a header, a block whose header is all zero
+/// bytes holds only zeros; the encoder writes it when the largest magnitude is too small.
 pub trait Quantizer<const BITS: u32>: Copy + std::fmt::Debug + Send + Sync {
-    /// The number on the wire.
+    /// Number of the codec in the wire format.
     const ID: CodecId;
-    /// Bytes of a block's header.
+    /// Number of bytes in a block's header.
     const HEADER: usize;
-    /// The codec's parameter, beside the block, in the highest byte of the parameters' word.
+    /// Additional parameter of the codec, sent in the highest byte of the parameter word; the block size is in
+    /// the others.
     const PARAMETER: u8 = 0;
-    /// Whether a code may stand for a number of the other sign than its element, so that more is lost than the
-    /// element.
+    /// True if a decoded value can have the opposite sign of its element, so that the error can be larger than
+    /// the element.
     const OVERSHOOTS: bool = false;
-    /// What the header means, ready to be used.
+    /// The header's contents in the form that `encode` and `decode` use.
     type Fit: Copy;
-    /// Whether [`Self::encode`] wants offsets.
+    /// Returns true if [`Self::encode`] uses random offsets (stochastic rounding).
     fn noisy(&self) -> bool {
         false
     }
-    /// The bits of the largest magnitude, as `max_magnitude` gives them, and a number for [`Self::fit`]. If
-    /// there is a residual, the sums go to `next`.
+    /// Returns the bits of the largest magnitude, as `max_magnitude` does, and a statistic for [`Self::fit`].
+    /// With feedback it also writes the sums `x + e` to `next`.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     #[must_use]
@@ -56,29 +58,30 @@ pub trait Quantizer<const BITS: u32>: Copy + std::fmt::Debug + Send + Sync {
             Values::Feedback { x, e, next } => (sum(x, e, next), 0.0),
         }
     }
-    /// The header of the finite `x` with the largest magnitude `max`, which is not too small, and what
-    /// [`Self::survey`] found.
+    /// Returns the header for the finite values `x`. `max` is their largest magnitude, at least `MIN_MAX`;
+    /// `surveyed` is the statistic from [`Self::survey`].
     fn fit(&self, max: f32, surveyed: f32, x: &[f32]) -> Self::Fit;
     /// Writes the header.
     fn write(fit: &Self::Fit, header: &mut [u8]);
-    /// Reads a header that is not all zero; the offending number if no encoder writes it.
+    /// Reads a header that is not all zero. Returns the wrong number if no encoder writes that header.
     fn read(header: &[u8]) -> Result<Self::Fit, f32>;
-    /// The code of a finite element of the block, in the low `BITS` bits. The offset is in the open interval
-    /// (-1/2, 1/2), or 0 unless `NOISY`.
+    /// Returns the code of a finite element of the block, in the low `BITS` bits. The offset is in the open
+    /// interval (-1/2, 1/2), or 0 unless `NOISY`.
     fn encode<const NOISY: bool>(fit: &Self::Fit, x: f32, offset: f32) -> u32;
-    /// What a code stands for; finite.
+    /// Returns the value of a code. It is always finite.
     fn decode(fit: &Self::Fit, code: u32) -> f32;
-    /// Whether no encoder writes this code.
+    /// Returns true if no encoder writes this code.
     fn refused(code: u32) -> bool;
-    /// Encodes full runs of values in the processor's own instructions; how many. Not for noise.
+    /// Encodes the first values with AVX2, without offsets: as many whole runs as there are, whose length
+    /// depends on the method. Returns the number of elements encoded.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     #[must_use]
     fn encode_avx2(_: Avx2Token, _: &Self::Fit, _: FiniteValues<'_>, _: &mut [u8]) -> usize {
         0
     }
-    /// Decodes full runs of a block's first codes in the processor's own instructions; how many elements, and
-    /// whether one is refused.
+    /// Decodes the first codes of a block with AVX2: as many whole runs as there are. Returns the number of
+    /// elements decoded, and whether a code is one that no encoder writes.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     #[must_use]
@@ -99,7 +102,7 @@ impl<Q: Quantizer<BITS>, const BITS: u32> Chunked<Block<Q, BITS>> {
         Ok(Self::of(Block { quantizer, block: check_block(block)? }))
     }
 
-    /// Elements per block.
+    /// Returns the number of elements in a block.
     #[must_use]
     pub fn block(&self) -> u32 {
         self.chunks.block as u32
@@ -113,7 +116,7 @@ fn check_block(block: u32) -> Result<usize, CompressError> {
     Err(CompressError::BlockSize { found: block, max: MAX_BLOCK })
 }
 
-/// Bytes of a whole block.
+/// Returns the number of bytes in a full block.
 const fn format_bytes<Q: Quantizer<BITS>, const BITS: u32>(block: usize) -> usize {
     Q::HEADER + packed_len(BITS, block)
 }
@@ -141,7 +144,8 @@ impl<Q: Quantizer<BITS>, const BITS: u32> Block<Q, BITS> {
         }
     }
 
-    /// The error for what is wrong in a block of `count` elements, the first of which is `at`.
+    /// Finds what is wrong in the bytes of one block and returns the error. `block` is its index, `count` its
+    /// number of elements, and `at` the index of its first element.
     fn culprit(block: usize, at: usize, count: usize, bytes: &[u8]) -> CompressError {
         let (header, codes) = bytes.split_at(Q::HEADER);
         let zero = is_zero::<Q, BITS>(header);
@@ -206,17 +210,18 @@ impl<Q: Quantizer<BITS>, const BITS: u32> Chunks for Block<Q, BITS> {
     }
 }
 
-/// How whole blocks are encoded.
+/// Settings shared by the encoders of whole blocks.
 struct Blocks<'a, Q, const BITS: u32, const NOISY: bool> {
     format: &'a Block<Q, BITS>,
     noise: Noise,
-    /// The number of the first block's first group of noise.
+    /// Index of the first block's first group of noise.
     group: u64,
     token: Option<Avx2Token>,
 }
 
 impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Blocks<'_, Q, BITS, NOISY> {
-    /// Writes the header of `x`; `None` if it says that all is zero, whose codes are zeros too.
+    /// Writes the block's header. Returns `None` if the block is encoded as zeros; its codes are then written
+    /// as zeros too.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     fn fit(
@@ -230,7 +235,8 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Blocks<'_, Q, BITS,
         if max >= MIN_MAX {
             let fit = self.format.quantizer.fit(max, surveyed, x);
             Q::write(&fit, head);
-            // What a header of zeros says is zero, also where a table of values happens to be.
+            // A header of zeros means a block of zeros, so a fit whose header happens to be all zero bytes
+            // cannot be sent.
             if !is_zero::<Q, BITS>(head) {
                 return Some(fit);
             }
@@ -240,7 +246,7 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Blocks<'_, Q, BITS,
         None
     }
 
-    /// The offsets of the group of the block that begins at `start`, if there is noise.
+    /// Fills `offsets` for the group that begins at `start` of the block, if the method is noisy.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     fn offsets(&self, block: usize, start: usize, offsets: &mut [f32; GROUP]) {
@@ -250,7 +256,8 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Blocks<'_, Q, BITS,
         }
     }
 
-    /// Encodes full runs of the group that begins at `start` by hand; how many elements.
+    /// Encodes the first elements of the group that begins at `start` with AVX2, if it was detected. Returns
+    /// the number of elements encoded.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     fn encode_group_avx2(
@@ -267,7 +274,7 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Blocks<'_, Q, BITS,
     }
 }
 
-/// The bytes of whole blocks; true if something is not finite.
+/// Kernel: encodes whole blocks. Returns true if a value is not finite.
 struct Encode<'a, Q, const BITS: u32, const NOISY: bool> {
     blocks: Blocks<'a, Q, BITS, NOISY>,
     x: &'a [f32],
@@ -313,7 +320,8 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Kernel for Encode<'
     }
 }
 
-/// As [`Encode`], of sums `x + e`, whose losses go to `next`; true if one of them is not finite, too.
+/// Kernel: encodes whole blocks of the sums `x + e` and writes the compression errors to `next`. Returns true
+/// if a sum or an error is not finite.
 struct EncodeSums<'a, Q, const BITS: u32, const NOISY: bool> {
     blocks: Blocks<'a, Q, BITS, NOISY>,
     x: &'a [f32],
@@ -344,7 +352,7 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Kernel for EncodeSu
                 return true;
             }
             match blocks.fit(surveyed, sums, head, bytes) {
-                // Nothing is sent of these.
+                // The block is sent as zeros, so its sums are the new residual.
                 None => copy_back.write(0, sums),
                 Some(fit) => {
                     let (len, mut start) = (x.len(), 0);
@@ -378,21 +386,22 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Kernel for EncodeSu
     }
 }
 
-/// Whether something is not finite.
+/// Returns true if an element is not finite.
 #[cold]
 #[inline(never)]
 fn overflows(lost: &[f32]) -> bool {
     max_magnitude(lost) >= INFINITE
 }
 
-/// How many elements ahead of what is encoded the memory is asked, at least: a page, which it does not go
-/// beyond by itself.
+/// Smallest distance, in elements, from the encoded position to the prefetched one. It is one page, since the
+/// hardware prefetcher stops at page boundaries.
 const AHEAD: usize = 1024;
-/// Elements of a block, at least, that fill the first cache together with the next one.
+/// Smallest block, in elements, that fills the first-level cache together with the next block.
 const LONG: usize = 4096;
 
-/// Asks for what lies a while behind the group that begins at `start` of its block. Of the block behind a long
-/// one it is the first half: the other comes while that is gone over for the first time.
+/// Prefetches input that comes after the group which begins at `start` of its block. For long blocks only the
+/// first half of the next block is prefetched here; the second half is loaded during the first pass over that
+/// block.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 fn come_near(group: &[f32], start: usize, block: usize) {
@@ -403,7 +412,7 @@ fn come_near(group: &[f32], start: usize, block: usize) {
     }
 }
 
-/// The values of whole blocks; the index of the first block in which something is refused.
+/// Kernel: decodes whole blocks. Returns the index of the first block that holds something no encoder writes.
 struct Decode<'a, Q, const BITS: u32> {
     format: &'a Block<Q, BITS>,
     bytes: &'a [u8],
@@ -452,7 +461,7 @@ impl<Q: Quantizer<BITS>, const BITS: u32> Kernel for Decode<'_, Q, BITS> {
     }
 }
 
-/// Whether a block with that header holds only zeros.
+/// Returns true if a block with this header holds only zeros.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 fn is_zero<Q: Quantizer<BITS>, const BITS: u32>(header: &[u8]) -> bool {

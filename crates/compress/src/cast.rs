@@ -1,5 +1,5 @@
-//! The codecs that cast each element alone: plain f32 and the two 16-bit formats. One loop for all three; a
-//! format is two pure functions.
+//! Codecs that convert each element on its own: plain f32 and the two 16-bit formats. They share one loop; each
+//! format is a pair of pure functions.
 
 use std::marker::PhantomData;
 
@@ -12,40 +12,40 @@ use crate::staging::StagingBuffer;
 use crate::values::Values;
 use crate::wire::CodecId;
 
-/// A number format. The functions must be branch-free and `#[inline(always)]`, so that the loops become vector
-/// code.
+/// A number format. The functions must be branch-free and `#[inline(always)]`, so that the loops are
+/// vectorized.
 pub trait Format: Copy + std::fmt::Debug + Send + Sync {
-    /// The number on the wire.
+    /// Number of the codec in the wire format.
     const ID: CodecId;
-    /// Whether it keeps every bit pattern, NaN and infinity too.
+    /// True if the format keeps every bit pattern, NaN and infinity included.
     const EXACT: bool = false;
-    /// The bytes of an element.
+    /// The bytes of one element.
     type Bytes: Copy + AsRef<[u8]> + bytemuck::Pod;
-    /// Rounds a finite number to nearest, ties to even; what would round to infinity becomes the largest finite
-    /// one.
+    /// Rounds a finite number to nearest, ties to even. A number that would round to infinity becomes the
+    /// largest finite value of the format.
     fn encode(x: f32) -> Self::Bytes;
-    /// Exact.
+    /// Decodes an element exactly.
     fn decode(bytes: Self::Bytes) -> f32;
-    /// Whether no encoder writes this.
+    /// Returns true if no encoder writes these bytes.
     fn refused(bytes: Self::Bytes) -> bool;
-    /// Encodes some of the first elements in the processor's own instructions; how many, and the largest
+    /// Encodes some of the first elements with AVX2. Returns their number and the bits of their largest
     /// magnitude.
     fn encode_avx2(_: Avx2Token, _: &[f32], _: &mut [u8]) -> (usize, i32) {
         (0, 0)
     }
-    /// Decodes some of the first elements in the processor's own instructions; how many, and whether one is
-    /// refused.
+    /// Decodes some of the first elements with AVX2. Returns their number, and whether an element is one that
+    /// no encoder writes.
     fn decode_avx2(_: Avx2Token, _: &[u8], _: &mut [f32]) -> (usize, bool) {
         (0, false)
     }
 }
 
-/// Every element alone, in the format `F`.
+/// Encodes every element on its own, in the format `F`.
 #[derive(Debug, Clone, Copy)]
 pub struct Cast<F>(PhantomData<F>);
 
 impl<F: Format> Chunked<Cast<F>> {
-    /// The codec.
+    /// Creates the codec.
     #[must_use]
     pub fn new() -> Self {
         Self::of(Cast(PhantomData))
@@ -99,7 +99,7 @@ impl<F: Format> Chunks for Cast<F> {
     }
 }
 
-/// `out = C(x)`; true if something in `x` is not finite.
+/// Kernel: `out = C(x)`. Returns true if a value in `x` is not finite.
 struct Encode<'a, F: Format> {
     x: &'a [f32],
     out: &'a mut [F::Bytes],
@@ -120,10 +120,11 @@ impl<F: Format> Kernel for Encode<'_, F> {
     }
 }
 
-/// Elements that are made and then written past the caches, if they are.
+/// Number of elements that are computed in the staging buffer, if one is used, before they are copied to the
+/// vector.
 const RUN: usize = 512;
 
-/// `v = x + e; out = C(v); next = v - D(C(v))`; true if some `v` is not finite.
+/// Kernel: `v = x + e; out = C(v); next = v - D(C(v))`. Returns true if some `v` is not finite.
 struct EncodeResidual<'a, F: Format> {
     x: &'a [f32],
     e: &'a [f32],
@@ -155,7 +156,7 @@ impl<F: Format> Kernel for EncodeResidual<'_, F> {
     }
 }
 
-/// `out = D(codes)`; true if a code is refused.
+/// Kernel: `out = D(codes)`. Returns true if no encoder writes one of the codes.
 struct Decode<'a, F: Format> {
     codes: &'a [F::Bytes],
     out: &'a mut [f32],

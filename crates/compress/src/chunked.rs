@@ -1,5 +1,5 @@
-//! Codecs of a fixed rate that encode every chunk of a vector on its own: one loop over chunks for all of them,
-//! alone or on several threads, with and without feedback. Knows no format: that is a [`Chunks`].
+//! Codecs of fixed rate that encode every chunk of a vector on its own. They share one loop over chunks, on one
+//! or several threads, with and without feedback; each format is a [`Chunks`].
 
 use crate::compressor::Memoryless;
 use crate::noise::Noise;
@@ -10,41 +10,46 @@ use crate::values::Values;
 use crate::wire::{CodecId, HEADER, check_body};
 use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
 
-/// Elements, roughly, that are encoded and hashed at a time: few enough that all the buffers stay near.
+/// Approximate number of elements that are encoded and hashed at a time, so that all buffers stay in a near
+/// cache.
 const CHUNK: usize = 2048;
 
-/// How one chunk becomes bytes.
+/// Encodes and decodes one chunk.
 ///
-/// Only this crate has formats; the trait is public so that [`Chunked`] can be named.
+/// Formats are implemented in this crate only; the trait is public because [`Chunked`] names it.
 pub trait Chunks: Clone + std::fmt::Debug + Send + Sync {
-    /// The number on the wire.
+    /// Number of the codec in the wire format.
     const ID: CodecId;
-    /// Elements that are encoded on their own; only the vector's last chunk may have fewer.
+    /// Returns the number of elements in a unit, which is encoded on its own. Only the vector's last unit may
+    /// be shorter.
     fn unit(&self) -> usize;
 
-    /// Bytes of `len` elements that begin a unit; `usize::MAX` if they are too many.
+    /// Returns the number of bytes of `len` elements that start at a unit's boundary, or `usize::MAX` if there
+    /// are too many.
     fn bytes(&self, len: usize) -> usize;
 
-    /// What a decoder must know, in front of all chunks.
+    /// Returns the parameters that the decoder needs. They are written before all chunks.
     fn parameters(&self) -> Option<[u8; 4]> {
         None
     }
 
-    /// The format that such parameters mean.
+    /// Returns the format with these parameters, which a payload holds.
     fn with_parameters(&self, _: [u8; 4]) -> Result<Self, CompressError> {
         Ok(self.clone())
     }
 
-    /// Encodes whole units, the first of them with the element `at`, into exactly their bytes, with noise for
-    /// codecs that draw; true if it must refuse a value that is not finite, or of which more is lost than f32
-    /// holds (then nothing else matters but what was lost until there).
+    /// Encodes whole units into `out`, whose length is exactly their number of bytes. `at` is the index of the
+    /// first element; `noise` is for codecs that round stochastically.
+    ///
+    /// Returns true if a value or a compression error is not finite. The output is then unspecified, except
+    /// that the compression errors before that element are valid.
     fn encode(&self, pass: &mut Pass, at: usize, values: Values<'_>, out: &mut [u8], noise: Noise) -> bool;
 
-    /// Decodes whole units, the first of them with the element `at`.
+    /// Decodes whole units. `at` is the index of the first element.
     fn decode(&self, pass: &mut Pass, at: usize, bytes: &[u8], out: &mut [f32]) -> Result<(), CompressError>;
 }
 
-/// How a thread goes over a vector: with which instructions, and where it makes the values that it writes.
+/// How one thread processes a vector: the instruction set, and the staging buffer for the values it writes.
 #[derive(Debug)]
 pub struct Pass {
     pub(crate) level: Level,
@@ -52,7 +57,7 @@ pub struct Pass {
 }
 
 impl Pass {
-    /// Over a short vector.
+    /// Creates a pass for a short vector, without a staging buffer.
     pub(crate) fn short(level: Level) -> Self {
         Self { level, staging: StagingBuffer::InPlace }
     }
@@ -60,7 +65,7 @@ impl Pass {
 
 /// A codec that encodes chunk by chunk, each with a fixed number of bytes.
 ///
-/// It has no memory, allocates nothing but the payload's buffer, and gives the same bytes for any number of
+/// It has no memory, allocates nothing but the payload's buffer, and writes the same bytes for any number of
 /// threads.
 #[derive(Debug, Clone)]
 pub struct Chunked<C> {
@@ -74,14 +79,14 @@ impl<C: Chunks> Chunked<C> {
         Self { chunks, level: Level::detect(), threads: 1 }
     }
 
-    /// The codec on up to so many threads: [`Compressor::set_threads`].
+    /// Sets the largest number of threads, as [`Compressor::set_threads`] does.
     #[must_use]
     pub fn threads(mut self, threads: usize) -> Self {
         self.set_threads(threads);
         self
     }
 
-    /// The codec compiled for the baseline of the target.
+    /// Returns the codec with kernels compiled for the target's baseline.
     #[cfg(test)]
     pub(crate) fn portable(self) -> Self {
         Self { level: Level::PORTABLE, ..self }
@@ -95,7 +100,7 @@ impl<C: Chunks> Chunked<C> {
         self.chunks.bytes(len).saturating_add(self.prefix())
     }
 
-    /// Elements of a chunk: whole units, at least one.
+    /// Returns the number of elements in a chunk: whole units, at least one.
     fn chunk(&self) -> usize {
         let unit = self.chunks.unit();
         unit * (CHUNK / unit).max(1)
@@ -114,12 +119,13 @@ impl<C: Chunks> Chunked<C> {
         })
     }
 
-    /// How a part of so many elements is gone over.
+    /// Creates the pass for a part of `len` elements.
     fn pass(&self, len: usize) -> Pass {
         Pass { level: self.level, staging: StagingBuffer::new(self.level, len, self.chunk()) }
     }
 
-    /// Encodes `values`, which begin at `at`, on so many threads; with the checksum of the bytes.
+    /// Encodes `values`, whose first element has the index `at`, on `pieces` threads. Returns the checksum of
+    /// the bytes too.
     fn encode_part(
         &self,
         pieces: usize,
@@ -145,7 +151,8 @@ impl<C: Chunks> Chunked<C> {
         })
     }
 
-    /// The pieces of the first half and where it ends; 0 pieces if there is nothing to halve.
+    /// Splits `pieces` and `len` in two. Returns the number of pieces in the first half and its length; 0
+    /// pieces if the part cannot be split.
     fn halves(&self, pieces: usize, len: usize) -> (usize, usize) {
         let left = pieces / 2;
         let middle = (len as u128 * left as u128 / pieces as u128) as usize;

@@ -1,4 +1,5 @@
-//! Codes that index a table of values sent along: hivemind's mean-and-deviation bins, and quantiles.
+//! Codes that index a table of values sent in each block's header: hivemind's mean-and-deviation bins, and
+//! quantiles.
 
 use crate::CompressError;
 use crate::block::{Block, Quantizer};
@@ -7,27 +8,29 @@ use crate::int::ROUND;
 use crate::norm::{deviation, mean};
 use crate::wire::CodecId;
 
-/// The block of codebook codecs where none is named.
+/// Default block size of the codebook codecs, in elements.
 pub const CODEBOOK_BLOCK: u32 = 1 << 16;
-/// Elements of a block, at most, of which quantiles are taken.
+/// Largest number of a block's elements that quantiles are computed from.
 const SAMPLE: usize = 1 << 12;
 
-/// `2^BITS` values in each block's header, and a code of `BITS` bits (2, 4 or 8) for each element.
+/// A table of `2^BITS` values in each block's header, and a code of `BITS` bits (2, 4 or 8) for each element.
 ///
-/// The table has the mean of the elements of each bin, so that decoding keeps the block's mean and never leaves
+/// A table entry is the mean of the elements in its bin, so decoding keeps the block's mean and stays within
 /// its range. `4 + n BITS / 8 + 4 2^BITS ceil(n / block)` bytes for `n` elements. A block whose largest
-/// magnitude is below `2^-100` becomes zeros. NaN and infinity are refused, and with feedback a value of which
-/// more is lost than f32 holds. Bins are found with f64 on the host: only decoding is defined to the bit.
+/// magnitude is below `2^-100` becomes zeros. NaN and infinity are rejected; with feedback, a value whose
+/// compression error overflows f32 is rejected too. The host averages each bin in f64; the wire format defines
+/// only the decoding bit for bit.
 pub type Codebook<const BITS: u32> = Chunked<Block<Table, BITS>>;
 
-/// How bins are cut.
+/// The rule that divides a block's values into bins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Table {
     quantiles: bool,
 }
 
 impl<const BITS: u32> Codebook<BITS> {
-    /// Bins of equal width over six standard deviations around the mean; the outermost take the rest.
+    /// Creates the codec with bins of equal width over six standard deviations around the mean. Values outside
+    /// go to the first or the last bin.
     ///
     /// Source: hivemind's `Uniform8BitQuantization` (8 bits), templar's compressor (2 bits).
     ///
@@ -36,7 +39,7 @@ impl<const BITS: u32> Codebook<BITS> {
         Self::blocks(Table { quantiles: false }, block)
     }
 
-    /// Bins that hold equally many elements of a sample of the block.
+    /// Creates the codec with bins that hold equally many elements of a sample of the block.
     ///
     /// Source: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", section 2.1.
     ///
@@ -46,40 +49,42 @@ impl<const BITS: u32> Codebook<BITS> {
     }
 }
 
-/// A table, and where the bins are.
+/// A table of values, and the boundaries of the bins.
 #[derive(Debug, Clone, Copy)]
 pub struct Bins {
     values: [f32; 256],
-    /// The bins' upper ends, of which the last is infinite, unless bins have equal widths.
+    /// Upper ends of the bins, for quantiles. The last one is infinite.
     ends: [f32; 256],
-    /// Where the bins of equal width have their middle, and bins per unit; 0 for quantiles.
+    /// Centre of the bins of equal width; unused for quantiles. `factor` is the number of bins per unit, or 0
+    /// for quantiles.
     middle: f32,
     factor: f32,
     grid: Grid,
 }
 
-/// Cells of a grid over the ends of unequal bins.
+/// Number of cells in the grid that speeds up the search for a quantile's bin.
 const CELLS: usize = 1 << 12;
 
-/// Which bin to look at first: that of each cell's lower edge.
+/// A lookup table: for each cell, the bin at which the search begins.
 #[derive(Debug, Clone, Copy)]
 struct Grid {
     low: f32,
-    /// Cells per unit.
+    /// Number of cells per unit.
     factor: f32,
     first: [u8; CELLS],
 }
 
 impl Grid {
-    /// Over ends that are ascending, but for the last, which is infinite.
+    /// Builds the grid over ascending `ends`, of which the last is infinite.
     fn new(ends: &[f32]) -> Self {
         let (low, high) = (ends[0], ends[ends.len().saturating_sub(2)]);
         let factor = (CELLS - 1) as f32 / (high - low);
-        // Ends that are all the same, or too near or far for a number of cells.
+        // The factor is not normal if the ends are equal, or extremely near or far apart.
         let factor = if factor.is_normal() { factor } else { 0.0 };
         let mut grid = Self { low, factor, first: [0; CELLS] };
         let mut bin = 0;
-        // A cell's first bin is that of the last end below the cell, however the cell of an element is rounded.
+        // A cell's entry is the number of ends in lower cells. Elements use the same function, so rounding
+        // cannot put an element into a cell after its bin.
         for (cell, first) in grid.first.iter_mut().enumerate() {
             *first = bin as u8;
             while bin + 1 < ends.len() && grid_cell(low, factor, ends[bin]) <= cell {
@@ -90,7 +95,7 @@ impl Grid {
     }
 }
 
-/// The cell of an element; it does not fall where the element rises.
+/// Returns the cell of an element. It never decreases as the element increases.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 fn grid_cell(low: f32, factor: f32, x: f32) -> usize {
@@ -106,7 +111,7 @@ impl Bins {
         grid: Grid { low: 0.0, factor: 0.0, first: [0; CELLS] },
     };
 
-    /// The bin of `x`.
+    /// Returns the bin of `x`.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     fn of<const BITS: u32>(&self, x: f32) -> u32 {
@@ -115,7 +120,7 @@ impl Bins {
             return (((x - self.middle) * self.factor).clamp(-half, half - 1.0) + half + ROUND).to_bits()
                 & 0xff;
         }
-        // How many ends are at or below it.
+        // Counts the ends at or below `x`.
         let mut bin = usize::from(self.grid.first[grid_cell(self.grid.low, self.grid.factor, x) % CELLS]);
         while self.ends[bin % 256] <= x {
             bin += 1;
@@ -153,7 +158,7 @@ impl<const BITS: u32> Quantizer<BITS> for Table {
         } else {
             bins.middle = mean(max, x);
             let width = 6.0 / count as f32 * deviation(max, bins.middle, x);
-            // Values that are all the same have one bin.
+            // If all values are equal, they share one bin.
             bins.factor = if width > 0.0 { (1.0 / width).clamp(f32::MIN_POSITIVE, f32::MAX) } else { 1.0 };
         }
         let (mut sums, mut counts) = ([0.0_f64; 256], [0_u32; 256]);

@@ -1,5 +1,5 @@
-//! What every codec is: a function from `f32` to bytes and back, with its memory beside it. Knows no transport,
-//! no tensor, no threads.
+//! The [`Compressor`] trait: a codec encodes `f32` vectors into bytes and decodes them, and may keep state
+//! between calls. This module does not depend on transports, tensors or threads.
 
 use std::fmt::Debug;
 
@@ -8,44 +8,45 @@ use crate::simd::{Kernel, Level};
 use crate::values::Values;
 use crate::{CompressError, Payload, PayloadRef, RoundKey, State};
 
-/// A codec.
+/// Encodes vectors of `f32` into bytes and decodes them again.
 ///
-/// Laws, tested over all of them: `decompress` of what `compress` made gives finite values within the codec's
-/// stated bound; the payload has exactly `max_payload` bytes for a codec of fixed rate, never more for any; the
-/// same input gives the same bytes on every machine. One codec value serves one stream of vectors (one bucket,
-/// one shard): a codec with memory remembers that stream's residual.
+/// Tests check these laws for every codec: `decompress` of what `compress` wrote gives finite values within the
+/// codec's stated bound; a codec of fixed rate writes exactly `max_payload` bytes, and no codec writes more;
+/// the same input gives the same bytes on every machine. Use one codec value for each stream of vectors (one
+/// bucket, one shard), since a codec with memory keeps the residual of that stream.
 pub trait Compressor: State + Debug + Send + Sync {
     /// Encodes `x` (`[n]`) into `out`.
     ///
     /// Errors: [`CompressError::NonFinite`] (lossy codecs); [`CompressError::Overflow`] for finite values that
-    /// [`Self::decompress`] would not give back as finite ones; [`CompressError::LengthChanged`] (codecs with
-    /// memory). Then `out` is empty and the codec's memory is as it was.
+    /// [`Self::decompress`] could not return as finite values; [`CompressError::LengthChanged`] (codecs with
+    /// memory). After an error `out` is empty and the codec's memory is unchanged.
     fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError>;
 
-    /// Decodes `p`, which is untrusted, into all of `out` (`[n]`).
+    /// Decodes the untrusted payload `p` into all of `out` (`[n]`).
     ///
     /// Errors: [`CompressError::WrongCodec`], [`CompressError::CountMismatch`], [`CompressError::BodyLength`],
-    /// and those that name a value which no encoder writes. Then `out` is unspecified.
+    /// and the errors for values that no encoder writes. After an error the contents of `out` are unspecified.
     fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError>;
 
-    /// The most bytes that the payload of `len` elements can have, header included (`usize::MAX` if it would
-    /// not fit in memory).
+    /// Returns the largest size in bytes of a payload of `len` elements, header included, or `usize::MAX` if
+    /// that does not fit in memory.
     fn max_payload(&self, len: usize) -> usize;
 
-    /// Lets the codec use up to so many threads (0 counts as 1) where a vector is long enough. They are started
-    /// in each call, and the bytes are the same for any number. A codec that does not say so works on the
-    /// caller's thread.
+    /// Sets the largest number of threads that the codec may use for a long vector (0 counts as 1). Threads are
+    /// started in each call, and the bytes do not depend on their number. The default does nothing: the codec
+    /// runs on the caller's thread.
     fn set_threads(&mut self, threads: usize) {
         let _ = threads;
     }
 }
 
-/// A codec that remembers nothing between calls, so that another codec may choose anew each time what it gets,
-/// and feedback can stand around it.
+/// A codec without memory between calls. Only such codecs can be nested in a selection or wrapped in error
+/// feedback.
 ///
-/// Feedback is not memoryless: around feedback it would count every residual twice, and `Sparse::new(select,
-/// ErrorFeedback::new(..))` would add the residual of one selection to the next. Neither compiles.
-/// `ErrorFeedback::new(Sparse::new(select, ..)?)` is what is meant.
+/// A codec with error feedback is not `Memoryless`: a second feedback around it would count every residual
+/// twice, and `Sparse::new(select, ErrorFeedback::new(..))` would add the residual of one selection to the next
+/// selection, which has other elements. Neither compiles. Write `ErrorFeedback::new(Sparse::new(select, ..)?)`
+/// instead.
 ///
 /// ```compile_fail
 /// use farflung_compress::{Amount, ErrorFeedback, F16, Select, Sparse};
@@ -59,15 +60,15 @@ pub trait Compressor: State + Debug + Send + Sync {
 /// let wrong: Box<dyn Compressor> = Box::new(ErrorFeedback::new(ErrorFeedback::new(F16::new())));
 /// ```
 pub trait Memoryless: Compressor {
-    /// Encodes `v = x + e` into `out` and writes what the payload lost, `v - D(C(v))`, to `next`. All are
+    /// Encodes `v = x + e` into `out` and writes the compression error `v - D(C(v))` to `next`. All vectors are
     /// `[n]`.
     ///
-    /// `e` is only read, so a failure leaves it as it was. The default makes three passes and a buffer; codecs
-    /// fuse it into one pass.
+    /// `e` is only read, so it is unchanged after an error. The default implementation makes three passes and
+    /// allocates a buffer; most codecs do it in one fused pass.
     ///
     /// Errors: those of [`Compressor::compress`], [`CompressError::LengthMismatch`],
-    /// [`CompressError::NonFinite`] for any codec, and [`CompressError::Overflow`] if what is lost of a value
-    /// is not finite. Then `out` is empty and `next` is unspecified.
+    /// [`CompressError::NonFinite`] (every codec), and [`CompressError::Overflow`] if a compression error is
+    /// not finite. After an error `out` is empty and the contents of `next` are unspecified.
     fn compress_residual(
         &mut self,
         x: &[f32],
@@ -111,7 +112,8 @@ impl<C: Compressor + ?Sized> Compressor for Box<C> {
     }
 }
 
-/// [`Memoryless::compress_residual`] for any codec, by its two other functions; `sent` is only memory.
+/// Implements [`Memoryless::compress_residual`] by `compress` and `decompress`. `sent` is scratch memory for
+/// the decoded values.
 pub(crate) fn residual_of<C: Compressor + ?Sized>(
     codec: &mut C,
     sent: &mut Vec<f32>,
@@ -131,16 +133,18 @@ pub(crate) fn residual_of<C: Compressor + ?Sized>(
     check_lost(largest, x, e, next, out)
 }
 
-/// The bits of `2^32`: what codecs make of vectors whose magnitudes are below this is finite, and so is what
-/// they lose.
+/// The bits of `2^32`. If all magnitudes are below this, the decoded values and the compression errors are
+/// finite.
 ///
-/// Of the largest magnitude, QSGD makes `2^10` times as much at most, a transform `2^6` times, its inverse as
-/// much again, an unbiased mask `2^32` times: three stages stay below `2^128`. So only larger vectors are
-/// looked at again after they were encoded.
+/// QSGD multiplies the largest magnitude by at most `2^10`, a transform by `2^6`, its inverse by `2^6` again,
+/// and an unbiased mask by `2^32`, so three stages stay below `2^128`. Only vectors with larger values are
+/// checked again after encoding.
 pub(crate) const LARGE: i32 = (127 + 32) << 23;
 
-/// `next = x + e`: how every residual begins that is not fused. The largest magnitude, as [`max_magnitude`]
-/// gives it. If it fails, `out` is empty.
+/// Writes `next = x + e` and returns the bits of the largest magnitude, as [`max_magnitude`] does. Codecs that
+/// do not fuse the addition begin with it.
+///
+/// If it fails, `out` is empty.
 pub(crate) fn add(x: &[f32], e: &[f32], next: &mut [f32], out: &mut Payload) -> Result<i32, CompressError> {
     check_lengths(x, e, next).inspect_err(|_| out.clear())?;
     let largest = Level::detect().run(Add { x, e, next });
@@ -151,8 +155,10 @@ pub(crate) fn add(x: &[f32], e: &[f32], next: &mut [f32], out: &mut Payload) -> 
     Ok(largest)
 }
 
-/// Refuses what is lost of sums `x + e`, whose largest magnitude is given, if it is not finite. If it fails,
-/// `out` is empty.
+/// Checks that the compression errors in `next` are finite. `largest` holds the bits of the largest magnitude
+/// of `x + e`.
+///
+/// If it fails, `out` is empty.
 pub(crate) fn check_lost(
     largest: i32,
     x: &[f32],
@@ -167,19 +173,20 @@ pub(crate) fn check_lost(
     Err(Values::Feedback { x, e, next }.refusal(0))
 }
 
-/// The error for vectors in which something is not finite.
+/// Returns the error for the first element that is not finite. Panics if all are finite.
 pub(crate) fn first_non_finite(x: &[f32]) -> CompressError {
     let index = x.iter().position(|x| !x.is_finite()).expect("the caller saw one");
     CompressError::NonFinite { index, value: x[index] }
 }
 
-/// Refuses vectors that are not finite; the largest magnitude, as [`max_magnitude`] gives it.
+/// Checks that all elements are finite, and returns the bits of the largest magnitude, as [`max_magnitude`]
+/// does.
 pub(crate) fn check_finite(x: &[f32]) -> Result<i32, CompressError> {
     let largest = Level::detect().run(Largest(x));
     if largest >= INFINITE { Err(first_non_finite(x)) } else { Ok(largest) }
 }
 
-/// `next = x + e`; the largest magnitude.
+/// Kernel: writes `next = x + e` and returns the bits of the largest magnitude.
 struct Add<'a> {
     x: &'a [f32],
     e: &'a [f32],
@@ -196,7 +203,7 @@ impl Kernel for Add<'_> {
     }
 }
 
-/// The largest magnitude.
+/// Kernel: returns the bits of the largest magnitude.
 struct Largest<'a>(&'a [f32]);
 
 impl Kernel for Largest<'_> {
@@ -209,7 +216,7 @@ impl Kernel for Largest<'_> {
     }
 }
 
-/// Refuses vectors of different lengths in one call.
+/// Checks that the vectors of one call have the same length.
 pub(crate) fn check_lengths(x: &[f32], e: &[f32], next: &[f32]) -> Result<(), CompressError> {
     for (what, found) in [("the residual", e.len()), ("the next residual", next.len())] {
         if found != x.len() {

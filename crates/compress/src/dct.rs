@@ -1,5 +1,5 @@
-//! A cosine transform in front of a selection: what is smooth within a chunk gathers in few coefficients. Knows
-//! no shapes.
+//! A discrete cosine transform in front of a selection: smooth data within a chunk is concentrated in few
+//! coefficients. It does not depend on the tensors' shapes.
 
 use std::convert::Infallible;
 
@@ -10,20 +10,20 @@ use crate::threads;
 use crate::wire::CodecId;
 use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
 
-/// The largest side of a chunk.
+/// Largest side of a chunk.
 pub const MAX_SIDE: u32 = 64;
-/// Bytes before the coefficients' body.
+/// Number of bytes before the coefficients' body.
 const PREFIX: usize = 4;
 
-/// The orthonormal DCT-II of each chunk of `side * side` consecutive elements, as a square, then the codec `C`.
-/// A chunk that is not full is not transformed.
+/// The orthonormal DCT-II of each chunk of `side * side` consecutive elements, taken as a square, followed by
+/// the codec `C`. A last chunk that is not full is not transformed.
 ///
-/// With [`crate::Select::PerChunk`] of the same chunk and [`crate::Sign`] it is `DeMo`'s payload. The bytes are
-/// `4 +` those of `C` without a header. The transform is orthonormal up to rounding: it keeps the norm of an
-/// error. Values whose transform overflows, or what is decoded of it, are refused.
+/// With [`crate::Select::PerChunk`] of the same chunk and [`crate::Sign`] this is `DeMo`'s payload. It adds 4
+/// bytes to the payload of `C`. The transform is orthonormal up to rounding, so it keeps the norm of an error.
+/// Values are rejected if their transform or its decoded values overflow.
 ///
-/// Source: Peng et al. 2024, "Decoupled Momentum Optimization", section 3. Differs: squares of consecutive
-/// elements, not of the tensor's rows and columns.
+/// Source: Peng et al. 2024, "Decoupled Momentum Optimization", section 3. Differs: a square holds consecutive
+/// elements, not rows and columns of the tensor.
 #[derive(Debug, Clone)]
 pub struct Dct<C> {
     inner: C,
@@ -35,14 +35,14 @@ pub struct Dct<C> {
     sent: Vec<f32>,
 }
 
-/// The matrix `A` of the transform, row by row, as the format fixes it: for those who transform elsewhere than
-/// on the host.
+/// Returns the transform's matrix `A`, row by row, exactly as the wire format defines it. For devices that
+/// compute the transform themselves.
 #[must_use]
 pub fn matrix(side: u32) -> Vec<f32> {
     Table::new(side as usize).forward
 }
 
-/// `cos[k][n]` of one side, and its transpose.
+/// The matrix `cos[k][n]` of one side, and its transpose.
 #[derive(Debug, Clone)]
 struct Table {
     forward: Vec<f32>,
@@ -64,10 +64,10 @@ impl Table {
     }
 }
 
-/// `cos(pi m / (2 side))` by its series, in plain arithmetic: the same bits on every machine, as a library's is
-/// not.
+/// Returns `cos(pi m / (2 side))`, computed from its series in plain arithmetic. The bits are the same on every
+/// machine, which is not true of library functions.
 fn cos_quarter(m: usize, side: usize) -> f64 {
-    // Into the first quarter, where the series is short.
+    // Reduces the angle to the first quarter, where the series is short.
     let m = m % (4 * side);
     let m = if m > 2 * side { 4 * side - m } else { m };
     let (m, sign) = if m > side { (2 * side - m, -1.0) } else { (m, 1.0) };
@@ -81,7 +81,7 @@ fn cos_quarter(m: usize, side: usize) -> f64 {
 }
 
 impl<C: Memoryless> Dct<C> {
-    /// Chunks of `side * side` elements, their coefficients through `inner`.
+    /// Creates the codec with chunks of `side * side` elements and `inner` for their coefficients.
     ///
     /// Errors: [`CompressError::BlockSize`] unless `side` is in `1..=MAX_SIDE`.
     pub fn new(side: u32, inner: C) -> Result<Self, CompressError> {
@@ -100,7 +100,7 @@ impl<C: Memoryless> Dct<C> {
         })
     }
 
-    /// Makes the coefficients of `x` of a copy of it, and a payload of them. Of large values it looks whether
+    /// Transforms `coefficients`, a copy of `x`, and encodes them into `out`. If `large`, it also checks that
     /// the payload can be decoded.
     fn encode(
         &mut self,
@@ -120,7 +120,7 @@ impl<C: Memoryless> Dct<C> {
         let inner = out.codec();
         out.wrap(CodecId::DCT, [self.side as u8, inner.0, 0, 0]);
         if large {
-            // Its coefficients were sent, and are not needed again.
+            // The coefficients were encoded already, so their buffer can be reused.
             let decoded = self.decompress(out.view(), coefficients);
             return decoded.map_err(|error| match error {
                 CompressError::Code { index: at, .. } => {
@@ -133,7 +133,7 @@ impl<C: Memoryless> Dct<C> {
         Ok(())
     }
 
-    /// The index of the largest magnitude of `x` in the square with the element `at`.
+    /// Returns the index of the largest magnitude of `x` in the square that contains the element `at`.
     fn largest_of_square(&self, at: usize, x: &[f32]) -> usize {
         let square = self.side * self.side;
         let start = at / square * square;
@@ -217,7 +217,8 @@ impl<C: Memoryless> Compressor for Dct<C> {
     }
 }
 
-/// Each full square `X` of `x` becomes `columns X rows`, sums in the order of the index, nothing fused.
+/// Kernel: replaces each full square `X` of `x` by `columns X rows`. Sums are in the order of the index,
+/// without fused operations.
 struct Transform<'a> {
     x: &'a mut [f32],
     side: usize,
@@ -241,11 +242,12 @@ impl Kernel for Transform<'_> {
     }
 }
 
-/// Rows of a product whose sums stay in registers while they run, of twice `LANES` columns.
+/// Number of rows of a product that are computed together, each with `2 * LANES` columns, so that the sums stay
+/// in registers.
 const ROWS: usize = 4;
 const LANES: usize = 8;
 
-/// `out = a b`, all squares: each element a sum in the order of the index.
+/// Computes `out = a b` for square matrices. Each sum is in the order of the index.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 fn product(a: &[f32], b: &[f32], out: &mut [f32], side: usize) {
@@ -311,7 +313,7 @@ mod tests {
         }
     }
 
-    /// The checksum is that of `WIRE.md`, by an independent program that follows it.
+    /// The checksum was computed by an independent program that follows `WIRE.md`.
     #[test]
     fn the_matrices_are_those_of_the_wire_format() {
         let mut crc = crc32fast::Hasher::new();

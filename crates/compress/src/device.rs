@@ -1,10 +1,10 @@
-//! Codecs of vectors that lie in a device's memory: how a backend offers them, and the law that their bytes are
-//! the host's. Knows no device but the host.
+//! Codecs of vectors in a device's memory: the traits that a backend implements, and the check that its
+//! payloads equal the host's. The host is the only device in this crate.
 //!
-//! The arithmetic of each codec is fixed in `WIRE.md` so that a kernel can follow it to the bit: maxima and
-//! integer operations, products and sums in a stated order, one division a block. This crate depends on no
-//! tensors, and tensors not on it: whoever knows both implements [`VectorDevice`] for the backend, and has
-//! [`check`] among its tests.
+//! `WIRE.md` fixes the arithmetic of each codec, so that a kernel can reproduce it bit for bit: maxima and
+//! integer operations, products and sums in a stated order, one division for each block. This crate and the
+//! tensor crate do not depend on each other. A crate that depends on both implements [`VectorDevice`] for a
+//! backend, and runs [`check`] in its tests.
 
 mod law;
 mod stream;
@@ -16,24 +16,24 @@ use crate::{CodecSpec, CompressError, Memoryless, Payload, PayloadRef, RoundKey}
 pub use law::check;
 pub use stream::Stream;
 
-/// A place where vectors of `f32` lie.
+/// A device whose memory holds vectors of `f32`.
 pub trait VectorDevice {
-    /// A vector there; its length does not change.
+    /// A vector in the device's memory. Its length does not change.
     type Vector;
-    /// What can go wrong there.
+    /// The device's error type.
     type Error: From<CompressError>;
 
-    /// Copies a vector there.
+    /// Copies a vector to the device.
     ///
     /// Errors: the device's.
     fn upload(&self, x: &[f32]) -> Result<Self::Vector, Self::Error>;
 
-    /// Copies a vector of the length of `out` back.
+    /// Copies a vector, which has the length of `out`, to the host.
     ///
     /// Errors: the device's.
     fn download(&self, x: &Self::Vector, out: &mut [f32]) -> Result<(), Self::Error>;
 
-    /// Overwrites a vector of that length.
+    /// Overwrites a vector of the length of `x`.
     ///
     /// Errors: the device's.
     fn write(&self, x: &[f32], out: &mut Self::Vector) -> Result<(), Self::Error> {
@@ -41,30 +41,31 @@ pub trait VectorDevice {
         Ok(())
     }
 
-    /// Elements of a vector.
+    /// Returns the number of elements of a vector.
     fn count(x: &Self::Vector) -> usize;
 
-    /// `y += x`, element by element; both are of one length.
+    /// Computes `y += x`, element by element. Both have the same length.
     ///
     /// Errors: the device's.
     fn add(&self, x: &Self::Vector, y: &mut Self::Vector) -> Result<(), Self::Error>;
 
-    /// `x *= factor`.
+    /// Computes `x *= factor`.
     ///
     /// Errors: the device's.
     fn scale(&self, x: &mut Self::Vector, factor: f32) -> Result<(), Self::Error>;
 
-    /// The codec, without its feedback and its last stage, if there are kernels of it: [`Stream`] has these
-    /// too. If not, the way is to download.
+    /// Returns the codec if the device has kernels for it, without its feedback and its last stage, which
+    /// [`Stream`] adds. If it returns `None`, download the vector and encode it on the host.
     fn codec(&self, spec: CodecSpec) -> Option<Box<dyn DeviceCodec<Self>>>;
 }
 
-/// A codec of vectors on a device, as [`Memoryless`] is one on the host: the same bytes, refusals and
+/// A codec of vectors on a device, like [`Memoryless`] on the host: it has the same payloads, errors and
 /// residuals.
 pub trait DeviceCodec<D: VectorDevice + ?Sized>: Debug + Send {
-    /// Encodes `x`, or with a residual `x + residual.before`. A kernel fills the body: [`Payload::seal`].
+    /// Encodes `x`, or with a residual `x + residual.before`. A kernel writes the body by [`Payload::seal`].
     ///
-    /// Errors: those of [`Memoryless::compress_residual`], as the device's. Then `out` is empty.
+    /// Errors: those of [`Memoryless::compress_residual`], as the device's error type. After an error `out` is
+    /// empty.
     fn compress(
         &mut self,
         x: &D::Vector,
@@ -73,22 +74,22 @@ pub trait DeviceCodec<D: VectorDevice + ?Sized>: Debug + Send {
         out: &mut Payload,
     ) -> Result<(), D::Error>;
 
-    /// Decodes `p`, which is untrusted, into all of `out`.
+    /// Decodes the untrusted payload `p` into all of `out`.
     ///
-    /// Errors: those of [`crate::Compressor::decompress`], as the device's.
+    /// Errors: those of [`crate::Compressor::decompress`], as the device's error type.
     fn decompress(&mut self, p: PayloadRef<'_>, out: &mut D::Vector) -> Result<(), D::Error>;
 }
 
-/// What earlier payloads lost, and where to write what is lost now. Both are of the vector's length.
+/// The residual before a compress, and the buffer for the residual after it. Both have the vector's length.
 #[derive(Debug)]
 pub struct Residual<'a, V> {
-    /// Read only: a failure leaves it as it was.
+    /// Residual of earlier compresses. It is only read, so an error leaves it unchanged.
     pub before: &'a V,
-    /// Unspecified after a failure.
+    /// Residual after this compress. Its contents are unspecified after an error.
     pub after: &'a mut V,
 }
 
-/// The host as a device: what others are compared with.
+/// The host as a device: the reference for other devices.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Host;
 

@@ -1,42 +1,44 @@
-//! What can go wrong, each with the field that is wrong. Knows no codec's details.
+//! The crate's error type. Each error names the field that is wrong.
 
 use crate::lossless::Packing;
 use crate::wire::CodecId;
 
-/// Why a vector could not be encoded, a payload not decoded, or a state not kept.
+/// Reason why a vector could not be encoded, a payload could not be decoded, or a state could not be saved or
+/// loaded.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CompressError {
-    /// A lossy codec, or any codec with feedback, was given a NaN or an infinity (or `x + e` overflowed).
+    /// Returned by a lossy codec, or by any codec with feedback, for a NaN or an infinity, also if `x + e`
+    /// overflowed.
     #[error("element {index} is {value}, and only finite values can be compressed")]
     NonFinite {
         /// Index into the vector.
         index: usize,
-        /// What stood there.
+        /// The value.
         value: f32,
     },
-    /// A finite value is too large for the codec: what it would send, what that decodes as, or what it loses is
-    /// beyond the range of f32.
+    /// A finite value is too large for the codec: the encoded value, the decoded value or the compression error
+    /// is beyond the range of f32.
     #[error("element {index} is {value}, and {what} is beyond the range of f32")]
     Overflow {
         /// Index into the vector.
         index: usize,
-        /// What stood there, with the residual if there is one.
+        /// The value, residual included if there is one.
         value: f32,
-        /// What cannot be represented.
+        /// The quantity that cannot be represented.
         what: &'static str,
     },
     /// Two vectors of one call differ in length.
     #[error("{what} has {found} elements, not the {wanted} of the input")]
     LengthMismatch {
-        /// Which argument.
+        /// Name of the argument that has the wrong length.
         what: &'static str,
         /// The input's length.
         wanted: usize,
-        /// That argument's length.
+        /// Length of that argument.
         found: usize,
     },
-    /// A vector's length is not that of the residual that is held for it.
+    /// The vector has another length than the residual that the codec holds.
     #[error("the vector has {found} elements, but the residual has {held}: reset or reshard the state first")]
     LengthChanged {
         /// The residual's length.
@@ -44,10 +46,10 @@ pub enum CompressError {
         /// The vector's length.
         found: usize,
     },
-    /// The state was to be saved or resharded between a compress and its commit or rollback.
+    /// The state was saved or resharded after a compress without a commit or rollback.
     #[error("the state has changes that were neither committed nor rolled back")]
     Uncommitted,
-    /// A factor of memory that is not between 0 and 1.
+    /// A decay factor of the memory is not between 0 and 1.
     #[error("the factor {found} of what is remembered is not in 0..=1")]
     Decay {
         /// The factor.
@@ -64,7 +66,7 @@ pub enum CompressError {
     Magic {
         /// The first four bytes.
         found: [u8; 4],
-        /// What they must be.
+        /// The magic number.
         wanted: [u8; 4],
     },
     /// The payload is of another version of the wire format.
@@ -81,15 +83,15 @@ pub enum CompressError {
         /// All the flags.
         found: u16,
     },
-    /// There are more or fewer bytes than the header (or its 28 bytes themselves) ask for.
+    /// The payload has more or fewer bytes than its header says, or fewer than the header's own 28.
     #[error("the payload has {found} bytes, not {wanted}")]
     FrameLength {
-        /// Bytes that there must be.
+        /// Number of bytes expected.
         wanted: u64,
-        /// Bytes that there are.
+        /// Number of bytes in the payload.
         found: u64,
     },
-    /// The checksum in the header is not that of the bytes.
+    /// The checksum in the header does not match the bytes.
     #[error("the payload's checksum is {found:#010x}, and its bytes give {wanted:#010x}")]
     Checksum {
         /// The checksum of the bytes.
@@ -100,56 +102,56 @@ pub enum CompressError {
     /// The payload is of another codec.
     #[error("the payload is of codec {found}, not {wanted}")]
     WrongCodec {
-        /// The codec that was asked to decode.
+        /// The codec of the decoder.
         wanted: CodecId,
         /// The payload's codec.
         found: CodecId,
     },
-    /// The payload does not hold as many elements as the output has room for.
+    /// The payload does not hold as many elements as the output.
     #[error("the payload holds {found} elements, and the output has {wanted}")]
     CountMismatch {
         /// The output's length.
         wanted: usize,
-        /// The payload's count.
+        /// The payload's number of elements.
         found: u64,
     },
-    /// The body is not as long as its codec makes it for that many elements.
+    /// The body has another length than its codec writes for that number of elements.
     #[error("the body has {found} bytes, and {codec} makes {wanted} of {count} elements")]
     BodyLength {
         /// The codec.
         codec: CodecId,
-        /// The count of elements.
+        /// Number of elements.
         count: usize,
-        /// The bytes that the codec makes.
+        /// Number of bytes that the codec writes.
         wanted: u64,
-        /// The bytes of the body.
+        /// Number of bytes in the body.
         found: u64,
     },
-    /// A block size that is zero or above [`crate::block::MAX_BLOCK`].
+    /// A block size is zero or above [`crate::block::MAX_BLOCK`].
     #[error("the block size is {found}, and must be in 1..={max}")]
     BlockSize {
         /// The block size.
         found: u32,
-        /// The largest one.
+        /// The largest allowed block size.
         max: u32,
     },
-    /// The payload is of the right codec with another parameter: the bits of a code.
+    /// The payload has the right codec but another parameter, such as the number of bits of a code.
     #[error("the payload is of codec {codec} with parameter {found}, not {wanted}")]
     Parameter {
         /// The codec.
         codec: CodecId,
         /// The decoder's parameter.
         wanted: u8,
-        /// The payload's.
+        /// The payload's parameter.
         found: u8,
     },
-    /// Bits behind the last code are set.
+    /// Bits after the last code of a block are set.
     #[error("block {block} has bits set behind its last code, which no encoder does")]
     Padding {
         /// The block's index.
         block: usize,
     },
-    /// A number in a header that no encoder writes.
+    /// A block header holds a scale that no encoder writes.
     #[error("the scale of block {block} is {found}, which no encoder writes")]
     Scale {
         /// The block's index.
@@ -157,7 +159,7 @@ pub enum CompressError {
         /// The scale.
         found: f32,
     },
-    /// A code that no encoder writes.
+    /// The payload holds a code that no encoder writes.
     #[error("element {index} of the payload has the code {code:#x}, which no encoder writes")]
     Code {
         /// The element's index.
@@ -165,101 +167,102 @@ pub enum CompressError {
         /// Its code.
         code: u32,
     },
-    /// Indices that no encoder writes.
+    /// The payload holds indices that no encoder writes.
     #[error("the indices {why}")]
     Indices {
-        /// What they do, as the sentence's end.
+        /// What is wrong, as the end of the sentence.
         why: &'static str,
     },
-    /// A vector longer than a codec's indices reach.
+    /// The vector is longer than the codec can index.
     #[error("the vector has {len} elements, more than the {max} that this codec can index")]
     TooLong {
         /// The vector's length.
         len: usize,
-        /// The longest.
+        /// The largest allowed length.
         max: usize,
     },
-    /// Feedback around an unbiased mask would count its scale as an error.
+    /// Error feedback around an unbiased mask is not allowed: it would count the mask's scale as an error.
     #[error("an unbiased mask cannot have error feedback: use one that does not scale")]
     UnbiasedFeedback,
-    /// Not an amount of elements.
+    /// The text is not an amount of elements.
     #[error(
         "{text:?} is no amount of elements: write a number (64) or a share (0.01), perhaps with a multiple (0.2x128)"
     )]
     Amount {
-        /// What was given.
+        /// The text.
         text: String,
     },
-    /// A protocol was ended before its buffers were averaged, or before it began.
+    /// A protocol was ended before all its buffers were averaged, or before it began.
     #[error("the protocol has not exchanged all its buffers")]
     Exchange,
-    /// Values that are not so many samples of one length.
+    /// The number of values is not the number of samples times the length of a sample.
     #[error("{found} values are not {samples} samples of {len}")]
     Samples {
-        /// The number of samples.
+        /// Number of samples.
         samples: usize,
-        /// The length of each.
+        /// Number of values in each sample.
         len: usize,
-        /// All values.
+        /// Number of values given.
         found: usize,
     },
-    /// A change of a sample that is not held as the sender holds it.
+    /// A change of a sample does not match the copy of that sample held here.
     #[error(
         "the change of sample {id} is to one with checksum {wanted:#010x}, and {found:#010x} is held (0: nothing)"
     )]
     CacheMiss {
-        /// The sample.
+        /// Id of the sample.
         id: u64,
-        /// The checksum of what the sender holds.
+        /// Checksum of the sender's copy.
         wanted: u32,
-        /// The checksum of what is held here.
+        /// Checksum of the receiver's copy.
         found: u32,
     },
-    /// Held samples could not be read or written.
+    /// Stored samples could not be read or written.
     #[error("failed to {action} held samples: {why}")]
     Store {
-        /// What was tried.
+        /// The operation that failed.
         action: &'static str,
-        /// The system's kind of error.
+        /// Kind of the operating system's error.
         kind: std::io::ErrorKind,
-        /// The system's words.
+        /// Text of the operating system's error.
         why: String,
     },
-    /// A device's codec is not the host's.
+    /// A device's codec gives another result than the host's.
     #[error("on the device, {codec} of {len} elements differs from the host's in {what}")]
     Device {
         /// The codec's name.
         codec: String,
-        /// What differs.
+        /// The result that differs.
         what: &'static str,
         /// The vector's length.
         len: usize,
     },
-    /// A packer that this build does not have.
+    /// The packer is not compiled into this build.
     #[error("this build has no {packing}: enable the feature {packing:?} of farflung-compress", packing = packing.to_string())]
     NotBuilt {
         /// The packer.
         packing: Packing,
     },
-    /// A packed body that no packer made, or another one, or that unpacks to more than its codec makes.
+    /// A packed body was not made by a packer, was made by another packer, or unpacks to more bytes than the
+    /// codec writes.
     #[error("the payload is for {packing}, but {why}")]
     Packed {
         /// The decoder's packer.
         packing: Packing,
-        /// What is wrong, as the sentence's end.
+        /// What is wrong, as the end of the sentence.
         why: &'static str,
     },
-    /// A codec's name with a part that is known, but cannot be as or where it is.
+    /// A codec name has a known part with a wrong argument or in a wrong place.
     #[error("codec {name:?}: {part:?} {why}")]
     CodecName {
         /// The whole name.
         name: String,
-        /// The part.
+        /// The wrong part.
         part: String,
-        /// What is wrong, as the sentence's end.
+        /// What is wrong, as the end of the sentence.
         why: &'static str,
     },
-    /// No codec has that name.
+    /// There is no codec with that name.
     #[error(
         "unknown codec {name:?}; the codecs are {}, each also with \"+ef\", and \"+zstd\" or \"+lz4\" at the end",
         crate::spec::names().join(", ")
@@ -271,15 +274,15 @@ pub enum CompressError {
 }
 
 impl CompressError {
-    /// Whether an encoder refused a value of its vector: one that is not finite, or too large for the codec.
-    /// The vector can still travel as plain f32, and the codec's memory is as it was.
+    /// Returns true if the encoder rejected a value of the vector because it is not finite or too large for the
+    /// codec. The vector can still be sent as plain f32, and the codec's memory is unchanged.
     #[must_use]
     pub const fn refuses_a_value(&self) -> bool {
         matches!(self, Self::NonFinite { .. } | Self::Overflow { .. })
     }
 
-    /// The refusal of a value by a codec within another one: for the element of the outer vector `x` that its
-    /// index came from.
+    /// Converts an error of a nested codec into one about the outer vector `x`. `from` maps an index of the
+    /// inner vector to one of `x`.
     pub(crate) fn moved(self, from: impl FnOnce(usize) -> usize, x: &[f32]) -> Self {
         match self {
             Self::NonFinite { index, value } => Self::NonFinite { index: from(index), value },

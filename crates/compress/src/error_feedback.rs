@@ -1,23 +1,22 @@
-//! Memory of what was lost: the part of a vector that a codec could not send is added to the next one. Knows no
-//! codec.
+//! Error feedback: the part of a vector that a codec could not send is added to the next vector.
 
 use std::ops::Range;
 
 use crate::memory::Memory;
 use crate::{CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey, State, StateMap};
 
-/// Any codec with error feedback: `v = x + e; send C(v); e = v - D(C(v))`, so that the sum of what was decoded
-/// is the sum of what was given, less the last residual.
+/// A codec with error feedback: `v = x + e; send C(v); e = v - D(C(v))`. The sum of all decoded vectors equals
+/// the sum of all inputs minus the last residual.
 ///
-/// A compress is only prepared: [`State::commit`] makes it final, [`State::rollback`] takes back every compress
-/// since the last commit, so that an aborted step loses nothing. Without any commit the feedback is just as
-/// right, but holds three buffers instead of two, and cannot be saved. The first vector fixes the length;
-/// another one is [`CompressError::LengthChanged`], never a silent reset.
+/// A compress is only prepared: [`State::commit`] makes it final, and [`State::rollback`] undoes every compress
+/// since the last commit, so an aborted step loses nothing. Without commits the feedback is still correct, but
+/// holds three buffers instead of two, and cannot be saved. The first vector fixes the length; a vector of
+/// another length returns [`CompressError::LengthChanged`] and never resets the residual silently.
 ///
 /// State: `residual` (`[n]`, f32). Memory: `8n` bytes.
 ///
 /// Sources: Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; Karimireddy et al. 2019, "Error Feedback
-/// Fixes `SignSGD`", Alg. 2. Differs: the learning rate is not in `x`, unless the caller puts it there.
+/// Fixes `SignSGD`", Alg. 2. Differs: the learning rate is not part of `x`, unless the caller multiplies by it.
 #[derive(Debug, Clone, Default)]
 pub struct ErrorFeedback<C> {
     inner: C,
@@ -25,7 +24,7 @@ pub struct ErrorFeedback<C> {
     memory: Memory,
 }
 
-/// What the residual becomes before it is kept.
+/// The rule by which the residual changes before it is kept.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 enum Rule {
     #[default]
@@ -41,8 +40,8 @@ impl<C: Memoryless> ErrorFeedback<C> {
         Self { inner, rule: Rule::Whole, memory: Memory::default() }
     }
 
-    /// As [`Self::new`], but the residual is multiplied by `decay` from one vector to the next: what was not
-    /// sent for long is forgotten. The residual that is kept is already decayed.
+    /// Wraps `inner`, with a residual that is multiplied by `decay` after each vector, so that old compression
+    /// errors fade. The stored residual is already decayed.
     ///
     /// Source: Sarfi et al. 2025, "`SparseLoCo`", Alg. 1 (0.95 there).
     ///
@@ -54,11 +53,12 @@ impl<C: Memoryless> ErrorFeedback<C> {
         Err(CompressError::Decay { found: decay })
     }
 
-    /// EF21: both ends keep an estimate `h` of the vector, and what travels is `C(x - h)`, by which both move
-    /// it: `h += D(C(x - h))`. What a receiver decodes is the estimate's change, which it adds up.
+    /// Wraps `inner` as EF21: sender and receiver keep an estimate `h` of the vector; `C(x - h)` is sent, and
+    /// both update `h += D(C(x - h))`. The decoded vector is the change of the estimate, which the receiver
+    /// must add up.
     ///
-    /// [`Self::residual`] is `-h` here. Unlike a residual it needs no bound on the vectors, and goes to `-x` if
-    /// they settle.
+    /// Here [`Self::residual`] returns `-h`. The method does not assume bounded vectors, and `h` converges to
+    /// `x` if the vectors converge.
     ///
     /// Source: Richtárik et al. 2021, "EF21", Alg. 1.
     #[must_use]
@@ -66,19 +66,19 @@ impl<C: Memoryless> ErrorFeedback<C> {
         Self { rule: Rule::Ef21, ..Self::new(inner) }
     }
 
-    /// What was not sent so far, with the last compress, committed or not; empty before the first.
+    /// Returns the residual after the last compress, committed or not. It is empty before the first.
     #[must_use]
     pub fn residual(&self) -> &[f32] {
         self.memory.get()
     }
 
-    /// The codec.
+    /// Returns the wrapped codec.
     #[must_use]
     pub fn inner(&self) -> &C {
         &self.inner
     }
 
-    /// The codec, without the residual.
+    /// Returns the wrapped codec and drops the residual.
     #[must_use]
     pub fn into_inner(self) -> C {
         self.inner
@@ -92,7 +92,7 @@ impl<C: Memoryless> Compressor for ErrorFeedback<C> {
         match self.rule {
             Rule::Whole => {}
             Rule::Decayed(decay) => next.iter_mut().for_each(|e| *e *= decay),
-            // `x - h` less what was sent of it, less `x`: minus the new estimate.
+            // `next` is `x - h - D(C(x - h))`; minus `x` it is the negated new estimate.
             Rule::Ef21 => {
                 next.iter_mut().zip(x).for_each(|(e, x)| *e -= x);
                 if let Some(index) = next.iter().position(|e| !e.is_finite()).filter(|_| result.is_ok()) {
@@ -124,7 +124,7 @@ impl<C: Memoryless> State for ErrorFeedback<C> {
         self.memory.save(format!("{prefix}residual"), into)
     }
 
-    /// An empty residual loads as one that has not met its first vector.
+    /// An empty residual is loaded as the state before the first vector.
     fn load(&mut self, prefix: &str, from: &mut StateMap<'_>) -> Result<(), CompressError> {
         let residual = Memory::load(format!("{prefix}residual"), from)?;
         self.memory.set(residual);

@@ -1,4 +1,5 @@
-//! IEEE half precision: two bytes an element, eleven significant bits, magnitudes up to 65504.
+//! The codec [`F16`]: IEEE half precision, two bytes for each element, eleven significant bits, magnitudes up
+//! to 65504.
 
 use crate::cast::{Cast, Format};
 use crate::chunked::Chunked;
@@ -8,15 +9,15 @@ use crate::wire::CodecId;
 /// IEEE 754 binary16, rounded to nearest, ties to even. `2n` bytes for `n` elements.
 ///
 /// The error is at most `2^-11 |x|` for magnitudes from `2^-14`, and `2^-25` below. Magnitudes of 65520 and
-/// more, which IEEE would round to infinity, become 65504 (feedback keeps the rest). Subnormals are kept; a
-/// zero keeps its sign. NaN and infinity are refused, both when encoding and when decoding.
+/// more, which IEEE would round to infinity, become 65504 (with error feedback the rest stays in the residual).
+/// Subnormals are kept, and a zero keeps its sign. Encoder and decoder reject NaN and infinity.
 pub type F16 = Chunked<Cast<Binary16>>;
 
 /// The arithmetic of [`F16`].
 #[derive(Debug, Clone, Copy)]
 pub struct Binary16;
 
-/// The exponent's bits; all of them set means NaN or infinity.
+/// Bits of the exponent. If all are set, the number is NaN or infinity.
 const EXPONENT: u16 = 0x7c00;
 
 /// Adding this to a magnitude below `2^-14` rounds it to a multiple of `2^-24`, the spacing of f16's
@@ -38,7 +39,7 @@ impl Format for Binary16 {
         let magnitude = bits & 0x7fff_ffff;
         let subnormal =
             (f32::from_bits(magnitude) + SUBNORMAL_MAGIC).to_bits().wrapping_sub(SUBNORMAL_MAGIC.to_bits());
-        // The exponent's bias goes from 127 to 15; 13 bits of the fraction are rounded away.
+        // Changes the exponent's bias from 127 to 15 and rounds away 13 bits of the fraction.
         let odd = (magnitude >> 13) & 1;
         let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + odd) >> 13;
         let code = if magnitude < MIN_NORMAL { subnormal } else { normal };
@@ -48,8 +49,8 @@ impl Format for Binary16 {
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     fn decode(bytes: [u8; 2]) -> f32 {
-        // The fields are put where f32 has them; the product with a power of two mends the exponent's bias, and
-        // normalises subnormals. It is exact.
+        // Moves the fields to where f32 has them. The product with a power of two corrects the exponent's bias
+        // and normalizes subnormals; it is exact.
         let wide = u32::from(u16::from_le_bytes(bytes));
         let magnitude = f32::from_bits((wide & 0x7fff) << 13) * f32::from_bits((254 - 15) << 23);
         f32::from_bits(magnitude.to_bits() | (wide & 0x8000) << 16)
@@ -95,7 +96,7 @@ mod tests {
 
     #[test]
     fn encodes_as_the_reference_and_saturates() {
-        // A prime stride visits every exponent with many fractions.
+        // A prime stride covers every exponent with many fractions.
         for bits in (0..=u32::MAX).step_by(9973) {
             let x = f32::from_bits(bits);
             if x.is_finite() {
@@ -105,7 +106,7 @@ mod tests {
                 assert_eq!(encode(x), wanted.to_bits(), "{x:e}");
             }
         }
-        // The ties: halfway between every two neighbours.
+        // Ties: the midpoint of every two neighbours.
         for bits in 0..MAX as u16 {
             let (a, b) = (decode(bits), decode(bits + 1));
             let even = if bits % 2 == 0 { bits } else { bits + 1 };

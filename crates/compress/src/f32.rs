@@ -1,16 +1,16 @@
-//! The codec that loses nothing: four bytes an element, every bit pattern kept.
+//! The codec [`F32`], which is exact: four bytes for each element, every bit pattern kept.
 
 use crate::cast::{Cast, Format};
 use crate::chunked::Chunked;
 use crate::wire::CodecId;
 
-/// `f32` as it is, little-endian. `4n` bytes for `n` elements; the error is zero.
+/// Plain `f32`, little-endian. `4n` bytes for `n` elements; the error is zero.
 ///
-/// NaN and infinity pass through `compress` bit by bit. With feedback they are refused, as by every codec: a
-/// residual must stay finite.
+/// Without feedback, `compress` keeps NaN and infinity bit by bit. With feedback they are rejected, as by every
+/// codec, since a residual must stay finite.
 pub type F32 = Chunked<Cast<Binary32>>;
 
-/// The arithmetic of [`F32`]: none.
+/// The arithmetic of [`F32`]: the identity.
 #[derive(Debug, Clone, Copy)]
 pub struct Binary32;
 

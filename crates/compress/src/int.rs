@@ -1,5 +1,5 @@
-//! Symmetric integers of two to eight bits under a scale for each block, rounded to nearest or at random: the
-//! plain block quantisers, QSGD and `TernGrad`, which differ only in the scale that they choose.
+//! Symmetric integers of two to eight bits with a scale for each block, rounded to nearest or stochastically.
+//! The plain block quantizers, QSGD and `TernGrad` differ only in how they choose the scale.
 
 use crate::CompressError;
 use crate::block::{Block, DEFAULT_BLOCK, Quantizer};
@@ -12,18 +12,17 @@ use crate::wire::CodecId;
 /// `1.5 * 2^23`: adding it rounds to an integer, ties to even, and leaves the integer in the low bits.
 pub(crate) const ROUND: f32 = 12_582_912.0;
 
-/// Symmetric quantisation to `BITS` bits, a scale of two bytes for each block.
+/// Symmetric quantization to `BITS` bits, with a scale of two bytes for each block.
 ///
 /// With `q = 2^(BITS-1) - 1` and `m = max |x|` of the block, the scale is `m / q` rounded up to a bfloat16, and
 /// the code is `x / scale` rounded to an integer in `-q ..= q`. A code times a scale has at most 16 significant
-/// bits: decoding is exact, and so is the residual but for one rounding. A block with `m < 2^-100` becomes
-/// zeros.
+/// bits, so decoding is exact and the residual is rounded only once. A block with `m < 2^-100` becomes zeros.
 ///
 /// `4 + n BITS / 8 + 2 ceil(n / block)` bytes for `n` elements, if a block's codes fill whole bytes. The error
 /// of an element is at most `0.504 m / q` of its block (half of a scale), or `1.008 m / q` with stochastic
 /// rounding, and at most `2^-100` in a block of zeros. If `q` times the scale would be infinite (`m` is above
 /// `0.996 f32::MAX`), the scale is a little too small, and the bounds are `0.512 m / q` and `1.012 m / q`. NaN
-/// and infinity are refused. The decoder takes any block size.
+/// and infinity are rejected. The decoder accepts any block size.
 pub type IntBlock<const BITS: u32> = Chunked<Block<Int, BITS>>;
 /// Eight bits: codes in `-127 ..= 127`.
 pub type Int8 = IntBlock<8>;
@@ -41,41 +40,41 @@ pub struct Int {
     stochastic: bool,
 }
 
-/// What the largest code stands for.
+/// The magnitude that the largest code represents.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Range {
-    /// The largest magnitude.
+    /// The largest magnitude of the block.
     #[default]
     Max,
     /// The Euclidean norm of the block.
     Norm,
-    /// The largest magnitude, but no more than 2.5 standard deviations (about zero).
+    /// The largest magnitude, clipped at 2.5 times the root of the mean square.
     Clipped,
 }
 
 impl<const BITS: u32> IntBlock<BITS> {
-    /// Rounds to nearest, ties to even, with one scale for every `block` elements.
+    /// Creates the codec that rounds to nearest, ties to even, with one scale for every `block` elements.
     ///
     /// Errors: [`CompressError::BlockSize`] unless `block` is in `1..=MAX_BLOCK`.
     pub fn new(block: u32) -> Result<Self, CompressError> {
         Self::blocks(Int::default(), block)
     }
 
-    /// Rounds up or down at random, so that the mean of what is decoded is what was given: noise is private to
-    /// a rank.
+    /// Creates the codec that rounds up or down at random, so that the expected decoded value is the input.
+    /// Each rank draws its own noise.
     ///
-    /// The mean is exact to `2^-17` of the scale, since noise has 16 bits, and `2^-22` of the element, by
-    /// roundings. Where the scale is too small, near `f32::MAX`, means are up to 0.4 % smaller than the
-    /// element; in a block of zeros they are 0.
+    /// The mean is off by at most `2^-17` of the scale, since the noise has 16 bits, plus `2^-22` of the
+    /// element for roundings. Near `f32::MAX`, where the scale is too small, means are up to 0.4 % smaller than
+    /// the element; in a block of zeros they are 0.
     ///
     /// Errors: as [`Self::new`].
     pub fn stochastic(block: u32) -> Result<Self, CompressError> {
         Self::blocks(Int { stochastic: true, ..Int::default() }, block)
     }
 
-    /// QSGD with `q` levels: stochastic, and the largest code stands for the block's Euclidean norm (at most
-    /// `f32::MAX`), which takes the place of `m`. Unbiased as far as [`Self::stochastic`] is; the variance of a
-    /// block of `d` elements is at most `min(d / q^2, sqrt(d) / q) |x|^2`.
+    /// Creates QSGD with `q` levels: stochastic rounding, and the largest code represents the block's Euclidean
+    /// norm (at most `f32::MAX`) instead of `m`. It is unbiased within the same limits as [`Self::stochastic`].
+    /// The variance of a block of `d` elements is at most `min(d / q^2, sqrt(d) / q) |x|^2`.
     ///
     /// Source: Alistarh et al. 2017, "QSGD", section 3.1. Differs: the norm is rounded up to a bfloat16
     /// multiple of `q`.
@@ -87,8 +86,8 @@ impl<const BITS: u32> IntBlock<BITS> {
 }
 
 impl IntBlock<2> {
-    /// `TernGrad`: -1, 0 or 1 times a scale, at random, after clipping at 2.5 standard deviations. Unbiased but
-    /// for what is clipped.
+    /// Creates `TernGrad`: -1, 0 or 1 times a scale, with stochastic rounding, after clipping at 2.5 standard
+    /// deviations. It is unbiased except for clipped elements.
     ///
     /// Source: Wen et al. 2017, "`TernGrad`", section 3. Differs: workers do not share scales.
     ///
@@ -125,7 +124,7 @@ impl<const BITS: u32> Quantizer<BITS> for Int {
         let q = const { largest::<BITS>() as f32 };
         let top = match self.range {
             Range::Max => max,
-            // Not below the largest magnitude, whatever the sum was rounded to.
+            // Rounding of the sum must not make the norm smaller than the largest magnitude.
             Range::Norm => (root_mean_square(max, x) * (x.len() as f32).sqrt()).clamp(max, f32::MAX),
             Range::Clipped => max.min(2.5 * root_mean_square(max, x)),
         };
@@ -148,7 +147,7 @@ impl<const BITS: u32> Quantizer<BITS> for Int {
     #[inline(always)]
     fn encode<const NOISY: bool>(fit: &Scale, x: f32, offset: f32) -> u32 {
         let q = const { largest::<BITS>() as f32 };
-        // Only noise, and clipping, which comes with it, can lead beyond the last code.
+        // Without noise the code cannot exceed `q`: values are clipped only by stochastic methods.
         let y = if NOISY { (x * fit.factor() + offset).clamp(-q, q) } else { x * fit.factor() };
         (y + ROUND).to_bits()
     }

@@ -1,5 +1,5 @@
-//! Codecs of a pipeline boundary: they see which samples an activation belongs to. Direct quantisation, and
-//! AQ-SGD, which sends what changed since the sample was last seen. Knows no pipeline.
+//! Codecs of a pipeline boundary, which get the number of the sample of each activation: direct quantization,
+//! and AQ-SGD, which sends the change since the sample was last seen. This module does not depend on pipelines.
 
 mod channels;
 #[cfg(feature = "mmap")]
@@ -25,14 +25,14 @@ use crate::{CompressError, Payload, PayloadRef, RoundKey, State};
 use channels::Channels;
 use samples::read_f16;
 
-/// One end of a link that carries activations or their gradients, `[samples, positions, channels]`, each with
-/// the stable number of its sample. Its state is what it holds of samples: [`State::commit`] and
-/// [`State::rollback`] matter where the store is [`Staged`].
+/// One end of a link that carries activations or their gradients, `[samples, positions, channels]`, each with a
+/// stable sample number. Its state is the stored samples. [`State::commit`] and [`State::rollback`] have an
+/// effect only if the store is [`Staged`].
 pub trait LinkCodec: State + std::fmt::Debug + Send {
-    /// Encodes `x`, all samples of the same length.
+    /// Encodes `x`, samples of equal length.
     ///
     /// Errors: [`CompressError::NonFinite`]; [`CompressError::Overflow`]; [`CompressError::Samples`]; those of
-    /// a store. Then `out` is empty.
+    /// a store. After an error `out` is empty.
     fn encode(
         &mut self,
         ids: &[u64],
@@ -41,37 +41,41 @@ pub trait LinkCodec: State + std::fmt::Debug + Send {
         out: &mut Payload,
     ) -> Result<(), CompressError>;
 
-    /// Decodes the other end's payload for the same samples. What it writes is what the other end holds too.
+    /// Decodes the other end's payload for the same samples. Afterwards both ends hold the same samples.
     ///
-    /// Errors: those of [`crate::Compressor::decompress`]; [`CompressError::CacheMiss`] if the ends do not hold
-    /// the same: the sender is to [`Self::forget`] the sample and to encode it again. Then nothing was changed.
+    /// Errors: those of [`crate::Compressor::decompress`]; [`CompressError::CacheMiss`] if the ends hold
+    /// different copies of a sample. Nothing is changed then: the sender must [`Self::forget`] the sample and
+    /// encode it again.
     fn decode(&mut self, ids: &[u64], p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError>;
 
-    /// Forgets what is held of these samples, so that they are sent in full.
+    /// Drops the stored copies of these samples, so that they are sent in full next time.
     ///
     /// Errors: those of a store.
     fn forget(&mut self, ids: &[u64]) -> Result<(), CompressError>;
 
-    /// The [`checksum`] of what is held of each sample, 0 where nothing is. Ends that compare them, and
-    /// [`Self::forget`] where they differ, never meet a [`CompressError::CacheMiss`].
+    /// Returns the [`checksum`] of each sample's stored copy, or 0 if there is none. If both ends compare
+    /// checksums and [`Self::forget`] the samples that differ, [`CompressError::CacheMiss`] does not occur.
     ///
     /// Errors: those of a store.
     fn checksums(&mut self, ids: &[u64]) -> Result<Vec<u32>, CompressError> {
         Ok(vec![0; ids.len()])
     }
 
-    /// The most bytes of the payload of so many samples.
+    /// Returns the largest size in bytes of a payload of this many samples.
     fn max_payload(&self, samples: usize) -> usize;
 
-    /// The most bytes of the payload of so many samples that are all held.
+    /// Returns the largest size in bytes of a payload of this many samples if both ends have copies of all of
+    /// them.
     fn settled_payload(&self, samples: usize) -> usize {
         self.max_payload(samples)
     }
 }
 
-/// Any codec without memory on a link: AQ-SGD's rival, and its backward direction.
+/// Sends activations encoded by any codec without memory. It is the baseline of AQ-SGD, and the codec of
+/// AQ-SGD's backward direction.
 ///
-/// The payload is the codec's own, of the values in the order channel, sample, position if there are channels.
+/// The payload is the codec's own. If there are channels, the values are in the order channel, sample,
+/// position.
 #[derive(Debug, Clone)]
 pub struct Direct<C> {
     inner: C,
@@ -80,16 +84,16 @@ pub struct Direct<C> {
 }
 
 impl<C: Memoryless> Direct<C> {
-    /// Samples of `sample` values through `inner`.
+    /// Creates a link whose samples have `sample` values each, encoded by `inner`.
     #[must_use]
     pub fn new(inner: C, sample: usize) -> Self {
         Self { inner, sample, channels: Channels::new(1) }
     }
 
-    /// With the values of each of `channels` channels (the fastest dimension) together, so that a block codec
-    /// whose block is the number of positions has a scale for each channel.
+    /// Like [`Self::new`], but puts the values of each of `channels` channels (the fastest dimension) together.
+    /// A block codec whose block size is the number of positions then has one scale for each channel.
     ///
-    /// Errors: [`CompressError::Samples`] if samples are not whole positions.
+    /// Errors: [`CompressError::Samples`] if `sample` is not a multiple of `channels`.
     pub fn per_channel(inner: C, sample: usize, channels: usize) -> Result<Self, CompressError> {
         if channels == 0 || !sample.is_multiple_of(channels) {
             return Err(CompressError::Samples { samples: 1, len: channels, found: sample });
@@ -98,7 +102,7 @@ impl<C: Memoryless> Direct<C> {
     }
 }
 
-/// It holds nothing.
+/// A direct link stores nothing.
 impl<C> State for Direct<C> {}
 
 impl<C: Memoryless> LinkCodec for Direct<C> {
@@ -136,24 +140,24 @@ fn check_samples(ids: &[u64], len: usize, found: usize) -> Result<(), CompressEr
     Err(CompressError::Samples { samples: ids.len(), len, found })
 }
 
-/// Bytes of the payload before the samples' bases.
+/// Number of payload bytes before the samples' checksums.
 const PREFIX: usize = 8;
 
-/// AQ-SGD: both ends keep each sample's activation `m`; what travels is the change since then, through the
-/// codec `C`. A sample that is not held is sent in full, as f16.
+/// AQ-SGD: both ends keep a copy `m` of each sample's activation; the change since then is sent, encoded by the
+/// codec `C`. A sample without a copy is sent in full, as f16.
 ///
-/// Both ends make `a = f16(m + D(C(x - m)))`, bit for bit the same; the receiver goes on with `a`, and both
-/// hold it in the place of `m`: as it is, or in fewer bits ([`Samples`]), which are what the next change is
-/// measured against. A change names the checksum of the bytes that it is to be added to, so that ends which do
-/// not hold the same (one crashed between writing and sending) find out and start the sample anew. `a`
-/// saturates at 65504. A step that is given up leaves both ends with the newer activation, unless the store is
+/// Both ends compute `a = f16(m + D(C(x - m)))`, bit for bit the same. The receiver outputs `a`, and both ends
+/// store it in place of `m`: as f16, or in fewer bits ([`Samples`]), and the next change is relative to the
+/// stored bits. A payload names the checksum of the copy that each change is relative to, so ends with
+/// different copies (after a crash between writing and sending) detect it and send the sample in full. `a`
+/// saturates at 65504. If a step is abandoned, both ends keep the newer activation, unless the store is
 /// [`Staged`].
 ///
-/// Bytes: `8 + 4 s`, for samples in full `2 len` each, and the body of the codec's payload of the others
-/// together. State: that of the store.
+/// Bytes of the body for `s` samples: `8 + 4 s`, plus `2 len` for each sample in full, plus the body of the
+/// codec's payload for all other samples together. State: that of the store.
 ///
 /// Source: Wang et al. 2022, "Fine-tuning Language Models over Slow Networks using Activation Compression with
-/// Guarantees", Alg. 1. Differs: the gate is per sample, not per epoch.
+/// Guarantees", Alg. 1. Differs: a sample is sent in full if there is no copy, rather than in the first epoch.
 ///
 /// ```
 /// use farflung_compress::link::{AqSgd, LinkCodec, MemoryStore};
@@ -176,18 +180,18 @@ pub struct AqSgd<C, S> {
     pub(crate) store: S,
     channels: Channels,
     payload: Payload,
-    /// One sample's `m`, as it is held.
+    /// The stored bytes of one sample's `m`.
     held: Vec<u8>,
     /// All samples' `m`, then `a`.
     values: Vec<f32>,
-    /// Checksums of what is held; 0 for a sample in full.
+    /// Checksum of each sample's copy; 0 for a sample that is sent in full.
     bases: Vec<u32>,
-    /// `x - m` of the samples that have a base, then as decoded.
+    /// `x - m` of the samples with a copy, then the decoded changes.
     deltas: Vec<f32>,
 }
 
 impl<C: Memoryless, S: Store> AqSgd<C, S> {
-    /// Changes through `inner`, activations in `store`.
+    /// Creates a link whose changes are encoded by `inner`; activations are kept in `store`.
     #[must_use]
     pub fn new(inner: C, store: S) -> Self {
         let (payload, channels) = (Payload::new(), Channels::new(1));
@@ -195,10 +199,10 @@ impl<C: Memoryless, S: Store> AqSgd<C, S> {
         Self { inner, store, channels, payload, held, values, bases, deltas }
     }
 
-    /// As [`Self::new`], with the values of each channel (the fastest dimension) together, as in
-    /// [`Direct::per_channel`].
+    /// Like [`Self::new`], but puts the values of each channel (the fastest dimension) together, as
+    /// [`Direct::per_channel`] does.
     ///
-    /// Errors: [`CompressError::Samples`] if samples are not whole positions.
+    /// Errors: [`CompressError::Samples`] if a sample's length is not a multiple of `channels`.
     pub fn per_channel(inner: C, store: S, channels: usize) -> Result<Self, CompressError> {
         let len = store.samples().len();
         if channels == 0 || !len.is_multiple_of(channels) {
@@ -207,12 +211,12 @@ impl<C: Memoryless, S: Store> AqSgd<C, S> {
         Ok(Self { channels: Channels::new(channels), ..Self::new(inner, store) })
     }
 
-    /// Where activations are held.
+    /// Returns the store of the activations.
     pub fn store(&self) -> &S {
         &self.store
     }
 
-    /// Reads what is held of `ids` into `values` and `bases`.
+    /// Reads the copies of the samples `ids` into `values` and their checksums into `bases`.
     fn read(&mut self, ids: &[u64]) -> Result<(), CompressError> {
         let samples = self.store.samples();
         self.held.resize(samples.bytes(), 0);
@@ -220,16 +224,16 @@ impl<C: Memoryless, S: Store> AqSgd<C, S> {
         self.bases.clear();
         for (id, values) in ids.iter().zip(self.values.chunks_mut(samples.len().max(1))) {
             let base = self.store.read(*id, &mut self.held)?;
-            // What cannot be read is not held: somebody else wrote it.
+            // Bytes that cannot be decoded were not written by this codec; treat the sample as missing.
             let whole = base != 0 && samples.read(&self.held, values).is_ok();
             self.bases.push(if whole { base } else { 0 });
         }
-        // Samples of no values have nothing to change.
+        // Samples without values have no chunks above, and nothing to change.
         self.bases.resize(ids.len(), 0);
         Ok(())
     }
 
-    /// Adds the decoded changes to `values`, and holds these.
+    /// Adds the decoded changes to `values`, and stores the result.
     fn write(&mut self, ids: &[u64]) -> Result<(), CompressError> {
         let Self { store, held, values, bases, deltas, .. } = self;
         let samples = store.samples();
@@ -245,20 +249,20 @@ impl<C: Memoryless, S: Store> AqSgd<C, S> {
         Ok(())
     }
 
-    /// Where among all samples' values the change is that the codec saw at `at`.
+    /// Returns the index among all samples' values of the change at index `at` of the inner codec's vector.
     fn source(&self, at: usize) -> usize {
         let (at, len) = (self.channels.source(at, self.deltas.len()), self.store.samples().len());
         let changed = (0..self.bases.len()).filter(|sample| self.bases[*sample] != 0).nth(at / len);
         changed.expect("a change is one of a sample that has a base") * len + at % len
     }
 
-    /// Values that travel as changes.
+    /// Returns the number of values that are sent as changes.
     fn changed(&self) -> usize {
         self.bases.iter().filter(|base| **base != 0).count() * self.store.samples().len()
     }
 }
 
-/// Rounded to f16, saturating.
+/// Rounds to f16; larger magnitudes become the largest finite one.
 fn f16(x: f32) -> f32 {
     Binary16::decode(Binary16::encode(x))
 }
@@ -374,7 +378,8 @@ impl<C: Memoryless, S: Store> LinkCodec for AqSgd<C, S> {
     fn max_payload(&self, samples: usize) -> usize {
         let len = self.store.samples().len();
         let of = |full: usize| (samples - full).saturating_mul(len);
-        // Each sample either way; the codec's body may have a prefix even without any.
+        // Either all samples are sent as changes or all in full. The inner codec's body may have a prefix even
+        // for no values.
         let split = |full: usize| {
             let changes = self.inner.max_payload(of(full)) - HEADER;
             full.saturating_mul(2 * len).saturating_add(changes)

@@ -1,5 +1,5 @@
-//! A last stage that loses nothing: a general compressor of bytes over another codec's payload, where it helps.
-//! Knows no codec.
+//! A lossless last stage: a general-purpose byte compressor applied to another codec's payload where it makes
+//! the payload smaller.
 
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
@@ -8,19 +8,19 @@ use crate::state::state_of;
 use crate::wire::{CodecId, HEADER};
 use crate::{CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey};
 
-/// Bytes before the packed body.
+/// Number of bytes before the packed body.
 const PREFIX: usize = 4;
-/// Bytes from the middle of a body that are tried first: codes look alike throughout, and most cannot be
-/// packed.
+/// Size in bytes of the sample from the middle of a body that is packed first. Most bodies cannot be packed,
+/// and codes look alike throughout a body.
 const SAMPLE: usize = 1 << 16;
 
-/// A general compressor of bytes. Each is a feature of this crate; both are on by default.
+/// A general-purpose byte compressor. Each is a feature of this crate; both are on by default.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Packing {
     /// Zstandard (RFC 8878) at its level 1.
     Zstd,
-    /// A block of LZ4: less is saved, several times faster.
+    /// LZ4 block format: saves less than zstd and is several times faster.
     Lz4,
 }
 
@@ -34,7 +34,7 @@ impl fmt::Display for Packing {
 }
 
 impl Packing {
-    /// The number on the wire.
+    /// Returns the packer's number in the wire format.
     fn tag(self) -> u8 {
         match self {
             Self::Zstd => 1,
@@ -42,7 +42,7 @@ impl Packing {
         }
     }
 
-    /// Whether this build has it.
+    /// Returns true if the packer is compiled into this build.
     #[must_use]
     pub const fn is_built(self) -> bool {
         match self {
@@ -52,7 +52,7 @@ impl Packing {
     }
 }
 
-/// A packer's own memory, which it makes on the first use and keeps.
+/// A packer's context, created on first use and then reused.
 #[cfg(feature = "zstd")]
 struct Memory<T>(Option<T>);
 
@@ -78,13 +78,13 @@ pub(crate) struct Packer {
 }
 
 impl Packer {
-    /// `bytes`, packed. `None` if they do not become fewer.
+    /// Packs `bytes`. Returns `None` if that does not make them fewer.
     fn pack(&mut self, packing: Packing, bytes: &[u8]) -> Option<&[u8]> {
         let out = &mut self.packed;
         let len: usize = match packing {
             #[cfg(feature = "zstd")]
             Packing::Zstd => {
-                // Too long a result does not fit, and is not wanted.
+                // A result longer than the input fails, which is fine: it would not be used.
                 out.resize(bytes.len(), 0);
                 let context = self.zstd.0.get_or_insert_with(zstd::zstd_safe::CCtx::create);
                 context.compress(out.as_mut_slice(), bytes, 1).ok()
@@ -100,7 +100,7 @@ impl Packer {
         (len < bytes.len()).then_some(&out[..len])
     }
 
-    /// Packs a payload where that makes it smaller.
+    /// Packs a payload in place if that makes it smaller.
     pub(crate) fn pack_payload(&mut self, packing: Packing, out: &mut Payload) {
         let plain = out.view();
         let body = plain.body();
@@ -126,7 +126,8 @@ pub(crate) struct Unpacker {
 }
 
 impl Unpacker {
-    /// What was packed. `None` if nothing was, or more than `bound` bytes, which are never exceeded.
+    /// Unpacks `bytes`. Returns `None` if they are not valid, or unpack to more than `bound` bytes; never
+    /// writes more than that.
     fn unpack(&mut self, packing: Packing, bytes: &[u8], bound: usize) -> Option<&[u8]> {
         let out = &mut self.unpacked;
         out.resize(bound, 0);
@@ -147,9 +148,9 @@ impl Unpacker {
         Some(&out[..len])
     }
 
-    /// The payload of so many elements, of at most `bound` bytes, that was packed.
+    /// Unpacks a payload of `count` elements. The unpacked payload has at most `bound` bytes, header included.
     ///
-    /// Errors: [`CompressError::Packed`]; those of a frame that does not fit.
+    /// Errors: [`CompressError::Packed`], and the errors of [`PayloadRef::open`].
     pub(crate) fn open(
         &mut self,
         packing: Packing,
@@ -170,15 +171,15 @@ impl Unpacker {
     }
 }
 
-/// A codec whose payloads are packed where that makes them smaller: tried on a sample of each, then on all of
-/// it. What would not become smaller is sent as the codec `C` made it, at no byte more.
+/// A codec whose payloads are packed if that makes them smaller: a sample of each long payload is tried first,
+/// then the whole. A payload that would not become smaller is sent as the codec `C` wrote it, without any added
+/// byte.
 ///
-/// It is the last stage: around feedback, not within it, and nothing goes around it (a type says so). It
-/// decodes payloads of `C` that are not packed too. Codes at full entropy gain little: about 6 % of int8 and 15
-/// % of int4 on gradients; sparse and repeating vectors gain much. One thread packs, at a fraction of a GB/s of
-/// bytes for zstd.
+/// Use it as the last stage, around error feedback and not within it. It also decodes payloads of `C` that are
+/// not packed. Dense codes gain little, about 6 % for int8 and 15 % for int4 on gradients; sparse and repeating
+/// vectors gain much. Packing uses one thread; zstd reaches a fraction of a GB/s.
 ///
-/// Packed bytes may differ between versions of a packer's library; what they unpack to does not.
+/// Packed bytes may differ between versions of a packer's library; the unpacked bytes do not.
 ///
 /// ```
 /// use farflung_compress::{Compressor, Int8, Lossless, Packing, Payload, RoundKey};
@@ -199,9 +200,9 @@ pub struct Lossless<C> {
 }
 
 impl<C: Compressor> Lossless<C> {
-    /// `packing` behind `inner`.
+    /// Adds `packing` after `inner`.
     ///
-    /// Errors: [`CompressError::NotBuilt`] if this build does not have it.
+    /// Errors: [`CompressError::NotBuilt`] if the packer is not compiled into this build.
     pub fn new(packing: Packing, inner: C) -> Result<Self, CompressError> {
         if packing.is_built() {
             return Ok(Self { inner, packing, packer: Packer::default(), unpacker: Mutex::default() });
@@ -209,7 +210,7 @@ impl<C: Compressor> Lossless<C> {
         Err(CompressError::NotBuilt { packing })
     }
 
-    /// The codec.
+    /// Returns the wrapped codec.
     #[must_use]
     pub fn inner(&self) -> &C {
         &self.inner
@@ -227,12 +228,12 @@ impl<C: Compressor> Compressor for Lossless<C> {
         Ok(())
     }
 
-    /// Errors: those of the codec; [`CompressError::Packed`].
+    /// Errors: those of the wrapped codec, and [`CompressError::Packed`].
     fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError> {
         if p.codec() != CodecId::PACKED {
             return self.inner.decompress(p, out);
         }
-        // Only memory: it does not matter what a panicking thread left in it.
+        // The lock guards only scratch memory, so its contents after a panic do not matter.
         let mut unpacker = self.unpacker.lock().unwrap_or_else(PoisonError::into_inner);
         let bound = self.inner.max_payload(out.len());
         self.inner.decompress(unpacker.open(self.packing, p, out.len(), bound)?, out)

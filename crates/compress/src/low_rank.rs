@@ -1,17 +1,19 @@
-//! Products of a matrix with a few vectors, and back: the matrix is read once for all of them. Every sum has
-//! one order. Knows no method.
+//! Products of a matrix, or of its transpose, with a few vectors. The matrix is read once for all vectors, and
+//! every sum has a fixed order.
 
 use crate::magnitude::{magnitude, max_magnitude};
 use crate::simd::{Kernel, Level};
 use crate::staging::StagingBuffer;
 
-/// Columns that are worked on together: their part of a few rows and vectors stays in the first cache.
+/// Number of columns that are processed together. Their part of a few rows and vectors fits in the first-level
+/// cache.
 const COLUMNS: usize = 512;
 
-/// A sum of products is made of so many.
+/// Number of partial sums of a dot product.
 const LANES: usize = 16;
 
-/// `P Q^T`; both have a row for each vector. Zeros if `P` is empty.
+/// The matrix `P Q^T`. `p` is `[rank, rows]` and `q` is `[rank, columns]`, row-major. The product is zero if
+/// `p` is empty.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Product<'a> {
     pub(crate) p: &'a [f32],
@@ -21,7 +23,7 @@ pub(crate) struct Product<'a> {
 }
 
 impl Product<'_> {
-    /// Writes the elements of row `i` from the column `start` on.
+    /// Writes the elements of row `i`, beginning at the column `start`.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     fn write(self, i: usize, start: usize, out: &mut [f32]) {
@@ -32,15 +34,16 @@ impl Product<'_> {
     }
 }
 
-/// `M = x + (m - P Q^T)` and `p = M Q`; the largest magnitude in `M`, as [`max_magnitude`] gives it.
+/// Kernel: `M = x + (m - P Q^T)` and `p = M Q`. Returns the bits of the largest magnitude in `M`, as
+/// [`max_magnitude`] does.
 pub(crate) struct Project<'a> {
     pub(crate) x: &'a [f32],
-    /// As long as `x`, or empty: then `M = x`.
+    /// As long as `x`, or empty; if it is empty, `M = x`.
     pub(crate) m: &'a [f32],
     pub(crate) sent: Product<'a>,
     pub(crate) next_m: &'a mut [f32],
     pub(crate) next_p: &'a mut [f32],
-    /// What sums are made in.
+    /// Scratch memory for partial sums.
     pub(crate) sums: &'a mut Vec<[f32; LANES]>,
     pub(crate) level: Level,
 }
@@ -80,7 +83,7 @@ impl Kernel for Project<'_> {
     }
 }
 
-/// `Q = M^T P`.
+/// Kernel: `Q = M^T P`.
 pub(crate) struct ProjectBack<'a> {
     pub(crate) m: &'a [f32],
     pub(crate) p: &'a [f32],
@@ -109,7 +112,7 @@ impl Kernel for ProjectBack<'_> {
     }
 }
 
-/// `out = P Q^T`; the largest magnitude in it, as [`max_magnitude`] gives it.
+/// Kernel: `out = P Q^T`. Returns the bits of the largest magnitude in it, as [`max_magnitude`] does.
 pub(crate) struct Expand<'a> {
     pub(crate) product: Product<'a>,
     pub(crate) out: &'a mut [f32],
@@ -136,7 +139,8 @@ impl Kernel for Expand<'_> {
     }
 }
 
-/// `sent = x + (m - sent)`; the largest magnitude in it, as [`max_magnitude`] gives it.
+/// Computes `sent = x + (m - sent)`. Returns the bits of the largest magnitude in it, as [`max_magnitude`]
+/// does.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 fn add_lost(x: &[f32], m: &[f32], sent: &mut [f32]) -> i32 {
@@ -148,8 +152,8 @@ fn add_lost(x: &[f32], m: &[f32], sent: &mut [f32]) -> i32 {
     max
 }
 
-/// Adds vectors, each times its weight, in their order; four at a time, so that sums are read and written a
-/// fourth as often.
+/// Adds `vectors` vectors to `sums` in order, each multiplied by its weight. It takes four at a time, so that
+/// `sums` is read and written a fourth as often.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 fn add_scaled<'a>(
@@ -172,7 +176,7 @@ fn add_scaled<'a>(
     }
 }
 
-/// A sum of products in lanes, then over the lanes.
+/// Returns the dot product of `a` and `b`, added up in partial sums first.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
@@ -181,8 +185,8 @@ pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
     sums[0].iter().sum()
 }
 
-/// Adds the products with vectors that begin `stride` apart to their sums, with four at a time: these do not
-/// wait for each other.
+/// Adds the products of `a` with several vectors, which begin `stride` elements apart, to the partial sums of
+/// each. It takes four vectors at a time, whose sums do not depend on each other.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 fn add_products(a: &[f32], vectors: &[f32], stride: usize, sums: &mut [[f32; LANES]]) {
@@ -232,7 +236,7 @@ mod tests {
     use super::*;
     use crate::simd::Level;
 
-    /// One product after the other, as it is written down.
+    /// Compares with plain loops over single products.
     #[test]
     fn products_are_the_plain_ones_to_the_bit() {
         for (rows, columns, rank) in [(1, 1, 1), (7, 3, 2), (9, 1000, 3), (12, 512, 4), (30, 1025, 5)] {

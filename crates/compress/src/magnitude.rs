@@ -14,7 +14,8 @@ pub(crate) fn sum(x: &[f32], e: &[f32], out: &mut [f32]) -> i32 {
 
 /// Returns the bits of the largest magnitude.
 ///
-/// The bits of magnitudes order as the numbers do; infinity and then NaN are above all finite ones.
+/// Magnitudes have the same order as their bits. Infinity is above all finite magnitudes, and NaN above
+/// infinity.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 pub(crate) fn max_magnitude(x: &[f32]) -> i32 {

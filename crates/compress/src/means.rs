@@ -1,4 +1,4 @@
-//! What random rounding gives on average, over every offset that there is: how far "unbiased" goes.
+//! Tests of how far stochastic rounding is unbiased: the mean of the decoded value over every possible offset.
 
 use farflung_base::Philox;
 
@@ -9,7 +9,7 @@ use crate::uint::{Uint, UintBlock};
 use crate::values::Values;
 use crate::{Int2, Natural};
 
-/// The mean of what each element of a block decodes as, over the offsets `(k + 1/2) 2^-16` of the noise.
+/// Returns the mean decoded value of each element of a block, over the offsets `(k + 1/2) 2^-16` of the noise.
 fn means<Q: Quantizer<BITS>, const BITS: u32>(codec: &Chunked<Block<Q, BITS>>, x: &[f32]) -> Vec<f64> {
     let (largest, surveyed) = Q::survey(Values::Read(x));
     let fit = codec.chunks.quantizer.fit(f32::from_bits(largest.cast_unsigned()), surveyed, x);
@@ -23,7 +23,7 @@ fn means<Q: Quantizer<BITS>, const BITS: u32>(codec: &Chunked<Block<Q, BITS>>, x
     x.iter().map(mean).collect()
 }
 
-/// Blocks of normal numbers of many sizes, around zero or not, with two large ones.
+/// Returns blocks of normal numbers with different standard deviations and means, each with two large elements.
 fn blocks() -> Vec<Vec<f32>> {
     let block = |(stream, (size, offset)): (usize, (f32, f32))| {
         let mut x = vec![0.0; 20];
@@ -54,14 +54,14 @@ where
     for x in blocks() {
         let squares = x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
         let top = if norm { squares.sqrt() } else { extent(&x).0 };
-        // A scale has eight bits, and covers the top.
+        // Rounding the scale up to eight bits makes it at most 0.8 % larger.
         let scale = 1.008 * top / q;
         for (x, mean) in x.iter().zip(means(codec, &x)) {
             let (gap, x) = ((mean - f64::from(*x)).abs(), f64::from(x.abs()));
             assert!(gap <= GRAIN * scale + x * 2_f64.powi(-22), "{BITS} bits: {x} by {gap:e}");
         }
     }
-    // At the end of the range the scale is too small for its element.
+    // Near `f32::MAX` the scale is too small for its largest element.
     let x: Vec<f32> = (0..20).map(|i| f32::MAX / (i + 1) as f32).collect();
     for (x, mean) in x.iter().zip(means(codec, &x)) {
         let missing = 1.0 - mean / f64::from(*x);
@@ -79,7 +79,7 @@ fn integers_have_their_value_as_the_mean_to_the_stated_gap() {
     check_int(&IntBlock::<8>::qsgd(64).unwrap(), true);
     check_int(&IntBlock::<4>::qsgd(64).unwrap(), true);
     check_int(&IntBlock::<2>::qsgd(64).unwrap(), true);
-    // What TernGrad clips has another mean.
+    // The elements that TernGrad clips are biased.
     let x: Vec<f32> = (0..20).map(|i| if i == 0 { 100.0 } else { 0.1 }).collect();
     let means = means(&Int2::tern_grad(64).unwrap(), &x);
     assert!((means[1] - 0.1).abs() < 1e-3 && means[0] < 60.0, "{means:?}");
@@ -113,7 +113,7 @@ fn powers_of_two_have_their_value_as_the_mean_to_the_stated_gap() {
     for mut x in blocks() {
         x.extend([f32::MIN_POSITIVE * 0.3, f32::from_bits(3), 1.999_999_9]);
         for (x, mean) in x.iter().zip(means(&Natural::new(), &x)) {
-            // The power of two below, or of subnormals the smallest normal number.
+            // The power of two below the magnitude, or the smallest normal number for subnormals.
             let below = f64::from(f32::from_bits(x.abs().to_bits() & 0x7f80_0000).max(f32::MIN_POSITIVE));
             let gap = (mean - f64::from(*x)).abs();
             assert!(gap <= GRAIN * below, "{x} by {gap:e}");

@@ -1,26 +1,26 @@
-//! A buffer that is prepared, then committed or rolled back: what every codec with memory keeps. Knows no
-//! codec.
+//! A buffer of a codec's memory that is prepared, then committed or rolled back. Every codec with memory uses
+//! it.
 
 use std::borrow::Cow;
 use std::ops::Range;
 
 use crate::{CompressError, StateMap, StateValue};
 
-/// One vector of a fixed length, as it was at the last commit and as it is now.
+/// A vector of fixed length: its value at the last commit, and its latest value.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Memory {
-    /// The length of `committed`; `None` before the first commit, when it is zero, of any length.
+    /// Length of `committed`. Before the first commit it is `None`, and the vector is zero with any length.
     len: Option<usize>,
     committed: Vec<f32>,
-    /// The latest, if that was not committed yet.
+    /// The latest value, while it is not committed.
     latest: Vec<f32>,
     pending: bool,
-    /// Takes the next one if `latest` is still needed to make it.
+    /// Buffer for the next value while `latest` is needed to compute it.
     spare: Vec<f32>,
 }
 
 impl Memory {
-    /// What is remembered, committed or not; empty before the first vector.
+    /// Returns the latest value, committed or not. It is empty before the first vector.
     pub(crate) fn get(&self) -> &[f32] {
         match (self.pending, self.len) {
             (true, _) => &self.latest,
@@ -29,8 +29,8 @@ impl Memory {
         }
     }
 
-    /// A buffer for the next one, to be given back to [`Self::end`]. Until then [`Self::now`] is the one
-    /// before.
+    /// Returns a buffer for the next value, which the caller must pass to [`Self::end`]. Until then
+    /// [`Self::now`] returns the value before it.
     ///
     /// Errors: [`CompressError::LengthChanged`].
     pub(crate) fn begin(&mut self, len: usize) -> Result<Vec<f32>, CompressError> {
@@ -48,12 +48,12 @@ impl Memory {
         Ok(next)
     }
 
-    /// What is remembered, zeros before the first vector. After [`Self::begin`].
+    /// Returns the latest value, or zeros before the first vector. Call [`Self::begin`] first.
     pub(crate) fn now(&self) -> &[f32] {
         if self.pending { &self.latest } else { &self.committed }
     }
 
-    /// Takes `next` as what is remembered if it is `good`, else only as memory.
+    /// Makes `next` the latest value if it is `good`; otherwise only reuses its allocation.
     pub(crate) fn end(&mut self, next: Vec<f32>, good: bool) {
         match (good, self.pending) {
             (true, true) => self.spare = std::mem::replace(&mut self.latest, next),
@@ -71,7 +71,8 @@ impl Memory {
         Ok(())
     }
 
-    /// The entry `name`; nothing is changed until [`Self::set`]. An empty one means no vector yet.
+    /// Removes the entry `name` from a saved state and returns it. It changes nothing until [`Self::set`]. An
+    /// empty entry means that there was no vector yet.
     pub(crate) fn load(name: String, from: &mut StateMap<'_>) -> Result<Vec<f32>, CompressError> {
         let Some(StateValue::F32(held)) = from.remove(&name) else {
             return Err(CompressError::MissingState { name });
@@ -88,7 +89,7 @@ impl Memory {
         self.len = (!self.committed.is_empty()).then_some(self.committed.len());
     }
 
-    /// Refuses what [`Self::reshard`] cannot do.
+    /// Checks that [`Self::reshard`] can be called.
     pub(crate) fn check_reshard(&self, held: &Range<usize>) -> Result<(), CompressError> {
         if self.pending {
             return Err(CompressError::Uncommitted);
@@ -99,7 +100,8 @@ impl Memory {
         }
     }
 
-    /// Keeps what lies in both ranges. After [`Self::check_reshard`].
+    /// Moves the vector from the range `held` to the range `wanted`: the overlap is kept, the rest is zero.
+    /// Call [`Self::check_reshard`] first.
     pub(crate) fn reshard(&mut self, held: &Range<usize>, wanted: &Range<usize>) {
         if self.len.is_none() {
             return;

@@ -1,4 +1,4 @@
-//! The eight-bit codec of Bagua's `ByteGrad`, as it is on the wire there: 32 bytes of header for each chunk.
+//! The eight-bit codec of Bagua's `ByteGrad`, in Bagua's layout: a header of 32 bytes for each block.
 
 use crate::CompressError;
 use crate::block::{Block, Quantizer};
@@ -7,17 +7,18 @@ use crate::int::ROUND;
 use crate::uint::extremes;
 use crate::wire::CodecId;
 
-/// `MinMaxUInt8`: a block's smallest and largest value in a header of 32 bytes, then a byte for each element.
+/// `MinMaxUInt8`: a block's smallest and largest value in a header of 32 bytes, then one byte for each element.
 ///
 /// With `d = max - min + 1e-7`, but at least `2^-14` of the largest magnitude, `s = 255 / d` and
 /// `hi = rint(max s)`, the code is `min(rint(x s), hi) - (hi - 255)`, clamped to `0..=255`. The error is at
-/// most `0.51 d / 255` and `2^-22` of the largest magnitude, which is less than another `d / 255`.
-/// `4 + n + 32 ceil(n / block)` bytes. A block whose largest magnitude is below `2^-100` becomes zeros. Where
-/// `d` is above `f32::MAX` it is that, and what is more than that below `max` decodes as so much below it. NaN
-/// and infinity are refused, and with feedback a value of which more is lost than f32 holds.
+/// most `0.51 d / 255` plus `2^-22` of the largest magnitude, which is less than another `d / 255`.
+/// `4 + n + 32 ceil(n / block)` bytes. A block whose largest magnitude is below `2^-100` becomes zeros. `d` is
+/// at most `f32::MAX`; an element more than that below `max` decodes as `f32::MAX` below it. NaN and infinity
+/// are rejected; with feedback, a value whose compression error overflows f32 is rejected too.
 ///
 /// Source: Gan et al. 2022, "Bagua", section 3; `kernels/bagua_kernels.cu`. Differs: codes are clamped below,
-/// where the original can wrap, `d` has a second bound, and decoding multiplies by `(max - min + 1e-7) / 255`.
+/// where the original can wrap, `d` has a lower bound relative to the largest magnitude, and decoding
+/// multiplies by `d / 255`.
 pub type MinMaxUint8 = Chunked<Block<MinMax, 8>>;
 
 /// The arithmetic of [`MinMaxUint8`].
@@ -25,7 +26,7 @@ pub type MinMaxUint8 = Chunked<Block<MinMax, 8>>;
 pub struct MinMax;
 
 impl MinMaxUint8 {
-    /// One header for every `block` elements.
+    /// Creates the codec with one header for every `block` elements.
     ///
     /// Errors: [`CompressError::BlockSize`] unless `block` is in `1..=MAX_BLOCK`.
     pub fn new(block: u32) -> Result<Self, CompressError> {
@@ -33,7 +34,7 @@ impl MinMaxUint8 {
     }
 }
 
-/// A header, ready to be used.
+/// A header's contents in the form that encoding and decoding use.
 #[derive(Debug, Clone, Copy)]
 pub struct Levels {
     min: f32,
@@ -46,7 +47,7 @@ pub struct Levels {
 
 impl Levels {
     fn new(min: f32, max: f32) -> Self {
-        // No less than what keeps the levels exact: at most 255 * 2^14 of them.
+        // A smaller span would have more than 255 * 2^14 levels, which f32 does not represent exactly.
         let least = min.abs().max(max.abs()) * (1.0 / 16_384.0);
         let span = (max - min + 1e-7).max(least).min(f32::MAX);
         let (scale, step) = (255.0 / span, span / 255.0);

@@ -1,4 +1,4 @@
-//! Floating-point numbers of four and eight bits under a scale for each block: fp8 in both formats, and E3M0.
+//! Floating-point numbers of four and eight bits with a scale for each block: fp8 in both formats, and E3M0.
 
 use crate::CompressError;
 use crate::block::{Block, DEFAULT_BLOCK, Quantizer};
@@ -6,15 +6,17 @@ use crate::chunked::Chunked;
 use crate::scale::Scale;
 use crate::wire::CodecId;
 
-/// Numbers of one sign bit, `E` exponent bits and `M` fraction bits, a scale of two bytes for each block.
+/// Numbers of one sign bit, `E` exponent bits and `M` fraction bits, with a scale of two bytes for each block.
 ///
-/// The scale is the block's largest magnitude over the format's largest number, rounded up to a bfloat16;
-/// elements are divided by it and rounded to nearest, ties to even, subnormals and the sign of zero kept. A
-/// block whose largest magnitude is below `2^-100` becomes zeros. `4 + n BITS / 8 + 2 ceil(n / block)` bytes
-/// for `n` elements, if a block's codes fill whole bytes. The error is at most `2^-(M+1)` of the element, or
-/// half of the smallest number of the format times the scale; for E3M0 a third of the element and a rounding,
-/// and 0.337 of it if the largest magnitude is above `0.996 f32::MAX`, where scales are a little too small. NaN
-/// and infinity are refused. The decoder takes any block size.
+/// The scale is the block's largest magnitude divided by the format's largest number, rounded up to a bfloat16.
+/// Elements are divided by it and rounded to nearest, ties to even; subnormals and the sign of zero are kept. A
+/// block whose largest magnitude is below `2^-100` becomes zeros.
+///
+/// `4 + n BITS / 8 + 2 ceil(n / block)` bytes for `n` elements, if a block's codes fill whole bytes. The error
+/// is at most `2^-(M+1)` of the element, or half of the format's smallest number times the scale. For E3M0 it
+/// is at most a third of the element plus a rounding, and 0.337 of it if the largest magnitude is above
+/// `0.996 f32::MAX`, where scales are a little too small. NaN and infinity are rejected. The decoder accepts
+/// any block size.
 pub type MinifloatBlock<const E: u32, const M: u32, const BITS: u32> = Chunked<Block<Minifloat<E, M>, BITS>>;
 /// fp8 E4M3 (OCP, "FN"): numbers from `2^-9` to 448 times the scale.
 ///
@@ -22,10 +24,10 @@ pub type MinifloatBlock<const E: u32, const M: u32, const BITS: u32> = Chunked<B
 pub type E4M3 = MinifloatBlock<4, 3, 8>;
 /// fp8 E5M2 (OCP): numbers from `2^-16` to 57344 times the scale.
 pub type E5M2 = MinifloatBlock<5, 2, 8>;
-/// Four bits: zero and seven powers of two, from `2^-6` to 1 times the scale.
+/// E3M0 in four bits: zero and seven powers of two, from `2^-6` to 1 times the scale.
 ///
-/// Source: Douillard et al. 2025, "Streaming `DiLoCo`", section 3.3. The format is ours: the paper gives only
-/// its name.
+/// Source: Douillard et al. 2025, "Streaming `DiLoCo`", section 3.3. The paper gives only the format's name;
+/// the definition is ours.
 pub type E3M0 = MinifloatBlock<3, 0, 4>;
 
 /// The arithmetic of [`MinifloatBlock`].
@@ -33,7 +35,7 @@ pub type E3M0 = MinifloatBlock<3, 0, 4>;
 pub struct Minifloat<const E: u32, const M: u32>;
 
 impl<const E: u32, const M: u32, const BITS: u32> MinifloatBlock<E, M, BITS> {
-    /// One scale for every `block` elements.
+    /// Creates the codec with one scale for every `block` elements.
     ///
     /// Errors: [`CompressError::BlockSize`] unless `block` is in `1..=MAX_BLOCK`.
     pub fn new(block: u32) -> Result<Self, CompressError> {
@@ -48,17 +50,18 @@ impl<const E: u32, const M: u32, const BITS: u32> Default for MinifloatBlock<E, 
 }
 
 impl<const E: u32, const M: u32> Minifloat<E, M> {
-    /// The exponent's bias; E3M0's is such that its largest number is 1.
+    /// The exponent's bias. E3M0's is chosen so that its largest number is 1.
     const BIAS: u32 = if M == 0 { (1 << E) - 1 } else { (1 << (E - 1)) - 1 };
-    /// The code of the largest finite number: E4M3 gives up one code for NaN, E5M2 a whole exponent, E3M0 none.
+    /// Code of the largest finite number. E4M3 reserves one code for NaN, E5M2 a whole exponent, E3M0 none.
     const LARGEST: u32 = match (E, M) {
         (4, 3) => 0x7e,
         (5, 2) => 0x7b,
         _ => (1 << (E + M)) - 1,
     };
-    /// The bits of an f32 with the format's smallest normal number.
+    /// Bits of the f32 that equals the format's smallest normal number.
     const MIN_NORMAL: u32 = (128 - Self::BIAS) << 23;
-    /// The f32 that rounds a sum to the format's subnormals, whose spacing is `2^(1 - BIAS - M)`.
+    /// Bits of the f32 that rounds a magnitude to the format's subnormals when it is added. Their spacing is
+    /// `2^(1 - BIAS - M)`.
     const SUBNORMAL_MAGIC: u32 = (128 - Self::BIAS + 23 - M) << 23;
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
@@ -80,12 +83,13 @@ impl<const E: u32, const M: u32> Minifloat<E, M> {
     #[inline(always)]
     fn widen(code: u32) -> f32 {
         let magnitude = code & ((1 << (E + M)) - 1);
-        // The fields go where f32 has them; the product with a power of two mends the bias, exactly.
+        // Moves the fields to where f32 has them. The product with a power of two corrects the bias; it is
+        // exact.
         let value = f32::from_bits(magnitude << (23 - M)) * f32::from_bits((254 - Self::BIAS) << 23);
         f32::from_bits(value.to_bits() | (code >> (E + M) & 1) << 31)
     }
 
-    /// The format's largest number.
+    /// Returns the format's largest number.
     fn largest() -> f32 {
         Self::widen(Self::LARGEST)
     }
@@ -142,7 +146,7 @@ impl<const E: u32, const M: u32, const BITS: u32> Quantizer<BITS> for Minifloat<
 mod tests {
     use super::*;
 
-    /// The number that a code stands for, from the definition.
+    /// Returns the value of a code, from the definition of the format.
     fn value(code: u32, e: u32, m: u32, bias: i32) -> f64 {
         let (exponent, fraction) =
             ((code >> m).cast_signed(), f64::from(code & ((1 << m) - 1)) / f64::from(1 << m));
@@ -163,7 +167,8 @@ mod tests {
             assert_eq!(Minifloat::<E, M>::round(wide), code);
             assert_eq!(Minifloat::<E, M>::round(-wide), code | 1 << (E + M));
             if code < last {
-                // Between two neighbours the middle goes to the even one, and its neighbours to the nearer one.
+                // The midpoint of two neighbours goes to the even one, and the floats beside it to the nearer
+                // one.
                 let next = Minifloat::<E, M>::widen(code + 1);
                 let middle = f32::midpoint(wide, next);
                 assert_eq!(Minifloat::<E, M>::round(middle), code + code % 2, "{middle}");

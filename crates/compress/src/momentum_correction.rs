@@ -1,5 +1,5 @@
-//! Momentum before a selection rather than after it: what is not sent goes on to gather momentum. Knows no
-//! selection but by what it decodes.
+//! Momentum correction: momentum is accumulated before a selection rather than in the optimizer, so that
+//! elements that are not sent accumulate momentum too.
 
 use std::ops::Range;
 
@@ -8,12 +8,12 @@ use crate::magnitude::{INFINITE, magnitude};
 use crate::memory::Memory;
 use crate::{CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey, State, StateMap};
 
-/// Deep Gradient Compression's memory around a selection `C`: `u = m u + x; v += u; send C(v)`, and where
-/// something was sent, `u` becomes 0 and `v` what was lost.
+/// Deep Gradient Compression's memory around a selection `C`: `u = m u + x; v += u; send C(v)`. For each
+/// element that decodes as non-zero, `u` becomes 0 and `v` becomes its compression error.
 ///
-/// The optimizer behind it must not apply momentum again. Clipping (by `1 / sqrt(ranks)` of the threshold) and
-/// the warm-up of the density are the caller's. Prepared, committed and rolled back as
-/// [`crate::ErrorFeedback`]; without momentum it is that.
+/// The optimizer must not apply momentum again. The caller is responsible for clipping (at `1 / sqrt(ranks)` of
+/// the threshold) and for the warm-up of the density. Commit and rollback work as in [`crate::ErrorFeedback`];
+/// with a factor of 0 the codec is equal to it.
 ///
 /// State: `momentum` and `velocity` (`[n]`, f32). Memory: `20n` bytes.
 ///
@@ -28,7 +28,7 @@ pub struct MomentumCorrection<C> {
 }
 
 impl<C: Memoryless> MomentumCorrection<C> {
-    /// Around `inner`, with the momentum `factor`.
+    /// Wraps `inner`, with the momentum `factor`.
     ///
     /// Errors: [`CompressError::Decay`] unless `factor` is in `0..=1`.
     pub fn new(inner: C, factor: f32) -> Result<Self, CompressError> {
@@ -39,13 +39,13 @@ impl<C: Memoryless> MomentumCorrection<C> {
         Err(CompressError::Decay { found: factor })
     }
 
-    /// `u` and `v`, committed or not; empty before the first vector.
+    /// Returns `u` and `v` after the last compress, committed or not. They are empty before the first vector.
     #[must_use]
     pub fn memory(&self) -> (&[f32], &[f32]) {
         (self.momentum.get(), self.velocity.get())
     }
 
-    /// Makes the next `u` and `v` and the payload.
+    /// Computes the next `u` and `v` and encodes the payload.
     fn step(
         &mut self,
         x: &[f32],
@@ -77,7 +77,7 @@ impl<C: Memoryless> MomentumCorrection<C> {
             && let Some(index) = v.iter().position(|lost| !lost.is_finite())
         {
             out.clear();
-            // `v` is gone; it was the residual before and the momentum.
+            // `v` was overwritten, so its value before encoding is computed again.
             let value = before_v[index] + (self.factor * before_u[index] + x[index]);
             return Err(CompressError::Overflow { index, value, what: "what is lost of it" });
         }

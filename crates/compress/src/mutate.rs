@@ -1,13 +1,13 @@
-//! Payloads as an adversary would make them, for tests of decoders: here, and of those on devices. Knows no
-//! codec.
+//! Corrupts payloads as an adversary would, for tests of decoders on the host and on devices.
 
 use crc32fast::Hasher;
 use farflung_base::Philox;
 
 use crate::wire::HEADER;
 
-/// Spoils a frame: a bit, a byte, a word, the end, or everything from some place on. Most frames then get a
-/// length and a checksum that fit, as a forger would give them. Which, is a pure function of `rng` and `case`.
+/// Corrupts a frame: it changes a bit, a byte or a word, shortens or extends the frame, or overwrites
+/// everything from some place on. Three of four frames then get a valid checksum, and half of these a valid
+/// length, as a forger would write them. The result is a pure function of the bytes, `rng` and `case`.
 ///
 /// ```
 /// use farflung_base::Philox;
@@ -34,7 +34,7 @@ pub fn mutate(bytes: &mut Vec<u8>, rng: &Philox, case: u64) {
         1 => bytes[at] = [0, 1, 0x7f, 0x80, 0xff][with as usize % 5],
         2 => bytes.truncate(at),
         3 => bytes.extend_from_slice(&with.to_le_bytes()[..=at % 4]),
-        // A whole field: a word of the header, or a scale.
+        // Overwrites a whole field: a word of the header, or a scale.
         4 => bytes[at & !3..].iter_mut().zip(with.to_le_bytes()).for_each(|(b, w)| *b = w),
         _ => bytes[at..].fill(with as u8),
     }
@@ -47,7 +47,7 @@ pub fn mutate(bytes: &mut Vec<u8>, rng: &Philox, case: u64) {
     }
 }
 
-/// Gives the bytes of a frame the checksum that fits them; fewer than a header are left as they are.
+/// Writes the checksum that fits the frame's bytes. Does nothing if there are fewer bytes than a header.
 pub fn reseal(bytes: &mut [u8]) {
     if let Some((header, body)) = bytes.split_first_chunk_mut::<HEADER>() {
         let (hashed, sum) = header.split_at_mut(HEADER - 4);

@@ -1,19 +1,19 @@
-//! Powers of two: every magnitude is rounded to one of its two neighbours at random.
+//! Natural compression: each magnitude is rounded stochastically to one of the two nearest powers of two.
 
 use crate::block::{Block, Quantizer};
 use crate::chunked::Chunked;
 use crate::wire::CodecId;
 
-/// The block of [`Natural`], which has no header to share.
+/// Block size of [`Natural`], in elements. Its blocks have no header.
 const BLOCK: u32 = 4096;
 
-/// Natural compression: a sign and the exponent of f32, nine bits an element.
+/// Natural compression: the sign and the exponent of f32, nine bits for each element.
 ///
-/// A magnitude `2^e (1 + f)` becomes `2^(e+1)` with probability `f`, else `2^e`, so that the mean is the value,
-/// to `2^-17 2^e` since noise has 16 bits, and the variance at most an eighth of its square. Magnitudes above
-/// `2^127` become `2^127`, which is not their mean; vectors are cut into blocks of 4096, and one whose largest
-/// magnitude is below `2^-100` becomes zeros. `4 + n + ceil(n / 8)` bytes for `n` elements, if 8 divides them.
-/// NaN and infinity are refused.
+/// A magnitude `2^e (1 + f)` becomes `2^(e+1)` with probability `f`, else `2^e`. The mean is the value, to
+/// within `2^-17 2^e` since the noise has 16 bits; the variance is at most an eighth of the value's square.
+/// Magnitudes above `2^127` become `2^127`, which is biased. Vectors are divided into blocks of 4096, and a
+/// block whose largest magnitude is below `2^-100` becomes zeros. `4 + n + ceil(n / 8)` bytes for `n` elements,
+/// if `n` is a multiple of 8. NaN and infinity are rejected.
 ///
 /// Source: Horváth et al. 2019, "Natural Compression for Distributed Deep Learning", Definition 1.
 pub type Natural = Chunked<Block<PowerOfTwo, 9>>;
@@ -23,7 +23,7 @@ pub type Natural = Chunked<Block<PowerOfTwo, 9>>;
 pub struct PowerOfTwo;
 
 impl Natural {
-    /// The codec.
+    /// Creates the codec.
     #[must_use]
     pub fn new() -> Self {
         Self::blocks(PowerOfTwo, BLOCK).expect("the block is allowed")
@@ -57,7 +57,7 @@ impl Quantizer<9> for PowerOfTwo {
     #[inline(always)]
     fn encode<const NOISY: bool>((): &(), x: f32, offset: f32) -> u32 {
         let bits = x.to_bits();
-        // A random fraction is added to the fraction: it carries into the exponent as often as it should.
+        // Adds a random fraction to the fraction. The carry into the exponent has probability `f`.
         let noise = ((offset + 0.5) * 8_388_608.0) as i32;
         let exponent = ((bits & 0x7fff_ffff) + noise.cast_unsigned()) >> 23;
         exponent.min(254) | (bits >> 31) << 8

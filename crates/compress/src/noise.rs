@@ -1,14 +1,14 @@
-//! Where randomness comes from: Philox streams keyed by a [`RoundKey`], and the offsets of stochastic rounding,
-//! made a run at a time in lanes that become vector code. Knows no codec.
+//! Random numbers of the codecs: Philox streams keyed by a [`RoundKey`], and the offsets of stochastic
+//! rounding, which are computed for a run of elements at a time in lanes that the compiler vectorizes.
 
 use farflung_base::Philox;
 use farflung_base::philox::philox4x32_10;
 
 use crate::RoundKey;
 
-/// Elements that one run of offsets serves.
+/// Number of elements in a run of offsets.
 pub(crate) const RUN: usize = 256;
-/// Philox blocks behind a run: each has four words of two offsets.
+/// Number of Philox blocks for a run. Each has four words of two offsets.
 const LANES: usize = RUN / 8;
 
 /// A stream of random words.
@@ -19,42 +19,43 @@ pub struct Noise {
 }
 
 impl Noise {
-    /// What only this rank draws.
+    /// Returns the stream of this rank alone.
     pub(crate) fn private(key: RoundKey) -> Self {
         Self::of(key, key.rank.0)
     }
 
-    /// What all ranks draw alike.
+    /// Returns the stream that is the same on all ranks.
     pub(crate) fn shared(key: RoundKey) -> Self {
         Self::of(key, u32::MAX)
     }
 
-    /// Uniform in `0..bound`, as [`Philox::below`].
+    /// Returns a number that is uniform in `0..bound`, as [`Philox::below`] does.
     pub(crate) fn below(self, position: u64, bound: u64) -> u64 {
         Philox::new(self.seed, self.stream).below(position, bound)
     }
 
-    /// What identifies the stream.
+    /// Returns the two words that identify the stream.
     pub(crate) fn halves(self) -> [u64; 2] {
         [self.seed, self.stream]
     }
 
-    /// The inverse of [`Self::halves`].
+    /// Returns the stream whose words [`Self::halves`] returned.
     pub(crate) fn of_halves([seed, stream]: [u64; 2]) -> Self {
         Self { seed, stream }
     }
 
-    /// The stream's number is itself a block of Philox: 64 bits of (round, shard, rank).
+    /// Creates the stream. Its number is taken from a Philox block of (round, shard, rank): 64 bits.
     fn of(key: RoundKey, rank: u32) -> Self {
         let counter = [key.round as u32, (key.round >> 32) as u32, key.shard, rank];
         let [low, high, ..] = philox4x32_10(counter, halves(key.seed));
         Self { seed: key.seed, stream: u64::from(high) << 32 | u64::from(low) }
     }
 
-    /// The offsets of run `index`, uniform on the odd multiples of `2^-17` in `(-1/2, 1/2)`: adding one before
-    /// rounding to the nearest integer rounds at random, with the exact value as the mean.
+    /// Writes the offsets of run `index`, uniform on the odd multiples of `2^-17` in `(-1/2, 1/2)`. Adding an
+    /// offset before rounding to the nearest integer is unbiased stochastic rounding.
     ///
-    /// Element `32 (2 w + h) + c` of the run has half `h` (0 is the lower) of word `w` of block `32 index + c`.
+    /// Element `32 (2 w + h) + c` of the run takes half `h` (0 is the lower) of word `w` of block
+    /// `32 index + c`.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     pub(crate) fn offsets(self, index: u64, out: &mut [f32; RUN]) {
@@ -62,14 +63,15 @@ impl Noise {
         for (words, out) in words.iter().zip(out.as_chunks_mut::<{ 2 * LANES }>().0) {
             let (low, high) = out.split_at_mut(LANES);
             for ((word, low), high) in words.iter().zip(low).zip(high) {
-                // Both halves as signed numbers: -32768 ..= 32767 and a half.
+                // Each half is a signed number in -32768 ..= 32767; adding one half makes the offsets symmetric
+                // about zero.
                 *low = ((word << 16).cast_signed() >> 16) as f32 * (1.0 / 65536.0) + 1.0 / 131_072.0;
                 *high = (word.cast_signed() >> 16) as f32 * (1.0 / 65536.0) + 1.0 / 131_072.0;
             }
         }
     }
 
-    /// The four words of `LANES` blocks from `first` on, word by word.
+    /// Returns the four words of `LANES` blocks from `first` on, grouped by word.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     fn blocks(self, first: u64) -> [[u32; LANES]; 4] {

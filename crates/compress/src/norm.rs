@@ -1,16 +1,16 @@
-//! Sums over a block in one fixed order: 32 lanes over each run of 1024 elements, then a tree over the lanes,
-//! then the runs. Knows no codec.
+//! Sums over a block in one fixed order: 32 partial sums over each run of 1024 elements, then a tree over the
+//! partial sums, then the runs. This module does not depend on any codec.
 
 use crate::magnitude::magnitude;
 use crate::values::Values;
 
 const LANES: usize = 32;
 const RUN: usize = 1024;
-/// Magnitudes below this, `2^100`, are summed as they are: so many as a block has do not overflow, and none is
-/// so small that its sums would be rounded otherwise than those of larger ones.
+/// Blocks whose largest magnitude is below this, `2^100`, are summed without scaling. Such a sum cannot
+/// overflow over a whole block, and additions do not lose precision to underflow.
 const UNSCALED: f32 = f32::from_bits((127 + 100) << 23);
 
-/// The mean magnitude of `x`, whose largest is `max`.
+/// Returns the mean magnitude of `x`, whose largest magnitude is `max`.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 pub(crate) fn mean_magnitude(max: f32, x: &[f32]) -> f32 {
@@ -21,7 +21,7 @@ pub(crate) fn mean_magnitude(max: f32, x: &[f32]) -> f32 {
     sum(x, power.down(), f32::abs) / x.len() as f32 * power.up()
 }
 
-/// The root of the mean square of `x`, whose largest magnitude is `max`.
+/// Returns the root of the mean square of `x`, whose largest magnitude is `max`.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 pub(crate) fn root_mean_square(max: f32, x: &[f32]) -> f32 {
@@ -29,7 +29,7 @@ pub(crate) fn root_mean_square(max: f32, x: &[f32]) -> f32 {
     (sum(x, power.down(), |x| x * x) / x.len() as f32).sqrt() * power.up()
 }
 
-/// The mean of `x`, whose largest magnitude is `max`.
+/// Returns the mean of `x`, whose largest magnitude is `max`.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 pub(crate) fn mean(max: f32, x: &[f32]) -> f32 {
@@ -37,7 +37,7 @@ pub(crate) fn mean(max: f32, x: &[f32]) -> f32 {
     sum(x, power.down(), |x| x) / x.len() as f32 * power.up()
 }
 
-/// The standard deviation of `x` about `mean`; `max` is its largest magnitude.
+/// Returns the standard deviation of `x` about `mean`. `max` is the largest magnitude of `x`.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 pub(crate) fn deviation(max: f32, mean: f32, x: &[f32]) -> f32 {
@@ -46,8 +46,8 @@ pub(crate) fn deviation(max: f32, mean: f32, x: &[f32]) -> f32 {
     (sum(x, power.down(), |x| (x - middle) * (x - middle)) / x.len() as f32).sqrt() * power.up()
 }
 
-/// The largest magnitude, as bits, and the sum of all, in the order of [`sum`] but unscaled, in one
-/// pass over `x`, or over the sums `x + e`, which go to `next`.
+/// Returns the bits of the largest magnitude, and the sum of all magnitudes in the order of [`sum`] but
+/// unscaled. It makes one pass over `x`, or over the sums `x + e`, which it writes to `next`.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 pub(crate) fn survey(values: Values<'_>) -> (i32, f32) {
@@ -84,14 +84,14 @@ pub(crate) fn survey(values: Values<'_>) -> (i32, f32) {
     (max, total)
 }
 
-/// The mean magnitude of `x`, given what [`survey`] found: the same bits as [`mean_magnitude`].
+/// Returns the mean magnitude of `x` from the results of [`survey`], with the same bits as [`mean_magnitude`].
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 pub(crate) fn surveyed_mean_magnitude(max: f32, total: f32, x: &[f32]) -> f32 {
     if max < UNSCALED { total / x.len() as f32 } else { mean_magnitude(max, x) }
 }
 
-/// Sums and maxima that run beside each other.
+/// Partial sums and maxima of a run.
 struct Lanes {
     sums: [f32; LANES],
     largest: [i32; LANES],
@@ -104,7 +104,7 @@ impl Lanes {
         Self { sums: [0.0; LANES], largest: [0; LANES] }
     }
 
-    /// Adds the magnitudes of a row.
+    /// Adds the magnitudes of a row, one to each partial sum.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     fn add(&mut self, row: &[f32]) {
@@ -127,8 +127,8 @@ impl Lanes {
     }
 }
 
-/// The sum of all lanes: each adds the one a half further, then of these each the one a quarter further, and so
-/// on.
+/// Returns the sum of all lanes. Each lane of the first half adds the lane half the width further; then the
+/// same with half as many lanes, until one is left.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 fn tree(mut lanes: [f32; LANES]) -> f32 {
@@ -142,8 +142,8 @@ fn tree(mut lanes: [f32; LANES]) -> f32 {
     lanes[0]
 }
 
-/// A power of two, near the largest magnitude: elements are divided by it, so that no sum overflows or
-/// vanishes.
+/// A power of two near the largest magnitude. Elements are divided by it, so that sums of them or of their
+/// squares do not overflow or underflow.
 #[derive(Clone, Copy)]
 struct Power(u32);
 
@@ -161,7 +161,7 @@ impl Power {
     }
 }
 
-/// The sum of `term(factor x)`.
+/// Returns the sum of `term(factor x)`.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 fn sum(x: &[f32], factor: f32, term: impl Fn(f32) -> f32) -> f32 {
@@ -217,7 +217,7 @@ mod tests {
                 let (mut x, mut e, mut next) = (vec![0.0; n], vec![0.0; n], vec![0.0; n]);
                 Philox::new(3, n as u64).fill_normal(size, &mut x);
                 Philox::new(4, n as u64).fill_normal(size / 10.0, &mut e);
-                // Some are subnormal beside the others.
+                // Some elements are tiny beside the others, and some subnormal.
                 x.iter_mut().step_by(3).for_each(|x| *x *= 1e-20);
                 x.iter_mut().step_by(5).for_each(|x| *x *= 1e-20);
                 let largest = |x: &[f32]| x.iter().fold(0.0_f32, |m, x| m.max(x.abs()));

@@ -1,21 +1,21 @@
-//! Codes of a few bits, eight lanes abreast. Knows no codec.
+//! Packs codes of a few bits, with eight lanes side by side. This module does not depend on any codec.
 //!
-//! A width is a sum of planes of 8, 4, 2 and 1 bits: 3 bits are a plane of 2 and one of 1, and a code's low
-//! bits lie in the widest plane. A plane of 8 bits is the codes' low bytes, in order. A narrower plane of width
-//! `w` holds `256 / w` codes in 32 bytes, which are eight little-endian words: code `8 i + j` of such a run is
-//! bits `w i ..` of word `j`. So a register of eight codes is shifted into a register of eight words, and
-//! nothing crosses lanes, whatever their number. What is left after the full runs lies in bytes, the first code
-//! in the lowest bits.
+//! A width is split into planes of 8, 4, 2 and 1 bits: 3 bits are a plane of 2 bits and one of 1. A code's low
+//! bits are in the widest plane. A plane of 8 bits holds the codes' low bytes, in order. A narrower plane of
+//! width `w` is divided into runs of 32 bytes with `256 / w` codes each. The 32 bytes are eight little-endian
+//! words, and code `8 i + j` of a run is in the bits from `w i` on of word `j`. So a register of eight codes is
+//! shifted into a register of eight words without moving data between lanes, for any number of lanes. The codes
+//! after the full runs are packed into bytes, the first code in the lowest bits.
 
-/// Codes that are packed at a time; a multiple of every plane's run.
+/// Number of codes that are packed at a time; a multiple of every plane's run.
 pub(crate) const GROUP: usize = 256;
 
-/// Bytes of `count` codes of so many bits.
+/// Returns the number of bytes of `count` codes of `bits` bits each.
 pub(crate) const fn packed_len(bits: u32, count: usize) -> usize {
     let (mut total, mut width) = (0_usize, 1);
     while width <= 8 {
         if bits & width != 0 {
-            // The product could overflow; this cannot.
+            // The product of the two could overflow; the sum of the planes saturates.
             let per_byte = 8 / width as usize;
             total = total.saturating_add(count.div_ceil(per_byte));
         }
@@ -24,9 +24,9 @@ pub(crate) const fn packed_len(bits: u32, count: usize) -> usize {
     total
 }
 
-/// Packs the codes (at most a group) of one group of a block; `out` holds the planes of a block of `count`
-/// codes, and `start` of these, a multiple of the group, lie before. The codes' bits above the width must be
-/// zero.
+/// Packs the codes of one group of a block, at most [`GROUP`]. `out` holds the planes of a block of `count`
+/// codes; `start` is the index of the first code and a multiple of the group. The bits of the codes above the
+/// width must be zero.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 pub(crate) fn pack<const BITS: u32>(codes: &[u32], start: usize, count: usize, out: &mut [u8]) {
@@ -50,7 +50,7 @@ pub(crate) fn pack<const BITS: u32>(codes: &[u32], start: usize, count: usize, o
     let _ = (rest, shift);
 }
 
-/// The inverse of [`pack`].
+/// Unpacks what [`pack`] packed.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 pub(crate) fn unpack<const BITS: u32>(bytes: &[u8], start: usize, count: usize, codes: &mut [u32]) {
@@ -124,7 +124,7 @@ fn unpack_plane<const W: usize>(bytes: &[u8], shift: usize, codes: &mut [u32]) {
         }
         for eight in run.as_chunks_mut::<8>().0 {
             for (word, code) in words.iter_mut().zip(eight) {
-                // The first plane is the one of the lowest bits.
+                // The first plane holds the lowest bits and overwrites the code.
                 *code = if shift == 0 { 0 } else { *code } | (*word & mask) << shift;
                 *word >>= W;
             }
@@ -137,12 +137,12 @@ fn unpack_plane<const W: usize>(bytes: &[u8], shift: usize, codes: &mut [u32]) {
     }
 }
 
-/// Whether the bits behind the last code of each plane, which no encoder sets, are zero.
+/// Returns true if the unused bits after the last code of each plane are zero, as encoders write them.
 pub(crate) fn padding_is_zero(bits: u32, count: usize, bytes: &[u8]) -> bool {
     let mut end = 0;
     [8_usize, 4, 2, 1].into_iter().filter(|width| bits as usize & width != 0).all(|width| {
         end += count.div_ceil(8 / width);
-        // A full run has no padding; the bytes after the runs have it in the highest bits.
+        // A full run has no padding. The bytes after the runs have it in their highest bits.
         let used = count % (8 / width) * width;
         used == 0 || bytes[end - 1] >> used == 0
     })

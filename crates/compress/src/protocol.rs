@@ -1,5 +1,5 @@
-//! Averages by several exchanges of values. Knows no network: a protocol says what is to be averaged, and
-//! waits.
+//! Protocols: averages that take several exchanges of buffers. This module does not use the network; a protocol
+//! returns each buffer that the caller must average.
 
 mod power_sgd;
 mod spec;
@@ -11,10 +11,10 @@ use crate::{CompressError, State};
 pub use power_sgd::PowerSgd;
 pub use spec::ProtocolSpec;
 
-/// A method of several exchanges for one stream of matrices. Between two of them the caller averages a buffer
-/// over all ranks, which must hold equal means afterwards.
+/// A method that averages one stream of matrices in several exchanges. In each exchange the caller averages a
+/// buffer over all ranks, and must give the same mean to all ranks.
 ///
-/// A round is prepared by [`Self::end`] and final with [`State::commit`].
+/// A round is prepared by [`Self::end`] and final after [`State::commit`].
 ///
 /// ```
 /// use farflung_compress::{PowerSgd, Protocol, State};
@@ -33,45 +33,47 @@ pub use spec::ProtocolSpec;
 /// # Ok::<(), farflung_compress::CompressError>(())
 /// ```
 pub trait Protocol: State + Debug + Send + Sync {
-    /// Elements of the buffers that are averaged in a round, in their order: the same on all ranks.
+    /// Returns the number of elements of each buffer that is averaged in a round, in order. It is the same on
+    /// all ranks.
     fn exchanges(&self) -> Vec<usize>;
 
-    /// Begins with this rank's values.
+    /// Begins a round with this rank's values.
     ///
     /// Errors: [`CompressError::LengthMismatch`]; [`CompressError::NonFinite`] and [`CompressError::Overflow`]
-    /// for values that the method refuses. Then nothing has begun.
+    /// for values that the method rejects. After an error no round has begun.
     fn begin(&mut self, x: &[f32]) -> Result<(), CompressError>;
 
-    /// What is to be averaged next; `None` when there is no more.
+    /// Returns the buffer to average next, or `None` if all were averaged.
     fn outgoing(&self) -> Option<&[f32]>;
 
-    /// Takes the mean of what was outgoing on all ranks.
+    /// Takes the mean of the last outgoing buffer over all ranks.
     ///
-    /// Errors: [`CompressError::LengthMismatch`]; [`CompressError::Exchange`] if nothing was outgoing.
+    /// Errors: [`CompressError::LengthMismatch`]; [`CompressError::Exchange`] if no buffer was outgoing.
     fn incoming(&mut self, mean: &[f32]) -> Result<(), CompressError>;
 
-    /// Writes the mean of all ranks' values, as far as the method carried it. Prepared, until it is committed.
+    /// Writes the approximate mean of all ranks' values. The round is prepared until it is committed.
     ///
-    /// Errors: [`CompressError::LengthMismatch`]; [`CompressError::Exchange`] if there is more to be averaged;
-    /// [`CompressError::NonFinite`] and [`CompressError::Overflow`] for a mean that is refused: on all ranks
-    /// alike, so it may depend on nothing but what came in.
+    /// Errors: [`CompressError::LengthMismatch`]; [`CompressError::Exchange`] if a buffer is still to be
+    /// averaged; [`CompressError::NonFinite`] and [`CompressError::Overflow`] for a mean that is rejected. The
+    /// decision may depend only on the averaged buffers, so that all ranks return the same result.
     fn end(&mut self, out: &mut [f32]) -> Result<(), CompressError>;
 }
 
-/// The shape of a matrix, whose values lie row by row.
+/// The shape of a row-major matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MatrixShape {
-    /// Rows.
+    /// Number of rows.
     pub rows: usize,
-    /// Values of a row.
+    /// Number of columns.
     pub columns: usize,
 }
 
-/// A protocol that has a name.
+/// A named protocol.
 struct Row {
     name: &'static str,
-    /// What its number is, for help texts.
+    /// Meaning of the number after the name, for help texts.
     argument: &'static str,
-    /// A protocol for matrices of a shape; `None` where it would send no less than the matrix itself.
+    /// Creates the protocol for matrices of a shape. Returns `None` if it would send no fewer values than the
+    /// matrix has.
     build: fn(u32, MatrixShape, u64) -> Option<Box<dyn Protocol>>,
 }

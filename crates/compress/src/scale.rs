@@ -11,7 +11,7 @@ pub struct Scale {
 }
 
 impl Scale {
-    /// Returns the scale with which the code `q` stands for at least `top`.
+    /// Returns the smallest bfloat16 scale for which the code `q` represents at least `top`, up to rounding.
     pub(crate) fn up_to(top: f32, q: f32) -> Self {
         let scale = bf16_above(top * (1.0 / q));
         // `q` times the scale must be finite, so for the largest magnitudes the scale is a little too small.
@@ -37,13 +37,13 @@ impl Scale {
         self.factor
     }
 
-    /// Reads a scale, of which `q` times must be finite.
+    /// Reads a scale and checks that its product with `q` is finite.
     ///
-    /// Errors: the scale that was read.
+    /// Errors: the rejected scale.
     pub(crate) fn read(header: &[u8], q: f32) -> Result<Self, f32> {
         let &[low, high] = header else { unreachable!("a header of two bytes") };
         let scale = f32::from_le_bytes([0, 0, low, high]);
-        // No encoder's scale is below 2^-100 / 57344.
+        // No encoder writes a scale below 2^-100 / 57344.
         let good = scale >= f32::from_bits((127 - 116) << 23) && (scale * q).is_finite();
         if good { Ok(Self { scale, factor: 0.0 }) } else { Err(scale) }
     }
@@ -70,7 +70,7 @@ mod tests {
                 assert!((q * scale).is_finite());
                 let code = (top * factor).round_ties_even();
                 assert!(code <= q && code >= q - 1.0, "{top:e} {code}");
-                // A bfloat16 has eight significant bits.
+                // The rounding up to eight significant bits adds at most `2^-7`.
                 let reach = f64::from(q) * f64::from(scale) / f64::from(top);
                 assert!(reach < 1.0 + 2_f64.powi(-7) + 1e-6, "{top:e} {reach}");
                 assert!(reach > 1.0 - 1e-6 || top > 3.3e38, "{top:e} {reach}");

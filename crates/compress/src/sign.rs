@@ -1,4 +1,4 @@
-//! One bit an element: the sign, under one magnitude for each block.
+//! One bit for each element: its sign, and one scale for each block.
 
 use crate::CompressError;
 use crate::block::{Block, Quantizer};
@@ -8,19 +8,19 @@ use crate::simd::{Avx2Token, FiniteValues};
 use crate::values::Values;
 use crate::wire::CodecId;
 
-/// The block of [`Sign::default`]: a scale of four bytes costs 0.8 % of the signs, and the block stays in the
-/// first-level cache between finding the scale and using it.
+/// Block size of [`Sign::default`], in elements. A scale of four bytes then adds 0.8 % to the signs, and the
+/// block stays in the first-level cache between the pass that finds the scale and the one that uses it.
 pub const SIGN_BLOCK: u32 = 4096;
 
-/// The sign of each element, one bit, and one scale for each block. Made for error feedback: alone it loses far
-/// too much.
+/// The sign of each element in one bit, with one scale for each block. Use it with error feedback: alone it
+/// loses far too much.
 ///
-/// A block decodes as its scale with the signs of its elements; 0 has the sign that it has (bit 1 means
-/// negative). The scale is the mean magnitude (EF-signSGD), or the root of the mean square (1-bit Adam: `|x| /
-/// sqrt(d)`). A block whose largest magnitude is below `2^-100` becomes zeros.
+/// An element decodes as its block's scale with the element's sign; zero keeps its own sign (bit 1 means
+/// negative). The scale is the mean magnitude (EF-signSGD), or the root of the mean square (1-bit Adam:
+/// `|x| / sqrt(d)`). A block whose largest magnitude is below `2^-100` becomes zeros.
 ///
-/// `4 + n / 8 + 4 ceil(n / block)` bytes for `n` elements, if 8 divides the block. NaN and infinity are
-/// refused.
+/// `4 + n / 8 + 4 ceil(n / block)` bytes for `n` elements, if the block size is a multiple of 8. NaN and
+/// infinity are rejected.
 ///
 /// Sources: Karimireddy et al. 2019, "Error Feedback Fixes `SignSGD`", Alg. 1; Tang et al. 2021, "1-bit Adam",
 /// section 3.
@@ -39,14 +39,16 @@ enum Norm {
 }
 
 impl Sign {
-    /// Scaled by the mean magnitude of every `block` elements: the least squares choice.
+    /// Creates the codec with the mean magnitude of every `block` elements as the scale, which minimizes the
+    /// squared error.
     ///
     /// Errors: [`CompressError::BlockSize`] unless `block` is in `1..=MAX_BLOCK`.
     pub fn l1(block: u32) -> Result<Self, CompressError> {
         Self::blocks(SignBit { norm: Norm::L1 }, block)
     }
 
-    /// Scaled by the root of the mean square of every `block` elements: it keeps the norm.
+    /// Creates the codec with the root of the mean square of every `block` elements as the scale, which keeps
+    /// the norm.
     ///
     /// Errors: as [`Self::l1`].
     pub fn l2(block: u32) -> Result<Self, CompressError> {
@@ -78,7 +80,8 @@ impl Quantizer<1> for SignBit {
             Norm::L1 => surveyed_mean_magnitude(max, total, x),
             Norm::L2 => root_mean_square(max, x),
         }
-        // A rounding must not lead beyond the largest magnitude, which may be the last finite one.
+        // Rounding must not make the scale larger than the largest magnitude: near `f32::MAX` it would
+        // overflow.
         .min(max)
     }
 

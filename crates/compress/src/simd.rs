@@ -1,6 +1,6 @@
-//! The only place that knows about instruction sets: a kernel is plain Rust, compiled once for the baseline and
-//! once for AVX2, and chosen at run time. Both versions do the same IEEE operations in the same order (Rust
-//! neither fuses nor reassociates), so they give the same bytes; a test over all codecs says so.
+//! Instruction sets: a kernel is plain Rust, compiled once for the baseline and once for AVX2; the version is
+//! chosen at run time. Both versions do the same IEEE operations in the same order (Rust neither fuses nor
+//! reassociates them), so they give the same bytes. A test over all codecs checks this.
 #![expect(
     unsafe_code,
     reason = "functions compiled for AVX2, after the processor was asked; stores past the caches; hints to them"
@@ -12,14 +12,14 @@ mod dispatch;
 
 pub(crate) use dispatch::{Avx2Token, FiniteValues};
 
-/// A loop over plain slices. `run` must be `#[inline(always)]`, or it stays compiled for the baseline.
+/// A loop over plain slices. `run` must be `#[inline(always)]`; otherwise it is compiled for the baseline only.
 pub(crate) trait Kernel {
     type Output;
     fn run(self) -> Self::Output;
 }
 
-/// Which version of the kernels to run; every processor with AVX2 has F16C, which are one level here. Only
-/// [`Level::detect`] makes one that is not portable.
+/// The version of the kernels to run. AVX2 and F16C form one level, since every processor with AVX2 has F16C.
+/// Only [`Level::detect`] returns a level with AVX2.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Level {
     avx2: bool,
@@ -30,7 +30,7 @@ impl Level {
     #[cfg(test)]
     pub(crate) const PORTABLE: Self = Self { avx2: false };
 
-    /// The best that this processor has.
+    /// Returns the best level that this processor supports.
     pub(crate) fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c");
@@ -39,14 +39,14 @@ impl Level {
         Self { avx2 }
     }
 
-    /// Leave to encode by token.
+    /// Returns the proof that AVX2 was detected, which the AVX2 encoders need.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     pub(crate) fn avx2_token(self) -> Option<Avx2Token> {
         Avx2Token::new(self, None, &[])
     }
 
-    /// Runs `kernel`.
+    /// Runs `kernel` at this level.
     pub(crate) fn run<K: Kernel>(self, kernel: K) -> K::Output {
         #[cfg(target_arch = "x86_64")]
         if self.avx2 {
@@ -57,21 +57,23 @@ impl Level {
     }
 }
 
-/// Writes long vectors past the caches: what is written is not read first, and pushes nothing out that is still
-/// needed.
+/// Copies values to long vectors with non-temporal stores. Such stores do not read the target's cache lines and
+/// do not evict data that is still needed.
 #[derive(Debug)]
 pub(crate) struct Stream(Level);
 
-/// Elements of a vector, at least, that is too long to be found in a cache afterwards.
+/// Smallest length, in elements, of a vector that is written with non-temporal stores. A longer one would not
+/// stay in the cache.
 const LONG: usize = 1 << 21;
 
 impl Stream {
-    /// For a vector of so many elements; `None` if it had better be written as usual.
+    /// Returns the writer for a vector of `len` elements, or `None` if ordinary stores are better.
     pub(crate) fn for_len(level: Level, len: usize) -> Option<Self> {
         (level.avx2 && len >= LONG).then_some(Self(level))
     }
 
-    /// `to = from`, of equal lengths. Other threads may look at it once `self` is dropped.
+    /// Copies `from` to `to`, which have equal lengths. Other threads may read `to` only after `self` was
+    /// dropped.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     pub(crate) fn copy(&self, from: &[f32], to: &mut [f32]) {
@@ -101,16 +103,17 @@ fn stream_avx2(from: &[f32], to: &mut [f32]) {
     use std::arch::x86_64::{_mm_stream_si32, _mm256_loadu_ps, _mm256_stream_ps};
     assert_eq!(from.len(), to.len());
     let one = |(from, to): (&f32, &mut f32)| {
-        // SAFETY: an f32 is aligned to four bytes, as this store wants it.
+        // SAFETY: an f32 is aligned to four bytes, as this store needs.
         unsafe { _mm_stream_si32(std::ptr::from_mut(to).cast(), from.to_bits().cast_signed()) };
     };
-    // No line of the cache gets both kinds of stores: ordinary ones would read it.
+    // A cache line should not get both kinds of stores, since ordinary stores would read it; so unaligned ends
+    // are written with non-temporal stores of one element.
     let head = to.as_ptr().align_offset(32).min(to.len());
     let ((from_head, from), (to_head, to)) = (from.split_at(head), to.split_at_mut(head));
     from_head.iter().zip(to_head).for_each(one);
     let ((from, from_tail), (to, to_tail)) = (from.as_chunks::<8>(), to.as_chunks_mut::<8>());
     for (from, to) in from.iter().zip(to) {
-        // SAFETY: both are eight elements, and `to` is at a multiple of 32 bytes from the first one on.
+        // SAFETY: both are eight elements, and every chunk of `to` is at a multiple of 32 bytes.
         unsafe { _mm256_stream_ps(to.as_mut_ptr(), _mm256_loadu_ps(from.as_ptr())) };
     }
     from_tail.iter().zip(to_tail).for_each(one);
@@ -122,8 +125,8 @@ fn with_avx2<K: Kernel>(kernel: K) -> K::Output {
     kernel.run()
 }
 
-/// Asks the memory for as many lines as `x` has, from `ahead` elements behind its first on, also where no
-/// vector is any more: it is only a hint.
+/// Prefetches as many cache lines as `x` spans, beginning `ahead` elements after its first one. The address may
+/// lie outside of any vector, since a prefetch is only a hint.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 pub(crate) fn prefetch(x: &[f32], ahead: usize) {
@@ -195,7 +198,7 @@ mod tests {
         }
     }
 
-    /// Long vectors go past the caches, to addresses that are more or less aligned.
+    /// Long vectors are written with non-temporal stores, at addresses of different alignment.
     #[test]
     fn long_vectors_come_out_the_same_wherever_they_lie() {
         type Pair = (Box<dyn Memoryless>, Box<dyn Memoryless>);
@@ -217,7 +220,7 @@ mod tests {
         let (mut x, mut e) = (vec![0.0; n], vec![0.0; n]);
         Philox::new(1, 0).fill_normal(1.0, &mut x);
         Philox::new(2, 0).fill_normal(0.1, &mut e);
-        // Blocks of zeros are written otherwise.
+        // Blocks of zeros take another path.
         x[4096..12_288].fill(0.0);
         e[4096..12_288].fill(0.0);
         for (mut fast, mut portable) in table {
@@ -236,7 +239,7 @@ mod tests {
         }
     }
 
-    /// A code that no encoder writes is found wherever it stands, also by what is written by token.
+    /// A code that no encoder writes is found at every position, also by the AVX2 decoders.
     #[test]
     fn refused_codes_are_found_everywhere() {
         let n = 300;

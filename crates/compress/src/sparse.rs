@@ -1,5 +1,5 @@
-//! Few elements, at full or reduced precision: which are kept, where they are, and what they are, through a
-//! codec of their own.
+//! Sparse codecs: they send few elements of a vector, at full or reduced precision. A payload holds the
+//! selected indices, and the values encoded by another codec.
 
 mod amount;
 mod bits;
@@ -22,11 +22,11 @@ use index::Coding;
 use places::{DISORDER, PREFIX, TOO_FEW};
 use select::{Chosen, Finder};
 
-/// The selected elements of a vector: their indices in the smallest coding, and their values through the codec
-/// `C`.
+/// Sends the selected elements of a vector: their indices in the smallest coding, and their values encoded by
+/// the codec `C`.
 ///
-/// What is not selected decodes as zero. The bytes are `20 +` those of the indices `+` those of the values
-/// without a header. A vector has fewer than 2^32 elements. NaN and infinity are refused, selected or not.
+/// Elements that are not selected decode as zero. The payload has 20 bytes, the indices, and the values' body.
+/// A vector must have fewer than 2^32 elements. NaN and infinity are rejected, whether selected or not.
 ///
 /// ```
 /// use farflung_compress::{Amount, Compressor, F32, Int4, Payload, RoundKey, Select, Sparse};
@@ -52,14 +52,14 @@ pub struct Sparse<C> {
     threads: usize,
     finder: Finder,
     kept: Kept,
-    /// What stands before the values.
+    /// Encoded prefix and indices, which come before the values.
     places: Vec<u8>,
 }
 
-/// The elements that were chosen, on their way through the inner codec.
+/// The selected elements, and buffers of the inner codec.
 #[derive(Debug, Clone, Default)]
 struct Kept {
-    /// Where they are, ascending.
+    /// Their indices, ascending.
     indices: Vec<u32>,
     values: Vec<f32>,
     payload: Payload,
@@ -67,7 +67,7 @@ struct Kept {
 }
 
 impl Kept {
-    /// Encodes the values, which were chosen of `x`; one that is refused is named by its index there.
+    /// Encodes the values, which were selected from `x`. An error names the index of a rejected value in `x`.
     fn encode<C: Compressor>(
         &mut self,
         inner: &mut C,
@@ -79,7 +79,7 @@ impl Kept {
         Ok(self.payload.view())
     }
 
-    /// Subtracts from `next` what the payload says. If it fails, `out` is empty.
+    /// Subtracts the decoded values from `next`. If it fails, `out` is empty.
     fn subtract<C: Compressor>(
         &mut self,
         inner: &C,
@@ -95,7 +95,7 @@ impl Kept {
     }
 }
 
-/// Refuses vectors whose indices do not fit 32 bits.
+/// Checks that the vector's indices fit in 32 bits.
 fn check_indexable(x: &[f32]) -> Result<(), CompressError> {
     if u32::try_from(x.len()).is_ok() {
         return Ok(());
@@ -104,9 +104,9 @@ fn check_indexable(x: &[f32]) -> Result<(), CompressError> {
 }
 
 impl<C: Memoryless> Sparse<C> {
-    /// Keeps what `select` says, and sends it through `inner`.
+    /// Creates the codec that selects elements by `select` and encodes their values by `inner`.
     ///
-    /// Errors: [`CompressError::BlockSize`] for chunks of nothing; [`CompressError::NonFinite`] for a threshold
+    /// Errors: [`CompressError::BlockSize`] for a chunk size of 0; [`CompressError::NonFinite`] for a threshold
     /// that is not finite.
     pub fn new(select: Select, inner: C) -> Result<Self, CompressError> {
         match select {
@@ -130,7 +130,7 @@ impl<C: Memoryless> Sparse<C> {
         })
     }
 
-    /// With indices in that coding, rather than in the smallest.
+    /// Sets the coding of the indices. The default is the smallest one.
     #[must_use]
     pub fn indices(self, indices: IndexCoding) -> Self {
         Self { indices, ..self }
@@ -194,19 +194,18 @@ impl<C: Memoryless> Compressor for Sparse<C> {
     }
 }
 
-/// Elements that are put together before they are written.
+/// Number of elements that are collected before they are written.
 const WINDOW: usize = 1024;
 
-/// Moves values from the end of a vector to ascending indices, and zeros what lies between: no memory of the
-/// vector's length is needed, because the value at `n - k + j` is read before anything at or behind it is
-/// written.
+/// Moves values from the end of a vector to ascending indices and writes zeros between them. It needs no second
+/// vector, because the value at `n - k + j` is read before anything at or after it is written.
 struct Spread<'a> {
     out: &'a mut [f32],
-    /// Where the next value lies.
+    /// Index of the next value.
     from: usize,
-    /// The least index that may come next.
+    /// Smallest index that the next value may go to.
     next: usize,
-    /// Where the window begins in `out`.
+    /// Index of the window's first element in `out`.
     start: usize,
     window: [f32; WINDOW],
     stream: Option<Stream>,
@@ -224,7 +223,7 @@ impl<'a> Spread<'a> {
     ) -> Result<Self, CompressError> {
         let from = out.len() - kept;
         inner.decompress(PayloadRef::nested(codec, kept, values), &mut out[from..])?;
-        // Plain f32 passes everything; what encoders of selections write is finite.
+        // The codec `none` decodes any number, but the encoders of selections write only finite ones.
         if let Some(index) = out[from..].iter().position(|value| !value.is_finite()) {
             return Err(CompressError::Code { index, code: out[from + index].to_bits() });
         }
@@ -234,7 +233,7 @@ impl<'a> Spread<'a> {
 
     #[inline]
     fn put(&mut self, index: u64) -> Result<(), CompressError> {
-        // An index beyond its value's place leaves no room for the values after it.
+        // If an index is larger than the position of its value, there is no room left for the values after it.
         if index < self.next as u64 || index > self.from as u64 || self.from == self.out.len() {
             return Err(DISORDER);
         }
@@ -260,7 +259,7 @@ impl<'a> Spread<'a> {
         self.start += len;
     }
 
-    /// Zeros what lies behind the last value.
+    /// Writes the last window and zeros to the end of the vector.
     fn finish(mut self) -> Result<(), CompressError> {
         if self.from < self.out.len() {
             return Err(TOO_FEW);

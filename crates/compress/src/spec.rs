@@ -1,4 +1,5 @@
-//! Codecs by name, for command lines and configuration files. A name is data: it prints as it parses.
+//! Codecs by name, for command lines and configuration files. A [`CodecSpec`] is plain data: printing and
+//! parsing give the same spec again.
 
 mod density;
 
@@ -20,15 +21,15 @@ use crate::{
 
 type Built = Result<Box<dyn Memoryless>, CompressError>;
 
-/// A method that has a name.
+/// A named method of coding elements.
 struct Method {
     name: &'static str,
-    /// The block where none is named; `None` for a method without blocks.
+    /// Default block size; `None` for a method without blocks.
     block: Option<u32>,
     build: fn(u32) -> Built,
-    /// Whether what it loses of a value is the same each time, so that feedback is what brings it. Random
-    /// rounding has the value as its mean; feedback around a coarse one grows without bound, since more may be
-    /// lost than there was.
+    /// True if the method loses the same part of a value each time, so that error feedback is needed to send
+    /// that part. False for stochastic rounding, which is unbiased: error feedback around a coarse stochastic
+    /// codec diverges, since its error can exceed the value.
     loses: bool,
 }
 
@@ -45,13 +46,13 @@ const fn blocks(name: &'static str, block: u32, build: fn(u32) -> Built) -> Meth
 }
 
 impl Method {
-    /// One that loses nothing, or nothing on average.
+    /// Marks a method that is exact or unbiased.
     const fn without_loss(self) -> Self {
         Self { loses: false, ..self }
     }
 }
 
-/// Every method, in the order of a help text.
+/// All methods, in the order of the help text.
 const METHODS: &[Method] = &[
     plain("none", |_| boxed(Ok(F32::new()))).without_loss(),
     plain("f16", |_| boxed(Ok(F16::new()))),
@@ -89,16 +90,17 @@ const METHODS: &[Method] = &[
     blocks("sign-l2", SIGN_BLOCK, |b| boxed(Sign::l2(b))),
 ];
 
-/// A codec and its parameters, as data. [`CodecSpec::build`] makes as many codecs of it as there are streams.
+/// A codec and its parameters, as data. Call [`CodecSpec::build`] once for each stream of vectors.
 ///
-/// A name is at most two selections, then a method, joined by `/`, then perhaps `+ef` for error feedback, or
-/// `+ef:0.95` for one that decays, or `+dgc` for momentum correction of 0.9, or `+dgc:0.95`; then perhaps
-/// `+zstd` or `+lz4` for a last stage that is used where it helps. Selections without a method send f32.
-/// `dgc:AMOUNT` is short for `topk:AMOUNT+dgc`.
+/// A name consists of up to two selections and a method, joined by `/`, then optional suffixes. `+ef` adds
+/// error feedback, `+ef:0.95` error feedback with a decaying residual. `+dgc` adds momentum correction with
+/// factor 0.9, `+dgc:0.95` with another factor. Last, `+zstd` or `+lz4` adds a lossless stage that is used
+/// where it makes the payload smaller. Selections without a method send f32. `dgc:AMOUNT` is short for
+/// `topk:AMOUNT+dgc`.
 ///
-/// A method that takes a block, such as `int4:128`, and is given none has a default block of 512 elements
-/// (`qsgd8`, `qsgd4`, `qsgd2`), 4096 (`terngrad`, `sign`, `sign-l2`), 65536 (`meanstd8`, `meanstd2`,
-/// `quantile8`, `quantile4`) or 256 (all others). [`CodecSpec::method`] says which.
+/// A method with blocks may be given a block size, such as `int4:128`. The default is 512 elements (`qsgd8`,
+/// `qsgd4`, `qsgd2`), 4096 (`terngrad`, `sign`, `sign-l2`), 65536 (`meanstd8`, `meanstd2`, `quantile8`,
+/// `quantile4`) or 256 (all others). [`CodecSpec::method`] returns the block size in use.
 ///
 /// ```
 /// use farflung_compress::{CodecSpec, Compressor};
@@ -114,19 +116,19 @@ const METHODS: &[Method] = &[
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CodecSpec {
-    /// From the outside in.
+    /// Selections, the outermost first.
     stages: [Option<Stage>; 2],
     codec: Leaf,
     feedback: Option<Feedback>,
     packing: Option<Packing>,
 }
 
-/// The error for a part of a name; [`CodecSpec::from_str`] knows the whole.
+/// Returns the error for a wrong part of a name. [`CodecSpec::from_str`] fills in the whole name.
 fn wrong_part(part: &str, why: &'static str) -> CompressError {
     CompressError::CodecName { name: String::new(), part: part.to_owned(), why }
 }
 
-/// Every value as it is.
+/// The codec `none`: plain f32.
 impl Default for CodecSpec {
     fn default() -> Self {
         Self {
@@ -138,21 +140,22 @@ impl Default for CodecSpec {
     }
 }
 
-/// What is kept from one vector to the next; factors are in millionths.
+/// What a codec keeps from one vector to the next. Factors are in millionths.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Feedback {
-    /// This share of what was lost.
+    /// Error feedback that keeps this share of the residual.
     Residual(u32),
-    /// All that was lost, and momentum of this factor, gathered before the selection.
+    /// Momentum correction with this factor: momentum is accumulated before the selection, and the residual is
+    /// kept in full.
     Momentum(u32),
 }
 
 impl Feedback {
     const WHOLE: Self = Self::Residual(1_000_000);
-    /// The momentum of `+dgc`.
+    /// The default of `+dgc`.
     const DGC: Self = Self::Momentum(900_000);
 
-    /// The codec's name before the suffix, and what the suffix says.
+    /// Splits a codec's name into the part before the feedback suffix and the meaning of the suffix.
     fn split(name: &str) -> (&str, Option<Self>) {
         let of = |mark: &str, unless_told: Self, told: fn(u32) -> Self| {
             let (base, suffix) = name.rsplit_once(mark)?;
@@ -184,7 +187,7 @@ impl fmt::Display for Feedback {
     }
 }
 
-/// A selection.
+/// A stage in front of the method: a selection or a transform.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Stage {
     TopK(Amount),
@@ -193,15 +196,15 @@ enum Stage {
         kept: u32,
         chunk: u32,
     },
-    /// The bits of the threshold.
+    /// The bits of the threshold, an `f32`.
     Threshold(u32),
     Mask(Mask),
     Unbiased(u32),
-    /// A transform rather than a selection: the side of its squares.
+    /// A transform rather than a selection, over squares with this side.
     Dct(u32),
 }
 
-/// The selections, for a help text. `dgc:AMOUNT` is not among them: it is short for one with memory.
+/// The stages, for a help text. `dgc:AMOUNT` is not listed here, since it is short for a stage with memory.
 const STAGES: [&str; 9] = [
     "topk:AMOUNT",
     "topk:KEPTofCHUNK",
@@ -215,7 +218,7 @@ const STAGES: [&str; 9] = [
 ];
 
 impl Stage {
-    /// `None` if it is no selection at all.
+    /// Parses one part of a name. Returns `None` if it is not a stage.
     fn parse(name: &str) -> Result<Option<Self>, CompressError> {
         let Some((kind, argument)) = name.split_once(':') else { return Ok(None) };
         let number = |text: &str| {
@@ -256,7 +259,7 @@ impl Stage {
         }))
     }
 
-    /// The rule by magnitude, if it is one.
+    /// Returns the rule, if the stage selects by magnitude.
     fn select(self) -> Option<Select> {
         Some(match self {
             Self::TopK(amount) => Select::Largest(amount),
@@ -302,7 +305,7 @@ impl fmt::Display for Stage {
     }
 }
 
-/// One of [`METHODS`] and its block.
+/// One of [`METHODS`] with its block size.
 #[derive(Clone, Copy)]
 struct Leaf {
     method: &'static Method,
@@ -364,14 +367,14 @@ impl fmt::Display for Leaf {
     }
 }
 
-/// The names that [`parse`] takes, for a help text: methods, then selections.
+/// Returns the names that [`parse`] accepts, for a help text: methods, then selections.
 #[must_use]
 pub fn names() -> Vec<String> {
     let name = |m: &Method| format!("{}{}", m.name, if m.block.is_some() { "[:BLOCK]" } else { "" });
     METHODS.iter().map(name).chain(STAGES.map(|stage| format!("{stage}[/...]"))).collect()
 }
 
-/// The codec of that name, for one stream of vectors.
+/// Builds the codec of that name, for one stream of vectors.
 ///
 /// Errors: [`CompressError::UnknownCodec`], which lists the names; [`CompressError::CodecName`];
 /// [`CompressError::BlockSize`]; [`CompressError::Amount`]; [`CompressError::UnbiasedFeedback`].
@@ -380,29 +383,30 @@ pub fn parse(name: &str) -> Result<Box<dyn Compressor>, CompressError> {
 }
 
 impl CodecSpec {
-    /// The method's name and its block (0 if it has none), if there is no selection before it: what a device
-    /// needs to know to choose a kernel.
+    /// Returns the method's name and its block size (0 if it has no blocks), or `None` if there is a selection.
+    /// Devices choose a kernel by it.
     #[must_use]
     pub fn method(&self) -> Option<(&'static str, u32)> {
         matches!(self.stages, [None, None]).then(|| self.codec.key())
     }
 
-    /// The mask that selects first, and what its elements go through; `None` if another selection is first, or
-    /// the mask is an unbiased one.
+    /// Returns the first stage's mask and the codec of the elements it selects. Returns `None` if the first
+    /// stage is not a mask, or is an unbiased one.
     #[must_use]
     pub fn mask(&self) -> Option<(Mask, Self)> {
         let [Some(Stage::Mask(mask)), _] = self.stages else { return None };
         Some((mask, self.behind_first()))
     }
 
-    /// The rule by magnitude that selects first, and what its elements go through; `None` if none is first.
+    /// Returns the first stage's rule by magnitude and the codec of the elements it selects. Returns `None` if
+    /// the first stage is not such a rule.
     #[must_use]
     pub fn select(&self) -> Option<(Select, Self)> {
         Some((self.stages[0]?.select()?, self.behind_first()))
     }
 
-    /// The side of the squares whose coefficients are taken first, and what these go through; `None` if it
-    /// begins otherwise.
+    /// Returns the side of the first stage's cosine transform and the codec of its coefficients. Returns `None`
+    /// if the first stage is not a transform.
     #[must_use]
     pub fn dct(&self) -> Option<(u32, Self)> {
         let [Some(Stage::Dct(side)), _] = self.stages else { return None };
@@ -413,13 +417,14 @@ impl CodecSpec {
         Self { stages: [self.stages[1], None], codec: self.codec, feedback: None, packing: None }
     }
 
-    /// Whether the codec keeps a residual.
+    /// Returns true if the codec keeps a residual.
     #[must_use]
     pub fn feedback(&self) -> bool {
         self.feedback.is_some()
     }
 
-    /// How much of a residual is kept from one vector to the next; `None` for a codec without feedback.
+    /// Returns the share of the residual that is kept from one vector to the next. Returns `None` for a codec
+    /// without error feedback.
     #[must_use]
     pub fn feedback_share(&self) -> Option<f32> {
         match self.feedback {
@@ -428,8 +433,7 @@ impl CodecSpec {
         }
     }
 
-    /// The factor of the momentum that is gathered before the selection, [`MomentumCorrection`]; `None` for a
-    /// codec without.
+    /// Returns the momentum factor of [`MomentumCorrection`], or `None` for a codec without it.
     #[must_use]
     pub fn momentum(&self) -> Option<f32> {
         match self.feedback {
@@ -438,8 +442,8 @@ impl CodecSpec {
         }
     }
 
-    /// The codec of what was reduced, where this is the codec of each rank's own values: momentum is gathered
-    /// once, so that the results of such a codec have error feedback alone.
+    /// Returns the codec for reduced values, given the codec of each rank's own values. Momentum correction
+    /// becomes plain error feedback, because momentum must be accumulated only once.
     #[must_use]
     pub fn of_results(self) -> Self {
         match self.feedback {
@@ -448,14 +452,13 @@ impl CodecSpec {
         }
     }
 
-    /// The last stage.
+    /// Returns the lossless packer of the last stage, if there is one.
     #[must_use]
     pub const fn packing(&self) -> Option<Packing> {
         self.packing
     }
 
-    /// The same with error feedback, where it has none and there is something to feed back: a codec that loses
-    /// nothing, or only by chance, stays as it is.
+    /// Adds error feedback to a codec that has none. A codec that is exact or unbiased is returned unchanged.
     #[must_use]
     pub fn with_feedback(self) -> Self {
         let loses = !matches!(self.stages, [None, None]) || self.codec.method.loses;
@@ -469,7 +472,7 @@ impl CodecSpec {
         self.stages.iter().flatten().any(|stage| matches!(stage, Stage::Unbiased(_)))
     }
 
-    /// A codec for one stream of vectors.
+    /// Builds a codec for one stream of vectors.
     #[must_use]
     pub fn build(&self) -> Box<dyn Compressor> {
         let codec = self.build_unpacked();
@@ -496,7 +499,7 @@ impl CodecSpec {
         }
     }
 
-    /// The codec without its feedback and its last stage, so that something can go around it.
+    /// Builds the codec without its feedback and its last stage, so that it can be wrapped.
     #[must_use]
     pub fn build_memoryless(&self) -> Box<dyn Memoryless> {
         let over = |inner, stage: &Stage| stage.over(inner);
@@ -537,7 +540,7 @@ impl FromStr for CodecSpec {
             }
             error => error,
         };
-        // But for a number's exponent.
+        // A `+` before a digit is the sign of a number's exponent, not a suffix.
         if let Some(end) =
             base.find('+').filter(|end| !base[end + 1..].starts_with(|c: char| c.is_ascii_digit()))
         {

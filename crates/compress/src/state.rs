@@ -1,5 +1,5 @@
-//! What a codec remembers between calls, by name, and how it is kept: saved, loaded, cut anew, committed,
-//! rolled back. Knows no file format: a state is a map from names to buffers.
+//! The memory of a codec between calls, as a map from names to buffers: it can be saved, loaded, resharded,
+//! committed and rolled back. This module does not depend on any file format.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -7,23 +7,23 @@ use std::ops::Range;
 
 use crate::CompressError;
 
-/// Named entries of a saved state; borrowed when saving (nothing is copied), usually owned when loading.
+/// Entries of a saved state by name. Saving borrows the buffers (nothing is copied); loading usually takes
+/// owned ones.
 pub type StateMap<'a> = BTreeMap<String, StateValue<'a>>;
 
 /// One entry of a saved state.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum StateValue<'a> {
-    /// A flat buffer.
+    /// A flat buffer of f32.
     F32(Cow<'a, [f32]>),
-    /// Something that is not numbers of one kind.
+    /// Bytes in a format of the codec's own.
     Bytes(Cow<'a, [u8]>),
 }
 
-/// Memory between calls. Every method has a default for a codec that has none.
+/// The memory of a codec between calls. Each method has a default for codecs without memory.
 pub trait State {
-    /// Adds every entry to `into`, each name beginning with `prefix` (`""` or something like
-    /// `"stage0.bucket3."`).
+    /// Adds every entry to `into`. Each name begins with `prefix` (`""` or something like `"stage0.bucket3."`).
     ///
     /// Errors: [`CompressError::Uncommitted`] between a compress and its commit or rollback.
     fn save<'a>(&'a self, prefix: &str, into: &mut StateMap<'a>) -> Result<(), CompressError> {
@@ -31,8 +31,8 @@ pub trait State {
         Ok(())
     }
 
-    /// Takes the entries that [`Self::save`] made with this `prefix` out of `from`; what is left in it
-    /// afterwards was not this codec's. On error the codec is as it was.
+    /// Removes the entries that [`Self::save`] wrote with this `prefix` from `from` and loads them. Entries of
+    /// other owners stay in `from`. After an error the codec is unchanged.
     ///
     /// Errors: [`CompressError::MissingState`]; [`CompressError::NonFinite`] for a residual that is not finite.
     fn load(&mut self, prefix: &str, from: &mut StateMap<'_>) -> Result<(), CompressError> {
@@ -40,23 +40,23 @@ pub trait State {
         Ok(())
     }
 
-    /// Moves the state from the range `held` of a larger vector to the range `wanted`: what lies in both is
-    /// kept, the rest of `wanted` starts at zero.
+    /// Moves the state from the range `held` of a larger vector to the range `wanted`. The overlap is kept, and
+    /// the rest of `wanted` starts at zero.
     ///
-    /// Errors: [`CompressError::LengthChanged`] if the state is not of `held`'s length;
+    /// Errors: [`CompressError::LengthChanged`] if the state does not have the length of `held`;
     /// [`CompressError::Uncommitted`].
     fn reshard(&mut self, held: Range<usize>, wanted: Range<usize>) -> Result<(), CompressError> {
         let _ = (held, wanted);
         Ok(())
     }
 
-    /// Forgets everything, the length included.
+    /// Resets the memory, the fixed vector length included.
     fn reset(&mut self) {}
 
-    /// Makes final what was compressed since the last commit: all ranks agreed on the step.
+    /// Makes all compresses since the last commit final. Call it once all ranks agreed on the step.
     fn commit(&mut self) {}
 
-    /// Goes back to the last commit, as if nothing had been compressed since: the step was aborted.
+    /// Restores the memory of the last commit. Call it when the step was aborted.
     fn rollback(&mut self) {}
 }
 

@@ -1,17 +1,17 @@
-//! Work on several threads, started in the call and gone after it. Knows no work.
+//! Runs work on several threads that start in the call and end before it returns.
 
 use std::thread::ScopedJoinHandle;
 
-/// Elements, at least, that a thread is started for.
+/// Smallest number of elements for which a thread is started.
 const MIN_PER_THREAD: usize = 1 << 17;
 
-/// How many of `threads` so many elements are worth.
+/// Returns how many of `threads` to use for `len` elements.
 pub(crate) fn worth(threads: usize, len: usize) -> usize {
     threads.min(len / MIN_PER_THREAD).max(1)
 }
 
-/// Does `work` for each job, each on a thread of its own, the first on the caller's. Of several errors it is
-/// the first job's.
+/// Runs `work` for each job on a thread of its own; the first job runs on the caller's thread. If several jobs
+/// fail, the error of the first of them in order is returned.
 pub(crate) fn try_each<J: Send, E: Send>(
     jobs: impl IntoIterator<Item = J>,
     work: impl Fn(J) -> Result<(), E> + Sync,

@@ -1,5 +1,5 @@
-//! Asymmetric integers of two to eight bits: a smallest value and a scale for each block, for values that do
-//! not lie around zero.
+//! Asymmetric integers of two to eight bits: each block has its smallest value and a scale, for values that are
+//! not centred on zero.
 
 use crate::CompressError;
 use crate::block::{Block, DEFAULT_BLOCK, Quantizer};
@@ -8,19 +8,19 @@ use crate::int::ROUND;
 use crate::scale::bf16_above;
 use crate::wire::CodecId;
 
-/// Asymmetric quantisation to `BITS` bits, six bytes of header for each block.
+/// Asymmetric quantization to `BITS` bits, with a header of six bytes for each block.
 ///
 /// With `q = 2^BITS - 1`, `low` the block's smallest value and `h` its largest, the scale is `(h - low) / q`
 /// rounded up to a bfloat16 (zero if below `2^-110`), and the code is `(x - low) / scale` rounded to an integer
-/// in `0 ..= q`; it decodes as `low + code scale`. A block whose largest magnitude is below `2^-100` becomes
+/// in `0 ..= q`. It decodes as `low + code scale`. A block whose largest magnitude is below `2^-100` becomes
 /// zeros.
 ///
 /// `4 + n BITS / 8 + 6 ceil(n / block)` bytes for `n` elements, if a block's codes fill whole bytes. The error
-/// of an element is at most `0.504 (h - low) / q`, or twice that with stochastic rounding, and `2^-22` of the
-/// block's largest magnitude; at most `2^-100` where the scale is zero. If `q` times the scale would be
-/// infinite, the scale is `f32::MAX / q` rounded down to a bfloat16: what is more than `q` times that above
-/// `low` (at least `0.996 f32::MAX`) decodes as so much above it. With feedback a value of which more is lost
-/// than f32 holds is refused. NaN and infinity are refused. The decoder takes any block size.
+/// of an element is at most `0.504 (h - low) / q`, or twice that with stochastic rounding, plus `2^-22` of the
+/// block's largest magnitude; it is at most `2^-100` if the scale is zero. If `q` times the scale would be
+/// infinite, the scale is `f32::MAX / q` rounded down to a bfloat16; elements more than `q scale` above `low`
+/// (at least `0.996 f32::MAX`) then decode as `low + q scale`. With feedback, a value whose compression error
+/// overflows f32 is rejected. NaN and infinity are rejected. The decoder accepts any block size.
 pub type UintBlock<const BITS: u32> = Chunked<Block<Uint, BITS>>;
 /// Eight bits: codes in `0 ..= 255`.
 pub type Uint8 = UintBlock<8>;
@@ -38,16 +38,17 @@ pub struct Uint {
 }
 
 impl<const BITS: u32> UintBlock<BITS> {
-    /// Rounds to nearest, ties to even, with one header for every `block` elements.
+    /// Creates the codec that rounds to nearest, ties to even, with one header for every `block` elements.
     ///
     /// Errors: [`CompressError::BlockSize`] unless `block` is in `1..=MAX_BLOCK`.
     pub fn new(block: u32) -> Result<Self, CompressError> {
         Self::blocks(Uint { stochastic: false }, block)
     }
 
-    /// Rounds up or down at random, so that the mean of what is decoded is what was given: to `2^-17` of the
-    /// scale, since noise has 16 bits, and `2^-21` of the block's largest magnitude, by roundings; not where
-    /// values are clipped, nor where the scale is zero.
+    /// Creates the codec that rounds up or down at random, so that the expected decoded value is the input. The
+    /// mean is off by at most `2^-17` of the scale, since the noise has 16 bits, plus `2^-21` of the block's
+    /// largest magnitude for roundings. Values that are clipped are biased, and so are all values if the scale
+    /// is zero.
     ///
     /// Errors: as [`Self::new`].
     pub fn stochastic(block: u32) -> Result<Self, CompressError> {
@@ -61,7 +62,8 @@ impl<const BITS: u32> Default for UintBlock<BITS> {
     }
 }
 
-/// Where code 0 lies, how far apart codes are, and what a distance is multiplied by.
+/// A block's header: the value of code 0, the distance between codes, and the factor that `x - low` is
+/// multiplied by.
 #[derive(Debug, Clone, Copy)]
 pub struct Line {
     low: f32,
@@ -69,7 +71,7 @@ pub struct Line {
     factor: f32,
 }
 
-/// Scales below this, `2^-110`, are zero.
+/// Scales below this, `2^-110`, are replaced by zero.
 const MIN_SCALE: f32 = f32::from_bits((127 - 110) << 23);
 
 impl<const BITS: u32> Quantizer<BITS> for Uint {
@@ -88,7 +90,7 @@ impl<const BITS: u32> Quantizer<BITS> for Uint {
     fn fit(&self, _: f32, _: f32, x: &[f32]) -> Line {
         let q = const { largest::<BITS>() };
         let (low, high) = extremes(x);
-        // The difference of the largest numbers is not finite; that of their parts is.
+        // `high - low` could overflow, so each is divided by `q` first.
         let scale = bf16_above((high * (1.0 / q) - low * (1.0 / q)).max(0.0));
         if scale < MIN_SCALE {
             return Line { low, scale: 0.0, factor: 0.0 };
@@ -123,7 +125,7 @@ impl<const BITS: u32> Quantizer<BITS> for Uint {
     fn encode<const NOISY: bool>(fit: &Line, x: f32, offset: f32) -> u32 {
         let q = const { largest::<BITS>() };
         let y = (x - fit.low) * fit.factor;
-        // The difference of the largest numbers is not finite, and noise can lead beyond the ends.
+        // `x - low` can overflow, and noise can move a value out of `0 ..= q`.
         ((if NOISY { y + offset } else { y }).clamp(0.0, q) + ROUND).to_bits()
     }
 
@@ -131,7 +133,7 @@ impl<const BITS: u32> Quantizer<BITS> for Uint {
     #[inline(always)]
     fn decode(fit: &Line, code: u32) -> f32 {
         let mask = const { (1 << BITS) - 1 };
-        // A sum can pass the largest number by the rounding of its scale.
+        // The scale was rounded up, so the sum can overflow.
         (fit.low + (code & mask).cast_signed() as f32 * fit.scale).min(f32::MAX)
     }
 
@@ -147,17 +149,17 @@ const fn largest<const BITS: u32>() -> f32 {
     ((1 << BITS) - 1) as f32
 }
 
-/// The largest bfloat16 that is not above the positive `x`.
+/// Returns the largest bfloat16 that is not above the positive `x`.
 fn bf16_below(x: f32) -> f32 {
     f32::from_bits(x.to_bits() & 0xffff_0000)
 }
 
-/// The smallest and the largest of finite numbers.
+/// Returns the smallest and the largest of finite numbers.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 pub(crate) fn extremes(x: &[f32]) -> (f32, f32) {
-    // Through the order of integers, which vector code can take a maximum of: the same for any order of the
-    // elements.
+    // Compares the numbers as integers of the same order, because integer minima and maxima are vectorized, and
+    // the result does not depend on the order of the elements.
     let ordered = |x: f32| {
         let bits = x.to_bits().cast_signed();
         bits ^ ((bits >> 31) & 0x7fff_ffff)

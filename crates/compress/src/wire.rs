@@ -1,5 +1,5 @@
-//! The frame that every codec's bytes travel in: a header with lengths and a checksum, then a body. `WIRE.md`
-//! is the specification. Knows no codec: a body is bytes here.
+//! The frame of every payload: a header with lengths and a checksum, then a body. `WIRE.md` is the
+//! specification. This module does not depend on any codec; a body is plain bytes here.
 
 use std::fmt;
 
@@ -11,16 +11,16 @@ use crate::CompressError;
 pub const MAGIC: [u8; 4] = *b"ffcz";
 /// The version of the wire format that this build writes and reads.
 pub const VERSION: u8 = 1;
-/// Bytes before the body.
+/// Number of bytes before the body.
 pub const HEADER: usize = 28;
-/// Bytes of the header that the checksum covers: all but the checksum itself.
+/// Number of header bytes that the checksum covers: all but the checksum itself.
 const HASHED: usize = 24;
 
-/// A codec's number on the wire. Numbers are never reused.
+/// A codec's number in the wire format. Numbers are never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct CodecId(pub u8);
 
-/// Each codec's constant, number and name.
+/// Defines each codec's constant, number and name.
 macro_rules! codecs {
     ($($(#[$doc:meta])* $constant:ident = $number:literal, $name:literal;)*) => {
         impl CodecId {
@@ -68,14 +68,13 @@ codecs! {
     DCT = 18, "dct";
     /// [`crate::link::AqSgd`].
     AQ_SGD = 24, "aq-sgd";
-    /// [`crate::Lossless`], where it helped.
+    /// [`crate::Lossless`], for payloads that it made smaller.
     PACKED = 32, "packed";
-    /// A codec of the caller's own: none here has it.
+    /// A codec implemented outside of this crate.
     OWN = 255, "a caller's own";
 }
 
-/// An encoded vector in a buffer of its own, which is reused: filling it again with no more bytes allocates
-/// nothing.
+/// An encoded vector in a reusable buffer. Filling it again with as many bytes or fewer does not allocate.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Payload {
     bytes: Vec<u8>,
@@ -84,39 +83,40 @@ pub struct Payload {
 }
 
 impl Payload {
-    /// An empty payload; a codec fills it.
+    /// Creates an empty payload, to be filled by a codec.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The whole frame, ready to be sent; empty if never filled, or if the last `compress` into it failed.
+    /// Returns the whole frame, ready to be sent. It is empty before the first `compress`, and after one that
+    /// failed.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// The whole frame, without a copy.
+    /// Returns the whole frame without a copy.
     #[must_use]
     pub fn into_bytes(self) -> Vec<u8> {
         self.bytes
     }
 
-    /// The payload as a decoder takes it. These bytes were never out of our hands: nothing is checked again.
+    /// Returns the payload for a decoder. It was encoded in this process, so its header is not checked again.
     #[must_use]
     pub fn view(&self) -> PayloadRef<'_> {
         let body = self.bytes.get(HEADER..).unwrap_or_default();
         PayloadRef { codec: self.codec, count: self.count, body }
     }
 
-    /// Empties the payload and keeps its memory.
+    /// Empties the payload and keeps its allocation.
     pub fn clear(&mut self) {
         self.bytes.clear();
         (self.codec, self.count) = (CodecId::default(), 0);
     }
 
-    /// Lets `write` fill a body of exactly `body` bytes, and seals the frame: for codecs outside of this crate,
-    /// as a device's are. If it fails, the payload is left empty.
+    /// Lets `write` fill a body of exactly `body` bytes, and completes the frame. For codecs outside of this
+    /// crate, such as a device's. If `write` fails, the payload is left empty.
     ///
     /// Errors: those of `write`.
     pub fn seal<E>(
@@ -133,8 +133,8 @@ impl Payload {
         })
     }
 
-    /// As [`Self::seal`], but `write` gives each part of the body to the hasher, in order, while it is still in
-    /// cache.
+    /// Like [`Self::seal`], but `write` must pass each part of the body to the hasher, in order, which it can
+    /// do while the part is still in the cache.
     pub(crate) fn fill<E>(
         &mut self,
         codec: CodecId,
@@ -142,7 +142,7 @@ impl Payload {
         body: usize,
         write: impl FnOnce(&mut [u8], &mut Hasher) -> Result<(), E>,
     ) -> Result<(), E> {
-        // Only growth is filled with zeros; bytes of the last payload are overwritten.
+        // Only growth is filled with zeros; the bytes of the last payload are overwritten.
         self.bytes.resize(HEADER + body, 0);
         (self.codec, self.count) = (codec, count as u64);
         let (header, body) = self.bytes.split_at_mut(HEADER);
@@ -164,7 +164,7 @@ impl Payload {
 }
 
 impl Payload {
-    /// Seals a frame whose body is these parts, one after the other.
+    /// Writes a frame whose body is the concatenation of `parts`.
     pub(crate) fn fill_with(&mut self, codec: CodecId, count: usize, parts: &[&[u8]]) {
         let len = parts.iter().map(|part| part.len()).sum();
         let sealed: Result<(), std::convert::Infallible> = self.fill(codec, count, len, |mut body, crc| {
@@ -179,13 +179,13 @@ impl Payload {
         let Ok(()) = sealed;
     }
 
-    /// The codec that filled it; 0 if it is empty.
+    /// Returns the codec that encoded the payload, or 0 if it is empty.
     #[must_use]
     pub fn codec(&self) -> CodecId {
         self.codec
     }
 
-    /// Makes this frame's body one of `codec`, behind four bytes of its own.
+    /// Changes the payload to one of `codec`, whose body is `prefix` and then the old body.
     pub(crate) fn wrap(&mut self, codec: CodecId, prefix: [u8; 4]) {
         let (len, count) = (self.bytes.len() - HEADER, self.count as usize);
         self.bytes.resize(HEADER + 4 + len, 0);
@@ -198,7 +198,7 @@ impl Payload {
     }
 }
 
-/// A payload in someone else's bytes, its header read and checked; the body is not copied.
+/// A payload in borrowed bytes, with its header already checked. The body is not copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PayloadRef<'a> {
     codec: CodecId,
@@ -207,10 +207,10 @@ pub struct PayloadRef<'a> {
 }
 
 impl<'a> PayloadRef<'a> {
-    /// Reads the header of received bytes, which must be one whole payload and nothing else.
+    /// Reads the header of received bytes, which must be exactly one payload.
     ///
     /// Errors: [`CompressError::FrameLength`], [`CompressError::Magic`], [`CompressError::Version`],
-    /// [`CompressError::Flags`], [`CompressError::Checksum`]. Allocates nothing, whatever the bytes claim.
+    /// [`CompressError::Flags`], [`CompressError::Checksum`]. It never allocates, whatever the header says.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, CompressError> {
         let found = bytes.len() as u64;
         let (header, body) = bytes
@@ -244,31 +244,31 @@ impl<'a> PayloadRef<'a> {
         Ok(Self { codec: CodecId(codec), count, body })
     }
 
-    /// A body within a body.
+    /// Creates a payload from a body that is nested in another body.
     pub(crate) fn nested(codec: CodecId, count: usize, body: &'a [u8]) -> Self {
         Self { codec, count: count as u64, body }
     }
 
-    /// The codec that made it; 0 if a [`Payload`] is empty.
+    /// Returns the codec that encoded the payload, or 0 for an empty [`Payload`].
     #[must_use]
     pub fn codec(&self) -> CodecId {
         self.codec
     }
 
-    /// How many elements it claims to hold. Untrusted: compare it with what you expect before you allocate by
-    /// it.
+    /// Returns the number of elements according to the header. It is untrusted: compare it with the expected
+    /// number before you allocate.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.count
     }
 
-    /// The bytes after the header.
+    /// Returns the bytes after the header.
     #[must_use]
     pub fn body(&self) -> &'a [u8] {
         self.body
     }
 
-    /// The body, if the payload is of `codec` and holds as many elements as the output.
+    /// Returns the body if the payload is of `codec` and holds `out` elements.
     pub(crate) fn open(&self, codec: CodecId, out: usize) -> Result<&'a [u8], CompressError> {
         if self.codec != codec {
             return Err(CompressError::WrongCodec { wanted: codec, found: self.codec });
@@ -280,7 +280,7 @@ impl<'a> PayloadRef<'a> {
     }
 }
 
-/// Refuses a body that is not as long as its codec makes it for `count` elements.
+/// Checks that a body has the length that its codec writes for `count` elements.
 pub(crate) fn check_body(
     codec: CodecId,
     count: usize,

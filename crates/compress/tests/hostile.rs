@@ -1,5 +1,5 @@
-//! Mutated payloads: decoders never panic, never allocate beyond what they are to make, and what they accept is
-//! finite.
+//! Corrupted payloads: decoders never panic, never allocate more than their bound, and output only finite
+//! values.
 #![cfg(all(feature = "lz4", feature = "zstd"))]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 #![expect(unsafe_code, reason = "a global allocator that counts is the only way to see every allocation")]
@@ -22,16 +22,16 @@ thread_local! {
 #[derive(Debug)]
 struct Counting;
 
-// SAFETY: every call goes to the system's allocator unchanged; counting allocates nothing.
+// SAFETY: every call is forwarded to the system's allocator unchanged; counting does not allocate.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATED.with(|n| n.set(n.get() + layout.size()));
-        // SAFETY: the caller's promises are passed on.
+        // SAFETY: the caller guarantees what the system's allocator requires.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promises are passed on.
+        // SAFETY: the caller guarantees what the system's allocator requires.
         unsafe { System.dealloc(ptr, layout) }
     }
 }
@@ -43,14 +43,14 @@ fn decode(codec: &dyn Compressor, bytes: &[u8], out: &mut [f32]) -> Result<(), C
     codec.decompress(PayloadRef::parse(bytes)?, out)
 }
 
-/// Forty values, some of them small.
+/// Returns forty values, most of them small.
 fn values() -> Vec<f32> {
     let rng = Philox::new(0x05ee_d0f0, 1);
     (0..40).map(|i| (rng.uniform(i) - 0.5) * if i % 3 == 0 { 3.0 } else { 0.01 }).collect()
 }
 
-/// A payload of each decoder, small enough to read. `@` names the coding of indices; what is to be packed has
-/// only zeros.
+/// Codec names with a payload in the corpus, small enough to read. The part after `@` names the coding of
+/// indices. Payloads for a lossless stage hold only zeros, so that they are packed.
 const CORPUS: [&str; 36] = [
     "none",
     "f16",
@@ -113,7 +113,7 @@ fn decoder(name: &str) -> Box<dyn Compressor> {
     parse(name.split_once('@').map_or(name, |(name, _)| name)).unwrap()
 }
 
-/// Names are file names, but for two letters.
+/// Returns the path of a payload in the corpus: the codec's name with two characters replaced.
 fn corpus(name: &str) -> PathBuf {
     let file = name.replace(':', "=").replace('/', ",");
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus").join(format!("{file}.ffcz"))
@@ -133,7 +133,7 @@ fn the_corpus_is_what_is_written_today() {
         decode(&*decoder(name), &kept, &mut a).unwrap();
         decode(&*decoder(name), &today, &mut b).unwrap();
         assert_eq!(a.map(f32::to_bits), b.map(f32::to_bits), "{name}");
-        // Packed bytes are a library's matter.
+        // The bytes written by a packer may change with its library's version.
         assert!(kept == today || name.contains("+zstd") || name.contains("+lz4"), "{name}");
     }
     assert_eq!(files, CORPUS.len(), "a file of the corpus is nobody's");
@@ -154,7 +154,7 @@ fn mutants() {
             let before = ALLOCATED.with(Cell::get);
             let result = decode(&*codec, &bytes, &mut out);
             let allocated = ALLOCATED.with(Cell::get) - before;
-            // Only what is packed needs memory at all.
+            // Only packed payloads need memory for decoding.
             let most = if name.contains("+zstd") || name.contains("+lz4") { bound } else { 0 };
             assert!(allocated <= most, "{name}, case {case}: {allocated} bytes");
             past_the_header += usize::from(PayloadRef::parse(&bytes).is_ok());
@@ -164,7 +164,7 @@ fn mutants() {
                 assert!(finite || name.starts_with("none"), "{name}, case {case}");
             }
         }
-        // The driver reaches the decoders, and some mutants are other valid payloads.
+        // Enough mutants get past the header, and some of them are other valid payloads.
         assert!(past_the_header > 2_500 && accepted > 30, "{name}: {past_the_header}, {accepted}");
         assert!(accepted < 8_000, "{name}: {accepted}");
     }
@@ -179,7 +179,7 @@ fn an_index_out_of_range_is_refused_in_every_coding() {
             decode(&*decoder(name), &good, &mut out).unwrap();
             out.iter().rposition(|v| *v != 0.0).unwrap()
         };
-        // The same indices in a vector that ends before the last of them.
+        // The same indices, in vectors that end before the last of them.
         for count in 1..=last {
             let mut bytes = good.clone();
             bytes[8..16].copy_from_slice(&(count as u64).to_le_bytes());

@@ -1,4 +1,4 @@
-//! The law of a device's codecs: what they make is what the host makes, to the bit.
+//! The check that a device's codecs give the same results as the host's, bit for bit.
 
 use farflung_base::Philox;
 
@@ -7,16 +7,16 @@ use crate::{
     CodecSpec, CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey, StateMap, mutate,
 };
 
-/// Lengths that end within and at words, runs, groups and blocks.
+/// Lengths that end within or at the end of words, runs, groups and blocks.
 const LENGTHS: [usize; 12] = [0, 1, 2, 7, 31, 33, 255, 256, 257, 1000, 4101, 20_011];
-/// Standard deviations, from subnormals to what nearly overflows.
+/// Standard deviations, from subnormal values to values that nearly overflow.
 const SIZES: [f32; 6] = [1e-41, 1e-30, 1e-3, 1.0, 3e4, 1e37];
 
-/// The law: on `device`, the codec gives the payloads, residuals, decoded values and refusals of the host, to
-/// the bit, over lengths and magnitudes of all kinds, alone and as a [`Stream`] with feedback. `false` if the
-/// device does not have the codec.
+/// Checks that a codec on `device` gives the same payloads, residuals, decoded values and errors as on the
+/// host, bit for bit, over many lengths and magnitudes, alone and as a [`Stream`] with feedback. Returns
+/// `false` if the device does not have the codec.
 ///
-/// Errors: the device's; [`CompressError::Device`], which says where the first difference is.
+/// Errors: the device's; [`CompressError::Device`] with the first difference.
 pub fn check<D: VectorDevice + Clone>(device: &D, spec: CodecSpec) -> Result<bool, D::Error> {
     let Some(codec) = device.codec(spec) else { return Ok(false) };
     let mut law = Law { device, spec, codec, host: spec.build_memoryless() };
@@ -72,7 +72,7 @@ impl<D: VectorDevice> Law<'_, D> {
         Ok(bits(&host))
     }
 
-    /// Both encode and decode `x`, alone and with the residual `e`.
+    /// Encodes and decodes `x` on host and device, alone and with the residual `e`.
     fn values(&mut self, x: &[f32], e: &[f32], key: RoundKey) -> Result<(), D::Error> {
         let len = x.len();
         let (mut ours, mut theirs) = (Payload::new(), Payload::new());
@@ -98,7 +98,7 @@ impl<D: VectorDevice> Law<'_, D> {
         Ok(())
     }
 
-    /// Both decode `p`.
+    /// Decodes `p` on host and device.
     fn decoded(&mut self, p: PayloadRef<'_>, len: usize) -> Result<(), D::Error> {
         let mut out = vec![0.0; len];
         let mut there = self.device.upload(&out)?;
@@ -111,7 +111,7 @@ impl<D: VectorDevice> Law<'_, D> {
         self.same(self.bits(&there, len)? == bits(&out), "what it decodes", len)
     }
 
-    /// Both add and scale.
+    /// Adds and scales vectors on host and device.
     fn arithmetic(&self) -> Result<(), D::Error> {
         let (mut x, mut y) = (vec![0.0; 1000], vec![0.0; 1000]);
         Philox::new(6, 0).fill_normal(1.0, &mut x);
@@ -127,7 +127,8 @@ impl<D: VectorDevice> Law<'_, D> {
         self.same(self.bits(&sum, y.len())? == bits(&y), "a scaled vector", y.len())
     }
 
-    /// Both send vectors, some of them in steps that are given up, and continue what was saved.
+    /// Runs a stream on host and device, rolls some steps back, then saves it and continues from the saved
+    /// state.
     fn stream(&self, spec: CodecSpec) -> Result<(), D::Error>
     where
         D: Clone,
@@ -166,7 +167,7 @@ impl<D: VectorDevice> Law<'_, D> {
         self.same(here == there, "the bytes of a stream that was restored", len)
     }
 
-    /// Both decode what an adversary makes of a payload.
+    /// Decodes corrupted payloads on host and device.
     fn untrusted(&mut self) -> Result<(), D::Error> {
         let (mut x, mut payload) = (vec![0.0; 300], Payload::new());
         let rng = Philox::new(3, 0);

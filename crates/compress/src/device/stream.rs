@@ -1,4 +1,4 @@
-//! One stream of vectors in a device's memory: a codec with its feedback and its last stage. Knows no codec.
+//! One stream of vectors in a device's memory: a codec with its error feedback and its last stage.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -10,21 +10,21 @@ use crate::{
     StateMap, StateValue,
 };
 
-/// What [`CodecSpec::build`] gives on the host, with the residual in the device's memory: the same bytes, and
-/// the same state, so that what one saved the other continues.
+/// The device's counterpart of [`CodecSpec::build`], with the residual in the device's memory. Payloads and
+/// state are the same as on the host, so either can continue from the other's saved state.
 ///
-/// As with [`crate::ErrorFeedback`], a compress is only prepared: [`Self::commit`] makes it final.
+/// As with [`crate::ErrorFeedback`], a compress is only prepared; [`Self::commit`] makes it final.
 #[derive(Debug)]
 pub struct Stream<D: VectorDevice> {
     device: D,
     place: Place<D>,
 }
 
-/// Where a stream's codec works.
+/// The memory in which a stream's codec works.
 enum Place<D: VectorDevice> {
-    /// Where the vectors lie.
+    /// In the device's memory, where the vectors are.
     Device { codec: Box<dyn DeviceCodec<D>>, feedback: Option<Feedback<D::Vector>>, last: Option<Last> },
-    /// In the host's memory, with a vector on its way there or back.
+    /// In the host's memory; vectors are copied to `held` and back.
     Host { codec: Box<dyn Compressor>, held: Vec<f32> },
 }
 
@@ -39,29 +39,30 @@ impl<D: VectorDevice> fmt::Debug for Place<D> {
     }
 }
 
-/// What earlier vectors lost.
+/// The residual of error feedback.
 struct Feedback<V> {
-    /// What is kept of it from one vector to the next.
+    /// Share of the residual that is kept from one vector to the next.
     share: f32,
-    /// `None` before the first commit, when it is zero.
+    /// The committed residual. `None` before the first commit means zeros.
     committed: Option<V>,
-    /// The latest, if that was not committed yet.
+    /// The latest residual, while it is not committed.
     latest: Option<V>,
-    /// Takes the next one.
+    /// A buffer for the next residual.
     spare: Option<V>,
 }
 
-/// The last stage, which sees bytes.
+/// The lossless last stage, which works on bytes.
 struct Last {
     packing: Packing,
     packer: Packer,
     unpacker: Unpacker,
-    /// Says how many bytes there are at most.
+    /// The same codec on the host, which gives the largest size of a payload.
     host: Box<dyn Memoryless>,
 }
 
 impl<D: VectorDevice> Stream<D> {
-    /// A stream of a codec, if the device has kernels of it. Momentum is gathered in the host's memory.
+    /// Creates a stream of a codec, or returns `None` if the device has no kernels for it. Momentum correction
+    /// runs in the host's memory.
     pub fn new(device: D, spec: CodecSpec) -> Option<Self> {
         let codec = device.codec(spec)?;
         if spec.momentum().is_some() {
@@ -78,20 +79,21 @@ impl<D: VectorDevice> Stream<D> {
         Some(Self { device, place: Place::Device { codec, feedback, last } })
     }
 
-    /// A stream of any codec, which works in the host's memory.
+    /// Creates a stream of any codec, which works in the host's memory.
     pub fn on_host(device: D, codec: Box<dyn Compressor>) -> Self {
         Self { device, place: Place::Host { codec, held: Vec::new() } }
     }
 
-    /// Where its vectors lie.
+    /// Returns the device that holds the vectors.
     #[must_use]
     pub const fn device(&self) -> &D {
         &self.device
     }
 
-    /// Encodes `x`, and what earlier ones lost.
+    /// Encodes `x`, plus the residual if there is one.
     ///
-    /// Errors: those of [`crate::Compressor::compress`], as the device's. Then `out` is empty.
+    /// Errors: those of [`crate::Compressor::compress`], as the device's error type. After an error `out` is
+    /// empty.
     pub fn compress(&mut self, x: &D::Vector, key: RoundKey, out: &mut Payload) -> Result<(), D::Error> {
         let Self { device, place } = self;
         match place {
@@ -113,9 +115,9 @@ impl<D: VectorDevice> Stream<D> {
         Ok(())
     }
 
-    /// Decodes `p`, which is untrusted, into all of `out`.
+    /// Decodes the untrusted payload `p` into all of `out`.
     ///
-    /// Errors: those of [`crate::Compressor::decompress`], as the device's.
+    /// Errors: those of [`crate::Compressor::decompress`], as the device's error type.
     pub fn decompress(&mut self, p: PayloadRef<'_>, out: &mut D::Vector) -> Result<(), D::Error> {
         match &mut self.place {
             Place::Host { codec, held } => {
@@ -133,7 +135,7 @@ impl<D: VectorDevice> Stream<D> {
         }
     }
 
-    /// Makes final what was compressed since the last commit.
+    /// Makes all compresses since the last commit final.
     pub fn commit(&mut self) {
         match &mut self.place {
             Place::Host { codec, .. } => codec.commit(),
@@ -146,7 +148,7 @@ impl<D: VectorDevice> Stream<D> {
         }
     }
 
-    /// Goes back to the last commit.
+    /// Restores the residual of the last commit.
     pub fn rollback(&mut self) {
         match &mut self.place {
             Place::Host { codec, .. } => codec.rollback(),
@@ -159,7 +161,7 @@ impl<D: VectorDevice> Stream<D> {
         }
     }
 
-    /// Adds what it remembers to `into`, under the name that the host's codec gives it.
+    /// Adds the state to `into`, under the names that the host's codec uses.
     ///
     /// Errors: the device's; [`CompressError::Uncommitted`].
     pub fn save<'a>(&'a self, prefix: &str, into: &mut StateMap<'a>) -> Result<(), D::Error> {
@@ -179,7 +181,7 @@ impl<D: VectorDevice> Stream<D> {
         Ok(())
     }
 
-    /// Takes what [`Self::save`], or the host's codec, put there. On error it is as it was.
+    /// Loads the state that [`Self::save`] or the host's codec saved. After an error the stream is unchanged.
     ///
     /// Errors: the device's; those of [`crate::State::load`].
     pub fn load(&mut self, prefix: &str, from: &mut StateMap<'_>) -> Result<(), D::Error> {

@@ -1,8 +1,8 @@
-//! Values of one channel after the other rather than interleaved. Knows no codec.
+//! Reorders interleaved channels so that the values of each channel are together.
 
 use crate::CompressError;
 
-/// The order `[channels, positions]` of vectors that are `[positions, channels]`.
+/// Converts vectors from `[positions, channels]` to `[channels, positions]` and back.
 #[derive(Debug, Clone)]
 pub(super) struct Channels {
     count: usize,
@@ -10,12 +10,12 @@ pub(super) struct Channels {
 }
 
 impl Channels {
-    /// One channel is no change.
+    /// Creates the conversion for `count` channels. With one channel it does nothing.
     pub(super) fn new(count: usize) -> Self {
         Self { count, scratch: Vec::new() }
     }
 
-    /// `x` in the order of channels.
+    /// Returns `x` as `[channels, positions]`.
     pub(super) fn gather<'a>(&'a mut self, x: &'a [f32]) -> &'a [f32] {
         if self.count == 1 {
             return x;
@@ -30,13 +30,13 @@ impl Channels {
         &self.scratch
     }
 
-    /// Where in `x`, of so many elements, the one is that [`Self::gather`] puts at `at`.
+    /// Returns the index in `x`, which has `len` elements, of the element that [`Self::gather`] puts at `at`.
     pub(super) fn source(&self, at: usize, len: usize) -> usize {
         let positions = len / self.count;
         at % positions * self.count + at / positions
     }
 
-    /// Lets `decode` write the order of channels, and puts it into `out` in its own.
+    /// Lets `decode` write a vector `[channels, positions]`, and copies it to `out` as `[positions, channels]`.
     pub(super) fn scatter(
         &mut self,
         out: &mut [f32],

@@ -1,4 +1,4 @@
-//! The file of samples as memory. Knows no codec.
+//! A memory-mapped file of samples.
 #![expect(
     unsafe_code,
     reason = "a mapped file is memory that others could change: that they do not is the caller's promise"
@@ -12,8 +12,8 @@ use super::store::{SUM, open, read_slot, slot_at, slot_bytes, store_error, write
 use super::{Samples, Store};
 use crate::{CompressError, State};
 
-/// [`super::FileStore`]'s file, mapped: the same bytes at the same places, without a copy by the system. Either
-/// may open what the other has left.
+/// Stores samples in [`super::FileStore`]'s file format, mapped into memory, which avoids the system's copies.
+/// Either store can open the other's file.
 #[derive(Debug)]
 pub struct MappedStore {
     map: MmapMut,
@@ -22,14 +22,14 @@ pub struct MappedStore {
 }
 
 impl MappedStore {
-    /// Maps the file, or makes it.
+    /// Maps the file, or creates it.
     ///
     /// # Safety
     ///
-    /// Nobody else writes to the file or shortens it while it is mapped: not through another store, and not
-    /// from outside.
+    /// While the file is mapped, nothing else may write to it or shorten it: neither another store nor another
+    /// program.
     ///
-    /// Errors: as of [`super::FileStore::open`].
+    /// Errors: as [`super::FileStore::open`].
     pub unsafe fn open(
         path: &Path,
         samples: impl Into<Samples>,
@@ -37,7 +37,7 @@ impl MappedStore {
     ) -> Result<Self, CompressError> {
         let samples = samples.into();
         let file = open(path, samples, capacity)?;
-        // SAFETY: the caller promises that nobody changes the file under us.
+        // SAFETY: the caller promises that nothing else changes the file while it is mapped.
         let map = unsafe { MmapMut::map_mut(&file) }.map_err(|source| store_error("map", &source))?;
         Ok(Self { map, samples, capacity })
     }
@@ -48,7 +48,7 @@ impl MappedStore {
     }
 }
 
-/// What it holds is in the file, which outlives the process.
+/// The state needs no saving, since the file outlives the process.
 impl State for MappedStore {
     fn reset(&mut self) {
         for id in 0..self.capacity {

@@ -1,4 +1,5 @@
-//! What is held of a sample: its length, and how its values lie in few bytes. Knows no store and no wire.
+//! The length of samples, and the format in which a store holds them. This module does not depend on stores or
+//! the wire format.
 
 use crate::cast::Format;
 use crate::chunked::{Chunks, Pass};
@@ -9,10 +10,11 @@ use crate::values::Values;
 use crate::wire::CodecId;
 use crate::{CompressError, Int4, Int8};
 
-/// Values under one scale where a sample is held in few bits.
+/// Number of values with one scale, for samples that are stored in eight or four bits.
 const BLOCK: u32 = 64;
 
-/// Samples of one length, and how they are held: two bytes a value, or one, or half of one.
+/// Samples of one length, and the format in which they are stored: two bytes, one byte or half a byte for each
+/// value.
 ///
 /// ```
 /// use farflung_compress::link::Samples;
@@ -34,7 +36,7 @@ enum Held {
     Int4,
 }
 
-/// As f16.
+/// Stores the samples as f16.
 impl From<usize> for Samples {
     fn from(len: usize) -> Self {
         Self::f16(len)
@@ -42,34 +44,36 @@ impl From<usize> for Samples {
 }
 
 impl Samples {
-    /// Of `len` values, held as they were decoded.
+    /// Samples of `len` values, stored as f16, as they were decoded.
     #[must_use]
     pub const fn f16(len: usize) -> Self {
         Self { len, held: Held::F16 }
     }
 
-    /// Held as [`Int8`] in blocks of 64: half of the bytes. Changes are a little larger, by what that loses.
+    /// Samples stored as [`Int8`] in blocks of 64, which takes half of the bytes. Changes are a little larger,
+    /// by the quantization error of the copy.
     #[must_use]
     pub const fn int8(len: usize) -> Self {
         Self { len, held: Held::Int8 }
     }
 
-    /// Held as [`Int4`] in blocks of 64: about a quarter of the bytes. Changes never become smaller than what
-    /// that loses, 7 % of a block's largest, and the activation that is decoded is off by the codec's share of
-    /// it.
+    /// Samples stored as [`Int4`] in blocks of 64, which takes about a quarter of the bytes. Changes never
+    /// become smaller than the quantization error of the copy, which is 7 % of a block's largest value. The
+    /// error of a decoded activation therefore never becomes smaller than the codec's relative error times
+    /// that.
     #[must_use]
     pub const fn int4(len: usize) -> Self {
         Self { len, held: Held::Int4 }
     }
 
-    /// Values of a sample.
+    /// Returns the number of values in a sample.
     #[must_use]
     #[expect(clippy::len_without_is_empty, reason = "it is one sample's length, not a collection's")]
     pub const fn len(&self) -> usize {
         self.len
     }
 
-    /// Bytes of a sample.
+    /// Returns the number of bytes that a stored sample takes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         match self.held {
@@ -79,7 +83,7 @@ impl Samples {
         }
     }
 
-    /// The number on the wire and in files.
+    /// Returns the format's number in the wire format and in files.
     pub(super) fn tag(&self) -> u8 {
         match self.held {
             Held::F16 => 0,
@@ -88,7 +92,7 @@ impl Samples {
         }
     }
 
-    /// Writes `values`, which are finite, as they are to be held.
+    /// Writes the finite `values` in the storage format.
     pub(super) fn write(&self, values: &[f32], out: &mut [u8]) {
         let noise = Noise::of_halves([0; 2]);
         match self.held {
@@ -106,9 +110,9 @@ impl Samples {
         }
     }
 
-    /// Reads what is held.
+    /// Reads a stored sample.
     ///
-    /// Errors: bytes that [`Self::write`] does not write.
+    /// Errors: if [`Self::write`] could not have written the bytes.
     pub(super) fn read(&self, bytes: &[u8], out: &mut [f32]) -> Result<(), CompressError> {
         match self.held {
             Held::F16 => read_f16(bytes, out),
@@ -125,7 +129,7 @@ impl Samples {
     }
 }
 
-/// Reads binary16 of an untrusted origin.
+/// Decodes untrusted binary16 values.
 pub(super) fn read_f16(bytes: &[u8], out: &mut [f32]) -> Result<(), CompressError> {
     let codes = bytes.as_chunks().0;
     if let Some(index) = codes.iter().position(|code| Binary16::refused(*code)) {

@@ -1,4 +1,5 @@
-//! Codecs of a pipeline boundary by name. A name is data: it prints as it parses.
+//! Codecs of a pipeline boundary by name. A [`LinkSpec`] is plain data: printing and parsing give the same spec
+//! again.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,20 +11,20 @@ use crate::{CodecSpec, CompressError, Lossless, Memoryless};
 /// The shape of one sample on a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SampleShape {
-    /// Tokens.
+    /// Number of tokens.
     pub positions: usize,
-    /// Values of a token.
+    /// Number of values of a token.
     pub channels: usize,
 }
 
 impl SampleShape {
-    /// Values of a sample.
+    /// Returns the number of values in a sample.
     #[must_use]
     pub const fn len(self) -> usize {
         self.positions.saturating_mul(self.channels)
     }
 
-    /// Whether a sample has no values.
+    /// Returns true if a sample has no values.
     #[must_use]
     pub const fn is_empty(self) -> bool {
         self.len() == 0
@@ -32,12 +33,13 @@ impl SampleShape {
 
 /// A boundary's codec and its parameters, as data.
 ///
-/// A name is `aqsgd:BITS` ([`AqSgd`]), `aqsgd:BITS/int8` or `aqsgd:BITS/int4` where samples are held in fewer
-/// bits than f16's, `direct:BITS` (AQ-SGD's quantiser without its memory), or the name of a [`CodecSpec`]
-/// without feedback, whose vector is a microbatch `[samples, positions, channels]`. BITS are 2, 3, 4 or 8.
-/// AQ-SGD's quantiser has a scale for each channel of each sample.
+/// A name is `aqsgd:BITS` ([`AqSgd`]), `aqsgd:BITS/int8` or `aqsgd:BITS/int4` for copies stored in fewer bits
+/// than f16, `direct:BITS` (AQ-SGD's quantizer without its copies), or the name of a [`CodecSpec`] without
+/// feedback, whose vector is a microbatch `[samples, positions, channels]`. BITS is 2, 3, 4 or 8. AQ-SGD's
+/// quantizer has a scale for each channel of each sample.
 ///
-/// Feedback is refused: a residual is of one stream of vectors, and a boundary carries other samples each time.
+/// Error feedback is rejected: a residual belongs to one stream of vectors, but a boundary carries other
+/// samples each time.
 ///
 /// ```
 /// use farflung_compress::link::{LinkSpec, MemoryStore, SampleShape};
@@ -60,7 +62,7 @@ enum Kind {
     AqSgd(&'static Bits, &'static Held),
 }
 
-/// A quantiser with a scale for each block.
+/// A quantizer with a scale for each block.
 struct Bits {
     name: &'static str,
     build: fn(u32) -> Result<Box<dyn Memoryless>, CompressError>,
@@ -73,13 +75,13 @@ const BITS: &[Bits] = &[
     Bits { name: "8", build: |block| Ok(Box::new(IntBlock::<8>::new(block)?)) },
 ];
 
-/// How AQ-SGD holds samples.
+/// A format in which AQ-SGD stores samples.
 struct Held {
     name: &'static str,
     samples: fn(usize) -> Samples,
 }
 
-/// The first is the default.
+/// Formats of stored samples. The first is the default.
 const HELD: &[Held] = &[
     Held { name: "f16", samples: Samples::f16 },
     Held { name: "int8", samples: Samples::int8 },
@@ -105,20 +107,20 @@ macro_rules! same_by_name {
 }
 same_by_name!(Bits, Held);
 
-/// The names that only boundaries have, for a help text; those of [`crate::names`] come on top.
+/// Returns the names that only boundaries have, for a help text. The names of [`crate::names`] are valid too.
 #[must_use]
 pub fn names() -> Vec<&'static str> {
     vec!["aqsgd:BITS[/int8|/int4]", "direct:BITS"]
 }
 
 impl LinkSpec {
-    /// Whether values travel as they are.
+    /// Returns true if values are sent as plain f32.
     #[must_use]
     pub fn is_plain(&self) -> bool {
         self.0 == Kind::Codec(CodecSpec::default())
     }
 
-    /// What a store holds of each sample; `None` for a codec that holds nothing.
+    /// Returns the samples that the store must hold, or `None` for a codec without copies.
     #[must_use]
     pub fn samples(&self, shape: SampleShape) -> Option<Samples> {
         match self.0 {
@@ -127,29 +129,30 @@ impl LinkSpec {
         }
     }
 
-    /// Bytes of the buffers that one end keeps between messages of so many samples, without what a store holds.
+    /// Returns the number of bytes in the buffers that one end keeps between messages of `samples` samples,
+    /// without the store.
     #[must_use]
     pub const fn working_bytes(&self, shape: SampleShape, samples: usize) -> usize {
         let values = shape.positions * shape.channels * samples * size_of::<f32>();
         match self.0 {
             Kind::Codec(_) => 0,
-            // Values in the order of channels.
+            // The values in the order of channels.
             Kind::Direct(_) => values,
-            // Besides: what is held of the samples, and the changes.
+            // The values in the order of channels, the decoded samples, and the changes.
             Kind::AqSgd(..) => 3 * values,
         }
     }
 
-    /// Whether it needs samples that come again: a store is asked for then.
+    /// Returns true if the codec keeps copies of samples, which [`Self::build`] then opens a store for.
     #[must_use]
     pub const fn remembers(&self) -> bool {
         matches!(self.0, Kind::AqSgd(..))
     }
 
-    /// One end of a link. `store` opens what [`Self::samples`] asks for.
+    /// Builds one end of a link. `store` opens the store for the samples that [`Self::samples`] returns.
     ///
-    /// Errors: those of `store`; [`CompressError::BlockSize`] for samples of more positions than a block may
-    /// have.
+    /// Errors: those of `store`; [`CompressError::BlockSize`] for samples with more positions than the largest
+    /// block.
     pub fn build(
         &self,
         shape: SampleShape,
@@ -175,7 +178,7 @@ impl LinkSpec {
     }
 }
 
-/// Every value as it is.
+/// The codec `none`: plain f32.
 impl Default for LinkSpec {
     fn default() -> Self {
         Self(Kind::Codec(CodecSpec::default()))
@@ -262,7 +265,7 @@ mod tests {
         }
     }
 
-    /// A scale for each channel: a large one does not drown the others.
+    /// With one scale for each channel, small values are not lost beside a channel of large ones.
     #[test]
     fn each_channel_of_a_sample_has_its_scale() {
         let shape = SampleShape { positions: 32, channels: 2 };

@@ -1,12 +1,12 @@
-//! A store whose writes wait until a step is final. It depends on no codec.
+//! A store that writes only committed changes. This module does not depend on any codec.
 
 use std::collections::BTreeMap;
 
 use super::{Samples, Store, checksum};
 use crate::{CompressError, State, StateMap};
 
-/// Holds what was written since the last commit beside a store, so that a step that is given up leaves no
-/// trace: both ends that roll back hold the same again.
+/// Keeps the changes since the last commit beside a store, so that an abandoned step can be rolled back. If
+/// both ends roll back, they hold the same samples again.
 ///
 /// Memory: the bytes of the samples of a step.
 ///
@@ -27,24 +27,25 @@ use crate::{CompressError, State, StateMap};
 #[derive(Debug, Clone)]
 pub struct Staged<S> {
     inner: S,
-    /// What changed since the last commit; `None` for what was forgotten.
+    /// Changes since the last commit. `None` means that the sample was dropped.
     changed: BTreeMap<u64, Option<Vec<u8>>>,
-    /// Why the last commit did not reach the store.
+    /// Error of the last commit, if it failed.
     failed: Option<CompressError>,
 }
 
 impl<S: Store> Staged<S> {
-    /// Changes to `inner` wait for [`State::commit`].
+    /// Wraps `inner`, to which changes are written at [`State::commit`].
     pub const fn new(inner: S) -> Self {
         Self { inner, changed: BTreeMap::new(), failed: None }
     }
 
-    /// The error of the last commit, if it failed.
+    /// Returns the error of the last commit, if it failed.
     fn check(&self) -> Result<(), CompressError> {
         self.failed.clone().map_or(Ok(()), Err)
     }
 
-    /// Hands all changes on, those of the smallest numbers first; one that fails and those behind it stay.
+    /// Writes all changes to the store, in the order of the sample numbers. If one fails, it and the changes
+    /// after it stay pending.
     fn hand_on(&mut self) -> Result<(), CompressError> {
         while let Some((id, change)) = self.changed.first_key_value() {
             match change {
@@ -76,7 +77,8 @@ impl<S: Store> State for Staged<S> {
         self.inner.reset();
     }
 
-    /// Changes that the store does not take wait for the next commit, and its error is that of the next call.
+    /// Writes the changes to the store. If that fails, the remaining changes stay pending, and every read or
+    /// write returns the error until a commit succeeds.
     fn commit(&mut self) {
         self.failed = self.hand_on().err();
     }

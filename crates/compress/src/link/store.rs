@@ -1,5 +1,5 @@
-//! Where the activations of samples are held: in memory, or in a file that survives the process. Knows no
-//! codec.
+//! Stores of the activations of samples: in memory, or in a file that outlives the process. This module does
+//! not depend on any codec.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -9,30 +9,30 @@ use std::path::Path;
 use super::Samples;
 use crate::{CompressError, State, StateMap, StateValue};
 
-/// Holds an activation of a fixed length for each sample. Its state is what it holds, unless that outlives the
-/// process by itself: then there is nothing to save.
+/// Stores an activation of a fixed length for each sample. Its state is the stored samples; a store that
+/// outlives the process has nothing to save.
 pub trait Store: State + std::fmt::Debug + Send {
-    /// What a sample is.
+    /// Returns the length and the storage format of the samples.
     fn samples(&self) -> Samples;
 
-    /// Copies what is held of `id` to `out` ([`Samples::bytes`]) and answers with its [`checksum`]; 0 if
-    /// nothing whole is held, and then `out` is unspecified.
+    /// Copies the stored bytes of `id` to `out` ([`Samples::bytes`]) and returns their [`checksum`]. Returns 0
+    /// if nothing intact is stored; the contents of `out` are unspecified then.
     ///
     /// Errors: [`CompressError::Store`].
     fn read(&mut self, id: u64, out: &mut [u8]) -> Result<u32, CompressError>;
 
-    /// Holds `bytes` from now on.
+    /// Stores `bytes` as the sample `id`.
     ///
     /// Errors: [`CompressError::Store`].
     fn write(&mut self, id: u64, bytes: &[u8]) -> Result<(), CompressError>;
 
-    /// Holds nothing of `id` from now on.
+    /// Drops the stored bytes of `id`.
     ///
     /// Errors: [`CompressError::Store`].
     fn forget(&mut self, id: u64) -> Result<(), CompressError>;
 }
 
-/// The CRC-32 of what is held, but never 0.
+/// Returns the CRC-32 of stored bytes, but 1 instead of 0.
 #[must_use]
 pub fn checksum(bytes: &[u8]) -> u32 {
     crc32fast::hash(bytes).max(1)
@@ -56,10 +56,10 @@ impl<S: Store + ?Sized> Store for Box<S> {
     }
 }
 
-/// Samples in memory, of any number.
+/// Stores any number of samples in memory.
 ///
-/// State: the bytes of each sample, under its number. There is nothing to commit; and to reshard only where
-/// samples move to other links, which find out by themselves that they do not hold them.
+/// State: the bytes of each sample, under its number. Commit and rollback do nothing. There is nothing to
+/// reshard: if samples move to other links, those detect by checksums that they have no copies.
 #[derive(Debug, Clone)]
 pub struct MemoryStore {
     samples: Samples,
@@ -67,7 +67,7 @@ pub struct MemoryStore {
 }
 
 impl MemoryStore {
-    /// For such samples; a number is their length, and then they are held as f16.
+    /// Creates an empty store. A plain number is the length of samples stored as f16.
     #[must_use]
     pub fn new(samples: impl Into<Samples>) -> Self {
         Self { samples: samples.into(), held: BTreeMap::new() }
@@ -82,7 +82,7 @@ impl State for MemoryStore {
         Ok(())
     }
 
-    /// Errors: [`CompressError::LengthMismatch`] for other samples.
+    /// Errors: [`CompressError::LengthMismatch`] if a saved sample has another number of bytes.
     fn load(&mut self, prefix: &str, from: &mut StateMap<'_>) -> Result<(), CompressError> {
         let names =
             from.range(prefix.to_owned()..).map(|(name, _)| name).take_while(|n| n.starts_with(prefix));
@@ -130,23 +130,23 @@ impl Store for MemoryStore {
     }
 }
 
-/// The first bytes of a file of samples, and its version.
+/// The first bytes of a file of samples, and the version of its format.
 const MAGIC: [u8; 5] = *b"ffaq\x01";
-/// Bytes before the first sample: the magic number, how samples are held, two zeros, and the values of a
-/// sample, u64.
+/// Number of bytes before the first sample: the magic number, the storage format, two zeros, and the number of
+/// values in a sample as u64.
 const HEAD: u64 = 16;
-/// Bytes of the checksum before each sample.
+/// Number of bytes of the checksum before each sample.
 pub(super) const SUM: usize = 4;
 
-/// Samples in a file: a slot for each number below a capacity, `16 + capacity (4 + bytes)` bytes in all, of
-/// which the system gives disk blocks only to those that were written.
+/// Stores samples in a file with a slot for each number below a capacity. The file has
+/// `16 + capacity (4 + bytes)` bytes, but the system allocates disk blocks only for slots that were written.
 ///
-/// A slot is a checksum and the sample. One that was torn by a crash does not match its checksum, and counts as
-/// not held.
+/// A slot is a checksum and the sample. A slot that a crash left half written does not match its checksum, and
+/// counts as empty.
 ///
 /// The file is read and written at an offset. With the feature `mmap`, `MappedStore` maps it instead, which
-/// saves the system's copies: a sample of 256 KiB in 16 bits is then encoded as fast as from memory, rather
-/// than in 1.6 times the time.
+/// avoids the system's copies: encoding a sample of 256 KiB in 16 bits is then as fast as from memory, and
+/// takes 1.6 times as long without.
 #[derive(Debug)]
 pub struct FileStore {
     file: File,
@@ -155,7 +155,7 @@ pub struct FileStore {
     slot: Vec<u8>,
 }
 
-/// Opens a file of samples, or makes it; all of it is there then.
+/// Opens a file of samples, or creates it, and sets its full length.
 pub(super) fn open(path: &Path, samples: Samples, capacity: u64) -> Result<File, CompressError> {
     let failed = |source: io::Error| store_error("open", &source);
     let mut file =
@@ -177,12 +177,12 @@ pub(super) fn open(path: &Path, samples: Samples, capacity: u64) -> Result<File,
     Ok(file)
 }
 
-/// A checksum and a sample.
+/// Returns the number of bytes of a slot: a checksum and a sample.
 pub(super) fn slot_bytes(samples: Samples) -> usize {
     SUM + samples.bytes()
 }
 
-/// Where the slot of `id` begins.
+/// Returns the offset of the slot of `id` in the file.
 pub(super) fn slot_at(
     id: u64,
     samples: Samples,
@@ -196,7 +196,8 @@ pub(super) fn slot_at(
     Ok(HEAD + id * slot_bytes(samples) as u64)
 }
 
-/// Copies what a slot holds, if it is whole, and answers as [`Store::read`].
+/// Copies the sample of an intact slot to `out` and returns its checksum, or returns 0, as [`Store::read`]
+/// does.
 pub(super) fn read_slot(slot: &[u8], out: &mut [u8]) -> u32 {
     let (sum, held) = slot.split_first_chunk().expect("a slot begins with its checksum");
     let sum = u32::from_le_bytes(*sum);
@@ -207,7 +208,7 @@ pub(super) fn read_slot(slot: &[u8], out: &mut [u8]) -> u32 {
     sum
 }
 
-/// Makes a slot hold `bytes`.
+/// Writes `bytes` and their checksum to a slot.
 pub(super) fn write_slot(slot: &mut [u8], bytes: &[u8]) {
     let (sum, held) = slot.split_at_mut(SUM);
     held.copy_from_slice(bytes);
@@ -215,9 +216,9 @@ pub(super) fn write_slot(slot: &mut [u8], bytes: &[u8]) {
 }
 
 impl FileStore {
-    /// Opens the file, or makes it.
+    /// Opens the file, or creates it.
     ///
-    /// Errors: [`CompressError::Store`], also for a file that is another one's or of other samples.
+    /// Errors: [`CompressError::Store`], also if the file is not a file of samples, or of other samples.
     pub fn open(path: &Path, samples: impl Into<Samples>, capacity: u64) -> Result<Self, CompressError> {
         let samples = samples.into();
         let file = open(path, samples, capacity)?;
@@ -234,9 +235,10 @@ pub(super) fn store_error(action: &'static str, source: &io::Error) -> CompressE
     CompressError::Store { action, kind: source.kind(), why: source.to_string() }
 }
 
-/// What it holds is in the file, which outlives the process.
+/// The state needs no saving, since the file outlives the process.
 impl State for FileStore {
-    /// What cannot be forgotten is found out when its checksum is not the other end's.
+    /// Ignores errors: a sample that could not be dropped is detected by its checksum, which differs from the
+    /// other end's.
     fn reset(&mut self) {
         for id in 0..self.capacity {
             _ = self.forget(id);

@@ -1,4 +1,4 @@
-//! Low rank by rounds: a protocol of two exchanges of values.
+//! `PowerSGD`: low-rank averages of matrices, a protocol of two exchanges.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -17,8 +17,7 @@ pub(super) const ROW: Row = Row {
     name: "powersgd",
     argument: "RANK",
     build: |rank, shape, seed| {
-        // Where the two factors have no fewer values than the matrix, or the rank is above its own, there is
-        // nothing to gain.
+        // The factors must have fewer values than the matrix, and the rank must be possible for its shape.
         let values = (rank as usize).saturating_mul(shape.rows + shape.columns);
         let gains = values < shape.rows * shape.columns && rank as usize <= shape.rows.min(shape.columns);
         let method = gains.then(|| PowerSgd::new(shape.rows, shape.columns, rank as usize, seed))?;
@@ -26,23 +25,23 @@ pub(super) const ROW: Row = Row {
     },
 };
 
-/// The bits of `2^126`. What a round takes and what it gives stays below, so that no difference of the two is
-/// beyond the range of f32. All ranks decode the same mean, so they refuse it together.
+/// The bits of `2^126`. All inputs and results of a round must be smaller, so that their difference stays
+/// finite. All ranks decode the same mean, so all of them reject it or none.
 const TOO_LARGE: i32 = (127 + 126) << 23;
 
-/// `PowerSGD`: a matrix as the product of two of `rank` columns, by one step of a power iteration from where
-/// the last round ended, with feedback.
+/// `PowerSGD`: approximates a matrix by the product of two factors with `rank` columns, found by one step of
+/// power iteration that starts from the last round's `Q`, with error feedback.
 ///
-/// `M = x + e; P = M Q`, averaged and made orthonormal; `Q = M^T P`, averaged; the mean is `P Q^T`, and `e =
-/// M - P Q^T` with this rank's own `M`. Each rank sends `4 rank (rows + columns)` bytes in an exchange of
-/// values. All ranks need the same seed. Sums have one order on the host; devices agree to rounding, and all
-/// decode the same means.
+/// `M = x + e; P = M Q`, averaged and orthonormalized; `Q = M^T P`, averaged; the mean is `P Q^T`, and
+/// `e = M - P Q^T` with this rank's own `M`. Each rank sends `4 rank (rows + columns)` bytes in an exchange of
+/// values. All ranks need the same seed. Sums have a fixed order on the host; devices agree with it up to
+/// rounding, and all ranks decode the same means.
 ///
-/// The residual is made by the next round, as it reads `x`: a round's end does nothing but write the mean.
-/// Magnitudes from `2^126` on are refused, with the residual or in the mean.
+/// The residual is computed by the next round while it reads `x`; the end of a round only writes the mean.
+/// Magnitudes from `2^126` on are rejected, in `x` plus the residual and in the mean.
 ///
-/// State: `residual` (`[rows, columns]`) and `q` (`[rank, columns]`), f32. Memory: two matrices, three
-/// with rounds that are not committed one by one.
+/// State: `residual` (`[rows, columns]`) and `q` (`[rank, columns]`), f32. Memory: two matrices; three if
+/// rounds are not committed one by one.
 ///
 /// Source: Vogels et al. 2019, "`PowerSGD`", Alg. 1.
 #[derive(Debug, Clone)]
@@ -52,18 +51,18 @@ pub struct PowerSgd {
     rank: usize,
     seed: u64,
     committed: Round,
-    /// The latest, if that was not committed yet.
+    /// The latest round, while it is not committed.
     latest: Round,
     pending: bool,
-    /// The one under way.
+    /// The round in progress.
     next: Round,
     sums: Vec<[f32; 16]>,
     stage: Stage,
     level: Level,
 }
 
-/// What a round leaves to the next one: `m - p q^T`, and `q` to begin from. Without a round `p` is empty, and
-/// so is `m` if there is no residual.
+/// Data that the next round needs: the residual is `m - p q^T`, and the iteration starts from `q`. Before the
+/// first round, and after a state was loaded, `p` is empty. `m` is empty if there is no residual.
 #[derive(Debug, Clone, Default)]
 struct Round {
     m: Vec<f32>,
@@ -74,9 +73,9 @@ struct Round {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
     Idle,
-    /// `P` is to be averaged.
+    /// `P` must be averaged next.
     First,
-    /// `Q` is to be averaged.
+    /// `Q` must be averaged next.
     Second,
     /// `Q` was averaged.
     Done,
@@ -89,7 +88,8 @@ impl Round {
 }
 
 impl PowerSgd {
-    /// For matrices `[rows, columns]`, row by row. The rank is at most the smaller of both.
+    /// Creates the protocol for row-major matrices `[rows, columns]`. The rank may be at most the smaller of
+    /// both.
     ///
     /// Errors: [`CompressError::BlockSize`] for a rank of 0 or above that.
     pub fn new(rows: usize, columns: usize, rank: usize, seed: u64) -> Result<Self, CompressError> {
@@ -114,13 +114,13 @@ impl PowerSgd {
         Ok(method)
     }
 
-    /// Bytes of f32 that a rank gives to averages in one round.
+    /// Returns the number of bytes of f32 that a rank contributes to averages in one round.
     #[must_use]
     pub fn bytes(&self) -> usize {
         4 * self.rank * (self.rows + self.columns)
     }
 
-    /// What was not sent so far, with the last round, committed or not; empty before the first.
+    /// Returns the residual after the last round, committed or not. It is empty before the first.
     #[must_use]
     pub fn residual(&self) -> Vec<f32> {
         self.left_by(self.now())
@@ -133,7 +133,7 @@ impl PowerSgd {
 
     fn drop_latest(&mut self) {
         self.pending = false;
-        // Its buffers are the next round's.
+        // The next round reuses the dropped round's buffers.
         if self.stage == Stage::Idle {
             std::mem::swap(&mut self.latest, &mut self.next);
         }
@@ -177,7 +177,7 @@ impl State for PowerSgd {
         Ok(())
     }
 
-    /// A matrix cannot be cut: only its own range is taken.
+    /// A matrix cannot be split, so only its own range is accepted.
     fn reshard(&mut self, held: Range<usize>, wanted: Range<usize>) -> Result<(), CompressError> {
         if held == wanted {
             return Ok(());
@@ -185,7 +185,7 @@ impl State for PowerSgd {
         Err(CompressError::LengthChanged { held: held.len(), found: wanted.len() })
     }
 
-    /// Forgets the residual, and begins from the seed's `Q`.
+    /// Drops the residual, and restarts from the `Q` drawn from the seed.
     fn reset(&mut self) {
         let mut q = vec![0.0; self.rank * self.columns];
         Philox::new(self.seed, 0).fill_normal(1.0, &mut q);
@@ -276,7 +276,7 @@ impl Protocol for PowerSgd {
     }
 }
 
-/// Refuses values whose largest magnitude is given, from [`TOO_LARGE`] on.
+/// Checks that all values are below [`TOO_LARGE`]. `largest` holds the bits of their largest magnitude.
 fn check_range(largest: i32, x: &[f32], what: &'static str) -> Result<(), CompressError> {
     if largest >= INFINITE {
         return Err(first_non_finite(x));
@@ -288,7 +288,8 @@ fn check_range(largest: i32, x: &[f32], what: &'static str) -> Result<(), Compre
     Err(CompressError::Overflow { index, value: x[index], what })
 }
 
-/// Gram-Schmidt over the rows of `p`, each of `len`, in order; a row without anything new becomes zeros.
+/// Orthonormalizes the rows of `p`, each of `len`, by Gram-Schmidt in order. A row that depends on the rows
+/// before it becomes zeros.
 fn orthonormalise(p: &mut [f32], len: usize) {
     for i in 0..p.len() / len {
         let (before, rest) = p.split_at_mut(i * len);
@@ -299,7 +300,7 @@ fn orthonormalise(p: &mut [f32], len: usize) {
             row.iter_mut().zip(other).for_each(|(x, o)| *x -= along * o);
         }
         let norm = dot(row, row);
-        // What is left of a dependent row is only rounding.
+        // The rest of a dependent row is only rounding error.
         let factor = if norm > whole * 1e-10 && norm > f32::MIN_POSITIVE { 1.0 / norm.sqrt() } else { 0.0 };
         for x in row {
             *x *= factor;

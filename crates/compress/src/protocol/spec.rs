@@ -1,4 +1,4 @@
-//! Protocols by name. A name is data: it prints as it parses.
+//! Protocols by name. A [`ProtocolSpec`] is plain data: printing and parsing give the same spec again.
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
@@ -7,10 +7,10 @@ use std::str::FromStr;
 use super::{MatrixShape, Protocol, Row, power_sgd};
 use crate::CompressError;
 
-/// Every protocol, in the order of a help text.
+/// All protocols, in the order of the help text.
 const PROTOCOLS: &[Row] = &[power_sgd::ROW];
 
-/// A protocol and its number, as data: `powersgd:4`.
+/// A protocol and its number, as data, such as `powersgd:4`.
 #[derive(Clone, Copy)]
 pub struct ProtocolSpec {
     row: &'static Row,
@@ -18,14 +18,14 @@ pub struct ProtocolSpec {
 }
 
 impl ProtocolSpec {
-    /// A protocol for matrices of a shape; `None` for a shape of which it would send no less than all. All
-    /// ranks need the same `seed`; matrices differ in it.
+    /// Creates the protocol for matrices of a shape. Returns `None` if it would send no fewer values than the
+    /// matrix has. All ranks need the same `seed`; use another one for each matrix.
     #[must_use]
     pub fn build(&self, shape: MatrixShape, seed: u64) -> Option<Box<dyn Protocol>> {
         (self.row.build)(self.number, shape, seed)
     }
 
-    /// The names, for a help text.
+    /// Returns the names, for a help text.
     #[must_use]
     pub fn names() -> Vec<String> {
         PROTOCOLS.iter().map(|row| format!("{}:{}", row.name, row.argument)).collect()
@@ -39,8 +39,8 @@ impl ProtocolSpec {
 impl FromStr for ProtocolSpec {
     type Err = CompressError;
 
-    /// Errors: [`CompressError::UnknownCodec`] for a name that no protocol has; [`CompressError::CodecName`]
-    /// for one without its number.
+    /// Errors: [`CompressError::UnknownCodec`] if no protocol has the name; [`CompressError::CodecName`] if its
+    /// number is missing or wrong.
     fn from_str(name: &str) -> Result<Self, CompressError> {
         let (kind, number) = name.split_once(':').unwrap_or((name, ""));
         let row = PROTOCOLS.iter().find(|row| row.name == kind);

@@ -1,9 +1,9 @@
-//! Loops that compilers do not find: the hottest codecs, written in AVX2's and F16C's own instructions. They do
-//! what the kernels do, to the bit. Knows no blocks and no headers.
+//! Hand-written AVX2 and F16C versions of the hottest loops, which compilers do not vectorize well. Results
+//! equal those of the portable kernels bit for bit. These loops do not depend on blocks or headers.
 //!
-//! Decoders take as many codes as `out` has elements, and say whether one is refused; to `STREAM` past the
-//! caches, `out` must be aligned to 16 bytes. Encoders take finite values; where they are to be `lost`, what
-//! the codes do not say takes their place.
+//! Decoders read as many codes as `out` has elements, and return true if a code is one that no encoder writes.
+//! With `STREAM` they use non-temporal stores, and `out` must be aligned to 16 bytes. Encoders take finite
+//! values. The `residual_*` encoders also replace each value by its quantization error.
 #![expect(unsafe_code, reason = "loads and stores of whole registers")]
 
 use std::arch::x86_64::{
@@ -20,8 +20,7 @@ use std::arch::x86_64::{
 
 use crate::scale::Scale;
 
-/// How far ahead of what is decoded the codes are asked for, in bytes: what a page of codes takes is longer
-/// than the memory's delay.
+/// Prefetch distance of the codes, in bytes. Decoding a page of codes takes longer than the memory's latency.
 const AHEAD: usize = 4096;
 
 #[inline]
@@ -112,7 +111,7 @@ pub(super) fn sign<const STREAM: bool>(scale: f32, codes: &[u8], out: &mut [[f32
     false
 }
 
-/// The magnitude's bits of the largest are not below infinity's if something is not finite.
+/// Returns the bits of the largest magnitude, which are at least infinity's if a value is not finite.
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 pub(super) fn encode_f16(x: &[[f32; 8]], codes: &mut [u8]) -> i32 {
@@ -121,7 +120,7 @@ pub(super) fn encode_f16(x: &[[f32; 8]], codes: &mut [u8]) -> i32 {
     for (x, codes) in x.iter().zip(codes.as_chunks_mut::<16>().0) {
         let x = read(x);
         largest = _mm256_max_epi32(largest, _mm256_and_si256(_mm256_castps_si256(x), magnitude));
-        // What would round to infinity becomes the largest finite one.
+        // Values that would round to infinity become the largest finite value.
         let x = _mm256_max_ps(_mm256_min_ps(x, most), _mm256_sub_ps(_mm256_setzero_ps(), most));
         let halves = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x);
         // SAFETY: 16 bytes are written, at any address.
@@ -210,14 +209,14 @@ pub(super) fn residual_sign(scale: f32, v: &mut [[f32; 256]], codes: &mut [u8]) 
     }
 }
 
-/// To nearest, ties to even: the processor's own way of rounding.
+/// Returns `x * factor` rounded to nearest, ties to even, in the processor's default rounding mode.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn round(x: __m256, factor: __m256) -> __m256i {
     _mm256_cvtps_epi32(_mm256_mul_ps(x, factor))
 }
 
-/// The codes of `v`, which becomes what they do not say.
+/// Returns the codes of `v` and replaces `v` by its quantization error.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn lose(v: &mut [f32; 8], factor: __m256, scale: __m256) -> __m256i {
@@ -227,16 +226,17 @@ fn lose(v: &mut [f32; 8], factor: __m256, scale: __m256) -> __m256i {
     codes
 }
 
-/// 32 codes of eight bits, in order.
+/// Narrows 32 codes to eight bits each, in order.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn narrow([a, b, c, d]: [__m256i; 4]) -> __m256i {
-    // Each half of a register is packed on its own: four codes of each of the four registers.
+    // The pack instructions work on each half of a register, so the result holds four codes of each input in
+    // turn.
     let packed = _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
     _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7))
 }
 
-/// Puts eight codes of four bits on top of those that are there.
+/// Shifts the words right by four bits and inserts eight codes of four bits at the top.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn push4(words: __m256i, codes: __m256i) -> __m256i {
@@ -264,13 +264,13 @@ fn load(bytes: &[u8; 32]) -> __m256i {
     unsafe { _mm256_loadu_si256(bytes.as_ptr().cast()) }
 }
 
-/// Stores, to memory that is aligned to 16 bytes if it is to pass the caches.
+/// Stores eight values. With `STREAM` the stores are non-temporal, and `out` must be aligned to 16 bytes.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn put<const STREAM: bool>(values: __m256, out: &mut [f32; 8]) {
     if STREAM {
         let (low, high) = out.split_at_mut(4);
-        // SAFETY: four elements each; `Avx2Token` has seen that they are aligned.
+        // SAFETY: four elements each; the caller has checked that `out` is aligned.
         unsafe {
             _mm_stream_ps(low.as_mut_ptr(), _mm256_castps256_ps128(values));
             _mm_stream_ps(high.as_mut_ptr(), _mm256_extractf128_ps::<1>(values));
@@ -281,7 +281,7 @@ fn put<const STREAM: bool>(values: __m256, out: &mut [f32; 8]) {
     }
 }
 
-/// Asks for the codes that come a while after these.
+/// Prefetches the codes that lie `AHEAD` bytes after these.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn ask(codes: &[u8; 32]) {

@@ -16,7 +16,7 @@ pub struct Avx2Token {
 impl Avx2Token {
     /// Returns a token for loops that write to `out`, with non-temporal stores if there is a `stream`.
     ///
-    /// `None` if the processor has no AVX2, or if `out` is not aligned for non-temporal stores.
+    /// Returns `None` if the processor has no AVX2, or if `out` is not aligned for non-temporal stores.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     pub(crate) fn new(level: Level, stream: Option<&Stream>, out: &[f32]) -> Option<Self> {
@@ -25,7 +25,7 @@ impl Avx2Token {
     }
 }
 
-/// Returns whether `out` is aligned for non-temporal stores of 16 bytes.
+/// Returns true if `out` is aligned for non-temporal stores of 16 bytes.
 fn aligned(out: &[f32]) -> bool {
     out.as_ptr().addr().is_multiple_of(16)
 }
@@ -40,8 +40,8 @@ macro_rules! decoders {
             pub(crate) fn $name(self, fit: $fit, codes: &[u8], out: &mut [f32]) -> (usize, bool) {
                 let stream = self.stream && aligned(out);
                 let out = out.as_chunks_mut::<$run>().0;
-                // SAFETY: an `Avx2Token` is made only where the processor has AVX2 and F16C; what is streamed
-                // is aligned.
+                // SAFETY: an `Avx2Token` is made only where the processor has AVX2 and F16C; non-temporal
+                // stores are used only if `out` is aligned.
                 let refused = unsafe {
                     if stream {
                         avx2::$name::<true>(fit, codes, out)
@@ -63,15 +63,15 @@ macro_rules! decoders {
 }
 
 decoders! {
-    /// Binary16, little-endian.
+    /// Decodes binary16, little-endian.
     f16(()), 16;
-    /// The upper halves of f32, little-endian.
+    /// Decodes bfloat16, the upper halves of f32, little-endian.
     bf16(()), 16;
-    /// Codes of eight bits times the scale; -128 is refused.
+    /// Decodes codes of eight bits, multiplied by the scale. The code -128 is invalid.
     int8(Scale), 32;
-    /// Runs of codes of four bits times the scale; -8 is refused.
+    /// Decodes codes of four bits, multiplied by the scale. The code -8 is invalid.
     int4(Scale), 64;
-    /// Runs of signs of the scale.
+    /// Decodes signs into the scale with that sign.
     sign(f32), 256;
 }
 

@@ -1,5 +1,4 @@
-//! How many elements are kept: a number, or a share of the vector, in whole multiples. A value that can be
-//! compared.
+//! The number of elements to keep: a count, or a share of the vector, rounded down to a multiple.
 
 use std::fmt;
 use std::str::FromStr;
@@ -22,49 +21,49 @@ const MILLION: u64 = 1_000_000;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Amount {
     count: u32,
-    /// Whether `count` is in millionths of the length.
+    /// True if `count` is in millionths of the length.
     share: bool,
     multiple: u32,
 }
 
 impl Amount {
-    /// `count` elements.
+    /// Creates the amount of `count` elements.
     #[must_use]
     pub const fn count(count: u32) -> Self {
         Self { count, share: false, multiple: 1 }
     }
 
-    /// So many millionths of the elements, rounded up.
+    /// Creates the amount of this many millionths of the elements, rounded up.
     #[must_use]
     pub const fn millionths(share: u32) -> Self {
         Self { count: share, share: true, multiple: 1 }
     }
 
-    /// Rounded down to a multiple (0 counts as 1), so that the blocks of a codec underneath are full.
+    /// Rounds the amount down to a multiple (0 counts as 1), so that the inner codec's blocks are full.
     #[must_use]
     pub const fn multiple_of(self, multiple: u32) -> Self {
         Self { multiple: if multiple == 0 { 1 } else { multiple }, ..self }
     }
 
-    /// The share in millionths; `None` for a count.
+    /// Returns the share in millionths, or `None` for a count.
     #[must_use]
     pub const fn share(self) -> Option<u32> {
         if self.share { Some(self.count) } else { None }
     }
 
-    /// What counts are rounded down to multiples of.
+    /// Returns the multiple that amounts are rounded down to.
     #[must_use]
     pub const fn multiple(self) -> u32 {
         self.multiple
     }
 
-    /// Whether it keeps no element of any vector: zero, or less than one multiple.
+    /// Returns true if the amount is zero for every vector: its count is 0, or less than one multiple.
     #[must_use]
     pub const fn is_nothing(self) -> bool {
         self.count == 0 || (!self.share && self.count < self.multiple)
     }
 
-    /// How many that is of `len` elements.
+    /// Returns the number of elements for a vector of `len` elements.
     #[must_use]
     pub fn of(self, len: usize) -> usize {
         let count = if self.share {
@@ -93,8 +92,8 @@ impl fmt::Display for Amount {
 impl FromStr for Amount {
     type Err = CompressError;
 
-    /// A number (`64`) or a decimal share with at most six digits behind the point (`0.01`), and perhaps a
-    /// multiple (`x128`).
+    /// Parses a number (`64`) or a decimal share with at most six digits after the point (`0.01`), optionally
+    /// with a multiple (`x128`).
     fn from_str(text: &str) -> Result<Self, CompressError> {
         let wrong = || CompressError::Amount { text: text.to_owned() };
         let (amount, multiple) = match text.split_once('x') {

@@ -1,8 +1,8 @@
-//! Numbers of any width in a stream of bits, the lowest bit first.
+//! Reads and writes numbers of any width in a stream of bits, lowest bit first.
 
 use crate::CompressError;
 
-/// Appends to a buffer of bytes.
+/// Appends numbers to a buffer of bytes.
 pub(super) struct BitWriter<'a> {
     out: &'a mut Vec<u8>,
     held: u64,
@@ -14,9 +14,9 @@ impl<'a> BitWriter<'a> {
         Self { out, held: 0, count: 0 }
     }
 
-    /// The low `width` bits (at most 33) of `value`; the others must be 0.
+    /// Appends the low `width` bits (at most 33) of `value`. The other bits must be 0.
     pub(super) fn push(&mut self, value: u64, width: u32) {
-        // Fewer than 32 bits are held.
+        // Fewer than 32 bits are pending here, so the value fits.
         self.held |= value << self.count;
         self.count += width;
         self.spill();
@@ -39,7 +39,7 @@ impl<'a> BitWriter<'a> {
         }
     }
 
-    /// The rest, padded with zeros to a byte.
+    /// Writes the pending bits, padded with zeros to a byte.
     pub(super) fn finish(self) {
         let bytes = self.held.to_le_bytes();
         self.out.extend_from_slice(&bytes[..self.count.div_ceil(8) as usize]);
@@ -74,7 +74,7 @@ impl<'a> BitReader<'a> {
         }
     }
 
-    /// A number of at most 32 bits.
+    /// Reads a number of `width` bits, at most 32.
     pub(super) fn take(&mut self, width: u32) -> Result<u64, CompressError> {
         self.refill();
         if self.count < width {
@@ -86,7 +86,7 @@ impl<'a> BitReader<'a> {
         Ok(value)
     }
 
-    /// How many zeros stand before the next one, which is taken too.
+    /// Reads zeros up to the next one bit, which is consumed too, and returns the number of zeros.
     pub(super) fn zeros(&mut self) -> Result<u32, CompressError> {
         let mut zeros = 0;
         loop {
@@ -105,7 +105,7 @@ impl<'a> BitReader<'a> {
         }
     }
 
-    /// Refuses whole bytes that are left, and padding that is not zero.
+    /// Checks that no whole byte is left and that the padding is zero.
     pub(super) fn end(&self) -> Result<(), CompressError> {
         if self.rest.is_empty() && self.count < 8 && self.held == 0 {
             return Ok(());

@@ -1,32 +1,32 @@
-//! Where the kept elements are: ascending indices as bytes, in the coding that is smallest for them, and back.
-//! Knows no values.
+//! Codings of ascending indices. The encoder can choose the smallest one for the given indices.
 
 use super::bits::{BitReader, BitWriter};
 use crate::CompressError;
 
-/// How ascending indices are written.
+/// Coding of ascending indices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum IndexCoding {
-    /// The smallest of the others for these indices.
+    /// The smallest of the other codings for the given indices.
     #[default]
     Smallest,
-    /// So many bits each: relative to the chunk for a selection per chunk, else to the vector.
+    /// This many bits for each index, relative to the chunk for a selection per chunk, else to the vector.
     Fixed(u8),
     /// One bit for each element of the vector.
     Bitmask,
-    /// The gap to the index before, seven bits a byte, the lowest first; the highest bit says that more follow.
+    /// The gap to the previous index as a varint: seven bits in each byte, the lowest first; the highest bit is
+    /// set if more bytes follow.
     Varint,
-    /// The gap to the index before in a Golomb-Rice code, whose parameter is chosen by the density: within a
-    /// few percent of the entropy of positions without structure.
+    /// The gap to the previous index in a Golomb-Rice code, whose parameter depends on the density. Its size is
+    /// within a few percent of the entropy of independent random positions.
     Rice,
 }
 
-/// A coding with its parameter, as it is on the wire.
+/// A coding with its parameter, as in the wire format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Coding {
     kind: Kind,
-    /// Bits of an index, or the Rice parameter; else 0.
+    /// Number of bits of an index, or the Rice parameter; 0 for other codings.
     width: u8,
 }
 
@@ -38,8 +38,8 @@ enum Kind {
     Rice,
 }
 
-/// A selection that keeps the same number in every chunk (the last may be short), so that an index needs only
-/// be told within its chunk.
+/// The chunks of a selection that keeps the same number of elements in each chunk (the last chunk may be
+/// short). An index is then encoded relative to its chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Chunking {
     pub(crate) chunk: usize,
@@ -47,24 +47,24 @@ pub(crate) struct Chunking {
 }
 
 impl Chunking {
-    /// The whole vector as one chunk.
+    /// Treats the whole vector as one chunk.
     pub(crate) fn whole(len: usize, kept: usize) -> Self {
         Self { chunk: len.max(1), kept }
     }
 
-    /// Elements that are kept of `len`.
+    /// Returns the number of elements that are kept of `len`.
     pub(crate) fn total(self, len: usize) -> usize {
         len / self.chunk * self.kept.min(self.chunk) + self.kept.min(len % self.chunk)
     }
 
-    /// The fewest bits that tell an index within a chunk.
+    /// Returns the number of bits that an index within a chunk needs.
     fn width(self) -> u8 {
         (usize::BITS - (self.chunk - 1).leading_zeros()) as u8
     }
 }
 
 impl Coding {
-    /// The coding for these indices, which are ascending and below `len`.
+    /// Returns the coding for these indices, which are ascending and below `len`.
     pub(crate) fn choose(wanted: IndexCoding, indices: &[u32], len: usize, chunking: Chunking) -> Self {
         let coding = |kind, width| Self { kind, width };
         let rice = coding(Kind::Rice, rice_parameter(indices.len(), len));
@@ -81,15 +81,15 @@ impl Coding {
         }
     }
 
-    /// The most bytes of `kept` indices below `len`.
+    /// Returns the largest number of bytes that `kept` indices below `len` can take.
     pub(crate) fn most(wanted: IndexCoding, kept: usize, len: usize, chunking: Chunking) -> usize {
         let fixed = |width: u8| bit_bytes(kept.saturating_mul(width as usize));
         match wanted {
             IndexCoding::Fixed(width) => fixed(width.clamp(chunking.width(), 32)),
             IndexCoding::Bitmask => bit_bytes(len),
-            // A gap of five bytes needs more elements than one of one byte.
+            // The gaps add up to less than `len`, so at most `len >> 7 m` of them need more than `m` bytes.
             IndexCoding::Varint => kept.saturating_add((1..5).map(|more| len >> (7 * more)).sum()),
-            // A parameter `r` is chosen for about `len / 2^r` indices, or fewer.
+            // The parameter `r` is chosen only for at most about `len / 2^r` indices.
             IndexCoding::Rice => {
                 let bits = |r: usize| kept.min((len >> r) + 1).saturating_mul(r + 1).saturating_add(len >> r);
                 bit_bytes((0..32).map(bits).max().unwrap_or(0))
@@ -153,7 +153,7 @@ impl Coding {
         }
     }
 
-    /// The two bytes on the wire.
+    /// Returns the two bytes that identify the coding in the wire format.
     pub(crate) fn tag(self) -> [u8; 2] {
         [self.kind as u8, self.width]
     }
@@ -172,7 +172,8 @@ impl Coding {
         Err(CompressError::Indices { why: "have a width that no encoder writes" })
     }
 
-    /// Calls `f` with each of `kept` indices of `bytes`, which must be all of them; `f` checks their order.
+    /// Calls `f` with each index decoded from `bytes`, which must hold nothing else. `f` must check the order
+    /// and the number of indices.
     pub(crate) fn read(
         self,
         bytes: &[u8],
@@ -249,13 +250,13 @@ impl Coding {
     }
 }
 
-/// Indices that each index skips.
+/// Returns the number of elements skipped before each index.
 fn gaps(indices: &[u32]) -> impl Iterator<Item = u32> {
     let before = std::iter::once(0).chain(indices.iter().map(|i| i + 1));
     indices.iter().zip(before).map(|(index, next)| index - next)
 }
 
-/// The parameter that suits gaps of the mean length: `log2` of the mean times `ln 2`, rounded down.
+/// Returns the Rice parameter for gaps of the mean length: `log2` of the mean times `ln 2`, rounded down.
 fn rice_parameter(kept: usize, len: usize) -> u8 {
     let mean = (len - kept.min(len)) as u64 * 45_426 / (kept.max(1) as u64 * 65_536);
     mean.checked_ilog2().unwrap_or(0).min(31) as u8
@@ -305,7 +306,7 @@ mod tests {
                 sizes.push(bytes.len());
             }
             assert_eq!(sizes.last(), sizes.iter().min());
-            // Close to the entropy where that is what counts.
+            // The Rice code is close to the entropy for sparse selections.
             if density < 0.1 && kept > 10 {
                 let p = kept as f64 / len as f64;
                 let entropy = -(p * p.log2() + (1.0 - p) * (1.0 - p).log2()) * len as f64 / 8.0;

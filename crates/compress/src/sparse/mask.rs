@@ -1,5 +1,5 @@
-//! Masks that all ranks know: nothing is sent but the values, and masks of equal keys can be summed as they
-//! are. Knows no magnitudes.
+//! Masks that all ranks derive from the same key. Only values are sent, no indices, and payloads with equal
+//! masks can be summed element by element.
 
 pub use farflung_base::Pattern;
 
@@ -10,34 +10,35 @@ use crate::simd::Level;
 use crate::wire::CodecId;
 use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
 
-/// One of every `stride` elements, the same on all ranks. A short last stratum is a whole one whose end is
-/// missing, so that every element has the same share of rounds.
+/// A mask that takes one of every `stride` elements, the same on all ranks. The vector is divided into strata
+/// of `stride` consecutive elements. In a short last stratum nothing is taken if the drawn position is beyond
+/// its end, so that all elements are taken equally often.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Mask {
-    /// Which.
+    /// The rule that chooses an element of each stratum.
     pub pattern: Pattern,
-    /// One of how many; 0 counts as 1.
+    /// Number of elements in a stratum; 0 counts as 1.
     pub stride: u32,
-    /// The number of elements is rounded down to a multiple of this (0 counts as 1). What is left out lies
-    /// together, at another place in each round.
+    /// The number of elements taken is rounded down to a multiple of this (0 counts as 1). The elements left
+    /// out are consecutive in the mask and change from round to round.
     pub multiple: u32,
 }
 
 impl Mask {
-    /// A mask of one in `stride`.
+    /// Creates a mask of one in `stride` elements.
     #[must_use]
     pub const fn one_in(pattern: Pattern, stride: u32) -> Self {
         Self { pattern, stride, multiple: 1 }
     }
 
-    /// The most elements of `len` that are in it.
+    /// Returns the largest number of elements taken from `len`.
     fn most(self, len: usize) -> usize {
         let strata = len.div_ceil(self.stride.max(1) as usize);
         strata - strata % self.multiple.max(1) as usize
     }
 }
 
-/// A mask in one round: a pure function of what is on the wire.
+/// The mask of one round: a pure function of the fields in the wire format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Drawn {
     mask: Mask,
@@ -48,10 +49,10 @@ pub struct Drawn {
 }
 
 impl Drawn {
-    /// Bytes in front of the values' body.
+    /// Number of bytes before the values' body.
     pub const BYTES: usize = 36;
 
-    /// The mask of a vector of so many elements in the round of `key`.
+    /// Draws the mask of a vector of `len` elements in the round of `key`.
     #[must_use]
     pub fn new(mask: Mask, key: RoundKey, len: usize) -> Self {
         let mask = Mask { stride: mask.stride.max(1), multiple: mask.multiple.max(1), ..mask };
@@ -64,43 +65,44 @@ impl Drawn {
         let mut drawn = Self { mask, kept: 0, gap: 0, phase: phase as u32, noise };
         let all = drawn.taken(len);
         drawn.kept = (all - all % mask.multiple as usize) as u32;
-        // A place of its own for each round, also where the strata's noise is that of an epoch.
+        // The gap is drawn for each round, even if the pattern uses one noise stream for a whole epoch.
         let place = Noise::shared(RoundKey { shard: !key.shard, ..key }).below(0, u64::from(drawn.kept) + 1);
         drawn.gap = if drawn.kept as usize == all { 0 } else { place as u32 };
         drawn
     }
 
-    /// The pattern, the stride, and in [`Mask::multiple`] what an encoder wanted.
+    /// Returns the pattern and the stride. [`Mask::multiple`] is the encoder's, and 1 after decoding.
     #[must_use]
     pub const fn mask(&self) -> Mask {
         self.mask
     }
 
-    /// Elements in it.
+    /// Returns the number of elements in the mask.
     #[must_use]
     pub const fn kept(&self) -> u32 {
         self.kept
     }
 
-    /// The index, among all that the pattern takes, of the first that is left out.
+    /// Returns the position of the first element left out, counted among all elements that the pattern takes.
     #[must_use]
     pub const fn gap(&self) -> u32 {
         self.gap
     }
 
-    /// Where in each stratum the pattern begins.
+    /// Returns the offset that the pattern adds in each stratum.
     #[must_use]
     pub const fn phase(&self) -> u32 {
         self.phase
     }
 
-    /// Key and number of the stream of [`farflung_base::Philox`] from which elements are drawn.
+    /// Returns the key and the number of the [`farflung_base::Philox`] stream that positions are drawn from.
     #[must_use]
     pub fn stream(&self) -> [u64; 2] {
         self.noise.halves()
     }
 
-    /// How many the pattern takes of a vector: of each stratum one, but perhaps not of the last.
+    /// Returns the number of elements that the pattern takes: one of each stratum, but possibly none of a short
+    /// last one.
     #[must_use]
     pub fn taken(&self, len: usize) -> usize {
         let stride = self.mask.stride as usize;
@@ -110,7 +112,7 @@ impl Drawn {
         }
     }
 
-    /// Which element of a stratum the pattern takes.
+    /// Returns the position that the pattern takes in a stratum.
     fn place(&self, stratum: u64) -> u64 {
         let stride = u64::from(self.mask.stride);
         match self.mask.pattern {
@@ -120,13 +122,13 @@ impl Drawn {
         }
     }
 
-    /// The indices that the pattern gives below `len`, ascending.
+    /// Returns the indices below `len` that the pattern takes, ascending.
     fn all(self, len: usize) -> impl Iterator<Item = usize> {
         let starts = (0..len).step_by(self.mask.stride as usize).enumerate();
         starts.map(move |(j, start)| start + self.place(j as u64) as usize).filter(move |index| *index < len)
     }
 
-    /// The indices of the mask, ascending.
+    /// Returns the indices of the mask, ascending: those of the pattern without the elements left out.
     fn indices(self, len: usize) -> impl Iterator<Item = usize> {
         let (before, kept) = (self.gap as usize, self.kept as usize);
         let left_out = if kept == 0 { usize::MAX } else { self.taken(len).saturating_sub(kept) };
@@ -136,7 +138,7 @@ impl Drawn {
             .map(|(_, index)| index)
     }
 
-    /// The bytes in front of the values' body.
+    /// Returns the bytes before the values' body.
     #[must_use]
     pub fn write(&self, inner: CodecId) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
@@ -151,7 +153,7 @@ impl Drawn {
         bytes
     }
 
-    /// What [`Self::write`] wrote, untrusted, for a vector of so many elements.
+    /// Reads the untrusted bytes that [`Self::write`] returned, for a vector of `len` elements.
     ///
     /// Errors: [`CompressError::Indices`].
     pub fn read(bytes: &[u8; Self::BYTES], len: usize) -> Result<(Self, CodecId), CompressError> {
@@ -178,15 +180,15 @@ impl Drawn {
     }
 }
 
-/// The elements of a mask, their values through the codec `C`. The rest decodes as zero.
+/// Sends the elements of a mask, encoded by the codec `C`. The other elements decode as zero.
 ///
-/// The bytes are `36 +` those of the values without a header: the mask is told by its key, not by indices. A
-/// vector has fewer than 2^32 elements. NaN and infinity are refused, masked or not, and values whose product
-/// with the stride overflows.
+/// The payload has 36 bytes and the values' body: the mask is sent as its key, not as indices. A vector must
+/// have fewer than 2^32 elements. NaN and infinity are rejected, whether in the mask or not; so are values
+/// whose product with the stride overflows in an unbiased mask.
 ///
 /// Sources: Wangni et al. 2018, "Gradient Sparsification"; Wang et al. 2023, "`CocktailSGD`" (rolling and
-/// permuted masks). Differs: a random mask draws one of each stratum, so that its size is fixed and its indices
-/// are ascending.
+/// permuted masks). Differs: a random mask draws one element of each stratum, so that its size is fixed and its
+/// indices are ascending.
 ///
 /// ```
 /// use farflung_compress::{Amount, Compressor, Int4, Mask, Masked, Pattern, Select, Sparse};
@@ -207,14 +209,14 @@ pub struct Masked<C> {
 }
 
 impl<C: Memoryless> Masked<C> {
-    /// Sends the mask's elements through `inner`. For feedback.
+    /// Creates the codec that sends the mask's elements, encoded by `inner`. Use it with error feedback.
     #[must_use]
     pub fn new(mask: Mask, inner: C) -> Self {
         Self { mask, inner, unbiased: false, level: Level::detect(), kept: Kept::default() }
     }
 
-    /// Sends `stride` times each element of a random mask, so that the mean of what is decoded is what was
-    /// given. Not for feedback, which would count the scale as an error.
+    /// Creates the codec that sends the elements of a random mask multiplied by `stride`, so that the expected
+    /// decoded value is the input. It cannot have error feedback, which would count the scale as an error.
     #[must_use]
     pub fn unbiased(stride: u32, inner: C) -> Self {
         Self { unbiased: true, ..Self::new(Mask::one_in(Pattern::Random, stride), inner) }
@@ -332,7 +334,7 @@ mod tests {
                 sent[i] += 1;
             }
         }
-        // 2000 expected, 42 the standard deviation; the largest of a thousand.
+        // Each count has mean 2000 and standard deviation 42; this bounds the largest of a thousand.
         assert!(sent.iter().all(|n| n.abs_diff(2000) < 190), "{:?}", sent.iter().max());
     }
 

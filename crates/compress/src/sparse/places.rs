@@ -1,14 +1,14 @@
-//! What stands before the values of a sparse body: where they belong. Knows no values.
+//! The prefix and the indices of a sparse body, which come before the values.
 
 use super::index::{Chunking, Coding};
 use super::{IndexCoding, Select};
 use crate::CompressError;
 use crate::wire::CodecId;
 
-/// Bytes before the indices.
+/// Number of bytes before the indices.
 pub(super) const PREFIX: usize = 20;
 
-/// A sparse body that was received, its values untouched: for decoders elsewhere than on the host.
+/// A parsed sparse body, with the values still encoded. For decoders on devices.
 #[derive(Debug, Clone, Copy)]
 pub struct Places<'a> {
     kept: usize,
@@ -21,7 +21,7 @@ pub struct Places<'a> {
 }
 
 impl<'a> Places<'a> {
-    /// The body, untrusted, of a vector of so many elements.
+    /// Parses the untrusted body of a vector of `len` elements.
     ///
     /// Errors: [`CompressError::BodyLength`]; [`CompressError::Indices`].
     pub fn read(body: &'a [u8], len: usize) -> Result<Self, CompressError> {
@@ -45,25 +45,25 @@ impl<'a> Places<'a> {
         Ok(Self { kept, chunking, coding, coded, inner: CodecId(prefix[18]), values, len })
     }
 
-    /// Elements that are kept; at most all.
+    /// Returns the number of kept elements, at most the vector's length.
     #[must_use]
     pub const fn kept(&self) -> usize {
         self.kept
     }
 
-    /// The number of the values' codec.
+    /// Returns the number of the values' codec.
     #[must_use]
     pub const fn inner(&self) -> CodecId {
         self.inner
     }
 
-    /// The values' body.
+    /// Returns the values' body.
     #[must_use]
     pub const fn values(&self) -> &'a [u8] {
         self.values
     }
 
-    /// Where the values belong: ascending, below the vector's length, as many as there are values.
+    /// Decodes the indices of the values: ascending, below the vector's length, one for each value.
     ///
     /// Errors: [`CompressError::Indices`].
     pub fn indices(&self) -> Result<Vec<u32>, CompressError> {
@@ -80,21 +80,20 @@ impl<'a> Places<'a> {
         if indices.len() == self.kept { Ok(indices) } else { Err(TOO_FEW) }
     }
 
-    /// Calls `f` with each index as it is told; `f` checks order and number.
+    /// Calls `f` with each decoded index. `f` must check the order and the number of indices.
     pub(super) fn each(&self, f: impl FnMut(u64) -> Result<(), CompressError>) -> Result<(), CompressError> {
         self.coding.read(self.coded, self.kept, self.len, self.chunking, f)
     }
 }
 
-/// Indices that no encoder writes.
+/// Error for indices that are not ascending or out of range.
 pub(super) const DISORDER: CompressError =
     CompressError::Indices { why: "are not ascending, or lie outside of the vector" };
 pub(super) const TOO_FEW: CompressError = CompressError::Indices { why: "are fewer than the values" };
 
 impl Select {
-    /// Appends what stands before the values of a sparse body: for encoders elsewhere than on the host. The
-    /// indices are those that the rule keeps of `len` elements, ascending; `inner` is the number of the values'
-    /// codec.
+    /// Appends the prefix and the indices of a sparse body to `out`. For encoders on devices. The ascending
+    /// `indices` are those that the rule keeps of `len` elements; `inner` is the number of the values' codec.
     pub fn write(&self, coding: IndexCoding, indices: &[u32], len: usize, inner: CodecId, out: &mut Vec<u8>) {
         let (start, kept) = (out.len(), indices.len());
         let chunking = self.chunking(len, kept);
@@ -137,7 +136,7 @@ mod tests {
         let select = Select::Largest(Amount::count(2));
         select.write(IndexCoding::Varint, &[3, 200], 300, CodecId::F32, &mut body);
         assert_eq!(Places::read(&body, 200).unwrap().indices(), Err(DISORDER));
-        // A mask with fewer bits than it says.
+        // A bitmask with fewer bits set than the prefix says.
         let mut body = Vec::new();
         select.write(IndexCoding::Bitmask, &[3, 20], 30, CodecId::F32, &mut body);
         body[0] = 3;

@@ -1,4 +1,5 @@
-//! Which elements are kept: the largest of all, of each chunk, those above a threshold. Knows no bytes.
+//! Selection by magnitude: the largest elements of the vector or of each chunk, or those above a threshold.
+//! This module does not depend on any encoding.
 
 use super::amount::Amount;
 use super::index::Chunking;
@@ -11,29 +12,29 @@ use crate::threads;
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum Select {
-    /// Exactly the largest; of equal ones, those with the lower index.
+    /// Exactly the largest elements. Of equal magnitudes, those with lower indices are kept.
     ///
     /// Source: Stich et al. 2018, "Sparsified SGD with Memory".
     Largest(Amount),
-    /// The largest of each chunk of the vector, so many of each (the last chunk may be short).
+    /// The `kept` largest elements of each chunk of the vector (the last chunk may be short).
     PerChunk {
-        /// Elements of a chunk; at least 1.
+        /// Number of elements in a chunk; at least 1.
         chunk: u32,
-        /// Elements that are kept of it.
+        /// Number of elements that are kept of each chunk.
         kept: u32,
     },
-    /// All that reach the magnitude of a sample's largest: about the amount, and never over 1.3 times it, where
-    /// the largest of those found are kept. The sample is every 101st element.
+    /// All elements that reach a threshold estimated from a sample. Their number is about the amount, and at
+    /// most 1.3 times it; if more are found, the largest are kept. The sample is every 101st element.
     ///
     /// Source: Lin et al. 2018, "Deep Gradient Compression", section 3.1. Differs: the threshold is not adapted
     /// again.
     Sampled(Amount),
-    /// All whose magnitude is at least this. Any number may pass.
+    /// All elements whose magnitude is at least the magnitude of this number. Their number has no limit.
     Threshold(f32),
 }
 
 impl Select {
-    /// The most elements that are kept of `len`.
+    /// Returns the largest number of elements that are kept of `len`.
     #[must_use]
     pub fn most(&self, len: usize) -> usize {
         match *self {
@@ -46,7 +47,7 @@ impl Select {
         }
     }
 
-    /// What a decoder may know of how a selection of `kept` is spread.
+    /// Returns the chunks by which the decoder reads the indices of `kept` elements.
     pub(crate) fn chunking(&self, len: usize, kept: usize) -> Chunking {
         match *self {
             Self::PerChunk { chunk, kept } => Chunking { chunk: chunk as usize, kept: kept as usize },
@@ -55,42 +56,44 @@ impl Select {
     }
 }
 
-/// What [`Select::Sampled`] may keep instead of `kept`.
+/// Returns the largest number of elements that [`Select::Sampled`] keeps for an amount of `kept`.
 fn limit(kept: usize, len: usize) -> usize {
     (kept.saturating_mul(13) / 10).min(len)
 }
 
-/// Every so manieth element is in the sample of [`Select::Sampled`].
+/// Distance between two neighbouring elements of the sample of [`Select::Sampled`].
 const STRIDE: usize = 101;
-/// Elements in the sample from which [`Finder::largest`] guesses where to begin.
+/// Approximate size of the sample from which [`Finder::find`] estimates its first threshold.
 const SAMPLE: usize = 1 << 13;
-/// Elements that are looked at together, and hits among them that are worth to be picked out.
+/// Number of elements that are tested together, and the largest number of hits in them that are extracted one
+/// by one. With more hits, every element is tested again.
 const RUN: usize = 256;
 const FEW: usize = 32;
 
-/// Finds elements on any number of threads, and keeps its memory.
+/// Finds the selected elements on several threads, and keeps its buffers for the next call.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Finder {
-    /// One for each thread; at least one after the first use.
+    /// Buffers of each thread. There is at least one after the first use.
     scratch: Vec<Scratch>,
 }
 
-/// A thread's memory.
+/// Buffers of one thread.
 #[derive(Debug, Clone, Default)]
 struct Scratch {
-    /// Candidates by ascending index, as [`key`]s.
+    /// [`key`]s of the candidates, in the order of their indices.
     candidates: Vec<u64>,
-    /// Where they are reordered.
+    /// Copy of the candidates that is reordered to find the smallest one to keep.
     order: Vec<u64>,
     sample: Vec<u32>,
-    /// What was found in a thread's chunks.
+    /// Keys of the elements selected in this thread's chunks.
     found: Vec<u64>,
 }
 
-/// Larger for a larger magnitude, then for a lower index; with the sign, all that is to know of an element.
+/// Returns a key that is larger for a larger magnitude, and of equal magnitudes for a lower index. Magnitude,
+/// index and sign of the element can be read back from it.
 fn key(x: f32, index: usize) -> u64 {
     let bits = x.to_bits();
-    // The sign is shifted out above, and comes back below.
+    // The shift by 33 drops the sign from the top; it is stored in the lowest bit.
     u64::from(bits) << 33 | u64::from(!(index as u32)) << 1 | u64::from(bits >> 31)
 }
 
@@ -106,7 +109,7 @@ fn value(key: u64) -> f32 {
     f32::from_bits((key >> 33) as u32 | (key as u32) << 31)
 }
 
-/// Where chosen elements are, ascending, and what they are.
+/// Output of a selection: ascending indices and their values.
 #[derive(Debug)]
 pub(crate) struct Chosen<'a> {
     pub(crate) indices: &'a mut Vec<u32>,
@@ -121,9 +124,9 @@ impl Chosen<'_> {
 }
 
 impl Finder {
-    /// Writes what `select` chooses of `x`, with up to so many threads.
+    /// Writes the elements that `select` chooses from `x` to `out`, using up to `threads` threads.
     ///
-    /// Errors: [`CompressError::NonFinite`], for the first such element.
+    /// Errors: [`CompressError::NonFinite`] for the first element that is not finite.
     pub(crate) fn find(
         &mut self,
         level: Level,
@@ -160,7 +163,7 @@ impl Finder {
     }
 }
 
-/// The `kept` largest of each chunk, the chunks shared out among the threads.
+/// Selects the `kept` largest elements of each chunk. Threads get equal numbers of chunks.
 fn per_chunk(
     scratch: &mut [Scratch],
     level: Level,
@@ -186,7 +189,8 @@ fn per_chunk(
     Ok(())
 }
 
-/// Makes the `kept` largest the candidates of the first of `scratch`, with `offset` added to their indices.
+/// Makes the `kept` largest elements the candidates of the first of `scratch`, with `offset` added to their
+/// indices.
 fn largest(
     scratch: &mut [Scratch],
     level: Level,
@@ -200,15 +204,15 @@ fn largest(
         if scratch[0].candidates.len() >= kept {
             break;
         }
-        // The sample misled: lower by a factor of four, and in the end to zero.
+        // The estimated threshold was too high: divide it by four and try again.
         threshold = threshold.saturating_sub(2 << 23).max(0);
     }
     scratch[0].shrink(kept);
     Ok(())
 }
 
-/// Makes everything that reaches `threshold` a candidate of the first of `scratch`, as long as it can be one of
-/// the `most` largest.
+/// Makes all elements that reach `threshold` candidates of the first of `scratch`. Elements that cannot be
+/// among the `most` largest may be left out.
 fn scan(
     scratch: &mut [Scratch],
     level: Level,
@@ -234,7 +238,7 @@ fn scan(
 }
 
 impl Scratch {
-    /// A magnitude that hardly more than `kept` elements reach, but almost always so many.
+    /// Estimates a magnitude that at least `kept` elements reach with high probability, and few more.
     fn guess(&mut self, x: &[f32], kept: usize) -> i32 {
         let stride = (x.len() / SAMPLE).max(8);
         if x.len() < 2 * RUN || kept == 0 {
@@ -242,13 +246,13 @@ impl Scratch {
         }
         self.sample.clear();
         self.sample.extend(x.iter().step_by(stride).map(|x| magnitude(*x).cast_unsigned()));
-        // The mean number of samples among the kept, and four standard deviations.
+        // The expected number of samples among the kept elements, plus four standard deviations.
         let mean = self.sample.len() as f64 * kept as f64 / x.len() as f64;
         let wanted = (mean + 4.0 * mean.sqrt()).ceil() as usize + 1;
         if wanted >= self.sample.len() { 0 } else { nth_largest(&mut self.sample, wanted) }
     }
 
-    /// The part of [`scan`] that one thread does.
+    /// Runs one thread's part of [`scan`].
     fn scan(
         &mut self,
         level: Level,
@@ -258,7 +262,7 @@ impl Scratch {
         most: usize,
     ) -> Result<(), CompressError> {
         self.candidates.clear();
-        // When so many are there, all but the largest are thrown out, and the threshold rises.
+        // If the candidates exceed this number, only the largest are kept, and the threshold is raised.
         let room = 2 * most + RUN;
         let (mut at, mut threshold) = (0, threshold);
         while at < x.len() {
@@ -273,7 +277,7 @@ impl Scratch {
             if at < x.len() {
                 self.shrink(most);
                 let least = self.candidates.iter().min().map_or(0, |key| magnitude_of(*key));
-                // An equal magnitude with a higher index loses.
+                // Later elements of equal magnitude have higher indices, so they are not selected.
                 threshold = threshold.max(least.saturating_add(1));
             }
         }
@@ -298,7 +302,7 @@ impl Scratch {
     }
 }
 
-/// The `n`th largest of some magnitudes, counted from 1.
+/// Returns the `n`th largest of the magnitudes, counted from 1, or 0 if there is none.
 fn nth_largest(sample: &mut [u32], n: usize) -> i32 {
     match sample.len().checked_sub(n) {
         Some(at) if at < sample.len() => sample.select_nth_unstable(at).1.cast_signed(),
@@ -306,11 +310,11 @@ fn nth_largest(sample: &mut [u32], n: usize) -> i32 {
     }
 }
 
-/// Appends the keys of elements that reach a threshold, until there are more than `room`; how many elements
-/// were looked at, and the largest magnitude among them.
+/// Kernel: appends the keys of elements that reach a threshold, until there are more than `room`. Returns the
+/// number of elements read, and the bits of the largest magnitude among them.
 struct Scan<'a> {
     x: &'a [f32],
-    /// The index of the first element.
+    /// Index of the first element.
     index: usize,
     threshold: i32,
     room: usize,
@@ -348,7 +352,7 @@ impl Kernel for Scan<'_> {
                         flags &= flags - 1;
                     }
                 }
-                // Lane by lane they came; ascending they go.
+                // The hits were found lane by lane; they must be in ascending order.
                 at[..count].sort_unstable();
                 found.extend(at[..count].iter().map(|j| key(run[*j], start + j)));
             }
@@ -360,7 +364,8 @@ impl Kernel for Scan<'_> {
     }
 }
 
-/// Bit `i` of word `j` says whether element `8 i + j` reaches the threshold; and the largest magnitude.
+/// Returns flags and the bits of the largest magnitude. Bit `i` of word `j` is set if element `8 i + j` reaches
+/// the threshold.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 fn flags(run: &[f32; RUN], threshold: i32) -> ([u32; 8], i32) {

@@ -1,11 +1,11 @@
-//! A selection's share of the elements, and another in its place: what a warm-up of the density needs.
+//! Reads and replaces the share of elements that a selection keeps. The warm-up of the density uses it.
 
 use super::{CodecSpec, Stage};
 use crate::Amount;
 
 impl CodecSpec {
-    /// The share of the elements that `topk:SHARE`, `sampled:SHARE` or `dgc:SHARE` keeps, in millionths; `None`
-    /// for a codec that keeps a count of them, or all.
+    /// Returns the share of the elements that `topk:SHARE`, `sampled:SHARE` or `dgc:SHARE` keeps, in
+    /// millionths. Returns `None` for a codec that keeps a fixed number of elements, or all of them.
     ///
     /// ```
     /// use farflung_compress::CodecSpec;
@@ -24,7 +24,7 @@ impl CodecSpec {
         })
     }
 
-    /// The same with another share, where it keeps a share.
+    /// Replaces the share that a selection keeps. A codec without such a share is returned unchanged.
     #[must_use]
     pub fn with_density(mut self, millionths: u32) -> Self {
         for stage in self.stages.iter_mut().flatten() {

@@ -1,4 +1,4 @@
-//! Names and what they mean.
+//! Parsing, printing and properties of codec names.
 
 use super::*;
 
@@ -10,7 +10,8 @@ fn feedback_is_added_where_there_is_something_to_feed_back() {
     assert_eq!([with("unbiased:10/f16"), with("none+lz4")], ["unbiased:10/f16", "none+lz4"]);
     assert_eq!([with("int8+zstd"), with("topk:0.1")], ["int8+ef+zstd", "topk:0.1/none+ef"]);
     assert_eq!(CodecSpec::default(), "none".parse().expect("none"));
-    // Random rounding has the value as its mean; behind a selection there is something to feed back again.
+    // Stochastic rounding is unbiased and needs no feedback; with a selection in front of it, feedback is
+    // needed again.
     for name in ["int2-sr", "qsgd2:64", "terngrad", "natural", "uint8-sr+zstd"] {
         assert_eq!(with(name), name);
         let behind = format!("topk:0.1/{name}");

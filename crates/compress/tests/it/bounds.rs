@@ -1,4 +1,4 @@
-//! The stated bounds of errors where they are hardest to keep: near the largest number, and far from zero.
+//! The stated error bounds in the hardest cases: near the largest number, and far from zero.
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
 use farflung_base::Philox;
@@ -6,7 +6,7 @@ use farflung_compress::{Compressor, Payload, RoundKey, parse};
 
 const MAX: f64 = f32::MAX as f64;
 
-/// What `x` decodes as; the codec's whole vector is one block.
+/// Returns the decoded `x`. The codec must treat the whole vector as one block.
 fn decoded(name: &str, x: &[f32], round: u64) -> Vec<f32> {
     let (mut codec, mut payload, mut out) = (parse(name).unwrap(), Payload::new(), vec![0.0; x.len()]);
     codec.compress(x, RoundKey { round, ..RoundKey::default() }, &mut payload).unwrap();
@@ -14,7 +14,7 @@ fn decoded(name: &str, x: &[f32], round: u64) -> Vec<f32> {
     out
 }
 
-/// The largest error over what `allowed` says of an element.
+/// Returns the largest ratio of an element's error to the `allowed` error of that element.
 fn worst(name: &str, x: &[f32], round: u64, allowed: impl Fn(f64) -> f64) -> f64 {
     let out = decoded(name, x, round);
     let share = |(x, out): (&f32, f32)| (f64::from(*x) - f64::from(out)).abs() / allowed(f64::from(*x));
@@ -25,7 +25,7 @@ fn extremes(x: &[f32]) -> (f64, f64) {
     x.iter().fold((f64::MAX, f64::MIN), |(low, high), x| (low.min(f64::from(*x)), high.max(f64::from(*x))))
 }
 
-/// Elements near the middles between codes, up to `top` in magnitude, which is one of them.
+/// Returns elements near the midpoints between codes, up to `top` in magnitude, with `top` among them.
 fn middles(rng: Philox, q: f64, top: f64) -> Vec<f32> {
     let element = |i: u64| {
         let code = (f64::from(rng.uniform(2 * i + 9)) * q).floor().min(q - 1.0) + 0.5;
@@ -38,8 +38,8 @@ fn middles(rng: Philox, q: f64, top: f64) -> Vec<f32> {
     x
 }
 
-/// Codecs, their largest code, and the bound in shares of the block's largest magnitude over that: near the
-/// largest number, and elsewhere.
+/// Codecs, their largest code, and two bounds on the error near the largest number and elsewhere, as shares of
+/// the block's largest magnitude divided by the largest code.
 const SYMMETRIC: [(&str, f64, f64, f64); 8] = [
     ("int8", 127.0, 0.512, 0.504),
     ("int4", 7.0, 0.512, 0.504),
@@ -68,7 +68,7 @@ fn integers_near_the_largest_number() {
             assert!(share <= 1.0, "{name} of {top:e}: {share}");
         }
     }
-    // The wider bound is needed.
+    // The wider bound is necessary.
     assert!(beyond > 1000, "{beyond}");
 }
 
@@ -90,7 +90,7 @@ fn norms_near_the_largest_number() {
 
 #[test]
 fn floats_near_the_largest_number() {
-    // The largest number of the format, the smallest, and the share of an element.
+    // Name, largest number, smallest number, and the bound as a share of the element.
     let formats =
         [("e4m3", 448.0, 2_f64.powi(-9), 1.0 / 16.0), ("e5m2", 57344.0, 2_f64.powi(-16), 1.0 / 8.0)];
     for (name, largest, smallest, share) in formats.into_iter().chain([("e3m0", 1.0, 1.0 / 64.0, 0.337)]) {
@@ -107,7 +107,8 @@ fn floats_near_the_largest_number() {
     }
 }
 
-/// A block that lies `2^shift` times its range away from zero, on either side; around zero for a shift below 0.
+/// Returns a block that is `2^shift` times its range away from zero, on either side, or around zero for a
+/// negative shift.
 fn away(rng: Philox, q: f64, shift: i32, size: f64) -> Vec<f32> {
     let range = size * 2_f64.powi(-shift.max(0)) * (0.5 + 0.5 * f64::from(rng.uniform(1)));
     let low = if shift < 0 { -range / 2.0 } else { size * (0.9 + 0.1 * f64::from(rng.uniform(0))) };
@@ -180,9 +181,9 @@ fn levels_between_the_extremes_far_from_zero() {
             beyond += u32::from(worst("minmax8", &x, seed, |_| 0.51 * d / 255.0) > 1.0);
         }
     }
-    // The second part of the bound is needed.
+    // The second part of the bound is necessary.
     assert!(beyond > 1000, "{beyond}");
-    // What spans more than the largest number.
+    // Blocks with a span above the largest number.
     for seed in 0..1000 {
         let rng = Philox::new(11, seed);
         let x: Vec<f32> = middles(rng, 255.0, MAX * (0.5 + 0.5 * f64::from(rng.uniform(5))));

@@ -1,4 +1,4 @@
-//! The law of device codecs: the host keeps it, and one that does not is found out.
+//! The check of device codecs passes on the host, and finds every fault of a faulty device.
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
 use farflung_compress::device::{DeviceCodec, Host, Residual, VectorDevice, check};
@@ -36,24 +36,24 @@ fn the_host_keeps_the_law() {
     }
 }
 
-/// A host with one fault, of a kind that kernels have.
+/// A host with one fault of a kind that kernels can have.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Faulty {
-    /// A last bit of the payload.
+    /// The lowest bit of the payload is wrong.
     Bytes,
-    /// A rounding of the residual.
+    /// The residual is rounded differently.
     Residual,
-    /// A value that is not finite goes through.
+    /// A value that is not finite is not rejected.
     Infinity,
-    /// A scale is decoded with another rounding.
+    /// A decoded value is rounded differently.
     Decoded,
-    /// Codes are not checked.
+    /// Codes are not checked when decoding.
     Trusting,
-    /// What is added takes the place of what was there.
+    /// `add` overwrites the sum instead of adding to it.
     Sum,
-    /// A residual is not scaled.
+    /// `scale` does nothing.
     Scale,
-    /// There are no kernels.
+    /// The device has no kernels.
     None,
 }
 

@@ -1,5 +1,5 @@
-//! Finite vectors at the edge of f32's range: what is encoded can be decoded, and the rest is refused by the
-//! index of an element, with the codec's memory as it was.
+//! Finite vectors near the limits of f32: each is either encoded and can be decoded, or rejected with the index
+//! of an element, and then the codec's memory is unchanged.
 #![expect(clippy::unwrap_used, clippy::float_cmp, reason = "helpers of tests fail by panicking")]
 
 use crate::table::CODECS;
@@ -10,7 +10,8 @@ use farflung_compress::{
     Memoryless, MomentumCorrection, Pattern, Payload, RoundKey, Select, Sparse, State, Uint8, names, parse,
 };
 
-/// Compositions beside the laws' ones: whatever can be too large stands within, around and behind each other.
+/// Compositions in addition to the table of the laws. They nest the codecs that can overflow in each other in
+/// every order.
 const COMPOSED: [&str; 25] = [
     "unbiased:10",
     "unbiased:3/int8",
@@ -39,7 +40,7 @@ const COMPOSED: [&str; 25] = [
     "qsgd4:1",
 ];
 
-/// The laws' codecs, each name of the help text with some argument, and compositions.
+/// Returns the codecs of the laws, each name of the help text with an argument, and the compositions.
 fn codecs() -> Vec<String> {
     let values = [
         ("AMOUNT", "0.1"),
@@ -62,7 +63,7 @@ fn codecs() -> Vec<String> {
     codecs
 }
 
-/// A vector of a few kinds of elements, most of them the largest that there are.
+/// Returns a vector of a few kinds of elements, most of them near the largest number.
 fn vector(seed: u64, len: usize) -> Vec<f32> {
     let rng = Philox::new(77, seed);
     let [kinds, first, signs, near] = rng.block(u64::MAX);
@@ -99,7 +100,7 @@ fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|x| x.to_bits()).collect()
 }
 
-/// That `p` decodes as finite values, from its bytes alone.
+/// Decodes `p` by a new codec and checks that the values are finite.
 fn decoded(name: &str, p: &Payload, len: usize) -> Vec<f32> {
     let mut out = vec![f32::NAN; len];
     assert_eq!(parse(name).unwrap().decompress(p.view(), &mut out), Ok(()), "{name}");
@@ -107,8 +108,7 @@ fn decoded(name: &str, p: &Payload, len: usize) -> Vec<f32> {
     out
 }
 
-/// Whether only compositions can be too large: a value alone never is, and so most codecs take every finite
-/// vector.
+/// Returns true if the codec can reject a finite vector. Only transforms and unbiased masks can overflow.
 fn may_refuse(name: &str) -> bool {
     name.contains("dct") || name.contains("unbiased")
 }
@@ -172,7 +172,7 @@ fn what_is_lost_of_a_finite_vector_is_finite_or_refused_by_index() {
     assert!(refused > 500, "{refused}");
 }
 
-/// What was lost before is still there after a refusal, whether it was committed or not.
+/// A rejected vector leaves the residual unchanged, whether it was committed or not.
 #[test]
 fn a_refused_vector_leaves_the_residual() {
     let x = vec![1.5_f32; 300];
@@ -230,8 +230,7 @@ fn a_refusal_says_what_is_too_large() {
     assert!(found.starts_with("element 2 is 34028") && found.contains("what is lost of it"), "{found}");
 }
 
-/// A selection's, a mask's and a transform's refusals are those of the element in the vector that they were
-/// given.
+/// An error of a nested codec names the index in the outer vector.
 #[test]
 fn a_refusal_within_a_composition_names_the_outer_element() {
     let refusal = |codec: &mut dyn Compressor, x: &[f32]| match codec.compress(
@@ -245,7 +244,7 @@ fn a_refusal_within_a_composition_names_the_outer_element() {
     let mut x = vec![0.5_f32; 400];
     x[101..].iter_mut().step_by(2).for_each(|x| *x = 1e38);
     x[301] = -2e38;
-    // Of the odd elements 64 make a square.
+    // A mask takes the odd elements, and 64 of them make a square.
     let mask = Mask::one_in(Pattern::Rolling, 2);
     assert_eq!(refusal(&mut Masked::new(mask, Dct::new(8, F32::new()).unwrap()), &x), (129, 1e38));
     let top = Select::Largest(Amount::count(64));
@@ -258,7 +257,7 @@ fn a_refusal_within_a_composition_names_the_outer_element() {
 
 #[test]
 fn a_link_refuses_by_the_index_of_its_input() {
-    // Positions of three channels: the element (position 40, channel 1).
+    // Positions have three channels; the element is at position 40, channel 1.
     let (positions, channels, at) = (64, 3, 40 * 3 + 1);
     let mut x = vec![0.25_f32; positions * channels];
     let mut payload = Payload::new();
@@ -279,7 +278,7 @@ fn a_link_refuses_by_the_index_of_its_input() {
     let mut link = AqSgd::per_channel(codec, MemoryStore::new(x.len()), channels).unwrap();
     let small = vec![1.0; x.len()];
     link.encode(&[5], &small, RoundKey::default(), &mut payload).unwrap();
-    // Of three samples the middle one is held, and travels as a change.
+    // Of three samples, only the middle one has a copy and is sent as a change.
     let all: Vec<f32> = [&small[..], &x, &small].concat();
     let error = link.encode(&[4, 5, 6], &all, RoundKey::default(), &mut payload).unwrap_err();
     let wanted = small.len() + at;

@@ -1,4 +1,4 @@
-//! Error feedback: nothing is lost, whatever fails.
+//! Error feedback: no part of a vector is lost, whichever call fails.
 #![expect(clippy::unwrap_used, clippy::float_cmp, reason = "helpers of tests fail by panicking")]
 
 use std::borrow::Cow;
@@ -48,7 +48,7 @@ fn the_decoded_sum_up_to_the_inputs_less_the_residual() {
             // Each round rounds x + e and v - D(C(v)) to f32 once.
             assert!(gap.abs() <= 50.0 * 2.0 * largest * 2_f64.powi(-24), "{name}: {gap:e} at {i}");
         }
-        // Without feedback the same sum is off by far more: the law has teeth.
+        // Without feedback the same sum is off by far more, so the test can fail.
         if name == "int8" {
             let lost: f64 = given.iter().zip(&decoded).map(|(g, d)| (g - d).abs()).sum::<f64>() / n as f64;
             assert!(lost > 1e-3 && lost < 0.02, "{lost}");
@@ -73,7 +73,7 @@ fn rollback_goes_to_the_last_commit_over_any_number_of_rounds() {
         let x = normal(600, 1.0, 99);
         assert_eq!(send(&mut codec, &x), send(&mut twin, &x));
     }
-    // Before any commit there was no residual, and no length.
+    // Before the first commit there is neither a residual nor a fixed length.
     let mut codec = ErrorFeedback::new(F16::new());
     send(&mut codec, &[1.000_01; 3]);
     codec.rollback();
@@ -184,7 +184,7 @@ fn ef21_moves_its_estimate_to_what_it_is_given() {
         }
         codec.commit();
     }
-    // Both ends hold the same estimate but for the rounding of a sum, and it has arrived.
+    // Both ends hold the same estimate up to rounding, and it has converged to the input.
     assert!(estimate.iter().zip(codec.residual()).all(|(h, e)| (h + e).abs() < 1e-5));
     assert!(estimate.iter().zip(&x).all(|(h, x)| (h - x).abs() < 1e-3));
 }
@@ -254,7 +254,7 @@ fn momentum_correction_is_saved_loaded_resharded_and_rolled_back() {
     let x = normal(40, 1.0, 8);
     assert_eq!(send(&mut twin, &x), send(&mut codec, &x));
 
-    // Of 100..140, the next world holds 90..120 here.
+    // The vector held 100..140; after resharding this rank holds 90..120.
     codec.rollback();
     codec.reshard(100..140, 90..120).unwrap();
     let (moved_u, moved_v) = codec.memory();

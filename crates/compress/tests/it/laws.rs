@@ -1,4 +1,4 @@
-//! The laws that hold for every codec, over a table of all of them.
+//! Laws that hold for every codec, checked over a table of all of them.
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
 use crate::table::CODECS;
@@ -19,11 +19,11 @@ fn is_selection(name: &str) -> bool {
         .any(|s| name.starts_with(s))
 }
 
-/// The stated bound on the error of each element of `x`.
+/// Returns the stated error bound of each element of `x`.
 fn bounds(name: &str, x: &[f32]) -> Vec<f64> {
     if is_selection(name) {
-        // What is not kept is lost, and what is kept may be lost by its own codec. The laws of selections are
-        // below.
+        // Elements that are not kept are lost, and the inner codec may lose part of the kept ones. Selections
+        // have their own laws below.
         let max = x.iter().fold(0.0_f64, |m, x| m.max(f64::from(x.abs())));
         return vec![2.0 * max; x.len()];
     }
@@ -38,7 +38,7 @@ fn bounds(name: &str, x: &[f32]) -> Vec<f64> {
         _ => {}
     }
     let (method, block) = name.split_once(':').map_or((name, None), |(m, b)| (m, Some(b.parse().unwrap())));
-    // The second near the largest number, where scales are a little too small.
+    // The second bound is for values near the largest number, where scales are a little too small.
     let nearest = [0.504, 0.512];
     let random = [1.008, 1.012];
     let (method, steps) = method.strip_suffix("-sr").map_or((method, nearest), |method| (method, random));
@@ -58,14 +58,14 @@ fn bounds(name: &str, x: &[f32]) -> Vec<f64> {
         let bound = match &method[..4] {
             "uint" => {
                 let q = q(bits());
-                // What spans more than the multiples of the largest scale is clipped.
+                // Values beyond `q` times the largest scale are clipped.
                 let largest = f32::from_bits((f32::MAX / q as f32).to_bits() & 0xffff_0000);
                 let most = q * f64::from(largest);
                 (steps[0] * span.min(most) / q).max(span - most) + rounded
             }
             "qsgd" => random[1] * norm / q(bits() - 1),
             "tern" | "sign" => 2.0 * norm,
-            // Half of the last place of each element, or of a subnormal.
+            // Half a unit in the last place of each element, or half the smallest subnormal.
             "e4m3" => max / 16.0,
             "e5m2" => max / 8.0,
             "e3m0" | "natu" => max,
@@ -86,7 +86,7 @@ fn check_round_trip(name: &str, x: &[f32]) {
     let mut payload = Payload::new();
     let result = codec.compress(x, RoundKey::default(), &mut payload);
     if name.starts_with("dct") && x.iter().any(|x| x.abs() > 1e36) {
-        // A transform may overflow, and then refuses: `edge.rs`.
+        // A transform may overflow; then the vector is rejected: `edge.rs`.
         assert!(matches!(result, Ok(()) | Err(CompressError::Overflow { .. })), "{result:?}");
         return;
     }
@@ -127,7 +127,7 @@ fn errors_are_within_the_stated_bounds() {
             check_round_trip(name, &[x]);
         }
         check_round_trip(name, &[0.0; 1000]);
-        // Their mean is zero: a table of one value may be all zero.
+        // The mean of these is zero, so a codebook with one occupied bin has only zeros in its table.
         check_round_trip(name, &[f32::MAX, f32::MIN, tiny]);
         check_round_trip(name, &[1.0, -1.0]);
         check_round_trip(name, &[f32::MAX; 1000]);
@@ -173,7 +173,7 @@ fn what_is_not_finite_is_refused_and_named() {
     }
 }
 
-/// A codec without its fused `compress_residual`.
+/// A codec with the default `compress_residual` instead of its fused one.
 #[derive(Debug)]
 struct Unfused(Box<dyn Memoryless>);
 
@@ -259,7 +259,7 @@ proptest! {
         bits in prop::collection::vec(any::<u32>(), 0..600),
         codec in 0..CODECS.len(),
     ) {
-        // The exponents of infinity and NaN become others.
+        // Exponents that would make infinity or NaN are replaced.
         let x: Vec<f32> = bits.iter().map(|b| f32::from_bits(*b)).map(|x| if x.is_finite() { x } else { 1.0 }).collect();
         check_round_trip(CODECS[codec], &x);
     }
@@ -305,7 +305,7 @@ fn any_number_of_threads_gives_the_same_bytes() {
 fn any_number_of_threads_selects_and_transforms_alike() {
     let n = 600_001;
     let (mut x, e) = (normal(n, 1.0, 1), normal(n, 0.01, 2));
-    // Ties across the threads' parts.
+    // Ties across the boundaries of the threads' parts.
     x.iter_mut().step_by(1000).for_each(|x| *x = 3.0);
     for name in [
         "topk:0.001/int4:64",
@@ -337,8 +337,8 @@ fn any_number_of_threads_selects_and_transforms_alike() {
 
 #[test]
 fn random_rounding_has_the_value_as_its_mean() {
-    // The law: within four standard errors over 1e5 draws. Values of one block share its scale; the first is
-    // the largest.
+    // The mean must be within four standard errors over 1e5 draws. Values of one block share a scale, which the
+    // first one, the largest, determines.
     let mut x: Vec<f32> = normal(64, 1.0, 3);
     (x[0], x[1]) = (4.0, -4.0);
     for name in
@@ -358,7 +358,8 @@ fn random_rounding_has_the_value_as_its_mean() {
             let mean = sum[i] / draws as f64;
             let variance = (squares[i] / draws as f64 - mean * mean).max(0.0);
             let error = (variance / draws as f64).sqrt();
-            // 64 values and 7 codecs: one in 16,000 is beyond four by chance; and offsets have 16 bits.
+            // A value is beyond four standard errors by chance with probability 1 in 16,000, and there are 64
+            // values and 7 codecs. The last term is the resolution of the noise, 16 bits.
             let gap = (mean - f64::from(x[i])).abs();
             assert!(gap <= 4.0 * error + 8.0 * 2_f64.powi(-17), "{name}: {i}: {gap:e} {error:e}");
         }

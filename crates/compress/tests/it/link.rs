@@ -1,4 +1,4 @@
-//! Links: both ends hold the same bits, whatever the order of samples and whoever crashes.
+//! Links: both ends hold the same bits, whatever the order of samples and whichever end crashes.
 
 use farflung_base::Philox;
 use farflung_compress::link::{AqSgd, Direct, FileStore, LinkCodec, MemoryStore, Samples, Staged, Store};
@@ -8,7 +8,7 @@ use farflung_compress::{
 
 const LEN: usize = 96;
 
-/// An activation that settles from epoch to epoch.
+/// Returns an activation that changes less from epoch to epoch.
 fn activation(id: u64, epoch: u64) -> Vec<f32> {
     let (mut x, mut noise) = (vec![0.0; LEN], vec![0.0; LEN]);
     Philox::new(1, id).fill_normal(1.0, &mut x);
@@ -59,13 +59,14 @@ fn a_mapped_file_is_the_same_file() {
     use farflung_compress::link::MappedStore;
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name);
-    // SAFETY: the directory is this test's own, and no store is open when the file is looked at otherwise.
+    // SAFETY: the directory belongs to this test, and the file is accessed in no other way while a store is
+    // open.
     let map = |name: &str| unsafe { MappedStore::open(&path(name), LEN, 3) };
     let link = |store: Box<dyn Store>| AqSgd::new(Int4::new(32).unwrap(), store);
     let plain = |name: &str| Box::new(FileStore::open(&path(name), LEN, 3).unwrap());
     let (mut payload, mut out) = (Payload::new(), vec![0.0; 2 * LEN]);
     for epoch in 0..4 {
-        // One end is mapped, then the other.
+        // The ends take turns in mapping their file.
         let mapped = |name| Box::new(map(name).unwrap());
         let (mut sender, mut receiver) = if epoch % 2 == 0 {
             (link(plain("a")), link(mapped("b")))
@@ -90,7 +91,7 @@ fn a_mapped_file_is_the_same_file() {
     assert_eq!(store.read(2, &mut held).unwrap(), 0);
     assert!(store.read(3, &mut held).is_err());
     drop(store);
-    // A torn write counts as not held.
+    // A slot that was half written counts as empty.
     let mut bytes = std::fs::read(path("a")).unwrap();
     bytes[16 + 4 + 50] ^= 1;
     std::fs::write(path("a"), bytes).unwrap();
@@ -123,7 +124,7 @@ fn few_bits_are_the_same_at_both_ends_and_their_loss_is_sent_too() {
         let file = |end: &str| std::fs::read(path(end)).unwrap();
         assert_eq!(file("a"), file("b"));
         assert_eq!(file("a").len(), 16 + 3 * (4 + bytes));
-        // Held otherwise, the ends cannot go together, nor the files.
+        // Ends with different storage formats cannot decode each other's payloads or open each other's files.
         let mut other = AqSgd::new(Int4::new(32).unwrap(), MemoryStore::new(LEN));
         let error = other.decode(&[0, 1, 2], payload.view(), &mut out).unwrap_err();
         assert!(matches!(error, CompressError::Parameter { wanted: 0, .. }), "{error}");
@@ -149,7 +150,7 @@ fn what_is_held_in_memory_is_saved_and_loaded() {
     assert_eq!(map.len(), 1);
     sender.encode(&[70, 3], &batch(&[70, 3], 2), RoundKey::default(), &mut payload).unwrap();
     again.decode(&[70, 3], payload.view(), &mut out).unwrap();
-    // A sample that another link held is missed, and sent anew.
+    // A sample without a copy gives a `CacheMiss`, and is then sent in full.
     again.reset();
     let error = again.decode(&[70, 3], payload.view(), &mut out).unwrap_err();
     assert!(matches!(error, CompressError::CacheMiss { id: 70, found: 0, .. }), "{error}");
@@ -171,7 +172,7 @@ fn a_crash_between_writing_and_sending_is_found_and_mended() {
         sender.encode(&[1], &activation(1, epoch), RoundKey::default(), &mut payload).unwrap();
         receiver.decode(&[1], payload.view(), &mut out).unwrap();
     }
-    // The sender has written, and dies before it sends.
+    // The sender writes to its store and crashes before it sends.
     sender.encode(&[1], &activation(1, 2), RoundKey::default(), &mut payload).unwrap();
     drop(sender);
     let mut sender = open();
@@ -183,7 +184,7 @@ fn a_crash_between_writing_and_sending_is_found_and_mended() {
     sender.forget(&[1]).unwrap();
     sender.encode(&[1], &activation(1, 3), RoundKey::default(), &mut payload).unwrap();
     receiver.decode(&[1], payload.view(), &mut out).unwrap();
-    // A torn write: the sample counts as not held, and is sent in full.
+    // A slot that was half written: the sample counts as missing, and is sent in full.
     drop(sender);
     let mut bytes = std::fs::read(&path).unwrap();
     bytes[16 + (4 + 2 * LEN) + 50] ^= 1;
@@ -198,7 +199,7 @@ fn a_crash_between_writing_and_sending_is_found_and_mended() {
 
 #[test]
 fn channels_have_their_own_scales() {
-    // Channel c is 10^c times as large: a scale for each keeps them all.
+    // Channel c is 10^c times as large. With one scale for each channel, all keep their precision.
     let (channels, positions) = (4, 24);
     let mut x = vec![0.0; LEN];
     Philox::new(3, 3).fill_normal(1.0, &mut x);
@@ -213,7 +214,7 @@ fn channels_have_their_own_scales() {
         assert!((x - out).abs() <= 0.3 * sizes[i % channels], "{i}: {x} {out}");
     }
     assert!(Direct::per_channel(Int8::default(), LEN, 5).is_err());
-    // The golden count of a boundary: one sample of 128 x 128 in four bits.
+    // The expected size for a boundary: one sample of 128 x 128 in four bits.
     let mut link = Direct::per_channel(Int4::new(128).unwrap(), 128 * 128, 128).unwrap();
     link.encode(&[0], &vec![1.0; 128 * 128], RoundKey::default(), &mut payload).unwrap();
     assert_eq!(payload.view().body().len(), 4 + 8448);
@@ -253,8 +254,8 @@ fn hostile_changes_are_refused() {
     receiver.decode(&[0, 1], payload.view(), &mut out).unwrap();
 }
 
-/// A step that both ends give up, done again: the bytes are those of ends that never began it, and what is held
-/// too.
+/// Both ends roll back a step and repeat it. Payloads and stored samples equal those of ends that never began
+/// the step.
 #[test]
 fn a_step_that_is_given_up_leaves_no_trace() {
     let end = || AqSgd::new(Int4::new(32).unwrap(), Staged::new(MemoryStore::new(LEN)));
@@ -282,7 +283,8 @@ fn a_step_that_is_given_up_leaves_no_trace() {
     }
 }
 
-/// A sender that died between its commit and the receiver's: the ends compare, forget what differs, and go on.
+/// The sender crashed after its commit and before the receiver's. The ends compare checksums, drop the samples
+/// that differ, and continue.
 #[test]
 fn ends_that_compare_what_they_hold_never_miss() {
     let dir = tempfile::tempdir().unwrap();
@@ -316,10 +318,10 @@ fn ends_that_compare_what_they_hold_never_miss() {
     assert_eq!(sender.checksums(&all).unwrap(), receiver.checksums(&all).unwrap());
 }
 
-/// A full disk at a commit: the error is that of the next call, and nothing that was written is lost.
+/// The disk is full at a commit: the next call returns the error, and no write is lost.
 #[test]
 fn a_commit_that_fails_is_told_and_can_be_repeated() {
-    /// A store that takes nothing while `full`.
+    /// A store whose writes fail while the flag is set.
     #[derive(Debug)]
     struct Disk(MemoryStore, std::sync::Arc<std::sync::atomic::AtomicBool>);
 

@@ -1,4 +1,4 @@
-//! The last stage: what it sends is never longer, and decodes to the same values.
+//! The lossless stage: its payloads are never longer, and decode to the same values.
 #![cfg(all(feature = "lz4", feature = "zstd"))]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -42,7 +42,7 @@ fn a_packed_payload_is_never_longer_and_says_the_same() {
                 assert_eq!(packed.codec() == CodecId::PACKED, shorter, "{packed_name}");
                 let wanted = decode(name, &plain, x.len());
                 assert_eq!(decode(&packed_name, &packed, x.len()), wanted, "{packed_name}");
-                // Payloads that were not packed are taken too.
+                // Payloads that are not packed are decoded too.
                 assert_eq!(decode(&packed_name, &plain, x.len()), wanted, "{packed_name}");
             }
         }
@@ -53,7 +53,7 @@ fn a_packed_payload_is_never_longer_and_says_the_same() {
 fn packing_helps_where_it_can_and_is_left_out_where_it_cannot() {
     let zeros = encode("int8+zstd", &vec![0.0; 1 << 20]);
     assert!(zeros.as_bytes().len() < 1000, "{}", zeros.as_bytes().len());
-    // Signs of noise are at full entropy.
+    // Signs of noise have full entropy, so they cannot be packed.
     let x = normal(1 << 20, 3);
     for name in ["sign+zstd", "sign+lz4"] {
         assert_eq!(encode(name, &x), encode("sign", &x));
@@ -66,7 +66,7 @@ fn packing_helps_where_it_can_and_is_left_out_where_it_cannot() {
 fn a_bomb_is_refused_within_the_bound() {
     let bomb = encode("none+zstd", &vec![0.0; 1 << 20]);
     let mut bytes = bomb.as_bytes().to_vec();
-    // The same body under the count of a short vector.
+    // The same body in a payload that says it holds a short vector.
     bytes[8..16].copy_from_slice(&64_u64.to_le_bytes());
     let mut crc = crc32fast::Hasher::new();
     crc.update(&bytes[..24]);

@@ -1,4 +1,4 @@
-//! The tests of this crate from outside: one program, since each program of tests links all crates anew.
+//! Integration tests of this crate, in one program, since each test program links all crates again.
 
 mod bounds;
 mod device;

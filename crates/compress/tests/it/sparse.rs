@@ -1,4 +1,4 @@
-//! Selections: what is kept is what the rule says, and nothing else arrives.
+//! Selections: exactly the elements that the rule selects arrive.
 #![expect(
     clippy::unwrap_used,
     clippy::float_cmp,
@@ -26,7 +26,7 @@ fn send(codec: &mut dyn Compressor, x: &[f32], round: u64) -> Vec<f32> {
     out
 }
 
-/// The `k` largest by a full sort: an independent statement of the rule.
+/// Keeps the `k` largest elements by a full sort: an independent implementation of the rule.
 fn largest(x: &[f32], k: usize) -> Vec<f32> {
     let mut order: Vec<usize> = (0..x.len()).collect();
     order.sort_by(|a, b| x[*b].abs().total_cmp(&x[*a].abs()).then(a.cmp(b)));
@@ -71,7 +71,7 @@ fn a_threshold_keeps_what_reaches_it_and_a_sample_about_the_amount() {
     let found = send(&mut *parse("sampled:0.01").unwrap(), &x, 0);
     let kept = found.iter().filter(|f| **f != 0.0).count();
     assert!((1500..=3900).contains(&kept), "{kept}");
-    // No more than 1.3 times the amount, also where the sample sees nothing.
+    // At most 1.3 times the amount is kept, even if all large elements are outside the sample.
     let mut hidden = vec![0.0; 10_100];
     hidden.iter_mut().enumerate().filter(|(i, _)| i % 101 == 50).for_each(|(_, x)| *x = 1.0);
     let found = send(&mut *parse("sampled:10").unwrap(), &hidden, 0);
@@ -113,7 +113,8 @@ fn masks_are_the_same_on_all_ranks_and_values_can_be_summed() {
 
 #[test]
 fn a_selection_over_a_selection_sends_few_bytes() {
-    // CocktailSGD's setting on a shard: 26112 masked, 5120 kept, in four bits with two bytes for 128.
+    // CocktailSGD's setting on a shard: 26112 elements in the mask, 5120 of them kept, in four bits with two
+    // bytes for each 128.
     let top =
         Sparse::new(Select::Largest(Amount::millionths(200_000).multiple_of(128)), Int4::new(128).unwrap());
     let mask = Mask { pattern: Pattern::Rolling, stride: 10, multiple: 128 };

@@ -1,5 +1,5 @@
-//! The bytes themselves. The snapshots were computed from WIRE.md by an independent program (Python's `struct`
-//! and `zlib`); a change of one is a change of the wire format.
+//! Snapshots of the bytes, computed from WIRE.md by an independent program (Python's `struct` and `zlib`). If a
+//! snapshot changes, the wire format has changed.
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
 use farflung_compress::link::{AqSgd, LinkCodec, MemoryStore};
@@ -14,14 +14,15 @@ const Y: [f32; 20] = [0., 0., 0., -2., 0., 0., 0., 0., 0., 0., 0., 1.5, 0.25, 0.
 
 const Z: [f32; 20] = [-1., 0., 0., -2., 0., 0., 0., 0., 0., 0., 0., 1.5, 0.25, 0., 0., 0., 0., 0., 0., 0.];
 
-/// 1 to 20, so that each element is known by its value.
+/// The numbers 1 to 20, so that each value identifies its element.
 const W: [f32; 20] =
     [1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15., 16., 17., 18., 19., 20.];
 
-/// More than the largest number apart.
+/// Values whose differences exceed the largest number.
 const SPREAD: [f32; 8] = [f32::MAX, -f32::MAX / 3., 1., f32::MAX / 2., -1e38, 0., 3e38, 2e38];
 
-/// Of a codebook's values the layout is the specification's, the choice is an encoder's.
+/// Codec, input and payload in hex. The specification fixes the layout of a codebook, but each encoder chooses
+/// its values.
 const SNAPSHOTS: &[(&str, &[f32], &str)] = &[
     (
         "none",
@@ -94,7 +95,7 @@ const SNAPSHOTS: &[(&str, &[f32], &str)] = &[
         &X,
         "6666637a01120000050000000000000018000000000000003f994a3e02010000000080beffffdfbfffff9f3fffff3f3fdb0f4940",
     ),
-    // Its scale is corrected, and the factor is that of the corrected one.
+    // The scale would overflow and is reduced; the factor follows from the reduced scale.
     (
         "uint8:4",
         &SPREAD,
@@ -122,7 +123,7 @@ const SNAPSHOTS: &[(&str, &[f32], &str)] = &[
     ),
 ];
 
-/// Longer ones, of 300 elements: their length and their checksum.
+/// Payloads of 300 elements: their length and their checksum.
 const LONG: &[(&str, usize, [u8; 4])] = &[
     ("int8", 336, [0x02, 0x8e, 0x7f, 0x54]),
     ("int4:300", 184, [0x8a, 0xcc, 0xdb, 0x6f]),
@@ -196,7 +197,7 @@ fn snapshots_of_every_coding_of_indices() {
     }
 }
 
-/// Not for feedback, as the others are.
+/// An unbiased mask has no snapshot with feedback, as the others have.
 #[test]
 fn snapshot_of_an_unbiased_mask() {
     let bytes = "6666637a0111000014000000000000004000000000000000736e783202010000030000000700000000000000000000000000000000000000f4ce97ccddfc3bfa0000c040000090410000c0410000f041000034420000404200006442";
@@ -210,14 +211,14 @@ fn snapshots_of_a_link() {
     link.encode(&[7], &X, RoundKey::default(), &mut payload).unwrap();
     let in_full = "6666637a0118000005000000000000001a0000000000000017f4daaf0100000005000000000000000000003c00c00038484210000008";
     assert_eq!(hex(payload.as_bytes()), in_full);
-    // A quarter more of the sample that is held, and another one in full.
+    // The sample with a copy grows by a quarter; the other one is sent in full.
     let both: Vec<f32> = X.iter().map(|x| x * 1.25).chain(X).collect();
     link.encode(&[7, 9], &both, RoundKey::default(), &mut payload).unwrap();
     let change = "6666637a011800000a000000000000002500000000000000c00c16270200000005000000121e56ef000000000000003c00c00038484210000008cb3b0028af147f";
     assert_eq!(hex(payload.as_bytes()), change);
 }
 
-/// Packed by hand, as literals only: how an encoder packs is its own matter.
+/// Packed by hand, using only literals, since the output of a packer's library may change.
 #[test]
 #[cfg(all(feature = "lz4", feature = "zstd"))]
 fn packed_bodies_are_read() {
@@ -250,7 +251,7 @@ fn every_field_of_the_header_is_checked() {
     assert_eq!(refused(&|b| b.truncate(37)), CompressError::FrameLength { wanted: 38, found: 37 });
     let endless = refused(&|b| b[16..24].fill(0xff));
     assert_eq!(endless, CompressError::FrameLength { wanted: u64::MAX, found: 38 });
-    // The codec, the count, the checksum and each bit of the body are under the checksum.
+    // A change of the codec, the count, the checksum or the body does not match the checksum.
     for at in [5, 8, 15].into_iter().chain(24..good.len()) {
         let error = refused(&|b| b[at] ^= 0x10);
         assert!(matches!(error, CompressError::Checksum { .. }), "{at}: {error}");
@@ -272,7 +273,7 @@ fn a_decoder_refuses_what_is_not_its_own_and_names_both() {
     assert_eq!(error, CompressError::WrongCodec { wanted: CodecId::F16, found: CodecId(0) });
 }
 
-/// `bytes` with another body byte and a checksum that fits.
+/// Overwrites bytes of a payload and makes its checksum fit.
 fn forge(mut bytes: Vec<u8>, at: usize, with: &[u8]) -> Vec<u8> {
     bytes[at..at + with.len()].copy_from_slice(with);
     let mut crc = crc32fast::Hasher::new();
@@ -306,7 +307,7 @@ fn values_that_no_encoder_writes_are_refused() {
     assert_eq!(error, CompressError::Parameter { codec: CodecId::INT, wanted: 4, found: 8 });
     let error = decode("int8", &forge(int8.clone(), 28, &[5]), 5).unwrap_err();
     assert_eq!(error, CompressError::BodyLength { codec: CodecId::INT, count: 5, wanted: 11, found: 13 });
-    // The second block: a scale of two bytes, and one code.
+    // The second block has a scale of two bytes and one code.
     for scale in [0x7f80_u16, 0xbf80, 0x8000, 0x7f7f, 0x0080] {
         let error = decode("int8", &forge(int8.clone(), 28 + 10, &scale.to_le_bytes()), 5).unwrap_err();
         let found = f32::from_bits(u32::from(scale) << 16);
@@ -318,7 +319,7 @@ fn values_that_no_encoder_writes_are_refused() {
     assert_eq!(error, CompressError::Code { index: 2, code: 0x80 });
     let error = decode("int8", &forge(int8, 28 + 10, &[0; 2]), 5).unwrap_err();
     assert_eq!(error, CompressError::Code { index: 4, code: 0x7f }, "a code under scale 0");
-    // Four codes of four bits, and one: half a byte is left.
+    // Blocks of four codes and of one code of four bits: half a byte is padding.
     let error = decode("int4", &forge(encode("int4:4", &X), 28 + 10, &[0x17]), 5).unwrap_err();
     assert_eq!(error, CompressError::Padding { block: 1 });
     let error = decode("uint4", &forge(encode("uint4:3", &X), 28 + 4, &[0, 0, 0x80, 0x7f]), 5).unwrap_err();

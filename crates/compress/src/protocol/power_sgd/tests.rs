@@ -1,4 +1,5 @@
-//! Against the method as it is written down, and what is refused.
+//! Compares `PowerSgd` with a plain implementation of the paper's algorithm, and tests which values are
+//! rejected.
 
 use super::*;
 use crate::{MatrixShape, ProtocolSpec};
@@ -9,7 +10,7 @@ fn normal(n: usize, stream: u64) -> Vec<f32> {
     x
 }
 
-/// One round of ranks that average exactly.
+/// Runs one round of all ranks with exact averages. Returns the mean.
 fn round(ranks: &mut [PowerSgd], x: &[Vec<f32>]) -> Vec<f32> {
     ranks.iter_mut().zip(x).for_each(|(rank, x)| rank.begin(x).unwrap());
     for len in ranks[0].exchanges() {
@@ -29,14 +30,14 @@ fn round(ranks: &mut [PowerSgd], x: &[Vec<f32>]) -> Vec<f32> {
     out
 }
 
-/// The rest of a round of one rank: its values are the means.
+/// Runs the rest of a round of one rank, whose own values are taken as the means.
 fn pass(method: &mut PowerSgd) {
     while let Some(values) = method.outgoing().map(<[f32]>::to_vec) {
         method.incoming(&values).unwrap();
     }
 }
 
-/// Alg. 1 as it is written down: the residual is made at the end of each round.
+/// Algorithm 1 of the paper, which computes the residual at the end of each round.
 #[derive(Clone)]
 struct Eager {
     e: Vec<f32>,
@@ -83,7 +84,7 @@ fn a_late_residual_is_the_early_one_to_the_bit() {
         };
         for stream in 10..16 {
             let before = eager.clone();
-            // Two rounds that are taken back, one of them not to its end.
+            // Rolls back two rounds, one of them in the middle.
             step(&mut method, &mut eager, stream + 100);
             step(&mut method, &mut eager, stream + 200);
             assert_eq!(method.save("", &mut StateMap::new()), Err(CompressError::Uncommitted));
@@ -93,7 +94,7 @@ fn a_late_residual_is_the_early_one_to_the_bit() {
             assert!(method.outgoing().is_none());
             eager = before;
             assert_eq!(bits(&method.residual()), bits(&eager.e));
-            // A commit in the middle of the next one changes nothing of it.
+            // A commit in the middle of a round must not change that round.
             step(&mut method, &mut eager, stream);
             let x = normal(rows * columns, stream + 300);
             method.begin(&x).unwrap();
@@ -103,7 +104,7 @@ fn a_late_residual_is_the_early_one_to_the_bit() {
             method.end(&mut out).unwrap();
             assert_eq!(bits(&out), bits(&eager.round(&x, rows, columns)));
             method.commit();
-            // What is saved now is the residual, and whoever loads it goes on as if nothing had been.
+            // The saved state has the residual, and a protocol that loads it continues with the same bits.
             let mut map = StateMap::new();
             method.save("a.", &mut map).unwrap();
             assert_eq!(map["a.residual"], StateValue::F32(Cow::Borrowed(&eager.e)));
@@ -127,7 +128,7 @@ fn a_late_residual_is_the_early_one_to_the_bit() {
     }
 }
 
-/// One rank must not go on where another cannot.
+/// If one rank rejects a round, all ranks must.
 #[test]
 fn what_could_overflow_is_refused_by_all_ranks_alike() {
     let edge = f32::from_bits(TOO_LARGE.cast_unsigned());
@@ -180,7 +181,7 @@ fn feedback_brings_the_rest_and_a_rollback_nothing() {
         sum.iter_mut().zip(round(&mut ranks, &x)).for_each(|(s, o)| *s += f64::from(o));
         ranks.iter_mut().for_each(PowerSgd::commit);
     }
-    // The mean of what came out is the mean of what went in, but for the last residuals.
+    // The mean of all outputs is the mean of all inputs minus the mean of the last residuals.
     let residuals = [ranks[0].residual(), ranks[1].residual()];
     for i in 0..sum.len() {
         let given = 60.0 * f64::from(x[0][i] + x[1][i]) / 2.0;
@@ -196,7 +197,7 @@ fn feedback_brings_the_rest_and_a_rollback_nothing() {
     assert_eq!(twin.end(&mut [0.0; 192]), Err(CompressError::Exchange));
     assert_eq!(twin.incoming(&[0.0; 24]), Err(CompressError::Exchange));
     assert!(PowerSgd::new(16, 12, 13, 1).is_err());
-    // A mean that is not finite is refused, and nothing is remembered of it.
+    // A mean that is not finite is rejected, and leaves no trace in the state.
     let mut huge = PowerSgd::new(4, 4, 2, 1).unwrap();
     huge.begin(&[8e37; 16]).unwrap();
     huge.incoming(&[f32::INFINITY; 8]).unwrap();
@@ -206,7 +207,7 @@ fn feedback_brings_the_rest_and_a_rollback_nothing() {
     let error = huge.begin(&[&[1.0; 9][..], &[f32::NAN; 7]].concat());
     assert!(matches!(error, Err(CompressError::NonFinite { index: 9, .. })));
     assert!(huge.outgoing().is_none());
-    // Nothing at all has no direction.
+    // A matrix of zeros has no direction; its mean is zero.
     assert_eq!(round(&mut [PowerSgd::new(4, 4, 2, 1).unwrap()], &[vec![0.0; 16]]), [0.0; 16]);
 }
 
@@ -219,7 +220,7 @@ fn names_build_what_gains() {
     );
     let sizes = |rows, columns| Some(spec.build(MatrixShape { rows, columns }, 1)?.exchanges());
     assert_eq!(sizes(100, 10), Some(vec![400, 40]));
-    // As many values as the matrix has, and a matrix of a lower rank.
+    // No protocol is built if the factors have as many values as the matrix, or the rank exceeds the matrix's.
     assert_eq!((sizes(8, 8), sizes(3, 1000)), (None, None));
     for (name, wanted) in
         [("powersgd:0", "whole number"), ("powersgd", "whole number"), ("power:1", "unknown")]

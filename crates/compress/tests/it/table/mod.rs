@@ -1,6 +1,6 @@
-//! The codecs over which laws are held.
+//! The table of codecs over which the laws are checked.
 
-/// Every method, with blocks that are small, odd, and larger than the vectors.
+/// Every method, with block sizes that are small, odd, and larger than the vectors.
 pub(crate) const CODECS: [&str; 54] = [
     "none",
     "f16",
