@@ -22,7 +22,7 @@ const DECIDED: u32 = u32::MAX;
 impl Communicator {
     /// Returns a new communicator of the surviving ranks, with new rank numbers. Frames of this communicator
     /// are dropped from now on. Every survivor must call it after a collective has failed.
-    /// not answer within the deadline, until all say the same. Whoever sees that tells the decision to all, and
+    ///
     /// The ranks vote in rounds. Each sends the set of ranks that it considers lost, which begins with the one
     /// named by its failure. It adds the ranks in the sets of others, and those that do not answer within the
     /// deadline, until all sets are equal. A rank that sees equal sets sends the decision to all; a rank that
