@@ -164,7 +164,7 @@ fn ways<'a>(
             let mut windows = vec![PACED, PACED.max(AHEAD / n)];
             windows.dedup();
             if chunks <= PACED {
-                // Either window holds all chunks.
+                // Both windows hold all chunks, so they would give the same program.
                 windows.truncate(1);
             }
             let paced = |window| way(move |rank| pipelined_ring(rank, n, chunks).with_window(window));
@@ -240,7 +240,7 @@ pub fn regions(topology: &Topology) -> Vec<Vec<Rank>> {
     (0..n).map(members).filter(|group: &Vec<Rank>| !group.is_empty()).collect()
 }
 
-/// The least and the greatest of some figures.
+/// The least and the greatest of a set of figures.
 #[derive(Debug, Clone, Copy)]
 struct Spread {
     least: u128,

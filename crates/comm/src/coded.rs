@@ -68,7 +68,7 @@ pub trait CodedValues: Send {
     /// Appends the values `range` without the codec: f32, little-endian.
     ///
     /// # Errors
-    /// As [`Self::encode`].
+    /// The same as for [`Self::encode`].
     fn encode_plain(&mut self, range: Range<usize>, out: &mut Vec<u8>) -> Result<(), CoderError>;
 
     /// Reads the bytes of a peer's [`Self::encode_plain`] for the values `range`. [`Merge::Copy`] replaces the
@@ -81,7 +81,7 @@ pub trait CodedValues: Send {
     /// Divides the values `range` by `by`.
     ///
     /// # Errors
-    /// As [`Self::encode`].
+    /// The same as for [`Self::encode`].
     fn divide(&mut self, range: Range<usize>, by: usize) -> Result<(), CoderError>;
 }
 

@@ -200,7 +200,7 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Listed<T> {
 mod tests {
     use super::*;
 
-    /// One of each, with its bytes.
+    /// Returns one message of each variant, with its encoding in hexadecimal.
     fn all() -> Vec<(Control<'static>, &'static str)> {
         vec![
             (

@@ -84,14 +84,14 @@ mod tests {
         let mut counts = Counts::default();
         counts.add(tag(Channel::User, 1));
         (0..COUNTED as u32).for_each(|number| *counts.add(tag(Channel::Collective, number)) = 2);
-        // One that is there already takes no place from another, nor from itself.
+        // A tag that has a count already needs no room.
         assert_eq!(counts.forget_for(tag(Channel::User, 1)), None);
         assert_eq!(*counts.add(tag(Channel::User, 1)), 2);
-        // A collective makes room for the next.
+        // A tag of a new collective replaces that of an old one.
         let next = tag(Channel::Collective, COUNTED as u32);
         assert_eq!(counts.forget_for(next), Some(Credit { tag: tag(Channel::Collective, 0), frames: 2 }));
         counts.add(next);
-        // A message's tag that is forgotten gives its sender credit for all frames taken.
+        // Before the tag of a message is removed, its sender gets credit for all frames taken.
         let told: Vec<Credit> = counts.taken(tag(Channel::User, 9)).collect();
         assert_eq!(told, [Credit { tag: tag(Channel::User, 1), frames: 2 }]);
         assert_eq!(counts.0.len(), COUNTED + 1);

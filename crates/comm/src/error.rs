@@ -14,7 +14,7 @@ pub enum DownReason {
     /// It closed its endpoint properly.
     #[error("it left")]
     Left,
-    /// The connection broke.
+    /// The connection broke, with an error of this kind.
     #[error("the connection broke: {0}")]
     Broken(io::ErrorKind),
     /// The connection ended without a goodbye.
@@ -23,7 +23,7 @@ pub enum DownReason {
     /// It sent bytes that are not valid in our protocol; the connection was closed.
     #[error("it broke the protocol: {0}")]
     Protocol(WireError),
-    /// A fault rule of the simulated network crashed it.
+    /// A fault of the simulated network ended it.
     #[error("it crashed")]
     Crashed,
     /// Its encrypted session is broken; the connection was closed.
@@ -202,7 +202,7 @@ pub enum CommError {
     PeerDown {
         /// Operation that needed the peer.
         op: &'static str,
-        /// The peer.
+        /// The peer that is gone.
         peer: PeerId,
         /// Why it is gone.
         reason: DownReason,
@@ -272,7 +272,7 @@ pub enum CommError {
     /// The all-reduce algorithm has no coded form.
     #[error("`{algorithm}` has no form that travels through a codec; {} have", coded_names())]
     NoCodedForm {
-        /// The algorithm.
+        /// The requested algorithm.
         algorithm: farflung_base::Algorithm,
     },
     /// The reduction is not defined for the element type.
@@ -280,9 +280,9 @@ pub enum CommError {
     Unsupported {
         /// Function that was called.
         op: &'static str,
-        /// The reduction.
+        /// Name of the reduction.
         reduction: &'static str,
-        /// The element type.
+        /// Name of the element type.
         element: &'static str,
     },
     /// A [`UserOp`](crate::UserOp) panicked.
@@ -303,7 +303,7 @@ pub enum CommError {
         /// Greatest length in bytes.
         max: usize,
     },
-    /// A coder failed.
+    /// A [`Coder`](crate::Coder) failed to encode or decode.
     #[error("{op}: the coder failed: {source}")]
     Coder {
         /// Operation that failed.
@@ -400,7 +400,7 @@ pub enum CommError {
          `--transport auto` shares memory where that is possible, and takes sockets elsewhere"
     )]
     Apart {
-        /// The peer.
+        /// The peer that does not share memory.
         peer: PeerId,
     },
     /// An encrypted connection could not be made.

@@ -242,7 +242,7 @@ impl Driver for QuicDriver {
                 })
                 .collect();
             for leaving in leaving {
-                // Each has a time limit.
+                // Does not wait forever: each task has a time limit.
                 let _ = leaving.await;
             }
             let _ = tokio::time::timeout(CLOSING, endpoint.close()).await;

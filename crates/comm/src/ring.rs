@@ -10,7 +10,7 @@ use farflung_base::Rank;
 
 use crate::steps::{Merge, Program, Step};
 
-/// All-reduce: [`ring_reduce_scatter`], then [`ring_all_gather`].
+/// Returns an all-reduce: [`ring_reduce_scatter`], then [`ring_all_gather`].
 #[must_use]
 pub fn ring(rank: Rank, size: usize) -> Program {
     let members = everyone(size);

@@ -32,9 +32,9 @@ impl Merge {
 /// The side of a coded reduction that encodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Phase {
-    /// A rank's own values, or a sum that is not complete yet.
+    /// Encodes a rank's own values, or a sum that is not complete yet.
     Worker,
-    /// The reduced values of a block: the complete sum, or a part of it that no other rank adds to.
+    /// Encodes the reduced values of a block: the complete sum, or a part of it that no other rank adds to.
     Server,
 }
 

@@ -41,8 +41,9 @@ impl std::fmt::Debug for CodedBuffer<'_> {
 /// | `direct` | [`coded_exchange`]: a scatter-gather with equal shards |
 /// | `butterfly` | [`coded_exchange_of`]: scatter-gather, shards weighted by access links, perhaps in chunks |
 /// | `hierarchical` | [`two_level`]: plain inside a region, coded between regions |
-/// | `ring` | [`coded_ring`]: encoded anew at each hop |
-/// | `all-gather` | [`coded_all_gather`]: every rank's encoded buffer goes to all, which add them up |
+/// | `ring` | [`coded_ring`]: partial sums are encoded again at each hop |
+/// | `all-gather` | [`coded_all_gather`]: every rank sends its encoded buffer to all, and each rank adds them
+/// up |
 /// | `auto` | the cheapest except the ring, which loses values at each hop; ties go to the one named first |
 pub trait CodedAllReduce: Sized {
     /// Returns the algorithm to use: itself, or for `Auto` the cheapest; never `Auto`.
@@ -54,19 +55,19 @@ pub trait CodedAllReduce: Sized {
     /// Returns one rank's program.
     ///
     /// # Errors
-    /// As [`CodedAllReduce::resolve_coded`].
+    /// The same as for [`CodedAllReduce::resolve_coded`].
     fn coded_program(self, rank: Rank, buffer: &CodedBuffer<'_>) -> Result<Program, CommError>;
 
     /// Returns all ranks' programs.
     ///
     /// # Errors
-    /// As [`CodedAllReduce::resolve_coded`].
+    /// The same as for [`CodedAllReduce::resolve_coded`].
     fn coded_programs(self, buffer: &CodedBuffer<'_>) -> Result<Vec<Program>, CommError>;
 
     /// Returns the time from a common start until the last rank is done, with the codec's largest payloads.
     ///
     /// # Errors
-    /// As [`CodedAllReduce::resolve_coded`].
+    /// The same as for [`CodedAllReduce::resolve_coded`].
     fn coded_cost(self, buffer: &CodedBuffer<'_>) -> Result<Nanos, CommError>;
 }
 

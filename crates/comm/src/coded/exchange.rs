@@ -9,8 +9,8 @@ use crate::steps::{Code, CodedMessage, Coding, Merge, Phase, Program, Step};
 /// rank. It decodes and adds up all parts of its own block in rank order, its own part encoded and decoded too;
 /// then it encodes the result and sends it to all.
 ///
-/// Blocks are the ranks' [shards](crate::Communicator::shard_of). Each rank sends `2 (n - 1)` messages of an
-/// `n`th of the buffer.
+/// Blocks are the ranks' [shards](crate::Communicator::shard_of). Each rank sends `2 (n - 1)` messages, each
+/// the encoding of `1/n` of the buffer.
 #[must_use]
 pub fn coded_exchange(rank: Rank, size: usize) -> Program {
     exchange(rank, &vec![true; size], 1)

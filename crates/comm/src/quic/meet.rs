@@ -37,7 +37,7 @@ type Connections = Vec<Option<Connection>>;
 /// Checks settings; returns an error if they are wrong, or if ranks could not meet with them.
 ///
 /// # Errors
-/// As [`join`](super::join).
+/// The same as for [`join`](super::join).
 pub(super) fn check(config: &Config) -> Result<(), CommError> {
     config.pace.check()?;
     let argument = |what, got, want| Err(CommError::Argument { op: "rendezvous", what, got, want });

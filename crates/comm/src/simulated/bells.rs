@@ -28,7 +28,7 @@ struct Ring {
     told: bool,
 }
 
-/// The bells of all ranks.
+/// The states of all ranks' sleep, and the ranks that are still to be notified.
 #[derive(Debug)]
 pub(super) struct Bells {
     bells: Vec<Bell>,

@@ -30,9 +30,9 @@ pub(super) struct Key {
 pub(super) enum Kind {
     Crash,
     Depart,
-    /// Leaves over the line of a region.
+    /// A frame leaves over the shared line of a region.
     Cross,
-    /// Comes in over the line of a region.
+    /// A frame comes in over the shared line of a region.
     Enter,
     Land,
     Arrive,
@@ -50,9 +50,9 @@ pub(super) struct Lane {
 /// The part of a rank that an event concerns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum What {
-    /// Its uplink: departures.
+    /// The rank's uplink: departures of frames.
     Up,
-    /// Its downlink: landings.
+    /// The rank's downlink: landings of frames.
     Down,
     /// The rank itself: arrivals and its crash.
     Itself,

@@ -26,7 +26,7 @@ use crate::until::Until;
 use crate::wire::{self, Message, Parsed};
 use crate::{CommError, FRAME_BYTES, Transport as _};
 
-/// Time between two checks whether the gate is closed.
+/// Time between two checks whether the gate is closed, and between two attempts to connect.
 const LOOK: Duration = Duration::from_millis(100);
 /// Time limit for the connection to one member.
 const EACH: Duration = Duration::from_secs(10);
@@ -229,7 +229,7 @@ impl Gate {
     /// the same time do not learn of each other. `config` must be the one that this process joined with.
     ///
     /// # Errors
-    /// As [`Gate::ask_again`].
+    /// The same as for [`Gate::ask_again`].
     pub fn meet_others(&self, config: &GateConfig) -> Result<(), CommError> {
         let until = Until::after(config.deadline.min(EACH));
         let quick = GateConfig { deadline: config.deadline.min(EACH), ..config.clone() };
@@ -248,7 +248,7 @@ impl Gate {
     /// be the one that it joined with.
     ///
     /// # Errors
-    /// As [`Gate::ask`].
+    /// The same as for [`Gate::ask`].
     pub fn ask_again(&self, config: &GateConfig) -> Result<Asked, CommError> {
         let me = self.shared.tcp.me();
         let known: Vec<Connected> = lock(&self.shared.known).values().cloned().collect();

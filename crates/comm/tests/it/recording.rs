@@ -78,7 +78,7 @@ fn where_a_run_leaves_the_recording_is_told() {
     };
     assert_eq!((*after > 10, was.from, was.time), (true, 1, is.time), "{error}");
     assert!(error.to_string().contains("from peer 1 for collective 2"), "{error}");
-    // A run that ends early.
+    // A run that ends earlier than the recording.
     let calm = program(record(&topology, &Faults::new()), 0.0, 0);
     let error = calm.compare(&program(
         record(&topology, &Faults::new().at(Nanos::from_millis(5)).crash(PeerId(0))),

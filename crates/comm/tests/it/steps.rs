@@ -106,7 +106,7 @@ fn spread(n: usize) -> Topology {
     topology
 }
 
-/// The ranks in groups of at most `size`.
+/// Returns the ranks in groups of at most `size`.
 fn groups(n: usize, size: usize) -> Vec<Vec<Rank>> {
     let all: Vec<Rank> = (0..n as u32).map(Rank).collect();
     all.chunks(size).map(<[Rank]>::to_vec).collect()

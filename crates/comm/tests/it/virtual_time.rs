@@ -33,7 +33,7 @@ fn all_reduce_takes_its_closed_form_and_its_price() {
         (Algorithm::Hierarchical, 14.0, 1.75),
         (Algorithm::Direct, 2.0, 1.75),
         (Algorithm::Butterfly, 2.0, 1.75),
-        // 2 x 4: rings of 4, then of 2.
+        // On a grid of 2 x 4 ranks: rings of 4, then of 2.
         (Algorithm::Moshpit, 8.0, 1.5 + 1.0),
     ];
     let topology = uniform(8, "1gbit,10ms");
