@@ -42,8 +42,7 @@ impl std::fmt::Debug for CodedBuffer<'_> {
 /// | `butterfly` | [`coded_exchange_of`]: scatter-gather, shards weighted by access links, perhaps in chunks |
 /// | `hierarchical` | [`two_level`]: plain inside a region, coded between regions |
 /// | `ring` | [`coded_ring`]: partial sums are encoded again at each hop |
-/// | `all-gather` | [`coded_all_gather`]: every rank sends its encoded buffer to all, and each rank adds them
-/// up |
+/// | `all-gather` | [`coded_all_gather`]: each rank sends its encoded buffer to all, and adds up all buffers |
 /// | `auto` | the cheapest except the ring, which loses values at each hop; ties go to the one named first |
 pub trait CodedAllReduce: Sized {
     /// Returns the algorithm to use: itself, or for `Auto` the cheapest; never `Auto`.
