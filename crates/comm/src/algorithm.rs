@@ -1,4 +1,4 @@
-//! Which all-reduce: the algorithms by name, and the choice among them by what they cost on declared links.
+//! All-reduce algorithms: their programs by name, and the choice among them by cost on declared links.
 
 use std::sync::Arc;
 
@@ -14,36 +14,36 @@ use crate::ring::{bidirectional_ring, everyone, pipelined_ring, ring};
 use crate::steps::Program;
 use crate::tree::double_tree;
 
-/// A chunk that is smaller is not worth messages of its own.
+/// Smallest chunk in bytes; smaller ones do not pay for messages of their own.
 const LEAST_CHUNK: u64 = 16 * 1024;
 
-/// The most bytes of a block that goes round a pipelined ring at a time: a little less than a frame carries, so
-/// that with its header it goes in four segments over a loopback interface, which carries 65483 bytes in each,
-/// not in five.
+/// Greatest block of a pipelined ring in bytes. It is a little less than a frame: a block with its header then
+/// takes four segments of a loopback interface, which carries 65483 bytes in each, not five.
 const PASSED: usize = FRAME_BYTES - 512;
 
-/// Chunks under way at a time that keep what travels in cache, where links are so fast that this counts.
+/// Window of a ring in chunks that keeps the data under way in cache; this matters only on very fast links.
 const PACED: usize = 8;
 
-/// Frames that one rank of a pipelined ring may be ahead of the next, about: as many as that one may leave
-/// unread.
+/// Approximate number of frames that a rank of a pipelined ring may be ahead of the next one: as many as the
+/// next one may leave unread.
 const AHEAD: usize = 4 * WINDOW;
 
-/// More are not worth what it takes to price them.
+/// Greatest number of chunks; more would take too long to price.
 const MOST_CHUNKS: usize = 256;
 
-/// The step lists of an all-reduce algorithm, and the choice among algorithms by price.
+/// Programs of an all-reduce algorithm, and the choice among algorithms by price.
 pub trait AllReduce {
-    /// The algorithm that this means for a buffer of `bytes` on `topology`; never `Auto`.
+    /// Returns the algorithm to use for a buffer of `bytes` on `topology`: itself, or for `Auto` the cheapest;
+    /// never `Auto`.
     #[must_use]
     fn resolve(self, bytes: Bytes, topology: &Topology) -> Algorithm;
 
-    /// One rank's steps where all links are equal, in one chunk; `Auto` that was not resolved is the ring.
+    /// Returns one rank's program for equal links, in one chunk. `Auto` gives the ring.
     #[must_use]
     fn program(self, rank: Rank, size: usize) -> Program;
 
-    /// All ranks' steps for a buffer of `len` elements of `bytes` together, on `topology`: with its regions and
-    /// bandwidths, and in as many chunks as make it cheapest.
+    /// Returns all ranks' programs for a buffer of `len` elements and `bytes` bytes in all, with the regions
+    /// and bandwidths of `topology`, and in the cheapest number of chunks.
     #[must_use]
     fn programs(self, len: usize, bytes: Bytes, topology: &Topology) -> Vec<Program>
     where
@@ -52,7 +52,7 @@ pub trait AllReduce {
         self.programs_in(len, bytes, topology, None)
     }
 
-    /// [`AllReduce::programs`] with other regions than those that the links show, where there are any.
+    /// Returns [`AllReduce::programs`] with the given regions, or if `None` with those derived from the links.
     #[must_use]
     fn programs_in(
         self,
@@ -76,7 +76,7 @@ impl AllReduce for Algorithm {
 
     fn program(self, rank: Rank, size: usize) -> Program {
         match self {
-            // An all-gather is for what a codec packs.
+            // `AllGather` has only a coded form; uncoded values use the ring.
             Self::Ring | Self::AllGather | Self::Auto => ring(rank, size),
             Self::BidirectionalRing => bidirectional_ring(rank, size),
             Self::RecursiveDoubling => recursive_doubling(rank, size),
@@ -99,7 +99,8 @@ impl AllReduce for Algorithm {
     }
 }
 
-/// One rank's of [`AllReduce::programs`]; those of the others are made only where a price needs them.
+/// Returns one rank's program of [`AllReduce::programs`]. Those of other ranks are made only if needed for
+/// prices.
 pub(crate) fn program_on(
     rank: Rank,
     algorithm: Algorithm,
@@ -111,7 +112,7 @@ pub(crate) fn program_on(
     cheapest(algorithm.resolve(bytes, topology), len, bytes, topology, regions)(rank)
 }
 
-/// One way to run an algorithm: each rank's steps.
+/// One way to run an algorithm: the program of each rank.
 type Way<'a> = Box<dyn Fn(Rank) -> Program + 'a>;
 
 fn way<'a>(program: impl Fn(Rank) -> Program + 'a) -> Way<'a> {
@@ -126,7 +127,7 @@ fn price(way: &Way<'_>, bytes: Bytes, topology: &Topology) -> Nanos {
     cost(&all_ranks(way, topology), bytes, topology)
 }
 
-/// The cheapest way to run `algorithm`; of equally cheap ones the first. A single way is not priced.
+/// Returns the cheapest way to run `algorithm`, the first one on a tie. A single way is not priced.
 fn cheapest<'a>(
     algorithm: Algorithm,
     len: usize,
@@ -141,9 +142,9 @@ fn cheapest<'a>(
     ways.into_iter().min_by_key(|way| price(way, bytes, topology)).expect("every algorithm has a way")
 }
 
-/// In how many chunks `algorithm` may run, and with how many of them under way at a time.
+/// Returns the ways to run `algorithm`: numbers of chunks, and windows of how many run at a time.
 ///
-/// `given` are the regions, where they are not those that the links show.
+/// `given` are the regions; `None` for those derived from the links.
 fn ways<'a>(
     algorithm: Algorithm,
     len: usize,
@@ -163,7 +164,7 @@ fn ways<'a>(
             let mut windows = vec![PACED, PACED.max(AHEAD / n)];
             windows.dedup();
             if chunks <= PACED {
-                // Either window holds all chunks.
+                // Both windows hold all chunks, so they would give the same program.
                 windows.truncate(1);
             }
             let paced = |window| way(move |rank| pipelined_ring(rank, n, chunks).with_window(window));
@@ -196,8 +197,8 @@ fn ways<'a>(
     }
 }
 
-/// The [`shares`] of `len` elements by the access links of a topology; of a line that a region shares each rank
-/// has a part.
+/// Returns the [`shares`] of `len` elements by the ranks' access links. A line shared by a region counts as
+/// divided equally among its ranks.
 pub(crate) fn shares_on(len: usize, topology: &Topology) -> Vec<usize> {
     let ranks = || (0..topology.size() as u32).map(Rank);
     let slower = |rank: Rank| {
@@ -213,12 +214,12 @@ pub(crate) fn shares_on(len: usize, topology: &Topology) -> Vec<usize> {
     shares(len, &bandwidths, 0)
 }
 
-/// The ranks in groups that are near each other, by latency and by bandwidth.
+/// Groups the ranks into regions of ranks that are near each other, by latency and bandwidth.
 ///
-/// A pair is near if its latency is less than the geometric mean of the least and the greatest, where the
-/// greatest is at least four times the least; and if what it has [between](Topology::between) it, access links
-/// apart, is more than the geometric mean of the least and the greatest, where these are four times apart.
-/// Ranks are in one region if there is a way between them by near pairs.
+/// A pair is near if both conditions hold. Latency: less than the geometric mean of the least and greatest
+/// latency; applies only if the greatest is at least four times the least. Bandwidth
+/// [between](Topology::between) the two, without their access links: more than the geometric mean of the least
+/// and greatest; applies under the same rule. Ranks are in one region if a chain of near pairs connects them.
 #[must_use]
 pub fn regions(topology: &Topology) -> Vec<Vec<Rank>> {
     let n = topology.size();
@@ -239,7 +240,7 @@ pub fn regions(topology: &Topology) -> Vec<Vec<Rank>> {
     (0..n).map(members).filter(|group: &Vec<Rank>| !group.is_empty()).collect()
 }
 
-/// The least and the greatest of some figures.
+/// The least and the greatest of a set of figures.
 #[derive(Debug, Clone, Copy)]
 struct Spread {
     least: u128,
@@ -252,17 +253,17 @@ impl Spread {
         Self { least, greatest: figures.max().unwrap_or(0).into() }
     }
 
-    /// Whether they are so far apart that a figure is one of the low or one of the high.
+    /// Returns whether the figures differ enough (by a factor of 4) to be divided into low and high ones.
     const fn divides(self) -> bool {
         self.greatest > 0 && self.greatest >= 4 * self.least
     }
 
-    /// Below the geometric mean; all are, where they are not far apart.
+    /// Returns whether a figure is below the geometric mean; true for all figures if they are not divided.
     fn is_low(self, figure: u64) -> bool {
         !self.divides() || u128::from(figure).pow(2) < self.least.max(1) * self.greatest
     }
 
-    /// Above the geometric mean; all are, where they are not far apart.
+    /// Returns whether a figure is above the geometric mean; true for all figures if they are not divided.
     fn is_high(self, figure: u64) -> bool {
         !self.divides() || u128::from(figure).pow(2) > self.least.max(1) * self.greatest
     }

@@ -1,11 +1,11 @@
-//! All-to-all: block `j` of a rank's first half goes to rank `j`, and what rank `j` sends here ends as block
-//! `j` of the second half.
+//! All-to-all: block `j` of a rank's first half is sent to rank `j`; the block received from rank `j` becomes
+//! block `j` of the second half.
 
 use farflung_base::Rank;
 
 use crate::steps::{Merge, Program, Step};
 
-/// All at once: one latency. `2 size` blocks.
+/// Returns an all-to-all that sends all blocks at once: one latency. `2 size` blocks.
 #[must_use]
 pub fn direct_all_to_all(rank: Rank, size: usize) -> Program {
     let steps = pairwise_all_to_all(rank, size).lanes.swap_remove(0);
@@ -17,8 +17,9 @@ pub fn direct_all_to_all(rank: Rank, size: usize) -> Program {
     Program::new(2 * size, vec![all])
 }
 
-/// In `n - 1` rounds, each with one rank to send to and one to receive from, so that no one is overrun: `n - 1`
-/// latencies and `(n-1)/n` buffers. `2 size` blocks; the own one goes round by itself.
+/// Returns an all-to-all in `n - 1` rounds; in each, a rank sends to one rank and receives from one rank, so no
+/// rank is overloaded. `n - 1` latencies and `(n-1)/n` buffers. `2 size` blocks; a first step copies the rank's
+/// own block.
 #[must_use]
 pub fn pairwise_all_to_all(rank: Rank, size: usize) -> Program {
     let me = rank.index();
@@ -33,13 +34,13 @@ pub fn pairwise_all_to_all(rank: Rank, size: usize) -> Program {
     Program::new(2 * size, (0..size).map(round).collect())
 }
 
-/// In `ceil(lg n)` rounds with about half of the buffer each: for blocks so small that latency is all. `2 size`
-/// blocks.
+/// Returns an all-to-all in `ceil(lg n)` rounds that each send about half of the buffer: for blocks so small
+/// that only latency matters. `2 size` blocks.
 ///
-/// In round `k` everything whose way to its destination has bit `k` set goes `2^k` ranks further. What has `i`
-/// ranks to go lies in block `me + i`, so that nothing is moved before; the last step turns the order round.
-/// Source: Bruck et al. 1997, "Efficient algorithms for all-to-all communications in multiport message-passing
-/// systems".
+/// In round `k`, each block whose distance to its destination has bit `k` set is sent `2^k` ranks on. A block
+/// with distance `i` is kept in slot `me + i`, so no rotation is needed at the start; the last step puts the
+/// blocks in order. Source: Bruck et al. 1997, "Efficient algorithms for all-to-all communications in multiport
+/// message-passing systems".
 #[must_use]
 pub fn bruck_all_to_all(rank: Rank, size: usize) -> Program {
     let me = rank.index();
@@ -57,7 +58,7 @@ pub fn bruck_all_to_all(rank: Rank, size: usize) -> Program {
         });
         reach *= 2;
     }
-    // What lies in slot `i` now came from the rank `i` before.
+    // Slot `me + i` now holds the block of rank `me - i`.
     let source = |i: usize| size + (me + size - i) % size..size + (me + size - i) % size + 1;
     steps.push(Step {
         sends: (0..size).map(|i| (rank, slot(i))).collect(),

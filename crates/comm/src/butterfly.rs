@@ -1,28 +1,28 @@
-//! Direct scatter-gather: every rank reduces a share of the buffer for all others. Shares may be weighted, so
-//! that slow links carry less.
+//! Direct scatter-gather: each rank reduces one share of the buffer for all ranks. Shares may be weighted, so
+//! that ranks on slow links send and receive less.
 
 use farflung_base::{Bandwidth, Rank};
 
 use crate::steps::{Merge, Program, Step};
 
-/// All-reduce in two latencies and `2 (n-1)/n` buffers: everyone sends each other rank its block, reduces its
-/// own in the order of ranks, and sends the result to everyone. In `chunks` chunks, of which one is scattered
-/// while another is gathered.
+/// Returns the all-reduce in which each rank sends every other rank's block to that rank, reduces its own block
+/// in rank order, and sends the result to all. Takes two latencies; each rank sends `2 (n-1)/n` buffers. The
+/// work is cut into `chunks` chunks: while one is scattered, another is gathered.
 #[must_use]
 pub fn direct(rank: Rank, size: usize, chunks: usize) -> Program {
     butterfly_lanes(rank, &vec![true; size], chunks)
 }
 
-/// [`direct`] with shares of `counts` elements; a rank with none reduces nothing.
+/// Returns [`direct`] with shares of `counts[r]` elements; a rank whose count is 0 reduces nothing.
 ///
-/// Source: Ryabinin et al. 2021, as in hivemind's averaging. Shares: [`shares`].
+/// Source: Ryabinin et al. 2021, and hivemind's averaging. [`shares`] computes the counts.
 #[must_use]
 pub fn butterfly(rank: Rank, counts: &[usize], chunks: usize) -> Program {
     let owns: Vec<bool> = counts.iter().map(|&count| count > 0).collect();
     butterfly_lanes(rank, &owns, chunks).with_counts(&in_chunks(counts, chunks))
 }
 
-/// Each share in `chunks` nearly equal blocks.
+/// Cuts each share into `chunks` nearly equal blocks.
 pub(crate) fn in_chunks(counts: &[usize], chunks: usize) -> Vec<usize> {
     let cut = |&count: &usize| (0..chunks).map(move |c| count * (c + 1) / chunks - count * c / chunks);
     counts.iter().flat_map(cut).collect()
@@ -30,7 +30,7 @@ pub(crate) fn in_chunks(counts: &[usize], chunks: usize) -> Vec<usize> {
 
 fn butterfly_lanes(rank: Rank, owns: &[bool], chunks: usize) -> Program {
     let (n, me) = (owns.len(), rank.index());
-    // Everyone starts with its neighbour, so that no one is the first target of all.
+    // Each rank starts with its next neighbour, so that not all send to the same rank first.
     let after = |owners: bool| (1..n).map(move |i| (me + i) % n).filter(move |&r| !owners || owns[r]);
     let before = |owners: bool| (1..n).map(move |i| (me + n - i) % n).filter(move |&r| !owners || owns[r]);
     let lanes = (0..chunks)
@@ -51,7 +51,8 @@ fn butterfly_lanes(rank: Rank, owns: &[bool], chunks: usize) -> Program {
     Program::side_by_side(n * chunks, lanes)
 }
 
-/// Reduce-scatter in one latency: block `r` of `size` ends reduced at rank `r`; the other blocks are kept.
+/// Returns a reduce-scatter in one latency: rank `r` ends with block `r` of `size` reduced; its other blocks
+/// are unchanged.
 #[must_use]
 pub fn direct_reduce_scatter(rank: Rank, size: usize) -> Program {
     let mut program = direct(rank, size, 1);
@@ -59,7 +60,7 @@ pub fn direct_reduce_scatter(rank: Rank, size: usize) -> Program {
     program
 }
 
-/// All-gather in one latency: rank `r` holds block `r` beforehand.
+/// Returns an all-gather in one latency: before it, rank `r` holds block `r`.
 #[must_use]
 pub fn direct_all_gather(rank: Rank, size: usize) -> Program {
     let mut program = direct(rank, size, 1);
@@ -68,7 +69,7 @@ pub fn direct_all_gather(rank: Rank, size: usize) -> Program {
     program
 }
 
-/// Everyone's block to the root, in one latency.
+/// Returns a gather in one latency: each rank sends its block to the root.
 #[must_use]
 pub fn direct_gather(rank: Rank, size: usize, root: Rank) -> Program {
     let block = |r: Rank| r.index()..r.index() + 1;
@@ -81,7 +82,7 @@ pub fn direct_gather(rank: Rank, size: usize, root: Rank) -> Program {
     Program::new(size, vec![step])
 }
 
-/// The root's blocks to everyone, in one latency.
+/// Returns a scatter in one latency: the root sends each rank its block.
 #[must_use]
 pub fn direct_scatter(rank: Rank, size: usize, root: Rank) -> Program {
     let mut program = direct_gather(rank, size, root);
@@ -93,17 +94,18 @@ pub fn direct_scatter(rank: Rank, size: usize, root: Rank) -> Program {
     program
 }
 
-/// How many of `len` elements each rank should reduce, so that the slowest is done as early as can be.
+/// Returns the number of elements, of `len`, that each rank should reduce so that the slowest rank finishes as
+/// early as possible.
 ///
-/// Rank `i` carries `1 + (n-2) w_i` buffers each way for a share `w_i`; the shares minimise the greatest of
-/// these over bandwidth. A rank without bandwidth reduces nothing. Shares of less than `least` elements go to
-/// others, where anyone has as much.
+/// With share `w_i`, rank `i` sends and receives `1 + (n-2) w_i` buffers; the shares minimise the maximum of
+/// this over its bandwidth. A rank with bandwidth 0 reduces nothing. A share of less than `least` elements is
+/// given to other ranks, provided that some rank has at least `least`.
 ///
 /// The linear program has a closed form: with `x` the least time, `w_i` is proportional to `max(0, x B_i - 1)`,
-/// where `x = (n - 2 + k) / sum B` over the `k` ranks with `x B > 1`, and at least `1 / min B`.
+/// where `x = (n - 2 + k) / sum B` over the `k` ranks with `x B > 1`, and `x` is at least `1 / min B`.
 ///
-/// Source: hivemind's `load_balancing.py`, which solves the program numerically. The integers are its
-/// Hagenbach-Bischoff division.
+/// Source: hivemind's `load_balancing.py`, which solves the program numerically. As there, shares are rounded
+/// to integers by Hagenbach-Bischoff division.
 #[must_use]
 pub fn shares(len: usize, bandwidths: &[Bandwidth], least: usize) -> Vec<usize> {
     let n = bandwidths.len();
@@ -117,11 +119,11 @@ pub fn shares(len: usize, bandwidths: &[Bandwidth], least: usize) -> Vec<usize> 
     };
     let sum: f64 = weights.iter().sum();
     if sum <= 0.0 {
-        // All are equally slow but for rounding.
+        // The speeds differ only by rounding: equal shares.
         weights = speeds.iter().map(|&b| f64::from(u8::from(b > 0.0))).collect();
     }
     let sum: f64 = weights.iter().sum();
-    // Rounded as there, so that a share of nothing but rounding is none.
+    // Rounded as in hivemind, so that a share that is only rounding error becomes 0.
     for weight in &mut weights {
         *weight = (*weight / sum * 1e9).round() / 1e9;
     }
@@ -132,7 +134,7 @@ pub fn shares(len: usize, bandwidths: &[Bandwidth], least: usize) -> Vec<usize> 
     divide(len, &weights)
 }
 
-/// The least time of one buffer, where the speeds are buffers a second.
+/// Returns the least time in which one buffer is reduced, with speeds in buffers per second.
 fn least_time(speeds: &[f64]) -> f64 {
     let n = speeds.len() as f64;
     let mut sorted: Vec<f64> = speeds.iter().copied().filter(|&b| b > 0.0).collect();
@@ -141,7 +143,7 @@ fn least_time(speeds: &[f64]) -> f64 {
     let mut sum = 0.0;
     let mut time = f64::INFINITY;
     for (k, speed) in sorted.iter().enumerate() {
-        // A slower rank takes part only if it would carry more than its own buffer.
+        // A slower rank reduces a share only if that makes it send more than its own buffer.
         if time * speed <= 1.0 {
             break;
         }
@@ -151,7 +153,8 @@ fn least_time(speeds: &[f64]) -> f64 {
     time.max(floor)
 }
 
-/// Hagenbach-Bischoff: rounded down, and the rest one by one to whoever has most per element.
+/// Divides by Hagenbach-Bischoff: rounds down, then gives each remaining element to the rank with the greatest
+/// weight per element.
 fn divide(len: usize, weights: &[f64]) -> Vec<usize> {
     let sum: f64 = weights.iter().sum();
     let mut counts: Vec<usize> = weights.iter().map(|w| (len as f64 * w / sum) as usize).collect();
@@ -176,8 +179,8 @@ mod tests {
         counts.iter().zip(speeds).map(|(&c, s)| carries(c) / s.max(1e-9)).fold(0.0, f64::max)
     }
 
-    /// The cases of hivemind's `test_load_balancing`, which compares times; where a rank is a client the time
-    /// is its own.
+    /// The cases of hivemind's `test_load_balancing`, which compares times. If a rank is a client (bandwidth
+    /// 0), the time is our own.
     #[test]
     fn shares_are_as_good_as_the_linear_programs() {
         let cases: [(usize, &[f64], &[usize]); 6] = [

@@ -1,11 +1,12 @@
-//! Ending what waits, from another thread. It knows no operation: those that may be ended ask it.
+//! Cancels waiting operations from another thread. Operations that can be cancelled poll the switch.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Waker;
 
-/// A switch that ends operations, from any thread: those of every communicator that was given it with
-/// [`Communicator::with_cancel`](crate::Communicator::with_cancel). Clones are the same switch. It stays on.
+/// A switch that cancels operations from any thread: those of every communicator that got it by
+/// [`Communicator::with_cancel`](crate::Communicator::with_cancel). Clones share one switch. It cannot be
+/// turned off.
 ///
 /// ```
 /// use farflung_base::Rank;
@@ -26,33 +27,33 @@ pub struct Cancel(Arc<Switch>);
 #[derive(Debug, Default)]
 struct Switch {
     on: AtomicBool,
-    /// The endpoints whose threads have to look.
+    /// Wakers of endpoints whose threads must check the switch.
     wakers: Mutex<Vec<Waker>>,
-    /// Those that count as this one.
+    /// Switches that also turn this one on.
     others: Vec<Cancel>,
 }
 
 impl Cancel {
-    /// A switch that is off.
+    /// Creates a switch that is off.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Ends what is under way and what is still to be started.
+    /// Turns the switch on: cancels running operations, and those that are started later.
     pub fn cancel(&self) {
         self.0.on.store(true, Ordering::Release);
         let wakers = self.0.wakers.lock().unwrap_or_else(PoisonError::into_inner).clone();
         wakers.iter().for_each(Waker::wake_by_ref);
     }
 
-    /// Whether it is on.
+    /// Returns whether the switch is on.
     #[must_use]
     pub fn is_cancelled(&self) -> bool {
         self.0.on.load(Ordering::Acquire) || self.0.others.iter().any(Self::is_cancelled)
     }
 
-    /// A switch that is on where it, this one or the other is.
+    /// Returns a switch that is on if it was cancelled itself, or if this one or the other is on.
     ///
     /// ```
     /// use farflung_comm::Cancel;
@@ -68,7 +69,7 @@ impl Cancel {
         Self(Arc::new(Switch { others: vec![self.clone(), other.clone()], ..Switch::default() }))
     }
 
-    /// From now on `waker` is told.
+    /// Adds a waker to wake when the switch is turned on.
     pub(crate) fn tell(&self, waker: &Waker) {
         let mut wakers = self.0.wakers.lock().unwrap_or_else(PoisonError::into_inner);
         if !wakers.iter().any(|other| other.will_wake(waker)) {

@@ -1,8 +1,8 @@
-//! All-reduce through a codec: programs of messages, the values that they work on, and the choice among the
-//! programs. It works for any codec.
+//! All-reduce through a codec: the programs, the values that they work on, and the choice among the programs.
+//! Independent of the codec.
 //!
-//! Every rank ends with the decoding of the same bytes, or with plain copies of it, so replicas stay equal bit
-//! for bit. Source: the two-sided compression of Tang et al. 2021, "1-bit Adam", section 5.
+//! Every rank ends with values decoded from the same bytes, or with plain copies of these values, so replicas
+//! stay equal bit for bit. Source: the two-sided compression of Tang et al. 2021, "1-bit Adam", section 5.
 
 mod choice;
 mod exchange;
@@ -24,12 +24,13 @@ pub(crate) use messages::Messages;
 pub use ring::coded_ring;
 pub use two_level::two_level;
 
-/// Encodes and decodes ranges of a flat buffer; keeps what it needs (error feedback) between rounds.
+/// Encodes and decodes ranges of a flat buffer. It may keep state between rounds, such as the residuals of
+/// error feedback.
 pub trait Coder: Send {
-    /// Appends the encoding of `x`, which are the elements `range` of the buffer.
+    /// Appends the encoding of `x`, the elements `range` of the buffer, to `out`.
     ///
     /// # Errors
-    /// Whatever the coder cannot do; the collective then fails on all ranks.
+    /// Any error of the coder; the collective then fails on all ranks.
     fn encode(
         &mut self,
         phase: Phase,
@@ -38,58 +39,60 @@ pub trait Coder: Send {
         out: &mut Vec<u8>,
     ) -> Result<(), CoderError>;
 
-    /// Decodes `bytes`, which a peer sent for the elements `range`, into all of `out`.
+    /// Decodes `bytes`, which a peer sent for the elements `range`, and fills `out`.
     ///
     /// # Errors
-    /// For bytes that are not an encoding of so many elements; they are untrusted.
+    /// If the bytes do not encode exactly that number of elements; they are untrusted.
     fn decode(&mut self, range: Range<usize>, bytes: &[u8], out: &mut [f32]) -> Result<(), CoderError>;
 }
 
-/// A rank's values in a coded reduction, which touches them through their bytes only: they may lie in a
-/// device's memory. What they remember between rounds is their own affair, as is [`Coder`]'s.
+/// The values of a rank in a coded reduction. The reduction uses only their encoded bytes, so the values may be
+/// in a device's memory. Like a [`Coder`], they may keep state between rounds.
 pub trait CodedValues: Send {
-    /// How many there are.
+    /// Returns the number of values.
     fn count(&self) -> usize;
 
-    /// Appends the encoding of the values `range`.
+    /// Appends the encoding of the values `range` to `out`.
     ///
     /// # Errors
-    /// Whatever cannot be done; the collective then fails on all ranks.
+    /// Any error of the encoder; the collective then fails on all ranks.
     fn encode(&mut self, phase: Phase, range: Range<usize>, out: &mut Vec<u8>) -> Result<(), CoderError>;
 
-    /// Decodes `bytes`, which a peer sent for the values `range`; [`Merge::Reduce`] adds them.
+    /// Decodes `bytes`, which a peer sent for the values `range`. [`Merge::Copy`] replaces the values,
+    /// [`Merge::Reduce`] adds to them.
     ///
     /// # Errors
-    /// For bytes that are not an encoding of so many values; they are untrusted.
+    /// If the bytes do not encode exactly that number of values; they are untrusted.
     fn decode(&mut self, range: Range<usize>, bytes: &[u8], merge: Merge) -> Result<(), CoderError>;
 
-    /// Appends the values `range` as they are: f32, little-endian.
+    /// Appends the values `range` without the codec: f32, little-endian.
     ///
     /// # Errors
-    /// As [`Self::encode`].
+    /// The same as for [`Self::encode`].
     fn encode_plain(&mut self, range: Range<usize>, out: &mut Vec<u8>) -> Result<(), CoderError>;
 
-    /// Takes what a peer's [`Self::encode_plain`] gave for the values `range`; [`Merge::Reduce`] adds them.
+    /// Reads the bytes of a peer's [`Self::encode_plain`] for the values `range`. [`Merge::Copy`] replaces the
+    /// values, [`Merge::Reduce`] adds to them.
     ///
     /// # Errors
-    /// For bytes of another length; they are untrusted.
+    /// If the number of bytes is wrong; they are untrusted.
     fn decode_plain(&mut self, range: Range<usize>, bytes: &[u8], merge: Merge) -> Result<(), CoderError>;
 
-    /// Divides the values `range`.
+    /// Divides the values `range` by `by`.
     ///
     /// # Errors
-    /// As [`Self::encode`].
+    /// The same as for [`Self::encode`].
     fn divide(&mut self, range: Range<usize>, by: usize) -> Result<(), CoderError>;
 }
 
-/// What a coded all-reduce of a slice gives: the reduced values, and the coder for the next time.
+/// Result of a coded all-reduce of a slice: the reduced values, and the coder for the next round.
 pub type Coded = (Vec<f32>, Box<dyn Coder>);
 
-/// Values in this process's memory, and what encodes them.
+/// Values in this process's memory, and the coder that encodes them.
 pub struct CodedSlice {
     data: Vec<f32>,
     coder: Box<dyn Coder>,
-    /// What a message says, while it is added.
+    /// Values of a message while they are added.
     decoded: Vec<f32>,
 }
 
@@ -100,13 +103,13 @@ impl std::fmt::Debug for CodedSlice {
 }
 
 impl CodedSlice {
-    /// These values.
+    /// Wraps values and their coder.
     #[must_use]
     pub fn new(data: Vec<f32>, coder: Box<dyn Coder>) -> Self {
         Self { data, coder, decoded: Vec::new() }
     }
 
-    /// The values, and the coder for the next time.
+    /// Returns the values, and the coder for the next round.
     #[must_use]
     pub fn into_parts(self) -> Coded {
         (self.data, self.coder)

@@ -1,12 +1,13 @@
-//! Copies into memory that is not read again soon. They bypass the caches, which keep what is in use, and
-//! memory is not read only to be overwritten.
+//! Copies to memory that is not read again soon. The stores bypass the caches, so data in use stays there, and
+//! the target is not read into the caches first.
 
-/// Bytes of a buffer from which on its parts are gone from the caches by the time that all of it is there.
+/// Size of a buffer in bytes from which on its first parts have left the caches by the time that the last one
+/// is written.
 const COLD: usize = 8 << 20;
-/// Bytes below which a copy is over before it matters.
+/// Size of a copy in bytes below which bypassing the caches has no effect.
 const LEAST: usize = 16 << 10;
 
-/// Copies a part into a buffer of `whole` bytes.
+/// Copies `from` to a part of a buffer of `whole` bytes.
 ///
 /// # Panics
 /// If the lengths differ.
@@ -24,7 +25,7 @@ pub(crate) fn copy_part(into: &mut [u8], from: &[u8], whole: usize) {
     into.copy_from_slice(from);
 }
 
-/// Stores past the caches.
+/// Copies with stores that bypass the caches.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx")]
 fn streamed(into: &mut [u8], from: &[u8]) {
@@ -42,7 +43,8 @@ fn streamed(into: &mut [u8], from: &[u8]) {
         }
     }
     last.copy_from_slice(end);
-    // Such stores are in no order with others until here: whoever learns of the copy afterwards sees it.
+    // Such stores are not ordered with others before this fence: after it, threads that learn of the copy see
+    // it.
     _mm_sfence();
 }
 

@@ -1,4 +1,5 @@
-//! What is said before there are links, and to a store: postcard, one message in one frame. It knows no socket.
+//! Control messages: exchanged before links exist, with a store, and to set up shared memory. Encoded with
+//! postcard, one message per frame. Independent of sockets.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -9,147 +10,148 @@ use serde::{Deserialize, Serialize};
 use crate::WireError;
 use crate::error::Refusal;
 
-/// The longest greeting: whoever is not known yet is not listened to for longer.
+/// Greatest length of a greeting in bytes. A connection that has not identified itself is not read further.
 pub(crate) const HELLO: usize = 1024;
 
-/// A control message. Texts and values are borrowed from the bytes that they are read from.
+/// A control message. Strings and byte slices borrow from the bytes that they are decoded from.
 ///
-/// On the wire variants are numbers in this order, so new ones come last.
+/// The encoding numbers the variants in this order, so new ones are added at the end.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Control<'a> {
-    /// Who connects.
+    /// Greeting of a rank that connects.
     Hello {
         /// The rank that connects.
         rank: u32,
-        /// How many ranks it expects.
+        /// Number of ranks that it expects.
         world_size: u32,
-        /// Its job.
+        /// Name of its job.
         job: &'a str,
-        /// Where it listens for its peers.
+        /// Address at which it listens for its peers.
         listen: &'a str,
-        /// The epoch of the membership that it knows; 0 today.
+        /// Epoch of the membership that it uses; 0 at present.
         epoch: u64,
         /// Its public key, 32 bytes; empty where connections are not encrypted.
         key: &'a [u8],
-        /// What all ranks compare before they exchange anything; empty today.
+        /// Values that all ranks compare before they exchange anything; empty at present.
         digest: &'a [u8],
     },
-    /// Where all ranks listen, in their order, and how they know each other.
+    /// Addresses, keys and secret of all ranks, in rank order.
     Table {
-        /// Addresses.
+        /// Address of each rank.
         #[serde(borrow)]
         addresses: Listed<&'a str>,
-        /// Public keys, 32 bytes each; none where connections are not encrypted.
+        /// Public keys, 32 bytes each; empty if connections are not encrypted.
         #[serde(borrow)]
         keys: Listed<&'a [u8]>,
-        /// The secret of connections among the ranks, 32 bytes; empty where they are not encrypted.
+        /// Secret of connections among the ranks, 32 bytes; empty if they are not encrypted.
         secret: &'a [u8],
     },
-    /// Come in; the rank that says so.
+    /// Accepts a greeting; holds the rank that accepts.
     Welcome(u32),
-    /// Stay out.
+    /// Refuses a greeting, with the reason.
     Refuse(Refusal),
-    /// The rendezvous failed: these ranks did not come.
+    /// The rendezvous failed: these ranks are missing.
     Missing(Listed<u32>),
-    /// To a store: greets it with the job.
+    /// To a store: greeting with the name of the job.
     Open(&'a str),
-    /// To a store: puts a value at a key, where there is none if so wanted. Answered by [`Control::Done`].
+    /// To a store: puts a value at a key. Answered by [`Control::Done`].
     Put {
-        /// Where.
+        /// Key of the value.
         key: &'a str,
-        /// What.
+        /// Value to put.
         value: &'a [u8],
-        /// Leaves a value that is there already.
+        /// If set, a value that is there already is kept.
         only_new: bool,
     },
-    /// To a store: asks for the value of a key. Answered by [`Control::Value`].
+    /// To a store: requests the value of a key. Answered by [`Control::Value`].
     Get(&'a str),
     /// To a store: adds to the number at a key. Answered by [`Control::Sum`].
     Add {
-        /// Where.
+        /// Key of the number.
         key: &'a str,
-        /// How much.
+        /// Number to add.
         by: i64,
     },
-    /// To a store: asks for the values of keys when all are there. Answered by [`Control::Values`], or by
-    /// [`Control::Absent`] when the time is over.
+    /// To a store: waits until all keys have values. Answered by [`Control::Values`], or by [`Control::Absent`]
+    /// after the time limit.
     Wait {
-        /// Which.
+        /// Keys to wait for.
         keys: Listed<&'a str>,
-        /// For how long, in milliseconds.
+        /// Time limit in milliseconds.
         patience: u64,
     },
-    /// From a store: whether it was done.
+    /// From a store: whether the request was carried out.
     Done(bool),
-    /// From a store: the value, where there is one.
+    /// From a store: the value, or `None` if there is none.
     Value(Option<&'a [u8]>),
-    /// From a store: the number.
+    /// From a store: the sum.
     Sum(i64),
     /// From a store: the values, in the order of the keys.
     Values(Listed<&'a [u8]>),
-    /// From a store: numbers of the keys without a value.
+    /// From a store: indices of the keys without a value.
     Absent(Listed<u32>),
-    /// From a store: it has no room for more, or the value is no number.
+    /// From a store: it is full, or the value is not a number.
     Denied,
-    /// The first thing that either side says in an encrypted session, the one that connects first.
+    /// First message of either side in an encrypted session; the side that connects sends first.
     Prove {
-        /// Until when the right to join holds, in seconds since 1970; 0 is always.
+        /// Time until which the right to join is valid, in seconds since 1970; 0 for no limit.
         expiry: u64,
-        /// The time here.
+        /// Time of the sender's clock.
         clock: u64,
-        /// HMAC-SHA256 by the secret over `farflung/join/1`, the role, the expiry and the session's exporter.
+        /// HMAC-SHA256, keyed with the secret, of `farflung/join/1`, the role, the expiry and the session's
+        /// exporter.
         mac: &'a [u8],
     },
-    /// From a process that would become a member of this job: asks where the members are.
+    /// From a process that wants to join this job: requests the members.
     Ask(&'a str),
-    /// To one that asked.
+    /// Answer to [`Control::Ask`].
     Members {
         /// The number of each endpoint.
         slots: Listed<u32>,
-        /// Where each listens.
+        /// Address at which each endpoint listens.
         #[serde(borrow)]
         addresses: Listed<&'a str>,
-        /// Public keys, 32 bytes each; none where connections are not encrypted.
+        /// Public keys, 32 bytes each; empty if connections are not encrypted.
         keys: Listed<&'a [u8]>,
-        /// The secret of connections among members, 32 bytes; empty where they are not encrypted.
+        /// Secret of connections among members, 32 bytes; empty if they are not encrypted.
         secret: &'a [u8],
-        /// Whatever else a member has to know before it connects.
+        /// Further data for a process that joins.
         welcome: &'a [u8],
     },
-    /// Over a link, to a process of the same machine: how both come to share memory.
+    /// Over a link to a process of the same machine: a step of the negotiation about shared memory.
     Near(Near),
 }
 
-/// What two processes of one machine say to each other until they share memory. The one with the greater number
-/// offers; whoever declines goes on as before, and so does the other.
+/// Messages by which two processes of one machine agree to share memory. The peer with the greater number makes
+/// the offer. If either side declines, both continue over the socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Near {
-    /// There is a unix socket with this abstract name, for whoever knows the token.
+    /// Offers a unix socket in the abstract namespace, at which the peer may hand over memory.
     Offer {
-        /// In hexadecimal digits behind `farflung-`.
+        /// The name of the socket is `farflung-` followed by this in hexadecimal.
         name: [u8; 16],
-        /// What comes with the memory.
+        /// Must be sent with the memory, as proof that the sender has received this offer.
         token: [u8; 16],
     },
-    /// A memory file and a doorbell lie at that socket.
+    /// The memory file and a doorbell have been sent to that socket.
     Handed,
-    /// What this side says from now on, it says in the shared memory; of the side that offered, a doorbell lies
-    /// at the socket.
+    /// From now on this side sends through shared memory. If this side made the offer, its doorbell has been
+    /// sent over the unix socket.
     Mapped,
-    /// It does not come to that.
+    /// This side does not share memory.
     Declined,
 }
 
 impl<'a> Control<'a> {
-    /// The message as bytes.
+    /// Returns the encoded message.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         postcard::to_stdvec(self).expect("messages are plain data, and memory takes all of it")
     }
 
-    /// Reads a message of untrusted bytes, all of them.
+    /// Decodes a message from untrusted bytes, all of which it must use.
     pub fn decode(bytes: &'a [u8]) -> Result<Self, WireError> {
         match postcard::take_from_bytes(bytes) {
             Ok((message, [])) => Ok(message),
@@ -158,7 +160,7 @@ impl<'a> Control<'a> {
     }
 }
 
-/// A list that makes room for what is there, not for what it claims.
+/// A list that, when decoded, allocates for the elements that arrive, not for the length that is claimed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listed<T>(pub Vec<T>);
 
@@ -198,7 +200,7 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Listed<T> {
 mod tests {
     use super::*;
 
-    /// One of each, with its bytes.
+    /// Returns one message of each variant, with its encoding in hexadecimal.
     fn all() -> Vec<(Control<'static>, &'static str)> {
         vec![
             (
@@ -274,7 +276,7 @@ mod tests {
             assert!(Control::decode(&[&bytes[..], &[0]].concat()).is_err());
         }
         assert!(Control::decode(&[19]).is_err());
-        // A list of four thousand million ranks in seven bytes.
+        // Claims a list of four thousand million ranks in seven bytes.
         assert!(Control::decode(&[4, 0xFF, 0xFF, 0xFF, 0xFF, 0x0F, 1]).is_err());
     }
 }

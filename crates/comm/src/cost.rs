@@ -1,8 +1,8 @@
-//! What a collective costs on declared links: the alpha-beta model with each rank's access link as a shared
-//! resource.
+//! The cost of a collective on declared links: the alpha-beta model, in which each rank's access link is a
+//! shared resource.
 //!
 //! Pure. The simulated transport moves real bytes over the same [`Network`](farflung_base::network::Network),
-//! and a test holds the two together.
+//! and a test checks that both take the same time.
 
 use farflung_base::operation::{self, OperationStep, SendOrder, Side};
 use farflung_base::{Bytes, Nanos, Operation, Rank, Topology};
@@ -10,20 +10,21 @@ use farflung_base::{Bytes, Nanos, Operation, Rank, Topology};
 use crate::FRAME_BYTES;
 use crate::steps::{Code, CodedMessage, Program, Step};
 
-/// Frames into which the price cuts the whole buffer at most: finer than that changes nothing that matters.
+/// Greatest number of frames into which the whole buffer is cut for pricing; finer cuts hardly change the
+/// price.
 const FRAMES: u64 = 4096;
 
-/// What the transfers of a program carry.
+/// Sizes of the transfers of a program.
 struct Sizes<'a> {
-    /// Of the whole buffer, as plain transfers take it.
+    /// Bytes of the whole buffer, for plain transfers.
     bytes: u64,
-    /// Values of the buffer, and the most bytes that the codec makes of so many: of messages.
+    /// Number of values in the buffer, for coded messages.
     len: usize,
     payload: &'a dyn Fn(usize) -> usize,
 }
 
 impl Sizes<'_> {
-    /// Bytes of a message.
+    /// Returns the bytes of a message.
     fn message(&self, program: &Program, number: usize) -> u64 {
         let CodedMessage { block, code } = program.messages[number];
         let values = program.elements(&(block..block + 1), self.len).len();
@@ -33,13 +34,14 @@ impl Sizes<'_> {
         }
     }
 
-    /// What a step sends and receives.
+    /// Returns the sends and receives of a step, in bytes.
     fn turn(&self, program: &Program, step: &Step) -> OperationStep {
         let plain = |blocks| Bytes(program.bytes(blocks, self.bytes));
         let coded = |number| Bytes(self.message(program, number));
         let sends = step.sends.iter().map(|(to, blocks)| (*to, plain(blocks)));
         let receives = step.recvs.iter().map(|(from, blocks, _)| (*from, plain(blocks)));
-        // Messages go one after the other, those to one rank together; plain values a frame to each in turns.
+        // Coded messages are sent one after the other, those to one rank together. Plain values are sent to all
+        // ranks side by side, one frame to each in turn.
         let mut messages: Vec<(Rank, Bytes)> =
             step.coding.sends.iter().map(|&(to, n)| (to, coded(n))).collect();
         let first = |to: Rank| step.coding.sends.iter().position(|(other, _)| *other == to);
@@ -51,7 +53,7 @@ impl Sizes<'_> {
         }
     }
 
-    /// The programs as what goes over the links.
+    /// Returns the transfers of the programs.
     fn operation(&self, programs: &[Program]) -> Operation {
         let side = |program: &Program| {
             let lane = |steps: &Vec<Step>| steps.iter().map(|step| self.turn(program, step)).collect();
@@ -62,7 +64,8 @@ impl Sizes<'_> {
     }
 }
 
-/// What programs over a buffer of `bytes` send. It is for callers that price several collectives at once.
+/// Returns the transfers of programs over a buffer of `bytes`, for callers that price several collectives at
+/// once.
 ///
 /// `programs` has one program per rank.
 #[must_use]
@@ -71,30 +74,31 @@ pub fn operation(programs: &[Program], bytes: Bytes) -> Operation {
     Sizes { bytes: bytes.0, len, payload: &|values| values * size_of::<f32>() }.operation(programs)
 }
 
-/// [`operation()`] of coded programs over a buffer of `len` values; `payload` is the most bytes that the codec
-/// makes of so many.
+/// Returns the transfers of coded programs over a buffer of `len` values; `payload(k)` is the greatest number
+/// of bytes that the codec makes of `k` values.
 #[must_use]
 pub fn operation_coded(programs: &[Program], len: usize, payload: &dyn Fn(usize) -> usize) -> Operation {
     Sizes { bytes: (len * size_of::<f32>()) as u64, len, payload }.operation(programs)
 }
 
-/// What a message of so many bytes sends.
+/// Returns the transfers of one message of `bytes`.
 #[must_use]
 pub fn message_operation(from: Rank, to: Rank, bytes: Bytes) -> Operation {
     Operation::message(from, to, bytes, Bytes(FRAME_BYTES as u64))
 }
 
-/// Virtual time from a common start until the last rank has done its program over a buffer of `bytes`.
+/// Returns the virtual time from a common start until the last rank has finished its program over a buffer of
+/// `bytes`.
 ///
-/// `programs` has one program per rank of `topology`; [`Nanos::MAX`] if they do not fit together or a link is
-/// dead.
+/// `programs` has one program per rank of `topology`. Returns [`Nanos::MAX`] if the programs do not match each
+/// other or a link is dead.
 #[must_use]
 pub fn cost(programs: &[Program], bytes: Bytes, topology: &Topology) -> Nanos {
     operation::alone(&operation(programs, bytes), topology)
 }
 
-/// [`cost`] of coded programs over a buffer of `len` values; `payload` is the most bytes that the codec makes
-/// of so many.
+/// Returns the [`cost`] of coded programs over a buffer of `len` values; `payload(k)` is the greatest number of
+/// bytes that the codec makes of `k` values.
 ///
 /// Encoding and decoding take no time.
 #[must_use]

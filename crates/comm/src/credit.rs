@@ -1,28 +1,28 @@
-//! Credits of a link: how many frames of each tag are on their way, and when the receiver tells the sender that
-//! frames were taken.
+//! Flow control of a link: counts the frames of each tag that are on their way, and decides when the receiver
+//! sends credits for frames that were taken.
 
 use std::collections::BTreeMap;
 
 use crate::transport::{Channel, Tag};
 
-/// Frames taken for which one credit is sent.
+/// Number of frames taken per credit sent.
 const CREDIT: u32 = 8;
-/// Tags for which frames are counted.
+/// Greatest number of tags with counts.
 const COUNTED: usize = 1024;
 
-/// So many frames of this tag were taken: the sender may send as many more.
+/// Message that this number of frames of a tag was taken: the sender may send as many more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Credit {
     pub(crate) tag: Tag,
     pub(crate) frames: u32,
 }
 
-/// Frames per tag. Old tags that were never counted down to nothing are forgotten.
+/// Counts of frames by tag. If there are too many tags, old ones are removed even if their count is not 0.
 #[derive(Debug, Default)]
 pub(crate) struct Counts(BTreeMap<Tag, u32>);
 
 impl Counts {
-    /// How many of a tag.
+    /// Returns the count of a tag.
     pub(crate) fn of(&self, tag: Tag) -> usize {
         self.0.get(&tag).map_or(0, |&count| count as usize)
     }
@@ -33,8 +33,8 @@ impl Counts {
         count
     }
 
-    /// The tag that gives way for `tag`, and its frames: where there are too many, an older one of the same
-    /// kind, else any.
+    /// Makes room for `tag` if there are too many tags: removes an older tag of the same context and channel,
+    /// or if there is none, any tag. Returns the removed tag and its count.
     fn forget_for(&mut self, tag: Tag) -> Option<Credit> {
         if self.0.len() <= COUNTED || self.0.contains_key(&tag) {
             return None;
@@ -45,16 +45,16 @@ impl Counts {
         Some(Credit { tag, frames })
     }
 
-    /// Adds one for which nothing has to be told: a frame that was sent.
+    /// Counts a frame that was sent; needs no credit.
     pub(crate) fn count(&mut self, tag: Tag) {
         self.forget_for(tag);
         self.add(tag);
     }
 
-    /// Adds one that was taken, and returns the credits that are to be sent now: one for every eight.
+    /// Counts a frame that was taken, and returns the credits to send now: one for every eight frames.
     pub(crate) fn taken(&mut self, tag: Tag) -> impl Iterator<Item = Credit> + use<> {
-        // Collectives never reuse a tag, so a forgotten one needs no credit. The sender of a message waits for
-        // credits of its tag, so those are sent before the tag is forgotten.
+        // Tags of collectives are never reused, so a removed one needs no credit. The sender of a message waits
+        // for credits of its tag, so they are sent before the tag is removed.
         let forgotten = self.forget_for(tag).filter(|old| old.tag.channel != Channel::Collective);
         let is_credit = *self.add(tag) >= CREDIT;
         if is_credit {
@@ -63,7 +63,7 @@ impl Counts {
         forgotten.into_iter().chain(is_credit.then_some(Credit { tag, frames: CREDIT }))
     }
 
-    /// Counts so many less.
+    /// Subtracts from the count of a tag.
     pub(crate) fn sub(&mut self, tag: Tag, by: u32) {
         if let Some(count) = self.0.get_mut(&tag) {
             *count = count.saturating_sub(by);
@@ -84,14 +84,14 @@ mod tests {
         let mut counts = Counts::default();
         counts.add(tag(Channel::User, 1));
         (0..COUNTED as u32).for_each(|number| *counts.add(tag(Channel::Collective, number)) = 2);
-        // One that is there already takes no place from another, nor from itself.
+        // A tag that has a count already needs no room.
         assert_eq!(counts.forget_for(tag(Channel::User, 1)), None);
         assert_eq!(*counts.add(tag(Channel::User, 1)), 2);
-        // A collective makes room for the next.
+        // A tag of a new collective replaces that of an old one.
         let next = tag(Channel::Collective, COUNTED as u32);
         assert_eq!(counts.forget_for(next), Some(Credit { tag: tag(Channel::Collective, 0), frames: 2 }));
         counts.add(next);
-        // A message's tag that is forgotten gives its sender credit for all frames taken.
+        // Before the tag of a message is removed, its sender gets credit for all frames taken.
         let told: Vec<Credit> = counts.taken(tag(Channel::User, 9)).collect();
         assert_eq!(told, [Credit { tag: tag(Channel::User, 1), frames: 2 }]);
         assert_eq!(counts.0.len(), COUNTED + 1);

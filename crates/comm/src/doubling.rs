@@ -1,13 +1,14 @@
-//! All-reduces in `lg n` rounds with partners at distances that double: the whole buffer each time, or halves.
+//! All-reduces in `lg n` rounds, with partners at distances that double: they exchange the whole buffer in each
+//! round, or halves of it.
 //!
-//! For `n` not a power of two the ranks beyond fold their buffer into a partner's before and get the result
-//! after, at two latencies and two whole buffers.
+//! If `n` is not a power of two, the ranks above the largest power of two first add their buffer to a
+//! partner's, and get the result at the end. This costs two more latencies and two whole buffers.
 
 use farflung_base::Rank;
 
 use crate::steps::{Merge, Program, Step};
 
-/// All-reduce by recursive halving and doubling: as little traffic as a ring at `2 lg n` latencies.
+/// Returns an all-reduce by recursive halving and doubling: as much traffic as a ring, in `2 lg n` latencies.
 ///
 /// Source: Rabenseifner 2004, "Optimization of collective reduction operations"; Thakur et al. 2005.
 #[must_use]
@@ -43,9 +44,11 @@ pub fn halving_doubling(rank: Rank, size: usize) -> Program {
     })
 }
 
-/// All-reduce by recursive doubling: `lg n` rounds of the whole buffer, the fewest latencies there can be.
+/// Returns an all-reduce by recursive doubling: `lg n` rounds of the whole buffer, the least possible number of
+/// latencies.
 ///
-/// Both partners add the same two values, so all ranks end with the same bits, but for the payload of a NaN.
+/// Both partners add the same two values, so all ranks get the same result bit for bit, except for the payload
+/// of a NaN.
 #[must_use]
 pub fn recursive_doubling(rank: Rank, size: usize) -> Program {
     let power: usize = 1 << size.ilog2();
@@ -55,8 +58,8 @@ pub fn recursive_doubling(rank: Rank, size: usize) -> Program {
     })
 }
 
-/// The first power of two of ranks does `inner`; the others give their buffer away before and get it back
-/// after.
+/// Returns a program in which the first power of two of ranks runs `inner`. Each other rank sends its buffer to
+/// a partner before, and receives the result after.
 fn folded(rank: Rank, size: usize, blocks: usize, inner: impl FnOnce(usize, &mut Vec<Step>)) -> Program {
     let power = 1 << size.ilog2();
     let (me, extra) = (rank.index(), size - power);

@@ -1,4 +1,4 @@
-//! The types that can be reduced, and how. Loops over slices; it knows no frames.
+//! Element types of collectives, and their reductions, as loops over slices. Independent of frames.
 
 mod array;
 mod located;
@@ -11,40 +11,40 @@ use half::{bf16, f16};
 
 use crate::CommError;
 
-/// How the ranks' values become one. In brackets: MPI's name.
+/// The operation that reduces the ranks' values to one. MPI's names are in brackets.
 ///
-/// Integers wrap. Floats of 16 bits are widened to f32, reduced, and rounded to the nearest (ties to even) at
-/// each reduction of two values, since 16 bits are what travels. In `Max` and `Min` a NaN wins. Of
-/// [`Located`] values `Max` and `Min` also say where the value is (`MPI_MAXLOC`, `MPI_MINLOC`); there is no
-/// other reduction of them. A reduction of one's own is a [`UserOp`](crate::UserOp).
+/// Integers wrap. 16-bit floats are widened to f32, reduced, and rounded to nearest (ties to even) after each
+/// reduction of two values, because 16 bits are sent. `Max` and `Min` return NaN if any value is NaN. For
+/// [`Located`] values they also return the place of the value (`MPI_MAXLOC`, `MPI_MINLOC`); other operations
+/// are not defined for these. A [`UserOp`](crate::UserOp) is a reduction defined by the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
-    /// The sum, in the order of the algorithm (`MPI_SUM`).
+    /// Sum, in the order of the algorithm (`MPI_SUM`).
     Sum,
-    /// The sum divided by the number of ranks; floats only, and not in scans. MPI has none.
+    /// Sum divided by the number of ranks; floats only, not in scans. Not in MPI.
     Mean,
-    /// The greatest (`MPI_MAX`).
+    /// Greatest value (`MPI_MAX`).
     Max,
-    /// The least (`MPI_MIN`).
+    /// Least value (`MPI_MIN`).
     Min,
-    /// The product, in the order of the algorithm (`MPI_PROD`).
+    /// Product, in the order of the algorithm (`MPI_PROD`).
     Product,
-    /// The bits that all have; integers only (`MPI_BAND`).
+    /// Bitwise and; integers only (`MPI_BAND`).
     And,
-    /// The bits that any has; integers only (`MPI_BOR`).
+    /// Bitwise or; integers only (`MPI_BOR`).
     Or,
-    /// The bits that an odd number have; integers only (`MPI_BXOR`).
+    /// Bitwise exclusive or; integers only (`MPI_BXOR`).
     Xor,
-    /// 1 where no value is zero, else 0; integers only (`MPI_LAND`).
+    /// 1 if all values are non-zero, else 0; integers only (`MPI_LAND`).
     LogicalAnd,
-    /// 1 where any value is not zero, else 0; integers only (`MPI_LOR`).
+    /// 1 if any value is non-zero, else 0; integers only (`MPI_LOR`).
     LogicalOr,
-    /// 1 where an odd number of values are not zero, else 0; integers only (`MPI_LXOR`).
+    /// 1 if an odd number of values are non-zero, else 0; integers only (`MPI_LXOR`).
     LogicalXor,
 }
 
 impl ReduceOp {
-    /// All of them.
+    /// All operations.
     pub const ALL: [Self; 11] = [
         Self::Sum,
         Self::Mean,
@@ -59,7 +59,7 @@ impl ReduceOp {
         Self::LogicalXor,
     ];
 
-    /// Its name in errors.
+    /// Returns the name used in errors.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -77,7 +77,7 @@ impl ReduceOp {
         }
     }
 
-    /// The error of a type that does not have it.
+    /// Returns the error for an element type that does not support the operation.
     const fn refused(self, op: &'static str, element: &'static str) -> CommError {
         CommError::Unsupported { op, reduction: self.name(), element }
     }
@@ -93,40 +93,41 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// A type that collectives carry: floats of 16, 32 and 64 bits, integers of 8 to 64, arrays of these, and
+/// An element type of collectives: floats of 16, 32 and 64 bits, integers of 8 to 64 bits, arrays of these, and
 /// [`Located`] values.
 pub trait Element: bytemuck::Pod + PartialEq + Debug + Send + Sync + sealed::Sealed {
-    /// Its name in errors.
+    /// Name used in errors.
     const NAME: &'static str;
-    /// Its number in the check word of frames.
+    /// Number of the type, part of the check word of frames.
     const CODE: u8;
-    /// Numbers in one element, which stand in the check word of frames where it is not 1: the length of an
-    /// array.
+    /// Number of scalars in one element: the length of an array. Part of the check word of frames unless it is
+    /// 1.
     #[doc(hidden)]
     const WIDTH: usize = 1;
-    /// What a slice is filled with when a collective over it failed.
+    /// Value that fills a buffer after a collective on it has failed.
     const INVALID: Self;
 
-    /// Reduces `x` into `into`, the values of `first` being the first operand.
+    /// Reduces `x` into `into`; `first` says which of them is the first operand.
     #[doc(hidden)]
     fn reduce(op: ReduceOp, into: &mut [Self], x: &[Self], first: First);
 
-    /// Divides by the number of ranks. Only of types that have [`ReduceOp::Mean`].
+    /// Divides by the number of ranks. Called only for types that support [`ReduceOp::Mean`].
     #[doc(hidden)]
     fn divide(x: &mut [Self], n: usize);
 
-    /// Whether the operation exists.
+    /// Returns an error if the type does not support the operation.
     #[doc(hidden)]
     fn supports(op: ReduceOp, name: &'static str) -> Result<(), CommError>;
 }
 
-/// The first operand of a reduction: of two zeros, or two NaN, it matters.
+/// Which slice holds the first operand. The order matters for two zeros, for two NaN, and for a
+/// [`UserOp`](crate::UserOp).
 #[derive(Debug, Clone, Copy)]
 #[doc(hidden)]
 pub enum First {
-    /// What is reduced into.
+    /// The slice that is reduced into.
     Into,
-    /// The other.
+    /// The other slice.
     Other,
 }
 
@@ -138,7 +139,7 @@ pub(crate) fn each<T: Copy>(into: &mut [T], x: &[T], first: First, f: impl Fn(T,
     }
 }
 
-/// `$wide` is what is reduced in.
+/// `$wide` is the type in which values are reduced.
 macro_rules! float {
     ($t:ident, $code:literal, $wide:ident, $widen:expr, $narrow:expr) => {
         impl sealed::Sealed for $t {}
@@ -276,7 +277,8 @@ mod tests {
 
     #[test]
     fn sixteen_bits_are_rounded_once_a_reduction_to_even() {
-        // Next to 2048 f16 has steps of 2: 2049 is a tie, 2051 is one the other way.
+        // At 2048, f16 has steps of 2: 2049 is a tie that rounds down to even, 2051 a tie that rounds up to
+        // even.
         let a = vec![f16::from_f32(2048.0), f16::from_f32(2050.0)];
         let sum = reduced(ReduceOp::Sum, a, &[f16::ONE, f16::ONE]);
         assert_eq!(sum, [f16::from_f32(2048.0), f16::from_f32(2052.0)]);

@@ -1,4 +1,4 @@
-//! What can go wrong between machines. Every error that has a culprit names it.
+//! Errors of communication between machines. An error that a peer caused names that peer.
 
 use std::io;
 use std::sync::Arc;
@@ -7,23 +7,23 @@ use farflung_base::{Nanos, PeerId, Rank};
 
 use crate::simulated::Happening;
 
-/// Why a peer is not there any more.
+/// Why a peer is gone.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DownReason {
-    /// It closed its endpoint in good order.
+    /// It closed its endpoint properly.
     #[error("it left")]
     Left,
-    /// The connection broke.
+    /// The connection broke, with an error of this kind.
     #[error("the connection broke: {0}")]
     Broken(io::ErrorKind),
-    /// The connection ended in the middle of something.
+    /// The connection ended without a goodbye.
     #[error("the connection ended without a goodbye")]
     Ended,
-    /// It sent something that is not our protocol; the connection was closed.
+    /// It sent bytes that are not valid in our protocol; the connection was closed.
     #[error("it broke the protocol: {0}")]
     Protocol(WireError),
-    /// A fault rule of the simulated network crashed it.
+    /// A fault of the simulated network ended it.
     #[error("it crashed")]
     Crashed,
     /// Its encrypted session is broken; the connection was closed.
@@ -31,11 +31,11 @@ pub enum DownReason {
     Sealed(String),
 }
 
-/// What is wrong with bytes that came from a socket.
+/// Why bytes from a socket are not a valid message.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WireError {
-    /// Not a frame of ours at all.
+    /// Not a frame of this protocol.
     #[error("frame does not start with the magic bytes")]
     Magic,
     /// A frame of another version of the protocol.
@@ -46,7 +46,7 @@ pub enum WireError {
         /// The version in the frame.
         got: u8,
     },
-    /// A frame kind that does not exist, or not at this point.
+    /// A frame kind that does not exist, or is not allowed at this point.
     #[error("unexpected frame kind {0}")]
     Kind(u8),
     /// A tag channel that does not exist.
@@ -55,32 +55,33 @@ pub enum WireError {
     /// A frame of another epoch of the membership.
     #[error("a frame of epoch {got} (modulo 256), this link has {want}")]
     Epoch {
-        /// This side's, modulo 256.
+        /// Epoch of this side, modulo 256.
         want: u8,
-        /// The one in the frame.
+        /// Epoch in the frame.
         got: u8,
     },
-    /// A payload longer than a frame may be.
+    /// A payload that is longer than allowed.
     #[error("a payload of {got} bytes, at most {max} are allowed")]
     Length {
-        /// The bound.
+        /// Greatest length in bytes.
         max: usize,
-        /// The claimed length.
+        /// Length in the frame.
         got: usize,
     },
     /// The checksum does not match.
     #[error("checksum mismatch")]
     Checksum,
-    /// A control message whose contents make no sense.
+    /// A control message with invalid content.
     #[error("malformed {0}")]
     Malformed(&'static str),
 }
 
-/// Why a rank was not let into a job. On the wire variants are numbers in this order, so new ones come last.
+/// Why a process was refused by a job. The encoding numbers the variants in this order, so new ones are added
+/// at the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error, serde::Serialize, serde::Deserialize)]
 #[non_exhaustive]
 pub enum Refusal {
-    /// It expects another number of ranks.
+    /// It expects a different number of ranks.
     #[error("world size {got}, but the job has {want}")]
     WorldSize {
         /// The size that the master was given.
@@ -88,27 +89,27 @@ pub enum Refusal {
         /// The size that the other side was given.
         got: u32,
     },
-    /// It belongs to another job.
+    /// It belongs to a different job.
     #[error("another job id")]
     Job,
     /// Its rank is not below the world size.
     #[error("rank {0} does not exist")]
     Rank(u32),
-    /// Its rank is there already.
+    /// A process with this rank has joined already.
     #[error("rank {0} has joined already")]
     Taken(u32),
-    /// It speaks another version of the protocol.
+    /// It uses a different version of the protocol.
     #[error("protocol version {got}, the job speaks {want}")]
     Version {
         /// The master's version.
         want: u8,
-        /// The other side's.
+        /// The version of the other side.
         got: u8,
     },
-    /// Its public key is not the one that is known here, or not in the allow list.
+    /// Its public key is not the one expected here, or is not in the allow list.
     #[error("a key that is not known here, or not in the allow list")]
     Key,
-    /// It does not prove the join secret.
+    /// It does not prove that it has the join secret.
     #[error("no proof of the join secret: a ticket or secret of another run, or one from before `--rotate`")]
     Secret,
     /// Its ticket has expired.
@@ -117,27 +118,27 @@ pub enum Refusal {
         ago(*.expiry, *.clock)
     )]
     Expired {
-        /// When, in seconds since 1970.
+        /// End of the ticket's validity, in seconds since 1970.
         expiry: u64,
-        /// The time where it was refused.
+        /// Time of the clock that refused it, in seconds since 1970.
         clock: u64,
     },
-    /// It is not encrypted, and the job is, or the other way round.
+    /// One side uses encryption and the other does not.
     #[error(
         "one side is encrypted and the other is not: give both the ticket or the secret, or --insecure to both"
     )]
     Clear,
-    /// Both connect to each other at the same time: the connection of the greater number stays.
+    /// Both connected to each other at the same time: only the connection of the greater number is kept.
     #[error("both connect at the same time")]
     Crossed,
-    /// Another rank has its key. Sent over QUIC alone, where peers are known by their keys: older processes
-    /// speak TCP alone, so the version of the wire stays.
+    /// Another rank has the same key. Sent over QUIC only, where keys identify peers. Older processes use TCP
+    /// only, so adding this variant did not change the version of the protocol.
     #[error("another rank has this key: give each process a key of its own, by --key-file or FARFLUNG_HOME")]
     SameKey,
 }
 
 impl Refusal {
-    /// One word or two, by which refusals are counted.
+    /// Returns a short name under which refusals are counted.
     pub(crate) const fn kind(self) -> &'static str {
         match self {
             Self::WorldSize { .. } => "another world size",
@@ -155,7 +156,7 @@ impl Refusal {
     }
 }
 
-/// How long before `clock` a time was.
+/// Formats how long before `clock` a time was.
 fn ago(time: u64, clock: u64) -> String {
     let seconds = clock.saturating_sub(time);
     match seconds {
@@ -166,32 +167,32 @@ fn ago(time: u64, clock: u64) -> String {
     }
 }
 
-/// What a [`Coder`](crate::Coder) failed with.
+/// Error of a [`Coder`](crate::Coder).
 pub type CoderError = Box<dyn std::error::Error + Send + Sync>;
 
-/// The algorithms with a coded form.
+/// Returns the names of the algorithms with a coded form.
 fn coded_names() -> String {
     farflung_base::Algorithm::CODED.map(farflung_base::Algorithm::name).join(", ")
 }
 
-/// Everything that communication can fail with.
+/// Any error of communication.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum CommError {
-    /// A peer did not do its part in time.
+    /// A peer did not answer within the time limit.
     #[error("{op}: {peer} did not answer within {after}")]
     Deadline {
-        /// What was waiting.
+        /// Operation that waited.
         op: &'static str,
         /// The peer that it waited for.
         peer: PeerId,
-        /// The time it was given.
+        /// Time limit of the operation.
         after: Nanos,
     },
-    /// Nothing can ever happen again: every rank waits (simulated network only).
+    /// Every rank waits, and no event is left that could wake one (simulated network only).
     #[error("{op}: deadlock: every rank waits and nothing is on its way; this one waits for {peer}")]
     Deadlock {
-        /// What was waiting.
+        /// Operation that waited.
         op: &'static str,
         /// The peer that it waited for.
         peer: PeerId,
@@ -199,218 +200,218 @@ pub enum CommError {
     /// A peer is gone.
     #[error("{op}: {peer} is gone: {reason}")]
     PeerDown {
-        /// What needed it.
+        /// Operation that needed the peer.
         op: &'static str,
-        /// The peer.
+        /// The peer that is gone.
         peer: PeerId,
-        /// Why.
+        /// Why it is gone.
         reason: DownReason,
     },
     /// Another rank's part of this communicator failed.
     #[error("{op}: {by} gave up because of {culprit}")]
     Aborted {
-        /// What was interrupted.
+        /// Operation that was interrupted.
         op: &'static str,
-        /// The peer that said so.
+        /// Peer that reported the failure.
         by: PeerId,
-        /// The peer that it holds responsible.
+        /// Peer that caused the failure, according to `by`.
         culprit: PeerId,
     },
-    /// A peer runs another collective, or the same with another length, type or operation.
+    /// A peer runs another collective, or the same one with another length, type or operation.
     #[error(
         "{op}: {peer} is in another collective or has another length ({got} bytes where {want} were due)"
     )]
     Mismatch {
-        /// This side's collective.
+        /// Collective of this side.
         op: &'static str,
-        /// The peer whose frame did not fit.
+        /// Peer that sent the unexpected frame.
         peer: PeerId,
-        /// Bytes expected.
+        /// Number of bytes expected.
         want: usize,
-        /// Bytes received.
+        /// Number of bytes received.
         got: usize,
     },
-    /// An earlier failure ended this communicator.
+    /// An earlier failure, given here, has poisoned this communicator.
     #[error("the communicator has failed before: {0}")]
     Poisoned(Arc<Self>),
-    /// It was cancelled here: its [`Cancel`](crate::Cancel) was used, its pending value was dropped before it
-    /// was done, or its communicator was [aborted](crate::Communicator::abort). A collective ends its
-    /// communicator with that.
+    /// Cancelled on this rank: its [`Cancel`](crate::Cancel) was used, its pending value was dropped before it
+    /// completed, or its communicator was [aborted](crate::Communicator::abort). If a collective is cancelled,
+    /// its communicator fails too.
     #[error("{op} was cancelled")]
     Cancelled {
-        /// What was cancelled.
+        /// Operation that was cancelled.
         op: &'static str,
     },
-    /// Another rank cancelled its part of this communicator, or the message that was on its way. That rank is
-    /// well.
+    /// Another rank cancelled its part of this communicator, or the message that it was sending. That rank is
+    /// not lost.
     #[error("{op}: {peer} cancelled it")]
     CancelledBy {
-        /// What was interrupted.
+        /// Operation that was interrupted.
         op: &'static str,
-        /// Who cancelled.
+        /// Peer that cancelled.
         peer: PeerId,
     },
-    /// This endpoint has ended (simulated crash, or closed).
+    /// This endpoint has ended: it was closed, or crashed in the simulation.
     #[error("{op}: this endpoint has ended")]
     Ended {
-        /// What was asked of it.
+        /// Operation that was called.
         op: &'static str,
     },
-    /// Arguments that make no sense.
+    /// An invalid argument.
     #[error("{op}: {what} is {got}, expected {want}")]
     Argument {
-        /// The call.
+        /// Function that was called.
         op: &'static str,
-        /// Which argument.
+        /// Name of the argument.
         what: &'static str,
-        /// What it was.
+        /// Value of the argument.
         got: usize,
-        /// What it must be, or be below.
+        /// Value required, or upper bound.
         want: usize,
     },
-    /// An all-reduce algorithm by which nothing can be averaged through a codec.
+    /// The all-reduce algorithm has no coded form.
     #[error("`{algorithm}` has no form that travels through a codec; {} have", coded_names())]
     NoCodedForm {
-        /// The algorithm.
+        /// The requested algorithm.
         algorithm: farflung_base::Algorithm,
     },
-    /// A reduction that the element type does not have.
+    /// The reduction is not defined for the element type.
     #[error("{op}: {reduction} is not defined for {element}")]
     Unsupported {
-        /// The call.
+        /// Function that was called.
         op: &'static str,
-        /// The reduction.
+        /// Name of the reduction.
         reduction: &'static str,
-        /// The element type.
+        /// Name of the element type.
         element: &'static str,
     },
     /// A [`UserOp`](crate::UserOp) panicked.
     #[error("{op}: the reduction `{reduction}` panicked")]
     ReductionPanicked {
-        /// The call.
+        /// Collective that ran the reduction.
         op: &'static str,
-        /// The reduction's name.
+        /// Name of the reduction.
         reduction: &'static str,
     },
     /// A message of bytes is longer than [`MAX_MESSAGE`](crate::MAX_MESSAGE).
     #[error("{op}: a message from {peer} is longer than {max} bytes")]
     TooLong {
-        /// The call.
+        /// Operation that failed.
         op: &'static str,
-        /// Who sent it.
+        /// Sender of the message.
         peer: PeerId,
-        /// The bound.
+        /// Greatest length in bytes.
         max: usize,
     },
-    /// A coder failed.
+    /// A [`Coder`](crate::Coder) failed to encode or decode.
     #[error("{op}: the coder failed: {source}")]
     Coder {
-        /// The call.
+        /// Operation that failed.
         op: &'static str,
-        /// What the coder said.
+        /// Error of the coder.
         #[source]
         source: Arc<dyn std::error::Error + Send + Sync>,
     },
-    /// Not every rank came to the rendezvous.
+    /// Ranks were missing at the rendezvous, or a rank could not be reached, within the time limit.
     #[error("rendezvous at {master}: after {after} still missing: {}", list(.ranks))]
     Missing {
-        /// Where the job meets.
+        /// Address of the rendezvous.
         master: String,
-        /// The ranks that did not come.
+        /// The missing ranks.
         ranks: Vec<Rank>,
-        /// The time they were given.
+        /// Time limit.
         after: Nanos,
     },
-    /// A run that was to be the same as a recorded one was not.
+    /// A run that had to repeat a recorded one differed from it.
     #[error("the run left the recording after {after} happenings: recorded is {}, seen was {}", or_end(.recorded.as_deref()), or_end(.seen.as_deref()))]
     Diverged {
-        /// Happenings that were the same.
+        /// Number of events that were the same.
         after: usize,
-        /// What is recorded next.
+        /// Next event of the recording; `None` at its end.
         recorded: Option<Box<Happening>>,
-        /// What happened instead.
+        /// Event that happened instead; `None` at the end of the run.
         seen: Option<Box<Happening>>,
     },
-    /// Keys of a store had no value in time.
+    /// Keys of a store had no value within the time limit.
     #[error("store at {store}: after {after} still without a value: {}", .keys.join(", "))]
     Absent {
-        /// Where the store is.
+        /// Address of the store.
         store: String,
-        /// The keys that were waited for in vain.
+        /// Keys without a value.
         keys: Vec<String>,
-        /// The time they were given.
+        /// Time limit.
         after: Nanos,
     },
-    /// A store did not do what it was asked: it is full, or the value is no number.
+    /// A store rejected a request: it is full, or the value is not a number.
     #[error("{op} of `{key}` in the store: it is full, or the value is no number")]
     Denied {
-        /// The call.
+        /// Function that was called.
         op: &'static str,
-        /// With which key.
+        /// Key of the request.
         key: String,
     },
-    /// The master did not let this rank in, or a peer was not who it should be.
+    /// The other side refused this process.
     #[error("{peer} refused: {reason}")]
     Refused {
         /// Address of the other side.
         peer: String,
-        /// Why.
+        /// Reason for the refusal.
         reason: Refusal,
     },
-    /// An address or a socket did not work.
+    /// An operation on an address, a socket or a thread failed.
     #[error("{what} {address}: {message}")]
     Io {
-        /// What was tried.
+        /// Operation that failed.
         what: &'static str,
-        /// With which address.
+        /// Address that it was used with.
         address: String,
-        /// What kind of failure it was.
+        /// Kind of the failure.
         kind: io::ErrorKind,
-        /// The system's words.
+        /// Message of the system.
         message: String,
     },
-    /// The other side is not who it should be, or does not prove that it belongs to the job.
+    /// The other side has not the expected key, or does not prove that it belongs to the job.
     #[error("{peer} is not let near this process: {reason}")]
     Unproven {
         /// Address of the other side.
         peer: String,
-        /// Why.
+        /// What is wrong with it.
         reason: Refusal,
     },
-    /// The transport has the members that it began with.
+    /// The members of this transport cannot change.
     #[error("{op} is not possible here: {reason}")]
     Fixed {
-        /// What was asked for.
+        /// Function that was called.
         op: &'static str,
-        /// Why.
+        /// Reason for the restriction.
         reason: &'static str,
     },
-    /// There is no MPI under this process, or not the one that is needed.
+    /// This process has no MPI, or not one that can be used.
     #[error("no MPI: {reason}; {advice}")]
     Mpi {
         /// What is wrong.
         reason: String,
-        /// What to do.
+        /// How to solve it.
         advice: &'static str,
     },
-    /// A peer shares no memory with this process, though it has to.
+    /// A peer does not share memory with this process, although it must.
     #[error(
         "no shared memory with {peer}: it is not on this machine and of this user, or has another transport; \
          `--transport auto` shares memory where that is possible, and takes sockets elsewhere"
     )]
     Apart {
-        /// The peer.
+        /// The peer that does not share memory.
         peer: PeerId,
     },
-    /// No encrypted connection came about.
+    /// An encrypted connection could not be made.
     #[error("no encrypted connection with {peer}: {reason}")]
     Unsealed {
         /// Address of the other side.
         peer: String,
-        /// Why.
+        /// Reason for the failure.
         reason: String,
     },
-    /// The clocks of two machines are far apart, so that a ticket has expired on one of them.
+    /// The clocks of two machines differ, so that a ticket has expired on one of them only.
     #[error(
         "{peer} refused: the ticket has expired by its clock, which is {} this one: set the clocks, or make \
          a new ticket",
@@ -419,17 +420,17 @@ pub enum CommError {
     Clocks {
         /// Address of the other side.
         peer: String,
-        /// Its clock, in seconds since 1970.
+        /// Time of its clock, in seconds since 1970.
         host: u64,
-        /// This machine's.
+        /// Time of this machine's clock, in seconds since 1970.
         own: u64,
     },
-    /// The other side of a handshake does not speak our protocol.
+    /// The other side of a handshake sent bytes that are not valid in our protocol.
     #[error("handshake with {peer}: {source}")]
     Handshake {
         /// Address of the other side.
         peer: String,
-        /// What was wrong.
+        /// What is wrong with the bytes.
         #[source]
         source: WireError,
     },
@@ -449,7 +450,7 @@ fn or_end(happening: Option<&Happening>) -> String {
 }
 
 impl CommError {
-    /// The peer that is to blame, where there is one.
+    /// Returns the peer that caused the error, if there is one.
     #[must_use]
     pub fn peer(&self) -> Option<PeerId> {
         match self {
@@ -466,7 +467,7 @@ impl CommError {
         }
     }
 
-    /// Whether somebody wished it so, and nobody is lost.
+    /// Returns whether the operation was cancelled on purpose, so that no rank is lost.
     #[must_use]
     pub fn is_cancelled(&self) -> bool {
         match self {

@@ -1,4 +1,4 @@
-//! All-reduces in groups: within regions and then between them, and along the axes of a grid.
+//! All-reduces in groups: within regions and then between them, or along the axes of a grid.
 
 use std::ops::Range;
 
@@ -7,12 +7,13 @@ use farflung_base::Rank;
 use crate::ring::{gathered, scattered, whole};
 use crate::steps::Program;
 
-/// All-reduce by regions: each `group` scatters its reduction over its members in a ring, the owners of a block
-/// in all groups reduce it in a ring between the groups, and each group gathers. What crosses between groups is
-/// `2 (m-1)/m` of the buffer for each of `m` groups, however many ranks they have; groups may differ in size.
+/// Returns an all-reduce by regions. Each group reduce-scatters among its members in a ring; the owners of a
+/// block in all groups all-reduce it in a ring between the groups; then each group all-gathers. With `m`
+/// groups, `2 (m-1)/m` of the buffer leave each group, independent of its number of ranks. Groups may differ in
+/// size.
 ///
-/// The buffer goes in `chunks` chunks, so that one crosses while another is reduced at home. Each rank is in
-/// one group.
+/// The buffer is cut into `chunks` chunks: while one is exchanged between groups, another is reduced within
+/// them. Each rank must be in exactly one group.
 #[must_use]
 pub fn hierarchical(rank: Rank, groups: &[Vec<Rank>], chunks: usize) -> Program {
     let Some((home, me)) = place(rank, groups) else { return Program::new(1, Vec::new()) };
@@ -36,7 +37,7 @@ pub fn hierarchical(rank: Rank, groups: &[Vec<Rank>], chunks: usize) -> Program 
                 let ring: Vec<Rank> = groups.iter().map(|group| owner(column, group)).collect();
                 let start = first + column * between;
                 let across = whole(home, &ring, |b| start + b..start + b + 1);
-                // Rings of several columns go side by side.
+                // The rings of several columns run side by side.
                 if column == owned(me, group.len()).start {
                     steps.extend(across);
                 } else {
@@ -54,21 +55,21 @@ pub fn hierarchical(rank: Rank, groups: &[Vec<Rank>], chunks: usize) -> Program 
     Program::side_by_side(chunks * per_chunk, lanes)
 }
 
-/// Of `widest` columns, those of member `l` of a group of `size`.
+/// Returns the columns, of `widest`, that member `l` of a group of `size` owns.
 pub(crate) const fn owned(widest: usize, l: usize, size: usize) -> Range<usize> {
     widest * l / size..widest * (l + 1) / size
 }
 
-/// The group that a rank is in, and its number there.
+/// Returns the index of a rank's group, and its index in the group.
 pub(crate) fn place(rank: Rank, groups: &[Vec<Rank>]) -> Option<(usize, usize)> {
     groups.iter().enumerate().find_map(|(g, group)| group.iter().position(|&r| r == rank).map(|l| (g, l)))
 }
 
-/// All-reduce over a grid of ranks, the last axis running fastest: a ring along each axis in turn. Everyone has
-/// everything after as many rounds as there are axes, and no round needs more than a row of ranks.
+/// Returns an all-reduce over a grid of ranks, in which the last axis varies fastest: a ring along each axis in
+/// turn. Every rank has the result after one round per axis, and no ring has more ranks than an axis is long.
 ///
-/// `dims` multiply to the number of ranks.
-/// Source: Ryabinin et al. 2021, "Moshpit SGD", on a full grid, where it is exact.
+/// The product of `dims` must be the number of ranks.
+/// Source: Ryabinin et al. 2021, "Moshpit SGD", on a full grid, on which it is exact.
 #[must_use]
 pub fn moshpit(rank: Rank, dims: &[usize]) -> Program {
     let blocks = dims.iter().copied().fold(1, lcm);
@@ -93,7 +94,7 @@ const fn lcm(a: usize, b: usize) -> usize {
     a / x * b
 }
 
-/// The two sides of the grid of `size` ranks that is nearest to a square.
+/// Returns the two sides of the grid of `size` ranks that is closest to a square.
 #[must_use]
 pub fn square(size: usize) -> [usize; 2] {
     let side = (1..=size.isqrt()).rev().find(|side| size.is_multiple_of(*side)).unwrap_or(1);

@@ -1,5 +1,5 @@
-//! The one loop that runs any [`Program`] on any transport. It depends on no algorithm; how values travel is
-//! behind [`Transfers`].
+//! The loop that runs any [`Program`] on any transport. It does not depend on the algorithm; [`Transfers`]
+//! defines how values are sent and received.
 
 use std::sync::Arc;
 use std::task::Poll;
@@ -11,37 +11,37 @@ use crate::steps::{Program, Step};
 use crate::transport::{Port, Tag};
 use crate::{Algorithm, CommError};
 
-/// The values of a collective, and the transfers of the steps that its lanes are in.
+/// The values of a collective, and the transfers of each lane's current step.
 pub(crate) trait Transfers: Send {
     type Output;
 
-    /// A lane begins a step, or has ended.
+    /// Called when a lane begins a step, or with `None` when it has ended.
     fn enter(&mut self, lane: usize, step: Option<&Step>);
 
-    /// Moves what can move now.
+    /// Makes the transfers of a step that are possible now.
     fn turn(&mut self, at: &At<'_>, port: &mut dyn Port) -> Result<Turn, CommError>;
 
-    /// Whose part of the step is missing.
+    /// Returns a rank that the step waits for; `None` if it waits for no one.
     fn waits_for(&self, at: &At<'_>) -> Option<Rank>;
 
-    /// All lanes have ended.
+    /// Called when all lanes have ended.
     fn end(&mut self, members: usize);
 
     fn finish(self) -> Self::Output;
 }
 
-/// What a turn came to.
+/// Result of a call of [`Transfers::turn`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Turn {
-    /// The step is done.
+    /// The step is complete.
     Over,
-    /// Another turn may move more.
+    /// Frames were moved; another call may move more.
     Moved,
-    /// Nothing can move until something comes, or there is room.
+    /// Blocked until a frame arrives or there is room to send.
     Waits,
 }
 
-/// Where a lane is, and what is needed to go on from there.
+/// The position of a lane in its program, and what its transfers need.
 pub(crate) struct At<'a> {
     pub(crate) name: &'static str,
     pub(crate) program: &'a Program,
@@ -49,7 +49,7 @@ pub(crate) struct At<'a> {
     pub(crate) check: u32,
     pub(crate) tag: Tag,
     pub(crate) lane: usize,
-    /// The step.
+    /// Index of the step in the lane.
     pub(crate) cursor: usize,
 }
 
@@ -58,13 +58,13 @@ impl<'a> At<'a> {
         self.members[rank.index()]
     }
 
-    /// The step. Only of lanes that have not ended.
+    /// Returns the current step. The lane must not have ended.
     pub(crate) fn step(&self) -> &'a Step {
         &self.program.lanes[self.lane][self.cursor]
     }
 }
 
-/// A program at work.
+/// A running program.
 pub(crate) struct Interpreter<X> {
     name: &'static str,
     program: Arc<Program>,
@@ -72,16 +72,16 @@ pub(crate) struct Interpreter<X> {
     transfers: X,
     check: u32,
     members: Arc<[PeerId]>,
-    /// The first lane's; the others have the numbers after it.
+    /// Tag of the first lane; lane `i` has this number plus `i`.
     tag: Tag,
-    /// The step that each lane is in.
+    /// Index of the current step of each lane.
     cursors: Vec<usize>,
-    /// Lanes before this one are over.
+    /// Index of the first lane that has not ended; all lanes before it have.
     first: usize,
 }
 
 impl<X: Transfers> Interpreter<X> {
-    /// `tag` is the first lane's; the others have the numbers after it.
+    /// Creates an interpreter. `tag` is that of the first lane; the other lanes use the numbers after it.
     pub(crate) fn new(
         name: &'static str,
         program: Arc<Program>,
@@ -111,7 +111,7 @@ impl<X: Transfers> Interpreter<X> {
         At { name, program, members, check: *check, tag: self.tag(lane), lane, cursor }
     }
 
-    /// Goes on with one lane as far as it can.
+    /// Runs one lane until it is blocked or has ended.
     fn advance(&mut self, lane: usize, port: &mut dyn Port) -> Result<(), CommError> {
         let tag = self.tag(lane);
         let Self { name, program, transfers, check, members, cursors, .. } = self;

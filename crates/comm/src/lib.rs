@@ -52,7 +52,7 @@ mod plans;
 mod reduction;
 mod service;
 
-// Values travel as they lie in memory.
+// Values are sent as the bytes that they have in memory.
 const _: () = assert!(cfg!(target_endian = "little"), "farflung-comm needs a little-endian machine");
 
 pub use algorithm::{AllReduce, regions};
@@ -93,5 +93,5 @@ pub use transport::{Channel, MPI_IS_FIXED, PeerEvent, Port, Source, Stats, Tag, 
 pub use tree::{binomial_broadcast, binomial_reduce, chain_broadcast, dissemination_barrier, double_tree};
 pub use wire::{Message, Parsed, VERSION, parse};
 
-/// The floats of 16 bits that [`Element`] is implemented for.
+/// 16-bit float types that implement [`Element`].
 pub use half::{bf16, f16};

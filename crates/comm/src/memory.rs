@@ -1,4 +1,4 @@
-//! Endpoints in one process: a frame is handed over, not copied. Real time, no modelled network.
+//! Endpoints within one process: frames are moved, not copied. Real time, and no model of a network.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -14,7 +14,7 @@ use crate::{DownReason, Frame, Pool};
 /// An endpoint of a network within one process.
 pub type Memory = Endpoint<MemoryDriver>;
 
-/// Puts frames straight into the other endpoint's inbox.
+/// Driver that puts frames directly into the other endpoint's inbox.
 #[derive(Debug)]
 pub struct MemoryDriver {
     me: PeerId,
@@ -22,7 +22,7 @@ pub struct MemoryDriver {
     start: Instant,
 }
 
-/// `n` endpoints of one process, `PeerId(0)` first, for `n` threads.
+/// Creates `n` endpoints within one process, `PeerId(0)` first, one for each of `n` threads.
 #[must_use]
 pub fn cluster(n: usize) -> Vec<Arc<Memory>> {
     let roomy = std::thread::available_parallelism().is_ok_and(|cores| n <= cores.get());
@@ -39,7 +39,7 @@ pub fn cluster(n: usize) -> Vec<Arc<Memory>> {
         .collect()
 }
 
-/// Zero of a real transport's clock.
+/// Returns the start of a real transport's clock.
 #[expect(clippy::disallowed_methods, reason = "real transports are where real time comes from")]
 pub(crate) fn real_start() -> Instant {
     Instant::now()
@@ -54,7 +54,7 @@ impl Driver for MemoryDriver {
         self.inboxes[to.index()].queued(self.me, tag) < WINDOW
     }
     fn taken(&self, from: PeerId, _: Tag, left: usize) {
-        // Its sender may have found no room before this.
+        // The queue was full before this, so its sender may be waiting for room.
         if left + 1 == WINDOW {
             self.inboxes[from.index()].signal();
         }

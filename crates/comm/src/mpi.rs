@@ -1,12 +1,13 @@
-//! Endpoints in processes that `mpirun` has started, over the MPI that the machine has: its point-to-point
-//! messages under our own collectives, so that the bits are those of any other transport.
+//! Endpoints in processes started by `mpirun`, over the machine's own MPI library. Only point-to-point messages
+//! of MPI are used; the collectives are ours, so results are the same bit for bit as on other transports.
 //!
 //! A lock lets one thread at a time call MPI (`MPI_THREAD_SERIALIZED`). Only `MPI_Init` and `MPI_Finalize`
-//! block: a thread of its own calls them, and progresses unfinished messages while no other thread waits. MPI
-//! has no file descriptor to poll, so a waiting thread tests in a loop, with growing pauses. Frames have our
-//! own header and use two MPI tags: one for headers with short payloads, one for long payloads.
+//! block; a separate thread calls them, and progresses unfinished messages while no other thread waits. MPI has
+//! no file descriptor to poll, so a waiting thread tests in a loop, with growing pauses. Frames have our own
+//! header and use two MPI tags: one for headers with short payloads, one for long payloads.
 //!
-//! MPI ends all processes when one is lost, so `shrink` and `admit` return an error: members cannot change.
+//! MPI ends all processes when one is lost, so the members of a communicator cannot change: `shrink` and
+//! `admit` return an error.
 
 mod life;
 mod messages;
@@ -30,50 +31,49 @@ use life::Life;
 use messages::World;
 use peer::Peer;
 
-/// Looks without a pause in between.
+/// Number of tests in `drive` before the first pause.
 const LOOKS: u32 = 64;
-/// The longest pause between two looks.
+/// Longest pause between two tests.
 const PAUSE: Duration = Duration::from_micros(500);
-/// Frames taken of one peer before the next has its turn.
+/// Number of frames taken from one peer before it is the next peer's turn.
 const TURN: usize = 4;
-/// For how long an endpoint that closes waits for the others to do so too. Where that is too short, [`leave`]
-/// ends MPI.
+/// Time that a closing endpoint waits for the others to close too. If that is too short, [`leave`] ends MPI.
 const PARTING: Nanos = Nanos::from_millis(2000);
 
-/// An endpoint of a network of processes of one MPI job.
+/// An endpoint in a network of the processes of one MPI job.
 pub type Mpi = Endpoint<MpiDriver>;
 
-/// This process's part in the job. There is one: MPI begins and ends once in a process.
+/// The job of this process. There is only one, because MPI can be initialised only once in a process.
 static JOB: OnceLock<Arc<Job>> = OnceLock::new();
 
-/// Messages to all processes of the job.
+/// Driver of an endpoint over MPI messages to all processes of the job.
 pub struct MpiDriver(Arc<Job>);
 
-/// What the endpoint and the thread that keeps MPI share.
+/// State shared by the endpoint and the MPI thread.
 struct Job {
     start: Instant,
     me: PeerId,
     inbox: Arc<Inbox>,
     pool: Arc<Pool>,
-    /// All calls of MPI are made under its lock.
+    /// Lock under which all calls of MPI are made.
     state: Mutex<State>,
-    /// The thread that keeps MPI has something to do.
+    /// Signals work to the MPI thread.
     work: Condvar,
-    /// Whoever drives is to look at something else.
+    /// Set to make the thread in `drive` return.
     rung: Mutex<bool>,
     bell: Condvar,
     life: Mutex<Option<Life>>,
 }
 
 struct State {
-    /// As long as MPI may be called.
+    /// Present as long as MPI may be called.
     world: Option<World>,
     peers: Vec<Peer>,
-    /// Goodbye is said, and what comes is dropped.
+    /// Set once goodbyes have been sent; frames that arrive later are dropped.
     closed: bool,
-    /// MPI is to end.
+    /// Set when the MPI thread must end.
     over: bool,
-    /// The thread that keeps MPI sleeps until there is work.
+    /// Set while the MPI thread sleeps until there is work.
     idle: bool,
 }
 
@@ -93,13 +93,13 @@ fn missing(reason: impl Into<String>) -> CommError {
     CommError::Mpi { reason: reason.into(), advice }
 }
 
-/// Begins MPI, as the rank of a job that `mpirun` has given this process; it has to be `rank` of `size`. Once
-/// all endpoints are dropped, MPI ends as soon as all other processes have closed theirs as well; a process
-/// that does not wait for that calls [`leave`] at its end.
+/// Initialises MPI; `mpirun` must have given this process the rank `rank` of `size`. After all endpoints are
+/// dropped, MPI ends as soon as all other processes have closed theirs too. A process that does not wait for
+/// that calls [`leave`] at its end.
 ///
 /// # Errors
-/// [`CommError::Mpi`] if the rank or the size is another, MPI has begun in this process before, or admits calls
-/// of one thread only.
+/// [`CommError::Mpi`] if the rank or the size differs, if MPI was initialised in this process before, or if it
+/// allows calls from one thread only.
 pub fn join(rank: u32, size: u32) -> Result<Arc<Mpi>, CommError> {
     let (beginning, found) = life::begin()?;
     if (found.rank, found.size) != (rank, size) {
@@ -133,9 +133,9 @@ pub fn join(rank: u32, size: u32) -> Result<Arc<Mpi>, CommError> {
     Ok(Arc::new(Endpoint::new(PeerId(rank), MpiDriver(job), inbox, pool)))
 }
 
-/// Ends MPI in a process that is about to exit with this code, where [`join`] has begun it and it has not ended
-/// yet. With code 0 this waits for all other processes to close their endpoints. With any other, the job is
-/// ended (`MPI_Abort`) unless they have.
+/// Ends MPI in a process that is about to exit with `code`, if [`join`] has initialised it and it has not ended
+/// yet. With code 0, waits until all other processes have closed their endpoints. With any other code, aborts
+/// the job (`MPI_Abort`) unless they have.
 pub fn leave(code: u8) {
     let Some(job) = JOB.get() else { return };
     job.say_goodbye();
@@ -143,19 +143,19 @@ pub fn leave(code: u8) {
         match job.parting() {
             Parting::All => return job.finish(),
             Parting::Waits if code == 0 => job.drive(Nanos::from_millis(20)),
-            // A peer that has broken the protocol says no goodbye.
+            // A peer that broke the protocol sends no goodbye.
             Parting::Waits | Parting::Never => return job.abort(code.max(1)),
         }
     }
 }
 
-/// Who has said goodbye.
+/// State of the closing of the job's endpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Parting {
-    /// All others, and they have all that this process has sent.
+    /// All others have said goodbye and have received all that this process sent.
     All,
     Waits,
-    /// Some never will.
+    /// At least one peer broke the protocol, and will not say goodbye.
     Never,
 }
 
@@ -169,7 +169,7 @@ impl Job {
         (0..size).map(PeerId).filter(move |&peer| peer != me)
     }
 
-    /// Sends a frame, and wakes the thread that moves it on where it does not leave at once.
+    /// Sends a frame. If it does not leave at once, wakes the MPI thread, which completes it.
     fn send(&self, to: PeerId, kind: Kind, tag: Tag, check: u32, frame: Option<Frame>) {
         let mut state = lock(&self.state);
         let State { world: Some(world), peers, idle, .. } = &mut *state else { return };
@@ -219,7 +219,7 @@ impl Job {
         true
     }
 
-    /// Moves what can be moved now; returns whether anything has come.
+    /// Takes the frames that have arrived; returns whether there were any.
     fn turn(&self) -> bool {
         let mut state = lock(&self.state);
         let mut moved = false;
@@ -231,7 +231,7 @@ impl Job {
         moved
     }
 
-    /// Looks for at most `timeout`, until something has come.
+    /// Tests for messages for at most `timeout`, until one has arrived.
     fn drive(&self, timeout: Nanos) {
         let until = self.now().saturating_add(timeout);
         for look in 0_u32.. {
@@ -246,13 +246,13 @@ impl Job {
             let pause = Duration::from_micros(u64::from(look - LOOKS)).min(PAUSE).min(left);
             let rung = lock(&self.rung);
             if !*rung {
-                // Either way the next look tells.
+                // The next test decides, whether the wait timed out or not.
                 let _ = self.bell.wait_timeout(rung, pause).unwrap_or_else(PoisonError::into_inner);
             }
         }
     }
 
-    /// Progresses unfinished messages until MPI is to end, while no other thread does.
+    /// Runs the MPI thread: progresses unfinished messages until MPI must end, while no other thread does.
     fn keep(&self) {
         loop {
             {
@@ -273,7 +273,7 @@ impl Job {
         }
     }
 
-    /// Tells all others that nothing follows, once.
+    /// Sends a goodbye to all others, once.
     fn say_goodbye(&self) {
         let again = std::mem::replace(&mut lock(&self.state).closed, true);
         if !again {
@@ -293,7 +293,7 @@ impl Job {
         }
     }
 
-    /// Ends MPI, which all have taken leave of.
+    /// Ends MPI after all endpoints have closed.
     fn finish(&self) {
         let life = lock(&self.life).take();
         {
@@ -307,7 +307,7 @@ impl Job {
         }
     }
 
-    /// Ends the job.
+    /// Aborts the job.
     fn abort(&self, code: u8) {
         if let Some(world) = &lock(&self.state).world {
             messages::abort(world, code);

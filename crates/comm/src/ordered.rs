@@ -1,5 +1,5 @@
-//! Reductions in the order of ranks, for those that do not commute: whatever is reduced is of neighbouring
-//! ranks.
+//! Reductions in rank order, for operations that do not commute: only values of neighbouring ranges of ranks
+//! are combined.
 
 use farflung_base::Rank;
 
@@ -7,8 +7,9 @@ use crate::butterfly::{direct_all_gather, direct_gather, direct_reduce_scatter};
 use crate::steps::{Merge, Program, Step};
 use crate::tree::binomial_broadcast;
 
-/// Reduce-scatter in one latency: everyone sends each other rank its block, and reduces its own outwards: with
-/// those of lower ranks from the nearest down, then with those of higher ranks from the nearest up.
+/// Returns a reduce-scatter in one latency: each rank sends every other rank's block to that rank, and reduces
+/// its own block outwards: first with the lower ranks from the nearest down, then with the higher ranks from
+/// the nearest up.
 #[must_use]
 pub fn ordered_reduce_scatter(rank: Rank, size: usize) -> Program {
     let me = rank.index();
@@ -21,8 +22,9 @@ pub fn ordered_reduce_scatter(rank: Rank, size: usize) -> Program {
     program
 }
 
-/// Reduction of whole buffers to rank 0: in round `k` rank `i 2^(k+1)` takes what the `2^k` ranks from
-/// `i 2^(k+1) + 2^k` on have. `ceil(lg n)` latencies. The others' buffers are spoilt.
+/// Returns a reduction of whole buffers to rank 0: in round `k`, rank `i 2^(k+1)` receives the reduction of the
+/// `2^k` ranks from `i 2^(k+1) + 2^k` on. Takes `ceil(lg n)` latencies. The buffers of other ranks hold partial
+/// results afterwards.
 #[must_use]
 pub fn ordered_tree(rank: Rank, size: usize) -> Program {
     let me = rank.index();
@@ -41,7 +43,8 @@ pub fn ordered_tree(rank: Rank, size: usize) -> Program {
     Program::new(1, steps)
 }
 
-/// Reduction to the root in small buffers: [`ordered_tree`], and from rank 0 to the root.
+/// Returns a reduction to the root for small buffers: [`ordered_tree`], then rank 0 sends the result to the
+/// root.
 #[must_use]
 pub fn ordered_tree_reduce(rank: Rank, size: usize, root: Rank) -> Program {
     let mut program = ordered_tree(rank, size);
@@ -55,20 +58,22 @@ pub fn ordered_tree_reduce(rank: Rank, size: usize, root: Rank) -> Program {
     program
 }
 
-/// Reduction to the root in large buffers: [`ordered_reduce_scatter`], and all blocks to the root.
+/// Returns a reduction to the root for large buffers: [`ordered_reduce_scatter`], then each rank sends its
+/// block to the root.
 #[must_use]
 pub fn ordered_direct_reduce(rank: Rank, size: usize, root: Rank) -> Program {
     ordered_reduce_scatter(rank, size).then(direct_gather(rank, size, root))
 }
 
-/// All-reduce in `2 ceil(lg n)` latencies of whole buffers: [`ordered_tree`], and back.
+/// Returns an all-reduce in `2 ceil(lg n)` latencies of whole buffers: [`ordered_tree`], then a broadcast from
+/// rank 0.
 #[must_use]
 pub fn ordered_tree_all_reduce(rank: Rank, size: usize) -> Program {
     ordered_tree(rank, size).then(binomial_broadcast(rank, size, Rank(0)))
 }
 
-/// All-reduce in two latencies and `2 (n-1)/n` buffers: [`ordered_reduce_scatter`], and everyone's block to
-/// all.
+/// Returns an all-reduce in two latencies and `2 (n-1)/n` buffers: [`ordered_reduce_scatter`], then each rank
+/// sends its block to all.
 #[must_use]
 pub fn ordered_direct(rank: Rank, size: usize) -> Program {
     ordered_reduce_scatter(rank, size).then(direct_all_gather(rank, size))

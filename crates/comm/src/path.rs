@@ -1,34 +1,34 @@
-//! How the path to a peer does, as the network underneath measures it. It knows no network.
+//! Statistics of the path to a peer, as measured by the network below. Independent of the kind of network.
 
 use farflung_base::{Bytes, Nanos};
 
-/// What is known of the path to one peer. Counts are since the connection was made.
+/// Statistics of the path to one peer. Counts begin when the connection is made.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PathStats {
-    /// The smoothed round trip, where one was measured; of several connections the longest.
+    /// Smoothed round-trip time, if measured; the longest if there are several connections.
     pub round_trip: Option<Nanos>,
-    /// The shortest round trip of the last minutes, where one was measured.
+    /// Shortest round-trip time of the last minutes, if measured.
     pub least_round_trip: Option<Nanos>,
-    /// Packets with data that were sent, those that were sent again included.
+    /// Number of data packets sent, including retransmissions.
     pub packets: u64,
-    /// Packets that were sent again.
+    /// Number of retransmitted packets.
     pub retransmissions: u64,
-    /// Bytes that wait here now: in this process, and those that the system has not sent yet.
+    /// Bytes waiting now: in this process, and in the system's socket buffers.
     pub queued: Bytes,
-    /// The time in which frames waited in this process, for the socket or for the rate that is kept.
+    /// Time during which frames waited in this process, for the socket or for the rate limit.
     pub queued_for: Nanos,
 }
 
 impl PathStats {
-    /// The part of the round trip that is waiting in queues on the way, as far as the shortest one was free of
-    /// it.
+    /// Returns the part of the round-trip time that is spent in queues: the smoothed minus the shortest round
+    /// trip. It is too low if the shortest one also waited in queues.
     #[must_use]
     pub fn queueing(&self) -> Option<Nanos> {
         Some(self.round_trip?.saturating_sub(self.least_round_trip?))
     }
 
-    /// Adds another connection to the same peer, which is used beside this one.
+    /// Combines the statistics with those of another connection to the same peer, used in parallel.
     #[must_use]
     pub fn beside(self, other: Self) -> Self {
         let least = [self.least_round_trip, other.least_round_trip].into_iter().flatten().min();
@@ -62,7 +62,7 @@ mod tests {
         assert_eq!((both.round_trip, both.least_round_trip), (Some(Nanos(50)), Some(Nanos(10))));
         assert_eq!((both.packets, both.retransmissions, both.queued), (20, 2, Bytes(200)));
         assert_eq!((both.queued_for, both.queueing()), (Nanos(7), Some(Nanos(40))));
-        // One that has measured nothing takes nothing away.
+        // A connection without measurements changes nothing.
         assert_eq!(PathStats::default().beside(one), one);
         assert_eq!(PathStats::default().queueing(), None);
     }

@@ -1,4 +1,5 @@
-//! Plain values as a program moves them: whole frames, reduced where they lie. It depends on no algorithm.
+//! Transfers of uncoded values by a program: whole frames, reduced directly from the frame. Independent of the
+//! algorithm.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use crate::steps::{Merge, Program, Step};
 use crate::transport::Port;
 use crate::{CommError, FRAME_BYTES, Frame};
 
-/// A buffer of `T` that a program without messages works on.
+/// A buffer of `T`, and the state of a program without coded messages that works on it.
 pub(crate) struct Plain<T, S> {
     data: S,
     op: Reduction<T>,
@@ -20,21 +21,21 @@ pub(crate) struct Plain<T, S> {
     lanes: Vec<Lane>,
 }
 
-/// How far the step is that a lane is in.
+/// Progress of a lane's current step.
 #[derive(Default)]
 struct Lane {
-    /// By the step's sends.
+    /// Progress of each send of the step.
     sent: Vec<Progress>,
-    /// The step's receive that is under way; those before it are done.
+    /// Index of the receive in progress; earlier receives of the step are done.
     receive: usize,
-    /// Receives of all steps that are done.
+    /// Number of completed receives of all steps so far.
     receives_done: usize,
     received: Progress,
-    /// The frame that came last, where the next step passes it on.
+    /// The last received frame, if the next step sends it on.
     kept: Option<Kept>,
 }
 
-/// What has come and is to be passed on as it is.
+/// A received frame that is to be sent on as it is.
 struct Kept {
     part: Range<usize>,
     frame: Frame,
@@ -42,7 +43,7 @@ struct Kept {
     only: bool,
 }
 
-/// How far one transfer is: elements moved, and whether its last frame has passed.
+/// Progress of one transfer: the number of elements moved, and whether the last frame has been moved.
 #[derive(Debug, Clone, Copy, Default)]
 struct Progress {
     elements: usize,
@@ -50,7 +51,7 @@ struct Progress {
 }
 
 impl Progress {
-    /// The next frame's share of `range`. A transfer of nothing is one empty frame.
+    /// Returns the part of `range` for the next frame. A transfer of no elements is one empty frame.
     fn next<T>(&self, range: &Range<usize>) -> Range<usize> {
         let start = range.start + self.elements;
         start..range.end.min(start + FRAME_BYTES / size_of::<T>())
@@ -62,7 +63,8 @@ impl Progress {
     }
 }
 
-/// Whether these blocks are sent once, by the next step, and then replaced before anything looks at them.
+/// Returns whether exactly these blocks are sent once, by the next step, and then overwritten before they are
+/// used again.
 fn passes_through(later: &[Step], blocks: &Range<usize>) -> bool {
     let touches = |other: &Range<usize>| other.start < blocks.end && blocks.start < other.end;
     let Some((next, after)) = later.split_first() else { return false };
@@ -84,12 +86,13 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Plain<T, S> {
         Self { data, op, passing, lanes }
     }
 
-    /// Sends one frame of each of the step's transfers, as far as the network has room.
+    /// Sends one frame of each transfer of the step, if the network has room; returns whether any was sent.
     fn send_some(&mut self, at: &At<'_>, step: &Step, port: &mut dyn Port) -> Result<bool, CommError> {
         let mut moved = false;
         let lane = &mut self.lanes[at.lane];
         for (i, (to, blocks)) in step.sends.iter().enumerate() {
-            // Two transfers to the same rank would mix.
+            // Two transfers to the same rank go one after the other, because frames do not say which transfer
+            // they belong to.
             let waits =
                 || step.sends[..i].iter().zip(&lane.sent).any(|((rank, _), sent)| rank == to && !sent.done);
             let peer = at.peer(*to);
@@ -109,7 +112,7 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Plain<T, S> {
         Ok(moved)
     }
 
-    /// Whether all of `part` that the step sends has been sent.
+    /// Returns whether this step has sent all values of `part` that it must send.
     fn is_sent(&self, at: &At<'_>, step: &Step, part: &Range<usize>) -> bool {
         step.sends.iter().zip(&self.lanes[at.lane].sent).all(|((_, blocks), sent)| {
             let whole = at.program.elements(blocks, self.data.as_ref().len());
@@ -118,7 +121,8 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Plain<T, S> {
         })
     }
 
-    /// Reduces or copies the next frame of this step where it is there, straight from the frame.
+    /// Reduces or copies the next frame of this step directly from the frame, if it has arrived; returns
+    /// whether it has.
     fn receive_one(&mut self, at: &At<'_>, step: &Step, port: &mut dyn Port) -> Result<bool, CommError> {
         let Lane { receive, received, receives_done, .. } = self.lanes[at.lane];
         let Some((from, blocks, merge)) = step.recvs.get(receive) else { return Ok(false) };
@@ -136,7 +140,7 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Plain<T, S> {
         let data = self.data.as_mut();
         let all = size_of_val(data);
         if let Some(Kept { part, frame, only: true }) = self.lanes[at.lane].kept.take() {
-            // There was no room to pass it on yet.
+            // The frame could not be sent on yet, and is given up: its values must go to the buffer.
             data[part].copy_from_slice(bytemuck::cast_slice(frame.bytes()));
         }
         let into = &mut data[part.clone()];
@@ -186,7 +190,8 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Transfers for Plain<T, S> {
 
     fn turn(&mut self, at: &At<'_>, port: &mut dyn Port) -> Result<Turn, CommError> {
         let step = at.step();
-        // One out, one in: the frames in hand stay in cache, and the network is busy both ways.
+        // Alternates one frame out and one in: the frames in use stay in cache, and both directions of the
+        // network are busy.
         let moved = self.send_some(at, step, port)? | self.receive_one(at, step, port)?;
         let lane = &self.lanes[at.lane];
         if lane.receive == step.recvs.len() && lane.sent.iter().all(|sent| sent.done) {
@@ -235,14 +240,14 @@ mod tests {
             let lane = &program.lanes[0];
             (0..lane.len()).map(|at| passes_through(&lane[at + 1..], &lane[at].recvs[0].1)).collect()
         };
-        // The last of three reductions stays, and so does what is gathered.
+        // The result of the last of three reductions stays on this rank, and so do the gathered blocks.
         assert_eq!(passed(&ring(Rank(1), 4)), [true, true, false, false, false, false]);
         assert_eq!(passed(&ring_reduce_scatter(Rank(1), 4)), [false; 3]);
         assert_eq!(passed(&recursive_doubling(Rank(0), 4)), [false; 2]);
         assert_eq!(passed(&ring(Rank(0), 2)), [false; 2]);
     }
 
-    /// A network that takes frames only when it is told to.
+    /// A network that takes frames only if `room` is set.
     struct Slow {
         room: bool,
         coming: VecDeque<Frame>,
@@ -293,7 +298,7 @@ mod tests {
             let plain = Plain::new(&program, passing, vec![1.0_f32; 4], ReduceOp::Sum.into());
             let mut body = Interpreter::new("test", program, None, plain, (tag, 9), members);
             assert!(body.poll(&mut port).is_pending());
-            // The next frame comes before there is room, or after.
+            // The next frame arrives before or after there is room.
             if early {
                 port.coming.push_back(frame(7.0));
                 assert!(body.poll(&mut port).is_pending());

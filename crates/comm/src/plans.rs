@@ -1,4 +1,4 @@
-//! What a rank does in each collective: chosen by cost on the declared links, made once for each size.
+//! The program of a rank for each collective: chosen by cost on the declared links, and cached by size.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -19,13 +19,13 @@ use crate::scan::{chain_exclusive_scan, chain_scan, doubling_exclusive_scan, dou
 use crate::steps::{Program, Step};
 use crate::tree::{binomial_broadcast, binomial_reduce, chain_broadcast};
 
-/// Sizes that are remembered; then the memory starts afresh.
+/// Number of programs that are cached; then the cache is emptied.
 const REMEMBERED: usize = 256;
 
-/// A block of a chain is worth a message of its own only from a few pages on.
+/// Smallest block of a chain in bytes; smaller ones do not pay for a message of their own.
 const LEAST_BLOCK: u64 = 16 * 1024;
 
-/// A collective whose steps depend on the size and the links.
+/// A collective whose program depends on the size and the links.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Kind {
     AllReduce,
@@ -36,13 +36,13 @@ pub(crate) enum Kind {
     AllToAll,
     Scan,
     ExclusiveScan,
-    /// The same in the order of ranks, for reductions that do not commute.
+    /// The kinds from here on keep the order of ranks, for reductions that do not commute.
     OrderedAllReduce,
     OrderedReduceScatter,
     OrderedReduce(Rank),
 }
 
-/// A program, and by which all-reduce it was made, if it is one.
+/// A program, and the algorithm that it was made by if it is an all-reduce.
 #[derive(Debug, Clone)]
 pub(crate) struct Plan {
     pub(crate) program: Arc<Program>,
@@ -60,28 +60,29 @@ impl From<Program> for Plan {
     }
 }
 
-/// What is known of a program's receives: whether what they reduce only passes through this rank. That takes a
-/// look at the steps behind, so it is kept for the next run of the program.
+/// Says for each receive of a program whether its result only passes through this rank: the next step sends it
+/// on, and the block is replaced before it is used again. Finding that out takes a search of later steps, so it
+/// is cached for the next run of the program.
 #[derive(Debug)]
 pub(crate) struct Passing(Vec<Vec<OnceLock<bool>>>);
 
 impl Passing {
-    /// Of the `number`-th receive of a lane, over all of its steps; `find` is asked where that is not known
-    /// yet.
+    /// Returns the entry of a receive, which has this `number` among the receives of all steps of the lane. If
+    /// it is not known yet, `find` computes it.
     pub(crate) fn of(&self, lane: usize, number: usize, find: impl FnOnce() -> bool) -> bool {
         *self.0[lane][number].get_or_init(find)
     }
 }
 
-/// One rank's programs.
+/// The cached programs of one rank.
 #[derive(Debug)]
 pub(crate) struct Plans {
     rank: Rank,
     algorithm: Algorithm,
     topology: Topology,
-    /// The regions of `hierarchical`; `None`: those that the links show.
+    /// Regions of `hierarchical`; `None` for those derived from the links.
     regions: Option<Arc<[Vec<Rank>]>>,
-    /// By kind, elements and bytes.
+    /// Programs by kind, number of elements and number of bytes.
     made: Mutex<BTreeMap<(Kind, usize, u64), Plan>>,
 }
 
@@ -90,17 +91,17 @@ impl Plans {
         Self { rank, algorithm, topology, regions: None, made: Mutex::new(BTreeMap::new()) }
     }
 
-    /// The same for another algorithm.
+    /// Returns an empty cache for another algorithm, with the same links and regions.
     pub(crate) fn with_algorithm(&self, algorithm: Algorithm) -> Self {
         Self { regions: self.regions.clone(), ..Self::new(self.rank, algorithm, self.topology.clone()) }
     }
 
-    /// The same over other links.
+    /// Returns an empty cache for other links, with the same algorithm and regions.
     pub(crate) fn with_topology(&self, topology: Topology) -> Self {
         Self { regions: self.regions.clone(), ..Self::new(self.rank, self.algorithm, topology) }
     }
 
-    /// The same with regions of its own.
+    /// Returns an empty cache for given regions, with the same algorithm and links.
     pub(crate) fn with_regions(&self, regions: Vec<Vec<Rank>>) -> Self {
         Self { regions: Some(regions.into()), ..Self::new(self.rank, self.algorithm, self.topology.clone()) }
     }
@@ -117,7 +118,7 @@ impl Plans {
         &self.topology
     }
 
-    /// This rank's steps over a buffer of `len` elements of `bytes` together.
+    /// Returns this rank's program for a buffer of `len` elements and `bytes` bytes in all.
     pub(crate) fn plan(&self, kind: Kind, len: usize, bytes: Bytes) -> Plan {
         let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
         if made.len() >= REMEMBERED {
@@ -187,7 +188,7 @@ impl Plans {
         program.into()
     }
 
-    /// The cheapest of one program for small buffers and chains of several numbers of blocks.
+    /// Returns the cheapest of `small` and chains with several numbers of blocks.
     fn by_chain(
         &self,
         bytes: Bytes,
@@ -202,7 +203,7 @@ impl Plans {
         self.cheapest(bytes, &candidates)
     }
 
-    /// The first, or the cheapest where the algorithm is to be chosen.
+    /// Returns the first candidate, or the cheapest if the algorithm is `Auto`.
     fn by_cost(&self, bytes: Bytes, candidates: &[&dyn Fn(Rank) -> Program]) -> Program {
         let candidates = if self.algorithm == Algorithm::Auto { candidates } else { &candidates[..1] };
         self.cheapest(bytes, candidates)

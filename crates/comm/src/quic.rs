@@ -1,13 +1,14 @@
 //! Endpoints that reach each other from behind address translation: QUIC by the crate `iroh`, with hole
-//! punching, relays that the user names, and addresses that may change during a run. A peer is known by its
-//! ed25519 key, which is that of its [`Identity`](crate::secure::Identity).
+//! punching, relays that the user names, and addresses that may change during a run. A peer is identified by
+//! its ed25519 key, that of its [`Identity`](crate::secure::Identity).
 //!
-//! Each (peer, tag) has a stream of its own, so that a lost packet holds up one conversation and not all. No
-//! public service is asked: relays are those of [`Config::relays`] and [`Config::host`], and rank 0 tells the
+//! Each (peer, tag) has a stream of its own, so a lost packet delays only one tag's frames. No public service
+//! is used: the relays are those of [`Config::relays`] and [`Config::host`], and rank 0 distributes the
 //! addresses.
 //!
-//! A runtime of tokio with one thread moves the bytes; no public type names it. Backpressure is QUIC's own, a
-//! window for each stream: a stream is not read while [`WINDOW`](crate::WINDOW) of its frames were not taken.
+//! A tokio runtime with one thread moves the bytes; no public type mentions tokio. Backpressure is QUIC's flow
+//! control of each stream: a stream is not read while [`WINDOW`](crate::WINDOW) of its frames have not been
+//! taken.
 
 mod address;
 mod door;
@@ -36,56 +37,55 @@ use pacer::Pacer;
 use peer::Peer;
 pub use relay::{Relay, RelayConfig};
 
-/// The time that goodbyes may take.
+/// Time limit for the goodbyes when an endpoint closes.
 const PARTING: Duration = Duration::from_secs(5);
-/// The time that closing sockets and connections to relays may take after that.
+/// Time limit for closing sockets and connections to relays after that.
 const CLOSING: Duration = Duration::from_secs(2);
 
-/// After how long a silent peer is lost, by default. QUIC does not tell a process that was killed from one
-/// that is out of reach, so this is a compromise. A relay that was away for 4 s costs 8 s, since attempts to
-/// reconnect to it come at growing intervals.
+/// Default time after which a silent peer counts as lost. QUIC cannot distinguish a killed process from an
+/// unreachable one, so this is a compromise. A relay that is away for 4 s interrupts for 8 s, since attempts to
+/// reconnect to it are made at growing intervals.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
-/// An endpoint of a network of processes.
+/// An endpoint in a network of processes.
 pub type Quic = Endpoint<QuicDriver>;
 
-/// Who this process is and where rank 0 is.
+/// The rank of this process, and how it reaches rank 0.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Config {
-    /// This process's rank; rank 0 is the one whose address and key all have.
+    /// Rank of this process. All ranks have the address and the key of rank 0.
     pub rank: u32,
     /// Number of ranks.
     pub world_size: u32,
-    /// Where rank 0 is reached, as `host:port`; several with commas between. Also relays, as
-    /// `http://host:port` or `https://host:port`, as for [`Config::relays`]. Rank 0 listens at the port of
-    /// the first that is no relay.
+    /// Addresses of rank 0, `host:port`, separated by commas. Also relays, `http://host:port` or
+    /// `https://host:port`, as in [`Config::relays`]. Rank 0 listens at the port of the first address that is
+    /// not a relay.
     pub host: String,
-    /// Processes of other jobs are turned away.
+    /// Name of the job. Processes of other jobs are refused.
     pub job: String,
-    /// The time that the whole rendezvous may take.
+    /// Time limit for the whole rendezvous.
     pub deadline: Duration,
     /// Relays that this process may use, besides those of `host`: `http://host:port` for a [`Relay`],
-    /// `https://host:port` for one with a certificate that the web trusts. A relay sees which keys exchange
-    /// how many bytes, and cannot read them.
+    /// `https://host:port` for one with a certificate from a public authority. A relay sees which keys exchange
+    /// how many bytes, but cannot read them.
     pub relays: Vec<String>,
-    /// Where this process listens, over UDP; by default at all its addresses, or at the loopback if rank 0 is
+    /// UDP address at which this process listens; by default all its addresses, or the loopback if rank 0 is
     /// there.
     pub listen: Option<SocketAddr>,
-    /// Whether it may reach others directly; otherwise over relays alone.
+    /// Whether it may reach others directly; if not, only over relays.
     pub direct: bool,
-    /// This process's key, the key of rank 0 (a ticket names it), and what proves the right to join.
+    /// Key of this process, key of rank 0 (in a ticket), and the proof of the right to join.
     pub security: Security,
-    /// After how long a peer of which nothing was heard is lost, from 1 to 30 seconds. A process that runs
-    /// sends something six times in this time. A relay may be away for a third of
-    /// it.
+    /// Time after which a silent peer counts as lost, from 1 to 30 seconds. A running process sends something
+    /// six times in this time. A relay may be away for a third of this time.
     pub patience: Duration,
-    /// How fast it sends.
+    /// Limits of the rate at which it sends.
     pub pace: Pace,
 }
 
 impl Config {
-    /// A member of the job `farflung` with a minute for everyone to come.
+    /// Creates the configuration of a member of the job `farflung`, with a minute for the rendezvous.
     #[must_use]
     pub fn new(rank: u32, world_size: u32, host: impl Into<String>, security: Security) -> Self {
         Self {
@@ -104,11 +104,11 @@ impl Config {
     }
 }
 
-/// Connections to all peers.
+/// Driver of an endpoint over connections to all peers.
 #[derive(Debug)]
 pub struct QuicDriver {
     start: Instant,
-    /// By rank; none to this endpoint itself.
+    /// Peers by rank; `None` for this endpoint itself.
     peers: Vec<Option<Arc<Peer>>>,
     endpoint: ::iroh::Endpoint,
     handle: Handle,
@@ -118,9 +118,8 @@ pub struct QuicDriver {
 /// Meets the other ranks and connects to each of them. Rank `r` becomes `PeerId(r)`.
 ///
 /// # Errors
-/// If an address is wrong, rank 0 refuses, or ranks are missing at the deadline; [`CommError::Unsealed`]
-/// where `security` has no key of rank 0 by which it could be reached; [`CommError::Argument`] for a setting
-/// out of range.
+/// If an address is wrong, rank 0 refuses, or ranks are missing at the deadline; [`CommError::Unsealed`] if
+/// `security` has no key of rank 0, by which it is reached; [`CommError::Argument`] for a setting out of range.
 pub fn join(config: &Config) -> Result<Arc<Quic>, CommError> {
     meet::check(config)?;
     let runtime = Builder::new_multi_thread()
@@ -146,7 +145,7 @@ pub fn join(config: &Config) -> Result<Arc<Quic>, CommError> {
             return Err(error);
         }
     };
-    // Threads that wait sleep at once: looking for frames would take the core from the thread that moves them.
+    // Waiting threads sleep at once: polling would take the core from the thread that moves the frames.
     let inbox = Arc::new(Inbox::new(connections.len()).crowded());
     let (pool, handle) = (Pool::new(), runtime.handle().clone());
     let pacer = Arc::new(Pacer::new(config.pace, connections.len()));
@@ -167,14 +166,14 @@ pub fn join(config: &Config) -> Result<Arc<Quic>, CommError> {
 }
 
 impl Quic {
-    /// The address at which a peer is reached now, or that of a relay; `None` before it is known, and for a
-    /// peer that is gone.
+    /// Returns the address at which a peer is reached now, or that of a relay; `None` before it is known, and
+    /// for a peer that is gone.
     #[must_use]
     pub fn path_to(&self, peer: PeerId) -> Option<String> {
         self.driver().peer(peer).and_then(Peer::path)
     }
 
-    /// Ends without telling the peers, as a process that is killed.
+    /// Ends without notifying the peers, like a killed process.
     pub fn vanish(&self) {
         let runtime = self.driver().runtime.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(runtime) = runtime {
@@ -182,7 +181,7 @@ impl Quic {
         }
     }
 
-    /// Streams that this endpoint has opened to a peer so far.
+    /// Returns the number of streams that this endpoint has opened to a peer so far.
     #[must_use]
     pub fn streams_to(&self, peer: PeerId) -> u64 {
         self.driver().peer(peer).map_or(0, Peer::opened)
@@ -230,7 +229,7 @@ impl Driver for QuicDriver {
         let (peers, endpoint) = (self.peers.clone(), self.endpoint.clone());
         runtime.spawn(async move {
             let peers: Vec<Arc<Peer>> = peers.into_iter().flatten().collect();
-            // All at once, so that one that does not read does not take the time of the others.
+            // All peers at once, so that one that does not read does not use up the time of the others.
             let leaving: Vec<_> = peers
                 .iter()
                 .map(|peer| {
@@ -242,7 +241,7 @@ impl Driver for QuicDriver {
                 })
                 .collect();
             for leaving in leaving {
-                // Each has a time limit.
+                // Does not wait forever: each task has a time limit.
                 let _ = leaving.await;
             }
             let _ = tokio::time::timeout(CLOSING, endpoint.close()).await;

@@ -1,34 +1,33 @@
-//! The rates that an endpoint keeps: one to all peers together, and one to each. What they admit is a pure
-//! function of the time.
+//! Rate limits of an endpoint: one for all peers together, and one for each. Pure functions of the time.
 
 use farflung_base::{Bandwidth, Nanos, PeerId};
 
 use crate::CommError;
 
-/// How fast an endpoint sends. Counted are the bytes that its sockets or streams are given, without the headers
-/// of packets: those of TCP and IP add 3 to 4% to full packets, those of QUIC, UDP and IP 5%.
+/// Limits of the rate at which an endpoint sends. They count the bytes handed to sockets or streams, without
+/// packet headers: those of TCP and IP add 3 to 4% to full packets, those of QUIC, UDP and IP 5%.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pace {
-    /// To all peers together.
+    /// Limit for all peers together.
     pub all: Bandwidth,
-    /// To each of them.
+    /// Limit for each peer.
     pub each: Bandwidth,
 }
 
 impl Default for Pace {
-    /// As fast as the sockets take it.
+    /// No limits.
     fn default() -> Self {
         Self { all: Bandwidth::UNLIMITED, each: Bandwidth::UNLIMITED }
     }
 }
 
 impl Pace {
-    /// Whether there is a limit.
+    /// Returns whether there is a limit.
     pub(crate) fn is_limited(&self) -> bool {
         *self != Self::default()
     }
 
-    /// Refuses rates at which nothing gets through.
+    /// Returns an error for rates that are too low to be of use.
     ///
     /// # Errors
     /// [`CommError::Argument`] for a rate below [`SLOWEST`].
@@ -43,17 +42,17 @@ impl Pace {
     }
 }
 
-/// The slowest rate that is kept: 1000 bytes a second.
+/// Lowest rate that can be set: 1000 bytes per second.
 pub const SLOWEST: Bandwidth = Bandwidth(8_000);
 
-/// What may be sent at once after a pause.
+/// Time whose bytes may be sent at once after a pause.
 const BURST: Nanos = Nanos::from_millis(10);
-/// What is worth a system call, in time.
+/// Time whose bytes are worth a system call.
 const QUANTUM: Nanos = Nanos::from_millis(2);
-/// A packet, and the most that is worth waiting for, in bytes.
+/// Bounds of the quantum in bytes: the payload of a packet, and 64 KiB.
 const LEAST: u64 = 1448;
 const MOST: u64 = 64 * 1024;
-/// A rate, and until when it is used up.
+/// A rate, and the time up to which it is used up.
 #[derive(Debug, Clone, Copy)]
 struct Bucket {
     rate: Bandwidth,
@@ -65,24 +64,25 @@ impl Bucket {
         Self { rate, used: Nanos::ZERO }
     }
 
-    /// The time that so many bytes take.
+    /// Returns the time that this number of bytes takes at the rate.
     fn time(&self, bytes: u64) -> Nanos {
         Nanos((u128::from(bytes) * 8_000_000_000 / u128::from(self.rate.0.max(1))).min(u128::from(u64::MAX))
             as u64)
     }
 
-    /// What is waited for before anything is sent, unless it is less.
+    /// Returns the quantum in bytes: nothing is sent until at least this much, or all that is wanted, may be
+    /// sent.
     fn quantum(&self) -> u64 {
         ((u128::from(self.rate.0) * u128::from(QUANTUM.0) / 8_000_000_000) as u64).clamp(LEAST, MOST)
     }
 
-    /// From when on the rate counts.
+    /// Returns the time from which unused rate counts: at most a burst before `now`.
     fn from(&self, now: Nanos) -> Nanos {
         let burst = BURST.max(Nanos(2 * self.time(self.quantum()).0));
         self.used.max(now.saturating_sub(burst))
     }
 
-    /// How many of the bytes may be sent now.
+    /// Returns the number of bytes, of `wanted`, that may be sent now.
     fn admits(&self, now: Nanos, wanted: u64) -> u64 {
         if self.rate == Bandwidth::UNLIMITED {
             return wanted;
@@ -98,7 +98,7 @@ impl Bucket {
         }
     }
 
-    /// How long until something may be sent.
+    /// Returns the time until a quantum may be sent.
     fn wait(&self, now: Nanos) -> Nanos {
         if self.rate == Bandwidth::UNLIMITED {
             return Nanos::ZERO;
@@ -108,7 +108,7 @@ impl Bucket {
     }
 }
 
-/// The rates of an endpoint, and what of them is used up.
+/// The rate limits of an endpoint, and their use.
 #[derive(Debug)]
 pub(crate) struct Rates {
     all: Bucket,
@@ -116,28 +116,28 @@ pub(crate) struct Rates {
 }
 
 impl Rates {
-    /// For so many peers.
+    /// Creates the limits for a number of peers.
     pub(crate) fn new(pace: Pace, peers: usize) -> Self {
         Self { all: Bucket::new(pace.all), each: vec![Bucket::new(pace.each); peers] }
     }
 
-    /// Other rates from now on; nothing of them is used up.
+    /// Sets other limits. Use under the old limits is forgotten.
     pub(crate) fn set(&mut self, pace: Pace) {
         *self = Self::new(pace, self.each.len());
     }
 
-    /// How many of the bytes may be sent to the peer now.
+    /// Returns the number of bytes, of `wanted`, that may be sent to the peer now.
     pub(crate) fn admits(&self, now: Nanos, peer: PeerId, wanted: u64) -> u64 {
         self.each[peer.index()].admits(now, self.all.admits(now, wanted))
     }
 
-    /// So many bytes were sent to the peer.
+    /// Counts bytes that were sent to the peer.
     pub(crate) fn spend(&mut self, now: Nanos, peer: PeerId, bytes: u64) {
         self.all.spend(now, bytes);
         self.each[peer.index()].spend(now, bytes);
     }
 
-    /// How long until something may be sent to the peer.
+    /// Returns the time until bytes may be sent to the peer.
     pub(crate) fn wait(&self, now: Nanos, peer: PeerId) -> Nanos {
         self.all.wait(now).max(self.each[peer.index()].wait(now))
     }
@@ -152,7 +152,7 @@ mod tests {
         for rate in [64_000, 20_000_000, 1_000_000_000_u64] {
             for asked in [32, 1000, 262_176, 10_000_000] {
                 let mut bucket = Bucket::new(Bandwidth(rate));
-                // It begins as after a pause.
+                // It begins as if after a pause.
                 let begin = Nanos::from_millis(60_000);
                 let (mut now, mut sent) = (begin, 0_u64);
                 let end = begin.saturating_add(Nanos::from_millis(1_000));

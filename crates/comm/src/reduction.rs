@@ -1,4 +1,4 @@
-//! What a collective reduces by: an operation that is built in, or one of the user's own.
+//! The operation of a collective: built in, or defined by the user.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -7,17 +7,17 @@ use std::sync::Arc;
 use crate::CommError;
 use crate::element::{Element, First, ReduceOp, each};
 
-/// Reduces a slice into another.
+/// Reduces the second slice into the first.
 type Combine<T> = dyn Fn(&mut [T], &[T], First) + Send + Sync;
 
-/// A reduction of the user's own (`MPI_Op_create`): an associative function of two elements.
+/// A user-defined reduction (`MPI_Op_create`): an associative function of two elements.
 ///
-/// The first argument is of the lower ranks: unless the reduction was [made](Self::commutative) as one that
-/// commutes, the order of ranks is kept, whatever the algorithm. All ranks pass the same function under the
-/// same name; a name that differs is an error on all of them. One that panics fails the collective on all
-/// ranks.
+/// The first argument comes from the lower ranks. The order of ranks is kept by every algorithm, unless the
+/// reduction was made with [`UserOp::commutative`]. All ranks must pass the same function under the same name;
+/// different names are an error on all ranks. If the function panics, the collective fails on all ranks.
 ///
-/// Values of several numbers are arrays. The product of 2 x 2 matrices, which does not commute, over all ranks:
+/// An element of several numbers is an array. Example: the product over all ranks of 2 x 2 matrices, which does
+/// not commute.
 ///
 /// ```
 /// use farflung_comm::{Communicator, UserOp, memory};
@@ -44,15 +44,15 @@ pub struct UserOp<T> {
 }
 
 impl<T: Element> UserOp<T> {
-    /// An associative function. The order of ranks is kept.
+    /// Creates a reduction from an associative function. The order of ranks is kept.
     #[must_use]
     pub fn new(name: &'static str, f: impl Fn(T, T) -> T + Send + Sync + 'static) -> Self {
         let combine = move |into: &mut [T], x: &[T], first| each(into, x, first, &f);
         Self { name, commutes: false, combine: Arc::new(combine) }
     }
 
-    /// An associative function that gives the same with its arguments exchanged. It goes by the communicator's
-    /// algorithm, in whose order ranks are.
+    /// Creates a reduction from an associative and commutative function. It runs by the communicator's
+    /// algorithm, which may reduce ranks in another order.
     #[must_use]
     pub fn commutative(name: &'static str, f: impl Fn(T, T) -> T + Send + Sync + 'static) -> Self {
         Self { commutes: true, ..Self::new(name, f) }
@@ -72,12 +72,12 @@ impl<T> fmt::Debug for UserOp<T> {
     }
 }
 
-/// How a collective reduces elements: a [`ReduceOp`] or a [`UserOp`], of which it is made by `into`.
+/// How a collective reduces elements. A [`ReduceOp`] or a [`UserOp`] converts to it by `into`.
 #[derive(Debug, Clone)]
 pub enum Reduction<T> {
-    /// One that is built in.
+    /// A built-in reduction.
     BuiltIn(ReduceOp),
-    /// One of the user's own.
+    /// A user-defined reduction.
     User(UserOp<T>),
 }
 
@@ -100,7 +100,7 @@ impl<T> From<&UserOp<T>> for Reduction<T> {
 }
 
 impl<T: Element> Reduction<T> {
-    /// Whether the result is the same in any order of the ranks, to rounding.
+    /// Returns whether the order of ranks does not matter, up to rounding.
     pub(crate) const fn commutes(&self) -> bool {
         match self {
             Self::BuiltIn(_) => true,
@@ -108,12 +108,12 @@ impl<T: Element> Reduction<T> {
         }
     }
 
-    /// Whether the sum is divided by the number of ranks.
+    /// Returns whether the sum is divided by the number of ranks.
     pub(crate) const fn is_mean(&self) -> bool {
         matches!(self, Self::BuiltIn(ReduceOp::Mean))
     }
 
-    /// What ranks compare of it.
+    /// Returns the bytes that ranks compare to check that they use the same reduction.
     pub(crate) fn facts(&self) -> Vec<u8> {
         match self {
             Self::BuiltIn(op) => vec![*op as u8],
@@ -121,7 +121,7 @@ impl<T: Element> Reduction<T> {
         }
     }
 
-    /// Whether the elements have it.
+    /// Returns an error if the element type does not support the reduction.
     pub(crate) fn is_defined(&self, collective: &'static str) -> Result<(), CommError> {
         match self {
             Self::BuiltIn(op) => T::supports(*op, collective),
@@ -140,7 +140,7 @@ impl<T: Element> Reduction<T> {
         match self {
             Self::BuiltIn(op) => T::reduce(*op, into, x, first),
             Self::User(op) => {
-                // What it had reduced by then is dropped with the failed collective.
+                // The collective fails, so the partly reduced values are not used.
                 catch_unwind(AssertUnwindSafe(|| (op.combine)(into, x, first)))
                     .map_err(|_| CommError::ReductionPanicked { op: collective, reduction: op.name })?;
             }

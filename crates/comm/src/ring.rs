@@ -1,7 +1,7 @@
-//! Ring collectives: every rank sends to the next and receives from the one before, `n - 1` times for each
-//! half.
+//! Ring collectives: in each step every rank sends to the next rank and receives from the previous one. Each
+//! half of an all-reduce has `n - 1` steps.
 //!
-//! Bandwidth-optimal: all-reduce moves `2 (n-1)/n` of the buffer through each rank, at `2 (n-1)` latencies.
+//! Bandwidth-optimal: each rank sends `2 (n-1)/n` of the buffer in an all-reduce, in `2 (n-1)` latencies.
 //! Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
 
 use std::ops::Range;
@@ -10,15 +10,16 @@ use farflung_base::Rank;
 
 use crate::steps::{Merge, Program, Step};
 
-/// All-reduce: [`ring_reduce_scatter`], then [`ring_all_gather`].
+/// Returns an all-reduce: [`ring_reduce_scatter`], then [`ring_all_gather`].
 #[must_use]
 pub fn ring(rank: Rank, size: usize) -> Program {
     let members = everyone(size);
     Program::new(size, whole(rank.index(), &members, |b| b..b + 1))
 }
 
-/// [`ring()`] in `chunks` parts of each block, which follow each other round: what a rank has reduced it
-/// passes on at once, not when its whole block has come. The same sums in the same order, so the same bits.
+/// Returns [`ring()`] with each block cut into `chunks` parts, which follow each other around the ring: a rank
+/// sends a reduced part on at once, not after the whole block. Sums have the same order, so the results are the
+/// same bit for bit.
 #[must_use]
 pub fn pipelined_ring(rank: Rank, size: usize, chunks: usize) -> Program {
     let members = everyone(size);
@@ -26,8 +27,8 @@ pub fn pipelined_ring(rank: Rank, size: usize, chunks: usize) -> Program {
     Program::side_by_side(size * chunks, (0..chunks).map(lane).collect())
 }
 
-/// All-reduce in two rings at once, one each way round with half of the buffer: twice as fast where the links
-/// to both neighbours are separate, and no faster behind one access link.
+/// Returns an all-reduce in two rings of opposite directions, each with half of the buffer: twice as fast if
+/// the links to the two neighbours are separate, no faster if they share one access link.
 #[must_use]
 pub fn bidirectional_ring(rank: Rank, size: usize) -> Program {
     let forth = everyone(size);
@@ -39,15 +40,16 @@ pub fn bidirectional_ring(rank: Rank, size: usize) -> Program {
     Program::side_by_side(2 * size, lanes)
 }
 
-/// Afterwards rank `r` holds the reduction of block `r` of `size`; its other blocks are spoilt.
+/// Returns a reduce-scatter: rank `r` ends with the reduction of block `r` of `size`; its other blocks hold
+/// partial sums.
 ///
-/// Block `b` is summed along the ring from rank `b + 1` round to rank `b`.
+/// The sum of block `b` starts at rank `b + 1` and goes around the ring to rank `b`.
 #[must_use]
 pub fn ring_reduce_scatter(rank: Rank, size: usize) -> Program {
     Program::new(size, scattered(rank.index(), &everyone(size), &|b| b..b + 1))
 }
 
-/// Beforehand rank `r` holds block `r` of `size`, afterwards everyone holds all.
+/// Returns an all-gather: before it, rank `r` holds block `r` of `size`; after it, every rank holds all blocks.
 #[must_use]
 pub fn ring_all_gather(rank: Rank, size: usize) -> Program {
     Program::new(size, gathered(rank.index(), &everyone(size), &|b| b..b + 1))
@@ -57,25 +59,26 @@ pub(crate) fn everyone(size: usize) -> Vec<Rank> {
     (0..size as u32).map(Rank).collect()
 }
 
-/// All-reduce round `members`, of which this rank is number `me`; `part(b)` are the blocks that member `b`
-/// reduces.
+/// Returns the steps of an all-reduce around `members`, among which this rank has index `me`. `part(b)` is the
+/// range of blocks that member `b` reduces.
 pub(crate) fn whole(me: usize, members: &[Rank], part: impl Fn(usize) -> Range<usize>) -> Vec<Step> {
     let mut steps = scattered(me, members, &part);
     steps.extend(gathered(me, members, &part));
     steps
 }
 
-/// The first half of [`whole`].
+/// Returns the first half of [`whole`]: the reduce-scatter.
 pub(crate) fn scattered(me: usize, members: &[Rank], part: &dyn Fn(usize) -> Range<usize>) -> Vec<Step> {
     around(me, members, 1, Merge::Reduce, part)
 }
 
-/// The second half of [`whole`].
+/// Returns the second half of [`whole`]: the all-gather.
 pub(crate) fn gathered(me: usize, members: &[Rank], part: &dyn Fn(usize) -> Range<usize>) -> Vec<Step> {
     around(me, members, 0, Merge::Copy, part)
 }
 
-/// Step `s` sends the part `s + lag` behind the own one, and receives the part behind that.
+/// Returns steps of which step `s` sends the part `s + lag` positions behind this rank's own, and receives the
+/// part one further behind.
 fn around(
     me: usize,
     members: &[Rank],

@@ -1,11 +1,12 @@
-//! Scans: rank `r` ends with the reduction of ranks `0..=r`, or of those before it. The order of ranks is kept.
+//! Scans: rank `r` ends with the reduction of ranks `0..=r`, or of `0..r` if exclusive. The order of ranks is
+//! kept.
 
 use farflung_base::Rank;
 
 use crate::steps::{Merge, Program, Step};
 
-/// Scan by recursive doubling: in round `k` each rank gives what it has to the rank `2^k` further on, which
-/// reduces it before its own. `ceil(lg n)` latencies of whole buffers.
+/// Returns a scan by recursive doubling: in round `k` each rank sends its values to the rank `2^k` after it,
+/// which reduces them before its own. `ceil(lg n)` latencies of whole buffers.
 ///
 /// Source: Hillis and Steele 1986, "Data parallel algorithms".
 #[must_use]
@@ -13,14 +14,15 @@ pub fn doubling_scan(rank: Rank, size: usize) -> Program {
     Program::new(1, doubling(rank, 0, size, &(0..1)))
 }
 
-/// Scan along a chain in `blocks` blocks: `(n - 2 + blocks) / blocks` times the whole buffer's transfer time.
+/// Returns a scan along a chain in `blocks` blocks. It takes `(n - 2 + blocks) / blocks` times the transfer
+/// time of the buffer.
 #[must_use]
 pub fn chain_scan(rank: Rank, size: usize, blocks: usize) -> Program {
     Program::new(blocks, chain(rank, 0, size, blocks))
 }
 
-/// Exclusive scan: everyone's own values go one rank on, then ranks `1..n` scan these by [`doubling_scan`].
-/// Rank 0 keeps its own.
+/// Returns an exclusive scan: each rank sends its values to the next rank, then ranks `1..n` run
+/// [`doubling_scan`] on the values received. The values of rank 0 are unchanged.
 #[must_use]
 pub fn doubling_exclusive_scan(rank: Rank, size: usize) -> Program {
     let mut steps = shift(rank, size, 1);
@@ -28,7 +30,8 @@ pub fn doubling_exclusive_scan(rank: Rank, size: usize) -> Program {
     Program::new(1, steps)
 }
 
-/// Exclusive scan: everyone's own values go one rank on, then ranks `1..n` scan these by [`chain_scan`].
+/// Returns an exclusive scan: each rank sends its values to the next rank, then ranks `1..n` run [`chain_scan`]
+/// on the values received.
 #[must_use]
 pub fn chain_exclusive_scan(rank: Rank, size: usize, blocks: usize) -> Program {
     let mut steps = shift(rank, size, blocks);
@@ -36,7 +39,7 @@ pub fn chain_exclusive_scan(rank: Rank, size: usize, blocks: usize) -> Program {
     Program::new(blocks, steps)
 }
 
-/// All blocks to the next rank, in whose place they stand then.
+/// Returns the step that sends all blocks to the next rank, where they replace its own.
 fn shift(rank: Rank, size: usize, blocks: usize) -> Vec<Step> {
     let mut step = Step::default();
     if rank.index() + 1 < size {
@@ -48,7 +51,7 @@ fn shift(rank: Rank, size: usize, blocks: usize) -> Vec<Step> {
     vec![step].into_iter().filter(|step| !step.is_empty()).collect()
 }
 
-/// Recursive doubling among the ranks `first..size`.
+/// Returns the steps of recursive doubling among the ranks `first..size`.
 fn doubling(rank: Rank, first: usize, size: usize, blocks: &std::ops::Range<usize>) -> Vec<Step> {
     let me = rank.index();
     let mut steps = Vec::new();
@@ -67,12 +70,12 @@ fn doubling(rank: Rank, first: usize, size: usize, blocks: &std::ops::Range<usiz
     steps
 }
 
-/// Block by block along the ranks `first..size`.
+/// Returns the steps of a chain along the ranks `first..size`, block by block.
 fn chain(rank: Rank, first: usize, size: usize, blocks: usize) -> Vec<Step> {
     let me = rank.index();
     let next = (me >= first && me + 1 < size).then(|| Rank(rank.0 + 1));
     let last = (me > first).then(|| Rank(rank.0 - 1));
-    // Whoever has someone before it sends a block while it receives the one after.
+    // A rank that is not the first sends a block while it receives the next one.
     let lag = usize::from(last.is_some());
     let step = |i: usize| Step {
         sends: next.zip(i.checked_sub(lag).map(|b| b..b + 1)).into_iter().collect(),

@@ -1,5 +1,5 @@
 //! Who may join a job, and how its connections are protected: keys, tickets, join secrets, and TLS 1.3 between
-//! peers that are named by their keys. It uses neither sockets nor files.
+//! peers that are identified by their keys. Uses neither sockets nor files.
 
 mod certificates;
 mod clock;

@@ -1,5 +1,4 @@
-//! Messages that are answered as they come, beside whatever else a rank does: what a parameter server is made
-//! of.
+//! Services that answer messages as they arrive, while the rank does other work; used for parameter servers.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,74 +11,74 @@ use crate::message::{Incoming, Outgoing, Torn};
 use crate::operation::Operation;
 use crate::transport::{Port, Tag};
 
-/// Answers messages. It is called by whichever thread drives the network, one message at a time.
+/// Answers messages. The thread that drives the network calls it, for one message at a time.
 pub trait Service: Send {
-    /// Takes a message and gives those that leave for it, to any ranks.
+    /// Handles a message, and returns the messages to send because of it, to any ranks.
     fn receive(&mut self, message: Asked) -> Vec<Answer>;
 }
 
 /// A message to a [`Service`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Asked {
-    /// Its sender.
+    /// Rank that sent it.
     pub from: Rank,
-    /// When it was here, by the transport's clock.
+    /// Time of arrival, by the transport's clock.
     pub at: Nanos,
-    /// What it says.
+    /// Content of the message.
     pub bytes: Vec<u8>,
 }
 
-/// A message of a [`Service`].
+/// A message sent by a [`Service`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {
-    /// Its receiver.
+    /// Rank that receives it.
     pub to: Rank,
-    /// What it says.
+    /// Content of the message.
     pub bytes: Vec<u8>,
-    /// Whether it is for the receiver's own service, rather than for whoever waits there for an answer.
+    /// If set, it goes to the receiver's own service; if not, to a receive that waits for an answer.
     pub asks: bool,
 }
 
 impl Answer {
-    /// For whoever waits for an answer.
+    /// Creates a message to a receive that waits for an answer.
     #[must_use]
     pub const fn new(to: Rank, bytes: Vec<u8>) -> Self {
         Self { to, bytes, asks: false }
     }
 
-    /// For the receiver's service.
+    /// Creates a message to the receiver's service.
     #[must_use]
     pub const fn to_service(to: Rank, bytes: Vec<u8>) -> Self {
         Self { to, bytes, asks: true }
     }
 }
 
-/// The numbers of the tags by which a service is asked and answers. No other message may have them.
+/// Tag numbers of requests and answers. No other message may use them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServiceTags {
-    /// Of messages to it.
+    /// Tag of messages to a service.
     pub ask: u32,
-    /// Of its own.
+    /// Tag of answers.
     pub answer: u32,
 }
 
-/// A service at work.
+/// A running service.
 pub(crate) struct Serving<S: ?Sized> {
     service: Arc<Mutex<S>>,
     members: Arc<[PeerId]>,
-    /// Ranks that may still ask, with what has come of their next message.
+    /// Ranks that may still send requests, with the part of their next message that has arrived.
     asking: Vec<(Rank, Incoming)>,
-    /// Answers on their way, by rank.
+    /// Answers being sent, by rank.
     answers: Vec<VecDeque<(Tag, Outgoing)>>,
     ask: Tag,
     answer: Tag,
     torn: Torn,
-    /// Why a rank can ask no more.
+    /// Error by which the last rank was lost.
     lost: Option<CommError>,
 }
 
 impl<S: Service + ?Sized> Serving<S> {
-    /// For the members of a communicator.
+    /// Creates a service for the members of a communicator.
     pub(crate) fn new(
         service: Arc<Mutex<S>>,
         members: Arc<[PeerId]>,
@@ -92,7 +91,7 @@ impl<S: Service + ?Sized> Serving<S> {
         Self { service, members, asking, answers, ask, answer, torn, lost: None }
     }
 
-    /// Sends what the network takes.
+    /// Sends answers as far as the network has room.
     fn send(&mut self, port: &mut dyn Port) {
         for (queue, &peer) in self.answers.iter_mut().zip(self.members.iter()) {
             while let Some(first) = queue.front_mut() {
@@ -100,14 +99,14 @@ impl<S: Service + ?Sized> Serving<S> {
                 match out.poll(port, peer, *tag, 0) {
                     Ok(true) => drop(queue.pop_front()),
                     Ok(false) => break,
-                    // Whoever is gone needs no answer.
+                    // Answers to a rank that is gone are dropped.
                     Err(_) => queue.clear(),
                 }
             }
         }
     }
 
-    /// Takes up one message, if one is there.
+    /// Returns the next message that has arrived, if there is one.
     fn take(&mut self, port: &mut dyn Port) -> Option<Asked> {
         let mut i = 0;
         while i < self.asking.len() {
@@ -145,7 +144,7 @@ impl<S: Service + ?Sized> Operation for Serving<S> {
             self.send(port);
         }
         self.send(port);
-        // Alone, it waits for nobody.
+        // Once all other ranks are lost, no request can come.
         let alone = self.asking.len() <= 1 && self.members.len() > 1;
         match self.lost.take().filter(|_| alone) {
             Some(error) => Poll::Ready(Err(error)),

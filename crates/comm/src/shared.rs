@@ -1,8 +1,8 @@
-//! Memory that two processes of one host share: a sealed file without a name, with a ring in each direction,
-//! and how it is handed over. It knows no frame, no link and no collective.
+//! Memory shared by two processes of one host: a sealed, unnamed file with a ring buffer in each direction, and
+//! its handover. Independent of frames, links and collectives.
 //!
-//! Both processes belong to one user, which is checked. A peer that lies about positions, slots or lengths is
-//! an error. One that writes into a slot that it has handed over changes values, and nothing else.
+//! Both processes must belong to the same user, which is checked. False positions, slots or lengths from a peer
+//! are errors. A peer that writes into a slot after handing it over can change values, but nothing else.
 
 mod bell;
 mod handover;

@@ -1,13 +1,15 @@
-//! Endpoints in one process under virtual time over a declared topology. Real bytes move; nobody sleeps.
+//! Endpoints within one process, in virtual time, over a declared topology. Real bytes are moved, but no time
+//! is slept.
 //!
-//! A conservative event queue: an event (departure, arrival, deadline, fault) happens only when nothing that a
-//! rank may still do can come before it, in the order (time, kind, from, sequence). Times and results do not
-//! depend on how threads interleave. Ranks compute side by side as long as their clocks are nearer than the
-//! latency between them.
+//! The core is a conservative event queue: an event (departure, arrival, deadline, fault) is processed only
+//! when no rank can cause an earlier one. Events are ordered by (time, kind, from, sequence). Times and results
+//! do not depend on how threads interleave. Ranks run in parallel as long as their clocks differ by less than
+//! the latency between them.
 //!
-//! Each rank is one thread. A rank that neither waits nor has dropped its endpoint holds the others back: they
-//! get no further than its clock and a latency. To declare modelled compute before really computing lets them
-//! go on. Results come by `wait`; awaiting a pending value as a future does not let time pass.
+//! Each rank is one thread. A rank that computes keeps the others from going further than its clock plus a
+//! latency, until it waits or drops its endpoint. If it declares modelled compute before the real computation,
+//! the others can go on. Get results by `wait`; awaiting a pending value as a future does not advance virtual
+//! time.
 
 mod bells;
 mod faults;
@@ -36,13 +38,13 @@ use world::World;
 /// An endpoint of a simulated network.
 pub type Simulated = Endpoint<SimulatedDriver>;
 
-/// One endpoint per rank of `topology`, `PeerId(0)` first.
+/// Creates one endpoint per rank of `topology`, `PeerId(0)` first.
 #[must_use]
 pub fn cluster(topology: &Topology) -> Vec<Arc<Simulated>> {
     cluster_with(topology, &Faults::new())
 }
 
-/// A [`cluster`] in which `faults` happen.
+/// Creates a [`cluster`] in which `faults` occur.
 #[must_use]
 pub fn cluster_with(topology: &Topology, faults: &Faults) -> Vec<Arc<Simulated>> {
     build(topology, faults, distances(topology)).0
@@ -61,7 +63,7 @@ fn build(topology: &Topology, faults: &Faults, distances: Distances) -> (Vec<Arc
     (ranks, world)
 }
 
-/// One rank's view of the simulated network.
+/// Driver of one rank's endpoint in the simulated network.
 pub struct SimulatedDriver {
     me: usize,
     world: Arc<World>,

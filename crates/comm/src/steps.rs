@@ -1,25 +1,25 @@
-//! A collective as data: what one rank encodes, sends, receives and decodes, step by step. Pure: it depends on
-//! no network, no codec and no bytes.
+//! Collectives as data: what one rank encodes, sends, receives and decodes, step by step. Pure: independent of
+//! networks, codecs and bytes.
 
 use std::fmt;
 use std::ops::Range;
 
 use farflung_base::Rank;
 
-/// What happens to received values.
+/// How received values are combined with those of the block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Merge {
-    /// They are reduced into what is there, which is the first operand.
+    /// Reduced into the block, whose values are the first operand.
     Reduce,
-    /// They are reduced into what is there, themselves the first operand: they come of lower ranks, and the
-    /// order of ranks is kept. Not in coded programs.
+    /// Reduced into the block, with the received values as the first operand: they come from lower ranks, and
+    /// the order of ranks is kept. Not allowed in coded programs.
     ReduceBefore,
-    /// They replace what is there.
+    /// Replace the values of the block.
     Copy,
 }
 
 impl Merge {
-    /// As it is printed.
+    /// Returns the sign used when a step is printed.
     const fn sign(self) -> &'static str {
         match self {
             Self::Reduce => "+=",
@@ -29,140 +29,139 @@ impl Merge {
     }
 }
 
-/// Which side of a coded reduction encodes.
+/// The side of a coded reduction that encodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Phase {
-    /// A rank's own values, or a sum that is not complete yet.
+    /// Encodes a rank's own values, or a sum that is not complete yet.
     Worker,
-    /// The reduced values of a block: the complete sum, or a part of it that no other rank adds to.
+    /// Encodes the reduced values of a block: the complete sum, or a part of it that no other rank adds to.
     Server,
 }
 
-/// How the values of a message are written.
+/// How the values of a message are encoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Code {
-    /// As they are: f32, little-endian.
+    /// Not encoded: f32, little-endian.
     Plain,
-    /// Through the codec, on this side of the reduction. For a mean, the values of [`Phase::Server`] are
-    /// divided first.
+    /// Encoded by the codec, on this side of the reduction. For a mean, values of [`Phase::Server`] are divided
+    /// by the number of ranks first.
     Coded(Phase),
 }
 
-/// What a message of a coded program carries.
+/// Content of a message of a coded program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CodedMessage {
-    /// The values.
+    /// Index of the block whose values it carries.
     pub block: usize,
-    /// How they are written.
+    /// How the values are encoded.
     pub code: Code,
 }
 
-/// The messages of one step of a coded program, by their numbers in [`Program::messages`].
+/// Coded messages of one step, by their index in [`Program::messages`].
 ///
-/// First `encode` in order, then sends and receives side by side, then `decode` in order. A message can be used
-/// in the step that encodes or receives it and in the next one; then it is dropped.
+/// Order: encode `encode`; then send and receive at the same time; then decode `decode`. A message can be used
+/// in the step that encodes or receives it and in the next step; then it is dropped.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub struct Coding {
-    /// What is encoded.
+    /// Messages to encode, in this order.
     pub encode: Vec<usize>,
-    /// To whom, and which message. Messages to one rank go one after the other.
+    /// Receiver and message of each send. Messages to one rank are sent one after the other.
     pub sends: Vec<(Rank, usize)>,
-    /// From whom, and which message. Messages of one rank come in the order of the list.
+    /// Sender and message of each receive. Messages from one rank arrive in the order of the list.
     pub recvs: Vec<(Rank, usize)>,
-    /// What is decoded, and how its values meet those of the block.
+    /// Messages to decode, in this order, and how their values are combined with those of the block.
     pub decode: Vec<(usize, Merge)>,
-    /// Blocks that then hold complete sums which nobody encodes; for a mean they are divided.
+    /// Blocks that hold a complete sum after this step and are not encoded; for a mean, they are divided.
     pub complete: Vec<usize>,
 }
 
 impl Coding {
-    /// Whether there is nothing in it.
+    /// Returns whether there are no messages.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.encode.is_empty() && self.sends.is_empty() && self.recvs.is_empty() && self.decode.is_empty()
     }
 }
 
-/// One step of one rank: what it sends goes out side by side, what it receives is taken in the order of the
-/// list, and the two overlap in time. The next step starts when all is done.
+/// One step of one rank. Sends go out side by side; receives are taken in the order of the list; sends and
+/// receives overlap in time. The next step starts when all are done.
 ///
-/// Ranges count the blocks of a [`Program`]. Where a receive falls into what is sent, the values from before
-/// are sent.
+/// Ranges are in blocks of the [`Program`]. If a receive overlaps a send, the old values are sent.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub struct Step {
-    /// To whom, and which blocks.
+    /// Receiver and blocks of each send.
     pub sends: Vec<(Rank, Range<usize>)>,
-    /// From whom, into which blocks, and how.
+    /// Sender and blocks of each receive, and how the values are combined.
     pub recvs: Vec<(Rank, Range<usize>, Merge)>,
-    /// Messages, in a coded program. One that has any has no plain transfers.
+    /// Coded messages. A step that has any has no plain sends and receives.
     pub coding: Coding,
 }
 
 impl Step {
-    /// Sends to one rank.
+    /// Creates a step with one send.
     #[must_use]
     pub fn send(to: Rank, blocks: Range<usize>) -> Self {
         Self { sends: vec![(to, blocks)], ..Self::default() }
     }
 
-    /// Receives from one rank.
+    /// Creates a step with one receive.
     #[must_use]
     pub fn recv(from: Rank, blocks: Range<usize>, merge: Merge) -> Self {
         Self { recvs: vec![(from, blocks, merge)], ..Self::default() }
     }
 
-    /// This step, and a receive beside it.
+    /// Adds a receive to the step.
     #[must_use]
     pub fn and_recv(mut self, from: Rank, blocks: Range<usize>, merge: Merge) -> Self {
         self.recvs.push((from, blocks, merge));
         self
     }
 
-    /// Whether there is nothing in it.
+    /// Returns whether the step has no transfers.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.sends.is_empty() && self.recvs.is_empty() && self.coding.is_empty()
     }
 }
 
-/// What one rank does in a collective, over a buffer that is cut into blocks.
+/// The part of one rank in a collective, over a buffer cut into blocks.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Program {
-    /// How many.
+    /// Number of blocks.
     pub blocks: usize,
-    /// The element at which each block begins, and the length of the buffer. `None`: blocks are nearly equal,
-    /// block `i` of `len` elements is `len * i / blocks..len * (i + 1) / blocks`.
+    /// First element of each block, then the length of the buffer. If `None`, blocks are nearly equal: block
+    /// `i` of `len` elements is `len * i / blocks..len * (i + 1) / blocks`.
     pub bounds: Option<Vec<usize>>,
-    /// Lists of steps that run side by side, on blocks of their own: chunks that are pipelined, trees,
-    /// directions.
+    /// Lists of steps that run side by side on different blocks, for example chunks of a pipeline, trees, or
+    /// directions of a ring.
     pub lanes: Vec<Vec<Step>>,
-    /// Lanes under way at a time: lane `i` starts when lane `i - window` is done, so that whoever is fast does
-    /// not send so far ahead that others wait for what they need sooner.
+    /// Greatest number of lanes that run at a time: lane `i` starts when lane `i - window` is done. This keeps
+    /// a fast rank from sending far ahead, which would delay data that other ranks need sooner.
     pub window: usize,
-    /// What each message of a coded program carries; none in a plain one.
+    /// Content of each message of a coded program; empty in a plain one.
     pub messages: Vec<CodedMessage>,
 }
 
 impl Program {
-    /// One list of steps over nearly equal blocks.
+    /// Creates a program with one lane over nearly equal blocks.
     #[must_use]
     pub fn new(blocks: usize, steps: Vec<Step>) -> Self {
         Self::side_by_side(blocks, vec![steps])
     }
 
-    /// Lists of steps that all start at once.
+    /// Creates a program of lanes that all start at once, over nearly equal blocks.
     #[must_use]
     pub const fn side_by_side(blocks: usize, lanes: Vec<Vec<Step>>) -> Self {
         Self { blocks, bounds: None, lanes, window: usize::MAX, messages: Vec::new() }
     }
 
-    /// The same with so many lanes under way at a time.
+    /// Sets the greatest number of lanes that run at a time.
     #[must_use]
     pub fn with_window(self, window: usize) -> Self {
         Self { window, ..self }
     }
 
-    /// The same over blocks of so many elements each.
+    /// Sets the number of elements of each block.
     #[must_use]
     pub fn with_counts(self, counts: &[usize]) -> Self {
         let mut bounds = vec![0];
@@ -173,14 +172,14 @@ impl Program {
         Self { bounds: Some(bounds), ..self }
     }
 
-    /// This program's one list of steps, and then another's over the same blocks.
+    /// Appends the steps of another program over the same blocks. Both must have one lane.
     pub(crate) fn then(mut self, next: Self) -> Self {
         debug_assert_eq!((self.blocks, self.lanes.len(), next.lanes.len()), (next.blocks, 1, 1));
         self.lanes[0].extend(next.lanes.into_iter().flatten());
         self
     }
 
-    /// The elements of a range of blocks in a buffer of `len` elements.
+    /// Returns the elements of a range of blocks in a buffer of `len` elements.
     #[must_use]
     pub fn elements(&self, blocks: &Range<usize>, len: usize) -> Range<usize> {
         match &self.bounds {
@@ -189,7 +188,7 @@ impl Program {
         }
     }
 
-    /// The bytes of a range of blocks in a buffer of `len` bytes.
+    /// Returns the number of bytes of a range of blocks in a buffer of `len` bytes.
     pub(crate) fn bytes(&self, blocks: &Range<usize>, len: u64) -> u64 {
         let elements = self.bounds.as_ref().and_then(|bounds| bounds.last().copied());
         let range = self.elements(blocks, elements.unwrap_or(len as usize));
@@ -201,7 +200,7 @@ impl Program {
     }
 }
 
-/// Where block `i` of `blocks` starts in `len` elements.
+/// Returns the first element of block `i` of `blocks` in `len` elements.
 #[must_use]
 pub(crate) const fn cut(len: usize, i: usize, blocks: usize) -> usize {
     (len as u128 * i as u128 / blocks as u128) as usize

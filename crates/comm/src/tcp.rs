@@ -1,11 +1,12 @@
-//! Endpoints in processes of their own, over TCP. Whoever waits drives all sockets of its endpoint; a thread in
-//! the background does so only while operations are under way and nobody waits.
+//! Endpoints in separate processes, connected by TCP. A thread that waits for an operation polls all sockets of
+//! its endpoint; a background thread does so only while operations are pending and no other thread waits.
 //!
-//! Processes of one machine go over to memory that they share ([`SharedMemory`]); their sockets stay, and say
-//! who is gone.
+//! Processes of one machine can move to shared memory ([`SharedMemory`]). Their sockets stay open, to show when
+//! a peer has gone.
 //!
-//! Bounded memory: a tag's sender stops after [`WINDOW`] frames that were not taken, and a peer of which
-//! more than [`HELD`] bytes lie unread is not read any more. It knows no collective.
+//! Memory is bounded: a sender stops after [`WINDOW`] frames of a tag that the receiver has not taken, and a
+//! peer with more than [`HELD`] unread bytes is not read any more. This module is independent of the
+//! collectives.
 
 mod door;
 mod gate;
@@ -45,19 +46,20 @@ pub use rendezvous::Config;
 pub use store::{STORE_BYTES, Store, StoreHost, VALUE_BYTES};
 use stream::Stream;
 
-/// Bytes of a peer that may lie unread here before its socket is left alone.
+/// Greatest number of unread bytes of a peer; beyond it, its socket is not read.
 pub const HELD: usize = 4 * WINDOW * crate::FRAME_BYTES;
 
-/// Turns of shared memory alone after which the sockets are looked at as well: a peer may be gone.
+/// Number of rounds over shared memory alone, after which sockets are polled as well, since a peer may have
+/// gone.
 const SOCKET_TURN: u32 = 64;
 
-/// The time that goodbyes may take.
+/// Time limit for the goodbyes when an endpoint closes.
 const PARTING: Duration = Duration::from_secs(5);
 
-/// An endpoint of a network of processes.
+/// An endpoint in a network of processes.
 pub type Tcp = Endpoint<TcpDriver>;
 
-/// Sockets to all peers.
+/// Driver of an endpoint over sockets to all peers.
 #[derive(Debug)]
 pub struct TcpDriver {
     me: PeerId,
@@ -66,16 +68,16 @@ pub struct TcpDriver {
     pacer: Arc<Pacer>,
     inbox: Arc<Inbox>,
     pool: Arc<Pool>,
-    /// Wakes whoever polls, in this process or in one that shares memory with it.
+    /// Wakes the thread that polls; processes that share memory with this one ring it too.
     bell: Arc<Doorbell>,
     shared_memory: SharedMemory,
     turns: AtomicU32,
 }
 
-/// Meets the other ranks at the master and connects to each of them. Rank `r` becomes `PeerId(r)`.
+/// Meets the other ranks at the master, and connects to each of them. Rank `r` becomes `PeerId(r)`.
 ///
 /// # Errors
-/// If an address does not work, the master refuses, or ranks are missing at the deadline.
+/// If an address cannot be used, the master refuses this rank, or ranks are missing at the deadline.
 pub fn join(config: &Config) -> Result<Arc<Tcp>, CommError> {
     let io = |what| move |e: std::io::Error| CommError::io(what, &config.master, &e);
     let streams = rendezvous::meet(config)?;
@@ -97,10 +99,10 @@ pub fn join(config: &Config) -> Result<Arc<Tcp>, CommError> {
 }
 
 impl Tcp {
-    /// Sends no faster than this from now on.
+    /// Limits the rate at which this endpoint sends, from now on.
     ///
     /// # Errors
-    /// [`CommError::Argument`] for a rate below [`SLOWEST`]; [`CommError::Io`] if the system gives no thread.
+    /// [`CommError::Argument`] for a rate below [`SLOWEST`]; [`CommError::Io`] if no thread can be started.
     pub fn keep_pace(&self, pace: Pace) -> Result<(), CommError> {
         pace.check()?;
         let TcpDriver { links, pacer, inbox, bell, .. } = self.driver();
@@ -114,8 +116,8 @@ impl Tcp {
     }
 }
 
-/// An endpoint of a network of so many that is connected to nobody yet. `crowded`: there are more of them on
-/// this machine than cores.
+/// Creates an endpoint in a network of `size` endpoints, without connections. `crowded` says that this machine
+/// has more of them than cores.
 fn open(me: PeerId, size: usize, crowded: bool, shared_memory: SharedMemory) -> std::io::Result<Arc<Tcp>> {
     let bell = Arc::new(Doorbell::new()?);
     let inbox = Inbox::new(size);
@@ -128,7 +130,7 @@ fn open(me: PeerId, size: usize, crowded: bool, shared_memory: SharedMemory) -> 
     Ok(Arc::new(Endpoint::new(me, driver, inbox, pool)))
 }
 
-/// Wakes whoever polls.
+/// Wakes the thread that polls, if there is one.
 fn ring(inbox: &Inbox, bell: &Doorbell) {
     if inbox.is_driven() {
         bell.ring();
@@ -140,19 +142,19 @@ fn is_within_one_machine(stream: &TcpStream) -> bool {
     own.is_ok_and(|own| peer.is_ok_and(|peer| own.ip() == peer.ip()))
 }
 
-/// Between processes of one machine there is no queue whose length a congestion control could guess. One that
-/// paces costs a timer for every few packets there, so the plainest is chosen; and what is on its way is kept
-/// to what the caches hold of it until it is read. Where ranks take turns on the cores, what a turn costs
-/// counts for more: a rank writes as much as it has before the next one reads.
+/// Sets the options of a socket within one machine. There is no network queue, so congestion control has
+/// nothing to estimate; one that paces would cost a timer for every few packets, so Reno is used. The send
+/// buffer is small, so that bytes on their way stay in the caches until they are read. If ranks share cores,
+/// switching between them costs more than that: the buffer is larger, so that a rank writes more per turn.
 fn tune_within_one_machine(stream: &TcpStream, crowded: bool) {
     let frames = if crowded { 8 } else { 2 };
-    // Where it is not to be had, the system's choice works too.
+    // If Reno or this size is not available, the system's defaults are used.
     let _ = sockopt::set_tcp_congestion(stream, "reno");
     let _ = sockopt::set_socket_send_buffer_size(stream, frames * crate::FRAME_BYTES);
 }
 
 impl TcpDriver {
-    /// Connects a peer, once.
+    /// Connects a peer; fails if it has been connected before.
     fn connect(&self, peer: PeerId, streams: Vec<Stream>, crowded: bool) -> std::io::Result<()> {
         for Stream { socket, .. } in &streams {
             socket.set_nodelay(true)?;
@@ -161,7 +163,7 @@ impl TcpDriver {
                 tune_within_one_machine(socket, crowded);
             }
         }
-        // Several connections are for long fat links.
+        // Several connections are used for links with a large product of bandwidth and delay.
         let near = streams.len() == 1 && is_within_one_machine(&streams[0].socket);
         let bell = (near && self.shared_memory != SharedMemory::Never).then_some(&self.bell);
         if !self.links.connect(peer, Link::side_by_side(peer, streams, &self.pacer, bell)) {
@@ -177,12 +179,12 @@ impl TcpDriver {
         Ok(())
     }
 
-    /// Whether a peer was connected ever.
+    /// Returns whether a peer has ever been connected.
     fn is_connected(&self, peer: PeerId) -> bool {
         self.links.to(peer).is_some()
     }
 
-    /// The link that carries this conversation; none to a peer that has never come.
+    /// Returns the link that carries this tag; `None` if the peer has never connected.
     fn link(&self, peer: PeerId, tag: Tag) -> Option<&Link> {
         let links = self.links.to(peer)?;
         links.get(tag.number as usize % links.len())
@@ -202,7 +204,7 @@ impl TcpDriver {
         }
     }
 
-    /// Moves what has come through shared memory; returns whether that was anything.
+    /// Moves frames that have arrived through shared memory, and queued ones; returns whether there were any.
     fn take_shared(&self) -> bool {
         let mut moved = false;
         for link in self.links.all().filter(|link| link.is_open()) {
@@ -215,7 +217,7 @@ impl TcpDriver {
         moved
     }
 
-    /// Waits for peers for at most `timeout` and moves what they give and take.
+    /// Waits for at most `timeout` until a peer sends or can receive, and moves frames.
     fn drive(&self, timeout: Nanos) {
         let moved = self.take_shared();
         let brief = moved || timeout == Nanos::ZERO;
@@ -224,7 +226,7 @@ impl TcpDriver {
         if brief && !by_sockets && !turn {
             return;
         }
-        // Whoever sends after this rings; what was sent before is seen here.
+        // A peer that sends after `sleep` rings the doorbell; `sleep` itself finds frames sent before.
         let shared = || self.links.all().filter(|link| link.is_open());
         let sleeps = |link: &Link| !link.may_read(self.inbox.held(link.peer)) || link.sleep();
         if brief || shared().all(sleeps) {
@@ -235,10 +237,10 @@ impl TcpDriver {
         }
     }
 
-    /// Waits for sockets and the doorbell for at most `timeout`, and moves what sockets give and take.
+    /// Waits for sockets and the doorbell for at most `timeout`, and moves frames from and to sockets.
     fn poll_sockets(&self, timeout: Nanos) {
         let may_read = |link: &Link| link.may_read(self.inbox.held(link.peer));
-        // Of what a session has opened already the sockets say nothing.
+        // For bytes that a session has decrypted already, the socket does not become readable.
         let has_more = |link: &&Link| link.is_open() && link.has_more() && may_read(link);
         let links: Vec<&Link> = self.links.all().filter(|link| link.is_open()).collect();
         let waits = !links.iter().any(has_more);
@@ -256,7 +258,7 @@ impl TcpDriver {
             polled.push(link);
             fds.push(PollFd::from_borrowed_fd(link.socket().as_fd(), flags));
         }
-        // An interrupted poll is a poll that found nothing.
+        // If the poll is interrupted, the caller polls again.
         if poll(&mut fds, Some(&wait)).is_err() {
             return;
         }
@@ -292,8 +294,8 @@ impl Driver for TcpDriver {
         }
     }
     fn has_room(&self, to: PeerId, tag: Tag) -> bool {
-        // Whoever has not come is waited for: what was sent now would be lost, and later frames would take
-        // its place.
+        // A peer that has not connected yet is waited for: a frame sent now would be lost, and later frames
+        // would be taken for it.
         self.link(to, tag).is_some_and(|link| link.has_room(tag))
     }
     fn taken(&self, from: PeerId, tag: Tag, _: usize) {
@@ -328,7 +330,8 @@ impl Driver for TcpDriver {
             self.drive(Nanos::from_millis(20));
         }
         open().for_each(Link::end_writing);
-        // Closing a socket with unread bytes would reset it, and the peer might lose the last of ours.
+        // Closing a socket with unread bytes resets it; the peer might then lose the last bytes sent by this
+        // side.
         let grace = self.now().saturating_add(Nanos::from_millis(200)).min(until);
         while open().next().is_some() && self.now() < grace {
             self.drive(grace.saturating_sub(self.now()));

@@ -4,7 +4,7 @@ use farflung_base::Rank;
 
 use crate::steps::{Merge, Program, Step};
 
-/// Broadcast by a binomial tree: `ceil(lg n)` rounds of the whole buffer.
+/// Returns a broadcast by a binomial tree: `ceil(lg n)` rounds of the whole buffer.
 #[must_use]
 pub fn binomial_broadcast(rank: Rank, size: usize, root: Rank) -> Program {
     let turned = turned(rank, size, root);
@@ -22,8 +22,8 @@ pub fn binomial_broadcast(rank: Rank, size: usize, root: Rank) -> Program {
     Program::new(1, steps)
 }
 
-/// Reduction to the root by a binomial tree: `ceil(lg n)` rounds of the whole buffer. The others' buffers are
-/// spoilt.
+/// Returns a reduction to the root by a binomial tree: `ceil(lg n)` rounds of the whole buffer. The buffers of
+/// other ranks hold partial results afterwards.
 #[must_use]
 pub fn binomial_reduce(rank: Rank, size: usize, root: Rank) -> Program {
     let mut program = binomial_broadcast(rank, size, root);
@@ -37,14 +37,14 @@ pub fn binomial_reduce(rank: Rank, size: usize, root: Rank) -> Program {
     program
 }
 
-/// Broadcast along a chain in `blocks` blocks: `(n - 2 + blocks) / blocks` times the whole buffer's transfer
-/// time.
+/// Returns a broadcast along a chain in `blocks` blocks. It takes `(n - 2 + blocks) / blocks` times the
+/// transfer time of the buffer.
 #[must_use]
 pub fn chain_broadcast(rank: Rank, size: usize, root: Rank, blocks: usize) -> Program {
     let turned = turned(rank, size, root);
     let next = (turned + 1 < size).then(|| Rank(((rank.index() + 1) % size) as u32));
     let last = (turned > 0).then(|| Rank(((rank.index() + size - 1) % size) as u32));
-    // Whoever has someone before it sends a block while it receives the one after.
+    // A rank that is not the first sends a block while it receives the next one.
     let lag = usize::from(last.is_some());
     let steps = (0..blocks + lag)
         .map(|i| Step {
@@ -61,13 +61,13 @@ pub fn chain_broadcast(rank: Rank, size: usize, root: Rank, blocks: usize) -> Pr
     Program::new(blocks, steps)
 }
 
-/// How far behind the root a rank comes.
+/// Returns the rank's distance behind the root.
 const fn turned(rank: Rank, size: usize, root: Rank) -> usize {
     (rank.index() + size - root.index()) % size
 }
 
-/// All-reduce up and down two binary trees at once, each with half of the buffer, in `chunks` chunks each: a
-/// rank that passes on in one tree is a leaf of the other. About `2 lg n` latencies and two buffers.
+/// Returns an all-reduce up and down two binary trees at the same time, each with half of the buffer in
+/// `chunks` chunks. An inner node of one tree is a leaf of the other. About `2 lg n` latencies and two buffers.
 ///
 /// Source: Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and
 /// scan".
@@ -95,8 +95,9 @@ pub fn double_tree(rank: Rank, size: usize, chunks: usize) -> Program {
     Program::side_by_side(2 * chunks, lanes)
 }
 
-/// The parent in the first tree, whose odd ranks are leaves, or in the second: the first in a mirror, or where
-/// that would leave a rank a leaf of both, turned by one.
+/// Returns the parent of a rank in the first tree, in which odd ranks are leaves, or in the second. The second
+/// is the mirror image of the first if `size` is even. If it is odd, a mirror image would have the same leaves;
+/// so the second is the first rotated by one rank.
 fn parent(rank: usize, size: usize, first: bool) -> Option<usize> {
     if first {
         return in_order_parent(rank, size);
@@ -108,7 +109,8 @@ fn parent(rank: usize, size: usize, first: bool) -> Option<usize> {
     }
 }
 
-/// The parent in the binary tree that an in-order walk numbers from 1, above which 0 stands.
+/// Returns the parent in the binary tree whose nodes are numbered from 1 by an in-order walk; 0 is above its
+/// root.
 fn in_order_parent(rank: usize, size: usize) -> Option<usize> {
     if rank == 0 {
         return None;
@@ -118,7 +120,8 @@ fn in_order_parent(rank: usize, size: usize) -> Option<usize> {
     Some(if right < size { right } else { rank ^ level })
 }
 
-/// Barrier by dissemination: in round `k` everyone tells the rank `2^k` further on. Carries no blocks.
+/// Returns a barrier by dissemination: in round `k` each rank sends an empty message to the rank `2^k` after
+/// it.
 ///
 /// Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization".
 #[must_use]

@@ -1,10 +1,10 @@
-//! A time after which nothing is tried any more.
+//! A deadline by the real clock.
 
 use std::time::{Duration, Instant};
 
 use crate::memory::real_start;
 
-/// From a start, for so long.
+/// A deadline: a start and a duration.
 #[derive(Clone, Copy)]
 pub(crate) struct Until {
     start: Instant,
@@ -16,12 +16,12 @@ impl Until {
         Self { start: real_start(), limit }
     }
 
-    /// As good as never.
+    /// Returns a deadline that is never reached in practice (136 years).
     pub(crate) fn never() -> Self {
         Self::after(Duration::from_secs(u32::MAX.into()))
     }
 
-    /// The same, over after `limit` from now at the latest.
+    /// Returns this deadline, or the one in `limit` from now if that is earlier.
     pub(crate) fn at_most(self, limit: Duration) -> Self {
         match self.left() {
             Some(left) if left < limit => self,
@@ -29,7 +29,7 @@ impl Until {
         }
     }
 
-    /// The same, and a moment longer.
+    /// Returns this deadline plus `by`.
     pub(crate) fn longer(self, by: Duration) -> Self {
         Self { limit: self.limit + by, ..self }
     }

@@ -1,4 +1,4 @@
-//! A control message that is understood is understood alike when it is written again.
+//! A control message that decodes must be the same after encoding and decoding it again.
 
 #![no_main]
 

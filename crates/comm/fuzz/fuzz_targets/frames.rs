@@ -1,4 +1,4 @@
-//! What a socket gives begins with frames and ends with a part of one, or is refused.
+//! Parses frames from arbitrary bytes, one after the other, until an incomplete or invalid one.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! A recording that is read is the same when it is written and read again.
+//! A recording that decodes must be the same after encoding and decoding it again.
 
 #![no_main]
 

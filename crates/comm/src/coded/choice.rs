@@ -1,5 +1,5 @@
-//! Which coded all-reduce: the programs by the names of [`Algorithm`], and the choice among them by what they
-//! cost on declared links, with the codec's largest payloads.
+//! Coded all-reduces: their programs by the names of [`Algorithm`], and the choice among them by cost on
+//! declared links, with the codec's largest payloads.
 
 use std::sync::Arc;
 
@@ -11,19 +11,19 @@ use crate::algorithm::{regions, shares_on};
 use crate::cost::cost_coded;
 use crate::steps::Program;
 
-/// Values of a chunk at least: smaller ones are not worth messages of their own.
+/// Smallest chunk in values; smaller ones do not pay for messages of their own.
 const LEAST_CHUNK: usize = 16 * 1024;
 
-/// A buffer to be reduced through a codec, and the links to do so.
+/// Description of a buffer to be reduced through a codec, and of the links.
 #[derive(Clone, Copy)]
 pub struct CodedBuffer<'a> {
-    /// Its values.
+    /// Number of values in the buffer.
     pub len: usize,
-    /// The most bytes that the codec makes of so many values.
+    /// Returns the greatest number of bytes that the codec makes of a number of values.
     pub payload: &'a dyn Fn(usize) -> usize,
     /// The links between the ranks.
     pub topology: &'a Topology,
-    /// The regions of the two-level form; `None`: those that the links show, [`regions`].
+    /// Regions of the two-level form; `None` for those derived from the links by [`regions`].
     pub regions: Option<&'a [Vec<Rank>]>,
 }
 
@@ -34,39 +34,39 @@ impl std::fmt::Debug for CodedBuffer<'_> {
     }
 }
 
-/// The programs of coded all-reduces, and the choice among them by price.
+/// Programs of coded all-reduces, and the choice among them by price.
 ///
 /// | algorithm | coded form |
 /// |-|-|
 /// | `direct` | [`coded_exchange`]: a scatter-gather with equal shards |
 /// | `butterfly` | [`coded_exchange_of`]: scatter-gather, shards weighted by access links, perhaps in chunks |
 /// | `hierarchical` | [`two_level`]: plain inside a region, coded between regions |
-/// | `ring` | [`coded_ring`]: encoded anew at each hop |
-/// | `all-gather` | [`coded_all_gather`]: every rank's encoded buffer goes to all, which add them up |
-/// | `auto` | the cheapest, the ring aside, which loses at each hop; ties go to the one named first |
+/// | `ring` | [`coded_ring`]: partial sums are encoded again at each hop |
+/// | `all-gather` | [`coded_all_gather`]: each rank sends its encoded buffer to all, and adds up all buffers |
+/// | `auto` | the cheapest except the ring, which loses values at each hop; ties go to the one named first |
 pub trait CodedAllReduce: Sized {
-    /// The algorithm that this means; never `Auto`.
+    /// Returns the algorithm to use: itself, or for `Auto` the cheapest; never `Auto`.
     ///
     /// # Errors
-    /// [`CommError::NoCodedForm`] for an algorithm that has none.
+    /// [`CommError::NoCodedForm`] if the algorithm has no coded form.
     fn resolve_coded(self, buffer: &CodedBuffer<'_>) -> Result<Self, CommError>;
 
-    /// One rank's program.
+    /// Returns one rank's program.
     ///
     /// # Errors
-    /// As [`CodedAllReduce::resolve_coded`].
+    /// The same as for [`CodedAllReduce::resolve_coded`].
     fn coded_program(self, rank: Rank, buffer: &CodedBuffer<'_>) -> Result<Program, CommError>;
 
-    /// All ranks' programs.
+    /// Returns all ranks' programs.
     ///
     /// # Errors
-    /// As [`CodedAllReduce::resolve_coded`].
+    /// The same as for [`CodedAllReduce::resolve_coded`].
     fn coded_programs(self, buffer: &CodedBuffer<'_>) -> Result<Vec<Program>, CommError>;
 
-    /// What it takes from a common start until the last rank is done, with the codec's largest payloads.
+    /// Returns the time from a common start until the last rank is done, with the codec's largest payloads.
     ///
     /// # Errors
-    /// As [`CodedAllReduce::resolve_coded`].
+    /// The same as for [`CodedAllReduce::resolve_coded`].
     fn coded_cost(self, buffer: &CodedBuffer<'_>) -> Result<Nanos, CommError>;
 }
 
@@ -97,16 +97,16 @@ impl CodedAllReduce for Algorithm {
     }
 }
 
-/// One way to run a form: each rank's program.
+/// One way to run a coded form: the program of each rank.
 type Way = Box<dyn Fn(Rank) -> Program>;
 
-/// The cheapest way to run a form. A single way is not priced.
+/// Returns the cheapest way to run a form. A single way is not priced.
 fn chosen(form: Algorithm, buffer: &CodedBuffer<'_>) -> Way {
     let mut ways = ways(form, buffer);
     if ways.len() == 1 { ways.remove(0) } else { cheapest(form, buffer).0 }
 }
 
-/// The cheapest way to run a form, and what it takes; of equally cheap ones the first.
+/// Returns the cheapest way to run a form, the first one on a tie, and its cost.
 fn cheapest(form: Algorithm, buffer: &CodedBuffer<'_>) -> (Way, Nanos) {
     let CodedBuffer { len, payload, topology, .. } = *buffer;
     let price = |way: Way| {
@@ -118,7 +118,7 @@ fn cheapest(form: Algorithm, buffer: &CodedBuffer<'_>) -> (Way, Nanos) {
     priced.min_by_key(|(_, cost)| *cost).expect("every form has a way")
 }
 
-/// The ways to run a form: it may go in chunks.
+/// Returns the ways to run a form: they differ in the number of chunks.
 fn ways(form: Algorithm, buffer: &CodedBuffer<'_>) -> Vec<Way> {
     let CodedBuffer { len, topology, .. } = *buffer;
     let n = topology.size();

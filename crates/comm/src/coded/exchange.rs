@@ -1,27 +1,26 @@
-//! A coded scatter-gather: every rank reduces one block for all others. Blocks are equal, or weighted by
-//! uplinks.
+//! A coded scatter-gather: each rank reduces one block for all ranks. Blocks are equal, or weighted by uplinks.
 
 use farflung_base::Rank;
 
 use crate::butterfly::in_chunks;
 use crate::steps::{Code, CodedMessage, Coding, Merge, Phase, Program, Step};
 
-/// All-reduce in two latencies: everyone sends each other rank its block through the codec, adds up what all
-/// sent for the own block in the order of ranks, its own part as it was encoded included, and sends the result,
-/// encoded once more, to all.
+/// Returns an all-reduce in two latencies. Each rank encodes every other rank's block and sends it to that
+/// rank. It decodes and adds up all parts of its own block in rank order, its own part encoded and decoded too;
+/// then it encodes the result and sends it to all.
 ///
-/// Blocks are the ranks' [shards](crate::Communicator::shard_of). Each rank sends `2 (n - 1)` messages of an
-/// `n`th of the buffer.
+/// Blocks are the ranks' [shards](crate::Communicator::shard_of). Each rank sends `2 (n - 1)` messages, each
+/// the encoding of `1/n` of the buffer.
 #[must_use]
 pub fn coded_exchange(rank: Rank, size: usize) -> Program {
     exchange(rank, &vec![true; size], 1)
 }
 
-/// [`coded_exchange`] with shards of `counts` elements, so that slow links carry less; a rank with none reduces
-/// nothing, and nothing is sent for it. Each shard goes in `chunks` blocks, of which one is scattered while
-/// another is gathered.
+/// Returns [`coded_exchange`] with shards of `counts` elements, so that ranks on slow links send and receive
+/// less. A rank whose count is 0 reduces nothing, and no block is sent to it for reduction. Each shard is cut
+/// into `chunks` blocks: while one is scattered, another is gathered.
 ///
-/// Source of the shares: [`shares`](crate::shares).
+/// [`shares`](crate::shares) computes the counts.
 #[must_use]
 pub fn coded_exchange_of(rank: Rank, counts: &[usize], chunks: usize) -> Program {
     let owns: Vec<bool> = counts.iter().map(|&count| count > 0).collect();
@@ -34,7 +33,7 @@ fn exchange(rank: Rank, owns: &[bool], chunks: usize) -> Program {
     Program { messages, ..Program::side_by_side(owns.len() * chunks, lanes) }
 }
 
-/// The exchange of one block of each rank.
+/// Returns the steps that exchange one block of each rank.
 fn lane(
     rank: Rank,
     owns: &[bool],
@@ -43,14 +42,14 @@ fn lane(
 ) -> Vec<Step> {
     let (n, me, first) = (owns.len(), rank.index(), messages.len());
     let code = |r, phase| CodedMessage { block: block(r), code: Code::Coded(phase) };
-    // What this rank sends for each block, what others send for its own one, and all results.
+    // Messages: this rank's part of each block, all parts of its own block, and the results of all blocks.
     messages.extend((0..n).map(|r| code(r, Phase::Worker)));
     messages.extend((0..n).map(|_| code(me, Phase::Worker)));
     messages.extend((0..n).map(|r| code(r, Phase::Server)));
     let (mine, other, result) =
         (|r: usize| first + r, |r: usize| first + n + r, |r: usize| first + 2 * n + r);
 
-    // Everyone starts with its neighbour, so that no one is the first target of all.
+    // Each rank starts with its next neighbour, so that not all send to the same rank first.
     let after = |owners: bool| (1..n).map(move |i| (me + i) % n).filter(move |&r| !owners || owns[r]);
     let before = |owners: bool| (1..n).map(move |i| (me + n - i) % n).filter(move |&r| !owners || owns[r]);
     let to = |r: usize| Rank(r as u32);

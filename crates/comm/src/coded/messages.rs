@@ -1,5 +1,5 @@
-//! Messages as a coded program moves them: encoded before they go, decoded when all of a step have come. It
-//! depends on no codec and no algorithm.
+//! Transfers of messages by a coded program: encoded before they are sent, decoded when all messages of a step
+//! have arrived. Independent of codec and algorithm.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -15,36 +15,37 @@ use crate::steps::{Code, CodedMessage, Phase, Program, Step};
 use crate::transport::Port;
 use crate::{CommError, MAX_MESSAGE};
 
-/// Up to so many senders are asked for each frame; of more the network says whose are new.
+/// Greatest number of senders that are all polled each time. With more, the network reports which senders have
+/// new frames.
 const FEW: usize = 2;
 
-/// Values that a coded program works on.
+/// The values, and the state of a coded program that works on them.
 pub(crate) struct Messages<V> {
     values: V,
     op: ReduceOp,
-    /// The messages that are at hand, by number.
+    /// Messages that are available now, by index.
     held: Vec<Option<Arc<Vec<u8>>>>,
     lanes: Vec<Lane>,
 }
 
-/// How far the step is that a lane is in.
+/// Progress of a lane's current step.
 #[derive(Default)]
 struct Lane {
-    /// What the step sends is encoded.
+    /// Set once the step's messages are encoded.
     begun: bool,
-    /// By receiver, in the order of the step.
+    /// Queued messages by receiver, in the order of the step.
     out: Vec<(Rank, VecDeque<Outgoing>)>,
-    /// By sender, in the order of the step.
+    /// Expected messages by sender, in the order of the step.
     coming: Vec<Coming>,
-    /// Receivers to whom something is still to go, and senders of whom something is still to come.
+    /// Number of receivers to which messages are still to be sent, and of senders from which some are missing.
     unsent: usize,
     missing: usize,
 }
 
-/// The messages of one sender.
+/// Messages expected from one sender.
 struct Coming {
     from: Rank,
-    /// Numbers; those before `here` have come.
+    /// Indices of the messages; the first `here` have arrived.
     messages: Vec<usize>,
     here: usize,
     next: Incoming,
@@ -56,7 +57,7 @@ impl Coming {
     }
 }
 
-/// Entries by rank, in the order in which ranks come first.
+/// Groups entries by rank, in the order of each rank's first entry.
 fn by_rank<T>(entries: impl Iterator<Item = (Rank, T)>) -> Vec<(Rank, Vec<T>)> {
     let mut groups: Vec<(Rank, Vec<T>)> = Vec::new();
     let mut at = BTreeMap::new();
@@ -76,7 +77,7 @@ impl<V: CodedValues> Messages<V> {
         Self { values, op, held: vec![None; program.messages.len()], lanes }
     }
 
-    /// What a message carries, and the elements of its block.
+    /// Returns the code of a message, and the elements of its block.
     fn message(&self, at: &At<'_>, number: usize) -> (Code, std::ops::Range<usize>) {
         let CodedMessage { block, code } = at.program.messages[number];
         (code, at.program.elements(&(block..block + 1), self.values.count()))
@@ -104,12 +105,12 @@ impl<V: CodedValues> Messages<V> {
         Ok(())
     }
 
-    /// The bytes of a message that the step or the one before made.
+    /// Returns the bytes of a message that this step or the one before encoded or received.
     fn bytes(&self, number: usize) -> Arc<Vec<u8>> {
         Arc::clone(self.held[number].as_ref().expect("a program uses messages that it has"))
     }
 
-    /// Encodes, and prepares what is to go and to come.
+    /// Encodes the step's messages, and prepares its sends and receives.
     fn begin(&mut self, at: &At<'_>) -> Result<(), CommError> {
         let coding = &at.step().coding;
         coding.encode.iter().try_for_each(|&number| self.encode(at, number))?;
@@ -145,7 +146,7 @@ impl<V: CodedValues> Messages<V> {
         Ok(())
     }
 
-    /// Takes what is there of all senders, or where the network knows whose frames are new, of those.
+    /// Receives from all senders, or if the network reports senders with new frames, from these.
     fn receive(&mut self, at: &At<'_>, port: &mut dyn Port) -> Result<(), CommError> {
         let coming = &self.lanes[at.lane].coming;
         let all = 0..coming.len();
@@ -153,7 +154,7 @@ impl<V: CodedValues> Messages<V> {
         let Some(news) = news else {
             return all.into_iter().try_for_each(|i| self.receive_from(at, i, port));
         };
-        // In the order in which all are asked.
+        // Kept in the order in which all senders would be polled.
         let news: BTreeSet<_> = news.into_iter().collect();
         let new = |&i: &usize| news.contains(&at.peer(coming[i].from));
         let new: Vec<usize> = all.filter(new).collect();
@@ -174,7 +175,7 @@ impl<V: CodedValues> Messages<V> {
         Ok(())
     }
 
-    /// Decodes what has come, and drops what the next step does not use.
+    /// Decodes the messages of the step, and drops those that the next step does not use.
     fn end_step(&mut self, at: &At<'_>) -> Result<(), CommError> {
         let coding = &at.step().coding;
         for &(number, merge) in &coding.decode {

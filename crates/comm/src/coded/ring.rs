@@ -1,16 +1,16 @@
-//! A ring that encodes the partial sum anew at each hop.
+//! An all-reduce in a ring in which each hop encodes the partial sum again.
 
 use farflung_base::Rank;
 
 use crate::steps::{Code, CodedMessage, Coding, Merge, Phase, Program, Step};
 
-/// All-reduce round a ring: the first half sums, and each hop decodes a partial sum, adds its own values and
-/// encodes. Whoever completes a block encodes it once more, and those bytes go round unchanged. Half of a
-/// scatter-gather's connections, and every link carries one block at a time.
+/// Returns an all-reduce around a ring. In the first half, each hop decodes a partial sum, adds its own values,
+/// and encodes the new sum. The rank that completes a block encodes it once more, and these bytes go around
+/// unchanged. Each rank sends only to its next neighbour, one block at a time.
 ///
-/// **A warning.** What a lossy codec loses is lost again at each of the `n - 1` hops, of values that are sums
-/// already, and no feedback of one rank can make up for another's. With anything but a codec of little loss,
-/// [`coded_exchange`](crate::coded_exchange) is what you want.
+/// **Warning.** A lossy codec loses values at each of the `n - 1` hops, and error feedback of one rank cannot
+/// correct the loss of another. Unless the loss of the codec is small, use
+/// [`coded_exchange`](crate::coded_exchange).
 #[must_use]
 pub fn coded_ring(rank: Rank, size: usize) -> Program {
     let (n, me) = (size, rank.index());

@@ -7,18 +7,18 @@ use farflung_base::Rank;
 use crate::grouped::{owned, place};
 use crate::steps::{Code, CodedMessage, Coding, Merge, Phase, Program, Step};
 
-/// All-reduce by regions. Members of a region send each other plain f32 and each sums its part of the buffer;
-/// the owners of a part in all regions exchange it through the codec; then members send their parts plainly to
-/// their region.
+/// Returns an all-reduce in two levels. Inside a region, members send each other plain f32, and each sums its
+/// part of the buffer. Then the owners of a part in all regions exchange it through the codec. At the end,
+/// members send their parts plainly to their region.
 ///
 /// - Two regions: each owner encodes its region's sum once, and both add up the two decoded sums in the order
 ///   of regions. Each region's line carries the encoded buffer once each way, in one latency.
-/// - More: the part is cut into a block for each region, and goes by a scatter-gather between the owners, in
+/// - More regions: the part is cut into one block per region, which the owners reduce by a scatter-gather in
 ///   two latencies. With `m` regions a line carries `2 (m - 1) / m` encoded buffers each way. A region's own
-///   share of its block is not coded.
+///   values in the block that it reduces are not encoded for the sum.
 ///
-/// However many members a region has, a value crosses its line once as a part of a sum, or once more as a
-/// result. Regions may differ in size. Each rank is in one region.
+/// The traffic of a region's line does not depend on the number of its members. Regions may differ in size.
+/// Each rank must be in exactly one region.
 #[must_use]
 pub fn two_level(rank: Rank, regions: &[Vec<Rank>]) -> Program {
     let Some((home, me)) = place(rank, regions) else { return Program::new(1, Vec::new()) };
@@ -60,7 +60,7 @@ pub fn two_level(rank: Rank, regions: &[Vec<Rank>]) -> Program {
     Program { messages: list.messages, ..Program::new(widest * pieces, list.steps) }
 }
 
-/// A program's messages and steps as they are written down.
+/// Messages and steps of a program while it is built.
 #[derive(Default)]
 struct List {
     messages: Vec<CodedMessage>,
@@ -73,14 +73,14 @@ impl List {
         self.messages.len() - 1
     }
 
-    /// Encodes a block and sends it to all of these.
+    /// Encodes a block and sends it to the given ranks, if there are any.
     fn send(&mut self, step: &mut Coding, to: &[Rank], block: usize, code: Code) {
         if !to.is_empty() {
             self.encode(step, to, block, code);
         }
     }
 
-    /// Encodes a block, and sends it to all of these; returns the message.
+    /// Encodes a block and sends it to the given ranks; returns the message's index.
     fn encode(&mut self, step: &mut Coding, to: &[Rank], block: usize, code: Code) -> usize {
         let message = self.message(block, code);
         step.encode.push(message);
@@ -101,14 +101,14 @@ impl List {
     }
 }
 
-/// The exchange between regions, as seen from one of them.
+/// The exchange between regions, from the view of one of them.
 struct Across {
     home: usize,
     pieces: usize,
 }
 
 impl Across {
-    /// Reduces this rank's columns with their owners in the other regions.
+    /// Adds the steps that reduce this rank's columns with their owners in the other regions.
     fn reduce(&self, list: &mut List, columns: Range<usize>, owners: &dyn Fn(usize) -> Vec<Rank>) {
         let Self { home, pieces } = *self;
         let others = |owners: &[Rank]| -> Vec<Rank> {

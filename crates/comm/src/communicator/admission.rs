@@ -1,4 +1,4 @@
-//! Going on with more: ranks that were not there from the start, or are back, come in where all agree on it.
+//! Growing a communicator: ranks that are new or back join it if all agree.
 
 use std::sync::Arc;
 
@@ -10,21 +10,22 @@ use crate::control::Listed;
 use crate::element::ReduceOp;
 use crate::transport::{Port, Source, Tag, Task, Transport};
 
-/// Marks the contexts of admissions.
+/// Mixed into the contexts of communicators made by an admission.
 const ADMITTED: u64 = 4;
 
-/// Where whoever is outside listens for an invitation.
+/// Tag on which endpoints outside of the communicator wait for an invitation.
 const INVITATION: Tag = Tag::user(mix(0, 5), 0);
 
-/// A communicator's context, and its members in the order of their ranks.
+/// Context of the new communicator, and its members in rank order.
 type Invitation = (u64, Listed<u32>);
 
 impl Communicator {
-    /// The first `size` endpoints of the network: the others are spare, until they are [admitted](Self::admit).
-    /// To be called by each of the first, while each spare one [waits](Self::wait_for_admission).
+    /// Returns a communicator of the first `size` endpoints of the network; the others are spare until they are
+    /// [admitted](Self::admit). Each of the first `size` endpoints must call it, while each spare one
+    /// [waits](Self::wait_for_admission).
     ///
     /// # Errors
-    /// [`CommError::Argument`] if this endpoint is none of the first, or there are not so many.
+    /// [`CommError::Argument`] if this endpoint is not among the first `size`, or there are fewer endpoints.
     pub fn of_first(transport: Arc<dyn Transport>, size: usize) -> Result<Self, CommError> {
         const OP: &str = "communicator";
         let whole = Self::new(transport);
@@ -40,15 +41,16 @@ impl Communicator {
         Ok(whole.among(&ranks, mix(0, size as u64)))
     }
 
-    /// The ranks of this communicator and behind them the `newcomers`, as a new one: the next epoch. A
-    /// collective of this communicator, in which all name the same newcomers, each of which
-    /// [waits](Self::wait_for_admission).
+    /// Returns a new communicator, the next epoch, of this communicator's ranks followed by the `newcomers`.
+    /// All ranks must call it, with the same newcomers, and each newcomer must [wait](Self::wait_for_admission)
+    /// for it.
     ///
-    /// A newcomer that does not come costs its deadline and nothing else: this communicator stays good. The new
-    /// one has the ring and the default topology until all ranks, old and new, declare others alike.
+    /// If a newcomer does not join, the call fails after the deadline; this communicator can still be used. The
+    /// new communicator uses the ring and the default topology until all of its ranks declare the same other
+    /// ones.
     ///
     /// # Errors
-    /// What kept a newcomer away, on every rank; and what this communicator itself failed with.
+    /// On every rank, the reason why a newcomer did not join, or the failure of this communicator.
     pub fn admit(&self, newcomers: &[PeerId]) -> Result<Self, CommError> {
         const OP: &str = "admit";
         if let Some(reason) = self.transport.fixed() {
@@ -62,7 +64,7 @@ impl Communicator {
             }
             members.push(peer);
         }
-        // The number of the next collective is one that all have in common.
+        // All ranks have the same number of the next collective, so it serves as the epoch.
         let epoch = u64::from(self.next_tags(1)?.number);
         let names = members.iter().fold(mix(ADMITTED, epoch), |name, peer| mix(name, peer.0.into()));
         let context = mix(self.group.context, names);
@@ -72,7 +74,7 @@ impl Communicator {
             for &peer in newcomers {
                 let mut frame = self.transport.lease(bytes.len());
                 frame.bytes_mut().copy_from_slice(&bytes);
-                // Whoever cannot be reached does not come.
+                // A newcomer that cannot be reached does not join; `settle` fails then.
                 let _ = self.transport.send(peer, INVITATION, frame, self.deadline).wait();
             }
         }
@@ -81,11 +83,12 @@ impl Communicator {
         self.settle(Ok(new.with_cancel(&self.cancel)))
     }
 
-    /// What all make of a communicator that each has made, or tried to make, of this one and others: it, where
-    /// all of its ranks meet in it.
+    /// Decides together whether to use `new`, a communicator of these ranks and others that each rank has made
+    /// or has failed to make. Returns it if all of its ranks have met in it; otherwise every rank gets an
+    /// error.
     pub(crate) fn settle(&self, new: Result<Self, CommError>) -> Result<Self, CommError> {
         let met = new.as_ref().map_err(Clone::clone).and_then(Self::barrier);
-        // A rank may have left the barrier before another was lost in it.
+        // This rank's barrier may have succeeded although another's failed, so the ranks compare.
         let mut all = [u8::from(met.is_ok())];
         self.clone()
             .with_deadline(self.deadline.saturating_add(self.deadline))
@@ -102,10 +105,11 @@ impl Communicator {
         }
     }
 
-    /// Waits to be [admitted](Self::admit) for at most `deadline`, and is a rank of the communicator then.
+    /// Waits for at most `deadline` to be [admitted](Self::admit); returns the communicator that this endpoint
+    /// has joined.
     ///
     /// # Errors
-    /// [`CommError::Deadline`] if nobody did.
+    /// [`CommError::Deadline`] if it was not admitted in time.
     pub fn wait_for_admission(transport: &Arc<dyn Transport>, deadline: Nanos) -> Result<Self, CommError> {
         if let Some(reason) = transport.fixed() {
             return Err(CommError::Fixed { op: "wait_for_admission", reason });
@@ -127,22 +131,22 @@ impl Communicator {
             }
             let members = members.into_iter().map(PeerId).collect();
             let new = Self::of(Arc::clone(transport), rank, members, context, left);
-            // One that came too late for its senders is followed by another, perhaps.
+            // The invitation was too old for its sender; another may follow.
             if new.barrier().is_ok() {
                 return Ok(new.with_deadline(deadline));
             }
         }
     }
 
-    /// Ends this communicator on all ranks, from any thread: the collectives that wait in it fail, here and
-    /// there, and name this rank, which is not taken for lost: all can [shrink](Self::shrink) and go on.
-    /// Messages go on; a [`Cancel`](crate::Cancel) ends them too.
+    /// Aborts this communicator on all ranks, from any thread. Collectives that wait in it fail, on all ranks,
+    /// with an error that names this rank; it does not count as lost, so all ranks can [shrink](Self::shrink)
+    /// and continue. Point-to-point messages are not aborted; a [`Cancel`](crate::Cancel) ends them too.
     pub fn abort(&self) {
         self.transport.run(&mut Abort(self.clone()));
     }
 }
 
-/// Fails a communicator from outside of its collectives.
+/// Task that fails a communicator from outside of its collectives.
 struct Abort(Communicator);
 
 impl Task for Abort {

@@ -1,5 +1,4 @@
-//! Which of several messages is there first: for whoever goes on with what has arrived, not in an order of its
-//! own.
+//! Finds the first of several operations to complete, for callers that handle results as they arrive.
 
 use std::task::Poll;
 
@@ -9,16 +8,16 @@ use super::Communicator;
 use crate::CommError;
 use crate::transport::{Port, Task};
 
-/// Until when one looks for an arrival.
+/// How long [`Communicator::first`] waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Look {
-    /// What has arrived by now.
+    /// Does not wait: considers what has arrived by now.
     Now,
-    /// The first arrival, whenever that is.
+    /// Waits for the first arrival.
     UntilOne,
 }
 
-/// Lets everything else go on: over when one of `pending` is there, or when its time is.
+/// Task that ends when one of `pending` is complete, or after `limit`; other operations run meanwhile.
 struct Watch<'a, 'b, T> {
     me: PeerId,
     pending: &'a mut [&'b mut Pending<T>],
@@ -43,12 +42,12 @@ impl<T: Send> Task for Watch<'_, '_, T> {
 }
 
 impl Communicator {
-    /// Which of some started operations is over, the first of them if several are; it can be waited for without
-    /// blocking, well or not. Under [`Look::Now`], `None` if none is; under [`Look::UntilOne`] if there are
-    /// none.
+    /// Returns the index of an operation that is complete, with a result or an error; the first such in
+    /// `pending`. Waiting for it does not block. Returns `None` with [`Look::Now`] if none is complete, and
+    /// with [`Look::UntilOne`] if `pending` is empty.
     ///
-    /// On simulated links, what has arrived by now is what has arrived by this rank's clock, whatever the other
-    /// ranks' threads are at; the first arrival is the one with the earliest time.
+    /// On simulated links, "by now" means by this rank's virtual clock, independent of the progress of other
+    /// ranks' threads; the first arrival is the one with the earliest virtual time.
     ///
     /// ```
     /// use farflung_base::Rank;

@@ -1,5 +1,5 @@
-//! A collective over typed values that is ready to run: on the caller's buffer, or on one of its own beside the
-//! caller.
+//! Prepared collectives over typed values: run in place on the caller's buffer, or in the background on a
+//! buffer that the collective owns.
 
 use std::sync::Arc;
 
@@ -13,17 +13,17 @@ use crate::plain::Plain;
 use crate::plans::{Kind, Plan};
 use crate::reduction::Reduction;
 
-/// Its steps, and what all ranks compare.
+/// A prepared collective: its program, and the facts that all ranks compare.
 pub(super) struct Call<T> {
     pub(super) name: &'static str,
     pub(super) plan: Plan,
     pub(super) op: Reduction<T>,
-    /// What all ranks have in common of the buffers' lengths.
+    /// Buffer length that all ranks compare; 0 if lengths may differ between ranks.
     pub(super) len: usize,
 }
 
 impl<T: Element> Call<T> {
-    /// Of a collective that only moves values.
+    /// Creates a call of a collective that only moves values.
     pub(super) fn moving(name: &'static str, plan: impl Into<Plan>, len: usize) -> Self {
         Self { name, plan: plan.into(), op: ReduceOp::Sum.into(), len }
     }
@@ -51,7 +51,7 @@ impl Communicator {
         Ok(Interpreter::new(name, program, algorithm, plain, (tag, check), members))
     }
 
-    /// Runs it on this thread. A buffer on which it failed is invalid.
+    /// Runs a collective on this thread. If it fails, the buffer is filled with [`Element::INVALID`].
     pub(super) fn in_place<T: Element>(&self, call: Call<T>, data: &mut [T]) -> Result<(), CommError> {
         let (name, bytes, rank) = (call.name, size_of_val(data), self.group.me);
         tracing::debug!(op = name, bytes, rank, "started");
@@ -63,7 +63,7 @@ impl Communicator {
         result
     }
 
-    /// Starts it, unless it could not be prepared.
+    /// Starts a collective in the background; if `call` is an error, the result is that error.
     pub(super) fn owned<T: Element>(
         &self,
         call: Result<Call<T>, CommError>,
@@ -80,17 +80,17 @@ impl Communicator {
         }
     }
 
-    /// The steps of a collective over `len` elements.
+    /// Returns this rank's program of a collective over `len` elements.
     pub(super) fn plan<T>(&self, kind: Kind, len: usize) -> Plan {
         self.plans.plan(kind, len, Bytes((size_of::<T>() * len) as u64))
     }
 
-    /// Whether there is such a rank.
+    /// Returns an error if the rank does not exist.
     pub(super) fn root(&self, op: &'static str, root: Rank) -> Result<(), CommError> {
         self.member(op, root).map(|_| ())
     }
 
-    /// One count for each rank, which add up to `len`.
+    /// Returns an error unless there is one count per rank and they add up to `len`.
     pub(super) fn counts(&self, op: &'static str, counts: &[usize], len: usize) -> Result<(), CommError> {
         if counts.len() != self.size() {
             let (got, want) = (counts.len(), self.size());

@@ -1,4 +1,4 @@
-//! The collectives that work on the caller's buffer: reductions, scans, gathering, broadcast and the barrier.
+//! Collectives on the caller's buffer: reductions, scans, all-gather, broadcast and barrier.
 
 use std::ops::Range;
 
@@ -18,13 +18,13 @@ use crate::steps::Program;
 use crate::tree::dissemination_barrier;
 
 impl Communicator {
-    /// The all-reduce that this communicator uses for a buffer of `bytes`, where the reduction commutes.
+    /// Returns the algorithm of an all-reduce of `bytes` with a reduction that commutes.
     #[must_use]
     pub fn algorithm(&self, bytes: Bytes) -> Algorithm {
         self.plans.algorithm().resolve(bytes, self.plans.topology())
     }
 
-    /// A reduction, by one collective where it commutes and by another where it does not.
+    /// Creates the call of a reduction: of kind `any` if it commutes, of kind `ordered` if not.
     fn reducing<T: Element>(
         &self,
         name: &'static str,
@@ -40,7 +40,7 @@ impl Communicator {
         self.reducing("all_reduce", [Kind::AllReduce, Kind::OrderedAllReduce], op, len)
     }
 
-    /// Reduces `data` over all ranks, in place; every rank ends with the same bits.
+    /// Reduces `data` over all ranks, in place. All ranks get the same result, bit for bit.
     pub fn all_reduce<T: Element>(
         &self,
         data: &mut [T],
@@ -49,7 +49,7 @@ impl Communicator {
         self.in_place(self.all_reducing(op.into(), data.len()), data)
     }
 
-    /// Starts an all-reduce, which goes on while the caller computes.
+    /// Starts a [`Communicator::all_reduce`], which runs while the caller computes.
     pub fn start_all_reduce<T: Element>(
         &self,
         data: Vec<T>,
@@ -58,7 +58,7 @@ impl Communicator {
         self.owned(Ok(self.all_reducing(op.into(), data.len())), data)
     }
 
-    /// The call of an all-reduce by a program of the caller's.
+    /// Creates the call of an all-reduce by the caller's program.
     fn by_program<T: Element>(program: Program, op: Reduction<T>, len: usize) -> Result<Call<T>, CommError> {
         let made_for = program.bounds.as_ref().map_or(Some(len), |bounds| bounds.last().copied());
         if made_for != Some(len) {
@@ -68,8 +68,9 @@ impl Communicator {
         Ok(Call { name: "all_reduce", plan: program.into(), op, len })
     }
 
-    /// An all-reduce by a program of one's own: one that leaves every rank with everything, and keeps the
-    /// order of ranks where the reduction does not commute. All ranks pass theirs of the same collective.
+    /// Runs an all-reduce by the caller's program. The program must leave the whole result on every rank, and
+    /// keep the order of ranks if the reduction does not commute. All ranks must pass their programs of the
+    /// same collective.
     ///
     /// # Errors
     /// [`CommError::Argument`] if the program was made for another length.
@@ -96,8 +97,8 @@ impl Communicator {
         self.reducing("reduce_scatter", [Kind::ReduceScatter, Kind::OrderedReduceScatter], op, len)
     }
 
-    /// Reduces over all ranks so that the own [shard](Self::shard), which is returned, holds the result. The
-    /// rest of `data` is spoilt.
+    /// Reduces `data` over all ranks, and returns the range of this rank's [shard](Self::shard), which then
+    /// holds the result. Other elements of `data` hold unspecified values.
     pub fn reduce_scatter<T: Element>(
         &self,
         data: &mut [T],
@@ -129,7 +130,7 @@ impl Communicator {
         Ok(Call { name, plan: program.into(), op, len })
     }
 
-    /// [`Communicator::reduce_scatter`] with shards of `counts` elements.
+    /// Runs [`Communicator::reduce_scatter`] with shards of `counts[rank]` elements.
     pub fn reduce_scatter_v<T: Element>(
         &self,
         data: &mut [T],
@@ -155,7 +156,7 @@ impl Communicator {
         Call::moving("all_gather", self.plan::<T>(Kind::AllGather, len), len)
     }
 
-    /// Fills `data` with every rank's [shard](Self::shard); the own one is the input.
+    /// Fills `data` with the [shards](Self::shard) of all ranks. The input is this rank's own shard in `data`.
     pub fn all_gather<T: Element>(&self, data: &mut [T]) -> Result<(), CommError> {
         self.in_place(self.gathering(data.len()), data)
     }
@@ -171,7 +172,8 @@ impl Communicator {
         Ok(Call::moving(name, ring_all_gather(self.rank(), self.size()).with_counts(counts), len))
     }
 
-    /// Fills `data` with every rank's `counts[rank]` elements, one after the other; the own ones are the input.
+    /// Fills `data` with `counts[rank]` elements of each rank, in rank order. The input is this rank's own part
+    /// of `data`.
     pub fn all_gather_v<T: Element>(&self, data: &mut [T], counts: &[usize]) -> Result<(), CommError> {
         self.in_place(self.gathering_v(counts, data.len())?, data)
     }
@@ -190,7 +192,8 @@ impl Communicator {
         Ok(Call::moving("broadcast", self.plan::<T>(Kind::Broadcast(root), len), len))
     }
 
-    /// Overwrites `data` with the root's: by a tree or a chain, whichever the declared topology makes cheaper.
+    /// Overwrites `data` with that of the root, by a tree or a chain, whichever is cheaper on the declared
+    /// topology.
     pub fn broadcast<T: Element>(&self, data: &mut [T], root: Rank) -> Result<(), CommError> {
         self.in_place(self.broadcasting(root, data.len())?, data)
     }
@@ -214,7 +217,8 @@ impl Communicator {
         Ok(self.reducing("reduce", [Kind::Reduce(root), Kind::OrderedReduce(root)], op, len))
     }
 
-    /// Reduces `data` over all ranks into the root's. The others' `data` is spoilt.
+    /// Reduces `data` over all ranks into the root's `data`. On other ranks `data` then holds unspecified
+    /// values.
     pub fn reduce<T: Element>(
         &self,
         data: &mut [T],
@@ -247,8 +251,8 @@ impl Communicator {
         Ok(Call { name, plan: self.plan::<T>(kind, len), op, len })
     }
 
-    /// Overwrites `data` with the reduction of the ranks up to and with this one, in their order: by recursive
-    /// doubling or along a chain, whichever the declared topology makes cheaper.
+    /// Overwrites `data` with the reduction over the ranks 0 to this one, in rank order; by recursive doubling
+    /// or a chain, whichever is cheaper on the declared topology.
     ///
     /// # Errors
     /// [`CommError::Unsupported`] for a mean.
@@ -265,7 +269,8 @@ impl Communicator {
         self.owned(self.scanning("scan", Kind::Scan, op.into(), data.len()), data)
     }
 
-    /// As [`Communicator::scan`], of the ranks before this one. Rank 0 has none: its `data` stays as it is.
+    /// Overwrites `data` with the reduction over the ranks before this one, in rank order. On rank 0 `data` is
+    /// unchanged.
     ///
     /// # Errors
     /// [`CommError::Unsupported`] for a mean.
@@ -290,12 +295,12 @@ impl Communicator {
         Call::moving("barrier", dissemination_barrier(self.rank(), self.size()), 0)
     }
 
-    /// Returns when every rank has called it.
+    /// Blocks until every rank has called it.
     pub fn barrier(&self) -> Result<(), CommError> {
         self.in_place(self.meeting(), &mut [])
     }
 
-    /// Starts a barrier: the result is there when every rank has started it.
+    /// Starts a [`Communicator::barrier`], which completes when every rank has started it.
     pub fn start_barrier(&self) -> Pending<Result<(), CommError>> {
         self.owned(Ok(self.meeting()), Vec::new()).map(|met| met.map(drop))
     }

@@ -1,4 +1,5 @@
-//! The collectives that give each rank other values than it put in: gather, scatter, all-to-all, neighbours.
+//! Collectives that give each rank other values than it passed: gather, scatter, all-to-all, neighbour
+//! exchange.
 
 use std::ops::Range;
 
@@ -13,7 +14,7 @@ use crate::element::Element;
 use crate::plans::Kind;
 use crate::steps::{Merge, Program, Step};
 
-/// A collective over a buffer that is made for it, and the part of the buffer that is the result.
+/// A call with a buffer of its own, and the range of the buffer that is the result.
 struct Moved<T> {
     call: Call<T>,
     buffer: Vec<T>,
@@ -59,8 +60,8 @@ impl Communicator {
         Ok(Moved { call: Call::moving(NAME, program.with_counts(counts), 0), buffer, result: 0..len })
     }
 
-    /// Everyone's `own` at the root, one after the other in the order of ranks; nothing elsewhere. `counts`
-    /// are the lengths of all.
+    /// Returns the `own` values of all ranks at the root, concatenated in rank order; `None` on other ranks.
+    /// `counts` are the lengths of all ranks' `own`.
     pub fn gather<T: Element>(
         &self,
         own: &[T],
@@ -99,7 +100,7 @@ impl Communicator {
         Ok(Moved { call, buffer: data.to_vec(), result: start..start + own })
     }
 
-    /// This rank's `counts[rank]` elements of the root's `data`, which no other rank looks at.
+    /// Returns this rank's `counts[rank]` elements of the root's `data`; on other ranks, `data` is ignored.
     pub fn scatter<T: Element>(&self, data: &[T], counts: &[usize], root: Rank) -> Result<Vec<T>, CommError> {
         self.moved(self.scattered(data, counts, root))
     }
@@ -114,7 +115,7 @@ impl Communicator {
         self.start_moved(self.scattered(data, counts, root))
     }
 
-    /// A program over a buffer that is the own block and nothing else.
+    /// Returns the program over a buffer that holds only this rank's own block.
     fn only_own(&self, program: Program, len: usize) -> Program {
         let mut counts = vec![0; self.size()];
         counts[self.group.me] = len;
@@ -136,8 +137,8 @@ impl Communicator {
         Ok(Moved { call, buffer: [data, data].concat(), result: len..2 * len })
     }
 
-    /// Sends the `j`-th part of `data` to rank `j` and returns what the ranks sent here, in their order. All
-    /// parts of all ranks are equally long.
+    /// Sends part `j` of `data` to rank `j`, and returns the parts received, in rank order. All parts of all
+    /// ranks have the same length.
     pub fn all_to_all<T: Element>(&self, data: &[T]) -> Result<Vec<T>, CommError> {
         self.moved(self.exchanged(data))
     }
@@ -167,8 +168,8 @@ impl Communicator {
         Ok(Moved { call: Call::moving(NAME, program, 0), buffer, result: data.len()..data.len() + len })
     }
 
-    /// Sends `sent[j]` elements of `data`, which lie one part after the other, to rank `j`, and returns what
-    /// the ranks sent here, in their order: `received[j]` elements of rank `j`.
+    /// Sends `sent[j]` elements of `data` to rank `j`, and returns the elements received, in rank order:
+    /// `received[j]` from rank `j`. The parts of `data` are consecutive.
     pub fn all_to_all_v<T: Element>(
         &self,
         data: &[T],
@@ -204,16 +205,16 @@ impl Communicator {
             ..Step::default()
         };
         let mut program = Program::new(parts, vec![step]).with_counts(&vec![len; parts]);
-        // Ranks may have different numbers of neighbours: what they have in common is one exchange.
+        // Ranks may have different numbers of neighbours, but compare the number of blocks; so all use 1.
         program.blocks = 1;
         let (buffer, result) = (data.repeat(parts), len..len * parts);
         Ok(Moved { call: Call::moving(NAME, program, len), buffer, result })
     }
 
-    /// Sends `data` to each neighbour and returns theirs, in the order of `neighbors`. Whoever names a rank
-    /// is named by it, and no rank twice; all have equally much. For a ring `neighbors` are the two ranks
-    /// next to this one, for gossip in pairs the [partner](shift_one) of the round; a rank without neighbours
-    /// takes part with none.
+    /// Sends `data` to each neighbour, and returns theirs in the order of `neighbors`. If a rank names another,
+    /// that one must name it too; no rank is named twice; all `data` have the same length. For a ring,
+    /// `neighbors` are the two ranks next to this one; for gossip in pairs, the [partner](shift_one) of the
+    /// round. A rank without neighbours passes an empty list.
     pub fn neighbor_exchange<T: Element>(
         &self,
         data: &[T],
@@ -235,20 +236,20 @@ impl Communicator {
     }
 }
 
-/// A part of a buffer, whose place it takes.
+/// Returns a part of a buffer, reusing the buffer if the part is at its start.
 fn cut_out<T>(mut buffer: Vec<T>, part: &Range<usize>) -> Vec<T> {
     buffer.truncate(part.end);
     if part.start > 0 { buffer.split_off(part.start) } else { buffer }
 }
 
-/// So many equal parts, one after the other.
+/// Splits values into `count` parts of equal length.
 fn parts<T: Clone>(all: &[T], count: usize) -> Vec<Vec<T>> {
     let len = all.len() / count.max(1);
     (0..count).map(|i| all[i * len..(i + 1) * len].to_vec()).collect()
 }
 
-/// The partner of a rank in round `round` of gossip in pairs, where each rank of one half meets each of the
-/// other; `None` where it sits out.
+/// Returns the partner of a rank in round `round` of gossip in pairs; `None` if it has none in this round. Over
+/// `size / 2` rounds, each rank of the first half meets each rank of the second half.
 ///
 /// Source: bagua's decentralized "shift one" peer selection.
 #[must_use]

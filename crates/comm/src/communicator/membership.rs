@@ -1,5 +1,4 @@
-//! Who belongs to it: going on without those that are lost, and with those that come. The others agree in
-//! either case.
+//! Shrinking a communicator: the surviving ranks agree on the ranks that are lost, and continue without them.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -13,34 +12,36 @@ use crate::message::{Incoming, Outgoing};
 use crate::transport::{Port, Tag, Task};
 use crate::{Cancel, CommError};
 
-/// Marks contexts of ballots and of their outcome apart from those of splits.
+/// Mixed into contexts, so that those of votes and of their results differ from those of splits.
 const BALLOT: u64 = 2;
 const SURVIVORS: u64 = 3;
 
-/// The number of the tag on which a decision travels; rounds count from 0.
+/// Tag number of the message with the decision; the tags of rounds are 0, 1, ...
 const DECIDED: u32 = u32::MAX;
 
 impl Communicator {
-    /// The ranks that are left, as a new communicator with numbers of its own; frames of this one are dropped
-    /// from now on. To be called by every survivor after a collective has failed.
+    /// Returns a new communicator of the surviving ranks, with new rank numbers. Frames of this communicator
+    /// are dropped from now on. Every survivor must call it after a collective has failed.
     ///
-    /// Everyone says whom it takes for lost, begins with the one that its failure named, and adds whoever does
-    /// not answer within the deadline, until all say the same. Whoever sees that tells the decision to all, and
-    /// whoever is told it takes it over and tells it on, so that survivors decide alike also where a rank is
-    /// lost in the very round in which some have seen all agree. (It is then a member of the new communicator,
-    /// which fails with its first collective, and shrinks.) A rank that is taken for lost while it lives finds
-    /// itself alone.
+    /// The ranks vote in rounds. Each sends the set of ranks that it considers lost, which begins with the one
+    /// named by its failure. It adds the ranks in the sets of others, and those that do not answer within the
+    /// deadline, until all sets are equal. A rank that sees equal sets sends the decision to all; a rank that
+    /// receives a decision adopts it and sends it on. So all survivors decide alike, even if a rank is lost in
+    /// the round in which only some have seen equal sets. (The new communicator then includes that rank; its
+    /// first collective fails, and it can shrink again.) A live rank that the others consider lost ends up as
+    /// the only rank of its communicator.
     ///
-    /// After a cancellation nobody is lost: all go on, with the same numbers, under a new epoch.
+    /// After a cancellation no rank is lost: the new communicator has the same ranks and numbers, under a new
+    /// epoch.
     ///
     /// # Errors
     /// [`CommError::Ended`] if this endpoint is the one that was lost; [`CommError::Cancelled`] if this call
-    /// was cancelled; [`CommError::Fixed`] over MPI, unless no rank is lost.
+    /// was cancelled; [`CommError::Fixed`] over MPI, if a rank is lost.
     pub fn shrink(&self) -> Result<Self, CommError> {
         let fixed = self.transport.fixed().map(|reason| CommError::Fixed { op: "shrink", reason });
         let members = &self.group.members;
         let number = |peer: PeerId| members.iter().position(|&member| member == peer);
-        // Whoever cancelled is well.
+        // A rank that cancelled is not lost.
         let failed = self.check().err().filter(|error| !error.is_cancelled());
         let mut lost: BTreeSet<usize> =
             failed.as_ref().and_then(CommError::peer).and_then(number).into_iter().collect();
@@ -97,19 +98,19 @@ impl Communicator {
     }
 }
 
-/// Ranks as bytes.
+/// Encodes ranks as bytes.
 fn write(ranks: &BTreeSet<usize>) -> Arc<Vec<u8>> {
     Arc::new(ranks.iter().flat_map(|&rank| (rank as u32).to_le_bytes()).collect())
 }
 
-/// The ranks below `size` in untrusted bytes; what makes no sense is none.
+/// Decodes ranks below `size` from untrusted bytes; `None` if they are invalid.
 fn read(bytes: &[u8], size: usize) -> Option<BTreeSet<usize>> {
     let (words, []) = bytes.as_chunks::<4>() else { return None };
     let ranks = words.iter().map(|word| u32::from_le_bytes(*word) as usize);
     ranks.map(|rank| (rank < size).then_some(rank)).collect()
 }
 
-/// A message of ranks on its way in.
+/// State of an incoming message of ranks.
 enum Answer {
     Waits,
     Here(Option<BTreeSet<usize>>),
@@ -121,23 +122,24 @@ fn poll_ranks(port: &mut dyn Port, incoming: &mut Incoming, from: PeerId, tag: T
         Ok(false) if incoming.bytes.len() <= 4 * size => Answer::Waits,
         Ok(true) => Answer::Here(read(&std::mem::take(&mut incoming.bytes), size)),
         Err(ended @ CommError::Ended { .. }) => Answer::Ended(ended),
-        // Lost, or longer than any answer.
+        // The peer is lost, or its message is longer than any valid one.
         _ => Answer::Here(None),
     }
 }
 
-/// One round: what this rank holds goes to all that it takes for alive, and theirs comes back, or a decision
-/// from any.
+/// One round of the vote: sends this rank's set to all ranks that it considers alive, and receives theirs, or a
+/// decision of any rank.
 struct Ballot {
     me: PeerId,
     tag: Tag,
     peers: Vec<PeerId>,
     outgoing: Vec<Option<Outgoing>>,
     incoming: Vec<Option<Incoming>>,
-    /// By peer; none of one that is lost.
+    /// Answers by peer; `None` for a peer that is lost or has sent nothing valid.
     answers: Vec<Option<BTreeSet<usize>>>,
     members: Arc<[PeerId]>,
-    /// By member, those that are lost among them: what they decided before is still good.
+    /// Incoming decisions by member. Members that are considered lost are included: an earlier decision of
+    /// theirs is still valid.
     decisions: Vec<Option<Incoming>>,
     decided: Option<BTreeSet<usize>>,
     limit: Nanos,
@@ -168,7 +170,7 @@ impl Ballot {
         }
     }
 
-    /// Whether there is a decision of somebody.
+    /// Returns whether a decision has arrived.
     fn poll_decisions(&mut self, port: &mut dyn Port) -> bool {
         let tag = Tag { number: DECIDED, ..self.tag };
         for (decision, &peer) in self.decisions.iter_mut().zip(&*self.members) {
@@ -195,7 +197,7 @@ impl Task for Ballot {
         for i in 0..self.peers.len() {
             let peer = self.peers[i];
             if let Some(out) = &mut self.outgoing[i] {
-                // Whoever cannot be reached does not answer either.
+                // A peer that cannot be reached will not answer; its answer stays `None`.
                 if out.poll(port, peer, self.tag, 0).unwrap_or(true) {
                     self.outgoing[i] = None;
                 }
@@ -219,7 +221,7 @@ impl Task for Ballot {
         if waits { Poll::Pending } else { Poll::Ready(()) }
     }
     fn fail(&mut self, error: CommError, _: &mut dyn Port) {
-        // At the deadline, whoever has not answered is lost.
+        // At the deadline, peers without an answer count as lost, so other errors are ignored.
         if matches!(error, CommError::Ended { .. } | CommError::Cancelled { .. }) {
             self.ended = Some(error);
         }
@@ -236,7 +238,7 @@ impl Task for Ballot {
     }
 }
 
-/// Tells a decision to all others; to those that it counts as lost only where that costs no time.
+/// Sends the decision to all others; to ranks that it counts as lost, only as far as that does not block.
 struct Announce {
     tag: Tag,
     left: Vec<(PeerId, bool, Outgoing)>,
@@ -265,7 +267,7 @@ impl Task for Announce {
         if self.left.is_empty() { Poll::Ready(()) } else { Poll::Pending }
     }
     fn fail(&mut self, error: CommError, _: &mut dyn Port) {
-        // Whoever cannot be told is about to be lost.
+        // A peer that cannot be reached is about to be lost, so other errors are ignored.
         if matches!(error, CommError::Ended { .. } | CommError::Cancelled { .. }) {
             self.ended = Some(error);
         }

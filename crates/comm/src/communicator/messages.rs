@@ -1,4 +1,5 @@
-//! Bytes of any length: to everyone, from everyone, to one rank, and an all-reduce through a coder.
+//! Messages of bytes of any length: exchanges among all ranks, point-to-point messages, and the all-reduce
+//! through a coder.
 
 use std::sync::{Arc, Mutex};
 
@@ -25,13 +26,13 @@ impl Communicator {
         Ok(Exchange::new(name, self.group.me, members, tag, check_word(name, 0, &[]), out))
     }
 
-    /// The same message for every rank.
+    /// Returns one copy of a message per rank; the copies share the bytes.
     fn to_all(&self, bytes: Vec<u8>) -> Vec<Arc<Vec<u8>>> {
         let bytes = Arc::new(bytes);
         (0..self.size()).map(|_| Arc::clone(&bytes)).collect()
     }
 
-    /// Everyone's bytes, of any lengths, in rank order.
+    /// Returns the bytes of every rank, in rank order. Lengths may differ.
     pub fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError> {
         const NAME: &str = "all_gather_bytes";
         self.run(NAME, self.exchange(NAME, self.to_all(bytes))?, true)
@@ -46,7 +47,7 @@ impl Communicator {
         }
     }
 
-    /// Sends `out[j]` to rank `j` and returns what the ranks sent here, in their order.
+    /// Sends `out[j]` to rank `j`, and returns the bytes received from each rank, in rank order.
     pub fn all_to_all_bytes(&self, out: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>, CommError> {
         const NAME: &str = "all_to_all_bytes";
         let out = out.into_iter().map(Arc::new).collect();
@@ -62,8 +63,8 @@ impl Communicator {
         }
     }
 
-    /// Starts an all-reduce that travels as `coder`'s bytes, by [`coded_exchange`]; gives the coder back with
-    /// the result. A sum or a mean.
+    /// Starts an all-reduce whose messages are encoded by `coder`, with the program [`coded_exchange`]. The
+    /// result includes the coder. `op` must be a sum or a mean.
     pub fn start_all_reduce_coded(
         &self,
         data: Vec<f32>,
@@ -75,14 +76,14 @@ impl Communicator {
         reduced.map(|slice| slice.map(CodedSlice::into_parts))
     }
 
-    /// As [`Communicator::start_all_reduce_coded`], by any coded program, and of values that lie anywhere: a
-    /// device that encodes and decodes in its own memory has only the bytes cross its bus. Ranks may differ in
-    /// where theirs lie. Values that a failed reduction held are gone with it. All ranks pass their programs of
-    /// the same collective, as [`CodedAllReduce`](crate::CodedAllReduce) makes them.
+    /// Starts an all-reduce by any coded program, on values in any memory: a device that encodes and decodes in
+    /// its own memory transfers only the encoded bytes over its bus. Ranks may hold their values in different
+    /// kinds of memory. If the reduction fails, the values are dropped. All ranks must pass their programs of
+    /// the same collective, as made by [`CodedAllReduce`](crate::CodedAllReduce).
     ///
     /// # Errors
     /// [`CommError::Argument`] if the program was made for another number of values; [`CommError::Unsupported`]
-    /// for anything but a sum or a mean.
+    /// if `op` is neither a sum nor a mean.
     pub fn start_all_reduce_coded_by<V: CodedValues + 'static>(
         &self,
         program: impl Into<Arc<Program>>,
@@ -140,13 +141,14 @@ impl Communicator {
         Ok(RecvMessage { from, tag, incoming: torn.next(from, tag), torn })
     }
 
-    /// Sends bytes to a rank; returns when the network has taken them. Messages neither poison a communicator
-    /// nor mind that it is poisoned. Of a message that is cancelled half-way its receiver is told.
+    /// Sends bytes to a rank; returns when the network has taken them. Messages work on a poisoned
+    /// communicator, and a failed message does not poison it. If a send is cancelled after its first frame, the
+    /// receiver gets an error.
     pub fn send(&self, to: Rank, tag: u32, data: &[u8]) -> Result<(), CommError> {
         self.run("send", self.outgoing(to, tag, data.to_vec())?, false)
     }
 
-    /// Starts to send bytes to a rank.
+    /// Starts a [`Communicator::send`].
     pub fn start_send(&self, to: Rank, tag: u32, data: Vec<u8>) -> Pending<Result<(), CommError>> {
         match self.outgoing(to, tag, data) {
             Ok(body) => self.start("send", body, false),
@@ -154,16 +156,16 @@ impl Communicator {
         }
     }
 
-    /// Receives bytes from a rank. One receive at a time of each rank and tag. Of a message that it was given
-    /// up on half-way, the rest is dropped by the next receive; one that had not begun goes to the next
-    /// receive.
+    /// Receives bytes from a rank. Only one receive per rank and tag may run at a time. If a receive is
+    /// cancelled in the middle of a message, the next receive drops the rest of that message; if the message
+    /// had not begun, the next receive gets it.
     pub fn recv(&self, from: Rank, tag: u32) -> Result<Vec<u8>, CommError> {
         self.run("recv", self.incoming(from, tag)?, false)
     }
 
-    /// Has `service` answer the messages of this communicator's ranks until the result is dropped: beside all
-    /// else that this rank does, and on simulated links at the time at which each message arrives. A rank may
-    /// ask its own service. It ends by itself when all other ranks are lost.
+    /// Starts to answer messages from this communicator's ranks with `service`, until the result is dropped. It
+    /// runs beside all other operations of this rank, and on simulated links at the time at which each message
+    /// arrives. A rank may send requests to its own service. It ends by itself when all other ranks are lost.
     pub fn start_service<S: Service + ?Sized + 'static>(
         &self,
         tags: ServiceTags,
@@ -176,7 +178,7 @@ impl Communicator {
         self.clone().with_deadline(Nanos::MAX).start("service", serving, false)
     }
 
-    /// Starts to receive bytes from a rank.
+    /// Starts a [`Communicator::recv`].
     pub fn start_recv(&self, from: Rank, tag: u32) -> Pending<Result<Vec<u8>, CommError>> {
         match self.incoming(from, tag) {
             Ok(body) => self.start("recv", body, false),
@@ -196,8 +198,9 @@ impl Communicator {
         Ok(RecvAny { from, tag, torn })
     }
 
-    /// Receives bytes from any of these ranks, and says from which: the message whose first frame is here
-    /// first, ties to whom is named first. Ranks that are lost are passed over while there are others.
+    /// Receives bytes from any of these ranks, and returns the sender too. Takes the message whose first frame
+    /// arrived first; on a tie, the one of the rank that is first in `from`. Lost ranks are skipped as long as
+    /// another rank is left.
     pub fn recv_any(&self, from: &[Rank], tag: u32) -> Result<(Rank, Vec<u8>), CommError> {
         self.run("recv_any", self.incoming_any(from, tag)?, false)
     }

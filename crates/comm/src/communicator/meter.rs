@@ -1,4 +1,5 @@
-//! What a collective moved and for whom it waited, counted while it runs. It changes nothing of what runs.
+//! Counts the bytes that an operation moved and the time that it waited for each peer. Counting does not change
+//! the operation.
 
 use std::collections::BTreeMap;
 use std::task::Poll;
@@ -9,25 +10,25 @@ use tracing::Span;
 use crate::transport::{Port, Tag};
 use crate::{Algorithm, CommError, Frame};
 
-/// All that one kind of operation did on one communicator.
+/// Totals of one kind of operation on one communicator.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Counter {
-    /// How often it was run to its end, well or not.
+    /// Number of calls that have ended, with a result or an error.
     pub calls: u64,
-    /// How many of them failed.
+    /// Number of calls that failed.
     pub failed: u64,
-    /// Payloads sent to other ranks.
+    /// Payload bytes sent to other ranks.
     pub sent: Bytes,
-    /// Payloads taken that other ranks sent.
+    /// Payload bytes received from other ranks.
     pub received: Bytes,
-    /// From start to end, all calls together.
+    /// Time from start to end, summed over all calls.
     pub took: Nanos,
-    /// Of that, time in which it could not go on, by the peer that it waited for.
+    /// The part of that time in which operations were blocked, by the peer that they waited for.
     pub waited: BTreeMap<PeerId, Nanos>,
 }
 
 impl Counter {
-    /// The peer that was waited for longest, and how long.
+    /// Returns the peer with the longest wait, and that time.
     #[must_use]
     pub fn slowest(&self) -> Option<(PeerId, Nanos)> {
         self.waited.iter().map(|(peer, time)| (*peer, *time)).max_by_key(|&(peer, time)| (time, peer))
@@ -50,25 +51,25 @@ impl Counter {
     }
 }
 
-/// Operations by name, and all-reduces by algorithm.
+/// Counters by operation, and for all-reduces also by algorithm.
 pub(super) type Counters = BTreeMap<(&'static str, Option<Algorithm>), Counter>;
 
-/// One operation's counter while it runs.
+/// Counter of one running operation.
 #[derive(Debug)]
 pub(super) struct Meter {
     pub(super) counter: Counter,
-    /// The operation in traces; waits are spans within it.
+    /// Trace span of the operation; waits are spans within it.
     span: Span,
     began: Option<Nanos>,
     waits: Option<Wait>,
 }
 
-/// An operation cannot go on.
+/// A wait in progress: the operation is blocked.
 #[derive(Debug)]
 struct Wait {
     since: Nanos,
     peer: PeerId,
-    /// Open for as long as it waits.
+    /// Trace span that ends with the wait.
     _span: Span,
 }
 
@@ -77,7 +78,7 @@ impl Meter {
         Self { counter: Counter::default(), span, began: None, waits: None }
     }
 
-    /// Polls with everything that passes the port counted.
+    /// Polls an operation, and counts the frames that pass through the port.
     pub(super) fn poll<T>(
         &mut self,
         port: &mut dyn Port,
@@ -101,7 +102,7 @@ impl Meter {
         result
     }
 
-    /// It is over.
+    /// Ends the count.
     pub(super) fn end(&mut self, now: Nanos, failed: bool) -> &Counter {
         if let Some(Wait { since, peer, .. }) = self.waits.take() {
             self.counter.wait(peer, now.saturating_sub(since));
@@ -118,7 +119,7 @@ impl Meter {
 struct Metered<'a> {
     port: &'a mut dyn Port,
     counter: &'a mut Counter,
-    /// When the first frame passed.
+    /// Time at which the first frame passed.
     moved: Option<Nanos>,
 }
 

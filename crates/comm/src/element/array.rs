@@ -1,12 +1,12 @@
-//! Arrays as elements: a matrix, a complex number, a count with its mean.
+//! Arrays as elements, for example a matrix, a complex number, or a count with its mean.
 
 use super::{Element, First, ReduceOp, sealed};
 use crate::CommError;
 
 impl<T: Element, const N: usize> sealed::Sealed for [T; N] {}
 
-/// Reduced number by number. An array is never cut: a [`UserOp`](crate::UserOp) sees all of it. It is at most a
-/// frame long, [`FRAME_BYTES`](crate::FRAME_BYTES).
+/// Reduced number by number. Messages never split an array, so a [`UserOp`](crate::UserOp) sees it whole. An
+/// array has at most [`FRAME_BYTES`](crate::FRAME_BYTES) bytes.
 impl<T: Element, const N: usize> Element for [T; N]
 where
     Self: bytemuck::Pod,

@@ -1,13 +1,13 @@
-//! A value with where it is: what `MPI_MINLOC` and `MPI_MAXLOC` reduce.
+//! A value with its location: the element type of `MPI_MINLOC` and `MPI_MAXLOC`.
 
 use super::{Element, First, ReduceOp, each, sealed};
 use crate::CommError;
 
-/// A value and its place: a rank, or an index of the caller's own.
+/// A value and its place: a rank, or an index of the caller's.
 ///
-/// [`ReduceOp::Max`] and [`ReduceOp::Min`] give the greatest or least value and the lowest of the places that
-/// have it. A NaN is greater and less than all numbers, and the lowest place of a NaN is told. Exist for f32,
-/// i32 and u32 with a place of u32, and for f64, i64 and u64 with one of u64.
+/// [`ReduceOp::Max`] and [`ReduceOp::Min`] return the greatest or least value, and the lowest of the places
+/// that have it. If any value is NaN, the result is a NaN with the lowest place of one. Implemented for f32,
+/// i32 and u32 with places of u32, and for f64, i64 and u64 with places of u64.
 ///
 /// ```
 /// use farflung_comm::{Communicator, Located, ReduceOp, memory};
@@ -30,11 +30,11 @@ use crate::CommError;
 pub struct Located<V, P> {
     /// The value.
     pub value: V,
-    /// Where it is.
+    /// Place of the value.
     pub place: P,
 }
 
-/// `$is_nan` of a value.
+/// `$is_nan` checks whether a value is NaN.
 macro_rules! located {
     ($value:ident, $place:ident, $code:literal, $name:literal, $is_nan:expr) => {
         const _: () = assert!(size_of::<$value>() == size_of::<$place>(), "there is no padding");

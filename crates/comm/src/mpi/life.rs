@@ -1,4 +1,4 @@
-//! The beginning and the end of MPI, both on one thread, as MPI wants it.
+//! Initialisation and end of MPI, both on the same thread, as MPI requires.
 #![expect(unsafe_code, reason = "it says from when on MPI may be called")]
 
 use std::mem::ManuallyDrop;
@@ -14,29 +14,30 @@ use super::messages::World;
 use super::{Job, missing};
 use crate::CommError;
 
-/// What is wrong where MPI was begun before.
+/// The error if MPI was initialised before.
 pub(super) const TWICE: &str = "it has begun in this process before, and does so once";
 
-/// What MPI says of this process.
+/// Facts about this process from MPI.
 #[derive(Debug)]
 pub(super) struct Found {
     pub(super) rank: u32,
     pub(super) size: u32,
-    /// Processes of the job on this machine, this one included.
+    /// Number of processes of the job on this machine, including this one.
     pub(super) near: usize,
     pub(super) world: World,
 }
 
-/// The thread that has begun MPI. Dropped here, MPI goes on to the end of the process, which ends the job.
+/// The thread that has initialised MPI. If this is dropped, MPI stays initialised until the process ends, which
+/// ends the job.
 pub(super) struct Beginning {
     thread: JoinHandle<()>,
     job: Sender<Arc<Job>>,
 }
 
-/// The thread that ends MPI when the job says that it is over.
+/// The thread that ends MPI when the job is over.
 pub(super) struct Life(JoinHandle<()>);
 
-/// Begins MPI on a thread of its own.
+/// Initialises MPI on a new thread.
 pub(super) fn begin() -> Result<(Beginning, Found), CommError> {
     let (tell, told) = mpsc::channel();
     let (job, jobs) = mpsc::channel::<Arc<Job>>();
@@ -44,12 +45,12 @@ pub(super) fn begin() -> Result<(Beginning, Found), CommError> {
         let (universe, found) = match begin_here() {
             Ok(begun) => begun,
             Err(error) => {
-                // Whoever has asked waits for it.
+                // The caller of `begin` is waiting for this.
                 let _ = tell.send(Err(error));
                 return;
             }
         };
-        // Ended where all have taken leave, never by the way.
+        // Ended only after all processes have left, not if this thread returns early.
         let universe = ManuallyDrop::new(universe);
         if tell.send(Ok(found)).is_err() {
             return;
@@ -69,15 +70,15 @@ fn begin_here() -> Result<(Universe, Found), CommError> {
     let (universe, threading) =
         mpi::initialize_with_threading(Threading::Serialized).ok_or_else(|| missing(TWICE))?;
     if threading < Threading::Serialized {
-        // It is not ended: the others may have more.
+        // Other ranks may have more threads, so MPI is not ended here.
         std::mem::forget(universe);
         return Err(missing(format!("it allows calls of one thread only ({threading:?})")));
     }
     let all = universe.world();
     let near = all.split_shared(all.rank()).size();
     let number = |n: i32| u32::try_from(n).unwrap_or(0);
-    // SAFETY: MPI has begun with enough threads. It ends when the job is over, which drops its world first;
-    // this is the only one, since MPI begins once.
+    // SAFETY: MPI is initialised with enough threads. It ends after the job is over and has dropped this
+    // `World`. There is no other, because MPI is initialised only once.
     let world = unsafe { World::begun() };
     let found =
         Found { rank: number(all.rank()), size: number(all.size()), near: number(near) as usize, world };
@@ -85,18 +86,18 @@ fn begin_here() -> Result<(Universe, Found), CommError> {
 }
 
 impl Beginning {
-    /// Keeps MPI for this job.
+    /// Starts to keep MPI for this job.
     pub(super) fn keep(self, job: &Arc<Job>) -> Life {
-        // The thread is there: it waits for this.
+        // The thread is still running: it waits for this message.
         let _ = self.job.send(Arc::clone(job));
         Life(self.thread)
     }
 }
 
 impl Life {
-    /// Returns when MPI has ended.
+    /// Waits until MPI has ended.
     pub(super) fn end(self) {
-        // A panic of the thread has been reported by the runtime already.
+        // The runtime has already reported a panic of the thread.
         let _ = self.0.join();
     }
 }

@@ -1,4 +1,4 @@
-//! MPI's messages: a buffer on its way to a process or from it. It does not depend on the format of frames.
+//! MPI messages: sends and receives of buffers. Independent of the format of frames.
 #![expect(
     unsafe_code,
     reason = "MPI is a C library, and its requests use memory beyond the call that starts them"
@@ -12,35 +12,36 @@ use mpi::ffi;
 
 use crate::Frame;
 
-/// Proof that MPI has begun and not ended, at a time when no other thread calls it: it stands behind a lock.
+/// Proof that MPI is initialised and that no other thread calls it: it is kept behind a lock.
 #[derive(Debug)]
 pub(super) struct World(());
 
 impl World {
     /// # Safety
-    /// MPI has begun, with `MPI_THREAD_SERIALIZED` at least; it ends after this is dropped, and there is no
-    /// other.
+    /// MPI must be initialised with at least `MPI_THREAD_SERIALIZED`, must not end before this is dropped, and
+    /// there must be no other `World`.
     pub(super) unsafe fn begun() -> Self {
         Self(())
     }
 }
 
-/// Ends all processes of the job, this one with it.
+/// Ends all processes of the job, including this one.
 pub(super) fn abort(_: &World, code: u8) {
-    // SAFETY: MPI has begun and not ended.
+    // SAFETY: MPI is initialised and has not ended.
     unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, c_int::from(code)) };
 }
 
-/// Two conversations with each process. MPI keeps the order of messages in each.
+/// The two MPI tags used with each process. MPI keeps the order of messages in each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Lane {
-    /// Headers, with short payloads behind them.
+    /// Headers, followed by short payloads.
     Headers = 0,
     /// Long payloads.
     Payloads = 1,
 }
 
-/// What a message is sent from or received into. Its bytes lie on the heap, where they stay when it is moved.
+/// Memory that a message is sent from or received into. Its bytes are on the heap, so they do not move when the
+/// buffer does.
 pub(super) enum Buffer {
     Short(Vec<u8>),
     Long(Frame),
@@ -62,32 +63,33 @@ impl Buffer {
     }
 }
 
-/// A message on its way. Dropped before its end, it leaves its buffer to MPI for ever.
+/// A send or receive in progress. If it is dropped before it is complete, its buffer is leaked, because MPI may
+/// still use it.
 pub(super) struct Transfer {
     request: ffi::MPI_Request,
-    /// None once it was handed back.
+    /// `None` once the buffer has been handed back.
     buffer: Option<Buffer>,
 }
 
-// SAFETY: MPI's requests may be used by any thread, one at a time: MPI has begun with `MPI_THREAD_SERIALIZED`
-// at least, and whoever uses a transfer has the `World`, which is behind a lock.
+// SAFETY: any thread may use MPI's requests, one at a time, because MPI is initialised with at least
+// `MPI_THREAD_SERIALIZED`; a thread that uses a transfer has the `World`, which is behind a lock.
 unsafe impl Send for Transfer {}
 
-/// A buffer is a frame, or shorter.
+/// Returns the length as MPI's integer. A buffer is at most as long as a frame.
 fn count(bytes: &[u8]) -> c_int {
     c_int::try_from(bytes.len()).expect("a frame is far shorter")
 }
 
 impl Transfer {
-    /// Starts to send.
+    /// Starts to send a buffer.
     pub(super) fn send(_: &World, to: PeerId, lane: Lane, buffer: Buffer) -> Self {
         let mut request = MaybeUninit::uninit();
         let bytes = buffer.bytes();
         let at = bytes.as_ptr().cast::<c_void>();
         let (to, lane) = (to.0.cast_signed(), lane as c_int);
-        // SAFETY: MPI has begun and not ended, and the rank is one of its own. The bytes stay where they are
-        // and as they are until the request is over: the buffer is handed back only then, and is not freed
-        // before. Errors end the job, so that the request was written.
+        // SAFETY: MPI is initialised and has not ended, and the rank is in its communicator. The bytes neither
+        // move nor change until the request is complete: the buffer is handed back only then, and not freed
+        // before. Errors end the job, so the request was written.
         let request = unsafe {
             let world = ffi::RSMPI_COMM_WORLD;
             ffi::MPI_Isend(at, count(bytes), ffi::RSMPI_UINT8_T, to, lane, world, request.as_mut_ptr());
@@ -102,7 +104,7 @@ impl Transfer {
         let bytes = buffer.bytes_mut();
         let (at, length) = (bytes.as_mut_ptr().cast::<c_void>(), count(bytes));
         let (from, lane) = (from.0.cast_signed(), lane as c_int);
-        // SAFETY: as above; nobody reads the bytes before the request is over.
+        // SAFETY: as above; no code reads the bytes before the request is complete.
         let request = unsafe {
             let world = ffi::RSMPI_COMM_WORLD;
             ffi::MPI_Irecv(at, length, ffi::RSMPI_UINT8_T, from, lane, world, request.as_mut_ptr());
@@ -111,14 +113,14 @@ impl Transfer {
         Self { request, buffer: Some(buffer) }
     }
 
-    /// The buffer, and how many bytes were received into it, once it is over; this lets MPI go on. None before
-    /// that, and after it was handed back.
+    /// Returns the buffer and the number of bytes received, once the request is complete. Returns `None` before
+    /// that, and after the buffer was handed back. Each call lets MPI make progress.
     pub(super) fn poll(&mut self, _: &World) -> Option<(Buffer, usize)> {
         self.buffer.as_ref()?;
         let (mut over, mut length) = (0, 0);
         let mut status = MaybeUninit::uninit();
-        // SAFETY: MPI has begun and not ended; the request is not over, or the buffer would have been handed
-        // back. Where it is over now, the status was written.
+        // SAFETY: MPI is initialised and has not ended. The request is not complete, or the buffer would have
+        // been handed back. If it is complete now, the status was written.
         unsafe {
             ffi::MPI_Test(&raw mut self.request, &raw mut over, status.as_mut_ptr());
             if over == 0 {
@@ -132,7 +134,7 @@ impl Transfer {
 
 impl Drop for Transfer {
     fn drop(&mut self) {
-        // MPI may still use it.
+        // MPI may still use it, so it is leaked.
         std::mem::forget(self.buffer.take());
     }
 }

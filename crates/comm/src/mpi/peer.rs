@@ -1,4 +1,4 @@
-//! One other process: frames to it and from it, as MPI's messages.
+//! Frames to and from one other process, as MPI messages.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -11,26 +11,27 @@ use crate::sizes::HEADER_BYTES;
 use crate::wire::{self, Header};
 use crate::{Frame, Pool, WireError};
 
-/// The most bytes of a header's message: longer payloads come in a message of their own, without being copied.
+/// Greatest size in bytes of a message with a header. Longer payloads are sent in a message of their own,
+/// without a copy.
 const SHORT: usize = 4096;
 
 #[derive(Default)]
 pub(super) struct Peer {
-    /// Frames sent without a credit.
+    /// Frames sent that the peer has not given credit for, by tag.
     pub(super) in_flight: Counts,
-    /// Frames taken since the last credit.
+    /// Frames taken since the last credit, by tag.
     pub(super) taken: Counts,
-    /// Nothing follows from it.
+    /// Set once the peer has said goodbye: it sends nothing more.
     pub(super) said_goodbye: bool,
-    /// It has sent what no frame is.
+    /// Set once the peer has sent bytes that are not a valid frame.
     pub(super) is_broken: bool,
-    /// In the order in which they were started.
+    /// Sends in progress, in the order in which they were started.
     sending: VecDeque<Transfer>,
-    /// A header that may come.
+    /// Posted receive of the next header.
     header: Option<Transfer>,
-    /// Where headers come to, between two of them.
+    /// Buffer for the next receive of a header, kept between two of them.
     spare: Vec<u8>,
-    /// A long payload that comes.
+    /// Header of the frame being received, and the receive of its long payload.
     payload: Option<(Header, Transfer)>,
 }
 
@@ -58,19 +59,19 @@ impl Peer {
         self.forget_sent(world);
     }
 
-    /// Whether anything that it was sent is still on its way.
+    /// Returns whether any message to the peer is still in progress.
     pub(super) fn is_sending(&self) -> bool {
         !self.sending.is_empty()
     }
 
-    /// Forgets what was sent.
+    /// Drops sends that are complete.
     pub(super) fn forget_sent(&mut self, world: &World) {
         while self.sending.front_mut().is_some_and(|first| first.poll(world).is_some()) {
             self.sending.pop_front();
         }
     }
 
-    /// The next frame, if all of it is there. Only where it `may_begin` is the header of another looked for.
+    /// Returns the next frame once it has arrived completely. A new frame is begun only if `may_begin` is set.
     pub(super) fn receive(
         &mut self,
         world: &World,
@@ -111,7 +112,7 @@ impl Peer {
     }
 }
 
-/// A header, and its payload where that is short.
+/// Parses a message: a header, and its payload if that is short.
 fn read(message: &[u8], pool: &Arc<Pool>) -> Result<(Header, Option<Frame>), WireError> {
     let (head, payload) = message.split_first_chunk().ok_or(WireError::Malformed("message of MPI"))?;
     let header = wire::decode(head)?;

@@ -1,4 +1,5 @@
-//! Where a peer is reached: addresses and relays in one text, and the public keys of iroh and of this crate.
+//! Addresses of peers: sockets and relays in one string, and conversion between public keys of iroh and of this
+//! crate.
 
 use std::collections::BTreeSet;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -9,10 +10,10 @@ use iroh_relay::RelayQuicConfig;
 use crate::CommError;
 use crate::secure::PublicKey;
 
-/// Bytes that the addresses may take of a greeting.
+/// Greatest length of the addresses in a greeting, in bytes.
 const TEXT: usize = 600;
 
-/// The addresses and relays of a text such as `10.0.0.1:29500,http://relay.example:3340`.
+/// The addresses and relays in a string such as `10.0.0.1:29500,http://relay.example:3340`.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Places {
     pub(super) sockets: Vec<SocketAddr>,
@@ -20,7 +21,7 @@ pub(super) struct Places {
 }
 
 impl Places {
-    /// Reads a user's text, and looks names up.
+    /// Parses a user's string, and resolves host names.
     pub(super) fn resolve(text: &str) -> Result<Self, CommError> {
         let mut places = Self::default();
         let mut wrong = None;
@@ -40,7 +41,7 @@ impl Places {
         }
     }
 
-    /// Reads a peer's text. It has addresses alone: names are not looked up.
+    /// Parses a string from a peer, in which host names are not allowed; `None` if it is invalid or empty.
     pub(super) fn read(text: &str) -> Option<Self> {
         let mut places = Self::default();
         for one in text.split(',').filter(|one| !one.is_empty()) {
@@ -53,7 +54,7 @@ impl Places {
         (!places.is_empty()).then_some(places)
     }
 
-    /// As a text, relays first, as many as fit into a greeting.
+    /// Formats the relays, then the addresses, as many as fit into a greeting.
     pub(super) fn text(&self) -> String {
         let relays = self.relays.iter().map(|url| url.to_string().trim_end_matches('/').to_owned());
         let mut text = String::new();
@@ -69,10 +70,10 @@ impl Places {
         self.sockets.is_empty() && self.relays.is_empty()
     }
 
-    /// The peer with this key at these places; without `direct` at the relays alone.
+    /// Returns iroh's address of the peer with this key at these places; without `direct`, at the relays only.
     ///
     /// # Errors
-    /// [`CommError::Unsealed`] if the bytes are no public key.
+    /// [`CommError::Unsealed`] if the bytes are not a public key.
     pub(super) fn of(&self, key: PublicKey, direct: bool) -> Result<EndpointAddr, CommError> {
         let id = ::iroh::PublicKey::from_bytes(key.bytes()).map_err(|_| CommError::Unsealed {
             peer: key.to_string(),
@@ -88,10 +89,10 @@ fn is_relay(text: &str) -> bool {
     text.starts_with("http://") || text.starts_with("https://")
 }
 
-/// The relay of a text `http://host:port` or `https://host:port`.
+/// Parses the URL of a relay, `http://host:port` or `https://host:port`.
 ///
 /// # Errors
-/// [`CommError::Io`] that says what is expected.
+/// [`CommError::Io`] with the expected format.
 pub(super) fn relay(text: &str) -> Result<RelayUrl, CommError> {
     let wrong = |e: String| CommError::io("relay", &text, &std::io::Error::other(e));
     if !is_relay(text) {
@@ -100,13 +101,13 @@ pub(super) fn relay(text: &str) -> Result<RelayUrl, CommError> {
     text.parse().map_err(|e| wrong(format!("{e}")))
 }
 
-/// The relays that a process may use, as iroh has them.
+/// Returns the relays that a process may use, in iroh's type.
 pub(super) fn relay_map(relays: &[RelayUrl]) -> RelayMap {
     relays.iter().map(|url| RelayConfig::new(url.clone(), Some(discovery(url)))).collect()
 }
 
-/// Where a relay tells processes their address outside of their router: over UDP, at the port of its HTTP;
-/// with TLS at the default port of `iroh-relay`.
+/// Returns the port at which a relay tells processes their public address, over UDP: the port of its HTTP, or
+/// with TLS the default port of `iroh-relay`.
 fn discovery(url: &RelayUrl) -> RelayQuicConfig {
     match (url.scheme(), url.port_or_known_default()) {
         ("http", Some(port)) => RelayQuicConfig::new(port),
@@ -114,7 +115,7 @@ fn discovery(url: &RelayUrl) -> RelayQuicConfig {
     }
 }
 
-/// The public key that iroh names a peer by.
+/// Returns the public key that iroh identifies a peer by.
 pub(super) fn key_of(id: ::iroh::EndpointId) -> PublicKey {
     PublicKey::new(*id.as_bytes())
 }

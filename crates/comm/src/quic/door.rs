@@ -1,7 +1,7 @@
-//! New connections, until they have proven that they belong to the job. It does not depend on what the job is.
+//! New connections, until they have proven that they belong to the job. Independent of the job itself.
 //!
-//! What a connection may cost before its proof: one handshake, one stream with a window of [`UNPROVEN`]
-//! bytes, of which 1024 are read, [`GREETING`], and one of [`MOST`] places. Members do not wait for it.
+//! A connection without proof costs at most: one handshake; one stream with a window of [`UNPROVEN`] bytes, of
+//! which 1024 are read; a time of [`GREETING`]; and one of [`MOST`] places. It does not delay members.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,20 +17,20 @@ use crate::until::Until;
 use crate::wire::VERSION;
 use crate::{CommError, WireError};
 
-/// Connections that may wait at a time; more are refused before their handshake.
+/// Greatest number of waiting connections; more are refused before their handshake.
 const MOST: usize = 256;
-/// The time for a handshake and a greeting, which a rank sends at once.
+/// Time limit for the handshake and the greeting; a rank greets at once.
 const GREETING: Duration = Duration::from_secs(10);
-/// Bytes that a peer may send before its proof.
+/// Greatest number of bytes that a peer may send before its proof.
 pub(super) const UNPROVEN: u32 = 16 * 1024;
 
-/// A connection that has proven that it belongs here, and its greeting.
+/// A connection that has proven that it belongs to the job, and its greeting.
 #[derive(Debug)]
 pub(super) struct Guest {
     pub(super) line: Line,
-    /// The frame with the greeting.
+    /// Frame with the greeting.
     pub(super) greeting: Vec<u8>,
-    /// When its right to join ends, which the answer to its proof repeats.
+    /// End of its right to join, in seconds since 1970; the answer to its proof repeats it.
     pub(super) expiry: u64,
 }
 
@@ -57,7 +57,7 @@ impl Door {
                 let (security, coming) = (security.clone(), coming.clone());
                 tokio::spawn(async move {
                     if let Some(guest) = hear(&security, incoming).await {
-                        // It fails once all ranks have come.
+                        // Fails once all ranks have connected and the door is dropped.
                         let _ = coming.send(guest).await;
                     }
                     drop(place);
@@ -67,7 +67,7 @@ impl Door {
         Self { accepting, guests }
     }
 
-    /// The next connection that belongs here.
+    /// Returns the next connection that belongs to the job.
     pub(super) async fn next(&mut self) -> Option<Guest> {
         self.guests.recv().await
     }
@@ -132,7 +132,7 @@ async fn hear(security: &Security, incoming: Incoming) -> Option<Guest> {
 }
 
 impl Guest {
-    /// Refuses it with the reason.
+    /// Refuses the connection with the reason.
     pub(super) fn refuse(mut self, security: &Security, reason: Refusal) {
         security.refused().note(None, reason.kind(), &reason);
         tokio::spawn(async move { self.line.refuse(reason).await });

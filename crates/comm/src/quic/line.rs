@@ -1,5 +1,5 @@
-//! Control messages over the stream by which two peers greet each other, and the proof that both belong to
-//! the job.
+//! Control messages over a connection's first stream, on which two peers greet each other and prove that they
+//! belong to the job.
 
 use std::io::{self, ErrorKind};
 use std::time::Duration;
@@ -15,10 +15,10 @@ use crate::until::Until;
 use crate::wire::{self, Parsed};
 use crate::{CommError, FRAME_BYTES, HEADER_BYTES, Message, WireError};
 
-/// The label of the exporter over which the secret is proven.
+/// Label of the TLS exporter whose value the proof of the secret covers.
 const LABEL: &[u8] = b"EXPORTER-farflung-join";
 
-/// The time that the other side has to take the last message.
+/// Time that the peer has to receive the last message.
 const MOMENT: Duration = Duration::from_secs(1);
 
 /// The first stream of a connection.
@@ -31,13 +31,13 @@ pub(super) struct Line {
 }
 
 impl Line {
-    /// On the side that connects.
+    /// Opens the stream, on the side that connects.
     pub(super) async fn open(connection: Connection) -> Result<Self, CommError> {
         let opened = connection.open_bi().await;
         Self::new(connection, opened)
     }
 
-    /// On the side that is connected to.
+    /// Accepts the stream, on the side that is connected to.
     pub(super) async fn accept(connection: Connection) -> Result<Self, CommError> {
         let opened = connection.accept_bi().await;
         Self::new(connection, opened)
@@ -57,7 +57,7 @@ impl Line {
         Ok(Self { connection, send, recv, exporter })
     }
 
-    /// The key that the other side holds.
+    /// Returns the key that the peer has proven to hold.
     pub(super) fn key(&self) -> PublicKey {
         key_of(self.connection.remote_id())
     }
@@ -80,7 +80,7 @@ impl Line {
         Ok(self.send.write_all(&wire::framed_bytes(&proof)).await?)
     }
 
-    /// Checks the other side's proof.
+    /// Checks the peer's proof; returns the end of its validity.
     pub(super) fn verify(
         &self,
         security: &Security,
@@ -91,21 +91,21 @@ impl Line {
         security.verify_by(role, self.key(), &self.exporter, expected, proof)
     }
 
-    /// Refuses the other side with the reason, waits a moment until it has it, and closes the connection.
+    /// Sends the reason of a refusal, waits briefly until the peer has received it, and closes the connection.
     pub(super) async fn refuse(&mut self, reason: Refusal) {
         self.last(&Control::Refuse(reason)).await;
         self.connection.close(1_u8.into(), b"refused");
     }
 
-    /// Sends the last message, and waits a moment until the other side has it. It may be gone already.
+    /// Sends the last message, and waits briefly until the peer has received it. The peer may be gone already.
     pub(super) async fn last(&mut self, message: &Control<'_>) {
         if self.say(message).await.is_ok() && self.send.finish().is_ok() {
             let _ = tokio::time::timeout(MOMENT, self.send.stopped()).await;
         }
     }
 
-    /// Receives one message of at most `most` bytes. Memory grows with the bytes that come, not with the
-    /// length that the message claims.
+    /// Receives one message of at most `most` bytes. Memory grows with the bytes that arrive, not with the
+    /// length that the peer claims.
     pub(super) async fn hear(&mut self, most: usize, until: Until) -> Result<Vec<u8>, CommError> {
         let from = self.key().to_string();
         let wrong = |source| CommError::Handshake { peer: from.clone(), source };
@@ -135,11 +135,11 @@ impl Line {
         }
     }
 
-    /// The longest message.
+    /// Greatest length of a message in bytes.
     pub(super) const LONGEST: usize = HEADER_BYTES + FRAME_BYTES;
 }
 
-/// The control message of a whole frame.
+/// Parses the control message of a whole frame.
 pub(super) fn control<'a>(bytes: &'a [u8], from: &str) -> Result<Control<'a>, CommError> {
     let wrong = |source| CommError::Handshake { peer: from.to_owned(), source };
     match wire::parse(bytes).map_err(wrong)? {

@@ -1,6 +1,6 @@
-//! How the ranks of a job find each other over QUIC: all connect to rank 0, by its key, and get a table of
-//! addresses and keys; then they connect pairwise. Everything has a deadline; a connection that does not
-//! belong here is refused with the reason. The messages are those of TCP.
+//! Rendezvous over QUIC: all ranks connect to rank 0 by its key, and get a table of addresses and keys; then
+//! they connect pairwise. All steps have deadlines. A connection that does not belong to the job is refused
+//! with the reason. The messages are the same as over TCP.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
@@ -22,22 +22,22 @@ use crate::error::Refusal;
 use crate::secure::{Admission, AnyCertificate, Identity, JoinSecret, PublicKey, Role, Security, refused};
 use crate::until::Until;
 
-/// The name of the protocol in the handshake (ALPN).
+/// Name of the protocol in the handshake (ALPN).
 const PROTOCOL: &[u8] = b"farflung/1";
-/// The pause between two attempts to reach a peer.
+/// Pause between two attempts to reach a peer.
 const PAUSE: Duration = Duration::from_millis(50);
-/// The time of one attempt to connect.
+/// Time limit of one attempt to connect.
 const ATTEMPT: Duration = Duration::from_secs(10);
-/// The time that the connection to a relay may take before this process tells others where it is reached.
+/// Time to wait for the connection to a relay before this process announces its addresses.
 const RELAY: Duration = Duration::from_secs(10);
 
-/// Connections to all peers by rank; none to this process itself.
+/// Connections to all peers by rank; `None` for this process itself.
 type Connections = Vec<Option<Connection>>;
 
-/// Refuses settings that are wrong, or with which ranks cannot meet.
+/// Checks settings; returns an error if they are wrong, or if ranks could not meet with them.
 ///
 /// # Errors
-/// As [`join`](super::join).
+/// The same as for [`join`](super::join).
 pub(super) fn check(config: &Config) -> Result<(), CommError> {
     config.pace.check()?;
     let argument = |what, got, want| Err(CommError::Argument { op: "rendezvous", what, got, want });
@@ -65,7 +65,7 @@ pub(super) fn check(config: &Config) -> Result<(), CommError> {
     Ok(())
 }
 
-/// The places at which rank 0 is reached, and the relays of this process.
+/// Returns the places at which rank 0 is reached, with the relays of this process added.
 fn places(config: &Config) -> Result<Places, CommError> {
     let mut places = Places::resolve(&config.host)?;
     for one in &config.relays {
@@ -77,7 +77,7 @@ fn places(config: &Config) -> Result<Places, CommError> {
     Ok(places)
 }
 
-/// Where this process listens; `None` is any port of all addresses.
+/// Returns the address at which this process listens; `None` for any port on all addresses.
 fn listening(config: &Config, places: &Places) -> Option<SocketAddr> {
     if config.listen.is_some() {
         return config.listen;
@@ -92,10 +92,10 @@ fn listening(config: &Config, places: &Places) -> Option<SocketAddr> {
     Some(SocketAddr::new(if ip.is_loopback() { ip } else { everywhere(ip) }, port))
 }
 
-/// Opens this process's end of all connections.
+/// Opens this process's endpoint.
 ///
 /// # Errors
-/// If the port is in use, or the URL of a relay is wrong.
+/// If the port is in use, or a relay's URL is wrong.
 pub(super) async fn open(config: &Config) -> Result<Endpoint, CommError> {
     let places = places(config)?;
     let io = |what, address: &dyn std::fmt::Display, e: &dyn std::fmt::Display| {
@@ -134,7 +134,7 @@ pub(super) async fn open(config: &Config) -> Result<Endpoint, CommError> {
         io("listen over UDP at", &at, &format_args!("{e:#}"))
     })?;
     if !places.relays.is_empty() {
-        // It may fail: a relay that is away may come back, and peers may be reached without it.
+        // It may fail: the relay may become reachable later, or peers may be reached without it.
         let _ = tokio::time::timeout(RELAY.min(config.deadline), endpoint.online()).await;
     }
     Ok(endpoint)
@@ -144,7 +144,7 @@ fn transport(config: &Config) -> Result<QuicTransportConfig, CommError> {
     let patience = IdleTimeout::try_from(config.patience)
         .map_err(|e| CommError::io("patience of", &"QUIC", &std::io::Error::other(e)))?;
     Ok(QuicTransportConfig::builder()
-        // These bounds hold until the other side has proven that it belongs here; `trust` raises them.
+        // These limits apply until the peer has proven that it belongs to the job; `trust` raises them.
         .max_concurrent_bidi_streams(VarInt::from_u32(1))
         .max_concurrent_uni_streams(VarInt::from_u32(0))
         .receive_window(VarInt::from_u32(UNPROVEN))
@@ -157,7 +157,7 @@ fn transport(config: &Config) -> Result<QuicTransportConfig, CommError> {
         .build())
 }
 
-/// Raises the bounds of a connection whose other side has proven that it belongs here.
+/// Raises the limits of a connection whose peer has proven that it belongs to the job.
 fn trust(connection: &Connection) {
     connection.set_receive_window(VarInt::from_u32(WINDOW_OF_ALL));
     connection.set_max_concurrent_bi_streams(VarInt::from_u32(STREAMS));
@@ -179,7 +179,7 @@ fn missing(config: &Config, ranks: Vec<Rank>) -> CommError {
     CommError::Missing { master: config.host.clone(), ranks, after: config.deadline.into() }
 }
 
-/// Where peers reach this process.
+/// Returns the addresses and relays at which peers can reach this process.
 fn own_places(endpoint: &Endpoint) -> Places {
     let own = endpoint.addr();
     let mut places =
@@ -192,14 +192,14 @@ fn own_places(endpoint: &Endpoint) -> Places {
     places
 }
 
-/// A rank that has come, and where it listens.
+/// A rank that has connected, and the addresses at which it listens.
 struct Come {
     line: Line,
     listen: String,
 }
 
-/// Accepts all ranks above this one. Each gets `answer`, if there is one, after this side's proof. Returns
-/// those that have come, and the ranks that have not come by the deadline.
+/// Accepts all ranks above this one. After this side's proof, each is sent `answer`, if there is one. Returns
+/// the ranks that have connected, and those that are missing at the deadline.
 async fn admit(
     config: &Config,
     security: &Security,
@@ -225,7 +225,7 @@ async fn admit(
                     (Ok(()), Some(answer)) => guest.line.say(answer).await,
                     _ => Ok(()),
                 };
-                // A rank whose connection is lost may come again.
+                // If the connection is lost, the rank may connect again.
                 if proven.is_ok() && said.is_ok() {
                     come[rank] = Some(Come { line: guest.line, listen });
                 }
@@ -234,7 +234,7 @@ async fn admit(
     }
 }
 
-/// The rank of a guest, and where it listens.
+/// Returns the rank of a guest and the addresses at which it listens, or the reason to refuse it.
 fn greeted(
     config: &Config,
     security: &Security,
@@ -264,7 +264,7 @@ fn greeted(
     let is_gone = |come: &Come| come.line.connection.close_reason().is_some();
     match come.get(rank as usize) {
         None => Err(Refusal::Rank(rank)),
-        // A rank that comes again takes the place of its connection that was lost.
+        // A rank that connects again replaces its lost connection.
         Some(before) if rank > config.rank && before.as_ref().is_none_or(is_gone) => {
             Ok((rank as usize, listen.to_owned()))
         }
@@ -272,7 +272,7 @@ fn greeted(
     }
 }
 
-/// Rank 0: accepts all others, then tells them each other's addresses and keys, and a secret for their
+/// Runs rank 0's side: accepts all other ranks, then sends them all addresses and keys, and a secret for their
 /// connections.
 async fn host(config: &Config, endpoint: &Endpoint, until: Until) -> Result<Connections, CommError> {
     let mut door = Door::open(endpoint, &config.security);
@@ -280,7 +280,7 @@ async fn host(config: &Config, endpoint: &Endpoint, until: Until) -> Result<Conn
     if !absent.is_empty() {
         let message = Control::Missing(Listed(absent.iter().map(|rank| rank.0).collect()));
         for come in come.iter_mut().flatten() {
-            // It may fail: others have deadlines of their own.
+            // It may fail, but the other ranks have deadlines of their own.
             come.line.last(&message).await;
         }
         return Err(missing(config, absent));
@@ -304,7 +304,7 @@ async fn host(config: &Config, endpoint: &Endpoint, until: Until) -> Result<Conn
     Ok(come.into_iter().map(|come| Some(come?.line.connection)).collect())
 }
 
-/// Receives an answer of the other side, after its proof.
+/// Receives the peer's answer, which follows its proof.
 async fn answer<T>(
     config: &Config,
     line: &mut Line,
@@ -351,7 +351,7 @@ async fn greet(
         key: own_key.as_ref().map_or(&[][..], |key| key.bytes()),
         digest: &[],
     };
-    // If these fail, the answer says why.
+    // If these fail, the peer's answer says why.
     let _ = line.prove(security, Role::Client, None).await;
     let _ = line.say(&hello).await;
     let bytes = line.hear(Line::LONGEST, until).await?;
@@ -393,8 +393,8 @@ async fn reach<T>(
     }
 }
 
-/// Reads the table as the rank that got it needs it: the ranks to which it connects, and the keys of all.
-/// `None` if the table is wrong.
+/// Reads the table: returns the ranks that this one connects to, and the keys of all. `None` if the table is
+/// invalid.
 fn read_table(config: &Config, message: &Control<'_>) -> Option<(Vec<(u32, Places)>, Admission)> {
     let Control::Table { addresses: Listed(addresses), keys: Listed(keys), secret } = message else {
         return None;
@@ -408,12 +408,12 @@ fn read_table(config: &Config, message: &Control<'_>) -> Option<(Vec<(u32, Place
     Some((between.collect::<Option<_>>()?, Admission { members: members.collect::<Option<_>>()?, secret }))
 }
 
-/// Every other rank: gets the table from rank 0, then connects to the ranks below its own and accepts those
-/// above.
+/// Runs the side of every other rank: gets the table from rank 0, then connects to the ranks below its own and
+/// accepts those above.
 async fn visit(config: &Config, endpoint: &Endpoint, until: Until) -> Result<Connections, CommError> {
     let host = config.security.host().expect("it was checked");
     let to = (places(config)?.of(host, config.direct)?, host);
-    // Rank 0 says at its own deadline who is missing. This side waits a moment longer, to hear it.
+    // At its deadline, rank 0 sends the list of missing ranks. This side waits a second longer to receive it.
     let patient = until.longer(Duration::from_secs(1));
     let (asked, (between, admission)) = {
         let table = |message: &Control<'_>| read_table(config, message);

@@ -1,4 +1,4 @@
-//! The rates of an endpoint over QUIC: each writer asks before it hands bytes to its stream.
+//! Rate limits of an endpoint over QUIC: each writer asks for permission before it hands bytes to its stream.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -8,16 +8,16 @@ use farflung_base::{Nanos, PeerId};
 use crate::memory::real_start;
 use crate::rate::{Pace, Rates};
 
-/// The shortest sleep: timers of tokio have a resolution of a millisecond.
+/// Shortest sleep: tokio's timers have a resolution of a millisecond.
 const LEAST: Duration = Duration::from_millis(1);
 
-/// The rates of an endpoint, and what of them is used up.
+/// The rate limits of an endpoint, and their use.
 #[derive(Debug)]
 pub(super) struct Pacer {
     start: Instant,
     limited: bool,
     rates: Mutex<Rates>,
-    /// By peer: its streams are served in the order in which they ask.
+    /// By peer: a lock that serves its streams in the order of their requests.
     queues: Vec<tokio::sync::Mutex<()>>,
 }
 
@@ -35,7 +35,8 @@ impl Pacer {
         self.rates.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until the rates admit some of these bytes to the peer, and returns how many. They count as sent.
+    /// Waits until the limits allow some of these bytes to be sent to the peer, and returns how many. They
+    /// count as sent.
     pub(super) async fn admitted(&self, peer: PeerId, wanted: usize) -> usize {
         if !self.limited {
             return wanted;
@@ -49,7 +50,8 @@ impl Pacer {
         }
     }
 
-    /// How many bytes may be sent now, or how long none may be.
+    /// Returns the number of bytes that may be sent now, and counts them as sent; if none, the time to wait as
+    /// an error.
     fn ask(&self, peer: PeerId, wanted: u64) -> Result<u64, Nanos> {
         let now = Nanos::from(self.start.elapsed());
         let mut rates = self.lock();

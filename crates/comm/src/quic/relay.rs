@@ -1,5 +1,5 @@
-//! A relay of the user's own: it passes on packets of peers that cannot reach each other directly, and tells
-//! each the address that it has outside of its router. Packets are encrypted between the peers.
+//! A relay run by the user: it forwards packets between peers that cannot reach each other directly, and tells
+//! each peer its public address. The peers encrypt the packets end to end.
 
 use std::collections::BTreeSet;
 use std::net::{SocketAddr, TcpListener};
@@ -13,26 +13,26 @@ use super::address::key_of;
 use crate::CommError;
 use crate::secure::{PublicKey, self_signed};
 
-/// Where a relay listens and which keys it serves.
+/// Where a relay listens, and which keys may use it.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct RelayConfig {
-    /// Over TCP for packets to pass on, and over UDP at the same port for addresses; port 0 is any that is
-    /// free.
+    /// Address to listen at: TCP for packets to forward, UDP at the same port to tell addresses; port 0 picks a
+    /// free one.
     pub listen: SocketAddr,
-    /// The keys that may use it; without a list everybody may.
+    /// Keys that may use the relay; `None` allows all.
     pub allow: Option<BTreeSet<PublicKey>>,
 }
 
 impl RelayConfig {
-    /// A relay for everybody.
+    /// Creates a configuration that allows all keys.
     #[must_use]
     pub const fn new(listen: SocketAddr) -> Self {
         Self { listen, allow: None }
     }
 }
 
-/// A running relay, with a thread of its own. Dropping it ends it.
+/// A running relay, with a thread of its own. Dropping it stops it.
 #[derive(Debug)]
 pub struct Relay {
     server: Mutex<Option<Server>>,
@@ -40,7 +40,7 @@ pub struct Relay {
     address: SocketAddr,
 }
 
-/// Admits the keys of a list.
+/// Allows the keys of a list.
 #[derive(Debug)]
 struct Allowed(Option<BTreeSet<PublicKey>>);
 
@@ -58,15 +58,15 @@ impl AccessControl for Allowed {
 }
 
 impl Relay {
-    /// Starts to listen.
+    /// Starts the relay.
     ///
     /// # Errors
-    /// [`CommError::Io`] if the port is not free over TCP and UDP.
+    /// [`CommError::Io`] if the port is not free for TCP and UDP.
     pub fn start(config: &RelayConfig) -> Result<Self, CommError> {
         let mut address = config.listen;
         let io = |e: &std::io::Error| CommError::io("listen at", &config.listen, e);
         if address.port() == 0 {
-            // Both protocols have one port, so it is chosen before either listens.
+            // Both protocols use the same port, so it is chosen before either listens.
             address = TcpListener::bind(address).and_then(|free| free.local_addr()).map_err(|e| io(&e))?;
         }
         let runtime = Builder::new_multi_thread()
@@ -87,19 +87,19 @@ impl Relay {
         Ok(Self { server: Mutex::new(Some(server)), runtime: Mutex::new(Some(runtime)), address })
     }
 
-    /// Where it listens.
+    /// Returns the address that it listens at.
     #[must_use]
     pub const fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Its URL, where processes reach it at the address at which it listens.
+    /// Returns its URL, for processes that can reach it at the address that it listens at.
     #[must_use]
     pub fn url(&self) -> String {
         format!("http://{}", self.address)
     }
 
-    /// Bytes of packets that it passed on.
+    /// Returns the number of bytes of packets that it has forwarded.
     #[must_use]
     pub fn carried(&self) -> u64 {
         let server = self.server.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,15 +1,16 @@
-//! How threads of blocked ranks sleep and are woken. It depends on no clock and no events.
+//! How threads of blocked ranks sleep and are woken. Independent of clocks and events.
 //!
-//! An event may wake every rank at once. Were all their threads told at once, they would all want the same lock
-//! and the same few cores. So each is told by the one before, as soon as that one really runs: no more threads
-//! are about to run than there are cores for them. Nobody waits for what another does, only for it to begin.
+//! An event may wake all ranks at once. If all their threads were notified at once, they would compete for the
+//! same lock and a few cores. So each thread notifies the next one as soon as it runs itself; then no more
+//! threads are about to run than there are cores. A thread waits only until the one before it runs, not until
+//! that has done anything.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::endpoint::Wake;
 
-/// A rank's bell.
+/// State of one rank's sleep.
 #[derive(Debug, Default)]
 struct Bell {
     state: Mutex<Ring>,
@@ -18,27 +19,27 @@ struct Bell {
 
 #[derive(Debug, Default)]
 struct Ring {
-    /// How often it was rung, and why last.
+    /// Number of rings so far, and the reason of the last one.
     count: u64,
     wake: Option<Wake>,
-    /// Threads that sleep here.
+    /// Number of threads that sleep here.
     asleep: u32,
-    /// They have been told, and none of them runs yet.
+    /// Set while sleeping threads have been notified, but none has run yet.
     told: bool,
 }
 
-/// The bells of all ranks.
+/// The states of all ranks' sleep, and the ranks that are still to be notified.
 #[derive(Debug)]
 pub(super) struct Bells {
     bells: Vec<Bell>,
-    /// Ranks that are to be told.
+    /// Ranks that are still to be notified.
     queue: Mutex<Queue>,
 }
 
 #[derive(Debug, Default)]
 struct Queue {
     waiting: VecDeque<usize>,
-    /// Some rank was told and does not run yet; it tells the next.
+    /// Set while a notified rank has not run yet; it will notify the next one.
     under_way: bool,
 }
 
@@ -51,12 +52,12 @@ impl Bells {
         Self { bells: (0..ranks).map(|_| Bell::default()).collect(), queue: Mutex::default() }
     }
 
-    /// How often a rank's bell was rung: to be asked before the rank is blocked.
+    /// Returns the number of rings of a rank's bell. Call it before the rank blocks.
     pub(super) fn count(&self, rank: usize) -> u64 {
         lock(&self.bells[rank].state).count
     }
 
-    /// Rings the bells of these ranks.
+    /// Rings the bells of these ranks, and gives each the reason.
     pub(super) fn ring(&self, woken: &[(usize, Wake)]) {
         let mut asleep = Vec::with_capacity(woken.len());
         for &(rank, wake) in woken {
@@ -76,12 +77,12 @@ impl Bells {
         }
     }
 
-    /// Tells the next rank whose thread sleeps.
+    /// Notifies the next rank whose thread sleeps.
     fn tell_next(&self, mut queue: MutexGuard<'_, Queue>) {
         queue.under_way = false;
         while let Some(rank) = queue.waiting.pop_front() {
             let mut ring = lock(&self.bells[rank].state);
-            // Who has been told already, or has looked before it fell asleep, tells nobody.
+            // Skips ranks that are awake or have been notified already: they would not notify the next one.
             if ring.asleep == 0 || ring.told {
                 continue;
             }
@@ -94,7 +95,7 @@ impl Bells {
         }
     }
 
-    /// Sleeps until a rank's bell has been rung more often than `count` times; says why.
+    /// Sleeps until a rank's bell has been rung more than `count` times; returns the reason.
     pub(super) fn sleep(&self, rank: usize, count: u64) -> Wake {
         let Bell { state, rung } = &self.bells[rank];
         let mut ring = lock(state);
@@ -108,7 +109,8 @@ impl Bells {
                 ring = lock(state);
             }
         }
-        // One thread of a rank is told that nothing will ever happen; others look about, and sleep again.
+        // One thread of a rank gets the reason, such as a deadlock. Others return `Moved`, check their state,
+        // and sleep again.
         ring.wake.take().unwrap_or(Wake::Moved)
     }
 }

@@ -1,4 +1,4 @@
-//! What goes wrong in a simulated network, as data. Rules of time alone: nothing here depends on what ranks do.
+//! Faults of a simulated network, as data. They depend on time only, not on what ranks do.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::control::Listed;
 
-/// What goes wrong in a simulated network, and when.
+/// The faults of a simulated network, and their times.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Faults {
     timed: Listed<(Nanos, Fault)>,
@@ -22,49 +22,49 @@ pub(super) enum Fault {
     Corrupt(PeerId, PeerId),
 }
 
-/// What befalls every frame on every link, by chance.
+/// Random delay and loss of the frames on every link.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Weather {
-    /// Of the chances.
+    /// Seed of the random numbers.
     pub seed: u64,
-    /// A frame is late by less than this.
+    /// Upper bound of the random delay of a frame.
     pub jitter: Nanos,
-    /// Frames in a million that are lost on the way and sent again; what follows waits for them.
+    /// Number of frames in a million that are lost and sent again; later frames wait for them.
     pub loss: u32,
-    /// The time after which a lost frame is sent again.
+    /// Time after which a lost frame is sent again.
     pub retransmit: Nanos,
 }
 
 impl Weather {
-    /// By how much the `number`-th frame from one rank to another is late.
+    /// Returns the delay of the `number`-th frame from one rank to another.
     pub(super) fn delay(&self, from: usize, to: usize, number: u64) -> Nanos {
         let chance = Philox::new(self.seed, (from as u64) << 32 | to as u64);
         let mut late = if self.jitter.0 > 0 { chance.below(16 * number, self.jitter.0) } else { 0 };
-        // Fifteen losses in a row are as good as a cut.
+        // At most 15 losses in a row are counted; more are as good as a cut.
         let lost = |again: &u64| chance.below(16 * number + again, 1_000_000) < u64::from(self.loss);
         late += (1..16).take_while(lost).count() as u64 * self.retransmit.0;
         Nanos(late)
     }
 }
 
-/// A point in time for which a fault is to be named.
+/// A time to which a fault must be added.
 #[derive(Debug)]
 #[must_use = "name a fault"]
 pub struct At(Faults, Nanos);
 
 impl Faults {
-    /// None.
+    /// Creates an empty list of faults.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The next fault happens at `time`.
+    /// Sets the time of the next fault.
     pub const fn at(self, time: Nanos) -> At {
         At(self, time)
     }
 
-    /// Every frame on every link is subject to this.
+    /// Sets the random delay and loss of all frames on all links.
     #[must_use]
     pub fn weather(self, weather: Weather) -> Self {
         Self { weather, ..self }
@@ -75,16 +75,16 @@ impl Faults {
     }
 }
 
-/// A span of time: from when, until when.
+/// A span of time: its begin and its end.
 type Span = (Nanos, Nanos);
 
-/// What [`Faults`] say of links and of ranks that stand still, by those that they befall.
+/// Cuts and freezes of [`Faults`], by the ranks that they concern.
 #[derive(Debug)]
 pub(super) struct Rules {
     weather: Weather,
-    /// By the lesser and the greater of two ranks.
+    /// Cuts by pair of ranks, the lesser rank first.
     cuts: BTreeMap<(PeerId, PeerId), Vec<Span>>,
-    /// In the order of their beginnings.
+    /// Freezes by rank, in the order of their begins.
     freezes: BTreeMap<PeerId, Vec<Span>>,
 }
 
@@ -105,18 +105,18 @@ impl Rules {
         Self { weather: faults.weather, cuts, freezes }
     }
 
-    /// What befalls every frame.
+    /// Returns the random delay and loss of frames.
     pub(super) const fn weather(&self) -> &Weather {
         &self.weather
     }
 
-    /// Whether what departs between the two at `time` is lost.
+    /// Returns whether a frame that departs between the two at `time` is lost.
     pub(super) fn cuts(&self, time: Nanos, a: PeerId, b: PeerId) -> bool {
         let spans = self.cuts.get(&(a.min(b), a.max(b)));
         spans.is_some_and(|spans| spans.iter().any(|&(from, until)| (from..until).contains(&time)))
     }
 
-    /// When a peer does what is due at `time`.
+    /// Returns the time at which a peer does what is due at `time`: the end of its freeze, if it is frozen.
     pub(super) fn thaw(&self, peer: PeerId, time: Nanos) -> Nanos {
         let Some(spans) = self.freezes.get(&peer) else { return time };
         spans.iter().fold(
@@ -135,25 +135,25 @@ impl At {
         self.0
     }
 
-    /// The peer ends: its operations fail, and the others learn of it behind the last bytes that it has sent.
+    /// Ends the peer: its operations fail, and other ranks notice it after the last bytes that it sent.
     #[must_use]
     pub fn crash(self, peer: PeerId) -> Faults {
         self.with(Fault::Crash(peer))
     }
 
-    /// What departs between the two from then on is lost, both ways, and neither is told.
+    /// Drops all frames that depart between the two from now on, in both directions. Neither side is notified.
     #[must_use]
     pub fn cut(self, a: PeerId, b: PeerId) -> Faults {
         self.cut_until(a, b, Nanos::MAX)
     }
 
-    /// What departs between the two from then until `until` is lost.
+    /// Drops all frames that depart between the two from now until `until`.
     #[must_use]
     pub fn cut_until(self, a: PeerId, b: PeerId, until: Nanos) -> Faults {
         self.with(Fault::Cut(a, b, until))
     }
 
-    /// The `island` is cut off from all others of `size` until `until`.
+    /// Cuts the ranks of `island` off from all others of `size` until `until`.
     #[must_use]
     pub fn partition(self, island: &[PeerId], size: usize, until: Nanos) -> Faults {
         let At(mut faults, time) = self;
@@ -165,14 +165,14 @@ impl At {
         faults
     }
 
-    /// The peer stands still until `until`: it sends, receives and notices nothing, and does it all then.
+    /// Freezes the peer until `until`: it sends, receives and notices nothing, and does all of that at the end.
     #[must_use]
     pub fn freeze(self, peer: PeerId, until: Nanos) -> Faults {
         self.with(Fault::Freeze(peer, until))
     }
 
-    /// The first frame that departs from one to the other from then on arrives spoilt: the receiver's checksum
-    /// tells, and it takes the sender for lost.
+    /// Corrupts the next frame that departs from one to the other. The receiver's checksum shows it, and the
+    /// receiver takes the sender for lost.
     #[must_use]
     pub fn corrupt(self, from: PeerId, to: PeerId) -> Faults {
         self.with(Fault::Corrupt(from, to))

@@ -1,16 +1,17 @@
-//! How far events may go ahead of the ranks that run: the floors of these ranks, and how early one rank can
-//! hear of another. It depends on no events. [`super::world`] says why the bound is right.
+//! How far events may run ahead of running ranks. A rank's floor is the earliest time at which it can still
+//! cause an event; a distance is the least delay after which another rank can notice it. Independent of the
+//! events. [`super::world`] explains why the bound is correct.
 
 use std::collections::BTreeSet;
 
 use farflung_base::{Nanos, Rank, Topology};
 
-/// How early one rank can hear of another, by sender and receiver; none where the queue has to be strict.
+/// Least delay from each sender to each receiver; `None` if the queue must be strict.
 pub(super) type Distances = Option<Vec<Vec<Nanos>>>;
 
-/// The least sum of latencies on any way from one rank to another, and round any cycle from a rank to itself.
-/// Where regions share lines, what one rank sends can hold up what another does at once: there the queue has to
-/// be strict.
+/// Returns the least sum of latencies on any path between two ranks, or on any cycle for a rank and itself.
+/// Returns `None` if a sum is 0, and if regions share lines: a send of one rank can then delay another rank's
+/// at once, so the queue must be strict.
 pub(super) fn distances(topology: &Topology) -> Distances {
     if topology.regions() > 0 {
         return None;
@@ -32,33 +33,33 @@ pub(super) fn distances(topology: &Topology) -> Distances {
     all.iter().flatten().all(|&d| d > Nanos::ZERO).then_some(all)
 }
 
-/// Why an event has to wait: until the least floor of this group is above that time.
+/// The reason why an event must wait: it waits until the least floor of `group` is later than `above`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Obstacle {
     pub(super) group: usize,
     pub(super) above: Nanos,
 }
 
-/// The floors of all ranks that run, by groups of ranks with equal links: where all links are alike there is
-/// one group, among regions one each, and at worst each rank is its own.
+/// Floors of all running ranks, in groups of ranks with equal links: one group if all links are equal, one per
+/// region, or in the worst case one per rank.
 #[derive(Debug)]
 pub(super) struct Lookahead {
-    /// By rank.
+    /// Group of each rank.
     group: Vec<usize>,
-    /// By receiver and group: how early the receiver can hear of any of the group.
+    /// Least delay from any rank of a group to a receiver, by receiver and group.
     distance: Vec<Nanos>,
-    /// By group.
+    /// Floors of the running ranks of each group.
     running: Vec<BTreeSet<(Nanos, usize)>>,
-    /// By group: the first of `running`; [`Nanos::MAX`] where none of it runs.
+    /// Least floor of each group; [`Nanos::MAX`] if none of its ranks runs.
     least: Vec<Nanos>,
-    /// By rank, of those that run.
+    /// Floor of each rank; `None` if it does not run.
     floor: Vec<Option<Nanos>>,
-    /// Groups whose least floor has risen since that was last asked for.
+    /// Groups whose least floor has risen since the last call of `next_risen`.
     risen: BTreeSet<usize>,
 }
 
 impl Lookahead {
-    /// Nobody runs yet.
+    /// Creates the groups; no rank is running.
     pub(super) fn new(distances: &[Vec<Nanos>]) -> Self {
         let n = distances.len();
         let mut first: Vec<usize> = Vec::new();
@@ -91,12 +92,12 @@ impl Lookahead {
         }
     }
 
-    /// Number of groups.
+    /// Returns the number of groups.
     pub(super) fn groups(&self) -> usize {
         self.least.len()
     }
 
-    /// A rank runs, and causes nothing before `floor`; or it does not run.
+    /// Sets the floor of a running rank, or `None` if it does not run.
     pub(super) fn set(&mut self, rank: usize, floor: Option<Nanos>) {
         if self.floor[rank] == floor {
             return;
@@ -113,13 +114,14 @@ impl Lookahead {
         }
     }
 
-    /// A group whose least floor has risen since the last call, and that floor.
+    /// Returns a group whose least floor has risen since the last call, and that floor.
     pub(super) fn next_risen(&mut self) -> Option<(usize, Nanos)> {
         let group = self.risen.pop_first()?;
         Some((group, self.least[group]))
     }
 
-    /// What keeps an event of `rank` at `time` back: a running rank that may still cause something before it.
+    /// Returns the obstacle to an event of `rank` at `time`: a group with a running rank that can still cause
+    /// something before it.
     pub(super) fn obstacle(&self, rank: usize, time: Nanos) -> Option<Obstacle> {
         let groups = self.groups();
         let distance = &self.distance[rank * groups..][..groups];

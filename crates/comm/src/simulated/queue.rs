@@ -1,11 +1,11 @@
-//! Events in the order in which they may happen, each looked at only when something has changed for it. It
-//! depends on no rank's state and on no link.
+//! The queue of events in the order in which they may be processed. Each is checked again only when something
+//! relevant has changed. Independent of links and of the state of ranks.
 //!
-//! An event belongs to one *lane*: a rank's departures, its landings, what happens to the rank itself, or its
-//! deadline. Those of one lane happen in the order of their keys, so only the first of each lane is looked at.
-//! Looking at it either lets it happen, or puts the lane aside: until the least floor of a group of ranks is
-//! high enough, or until the lane's own rank says that it has changed. Each of that takes a time logarithmic in
-//! the number of lanes and events.
+//! An event belongs to one *lane*: a rank's departures, its landings, events of the rank itself, or its
+//! deadline. Events of one lane are processed in the order of their keys, so only the first of each lane is
+//! checked. The check either lets the event be processed or sets the lane aside: until the least floor of a
+//! group of ranks is high enough, or until the lane's own rank reports a change. Each operation takes time
+//! logarithmic in the number of lanes and events.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap};
@@ -20,42 +20,43 @@ pub(super) struct Key {
     pub(super) time: Nanos,
     pub(super) kind: Kind,
     pub(super) from: usize,
-    /// Of what the sender has sent: what departs at one time goes out in the order in which it was sent.
+    /// Number of the frame among those of its sender: frames that depart at the same time keep the order in
+    /// which they were sent.
     pub(super) sequence: u64,
 }
 
-/// What happens, in the order of one instant.
+/// Kind of an event. Events of the same time are processed in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Kind {
     Crash,
     Depart,
-    /// Goes out over the line of a region.
+    /// A frame leaves over the shared line of a region.
     Cross,
-    /// Comes in over the line of a region.
+    /// A frame comes in over the shared line of a region.
     Enter,
     Land,
     Arrive,
-    /// After everything that arrives at that time.
+    /// After all arrivals of the same time.
     Deadline,
 }
 
-/// Where an event waits for its turn.
+/// The lane of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Lane {
     pub(super) rank: usize,
     pub(super) what: What,
 }
 
-/// What of a rank an event is about.
+/// The part of a rank that an event concerns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum What {
-    /// Its uplink: departures.
+    /// The rank's uplink: departures of frames.
     Up,
-    /// Its downlink: landings.
+    /// The rank's downlink: landings of frames.
     Down,
-    /// Itself: arrivals and its crash.
+    /// The rank itself: arrivals and its crash.
     Itself,
-    /// Until when it waits.
+    /// The end of its wait.
     Deadline,
 }
 
@@ -71,31 +72,31 @@ impl Lane {
     }
 }
 
-/// Where a lane stands.
+/// State of a lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Place {
-    /// It is empty.
+    /// The lane is empty.
     Idle,
-    /// Its first event, of this key, is to be looked at.
+    /// Its first event, with this key, must be checked.
     Ready(Key),
-    /// Until a group's least floor is high enough.
+    /// It waits until the least floor of a group is high enough.
     Behind(Obstacle),
-    /// Until its rank has changed.
+    /// It waits until its rank has changed.
     Held,
 }
 
-/// Keys in order, each with its event's place in the store.
+/// Keys in order, each with the index of its event in the store.
 type Events = BinaryHeap<Reverse<(Key, u32)>>;
 
-/// Events by lanes.
+/// Events by lane.
 pub(super) struct Queue<E> {
     lanes: Vec<(Events, Place)>,
-    /// The events themselves, which are larger than a heap should move about.
+    /// The events, which are too large to be moved around in a heap.
     store: Vec<Option<E>>,
-    /// Places of `store` that are empty.
+    /// Indices of `store` that are free.
     free: Vec<u32>,
     ready: BTreeSet<(Key, Lane)>,
-    /// By group: lanes whose first event waits for a floor above that time.
+    /// By group: lanes whose first event waits until the group's least floor is later than this time.
     behind: Vec<BTreeSet<(Nanos, Lane)>>,
 }
 
@@ -135,7 +136,7 @@ impl<E> Queue<E> {
         }
     }
 
-    /// The first event of a lane is to be looked at, if it has one: its rank has changed.
+    /// Marks the first event of a lane, if there is one, to be checked, because its rank has changed.
     pub(super) fn look(&mut self, lane: Lane) {
         let place = self.head(lane).map_or(Place::Idle, Place::Ready);
         self.put(lane, place);
@@ -154,17 +155,17 @@ impl<E> Queue<E> {
         }
     }
 
-    /// The key of a lane's first event.
+    /// Returns the key of a lane's first event.
     pub(super) fn head(&self, lane: Lane) -> Option<Key> {
         self.lanes[lane.index()].0.peek().map(|Reverse((key, _))| *key)
     }
 
-    /// The first event that is to be looked at.
+    /// Returns the first event that must be checked.
     pub(super) fn first(&self) -> Option<(Key, Lane)> {
         self.ready.first().copied()
     }
 
-    /// Takes a lane's first event: it happens.
+    /// Removes and returns a lane's first event, to be processed.
     pub(super) fn pop(&mut self, lane: Lane) -> Option<E> {
         let Reverse((_, at)) = self.lanes[lane.index()].0.pop()?;
         self.look(lane);
@@ -172,22 +173,23 @@ impl<E> Queue<E> {
         self.store[at as usize].take()
     }
 
-    /// Drops a lane's events.
+    /// Drops all events of a lane.
     pub(super) fn clear(&mut self, lane: Lane) {
         while self.pop(lane).is_some() {}
     }
 
-    /// Keeps a lane back until its rank has changed.
+    /// Sets a lane aside until its rank has changed.
     pub(super) fn hold(&mut self, lane: Lane) {
         self.put(lane, Place::Held);
     }
 
-    /// Keeps a lane back until a floor is high enough.
+    /// Sets a lane aside until a floor is high enough.
     pub(super) fn set_behind(&mut self, lane: Lane, obstacle: Obstacle) {
         self.put(lane, Place::Behind(obstacle));
     }
 
-    /// The smallest floor of a group has risen: ranks that waited for a smaller one are checked again.
+    /// Called when the least floor of a group has risen: lanes that waited for a lower one must be checked
+    /// again.
     pub(super) fn release(&mut self, group: usize, floor: Nanos) {
         while let Some(&(above, lane)) = self.behind[group].first()
             && above < floor
@@ -217,7 +219,7 @@ mod tests {
         assert_eq!(queue.first(), Some((key(4, 7), b)));
         queue.set_behind(b, Obstacle { group: 1, above: Nanos(2) });
         assert_eq!(queue.first(), None);
-        // What comes before the head is looked at; what comes behind it is not.
+        // An event before the head of a held lane makes it ready; one behind the head does not.
         queue.push(a, key(4, 7), 4);
         assert_eq!(queue.first(), None);
         queue.push(a, key(1, 7), 1);

@@ -1,4 +1,5 @@
-//! The queue with lookahead against the strict one: the same times and bits, whatever the threads do.
+//! Tests that the queue with lookahead gives the same times and bits as the strict one, however threads
+//! interleave.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,10 +10,10 @@ use super::lookahead::{Distances, distances};
 use super::{Faults, Weather, build};
 use crate::{CommError, Communicator, ReduceOp};
 
-/// Everything that a rank saw: its clock after each part, what went wrong, and a checksum of its values.
+/// Observations of a rank: its clock after each part, its errors, and a checksum of its values.
 type Seen = (Vec<Nanos>, Vec<String>, u32);
 
-/// A run that depends on `seed` in what is done, and on `nap` only in how the threads interleave.
+/// Runs the ranks. `seed` decides what they do, `nap` only how their threads interleave.
 fn run(topology: &Topology, faults: &Faults, distances: Distances, seed: u64, nap: Option<u64>) -> Vec<Seen> {
     let n = topology.size();
     let (ranks, _) = build(topology, faults, distances);
@@ -56,7 +57,7 @@ fn rank(comm: &Communicator, n: usize, seed: u64, nap: Option<u64>) -> Seen {
         comm.advance(Nanos::from_micros(own.below(round, 30_000)));
         pause(3 * round + 1);
         match shared.below(round, 5) {
-            // Rings of messages, which only some wait for at once.
+            // A ring of messages: at any time only some ranks wait.
             0 => {
                 let (next, last) = ((me + 1) % n as u32, (me + n as u32 - 1) % n as u32);
                 let sent = comm.start_send(Rank(next), 1, vec![1; 50_000]);
@@ -65,9 +66,9 @@ fn rank(comm: &Communicator, n: usize, seed: u64, nap: Option<u64>) -> Seen {
             }
             1 => note(comm.start_all_gather_bytes(vec![0; 1000 * me as usize]).wait().map(|_| ())),
             2 => note(comm.barrier()),
-            // Cancelled half-way.
+            // A receive that is cancelled while it waits.
             3 => drop(comm.start_recv(Rank((me + 1) % n as u32), 77)),
-            // So long that what was started may pass its deadline meanwhile.
+            // So long that the started operation may pass its deadline meanwhile.
             _ => comm.advance(Nanos::from_micros(own.below(50 + round, 250_000))),
         }
         pause(3 * round + 2);
@@ -82,7 +83,7 @@ fn rank(comm: &Communicator, n: usize, seed: u64, nap: Option<u64>) -> Seen {
     (clocks, said, crc32fast::hash(bytemuck::cast_slice(&sum)))
 }
 
-/// Links of any latency between `least` and 40 ms.
+/// Returns a topology of links with latencies of `least` to `least` + 40 ms.
 fn topology(seed: u64, n: usize, least: u64) -> Topology {
     let rng = Philox::new(seed, 5);
     let mut topology = Topology::uniform(n, "50mbit,3ms".parse().unwrap());
@@ -135,7 +136,7 @@ fn what_was_started_may_fail_before_the_clock_of_the_rank_that_runs() {
             let comm = Communicator::new(first).with_deadline(ms(50));
             let started = comm.start_all_reduce(vec![1.0_f32; 2], ReduceOp::Sum);
             comm.advance(ms(500));
-            // The other has all the time to go too far.
+            // Gives the other rank real time to go too far, if the queue let it.
             std::thread::sleep(Duration::from_millis(20));
             assert!(matches!(started.wait(), Err(CommError::Deadline { .. })));
         });
@@ -160,7 +161,7 @@ fn a_latency_of_zero_is_left_to_the_strict_queue() {
 
 #[test]
 fn ranks_within_a_latency_of_each_other_run_at_the_same_time() {
-    // Everybody has to be in the barrier of the machine at once, with clocks that differ by a little.
+    // All ranks must be in the real barrier at once, with slightly different virtual clocks.
     let topology = Topology::uniform(4, "100mbit,20ms".parse().unwrap());
     let met = Arc::new(std::sync::Barrier::new(4));
     let (ranks, _) = build(&topology, &Faults::new(), distances(&topology));

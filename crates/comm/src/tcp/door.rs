@@ -1,9 +1,9 @@
-//! Connections that have not said yet who they are: how many wait, for how long, what they say, and what proves
-//! that they belong here. It depends on no job.
+//! Connections that have not greeted yet: how many may wait and for how long, what they may send, and the check
+//! of their proof that they belong here. This module is independent of the job.
 //!
-//! What a connection may cost before its proof: [`STRANGER`](crate::secure) bytes read and one handshake where
-//! connections are encrypted, a greeting of 1024 bytes where they are not, [`GREETING`], and one of
-//! [`MOST_OF_ONE`] places of its address. Nobody waits for it: nothing here blocks.
+//! A connection without proof costs at most: [`STRANGER`](crate::secure) bytes read and one handshake if
+//! connections are encrypted, a greeting of 1024 bytes if not; a time of [`GREETING`]; and one of
+//! [`MOST_OF_ONE`] places of its address. Nothing here blocks, so such a connection delays no other.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -20,11 +20,12 @@ use crate::memory::real_start;
 use crate::secure::{Role, Security, SessionError};
 use crate::wire::{self, Message, Parsed, VERSION};
 
-/// Connections that wait at a time. Of more, the oldest go: a rank that is turned away so tries again.
+/// Greatest number of waiting connections. If there are more, the oldest are closed; a rank whose connection is
+/// closed so tries again.
 const MOST: usize = 256;
-/// Of these from one address, behind which there may be several ranks.
+/// Greatest number of waiting connections from one address, behind which there may be several ranks.
 const MOST_OF_ONE: usize = 64;
-/// For a greeting, which a rank sends at once.
+/// Time in which a connection must greet; a rank greets at once.
 const GREETING: Duration = Duration::from_secs(10);
 
 /// A connection that has not greeted yet.
@@ -35,13 +36,13 @@ struct Waiting {
     bytes: Vec<u8>,
 }
 
-/// A connection that belongs here, and the frame by which it greeted.
+/// A connection that has proven that it belongs here, and the frame that it greeted with.
 pub(super) struct Guest {
     pub(super) stream: Stream,
     pub(super) greeting: Vec<u8>,
 }
 
-/// The connections that wait, oldest first.
+/// The waiting connections, oldest first.
 pub(super) struct Door {
     security: Security,
     waiting: Vec<Waiting>,
@@ -49,7 +50,7 @@ pub(super) struct Door {
 
 enum Heard {
     Nothing,
-    /// It was refused, or ended.
+    /// The connection was refused, or has ended.
     End,
     Greeting(Vec<u8>),
 }
@@ -59,19 +60,19 @@ impl Door {
         Self { security, waiting: Vec::new() }
     }
 
-    /// Waits until somebody comes or says something, for at most `limit`.
+    /// Waits until a connection arrives or sends something, for at most `limit` and at most a second.
     pub(super) fn wait(&self, listener: &TcpListener, limit: Duration) {
         let mut fds: Vec<PollFd<'_>> =
             self.waiting.iter().map(|waiting| PollFd::new(&waiting.stream.socket, PollFlags::IN)).collect();
         fds.push(PollFd::new(listener, PollFlags::IN));
         let limit = limit.min(Duration::from_secs(1));
         let limit = Timespec { tv_sec: limit.as_secs().cast_signed(), tv_nsec: limit.subsec_nanos().into() };
-        // An interrupted poll is a poll that found nothing.
+        // If the poll is interrupted, the caller polls again.
         let _ = poll(&mut fds, Some(&limit));
     }
 
-    /// Lets connections in from a listener that does not block, and gives those that greeted. Each is heard at
-    /// least once before it has to make room.
+    /// Accepts connections from a non-blocking listener, and returns those that have greeted. Each is read at
+    /// least once before it may be closed to make room.
     pub(super) fn listen(&mut self, listener: &TcpListener) -> Vec<Guest> {
         for _ in 0..MOST {
             let Ok((socket, from)) = listener.accept() else { break };
@@ -121,14 +122,14 @@ impl Door {
         });
     }
 
-    /// Turns a connection away with the reason.
+    /// Sends the reason to a connection that is refused.
     pub(super) fn refuse(&self, stream: &Stream, reason: Refusal) {
         self.security.refused().note(stream.address(), reason.kind(), &reason);
-        // Whoever is refused may be gone already.
+        // The connection may be gone already.
         let _ = stream.say(&Control::Refuse(reason));
     }
 
-    /// Reads on in a greeting, and not a byte further: what follows belongs to the link.
+    /// Reads more of a greeting, but no byte after it: later bytes belong to the link.
     fn hear(&self, Waiting { stream, from, bytes, .. }: &mut Waiting) -> Heard {
         let mut buffer = [0; 512];
         let note = |kind, detail: &dyn std::fmt::Display| {

@@ -1,8 +1,8 @@
-//! A network that grows while it is used: each member listens all along, and a process that comes later asks
-//! any of them where the others are, then connects to all. No connection that exists is touched.
+//! A network that grows while it is used. Each member keeps listening. A new process asks any member for the
+//! addresses of all, then connects to all. Existing connections are not touched.
 //!
-//! Each endpoint has a number below [`GateConfig::slots`], which the process draws for itself and which nobody
-//! has again. It knows no job beyond its name, and does not decide who counts as a member.
+//! Each endpoint has a number below [`GateConfig::slots`]. The process draws it at random, and it is never used
+//! again. This module uses only the job's name, and does not decide who counts as a member.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
@@ -26,38 +26,39 @@ use crate::until::Until;
 use crate::wire::{self, Message, Parsed};
 use crate::{CommError, FRAME_BYTES, Transport as _};
 
-/// Between two looks whether the gate is closed.
+/// Time between two checks whether the gate is closed, and between two attempts to connect.
 const LOOK: Duration = Duration::from_millis(100);
-/// For the connection to one member, of several.
+/// Time limit for the connection to one member.
 const EACH: Duration = Duration::from_secs(10);
-/// How often a connection to a member is tried: it listens all along, so that whoever does not answer has left.
+/// Number of attempts to connect to a member. Members keep listening, so one that does not answer has left.
 const TRIES: u32 = 4;
-/// How often a newcomer draws a number that nobody has.
+/// Number of attempts to draw a free number.
 const DRAWS: usize = 64;
 
-/// Where a member listens, and whom it lets in.
+/// Where a member listens, and which processes it accepts.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct GateConfig {
-    /// `host:port` at which it listens; port 0 takes any that is free.
+    /// `host:port` to listen at; port 0 picks a free one.
     pub listen: String,
-    /// Where others reach it, if that is elsewhere.
+    /// Address at which others reach this member, if it differs from `listen`.
     pub advertise: Option<String>,
-    /// Processes of other jobs are refused.
+    /// Name of the job. Processes of other jobs are refused.
     pub job: String,
-    /// How connections are protected, and who is let in.
+    /// How connections are protected, and which processes are accepted.
     pub security: Security,
-    /// The greatest number of endpoints that the network ever has, those that have left included; the same for
-    /// all.
+    /// Greatest number of endpoints over the life of the network, counting those that have left; must be the
+    /// same on all.
     pub slots: u32,
-    /// The time that coming in may take.
+    /// Time limit for joining.
     pub deadline: Duration,
-    /// Whether members of this machine are reached through shared memory. By default they are not.
+    /// Whether members on this machine are reached through shared memory. The default is
+    /// [`SharedMemory::Never`].
     pub shared_memory: SharedMemory,
 }
 
 impl GateConfig {
-    /// Room for 1,024 endpoints, and a minute to come in.
+    /// Creates a configuration with room for 1,024 endpoints and a deadline of one minute.
     #[must_use]
     pub fn new(listen: impl Into<String>, job: impl Into<String>, security: Security) -> Self {
         let (listen, job, advertise) = (listen.into(), job.into(), None);
@@ -74,18 +75,18 @@ impl GateConfig {
     }
 }
 
-/// A peer that has come.
+/// A peer that is, or has been, connected.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Connected {
-    /// Its number.
+    /// Number of the peer.
     pub peer: PeerId,
-    /// Where it listens.
+    /// Address at which the peer listens.
     pub address: String,
-    /// Its key, where connections are encrypted.
+    /// Public key of the peer; `None` if connections are not encrypted.
     pub key: Option<PublicKey>,
 }
 
-/// A member's open door, and its endpoint behind it. The door closes when this is dropped.
+/// The listener of a member, and its endpoint. Dropping this closes the listener.
 #[derive(Debug)]
 pub struct Gate {
     shared: Arc<Shared>,
@@ -97,24 +98,24 @@ struct Shared {
     tcp: Arc<Tcp>,
     job: String,
     slots: u32,
-    /// Of the members among each other, and of newcomers.
+    /// Security between members, and towards processes that join.
     security: Security,
-    /// What connections among members prove; none where they are not encrypted.
+    /// Secret that connections among members prove; `None` if they are not encrypted.
     secret: Option<JoinSecret>,
     address: String,
-    /// This one, and those that have come.
+    /// This member, and all peers that have connected.
     known: Mutex<BTreeMap<u32, Connected>>,
     meeting: Mutex<Meeting>,
     welcome: Mutex<Vec<u8>>,
     closed: AtomicBool,
 }
 
-/// Peers that are about to be connected: two may call each other at the same time.
+/// Peers whose connection is being made. Two peers may call each other at the same time.
 #[derive(Debug, Default)]
 struct Meeting {
-    /// This one calls them.
+    /// Peers that this one calls.
     calling: BTreeSet<u32>,
-    /// They have called, and are welcome.
+    /// Peers that have called this one and were accepted.
     called: BTreeSet<u32>,
 }
 
@@ -122,20 +123,20 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether ranks of one machine outnumber its cores is not known before they come.
+/// A member cannot know in advance whether ranks on its machine will outnumber the cores.
 const CROWDED: bool = false;
 
 fn listen_at(config: &GateConfig) -> Result<TcpListener, CommError> {
     let addresses = resolve("own address", &config.listen)?;
     let listener =
         TcpListener::bind(&addresses[..]).map_err(|e| CommError::io("listen at", &config.listen, &e))?;
-    // A listener that blocks would only be looked at when somebody comes.
+    // The listening thread must also check whether the gate is closed, so it must not block in `accept`.
     listener.set_nonblocking(true).map_err(|e| CommError::io("listen at", &config.listen, &e))?;
     Ok(listener)
 }
 
 impl Gate {
-    /// The first member, with the number 0.
+    /// Creates the first member, with number 0.
     ///
     /// # Errors
     /// If it cannot listen, or the system has no random bytes.
@@ -153,7 +154,7 @@ impl Gate {
     ) -> Result<Self, CommError> {
         let io = |e: std::io::Error| CommError::io("listen at", &config.listen, &e);
         let mut at = listener.local_addr().map_err(io)?;
-        // One that listens at all addresses is reached where it has been seen.
+        // A member that listens at all addresses advertises the one by which it reached the others.
         if let Some(seen) = seen.filter(|_| at.ip().is_unspecified()) {
             at.set_ip(seen);
         }
@@ -182,19 +183,20 @@ impl Gate {
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// The endpoint. Peers that have not come are as if they were silent.
+    /// Returns the endpoint. A peer that has not connected yet looks like one that is silent.
     #[must_use]
     pub fn transport(&self) -> Arc<Tcp> {
         Arc::clone(&self.shared.tcp)
     }
 
-    /// Where others reach it.
+    /// Returns the address at which others reach this member.
     #[must_use]
     pub fn address(&self) -> &str {
         &self.shared.address
     }
 
-    /// The peers that are connected, by number. One that stands still is, until its connection breaks.
+    /// Returns the connected peers by number. A peer that hangs counts as connected until its connection
+    /// breaks.
     #[must_use]
     pub fn connected(&self) -> Vec<Connected> {
         let (me, inbox) = (self.shared.tcp.me(), &self.shared.tcp.driver().inbox);
@@ -202,17 +204,18 @@ impl Gate {
         lock(&self.shared.known).values().filter(here).cloned().collect()
     }
 
-    /// This member, as others know it.
+    /// Returns this member's entry, as other members see it.
     #[must_use]
     pub fn own(&self) -> Connected {
         let me = self.shared.tcp.me();
         Connected { peer: me, address: self.shared.address.clone(), key: self.shared.security.own_key() }
     }
 
-    /// What whoever asks is told beside where the members are; at most 128 KiB.
+    /// Sets the bytes that this member sends to processes that ask for the members, besides the addresses; at
+    /// most 128 KiB.
     ///
     /// # Errors
-    /// [`CommError::Argument`] for more.
+    /// [`CommError::Argument`] if there are more bytes.
     pub fn set_welcome(&self, bytes: Vec<u8>) -> Result<(), CommError> {
         let (got, want) = (bytes.len(), FRAME_BYTES / 2);
         if got > want {
@@ -222,17 +225,17 @@ impl Gate {
         Ok(())
     }
 
-    /// Asks peers who else is there, and connects to those that this one has not met: two that come at the same
-    /// time do not know each other. `config` is the one that it came in with.
+    /// Asks peers for all members, and connects to those that are not connected yet: two processes that join at
+    /// the same time do not learn of each other. `config` must be the one that this process joined with.
     ///
     /// # Errors
-    /// As [`Gate::ask_again`].
+    /// The same as for [`Gate::ask_again`].
     pub fn meet_others(&self, config: &GateConfig) -> Result<(), CommError> {
         let until = Until::after(config.deadline.min(EACH));
         let quick = GateConfig { deadline: config.deadline.min(EACH), ..config.clone() };
         let asked = self.ask_again(&quick)?;
         for member in asked.members.iter().filter(|member| !self.shared.is_here(member)) {
-            // Whoever cannot be reached is met another time.
+            // A member that cannot be reached is tried again at the next call.
             if let Err(error) = self.shared.reach(member, until) {
                 tracing::debug!(peer = member.peer.0, %error, "not met");
             }
@@ -240,27 +243,29 @@ impl Gate {
         Ok(())
     }
 
-    /// Asks the peers that this one has ever met where all are, as one of them: also where the host that let
-    /// it in is gone. With the answer it may come in anew; `config` is the one that it came in with.
+    /// Asks all peers that this one has ever connected to for the members. It asks as a member, so it also
+    /// works if the member that let it in has gone. With the answer this process may join again; `config` must
+    /// be the one that it joined with.
     ///
     /// # Errors
-    /// As [`Gate::ask`].
+    /// The same as for [`Gate::ask`].
     pub fn ask_again(&self, config: &GateConfig) -> Result<Asked, CommError> {
         let me = self.shared.tcp.me();
         let known: Vec<Connected> = lock(&self.shared.known).values().cloned().collect();
         let others = known.into_iter().filter(|peer| peer.peer != me);
         let addresses: Vec<String> = others.map(|peer| peer.address).collect();
-        // Members prove themselves to each other by what they share.
+        // Members prove themselves to each other by the secret that they share.
         let asks = GateConfig { security: self.shared.security.clone(), ..config.clone() };
         let asked = Self::ask(&asks, &addresses)?;
         Ok(Asked { config: config.clone(), ..asked })
     }
 
-    /// Asks the members that are reached at any of these addresses, in turn, where all are: the first step of a
-    /// process that would come in.
+    /// Asks the members at these addresses, one after the other, for all members: the first step of a process
+    /// that wants to join.
     ///
     /// # Errors
-    /// The reason of the first that refuses, or that none was reached within the deadline.
+    /// The reason of the first member that refuses, or [`CommError::Missing`] if none was reached within the
+    /// deadline.
     pub fn ask(config: &GateConfig, addresses: &[String]) -> Result<Asked, CommError> {
         let until = Until::after(config.deadline);
         loop {
@@ -287,21 +292,21 @@ impl Drop for Gate {
     fn drop(&mut self) {
         self.shared.closed.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
-            // A panic in it has been reported by the runtime already.
+            // The runtime has already reported a panic in it.
             let _ = thread.join();
         }
     }
 }
 
-/// What a process was told that would come in.
+/// The answer of a member to a process that wants to join.
 #[derive(Debug)]
 pub struct Asked {
     config: GateConfig,
     members: Vec<Connected>,
     secret: Option<JoinSecret>,
-    /// From where it asked.
+    /// Own address on the connection that asked.
     seen: Option<IpAddr>,
-    /// What members say beside.
+    /// Bytes that the member added to its answer.
     pub welcome: Vec<u8>,
 }
 
@@ -313,7 +318,7 @@ impl Asked {
         Ok(Self { seen: stream.socket.local_addr().ok().map(|at| at.ip()), ..told })
     }
 
-    /// What a member's answer says; none if it makes no sense.
+    /// Reads a member's answer; `None` if it is not valid.
     fn read(config: &GateConfig, message: &Control<'_>) -> Option<Self> {
         let Control::Members { slots, addresses, keys, secret, welcome } = message else { return None };
         let (Listed(slots), Listed(addresses), Listed(keys)) = (slots, addresses, keys);
@@ -335,13 +340,13 @@ impl Asked {
         Some(Self { config: config.clone(), members, secret, seen: None, welcome: welcome.to_vec() })
     }
 
-    /// Where the members are.
+    /// Returns the members and their addresses.
     #[must_use]
     pub fn members(&self) -> &[Connected] {
         &self.members
     }
 
-    /// Whether members of this machine are reached through shared memory: what members say beside may decide
+    /// Sets whether members on this machine are reached through shared memory. [`Asked::welcome`] may decide
     /// it.
     #[must_use]
     pub fn with_shared_memory(mut self, shared_memory: SharedMemory) -> Self {
@@ -349,11 +354,11 @@ impl Asked {
         self
     }
 
-    /// Listens, and connects to all members. A member that does not answer is left out: whoever decides on
-    /// members sees whom this process [has reached](Gate::connected).
+    /// Listens, and connects to all members. A member that does not answer is skipped; [`Gate::connected`]
+    /// returns those that were reached.
     ///
     /// # Errors
-    /// If it cannot listen, a member refuses it, or none was reached.
+    /// If it cannot listen, if a member refuses it, or if there are members and none was reached.
     pub fn join(self) -> Result<Gate, CommError> {
         let config = &self.config;
         let taken: Vec<u32> = self.members.iter().map(|member| member.peer.0).collect();
@@ -369,7 +374,7 @@ impl Asked {
             };
             let gate = Gate::open(config, at, PeerId(slot), self.secret.clone(), self.seen)?;
             match self.reach_all(&gate) {
-                // Somebody has had the number before.
+                // Another process has used this number before: draw again.
                 Err(CommError::Refused { reason: Refusal::Taken(_), .. }) => {}
                 reached => return reached.map(|()| gate),
             }
@@ -396,7 +401,7 @@ impl Asked {
     }
 }
 
-/// A random number below `bound`.
+/// Returns a random number below `bound`.
 fn draw(bound: u32) -> Result<u32, CommError> {
     let random = JoinSecret::generate()?;
     let word = random.bytes().first_chunk::<4>().copied().unwrap_or_default();
@@ -404,12 +409,13 @@ fn draw(bound: u32) -> Result<u32, CommError> {
 }
 
 impl Shared {
-    /// Whether a member is this process, or was at this process's address: a call to it would come back here.
+    /// Returns whether a member is this process, or has this process's address: a call to it would come back
+    /// here.
     fn is_here(&self, member: &Connected) -> bool {
         member.peer == self.tcp.me() || member.address == self.address
     }
 
-    /// Connects to a member, as one, unless it has connected to this one.
+    /// Connects to a member as a member, unless it has connected to this one.
     fn reach(&self, member: &Connected, until: Until) -> Result<(), CommError> {
         {
             let mut meeting = lock(&self.meeting);
@@ -421,7 +427,7 @@ impl Shared {
         let reached = self.call(member, until);
         lock(&self.meeting).calling.remove(&member.peer.0);
         match reached {
-            // Its own connection to this one stays.
+            // The connection that the member made to this one is kept.
             Err(CommError::Refused { reason: Refusal::Crossed, .. }) => Ok(()),
             reached => reached,
         }
@@ -459,7 +465,7 @@ impl Shared {
             _ => None,
         })?;
         match self.connect(member.clone(), stream) {
-            // It has connected to this one meanwhile.
+            // The member has connected to this one meanwhile.
             Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),
             connected => connected.map_err(io),
         }
@@ -472,7 +478,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Lets in whoever comes, until the gate closes.
+    /// Accepts connections until the gate closes.
     fn listen(&self, listener: &TcpListener) {
         let mut door = Door::new(self.security.clone());
         while !self.closed.load(Ordering::Acquire) {
@@ -485,7 +491,7 @@ impl Shared {
                     door.refuse(&stream, refusal);
                 } else if let Control::Hello { rank, listen, .. } = greeting {
                     let (peer, key) = (PeerId(rank), stream.peer_key());
-                    // A socket that breaks now comes again.
+                    // If the socket breaks now, the peer connects again.
                     let _ = self.connect(Connected { peer, address: listen.to_owned(), key }, stream);
                     lock(&self.meeting).called.remove(&rank);
                 }
@@ -493,11 +499,11 @@ impl Shared {
         }
     }
 
-    /// Answers a greeting, or says why not.
+    /// Answers a greeting; returns the reason if it is refused.
     fn receive(&self, greeting: &Control<'_>, stream: &Stream) -> Result<(), Refusal> {
         match *greeting {
             Control::Ask(job) if job == self.job => {
-                // Whoever asks and does not listen has its own way of noticing.
+                // If the answer cannot be sent, the asking process finds out by itself.
                 let _ = stream.socket.set_nonblocking(false).and_then(|()| self.tell(stream));
                 Ok(())
             }
@@ -516,13 +522,13 @@ impl Shared {
                 if peer == me || self.tcp.driver().is_connected(peer) || meeting.called.contains(&rank) {
                     return Err(Refusal::Taken(rank));
                 }
-                // Of two calls the one of the greater number stays.
+                // If two peers call each other, the call of the peer with the greater number is kept.
                 if me > peer && meeting.calling.contains(&rank) {
                     return Err(Refusal::Crossed);
                 }
                 meeting.called.insert(rank);
                 drop(meeting);
-                // Reading finds whether it is still there.
+                // If the peer has gone, reading finds out.
                 let welcome = Control::Welcome(me.0);
                 let _ = stream.socket.set_nonblocking(false).and_then(|()| stream.say(&welcome));
                 Ok(())
@@ -531,7 +537,7 @@ impl Shared {
         }
     }
 
-    /// Tells where the members are that are here still.
+    /// Sends the numbers, addresses and keys of the members that are still connected.
     fn tell(&self, stream: &Stream) -> std::io::Result<()> {
         let known: Vec<Connected> = lock(&self.known).values().cloned().collect();
         let here: Vec<&Connected> =

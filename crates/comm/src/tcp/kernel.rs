@@ -1,26 +1,26 @@
-//! What the system's TCP knows of a connection: `TCP_INFO` of Linux. Other systems tell nothing here.
+//! Statistics of a connection from the system's TCP: `TCP_INFO` on Linux. On other systems there are none.
 
 use std::net::TcpStream;
 
 use farflung_base::Nanos;
 
-/// Of one connection, since it was made.
+/// Statistics of one connection since it was made.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Connection {
     pub(super) round_trip: Option<Nanos>,
     pub(super) least_round_trip: Option<Nanos>,
     pub(super) packets: u64,
     pub(super) retransmissions: u64,
-    /// Bytes in the socket that were not sent yet.
+    /// Bytes in the socket that have not been sent yet.
     pub(super) unsent: u64,
 }
 
-/// What the system tells of a connection; none where it tells nothing.
+/// Returns the system's statistics of a connection; `None` if the system has none.
 #[cfg(target_os = "linux")]
 pub(super) fn ask(socket: &TcpStream) -> Option<Connection> {
     use std::os::fd::AsRawFd as _;
 
-    // More than any kernel has written so far.
+    // No kernel so far writes more than this.
     let mut info = [0_u8; 512];
     let mut len = info.len() as libc::socklen_t;
     #[expect(unsafe_code, reason = "rustix has no call for this option")]
@@ -43,8 +43,8 @@ pub(super) fn ask(_: &TcpStream) -> Option<Connection> {
     None
 }
 
-/// Reads `struct tcp_info` of `linux/tcp.h`, whose fields never move: newer kernels append. What an older
-/// kernel does not have is none, or 0.
+/// Reads `struct tcp_info` of `linux/tcp.h`. Its fields never move; newer kernels append fields. A field that
+/// an older kernel does not have is `None` or 0.
 #[cfg_attr(not(target_os = "linux"), expect(dead_code, reason = "the layout is that of Linux"))]
 fn read(info: &[u8]) -> Connection {
     let field = |at: usize| {
@@ -79,21 +79,21 @@ mod tests {
             unsent: 77,
         };
         assert_eq!(read(&info), all);
-        // Linux 3 ends after the retransmissions.
+        // The struct of Linux 3 ends after the retransmissions.
         assert_eq!(read(&info[..104]), Connection { least_round_trip: None, packets: 0, unsent: 0, ..all });
         assert_eq!(read(&[]), Connection::default());
-        // Nothing was measured yet.
+        // A round trip of 0 or `u32::MAX` means that none was measured yet.
         info[68..72].fill(0);
         info[148..152].fill(0xFF);
         assert_eq!(read(&info), Connection { round_trip: None, least_round_trip: None, ..all });
     }
 
-    /// Drops what arrives at a socket until the filter is taken off again.
+    /// Drops what arrives at a socket, until the filter is removed again.
     #[cfg(target_os = "linux")]
     fn filter(socket: &TcpStream, drops: bool) {
         use std::os::fd::AsRawFd as _;
 
-        // `return 0`: nothing of a packet is kept.
+        // `return 0`: keeps no byte of a packet.
         let mut code = [libc::sock_filter { code: 0x06, jt: 0, jf: 0, k: 0 }];
         let program = libc::sock_fprog { len: 1, filter: code.as_mut_ptr() };
         let option = if drops { libc::SO_ATTACH_FILTER } else { libc::SO_DETACH_FILTER };

@@ -1,6 +1,7 @@
-//! How a link to a process of the same machine goes over to shared memory, while it is used. Everything is said
-//! over the link itself, so its order holds: what comes before [`Near::Mapped`] comes from the socket, what
-//! comes after it from the memory. The socket stays, since its end says that the peer is gone.
+//! How a link between two processes of one machine moves to shared memory while it is in use. All messages
+//! about it are sent over the link itself, which keeps the order: frames sent before [`Near::Mapped`] arrive on
+//! the socket, frames sent after it in shared memory. The socket stays open, because its end shows that the
+//! peer has gone.
 
 use std::collections::VecDeque;
 use std::os::unix::net::UnixStream;
@@ -11,41 +12,42 @@ use crate::shared::{Consumer, Direction, Doorbell, Offer, Producer, Segment, giv
 use crate::sizes::HEADER_BYTES;
 use crate::{Frame, WireError};
 
-/// Whether processes of one machine exchange frames through memory that they share.
+/// Whether processes of one machine exchange frames through shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SharedMemory {
-    /// All of it goes over sockets.
+    /// All frames go over sockets.
     #[default]
     Never,
-    /// With peers that are on this machine, belong to this user, and do so too.
+    /// Shared memory with peers on this machine that belong to the same user and also allow it; sockets with
+    /// others.
     WherePossible,
-    /// With all peers: anything else is an error.
+    /// Shared memory with all peers; if that fails for one peer, the result is an error.
     Always,
 }
 
-/// How far two processes are.
+/// State of the negotiation between the two processes.
 #[derive(Debug, Default)]
 enum Stage {
-    /// No peer that this side has offered memory to.
+    /// Initial state: this side has not offered memory.
     #[default]
     Apart,
-    /// This side waits for the memory.
+    /// This side has offered, and waits for the memory.
     Offered(Offer),
-    /// This side has handed it over.
+    /// This side has handed the memory over.
     Handed(UnixStream, Arc<Segment>),
-    /// This side has mapped what the peer has handed over.
+    /// This side has mapped the memory that the peer handed over.
     Mapped(Consumer),
     Together,
     Declined,
 }
 
-/// What this side says and does next.
+/// What this side must send and change after a message of the peer.
 #[derive(Debug, Default)]
 pub(super) struct Reply {
     pub(super) say: Option<Near>,
-    /// For whatever is said after that.
+    /// If set, frames sent after `say` go through this producer.
     pub(super) producer: Option<Producer>,
-    /// For whatever comes from now on.
+    /// If set, frames are received from this consumer from now on.
     pub(super) consumer: Option<Consumer>,
 }
 
@@ -55,21 +57,22 @@ impl Reply {
     }
 }
 
-/// One side of it.
+/// One side of the negotiation.
 #[derive(Debug)]
 pub(super) struct Negotiation {
     stage: Stage,
-    /// This endpoint's doorbell, where it shares memory at all.
+    /// Doorbell of this endpoint; `None` if it does not share memory.
     bell: Option<Arc<Doorbell>>,
 }
 
 impl Negotiation {
-    /// `bell` is this endpoint's, where it shares memory with this peer if it can.
+    /// Creates the negotiation; `bell` is this endpoint's doorbell, or `None` if it must not share memory with
+    /// this peer.
     pub(super) const fn new(bell: Option<Arc<Doorbell>>) -> Self {
         Self { stage: Stage::Apart, bell }
     }
 
-    /// Offers memory, where that is possible.
+    /// Returns an offer to share memory, or `None` if that is not possible.
     pub(super) fn offer(&mut self) -> Option<Near> {
         self.bell.as_ref()?;
         let offer = Offer::new().inspect_err(|error| declined("offer", error)).ok()?;
@@ -78,7 +81,8 @@ impl Negotiation {
         Some(near)
     }
 
-    /// Whether both sides have switched, or one will not; none while that is open.
+    /// Returns `true` if both sides have switched, `false` if one has declined, and `None` while the
+    /// negotiation is running.
     pub(super) const fn outcome(&self) -> Option<bool> {
         match self.stage {
             Stage::Together => Some(true),
@@ -87,10 +91,10 @@ impl Negotiation {
         }
     }
 
-    /// What follows from what the peer has said.
+    /// Returns this side's reply to a message of the peer.
     ///
     /// # Errors
-    /// If it makes no sense at this point.
+    /// If the message is not allowed in this state.
     pub(super) fn hear(&mut self, near: Near) -> Result<Reply, WireError> {
         const WRONG: WireError = WireError::Malformed("message about shared memory");
         let bell = self.bell.clone();
@@ -130,7 +134,7 @@ impl Negotiation {
                 })
             }
             (Stage::Handed(stream, segment), Near::Mapped) => {
-                // The peer has switched already: without its doorbell this side cannot go on.
+                // The peer has switched already: without its doorbell this side cannot continue.
                 let theirs = Arc::new(take_bell(&stream).map_err(|_| WRONG)?);
                 self.stage = Stage::Together;
                 let (to, from) = (Direction::MakerToGuest, Direction::GuestToMaker);
@@ -152,7 +156,7 @@ fn declined(what: &'static str, error: &std::io::Error) {
     tracing::debug!(what, %error, "no shared memory with a peer of this machine");
 }
 
-/// What goes out through shared memory, and what waits for room there.
+/// Sender of frames through shared memory, with a queue of the frames that found no room.
 #[derive(Debug)]
 pub(super) struct NearOut {
     producer: Producer,
@@ -164,27 +168,28 @@ impl NearOut {
         Self { producer, queue: VecDeque::new() }
     }
 
-    /// Whether nothing waits here.
+    /// Returns whether no frame is queued.
     pub(super) fn is_empty(&self) -> bool {
         self.queue.is_empty()
     }
 
-    /// Whether a frame would be handed over at once; where not, the peer rings when it may be.
+    /// Returns whether a frame would be handed over at once. If not, the peer rings the doorbell when there is
+    /// room.
     pub(super) fn has_room(&self) -> bool {
         self.queue.is_empty() && self.producer.has_room()
     }
 
-    /// Hands over, where nothing waits and there is room.
+    /// Hands a frame over if none is queued and there is room; returns whether it did.
     pub(super) fn put(&mut self, header: &[u8; HEADER_BYTES], payload: &[u8]) -> bool {
         self.queue.is_empty() && self.producer.put(header, payload)
     }
 
-    /// Lets a frame wait for room.
+    /// Queues a frame until there is room.
     pub(super) fn wait(&mut self, header: [u8; HEADER_BYTES], frame: Option<Frame>) {
         self.queue.push_back((header, frame));
     }
 
-    /// Hands over what waits; returns whether there is room for more.
+    /// Hands over queued frames; returns whether all are gone and there is room for more.
     pub(super) fn flush(&mut self) -> bool {
         while let Some((header, frame)) = self.queue.front() {
             if !self.producer.put(header, frame.as_ref().map_or(&[], Frame::bytes)) {

@@ -1,5 +1,5 @@
-//! A store: what processes of a job leave for each other before, between and besides their collectives. It
-//! knows no rank but in [`Store::gather`], and keeps nothing beyond its host's life.
+//! A key-value store through which the processes of a job exchange data before, between and beside their
+//! collectives. Only [`Store::gather`] depends on ranks. Nothing is kept after the host has ended.
 
 use std::collections::BTreeMap;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -22,16 +22,16 @@ use crate::until::Until;
 use crate::wire::{self, Message, Parsed};
 use crate::{CommError, FRAME_BYTES, WireError};
 
-/// Bytes of all keys and values of a store together.
+/// Greatest number of bytes of all entries together: keys, values, and 64 per entry.
 pub const STORE_BYTES: usize = 64 << 20;
 
-/// The longest value, which travels in one frame with its key.
+/// Greatest number of bytes of a key and its value, which are sent in one frame.
 pub const VALUE_BYTES: usize = FRAME_BYTES - 4096;
 
-/// Clients of a store at a time.
+/// Greatest number of clients at a time.
 const CLIENTS: usize = 4096;
 
-/// What one more entry costs beside its bytes.
+/// Bytes counted per entry besides its key and value.
 const ENTRY: usize = 64;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -45,7 +45,7 @@ struct Entries {
 }
 
 impl Entries {
-    /// Whether there was room for it.
+    /// Puts a value at a key; returns false if there is no room for it.
     fn put(&mut self, key: &str, value: &[u8]) -> bool {
         let cost = |value: &[u8]| key.len() + value.len() + ENTRY;
         let old = self.by_key.get(key).map_or(0, |value| cost(value));
@@ -75,11 +75,11 @@ struct Shared {
     entries: Mutex<Entries>,
     moved: Condvar,
     closed: AtomicBool,
-    /// By number; each with a handle to end it.
+    /// Sockets of the clients by their numbers, used to close them.
     clients: Mutex<BTreeMap<u64, TcpStream>>,
 }
 
-/// Where a store is. It ends when this is dropped, and its clients' calls fail then.
+/// The host of a store. Dropping it ends the store; its clients' calls then fail.
 #[derive(Debug)]
 pub struct StoreHost {
     address: SocketAddr,
@@ -88,11 +88,11 @@ pub struct StoreHost {
 }
 
 impl StoreHost {
-    /// A store for the processes of `job` that `security` lets in, at `address`, a `host:port`; port 0 is any
-    /// that is free.
+    /// Starts a store at `address` (`host:port`, port 0 picks a free one) for the processes of `job` that
+    /// `security` accepts.
     ///
     /// # Errors
-    /// [`CommError::Io`] if the address does not work.
+    /// [`CommError::Io`] if it cannot listen at the address.
     pub fn bind(address: &str, job: &str, security: &Security) -> Result<Self, CommError> {
         let io = |e: std::io::Error| CommError::io("store at", &address, &e);
         let listener = TcpListener::bind(&resolve("store at", address)?[..]).map_err(io)?;
@@ -112,7 +112,7 @@ impl StoreHost {
         Ok(Self { address, shared, thread: Some(thread) })
     }
 
-    /// Where it listens.
+    /// Returns the address that it listens at.
     #[must_use]
     pub const fn address(&self) -> SocketAddr {
         self.address
@@ -123,14 +123,14 @@ impl Drop for StoreHost {
     fn drop(&mut self) {
         self.shared.closed.store(true, Ordering::Release);
         for client in lock(&self.shared.clients).values() {
-            // It may have gone already.
+            // The connection may be closed already.
             let _ = client.shutdown(Shutdown::Both);
         }
         {
             let _entries = lock(&self.shared.entries);
             self.shared.moved.notify_all();
         }
-        // Wakes the thread that listens.
+        // Wakes the listening thread.
         let mut own = self.address;
         if own.ip().is_unspecified() {
             own.set_ip(if own.is_ipv4() { [127, 0, 0, 1].into() } else { [0, 0, 0, 0, 0, 0, 0, 1].into() });
@@ -138,15 +138,15 @@ impl Drop for StoreHost {
         if TcpStream::connect_timeout(&own, Duration::from_secs(1)).is_ok()
             && let Some(thread) = self.thread.take()
         {
-            // A panic in it has been reported by the runtime already.
+            // The runtime has already reported a panic in it.
             let _ = thread.join();
         }
     }
 }
 
 impl Shared {
-    /// Lets clients in until the end. Those that have not proven that they belong here wait at the door, where
-    /// nobody waits for them; each of the others has a thread.
+    /// Accepts clients until the store ends. Those without proof wait at the door, where they delay no others;
+    /// each other client has a thread.
     fn listen(self: &Arc<Self>, listener: &TcpListener) {
         let mut door = Door::new(self.security.clone());
         let mut numbers = 0..;
@@ -176,7 +176,7 @@ impl Shared {
         let own = Arc::clone(self);
         let thread = std::thread::Builder::new().name("farflung-store-client".to_owned());
         let serve = move || {
-            // Whoever breaks off or talks nonsense is left to itself.
+            // A client that disconnects or sends an invalid request is dropped; the others go on.
             let _ = own.serve(&stream);
             lock(&own.clients).remove(&number);
         };
@@ -230,7 +230,8 @@ impl Shared {
         }
     }
 
-    /// The values of as many of the keys as one frame takes, when all are there.
+    /// Waits until all keys have values. Returns the values of the first keys, as many as fit in one frame, or
+    /// the indices of the keys without a value at the deadline.
     fn wait(&self, keys: &[&str], until: Until) -> Result<Vec<Vec<u8>>, Vec<u32>> {
         let mut entries = lock(&self.entries);
         loop {
@@ -254,7 +255,7 @@ impl Shared {
     }
 }
 
-/// The message that these bytes are.
+/// Parses one control message.
 fn control<'a>(from: &str, bytes: &'a [u8]) -> Result<Control<'a>, CommError> {
     let wrong = |source| CommError::Handshake { peer: from.to_owned(), source };
     match wire::parse(bytes).map_err(wrong)? {
@@ -263,7 +264,7 @@ fn control<'a>(from: &str, bytes: &'a [u8]) -> Result<Control<'a>, CommError> {
     }
 }
 
-/// A client of a store. Calls of several threads take turns.
+/// A client of a store. Threads may share it; their calls run one at a time.
 #[derive(Debug)]
 pub struct Store {
     address: String,
@@ -272,12 +273,12 @@ pub struct Store {
 }
 
 impl Store {
-    /// Connects to the store of `job` at `address`, a `host:port`, for which it waits up to `deadline`; so do
-    /// later calls for what they want.
+    /// Connects to the store of `job` at `address` (`host:port`). Waits up to `deadline` for the store; later
+    /// calls wait up to `deadline` each.
     ///
     /// # Errors
-    /// If there is no store in time, it is another job's, or one side does not prove to the other that it
-    /// belongs there.
+    /// If there is no store in time, if it is of another job, or if one side cannot prove that it belongs to
+    /// the job.
     pub fn connect(
         address: &str,
         job: &str,
@@ -286,7 +287,7 @@ impl Store {
     ) -> Result<Self, CommError> {
         let until = Until::after(deadline);
         loop {
-            // Where strangers crowd the door, a client may have to make room and come again.
+            // The store closes waiting connections if there are too many; then this client tries again.
             match Self::open(address, job, security, (deadline, until)) {
                 Err(e) if hung_up(&e) && until.left().is_some() => {
                     std::thread::sleep(Duration::from_millis(5));
@@ -315,12 +316,12 @@ impl Store {
         }
     }
 
-    /// The address of this end of the connection: one at which the store's machine reaches this process.
+    /// Returns the local address of the connection, at which the store's machine can reach this process.
     pub fn local_address(&self) -> Result<SocketAddr, CommError> {
         lock(&self.stream).socket.local_addr().map_err(|e| CommError::io("store at", &self.address, &e))
     }
 
-    /// Asks, and reads the answer with `wanted`.
+    /// Sends a request, and reads the answer with `wanted`.
     fn ask<T>(
         &self,
         op: &'static str,
@@ -335,7 +336,7 @@ impl Store {
             .say(request)
             .map_err(io)
             .and_then(|()| stream.read_message(&self.address, Until::after(patience)));
-        // An answer that comes too late would be taken for the next one's.
+        // A late answer would be taken for the answer to the next request, so the connection is closed.
         let answer = answer.inspect_err(|_| drop(stream.socket.shutdown(Shutdown::Both)))?;
         let message = control(&self.address, &answer)?;
         if message == Control::Denied {
@@ -365,7 +366,7 @@ impl Store {
         })
     }
 
-    /// Puts a value of at most [`VALUE_BYTES`] at a key, over what was there.
+    /// Puts a value at a key, replacing an older one. Key and value have at most [`VALUE_BYTES`] together.
     ///
     /// # Errors
     /// [`CommError::Denied`] if the store is full.
@@ -373,12 +374,13 @@ impl Store {
         self.put_if(key, value, false).map(|_| ())
     }
 
-    /// Puts a value at a key that has none; returns whether it was so. The first of several wins.
+    /// Puts a value at a key that has none, and returns true; returns false if it has one. If several clients
+    /// call it, the first one succeeds.
     pub fn put_new(&self, key: &str, value: &[u8]) -> Result<bool, CommError> {
         self.put_if(key, value, true)
     }
 
-    /// The value at a key, if there is one now.
+    /// Returns the value at a key; `None` if there is none now.
     pub fn get(&self, key: &str) -> Result<Option<Vec<u8>>, CommError> {
         self.ask("get", key, &Control::Get(key), self.deadline, |answer| match answer {
             Control::Value(value) => Some(value.map(<[u8]>::to_vec)),
@@ -386,11 +388,11 @@ impl Store {
         })
     }
 
-    /// Adds to the number at a key, which begins with 0, and returns the sum. As a value it is 8 bytes,
+    /// Adds to the number at a key, 0 if there is none, and returns the sum. The number is stored as 8 bytes,
     /// little-endian.
     ///
     /// # Errors
-    /// [`CommError::Denied`] if the value there is no number.
+    /// [`CommError::Denied`] if the value there is not a number.
     pub fn add(&self, key: &str, by: i64) -> Result<i64, CommError> {
         self.ask("add", key, &Control::Add { key, by }, self.deadline, |answer| match answer {
             Control::Sum(sum) => Some(*sum),
@@ -398,10 +400,10 @@ impl Store {
         })
     }
 
-    /// The values of all keys, when all are there.
+    /// Waits until all keys have values, and returns them in the order of the keys.
     ///
     /// # Errors
-    /// [`CommError::Absent`] with the keys that had no value at the deadline.
+    /// [`CommError::Absent`] with the keys that have no value at the deadline.
     pub fn wait(&self, keys: &[&str]) -> Result<Vec<Vec<u8>>, CommError> {
         let until = Until::after(self.deadline);
         let mut values = Vec::new();
@@ -429,10 +431,11 @@ impl Store {
         Ok(values)
     }
 
-    /// Leaves this rank's value under `name`, and returns those of all `size` ranks, in their order.
+    /// Puts this rank's value under `name`, waits for the values of all `size` ranks, and returns them in rank
+    /// order.
     ///
     /// # Errors
-    /// [`CommError::Missing`] with the ranks that had left none at the deadline.
+    /// [`CommError::Missing`] with the ranks that have put no value at the deadline.
     pub fn gather(
         &self,
         name: &str,

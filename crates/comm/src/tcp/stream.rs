@@ -1,5 +1,5 @@
-//! A socket with or without a TLS session over it, as plain bytes: without blocking for links, with a deadline
-//! for whoever meets. It knows no frame beyond those in which both sides prove who they are.
+//! A byte stream over a socket, with or without TLS: non-blocking for links, with a deadline while ranks meet.
+//! The only frames that it handles itself are those in which both sides prove that they belong to the job.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -14,7 +14,7 @@ use crate::{CommError, WireError};
 
 use crate::until::Until;
 
-/// A connection.
+/// A connection, encrypted or not.
 #[derive(Debug)]
 pub(super) struct Stream {
     pub(super) socket: TcpStream,
@@ -25,15 +25,15 @@ pub(super) struct Stream {
 struct Sealed {
     session: Mutex<Session>,
     security: Security,
-    /// The key that the other side has to have, where it is known.
+    /// The key that the peer must have, if it is known in advance.
     expected: Option<PublicKey>,
-    /// Sealed bytes wait for the socket.
+    /// Set if encrypted bytes wait for the socket.
     holds: AtomicBool,
-    /// There are bytes to be read of which the socket knows nothing any more.
+    /// Set if the session holds bytes to be read, for which the socket does not become readable.
     has_more: AtomicBool,
 }
 
-/// The error of a session, where it is one.
+/// Returns the session's error that an I/O error wraps, if there is one.
 pub(super) fn session_error(error: &io::Error) -> Option<&SessionError> {
     error.get_ref().and_then(|inner| inner.downcast_ref())
 }
@@ -47,7 +47,7 @@ impl Sealed {
         self.session.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes what the poll loop has to know.
+    /// Updates the flags that the poll loop reads.
     fn note(&self, session: &Session) {
         self.holds.store(!session.to_send().is_empty(), Ordering::Release);
         self.has_more.store(session.has_more(), Ordering::Release);
@@ -55,8 +55,7 @@ impl Sealed {
 }
 
 impl Stream {
-    /// A connection that has just been made, as this side's `security` wants it; the other side has to have the
-    /// key that is `expected`, where it is known.
+    /// Wraps a new connection, as `security` requires. If `expected` is set, the peer must have that key.
     pub(super) fn new(
         socket: TcpStream,
         security: &Security,
@@ -77,8 +76,8 @@ impl Stream {
         Ok(Self { socket, sealed })
     }
 
-    /// Greets the other side as a client: the handshake, and this side's proof. Its own proof comes before
-    /// whatever else it says, and is checked by [`Stream::read_message`].
+    /// Does the handshake as a client, and sends this side's proof. The server's proof comes before all else
+    /// that the server sends; [`Stream::read_message`] checks it.
     pub(super) fn greet(&self, until: Until) -> Result<(), CommError> {
         let Some(sealed) = &self.sealed else { return Ok(()) };
         let io = |e: io::Error| connection_error(&self.name(), &e);
@@ -106,7 +105,7 @@ impl Stream {
         self.write_all(&wire::framed_bytes(&proof)).map_err(io)
     }
 
-    /// Takes the proof that a client has sent, and answers it.
+    /// Checks the proof of a client, and sends this side's.
     pub(super) fn admit(&self, proof: &Control<'_>) -> Result<(), Refusal> {
         let Some(sealed) = &self.sealed else { return Err(Refusal::Clear) };
         let mut session = sealed.lock();
@@ -114,42 +113,42 @@ impl Stream {
         session.trust();
         let own = sealed.security.prove(Role::Server, &session, Some(expiry)).ok_or(Refusal::Secret)?;
         drop(session);
-        // If the client is gone already, reading finds it.
+        // If the client has gone, the next read finds out.
         let _ = self.write_all(&wire::framed_bytes(&own));
         Ok(())
     }
 
-    /// Whether the other side has proven that it belongs here, or need not.
+    /// Returns whether the peer has proven that it belongs here; always true without encryption.
     pub(super) fn is_proven(&self) -> bool {
         self.sealed.as_ref().is_none_or(|sealed| sealed.lock().is_proven())
     }
 
-    /// The key that the other side has proven to hold.
+    /// Returns the key that the peer has proven to hold.
     pub(super) fn peer_key(&self) -> Option<PublicKey> {
         self.sealed.as_ref().and_then(|sealed| sealed.lock().peer())
     }
 
-    /// Whether it is encrypted.
+    /// Returns whether the connection is encrypted.
     pub(super) const fn is_sealed(&self) -> bool {
         self.sealed.is_some()
     }
 
-    /// Whether sealed bytes wait for the socket.
+    /// Returns whether encrypted bytes wait for the socket.
     pub(super) fn holds(&self) -> bool {
         self.sealed.as_ref().is_some_and(|sealed| sealed.holds.load(Ordering::Acquire))
     }
 
-    /// Sealed bytes that wait for the socket.
+    /// Returns the number of encrypted bytes that wait for the socket.
     pub(super) fn held(&self) -> usize {
         self.sealed.as_ref().map_or(0, |sealed| sealed.lock().to_send().len())
     }
 
-    /// Whether there are bytes to be read of which the socket knows nothing any more.
+    /// Returns whether the session holds bytes to be read, for which the socket does not become readable.
     pub(super) fn has_more(&self) -> bool {
         self.sealed.as_ref().is_some_and(|sealed| sealed.has_more.load(Ordering::Acquire))
     }
 
-    /// The address of the other side, for logs and errors.
+    /// Returns the address of the peer, for logs and errors.
     pub(super) fn address(&self) -> Option<SocketAddr> {
         self.socket.peer_addr().ok()
     }
@@ -158,7 +157,8 @@ impl Stream {
         self.address().map_or_else(|| "a peer".to_owned(), |address| address.to_string())
     }
 
-    /// How much of `slices` the socket takes now, or this side until it does.
+    /// Writes as many bytes of `slices` as can be written without blocking, and returns their number. With
+    /// encryption, bytes count as written once they are encrypted, also if they still wait for the socket.
     pub(super) fn write_now(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
         let Some(sealed) = &self.sealed else { return write_once(&self.socket, slices) };
         let mut session = sealed.lock();
@@ -171,12 +171,12 @@ impl Stream {
         Ok(taken)
     }
 
-    /// Writes what waits for the socket.
+    /// Writes encrypted bytes that wait for the socket.
     pub(super) fn flush_now(&self) -> io::Result<()> {
         self.write_now(&[]).map(|_| ())
     }
 
-    /// Reads into `first`, then `second`, what is there now, all of it. The socket must not block.
+    /// Reads all bytes that are there now, into `first`, then `second`. The socket must be non-blocking.
     pub(super) fn read_now(&self, first: &mut [u8], second: &mut [u8]) -> io::Result<usize> {
         match &self.sealed {
             None => (&self.socket).read_vectored(&mut [IoSliceMut::new(first), IoSliceMut::new(second)]),
@@ -198,7 +198,7 @@ impl Stream {
             let at = taken.min(first.len());
             let places = &mut [IoSliceMut::new(&mut first[at..]), IoSliceMut::new(&mut second[taken - at..])];
             let opened = session.open(places);
-            // What the session asks to be sent goes out also where it came to an end: an alert says why.
+            // The session's own bytes are sent even after an error: an alert tells the peer the reason.
             let flushed = self.flush(&mut session);
             match opened {
                 Ok(count) => taken += count,
@@ -210,7 +210,7 @@ impl Stream {
             match self.receive(&mut session) {
                 Ok(0) => break Ok(taken),
                 Ok(_) => {}
-                // What was opened before counts; the next call finds the end again.
+                // Returns the bytes decrypted so far; the next call finds the error again.
                 Err(_) if taken > 0 => break Ok(taken),
                 Err(e) => break Err(e),
             }
@@ -219,9 +219,9 @@ impl Stream {
         read
     }
 
-    /// Reads sealed bytes from the socket.
+    /// Reads encrypted bytes from the socket.
     fn receive(&self, session: &mut Session) -> io::Result<usize> {
-        // A record that does not fit, of somebody who may not send that much.
+        // The record is longer than this peer may send: before its proof the limit is low.
         if session.room().is_empty() {
             return Err(broken(SessionError::TooMuch(session.limit())));
         }
@@ -234,7 +234,7 @@ impl Stream {
         }
     }
 
-    /// Writes what is sealed; returns whether nothing is left.
+    /// Writes encrypted bytes; returns whether none are left.
     fn flush(&self, session: &mut Session) -> io::Result<bool> {
         while !session.to_send().is_empty() {
             match write_once(&self.socket, &[IoSlice::new(session.to_send())])? {
@@ -245,7 +245,7 @@ impl Stream {
         Ok(true)
     }
 
-    /// Writes all of it, where the socket blocks or has room for it.
+    /// Writes all bytes. The socket must block, or have room for them.
     fn write_all(&self, bytes: &[u8]) -> io::Result<()> {
         if self.sealed.is_none() {
             return (&self.socket).write_all(bytes);
@@ -261,29 +261,29 @@ impl Stream {
         Ok(())
     }
 
-    /// Says one message.
+    /// Sends one message.
     pub(super) fn say(&self, message: &Control<'_>) -> io::Result<()> {
         let frame = wire::framed(message).map_err(|e| io::Error::new(ErrorKind::InvalidInput, e))?;
         self.write_all(&frame)
     }
 
-    /// Says one message without encryption, to another side that knows none.
+    /// Sends one message unencrypted, to a peer that does not use encryption.
     pub(super) fn say_clear(&self, message: &Control<'_>) {
         if let Ok(frame) = wire::framed(message) {
-            // It may be gone already.
+            // The peer may have gone already.
             let _ = (&self.socket).write_all(&frame);
         }
     }
 
-    /// The bytes of one whole message, as many as come: nothing is allocated by a length that is only claimed.
-    /// The other side's proof is checked on the way.
+    /// Reads one whole message, and checks the peer's proof if that comes first. Memory grows with the bytes
+    /// that arrive, not with the length that the peer claims.
     pub(super) fn read_message(&self, from: &str, until: Until) -> Result<Vec<u8>, CommError> {
         loop {
             let bytes = self.read_frame(from, until)?;
             let Some(sealed) = self.sealed.as_ref().filter(|_| !self.is_proven()) else { return Ok(bytes) };
             let wrong = |source| CommError::Handshake { peer: from.to_owned(), source };
             match wire::parse(&bytes).map_err(wrong)? {
-                // A refusal comes instead of the proof.
+                // A peer that refuses sends no proof.
                 Parsed::Whole(Message::Control(Control::Refuse(_)), _) => return Ok(bytes),
                 Parsed::Whole(Message::Control(proof), _) => {
                     let mut session = sealed.lock();
@@ -332,7 +332,7 @@ impl Stream {
     }
 }
 
-/// What an error of the connection means to whoever meets.
+/// Converts an error of the connection to one of the rendezvous.
 fn connection_error(from: &str, error: &io::Error) -> CommError {
     match session_error(error) {
         Some(reason) => CommError::Unsealed { peer: from.to_owned(), reason: reason.to_string() },
@@ -340,7 +340,7 @@ fn connection_error(from: &str, error: &io::Error) -> CommError {
     }
 }
 
-/// How much of it the socket takes now; 0 where it would block.
+/// Writes once, and returns the number of bytes that the socket took; 0 if it would block.
 fn write_once(mut socket: &TcpStream, slices: &[IoSlice<'_>]) -> io::Result<usize> {
     loop {
         match socket.write_vectored(slices) {

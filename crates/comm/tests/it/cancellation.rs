@@ -1,4 +1,5 @@
-//! What is cancelled ends at once, on every transport; the others know by whom, and all can go on.
+//! Cancelled operations end at once, on every transport. The other ranks learn which rank cancelled, and all
+//! can continue.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(clippy::float_cmp, reason = "these sums are exact")]
@@ -10,7 +11,7 @@ use crate::common::{TRANSPORTS, on_ranks, over};
 use farflung_base::{Nanos, PeerId, Rank, Topology};
 use farflung_comm::{Algorithm, Cancel, CommError, Communicator, FRAME_BYTES, ReduceOp, Tag, WINDOW};
 
-/// Long enough for a thread to be asleep in what it waits for; nothing depends on it.
+/// Long enough for a thread to be asleep in its wait; the result does not depend on it.
 const A_MOMENT: Duration = Duration::from_millis(20);
 
 fn sum(comm: &Communicator, value: f64) -> f64 {
@@ -33,12 +34,12 @@ fn a_blocked_receive_is_cancelled_by_another_thread_and_its_message_goes_to_the_
                 let cancellable = comm.clone().with_cancel(&cancel);
                 let one = cancellable.recv(Rank(1), 4).unwrap_err();
                 assert!(matches!(one, CommError::Cancelled { op: "recv" }), "{name}: {one}");
-                // It stays on.
+                // The switch stays on.
                 let any = cancellable.recv_any(&[Rank(1), Rank(2)], 4).unwrap_err();
                 assert!(matches!(any, CommError::Cancelled { op: "recv_any" }), "{name}: {any}");
                 assert_eq!(comm.recv(Rank(1), 4).unwrap(), b"late", "{name}");
             }
-            // Messages end no communicator.
+            // Cancelled messages do not end the communicator.
             assert_eq!(sum(&comm, 1.0), 3.0, "{name}");
         });
     }
@@ -53,7 +54,8 @@ fn a_collective_is_cancelled_by_another_thread_and_all_go_on_under_a_new_epoch()
             let me = comm.rank().0;
             let mut x = vec![1.0_f32; 200_000];
             if me == 2 {
-                // Lets the others wait, one of them asleep and one only started, and is told when it comes.
+                // Cancels while one of the others is asleep in a wait and another has only started an
+                // operation.
                 started.wait();
                 std::thread::sleep(A_MOMENT);
                 cancel.cancel();
@@ -98,10 +100,10 @@ fn an_abort_ends_what_this_ranks_own_threads_wait_for_though_nobody_else_is_ther
                     assert!(error.is_cancelled(), "{name}: {error}");
                 });
             }
-            // The other is in no collective, and answers nothing, until it is over.
+            // The other rank is in no collective, and answers nothing, until this is over.
             over.wait();
             if comm.rank().0 == 1 {
-                // What had been sent before the end may be enough for one.
+                // One barrier may succeed with messages sent before the cancellation.
                 let error = std::iter::from_fn(|| Some(comm.barrier())).find_map(Result::err).unwrap();
                 assert!(matches!(error, CommError::CancelledBy { peer: PeerId(0), .. }), "{name}: {error}");
             }
@@ -112,9 +114,9 @@ fn an_abort_ends_what_this_ranks_own_threads_wait_for_though_nobody_else_is_ther
 
 #[test]
 fn a_message_that_is_cancelled_half_way_leaves_its_tag_to_the_next() {
-    // Of which nobody takes anything: more than the window.
+    // Longer than the window, so that it does not leave as long as no frame is taken.
     const LONG: usize = (WINDOW + 5) * FRAME_BYTES;
-    // (On simulated links all of it would be on its way at once.)
+    // (Simulated links have no window: all frames would be on their way at once.)
     for (name, cluster) in TRANSPORTS.into_iter().filter(|(name, _)| *name != "simulated") {
         let cancel = Cancel::new();
         on_ranks(cluster(2), |comm| {
@@ -142,7 +144,7 @@ fn the_rest_of_a_message_that_nobody_wanted_any_more_is_dropped() {
     for (name, cluster) in TRANSPORTS {
         on_ranks(cluster(2), |comm| {
             if comm.rank().0 == 0 {
-                // By hand, with a pause in the middle.
+                // Sends the frames of a message one by one, with a pause in the middle.
                 let (transport, limit) = (comm.transport(), Nanos::from_millis(20_000));
                 let send = |len| {
                     transport.send(PeerId(1), Tag::user(0, 7), transport.lease(len), limit).wait().unwrap();
@@ -157,12 +159,13 @@ fn the_rest_of_a_message_that_nobody_wanted_any_more_is_dropped() {
                 let first = comm.start_recv(Rank(0), 7);
                 assert_eq!(comm.recv(Rank(0), 8).unwrap(), b"begun");
                 drop(first);
-                // Drops what comes of the first; cancelled in turn, it leaves that to the next.
+                // This receive drops the rest of the first message; it is cancelled too, so the next receive
+                // drops what is left.
                 drop(comm.start_recv_any(&[Rank(0)], 7));
                 comm.send(Rank(0), 8, b"dropped").unwrap();
                 let mut next = comm.recv(Rank(0), 7).unwrap();
                 if name != "simulated" && next.len() == 2 * FRAME_BYTES + 5 {
-                    // It had not begun when it was given up.
+                    // The message had not begun when its receive was cancelled, so the next receive got it.
                     next = comm.recv(Rank(0), 7).unwrap();
                 }
                 assert_eq!(next, b"next", "{name}");
@@ -193,7 +196,7 @@ fn at_whatever_moment_one_of_eight_cancels_all_know_by_whom_in_the_time_of_a_way
                         comm.start_all_reduce(vec![1.0_f32; 40_000], ReduceOp::Sum).wait()
                     };
                     assert!(result.iter().flatten().all(|&v| v == 8.0), "{algorithm:?} {moment}");
-                    // Whoever was through before it came learns of it with the next.
+                    // A rank that had completed before the cancellation sees it in the next collective.
                     while result.is_ok() {
                         result = comm.start_all_reduce(vec![1.0_f32; 40_000], ReduceOp::Sum).wait();
                     }
@@ -203,7 +206,7 @@ fn at_whatever_moment_one_of_eight_cancels_all_know_by_whom_in_the_time_of_a_way
                         assert!(matches!(error, CommError::Cancelled { .. }), "{algorithm:?}: {error}");
                     } else {
                         assert_eq!(error.peer(), Some(PeerId(5)), "{algorithm:?}: {error}");
-                        // Behind what was on its way already.
+                        // The notice arrives after the frames that were on their way already.
                         let late = end.saturating_sub(moment.max(Nanos::from_millis(1)));
                         assert!(late <= Nanos::from_millis(140), "{algorithm:?} {moment}: {late}");
                     }

@@ -1,5 +1,6 @@
-//! Connections by a site's certificates: ranks of the site meet and compute the same bits; whoever has another
-//! authority's certificate, an expired one or one of another name is turned away by that name, on both sides.
+//! Connections by a site's certificates. Ranks of the site meet and compute the same bits. A rank whose
+//! certificate is from another authority, has expired, or has another name is refused with that reason, on both
+//! sides.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -16,7 +17,8 @@ use rcgen::{
     date_time_ymd,
 };
 
-/// An authority, and its certificate as PEM. All have the same name, as impostors would.
+/// A certificate authority, and its certificate as PEM. All authorities have the same name, as an impostor's
+/// would.
 struct Authority {
     issuer: Issuer<'static, KeyPair>,
     pem: String,
@@ -32,7 +34,7 @@ impl Authority {
         Self { issuer: Issuer::new(params, key), pem }
     }
 
-    /// An authority below this one, and its certificate.
+    /// Creates an intermediate authority below this one, and its certificate.
     fn below(&self) -> Self {
         let mut params = CertificateParams::new([]).unwrap();
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
@@ -42,7 +44,7 @@ impl Authority {
         Self { issuer: Issuer::new(params, key), pem }
     }
 
-    /// A certificate for these names, and its key, as PEM.
+    /// Issues a certificate for these names; returns it and its key as PEM.
     fn issue(&self, names: &[&str], key: &KeyPair, year: i32) -> (String, String) {
         let names: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
         let mut params = CertificateParams::new(names).unwrap();
@@ -66,7 +68,7 @@ fn sums(comm: &Communicator) -> Vec<u32> {
     x.iter().map(|v| v.to_bits()).collect()
 }
 
-/// Rank 0 and rank 1 meet as these; what becomes of each.
+/// Lets rank 0 and rank 1 meet with these settings; returns the result of each.
 fn meet(master: &Security, other: &Security, place: &str) -> [Result<Vec<u32>, CommError>; 2] {
     let port = free_port();
     let config = |rank, place: &str, security: &Security| {
@@ -90,7 +92,7 @@ fn ranks_of_a_site_compute_the_bits_of_memory() {
     let cluster =
         tcp_by(3, &format!("127.0.0.1:{}", free_port()), |config| config.security = site.security());
     assert_eq!(on_ranks(cluster, |comm| sums(&comm)), expected);
-    // The ranks above 0 met by the keys of their certificates: such a one needs no name.
+    // The ranks above 0 are identified by the keys of their certificates, so those need no address as a name.
     let nameless = |config: &mut Config| {
         let names: &[&str] = if config.rank == 0 { &["127.0.0.1"] } else { &["a.site"] };
         config.security = Security::by_certificates(&site.certificates(names, 4000), None, Vec::new());
@@ -108,11 +110,11 @@ fn a_host_is_known_by_the_name_that_was_asked_for_and_keys_may_be_of_any_kind() 
         let chain = own + &department.pem;
         let host = Certificates::from_pem(site.pem.as_bytes(), chain.as_bytes(), key.as_bytes()).unwrap();
         let host = Security::by_certificates(&host, None, Vec::new());
-        // By the address alone it is not known.
+        // The certificate does not have the address as a name.
         let [refused, other] = meet(&host, &site.security(), "127.0.0.1");
         let said = other.unwrap_err().to_string();
         assert!(refused.is_err() && said.contains("certificate of another name"), "{said}");
-        // The port differs each time, and a name counts for its own place alone.
+        // The port differs each time, and a name applies only to its own place.
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         drop(listener);
@@ -138,7 +140,7 @@ fn others_are_refused_and_named_on_the_side_that_refuses() {
     let kinds = |security: &Security| security.refused().counts().keys().copied().collect::<Vec<_>>();
     let by = |certificates| Security::by_certificates(&certificates, None, Vec::new());
 
-    // The server's certificate is not taken by the client, which ends at once.
+    // The client rejects the server's certificate, and fails at once.
     for (server, kind) in [
         (other.security(), "certificate of another authority"),
         (by(site.certificates(&["127.0.0.1"], 2020)), "expired certificate"),
@@ -151,7 +153,7 @@ fn others_are_refused_and_named_on_the_side_that_refuses() {
         assert_eq!((ranks, kinds(&server)), (vec![Rank(1)], vec!["silent"]), "{kind}");
     }
 
-    // The client's certificate is not taken by the server, whose log names why. The client trusts the site.
+    // The server rejects the client's certificate, and logs the reason. The client trusts the site.
     let (chain, key) = other.issue(&["127.0.0.1"], &KeyPair::generate().unwrap(), 4000);
     let stranger = Certificates::from_pem(site.pem.as_bytes(), chain.as_bytes(), key.as_bytes()).unwrap();
     for (client, kind) in [

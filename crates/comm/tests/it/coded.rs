@@ -1,4 +1,4 @@
-//! Coded all-reduces: what the programs leave behind by symbolic execution, what they send, and what they take.
+//! Coded all-reduces: their results by symbolic execution, and the bytes and the time that they take.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(clippy::float_cmp, reason = "these sums are exact")]
@@ -19,13 +19,13 @@ fn all(n: usize, program: impl Fn(Rank) -> Program) -> Vec<Program> {
     (0..n as u32).map(|rank| program(Rank(rank))).collect()
 }
 
-/// The ranks in groups of at most `size`.
+/// Returns the ranks in groups of at most `size`.
 fn groups(n: usize, size: usize) -> Vec<Vec<Rank>> {
     let all: Vec<Rank> = (0..n as u32).map(Rank).collect();
     all.chunks(size).map(<[Rank]>::to_vec).collect()
 }
 
-/// Every form among `n`, by name.
+/// Returns the programs of every coded form among `n` ranks, by name.
 fn forms(n: usize) -> Vec<(String, Vec<Program>)> {
     let mut found = vec![
         ("exchange".to_owned(), all(n, |r| coded_exchange(r, n))),
@@ -39,19 +39,20 @@ fn forms(n: usize) -> Vec<(String, Vec<Program>)> {
     found
 }
 
-/// What a message carries: whose values, and whether they were coded as a result.
+/// Content of a message: the set of ranks whose values it has, and its code.
 type Carried = (u64, Code);
 
-/// Runs coded programs on sets of ranks as bits: afterwards `[rank][block]` says whose values are in there.
+/// Runs coded programs on sets of ranks, given as bits. The result `[rank][block]` is the set of ranks whose
+/// values are in the block.
 fn execute(programs: &[Program]) -> Vec<Vec<u64>> {
     let n = programs.len();
     let mut state: Vec<Vec<u64>> = (0..n).map(|rank| vec![1 << rank; programs[rank].blocks]).collect();
     let lanes = programs[0].lanes.len();
     let mut wires: Vec<Vec<Vec<VecDeque<Carried>>>> = vec![vec![vec![VecDeque::new(); n]; n]; lanes];
-    // By rank: the messages at hand, with the step that made each.
+    // By rank: the messages that are available, with the step that made each.
     let mut held: Vec<Vec<Option<(usize, Carried)>>> =
         programs.iter().map(|p| vec![None; p.messages.len()]).collect();
-    // By rank and lane: the step, whether its sends are out, and its receives that are done.
+    // By rank and lane: the step, whether its sends are done, and the number of its receives that are done.
     let mut cursor = vec![vec![(0, false, 0); lanes]; n];
     let mut moved = true;
     while std::mem::take(&mut moved) {
@@ -139,12 +140,12 @@ fn the_coded_lists_are_pinned() {
     insta::assert_snapshot!("coded_lists", text);
 }
 
-/// A buffer whose codec makes a byte of each value.
+/// Describes a buffer whose codec makes one byte of each value.
 fn buffer(len: usize, topology: &Topology) -> CodedBuffer<'_> {
     CodedBuffer { len, payload: &|values| values, topology, regions: None }
 }
 
-/// Four bytes a value, nothing lost; or quarters in a byte.
+/// A coder: four bytes per value without loss, or if `lossy`, multiples of 1/4 in one byte.
 struct Test {
     lossy: bool,
 }
@@ -190,7 +191,7 @@ fn every_form_sums_over_every_transport_and_all_ranks_have_the_same_bits() {
             for (form, programs) in forms(n) {
                 let results = on_ranks(cluster(n), |comm| {
                     let me = comm.rank().index();
-                    // Longer than a frame, and not a multiple of anything.
+                    // Longer than a frame, and not a round number.
                     let exact: Vec<f32> = (0..40_003).map(|i| (i % 17 + me) as f32).collect();
                     let odd: Vec<f32> = (0..101).map(|i| ((i * 7 + me) as f32 * 0.61).sin()).collect();
                     let program = || programs[me].clone();
@@ -237,7 +238,7 @@ fn a_program_for_other_values_and_an_algorithm_without_a_coded_form_are_refused(
     );
 }
 
-/// Two regions of four: 1 Gbit/s and 1 ms inside, 50 Mbit/s and 30 ms for each pair between.
+/// Two regions of four ranks: 1 Gbit/s and 1 ms inside, 50 Mbit/s and 30 ms for each pair between them.
 fn two_regions() -> Topology {
     let mut topology = Topology::uniform(8, "1gbit,1ms".parse().unwrap());
     for (a, b) in (0..8).flat_map(|a| (0..8).map(move |b| (a, b))).filter(|(a, b)| a / 4 != b / 4) {
@@ -246,7 +247,7 @@ fn two_regions() -> Topology {
     topology
 }
 
-/// The same regions with one line of 50 Mbit/s between them.
+/// The same regions, with one shared line of 50 Mbit/s between them.
 fn one_line() -> Topology {
     let mut topology = Topology::uniform(8, "1gbit,1ms".parse().unwrap());
     for (a, b) in (0..8).flat_map(|a| (0..8).map(move |b| (a, b))).filter(|(a, b)| a / 4 != b / 4) {
@@ -258,7 +259,7 @@ fn one_line() -> Topology {
     topology
 }
 
-/// Ranks behind uplinks of 10, 20, 40 and 80 Mbit/s.
+/// Four ranks with uplinks of 10, 20, 40 and 80 Mbit/s.
 fn uneven() -> Topology {
     let mut topology = Topology::uniform(4, "1gbit,5ms".parse().unwrap());
     for rank in 0..4 {
@@ -291,10 +292,10 @@ fn the_choice_is_the_cheapest_that_does_not_lose_at_each_hop() {
     for (topology, len, want) in [
         (one_line(), 1_000_000, Algorithm::Hierarchical),
         (uneven(), 1_000_000, Algorithm::Butterfly),
-        // In chunks, of which one is scattered while another is gathered.
+        // In chunks: while one is scattered, another is gathered.
         (equal(), 1_000_000, Algorithm::Butterfly),
         (equal(), 60_000, Algorithm::Direct),
-        // One latency, and more bytes.
+        // One latency, but more bytes.
         (equal(), 10_000, Algorithm::AllGather),
     ] {
         let price = |form: Algorithm| form.coded_cost(&buffer(len, &topology)).unwrap();
@@ -315,7 +316,7 @@ fn regions_can_be_given_instead_of_found() {
         let buffer = comm.coded_buffer(100, &|values| values);
         let program = Algorithm::Hierarchical.coded_program(comm.rank(), &buffer).unwrap();
         assert_eq!(program, two_level(comm.rank(), &halves));
-        // Plain values go by them too: the first partner is in the own half.
+        // Uncoded values use these regions too: the first partner is in the rank's own half.
         let mut x = [comm.rank().0 as f32; 8];
         comm.all_reduce(&mut x, ReduceOp::Sum).unwrap();
         assert!(x.iter().all(|&v| (v - 6.0).abs() < f32::EPSILON));

@@ -1,4 +1,4 @@
-//! One contract for every transport: what a collective gives does not depend on what carries it.
+//! The contract of every transport: results of collectives do not depend on it.
 
 #![expect(clippy::float_cmp, reason = "these sums are exact")]
 #![expect(clippy::cast_possible_wrap, reason = "ranks are small")]
@@ -64,7 +64,7 @@ fn all_reduce_is_exact_for_every_size() {
                         let mean = comm.start_all_reduce(x.clone(), ReduceOp::Mean);
                         let max = comm.start_all_reduce(x.clone(), ReduceOp::Max);
                         let min = comm.start_all_reduce(x, ReduceOp::Min);
-                        // Not in the order of their start.
+                        // Waited for in another order than started.
                         assert!(min.wait().unwrap().iter().enumerate().all(|(i, &v)| v == i as f64));
                         let mean = mean.wait().unwrap();
                         assert!(mean.iter().enumerate().all(|(i, &v)| v == (i * ranks) as f64 / n as f64));
@@ -154,7 +154,7 @@ fn the_other_collectives_do_what_they_say() {
                 let out = (0..n).map(|to| vec![me as u8, to as u8]).collect();
                 let all = comm.all_to_all_bytes(out).unwrap();
                 assert!(all.iter().enumerate().all(|(from, m)| *m == [from as u8, me as u8]));
-                // A ring of messages longer than all windows, everyone sending first.
+                // A ring of messages longer than all windows, in which all ranks send first.
                 let next = Rank(((me + 1) % n) as u32);
                 let last = Rank(((me + n - 1) % n) as u32);
                 let sent = comm.start_send(next, 9, vec![me as u8; 12 << 20]);
@@ -204,14 +204,14 @@ fn the_uneven_and_the_rooted_ones_do_what_they_say() {
                     back.iter().enumerate().all(|(i, &v)| v as usize == i / 40_000 * n + me),
                     "{name} {n}"
                 );
-                // Rank r sends 10 r + j to rank j, so many times.
+                // Rank `r` sends `10 r + j` elements to rank `j`.
                 let sent: Vec<usize> = (0..n).map(|j| 10 * me + j).collect();
                 let received: Vec<usize> = (0..n).map(|r| 10 * r + me).collect();
                 let out: Vec<i16> = sent.iter().flat_map(|&v| vec![v as i16; v]).collect();
                 let want: Vec<i16> = received.iter().flat_map(|&v| vec![v as i16; v]).collect();
                 assert_eq!(comm.all_to_all_v(&out, &sent, &received).unwrap(), want);
 
-                // A star, a ring, and pairs.
+                // Neighbours as a star, as a ring, and in pairs.
                 let star: Vec<Rank> = if me == 0 { (1..n as u32).map(Rank).collect() } else { vec![Rank(0)] };
                 let mut ring = vec![Rank(((me + 1) % n) as u32), Rank(((me + n - 1) % n) as u32)];
                 ring.dedup();
@@ -251,7 +251,8 @@ fn a_split_is_a_communicator_of_its_own() {
     }
 }
 
-/// Rounds to multiples of 1/4 and carries the error over; remembers the phases it saw.
+/// A coder that rounds to multiples of 1/4 and carries the error over to the next round; records the phases
+/// that it was called with.
 struct Quarters(Vec<Phase>);
 
 impl Coder for Quarters {
@@ -275,7 +276,7 @@ impl Coder for Quarters {
     }
 }
 
-/// Values of another kind in another place, with the bytes of [`Quarters`].
+/// Values of another type, encoded to the same bytes as by [`Quarters`].
 struct Elsewhere(Vec<i32>);
 
 impl CodedValues for Elsewhere {
@@ -283,7 +284,7 @@ impl CodedValues for Elsewhere {
         self.0.len()
     }
     fn encode(&mut self, _: Phase, range: Range<usize>, out: &mut Vec<u8>) -> Result<(), CoderError> {
-        // Twentieths, rounded to quarters.
+        // The values are in twentieths; they are encoded in quarters.
         out.extend(self.0[range].iter().map(|v| (f64::from(*v) / 5.0).round() as i8 as u8));
         Ok(())
     }
@@ -343,13 +344,13 @@ fn a_coded_all_reduce_travels_as_the_coders_bytes() {
             let x = (0..1001).map(|i| (i % 7) as f32 + comm.rank().0 as f32 * 0.3).collect();
             let coder = Box::new(Quarters(Vec::new()));
             let (x, _) = comm.start_all_reduce_coded(x, ReduceOp::Mean, coder).wait().unwrap();
-            // Three shards out, one result to three: a byte an element.
+            // Sends the shards of three ranks, and one result to three ranks, in one byte per element.
             let expected = 1001 - comm.shard(1001).len() + 3 * comm.shard(1001).len();
             assert_eq!(comm.stats().sent.payload.0 as usize, expected, "{name}");
             x
         });
         assert!(results.iter().all(|x| *x == results[0]));
-        // 0, 0.3, 0.6 and 0.9 are coded as 0, 0.25, 0.5 and 1, whose mean 0.4375 is coded as 0.5.
+        // 0, 0.3, 0.6 and 0.9 are encoded as 0, 0.25, 0.5 and 1. Their mean 0.4375 is encoded as 0.5.
         assert!(results[0].iter().enumerate().all(|(i, &v)| v == (i % 7) as f32 + 0.5), "{name}");
     }
 }
@@ -367,7 +368,7 @@ fn a_ring_that_encodes_at_each_hop_sums_what_the_codec_keeps_and_loses_at_each_h
                     comm.start_all_reduce_coded_by(program, values, op).wait().unwrap().into_parts().0
                 };
                 let sum = reduce(exact, ReduceOp::Sum);
-                // A tenth is rounded to nothing, and at the next hop again.
+                // 0.1 is rounded to 0, again at each hop.
                 let mean = reduce(vec![0.1; 9], ReduceOp::Mean);
                 (sum, mean)
             });
@@ -416,7 +417,7 @@ fn frames_of_any_of_a_set_and_cancellation() {
             let transport = comm.transport();
             let (tag, limit) = (Tag::user(77, 1), Nanos::from_millis(5000));
             if comm.rank().0 == 0 {
-                // Dropped before anything was sent: what it would have got goes to the next.
+                // Dropped before anything was sent: the next receive gets the frame.
                 drop(transport.recv(Source::Peer(PeerId(1)), tag, limit));
             }
             comm.barrier().unwrap();
@@ -496,8 +497,7 @@ fn one_of_several_messages_is_received_and_a_lost_rank_is_passed_over() {
     for (name, cluster) in TRANSPORTS {
         on_ranks(cluster(3), |comm| match comm.rank().0 {
             0 => {
-                // Rank 1 sends nothing before it has heard from here, so rank 2's is first; and two frames of
-                // it.
+                // Rank 1 sends only after a message from here, so rank 2's message is first; it has two frames.
                 let (from, long) = comm.recv_any(&[Rank(1), Rank(2)], 5).unwrap();
                 assert_eq!((from, long.len()), (Rank(2), 300_000), "{name}");
                 comm.send(Rank(1), 6, b"now").unwrap();
@@ -536,7 +536,7 @@ fn what_operations_do_is_counted_by_name_and_algorithm() {
             let waited = counter.waited.values().map(|time| time.0).sum::<u64>();
             assert!(waited <= counter.took.0, "{name}: {counter:?}");
             if name == "simulated" {
-                // On virtual time all of it is waiting.
+                // In virtual time, all of the operation's time is spent waiting.
                 let peer = PeerId(1 - comm.rank().0);
                 assert_eq!(counter.slowest(), Some((peer, counter.took)), "{counter:?}");
             }

@@ -1,5 +1,5 @@
-//! Networks that grow while they are used: newcomers ask any member, connect to all, and no connection that
-//! exists is touched.
+//! Networks that grow while they are used: newcomers ask any member and connect to all; existing connections
+//! are not touched.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -26,7 +26,7 @@ fn peer(gate: &Gate) -> PeerId {
     gate.transport().me()
 }
 
-/// The sum of one from each of some members, on each of them.
+/// Sums 1.0 over the members; returns the result of each.
 fn sums(gates: &[&Gate], context: u64) -> Vec<f32> {
     let members: Vec<PeerId> = gates.iter().map(|gate| peer(gate)).collect();
     let sum = |gate: &Gate| {
@@ -58,8 +58,8 @@ fn grows(host: &Security, others: &[Security; 3]) {
     let second = asked.join().unwrap();
     wait_for(&first, 1);
     assert_eq!(sums(&[&first, &second], 2), [2.0; 2]);
-    // A third one comes while the two are at work, and asks the one that came later. It is as good a door as
-    // the first, which leaves then.
+    // A third process joins while the two are working, by asking the second member. That works as well as the
+    // first member, which leaves after this.
     let third = thread::scope(|scope| {
         let coming = scope.spawn(|| ask(&second, &others[1]).unwrap().join().unwrap());
         for context in 3..40 {
@@ -71,7 +71,7 @@ fn grows(host: &Security, others: &[Security; 3]) {
     wait_for(&second, 2);
     assert_eq!(sums(&[&first, &third, &second], 50), [3.0; 3]);
     drop(first);
-    // Until it is noticed that the first one has left, the fourth may be told of it, and passes it over.
+    // Until the others notice that the first one has left, they may list it; the fourth skips it.
     let fourth = ask(&second, &others[2]).unwrap().join().unwrap();
     wait_for(&second, 3);
     wait_for(&third, 3);
@@ -97,7 +97,8 @@ fn ticket(host: &Identity, secret: &JoinSecret, expiry: u64) -> Ticket {
 fn whoever_has_the_ticket_is_let_in_by_any_member() {
     let secret = JoinSecret::from_text(b"an old pond, a frog jumps in").unwrap();
     let ticket = ticket(&identity(1), &secret, unix_seconds() + 3600);
-    // The ticket's host is known by its key, so those that ask another member have the ticket's secret alone.
+    // A ticket identifies its host by its key, so processes that ask another member use only the ticket's
+    // secret.
     let by_ticket = |number: u8, host: u8| {
         let ticket = Ticket { host: identity(host).public(), ..ticket.clone() };
         Security::by_ticket(&identity(number), &ticket)
@@ -163,7 +164,7 @@ fn two_that_come_at_the_same_time_meet() {
     let clear = Security::clear();
     for _ in 0..4 {
         let first = Gate::found(&config(&clear)).unwrap();
-        // All have asked before any of them has connected.
+        // All three ask before any of them connects.
         let asked: Vec<_> = (0..3).map(|_| ask(&first, &clear).unwrap()).collect();
         let come: Vec<Gate> = asked.into_iter().map(|asked| asked.join().unwrap()).collect();
         thread::scope(|scope| {
@@ -183,7 +184,7 @@ fn two_that_come_at_the_same_time_meet() {
     }
 }
 
-/// The others still know the place where it was, and for a while may not know that it has left.
+/// The other members still list its old address, and may not notice at once that it has left.
 #[test]
 fn one_comes_anew_at_the_address_that_it_had() {
     let security = Security::clear();
@@ -204,11 +205,11 @@ fn one_comes_anew_at_the_address_that_it_had() {
     again.meet_others(&own).unwrap();
 }
 
-/// What goes to a peer that is not connected yet waits for it, and is not lost.
+/// A message to a peer that is not connected yet waits for it, and is not lost.
 #[test]
 fn a_member_that_begins_before_another_is_connected_waits_for_it() {
     let security = Security::clear();
-    // So that the other one can only have the number 1.
+    // With two slots, the other process can only draw number 1.
     let mut two = config(&security);
     two.slots = 2;
     let first = Gate::found(&two).unwrap();

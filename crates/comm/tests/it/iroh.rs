@@ -1,4 +1,5 @@
-//! What only QUIC has: streams by tag, relays, who is let in, rates of streams, and peers that vanish.
+//! Tests of what only QUIC has: streams by tag, relays, admission by key, rates of streams, and peers that
+//! vanish.
 
 #![cfg(feature = "iroh")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
@@ -30,7 +31,7 @@ fn relay() -> Relay {
     Relay::start(&RelayConfig::new("127.0.0.1:0".parse().unwrap())).unwrap()
 }
 
-/// Sums over all ranks, so many times.
+/// Sums over all ranks this number of times.
 fn sums(comm: &Communicator, times: usize) {
     for i in 0..times {
         let mut x = vec![comm.rank().0 as f32 + i as f32; 10_000];
@@ -51,7 +52,7 @@ fn each_tag_has_a_stream_and_a_full_one_holds_up_no_other() {
         frame
     };
     let (sender, receiver) = (&ends[0], &ends[1]);
-    // More than all windows of one tag hold.
+    // Sends more frames than all windows of one tag hold.
     let full = |i| sender.send(PeerId(1), Tag::user(5, 1), frame(sender, i), limit);
     let sent = std::sync::atomic::AtomicU32::new(0);
     let all = 4 * WINDOW as u32;
@@ -62,7 +63,7 @@ fn each_tag_has_a_stream_and_a_full_one_holds_up_no_other() {
                 sent.fetch_add(1, Ordering::SeqCst);
             }
         });
-        // Until it stands still.
+        // Waits until no more frames leave.
         let mut before = 0;
         while sent.load(Ordering::SeqCst) > before || before == 0 {
             before = sent.load(Ordering::SeqCst);
@@ -87,10 +88,10 @@ fn each_tag_has_a_stream_and_a_full_one_holds_up_no_other() {
 fn frames_keep_their_order_where_streams_are_ended_and_opened_again() {
     let ends = together(&Job::new(2));
     let limit = Nanos::from_millis(10_000);
-    // More tags than streams stay open, over and over, and nothing is taken before the end.
+    // More tags than streams stay open, in many rounds; no frame is taken before the end.
     let (tags, rounds) = (150_u32, 20_u8);
     for round in 0..rounds {
-        // A tag more, for which those that are idle make room.
+        // One more tag, for which an idle stream must be closed.
         for number in (0..tags).chain([1000 + u32::from(round)]) {
             let mut frame = ends[0].lease(9);
             frame.bytes_mut().fill(round);
@@ -175,7 +176,7 @@ fn a_relay_serves_the_keys_of_its_list_alone() {
     }
 }
 
-/// 5 MB a second.
+/// 5 MB per second.
 const RATE: Bandwidth = Bandwidth(40_000_000);
 const BYTES: usize = 2_000_000;
 
@@ -190,7 +191,7 @@ fn a_rate_in_all_is_shared_by_peers_and_one_to_each_is_not() {
             comm.barrier().unwrap();
             let start = comm.now();
             if comm.rank() == Rank(0) {
-                // Two tags to each peer, which share its rate.
+                // Two tags for each peer, which share the peer's rate.
                 let parts = [(1, 1), (2, 1), (1, 2), (2, 2)];
                 let parts = parts.map(|(to, tag)| comm.start_send(Rank(to), tag, vec![7; BYTES / 2]));
                 for part in parts {
@@ -203,7 +204,7 @@ fn a_rate_in_all_is_shared_by_peers_and_one_to_each_is_not() {
             }
             comm.barrier().unwrap();
             let time = comm.now().saturating_sub(start).as_secs_f64();
-            // After a pause 10 ms are sent at once.
+            // After a pause, the bytes of 10 ms may be sent at once.
             let least = sent as f64 * 8.0 / RATE.0 as f64 - 0.011;
             assert!((least..2.0 * least + 0.5).contains(&time), "{time} s, at least {least} s");
         });
@@ -225,7 +226,7 @@ fn paths_tell_round_trips_and_packets_and_what_waits_for_the_rate() {
         comm.barrier().unwrap();
         if comm.rank() == Rank(0) {
             let before = path().queued_for;
-            // 200 ms at the rate.
+            // Takes 200 ms at the rate limit.
             let sent = comm.start_send(Rank(1), 1, vec![7; 200_000]);
             let queued = path().queued.0;
             assert!((100_000..=201_000).contains(&queued), "{queued}");
@@ -234,7 +235,7 @@ fn paths_tell_round_trips_and_packets_and_what_waits_for_the_rate() {
             let after = path();
             let waited = after.queued_for.saturating_sub(before);
             assert!(after.queued.0 == 0 && waited >= Nanos::from_millis(150), "{after:?}");
-            // Packets have at most 64 KiB on the loopback, and seldom more than 1500 bytes.
+            // Packets on the loopback have at most 64 KiB, and seldom more than 1500 bytes.
             assert!(after.packets >= 200_000 / 65_536, "{after:?}");
         } else {
             assert_eq!(comm.recv(Rank(0), 1).unwrap().len(), 200_000);
@@ -292,7 +293,7 @@ fn who_does_not_belong_here_is_turned_away_with_the_reason_and_the_others_meet()
         assert_eq!(refusal(join(good(), job.ticket.expiry, "another", 1)), Refusal::Job);
         let larger = join(good(), job.ticket.expiry, "farflung", 2);
         assert_eq!(refusal(larger), Refusal::WorldSize { want: 2, got: 3 });
-        // Another key where the host is expected.
+        // A host with another key than expected.
         let mut config = job.config(1);
         let host = stranger.public();
         config.security = Security::by_ticket(&job.identities[1], &Ticket { host, ..job.ticket.clone() });
@@ -317,7 +318,7 @@ fn who_does_not_belong_here_is_turned_away_with_the_reason_and_the_others_meet()
     });
 }
 
-/// Sends bytes as a stranger would, over a connection of its own, and returns the answer.
+/// Sends bytes as a stranger, over a new connection, and returns the answer.
 async fn strange(endpoint: &::iroh::Endpoint, host: &::iroh::EndpointAddr, bytes: &[u8]) -> Vec<u8> {
     let connection = loop {
         // The host may not listen yet.
@@ -351,12 +352,12 @@ fn a_stranger_that_speaks_another_protocol_is_refused_and_holds_up_nobody() {
             let answer = strange(&endpoint, &host, &other).await;
             assert!(answer.ends_with(&[3, 4, 5, 250]), "no refusal by version: {answer:?}");
             assert!(strange(&endpoint, &host, &[7; 4000]).await.is_empty());
-            // One that claims more than a greeting has.
+            // A frame that claims to be longer than a greeting may be.
             let mut long = [0; 32];
             long[..6].copy_from_slice(b"FFLC\x05\x04");
             long[25] = 0xff;
             assert!(strange(&endpoint, &host, &long).await.is_empty());
-            // One that stays and says nothing.
+            // A connection that stays open and is silent.
             let silent = endpoint.connect(host.clone(), b"farflung/1").await.unwrap();
             (endpoint, silent)
         });

@@ -1,4 +1,5 @@
-//! The tests of this crate from outside: one program, since each program of tests links all crates anew.
+//! Tests of this crate's public interface. They are one program, because each test program links all crates
+//! again.
 
 mod cancellation;
 mod certificates;

@@ -1,5 +1,5 @@
-//! Who belongs to a communicator, on every transport: survivors that agree whenever another is lost, and
-//! newcomers.
+//! Membership of communicators, on every transport: survivors agree even if another rank is lost meanwhile, and
+//! newcomers join.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(clippy::float_cmp, reason = "these sums are exact")]
@@ -21,9 +21,9 @@ fn sum(comm: &Communicator, own: f64) -> f64 {
     x[0]
 }
 
-/// Five ranks of whom the last is lost; the others shrink, and `second` is lost while they do. Its link to
-/// `deaf` goes a moment before, so that some have heard of it what another has not. What each sees of its first
-/// shrink: its members, and how many are left when all works again.
+/// Five ranks, of which the last is lost. While the others shrink, `second` is lost too. Its link to `deaf` is
+/// cut a moment before, so that some ranks have received its messages and another has not. Returns for each
+/// rank the size of its first shrunk communicator, and the number of ranks left in the end.
 fn lose_two(second: PeerId, deaf: PeerId, at: Nanos) -> Vec<Option<(usize, usize)>> {
     let topology = Topology::uniform(5, "1mbit,5ms".parse().unwrap());
     let faults = Faults::new().at(ms(1)).crash(PeerId(4)).at(at).cut(second, deaf);
@@ -59,7 +59,7 @@ fn survivors_agree_whenever_another_is_lost_among_them() {
             seen.insert(survivors[0].unwrap().0);
         }
     }
-    // Lost before the vote; and in it or after it.
+    // `second` was lost before the vote in some runs, and in or after it in others.
     assert_eq!(seen, [3, 4].into());
 }
 
@@ -85,7 +85,7 @@ fn spare_ranks_come_in_and_a_lost_one_makes_room() {
             assert_eq!((three.rank().0, three.size()), (me, 3), "{name}");
             assert_eq!(sum(&three, 3.0), 8.0, "{name}");
             let all = three.admit(&[PeerId(3)]).unwrap();
-            // The old one is as good as before.
+            // The old communicator still works.
             assert_eq!(sum(&pair, 5.0), 10.0);
             sum(&all, 1.0)
         });
@@ -99,7 +99,7 @@ fn a_newcomer_that_does_not_come_costs_its_deadline_and_nothing_else() {
         on_ranks(cluster(3), |comm| {
             let transport = Arc::clone(comm.transport());
             if transport.me().0 == 2 {
-                // Waits for something else.
+                // Not admitted yet: the wait ends at its deadline.
                 let late = Communicator::wait_for_admission(&transport, ms(1)).unwrap_err();
                 assert!(matches!(late, CommError::Deadline { .. }), "{name}: {late}");
                 for rank in [0, 1] {

@@ -1,4 +1,4 @@
-//! The contract of every transport over the machine's MPI, under the real `mpirun`.
+//! The contract of every transport, over the machine's MPI, under the real `mpirun`.
 
 #![cfg(feature = "mpi")]
 #![expect(
@@ -13,22 +13,22 @@ use crate::common::{memory_cluster, on_ranks};
 use crate::laws::{Among, Found, LAWS, Law};
 use farflung_comm::{Cancel, CommError, Communicator, mpi};
 
-/// The variable by which a rank under `mpirun` is told its law.
+/// Environment variable with the name of the law that a rank under `mpirun` runs.
 const LAW: &str = "FARFLUNG_TEST_LAW";
 
-/// One rank's part: it prints what it finds.
+/// Runs one rank of a law and prints its result.
 fn rank(law: &Law) {
     let number = |name| std::env::var(name).unwrap().parse().unwrap();
     let (rank, size) = (number("OMPI_COMM_WORLD_RANK"), number("OMPI_COMM_WORLD_SIZE"));
     let joined = mpi::join(rank, size).unwrap();
-    // It begins once.
+    // MPI can be initialised only once.
     assert!(matches!(mpi::join(rank, size), Err(CommError::Mpi { .. })));
     let found = law.hold(Communicator::new(joined), Among::Processes).unwrap();
     println!("{found}");
     mpi::leave(0);
 }
 
-/// What all ranks find, in any order.
+/// Runs a law under `mpirun`, and returns the results of all ranks, in any order.
 fn under_mpirun(law: &Law) -> Vec<Found> {
     let test = "mpi::every_law_holds_over_mpi_or_is_refused_with_the_reason";
     let mut mpirun = crate::laws::mpirun(law.ranks);
@@ -39,7 +39,7 @@ fn under_mpirun(law: &Law) -> Vec<Found> {
     said.lines().filter_map(|line| line.parse().ok()).collect()
 }
 
-/// How often each bits were found.
+/// Returns the number of ranks by hash of their results.
 fn bits(found: &[Found]) -> BTreeMap<u64, usize> {
     let mut bits = BTreeMap::new();
     for found in found {

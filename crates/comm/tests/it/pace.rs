@@ -1,4 +1,5 @@
-//! A rate that an endpoint keeps: never more than it, nearly all of it, and the same bits.
+//! Rate limits of an endpoint: the rate is never exceeded, nearly reached, and results are the same bit for
+//! bit.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -11,11 +12,11 @@ use farflung_comm::secure::{Identity, JoinSecret, Security};
 use farflung_comm::tcp::Pace;
 use farflung_comm::{CommError, ReduceOp, Transport as _};
 
-/// 5 MB a second.
+/// 5 MB per second.
 const RATE: Bandwidth = Bandwidth(40_000_000);
 const BYTES: usize = 2_000_000;
 
-/// Endpoints that all keep the same pace.
+/// A cluster whose endpoints all have the same rate limits.
 fn paced(n: usize, security: &Security, pace: Pace) -> Cluster {
     tcp_by(n, &format!("127.0.0.1:{}", free_port()), |config| {
         config.pace = pace;
@@ -27,7 +28,7 @@ fn all() -> Pace {
     Pace { all: RATE, ..Pace::default() }
 }
 
-/// Whether a transfer of so many bytes at the rate took as long as it must, and not much longer.
+/// Returns whether a transfer of this number of bytes took as long as the rate requires, and not much longer.
 fn took(bytes: usize, took: Nanos) -> bool {
     let least = (bytes as f64 * 8.0 / RATE.0 as f64) - 0.011;
     (least..2.0 * least + 0.5).contains(&took.as_secs_f64())
@@ -43,7 +44,7 @@ fn a_message_takes_the_time_of_its_rate_also_where_its_sender_turns_away() {
             let start = comm.now();
             if comm.rank() == Rank(0) {
                 comm.send(other, 1, &vec![7; BYTES]).unwrap();
-                // The last frame waits for the rate, and this rank does nothing that would drive its sockets.
+                // The last frame waits for the rate; this rank does nothing that would poll its sockets.
                 thread::sleep(Duration::from_millis(900));
             } else {
                 let got = comm.recv(other, 1).unwrap();
@@ -68,7 +69,7 @@ fn an_all_reduce_takes_what_its_ranks_send_over_the_rate_and_has_its_bits() {
     };
     let (free, slow) = (sum(tcp_cluster(2)), sum(paced(2, &Security::clear(), all())));
     for ((fast, bits), (slow, same)) in free.iter().zip(&slow) {
-        // Of two ranks each sends a buffer.
+        // In an all-reduce of two ranks, each sends one buffer.
         assert!(bits == same && fast < slow && took(BYTES, *slow), "{fast} {slow}");
     }
 }

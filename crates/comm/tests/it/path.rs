@@ -1,4 +1,4 @@
-//! What transports tell of the path to a peer.
+//! Statistics of the path to a peer, as reported by transports.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -59,7 +59,7 @@ fn what_waits_for_the_rate_is_queued_to_its_peer_alone() {
         comm.barrier().unwrap();
         if comm.rank() == Rank(0) {
             let before = comm.transport().path(PeerId(1)).unwrap().queued_for;
-            // 200 ms at the rate.
+            // Takes 200 ms at the rate limit.
             let sent = comm.start_send(Rank(1), 1, vec![7; 200_000]);
             let path = comm.transport().path(PeerId(1)).unwrap();
             assert!((100_000..=201_000).contains(&path.queued.0), "{path:?}");

@@ -1,4 +1,4 @@
-//! A simulated run is recorded, replayed bit for bit, and told where it left the recording.
+//! Simulated runs are recorded and replayed bit for bit; if a replay differs, the error tells where.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -9,7 +9,7 @@ use farflung_base::{Bandwidth, Nanos, PeerId, Philox, Port, Rank, Topology};
 use farflung_comm::simulated::{Faults, Reached, Recorder, Recording, Simulated, Weather, record};
 use farflung_comm::{CommError, Communicator, ReduceOp, WireError};
 
-/// A few collectives of three ranks, and what went wrong in them; rank 1 computes `spoilt` in the third.
+/// Runs a few collectives of three ranks under faults; rank 1 uses the value `spoilt` in the third.
 fn program((ranks, recorder): (Vec<Arc<Simulated>>, Recorder), spoilt: f32, nap: u64) -> Recording {
     let threads: Vec<_> = ranks
         .into_iter()
@@ -78,7 +78,7 @@ fn where_a_run_leaves_the_recording_is_told() {
     };
     assert_eq!((*after > 10, was.from, was.time), (true, 1, is.time), "{error}");
     assert!(error.to_string().contains("from peer 1 for collective 2"), "{error}");
-    // A run that ends early.
+    // A run that ends earlier than the recording.
     let calm = program(record(&topology, &Faults::new()), 0.0, 0);
     let error = calm.compare(&program(
         record(&topology, &Faults::new().at(Nanos::from_millis(5)).crash(PeerId(0))),
@@ -108,7 +108,7 @@ fn a_spoilt_file_is_refused() {
         bytes.truncate(9 + cut as usize % 800);
         let crc = crc(&bytes[9..]).to_le_bytes();
         bytes[5..9].copy_from_slice(&crc);
-        // Whatever it says, it says so without a panic.
+        // The result may be an error, but must not be a panic.
         let _ = Recording::decode(&bytes);
     }
 }

@@ -1,5 +1,5 @@
-//! Scans, bits, places and reductions of the user's own, and the non-blocking form of each collective: all
-//! against plain loops over the ranks' inputs.
+//! Scans, bitwise and logical operations, located values, user-defined reductions, and the non-blocking form of
+//! each collective. All are compared with plain loops over the ranks' inputs.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -11,13 +11,13 @@ use crate::common::{TRANSPORTS, on_ranks};
 use farflung_base::{Pending, Rank};
 use farflung_comm::{CommError, Communicator, Element, Located, ReduceOp, UserOp, memory};
 
-/// What rank `rank` has at `i`.
+/// Returns the value of rank `rank` at index `i`.
 fn number(rank: usize, i: usize) -> u32 {
     let mixed = (rank as u32 * 31 + i as u32 + 1).wrapping_mul(0x9E37_79B9);
     mixed ^ mixed >> 15
 }
 
-/// `x -> a x + b` modulo 2^32: such functions are associative under composition, and do not commute.
+/// The function `x -> a x + b` modulo 2^32. Composition of such functions is associative, but does not commute.
 type Affine = [u32; 2];
 
 fn affine(rank: usize, i: usize) -> Affine {
@@ -32,7 +32,7 @@ fn composed() -> UserOp<Affine> {
     UserOp::new("composition", compose)
 }
 
-/// The inputs of ranks reduced in their order, element by element.
+/// Reduces the inputs of ranks in rank order, element by element.
 fn folded<T: Element>(
     ranks: std::ops::Range<usize>,
     len: usize,
@@ -66,7 +66,7 @@ fn scans_are_those_of_one_process() {
                     comm.exclusive_scan(&mut least, ReduceOp::Min).unwrap();
                     let mut functions = input(me, len, affine);
                     comm.exclusive_scan(&mut functions, composed()).unwrap();
-                    // Rank 0 keeps its own.
+                    // Rank 0 keeps its own values.
                     let before = 0..me.max(1);
                     assert_eq!(least, folded(before.clone(), len, number, u32::min), "{what}");
                     assert_eq!(functions, folded(before, len, affine, compose), "{what}");
@@ -103,7 +103,7 @@ fn reductions_of_ones_own_keep_the_order_of_ranks() {
                         comm.reduce(&mut x, composed(), root).unwrap();
                         assert!(comm.rank() != root || x == all, "{what}");
                     }
-                    // One that commutes goes by the communicator's own algorithm.
+                    // A reduction that commutes runs by the communicator's own algorithm.
                     let mut x = input(me, len, number);
                     let odd = UserOp::commutative("product of odd", |a: u32, b| (a | 1).wrapping_mul(b | 1));
                     comm.all_reduce(&mut x, odd).unwrap();
@@ -117,7 +117,7 @@ fn reductions_of_ones_own_keep_the_order_of_ranks() {
 
 #[test]
 fn bits_truths_and_places_are_those_of_one_process() {
-    /// Few values, so that many are alike, zero among them.
+    /// Returns one of few values, so that many are equal and some are zero.
     fn few(rank: usize, i: usize) -> u32 {
         number(rank, i) % 3
     }
@@ -167,8 +167,7 @@ fn bits_truths_and_places_are_those_of_one_process() {
     }
 }
 
-/// Ends a non-blocking collective by asking until it is there, where something goes on with it beside the
-/// caller.
+/// Polls a non-blocking collective until it is complete, on transports that make progress in the background.
 fn tested<T>(pending: Pending<T>) -> T {
     for _ in 0..5000 {
         if pending.is_ready() {
@@ -180,8 +179,8 @@ fn tested<T>(pending: Pending<T>) -> T {
     pending.wait()
 }
 
-/// Starts each collective, in the same order on all ranks, ends them from the last to the first, and compares
-/// with the blocking forms.
+/// Starts each collective in the same order on all ranks, waits for them in reverse order, and compares the
+/// results with the blocking forms.
 fn every_started_one(comm: &Communicator, len: usize, ask: bool) {
     let (n, me) = (comm.size(), comm.rank().index());
     let root = Rank((n / 2) as u32);
@@ -257,7 +256,7 @@ fn each_collective_has_a_form_that_does_not_block() {
     for (name, cluster) in TRANSPORTS {
         for n in [1, 2, 3, 5] {
             for len in [0, 1, 40_001] {
-                // Simulated ranks get on only where they wait.
+                // Simulated ranks make progress only while they wait.
                 let ask = name != "simulated" && len == 1;
                 on_ranks(cluster(n), |comm| every_started_one(&comm, len, ask));
             }
@@ -300,7 +299,7 @@ fn ranks_whose_reductions_differ_are_told_so() {
         if rank == Rank(0) { UserOp::new("left", f) } else { UserOp::commutative("left", f) }
     };
     assert!(refused(by_order).iter().any(|error| matches!(error, CommError::Mismatch { .. })));
-    // As many numbers, in arrays of another length.
+    // The same number of scalars, in arrays of another length.
     let errors = on_ranks(crate::common::memory_cluster(2), |comm| match comm.rank() {
         Rank(0) => comm.all_reduce(&mut [[1_u8; 4]; 3], ReduceOp::Sum),
         _ => comm.all_reduce(&mut [[1_u8; 3]; 4], ReduceOp::Sum),

@@ -1,5 +1,5 @@
-//! Connections with TLS: the same collectives with the same bits, and everybody who does not belong is turned
-//! away by name while the others go on.
+//! Connections with TLS: collectives give the same bits as without, and processes that do not belong to the job
+//! are refused with the reason while the others continue.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -40,12 +40,12 @@ fn config(rank: u32, size: u32, master: &str, security: &Security) -> Config {
     config
 }
 
-/// A value for each element and rank that differs from all others nearby.
+/// Returns values that differ between ranks and between nearby elements.
 fn values(rank: u32, length: usize) -> Vec<f32> {
     (0..length).map(|i| ((i * 31 + rank as usize * 7919) % 10007) as f32 / 97.0 - 50.0).collect()
 }
 
-/// What an all-reduce of several lengths gives on all ranks.
+/// Returns the results of all-reduces of several lengths on all ranks.
 fn reduced(comms: Vec<Communicator>) -> Vec<Vec<Vec<u32>>> {
     let ranks = comms.into_iter().map(|comm| {
         thread::spawn(move || {
@@ -106,7 +106,8 @@ fn ranks_that_know_their_addresses_need_no_host() {
     assert!(all[0] == all[1] && all[1] == all[2]);
 }
 
-/// Rank 1 of 2 with `stranger` is refused by rank 0 with `host`, and one with `member` comes in after it.
+/// Checks that rank 0 with `host` refuses rank 1 with `stranger`, and then accepts one with `member`; returns
+/// the error of `stranger`.
 fn refused(host: &Security, stranger: &Security, member: &Security) -> CommError {
     let master = free();
     thread::scope(|scope| {
@@ -135,18 +136,18 @@ fn whoever_does_not_belong_is_turned_away_by_name() {
     assert!(error.to_string().contains("of another run"), "{error}");
     assert_eq!(host.refused().counts()["wrong secret"], 1);
 
-    // Without encryption, where the host has it.
+    // A stranger without encryption, if the host uses it.
     let error = refused(&host, &Security::clear(), &by_secret(2));
     assert_eq!(reason(&error), Some(Refusal::Clear), "{error}");
     assert!(error.to_string().contains("--insecure"), "{error}");
 
-    // With encryption, where the host has none.
+    // A stranger with encryption, if the host does not use it.
     let clear = Security::clear();
     let error = refused(&clear, &by_secret(2), &Security::clear());
     assert!(error.to_string().contains("not encrypted"), "{error}");
     assert_eq!(clear.refused().counts()["not encrypted"], 1);
 
-    // With the secret, and a key that is not in the list.
+    // A stranger with the secret, but with a key that is not in the list.
     let picky = by_secret(1).allowing([identity(2).public()]);
     let error = refused(&picky, &by_secret(3), &by_secret(2));
     assert_eq!(reason(&error), Some(Refusal::Key), "{error}");
@@ -168,11 +169,11 @@ fn tickets_hold_for_one_host_one_secret_and_some_time() {
         "{error}"
     );
 
-    // The expiry cannot be moved.
+    // A changed expiry is detected.
     let moved = Ticket { expiry: soon + 1, ..ticket(&host, &secret, soon) };
     assert_eq!(reason(&refused(&by_host, &of(&moved), &good)), Some(Refusal::Secret));
 
-    // The secret was rotated.
+    // A ticket of the secret before it was rotated.
     let rotated = Security::by_secret(&host, &JoinSecret::generate().unwrap());
     let master = free();
     thread::scope(|scope| {
@@ -184,7 +185,7 @@ fn tickets_hold_for_one_host_one_secret_and_some_time() {
         assert!(matches!(alone.join().unwrap(), CommError::Missing { .. }));
     });
 
-    // Who answers has another key than the host.
+    // The process that answers has another key than the host.
     let impostor = Security::by_secret(&identity(9), &secret);
     let error = thread::scope(|scope| {
         let master = free();
@@ -196,7 +197,7 @@ fn tickets_hold_for_one_host_one_secret_and_some_time() {
     assert!(matches!(error, CommError::Unproven { reason: Refusal::Key, .. }), "{error}");
 }
 
-/// A relay that keeps what goes through it, to one address, and changes it on the way.
+/// Runs a proxy to an address, which keeps all bytes that pass and may change them.
 fn relay(to: SocketAddr, change: fn(usize, &mut [u8])) -> (SocketAddr, Arc<Mutex<[Vec<u8>; 2]>>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let at = listener.local_addr().unwrap();
@@ -244,7 +245,7 @@ fn nothing_is_readable_on_the_way_and_a_replay_is_refused() {
             assert_eq!(a.recv(farflung_base::Rank(1), 3).unwrap(), b"gradients of a frog");
         });
     };
-    // As a control: everything is, without encryption.
+    // Control: without encryption, these bytes are found.
     run(&Security::clear());
     let clear = std::mem::take(&mut *kept.lock().unwrap());
     assert!(contains(&clear[0], b"FFLC") && contains(&clear[0], b"gradients of a frog"));
@@ -255,7 +256,7 @@ fn nothing_is_readable_on_the_way_and_a_replay_is_refused() {
         assert!(way.len() > 500);
         assert!(!contains(way, b"FFLC") && !contains(way, b"frog") && !contains(way, b"farflung\0"));
     }
-    // The whole of it once more, to the next job with the same secret and key, which a true rank joins after.
+    // Replays all bytes to the next job with the same secret and key; then a true rank joins.
     thread::scope(|scope| {
         let rank_0 = scope.spawn(|| tcp::join(&config(0, 2, &master, &security)).unwrap());
         let mut stranger = loop {
@@ -266,7 +267,7 @@ fn nothing_is_readable_on_the_way_and_a_replay_is_refused() {
         stranger.write_all(&sealed[0]).unwrap();
         stranger.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
         let mut answer = Vec::new();
-        // A reset instead of an end is as good.
+        // The connection may end by a reset too.
         let _ = stranger.read_to_end(&mut answer);
         tcp::join(&config(1, 2, &master, &security)).unwrap();
         rank_0.join().unwrap();
@@ -277,7 +278,7 @@ fn nothing_is_readable_on_the_way_and_a_replay_is_refused() {
 #[test]
 fn what_is_changed_on_the_way_ends_the_link_by_name() {
     let (master, security) = (free(), by_secret(1));
-    // Behind the handshake and the greetings, one bit of what rank 1 sends.
+    // Flips one bit that rank 1 sends after the handshake and the greetings.
     let (at, _) = relay(master.parse().unwrap(), |so_far, bytes| {
         if (so_far..so_far + bytes.len()).contains(&20_000) {
             bytes[20_000 - so_far] ^= 1;
@@ -311,7 +312,7 @@ fn stores_prove_themselves_too() {
     let error = connect(&wrong).unwrap_err();
     assert_eq!(reason(&error), Some(Refusal::Secret), "{error}");
     assert_eq!(reason(&connect(&Security::clear()).unwrap_err()), Some(Refusal::Clear));
-    // A connection that says nothing holds nobody up.
+    // A silent connection delays no other.
     let _silent = TcpStream::connect(&address).unwrap();
     let store = connect(&by_secret(2)).unwrap();
     let value: Vec<u8> = (0..200_000).map(|i| (i % 251) as u8).collect();

@@ -1,4 +1,4 @@
-//! Services: messages are answered as they arrive, whatever the rank itself does.
+//! Services: messages are answered as they arrive, whatever else the rank does.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -11,7 +11,7 @@ use farflung_comm::{Answer, Asked, Communicator, Service, ServiceTags};
 
 const TAGS: ServiceTags = ServiceTags { ask: 1, answer: 2 };
 
-/// Adds up the first bytes that it is sent, and tells the sender the sum so far.
+/// Adds up the first bytes of its messages, and sends the sum so far to the sender.
 #[derive(Default)]
 struct Adder {
     sum: u64,
@@ -34,7 +34,7 @@ fn ask(comm: &Communicator, first: u8, len: usize) -> u64 {
     u64::from_le_bytes(answer[..8].try_into().unwrap())
 }
 
-/// Each rank asks 20 times, messages of one frame and of several.
+/// Each rank sends 20 requests, of one frame and of several.
 fn all_ask(comm: &Communicator) -> u64 {
     let adder = Arc::new(Mutex::new(Adder::default()));
     let serving = (comm.rank() == Rank(0)).then(|| comm.start_service(TAGS, &adder));
@@ -83,7 +83,7 @@ fn answers_leave_when_messages_arrive_though_the_rank_computes() {
     let ranks = run();
     assert_eq!(ranks, run());
     let trip = |at: Nanos| (at.as_secs_f64() * 1e3 * 10.0).round() / 10.0;
-    // 100 bytes and what frames them take 10 us or so each way.
+    // 100 bytes and the headers of their frames take about 10 us each way.
     let times: Vec<f64> = ranks[1].0.iter().map(|(_, at)| trip(*at)).collect();
     assert_eq!(times, [120.0, 140.0, 160.1]);
     let sums: Vec<u64> = ranks[2].0.iter().map(|(sum, _)| *sum).collect();
@@ -120,7 +120,7 @@ fn the_others_are_answered_when_one_is_lost() {
     assert_eq!(ranks[1].last(), Some(&15));
 }
 
-/// Tells the second rank of whatever it is asked.
+/// Forwards every message to rank 1.
 struct Herald;
 impl Service for Herald {
     fn receive(&mut self, asked: Asked) -> Vec<Answer> {
@@ -152,7 +152,7 @@ fn a_rank_that_asks_itself_and_computes_on_has_told_the_others() {
     }
 }
 
-/// Passes a number on to the next rank's service until it has come round; then tells whoever waits on rank 0.
+/// Passes a number to the next rank's service until it has been around all ranks; then sends it to rank 0.
 struct Passes {
     me: u32,
     ranks: u32,

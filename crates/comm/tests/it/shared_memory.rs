@@ -1,4 +1,4 @@
-//! What shared memory adds to the contract of all transports: how peers come to it, and who cannot.
+//! Tests of shared memory beyond the contract of all transports: how peers agree on it, and which peers cannot.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(clippy::float_cmp, reason = "these sums are exact")]
@@ -12,7 +12,7 @@ use farflung_comm::secure::{Identity, JoinSecret, Security};
 use farflung_comm::tcp::{self, Gate, GateConfig, SharedMemory};
 use farflung_comm::{CommError, Communicator, FRAME_BYTES, ReduceOp, Source, Tag, Transport as _};
 
-/// Sums over and over, from the first moment on: most peers switch in the middle of it.
+/// Sums again and again from the start: most peers switch to shared memory in the middle of it.
 fn sums(cluster: Cluster) {
     on_ranks(cluster, |comm| {
         let n = comm.size();
@@ -55,7 +55,7 @@ fn who_has_to_share_and_cannot_is_told_with_whom() {
             config.shared_memory = if rank == 0 { SharedMemory::Always } else { SharedMemory::Never };
             scope.spawn(move || match tcp::join(&config) {
                 Err(error) => Some(error),
-                // It looks at what it is asked, and answers, while it waits for anything.
+                // Negotiation goes on while it waits for a message.
                 Ok(met) => {
                     let comm = Communicator::new(met).with_deadline(Nanos::from_millis(10_000));
                     comm.recv(Rank(0), 1).err()
@@ -73,7 +73,7 @@ fn who_has_to_share_and_cannot_is_told_with_whom() {
 fn frames_that_nobody_takes_do_not_hold_up_others() {
     on_ranks(shared_memory_cluster(2), |comm| {
         let (me, other) = (comm.rank(), Rank(1 - comm.rank().0));
-        // More than there are slots, both ways, before anything of it is taken.
+        // Sends more frames than there are slots, in both directions, before any is taken.
         let sends: Vec<_> =
             (0..4).map(|tag| comm.start_send(other, tag, vec![tag as u8; 9 * FRAME_BYTES])).collect();
         let late: Vec<_> =
@@ -110,7 +110,7 @@ fn frames_that_are_kept_stay_as_they_came() {
             }
             comm.send(Rank(0), 9, &[]).unwrap();
             drop(comm);
-            // Also when the endpoint is gone.
+            // The frames are valid even after the endpoint is gone.
             assert!((0..).zip(&kept).all(|(number, frame)| frame.bytes().iter().all(|&b| b == number)));
         }
     });
@@ -140,6 +140,6 @@ fn members_of_gates_share_memory_as_well() {
             });
         }
     });
-    // This one's mapping, and the other's.
+    // Mappings of this endpoint and of the other.
     assert!(mapped() >= 2);
 }

@@ -1,4 +1,4 @@
-//! The step lists: their shape by snapshot, their truth by symbolic execution.
+//! Programs of collectives: their shape is checked by snapshots, their results by symbolic execution.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -19,10 +19,11 @@ fn all(n: usize, program: impl Fn(Rank) -> Program) -> Vec<Program> {
     (0..n as u32).map(|rank| program(Rank(rank))).collect()
 }
 
-/// One block's contents and where it goes: what is on its way.
+/// Contents of blocks in transit, by lane, sender and receiver.
 type Wires = Vec<Vec<Vec<VecDeque<Vec<u64>>>>>;
 
-/// Runs the programs on sets of ranks as bits: afterwards `[rank][block]` says whose values are in there.
+/// Runs the programs on sets of ranks, given as bits. The result `[rank][block]` is the set of ranks whose
+/// values are in the block.
 fn execute(programs: &[Program], start: impl Fn(usize, usize) -> u64) -> Vec<Vec<u64>> {
     execute_by(programs, start, |merge, into, value| match merge {
         Merge::Copy => *into = value,
@@ -33,7 +34,8 @@ fn execute(programs: &[Program], start: impl Fn(usize, usize) -> u64) -> Vec<Vec
     })
 }
 
-/// The same, where whatever is reduced must be of neighbouring ranks, the lower ones first.
+/// Runs the programs as [`execute`] does, and checks that only neighbouring ranges of ranks are combined, the
+/// lower ranks first.
 fn execute_in_order(programs: &[Program], start: impl Fn(usize, usize) -> u64) -> Vec<Vec<u64>> {
     execute_by(programs, start, |merge, into, value| {
         let (low, high) = match merge {
@@ -48,7 +50,7 @@ fn execute_in_order(programs: &[Program], start: impl Fn(usize, usize) -> u64) -
     })
 }
 
-/// Runs the programs, with a rule for what meets what is there.
+/// Runs the programs; `meet` combines a received value with that of the block.
 fn execute_by(
     programs: &[Program],
     start: impl Fn(usize, usize) -> u64,
@@ -59,7 +61,7 @@ fn execute_by(
         (0..n).map(|rank| (0..programs[rank].blocks).map(|b| start(rank, b)).collect()).collect();
     let lanes = programs.iter().map(|p| p.lanes.len()).max().unwrap_or(0);
     let mut wires: Wires = vec![vec![vec![VecDeque::new(); n]; n]; lanes];
-    // By rank and lane: the step, whether its sends are out, and its receives that are done.
+    // By rank and lane: the step, whether its sends are done, and the number of its receives that are done.
     let mut cursor = vec![vec![(0, false, 0); lanes]; n];
     let mut moved = true;
     while std::mem::take(&mut moved) {
@@ -92,7 +94,7 @@ fn execute_by(
     state
 }
 
-/// `n` ranks in regions of three, ten times as far from each other as within.
+/// `n` ranks in regions of three; distances between regions are ten times those within.
 fn spread(n: usize) -> Topology {
     let mut topology = Topology::uniform(n, "1gbit,1ms".parse().unwrap());
     for a in 0..n as u32 {
@@ -104,13 +106,13 @@ fn spread(n: usize) -> Topology {
     topology
 }
 
-/// The ranks in groups of at most `size`.
+/// Returns the ranks in groups of at most `size`.
 fn groups(n: usize, size: usize) -> Vec<Vec<Rank>> {
     let all: Vec<Rank> = (0..n as u32).map(Rank).collect();
     all.chunks(size).map(<[Rank]>::to_vec).collect()
 }
 
-/// Every all-reduce among `n`.
+/// Returns the programs of every all-reduce among `n` ranks.
 fn all_reduces(n: usize) -> Vec<(String, Vec<Program>)> {
     let mut found: Vec<_> = Algorithm::ALL
         .into_iter()
@@ -141,7 +143,7 @@ fn every_rank_ends_with_everything_once() {
         let everyone = (1_u64 << n) - 1;
         for (name, programs) in all_reduces(n) {
             let end = execute(&programs, |rank, _| 1 << rank);
-            // Blocks of nothing may be left alone.
+            // Blocks without elements need not be reduced.
             let bounds = programs[0].bounds.clone();
             let holds = |b: usize| bounds.as_ref().is_none_or(|bounds| bounds[b + 1] > bounds[b]);
             for blocks in end {
@@ -158,7 +160,7 @@ fn every_rank_ends_with_everything_once() {
             assert!(gathered.iter().all(|blocks| blocks.iter().enumerate().all(|(b, &set)| set == 1 << b)));
         }
         for to_all in [pairwise_all_to_all, direct_all_to_all, bruck_all_to_all] {
-            // Rank r's block for rank b is r * n + b + 1.
+            // The block from rank `r` to rank `b` has the value `r * n + b + 1`.
             let ends =
                 execute(&all(n, |r| to_all(r, n)), |r, b| if b < n { (r * n + b + 1) as u64 } else { 0 });
             for (rank, blocks) in ends.iter().enumerate() {
@@ -279,7 +281,7 @@ fn regions_are_those_that_are_near_each_other() {
     assert_eq!(regions(&spread(7)), groups(7, 3));
     let flat = Topology::uniform(5, "1gbit,1ms".parse().unwrap());
     assert_eq!(regions(&flat), groups(5, 5));
-    // By bandwidth alone: of links, and of lines that regions share. A slow access link makes no region.
+    // By bandwidth alone: of links, and of lines that regions share. A slow access link does not make a region.
     let mut by_links = Topology::uniform(6, "1gbit,1ms".parse().unwrap());
     for (a, b) in (0..6).flat_map(|a| (0..6).map(move |b| (a, b))).filter(|(a, b)| a / 3 != b / 3) {
         by_links.set_link(Rank(a), Rank(b), "100mbit,1ms".parse().unwrap());

@@ -1,5 +1,5 @@
-//! The store: what one process leaves, the others find; who is missing is named; nonsense ends its sender
-//! alone.
+//! The store: values that one process puts are found by others, missing ranks are named, and invalid requests
+//! only end their sender's connection.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -39,7 +39,7 @@ fn values_numbers_and_firsts() {
     assert_eq!(a.get("n").unwrap().unwrap(), (-2_i64).to_le_bytes());
     let error = a.add("new", 1).unwrap_err();
     assert!(matches!(&error, CommError::Denied { op: "add", key } if key == "new"), "{error}");
-    // Refused before it is sent; the client goes on.
+    // Rejected before it is sent, so the client can go on.
     assert!(matches!(a.put("long", &vec![0; VALUE_BYTES]), Err(CommError::Argument { .. })));
     let long = vec![7; VALUE_BYTES - 10];
     a.put("long", &long).unwrap();
@@ -96,7 +96,7 @@ fn other_jobs_and_nonsense_are_turned_away() {
         let bytes: Vec<u8> = (0..64).map(|j| rng.word(64 * i + j) as u8).collect();
         stream.write_all(&bytes).unwrap();
         let mut answer = Vec::new();
-        // Closed with or without a word.
+        // The connection may end with or without an error.
         let _ = stream.read_to_end(&mut answer);
         assert!(answer.is_empty());
     }

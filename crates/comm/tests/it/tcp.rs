@@ -1,4 +1,4 @@
-//! What only sockets can do wrong: ports, strangers, strangers' bytes, and peers that vanish.
+//! Faults that only sockets have: ports in use, strangers, garbage from strangers, and peers that vanish.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(clippy::float_cmp, reason = "these sums are exact")]
@@ -58,7 +58,7 @@ fn the_missing_are_named_to_everyone() {
     assert!(matches!(join(&alone).unwrap_err(), CommError::Missing { ranks, .. } if ranks == [Rank(0)]));
 }
 
-/// Addresses that were free a moment ago.
+/// Returns addresses that were free a moment ago.
 fn peers(n: usize) -> Vec<String> {
     let held: Vec<_> = (0..n).map(|_| std::net::TcpListener::bind("127.0.0.1:0").unwrap()).collect();
     held.iter().map(|listener| listener.local_addr().unwrap().to_string()).collect()
@@ -138,7 +138,7 @@ fn the_wrong_ones_are_refused_and_the_job_goes_on() {
         let length = answer.len();
         assert_eq!(parse(&answer), Ok(Parsed::Whole(Message::Control(want), length)));
 
-        // Garbage, a silent one, and a claimed length beyond all bounds do not hold up the others.
+        // Garbage, silent connections, and a false, huge length do not delay the ranks.
         let silent = TcpStream::connect(("127.0.0.1", port)).unwrap();
         let rng = Philox::new(3, 3);
         for i in 0..50 {
@@ -161,7 +161,7 @@ fn the_wrong_ones_are_refused_and_the_job_goes_on() {
     });
 }
 
-/// What a rank 1 says that is no rank 1 at all: joins, then sends raw bytes.
+/// Joins as rank 1, then sends raw bytes.
 fn impostor(port: u16, bytes: &[u8]) -> TcpStream {
     let mut stream = loop {
         match TcpStream::connect(("127.0.0.1", port)) {
@@ -183,7 +183,7 @@ fn impostor(port: u16, bytes: &[u8]) -> TcpStream {
     stream
 }
 
-/// A frame after the README's specification.
+/// Encodes a frame by the specification in the README.
 fn message(kind: u8, payload: &[u8]) -> Vec<u8> {
     let mut header = [0_u8; HEADER_BYTES];
     header[..6].copy_from_slice(&[b'F', b'F', b'L', b'C', VERSION, kind]);
@@ -237,7 +237,7 @@ fn a_flood_is_not_read_beyond_the_bound() {
     std::thread::scope(|scope| {
         let master = scope.spawn(move || {
             let comm = Communicator::new(join(&config(0, 2, port)).unwrap());
-            // Waits for something else while the peer sends what nobody asked for.
+            // Waits for another message while the peer sends frames that no operation receives.
             let error = comm.clone().with_deadline(Nanos::from_millis(600)).recv(Rank(1), 5).unwrap_err();
             assert!(matches!(error, CommError::Deadline { peer: PeerId(1), .. }), "{error}");
             comm.stats().received.payload.0 as usize
@@ -280,7 +280,7 @@ fn a_peer_that_dies_in_the_middle_fails_the_others_and_is_named() {
 fn a_started_all_reduce_goes_on_while_nobody_waits() {
     let overlapped = on_ranks(tcp_at(2, &format!("127.0.0.1:{}", free_port()), 1), |comm| {
         let pending = comm.start_all_reduce(vec![1.0_f32; 4 << 20], ReduceOp::Sum);
-        // A sleep is compute that leaves the processors to others.
+        // The sleep stands for a computation that leaves the cores free.
         std::thread::sleep(Duration::from_millis(1_500));
         let start = Instant::now();
         let x = pending.wait().unwrap();
@@ -330,7 +330,7 @@ fn the_number_of_streams_is_bounded_and_the_same_on_all_ranks() {
     assert!(errors.iter().all(Result::is_err), "{errors:?}");
 }
 
-/// Far more connections than may wait, and none of them says anything.
+/// Far more silent connections than may wait.
 #[test]
 fn connections_that_say_nothing_keep_no_rank_out() {
     let port = free_port();
@@ -351,7 +351,7 @@ fn connections_that_say_nothing_keep_no_rank_out() {
     });
 }
 
-/// A rank that dies while others are still awaited, and is started again: it takes the place of its dead self.
+/// A rank that dies while others are still missing, and is started again, replaces its dead process.
 #[test]
 fn a_rank_that_comes_again_takes_its_own_place() {
     let port = free_port();
@@ -373,7 +373,7 @@ fn a_rank_that_comes_again_takes_its_own_place() {
             digest: &[],
         };
         dead.write_all(&message(4, &greet.encode())).unwrap();
-        // It is in now: whoever else says that it is rank 1 is refused.
+        // It has joined now: another process that claims rank 1 is refused.
         let taken = loop {
             match join(&config(1, 3, port)).unwrap_err() {
                 CommError::Refused { reason, .. } => break reason,

@@ -1,6 +1,5 @@
-//! Networks of 64 ranks and more: everything that reaches any rank, every clock, every error and every bit are
-//! those that were recorded when an event still looked at all ranks (July 2026). A change of the queue must
-//! change none.
+//! Networks of 64 ranks and more: all events, clocks, errors and results are equal to those recorded in July
+//! 2026 with an older queue, in which an event checked all ranks. A change of the queue must not change them.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -10,10 +9,10 @@ use farflung_base::{Link, Nanos, PeerId, Philox, Rank, Topology};
 use farflung_comm::simulated::{Faults, Weather, record};
 use farflung_comm::{CommError, Communicator, ReduceOp};
 
-/// What a rank does; it may depend on nothing but the rank and what reaches it.
+/// Work of a rank; it may depend only on the rank and on what it receives.
 type Work = fn(&Communicator, &mut Log);
 
-/// What a rank saw.
+/// Log of a rank's results.
 struct Log(String);
 
 impl Log {
@@ -26,7 +25,7 @@ impl Log {
     }
 }
 
-/// How many events there were, the latest clock, and checksums of all events and of all that ranks saw.
+/// Number of events, latest clock, and checksums of all events and of all logs.
 #[derive(Debug, PartialEq, Eq)]
 struct Trace {
     events: usize,
@@ -72,7 +71,7 @@ fn messages(all: &[Vec<u8>]) -> u32 {
     crc32fast::hash(&all.concat())
 }
 
-/// Reductions that go on while the ranks compute, exchanges, and rings of messages beside them.
+/// Reductions that run while the ranks compute, exchanges, and rings of messages at the same time.
 fn collectives(comm: &Communicator, log: &mut Log) {
     let (me, n) = (comm.rank().0, comm.size() as u32);
     let own = Philox::new(11, u64::from(me));
@@ -94,7 +93,7 @@ fn collectives(comm: &Communicator, log: &mut Log) {
         log.note(comm, reduced, |sum| floats(sum));
     }
     log.note(comm, comm.barrier(), |()| 1);
-    // Halves of their own, of which one is late.
+    // A communicator for each half of the ranks; one half starts late.
     let half = comm.split(me % 2, n - me).unwrap();
     if me % 2 == 1 {
         comm.advance(Nanos::from_millis(40));
@@ -103,7 +102,7 @@ fn collectives(comm: &Communicator, log: &mut Log) {
     log.note(comm, half.all_reduce(&mut y, ReduceOp::Sum).map(|()| y), |sum| floats(sum));
 }
 
-/// The same until something goes wrong, and then again among those that are left.
+/// Runs collectives until one fails, and then again among the surviving ranks.
 fn survivors(comm: &Communicator, log: &mut Log) {
     let own = Philox::new(12, u64::from(comm.rank().0));
     let mut now = comm.clone();
@@ -126,7 +125,7 @@ fn survivors(comm: &Communicator, log: &mut Log) {
     }
 }
 
-/// Four regions: near within, far and uneven between.
+/// Four regions with short links inside, and long, unequal links between them.
 fn regions(n: usize) -> Topology {
     let mut topology = Topology::uniform(n, "200mbit,1ms".parse().unwrap());
     let far = [[0, 25, 70, 110], [30, 0, 55, 90], [70, 60, 0, 140], [100, 95, 150, 0]];
@@ -139,7 +138,7 @@ fn regions(n: usize) -> Topology {
     topology
 }
 
-/// No two links alike.
+/// A topology in which no two links are equal.
 fn unlike(n: usize) -> Topology {
     let rng = Philox::new(21, 5);
     let mut topology = Topology::uniform(n, "100mbit,1ms".parse().unwrap());

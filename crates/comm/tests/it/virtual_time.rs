@@ -25,7 +25,7 @@ fn within(got: Nanos, want: f64, tolerance: f64, what: &str) {
 
 #[test]
 fn all_reduce_takes_its_closed_form_and_its_price() {
-    // 8 ranks: latencies, and buffers through each rank.
+    // Eight ranks: number of latencies, and buffers sent by each rank.
     let forms = [
         (Algorithm::Ring, 14.0, 1.75),
         (Algorithm::RecursiveDoubling, 3.0, 3.0),
@@ -33,7 +33,7 @@ fn all_reduce_takes_its_closed_form_and_its_price() {
         (Algorithm::Hierarchical, 14.0, 1.75),
         (Algorithm::Direct, 2.0, 1.75),
         (Algorithm::Butterfly, 2.0, 1.75),
-        // 2 x 4: rings of 4, then of 2.
+        // On a grid of 2 x 4 ranks: rings of 4, then of 2.
         (Algorithm::Moshpit, 8.0, 1.5 + 1.0),
     ];
     let topology = uniform(8, "1gbit,10ms");
@@ -106,7 +106,7 @@ fn a_wait_costs_the_greater_of_compute_and_communication() {
         *times.iter().max().unwrap()
     };
     let alone = reduce(0);
-    // Of the six latencies of a pipelined ring five hide behind transfers.
+    // Of the six latencies of a pipelined ring, five overlap with transfers.
     within(alone, 0.02 + 1.5 * (4 << 20) as f64 * 8e-8, 0.02, "alone");
     for compute in [50, 300, 523, 700, 2000] {
         within(reduce(compute), alone.as_secs_f64().max(compute as f64 / 1e3), 0.02, "overlapped");
@@ -123,7 +123,7 @@ fn started_together_they_share_the_link() {
         }
         comm.now()
     });
-    // Four megabytes through one port; the latencies hide behind each other's transfers.
+    // Four megabytes through one port; the latencies overlap with other transfers.
     within(times[0], 0.32, 0.02, "four at once");
     assert_eq!(times[0], times[1]);
 }
@@ -153,7 +153,7 @@ fn the_receivers_downlink_is_shared_and_the_far_do_not_hold_up_the_near() {
     within(times[0][2], 0.58, 0.02, "the far one");
 }
 
-/// Two regions of two with a line of 8 Mbit/s out of each, and access links of 800 and 80 Mbit/s.
+/// Two regions of two ranks, each with a line of 8 Mbit/s, and access links of 800 and 80 Mbit/s.
 fn with_lines() -> Topology {
     let mut topology = uniform(4, "800mbit,1ms");
     topology.set_port(Rank(1), Port { up: Bandwidth(80_000_000), down: Bandwidth(80_000_000) });
@@ -179,9 +179,10 @@ fn what_leaves_a_region_shares_its_line_and_what_stays_does_not() {
         }
         comm.now()
     });
-    // Both messages go out over one line of 1 MB/s.
+    // Both messages leave over one line of 1 MB/s.
     within(times[2].max(times[3]), 0.201, 0.02, "two messages over one line");
-    // Inside nothing waits for the line: 100 kB from the slower access link, behind what leaves through it.
+    // Inside a region nothing waits for the line: the 100 kB take the time of the slower access link, after the
+    // bytes that leave the region through it.
     assert!(times[0].max(times[1]) < Nanos::from_millis(30), "{times:?}");
 }
 
@@ -191,7 +192,7 @@ fn a_slow_access_link_does_not_hold_up_the_line_of_its_region() {
     topology.set_port(Rank(1), Port { up: Bandwidth(800_000), down: Bandwidth(80_000_000) });
     let times = on_ranks(over(&topology), |comm| {
         match comm.rank().0 {
-            // A second over its own uplink of 100 kB/s, in frames that wait for it.
+            // Takes 4 s over its own uplink of 100 kB/s, in frames that wait for the uplink.
             1 => comm.send(Rank(3), 1, &vec![0; 400_000]).unwrap(),
             0 => {
                 comm.advance(Nanos::from_millis(1));
@@ -201,7 +202,7 @@ fn a_slow_access_link_does_not_hold_up_the_line_of_its_region() {
         }
         comm.now()
     });
-    // Behind one frame of the other, and not behind those that still wait for its uplink.
+    // Waits for at most one frame of the other message, not for those that are still waiting for its uplink.
     assert!(times[2] < Nanos::from_millis(400), "{times:?}");
     within(times[3], 4.0, 0.05, "the slow one");
 }
@@ -226,7 +227,7 @@ fn lines_change_no_bit_and_no_time_from_run_to_run_and_prices_know_them() {
     }
 }
 
-/// A run with a bit of everything; returns every rank's clock after each part, and the sums.
+/// Runs a mix of operations; returns each rank's clock after each part, and the sums.
 fn mixed(cluster: Cluster, seed: Option<u64>) -> Vec<(Vec<Nanos>, Vec<u32>)> {
     on_ranks(cluster, |comm| {
         let me = comm.rank().0;
@@ -284,7 +285,7 @@ fn a_crash_in_the_middle_names_the_peer_and_no_result_is_half() {
             match error {
                 Some(error) if rank == 2 => assert!(matches!(error, CommError::Ended { .. }), "{error}"),
                 Some(error) => assert_eq!(error.peer(), Some(PeerId(2)), "at {at} ms, rank {rank}: {error}"),
-                // Whoever needs nothing more of the lost peer ends with the whole sum.
+                // A rank that needs no more data from the lost peer ends with the complete sum.
                 None => assert!(at == 400 && rank < 2, "at {at} ms, rank {rank}"),
             }
             assert!(*time < Nanos::from_millis(at + 700), "at {at} ms, rank {rank}: {time}");
@@ -309,7 +310,8 @@ fn a_cut_link_is_found_at_the_deadline_in_virtual_time() {
     assert!(errors.iter().all(|(_, time)| *time <= Nanos::from_millis(2_100)), "{errors:?}");
 }
 
-/// When four ranks have all-reduced 400 kB over 100 Mbit/s and 20 ms, and what went wrong.
+/// Returns the time at which each of four ranks has all-reduced 400 kB over 100 Mbit/s and 20 ms, and its
+/// error.
 fn under(faults: &Faults) -> Vec<(Nanos, Option<CommError>)> {
     on_ranks(faulty(&uniform(4, "100mbit,20ms"), faults), |comm| {
         let comm = comm.with_deadline(Nanos::from_millis(2_000));
@@ -323,7 +325,7 @@ fn under(faults: &Faults) -> Vec<(Nanos, Option<CommError>)> {
 #[test]
 fn bad_weather_delays_and_loses_nothing() {
     let ms = Nanos::from_millis;
-    // Six steps of 8 and 20 ms.
+    // Six steps of 8 ms and 20 ms.
     assert!(under(&Faults::new()).iter().all(|(time, _)| (ms(168)..ms(169)).contains(time)));
     let jitter = Weather { seed: 1, jitter: ms(10), ..Weather::default() };
     let late = under(&Faults::new().weather(jitter));
@@ -343,7 +345,7 @@ fn a_freeze_ends_and_a_partition_does_not_lose_what_comes_after() {
     let frozen = under(&Faults::new().at(ms(50)).freeze(PeerId(1), ms(500)));
     assert!(frozen.iter().all(|(time, error)| error.is_none() && *time > ms(500)), "{frozen:?}");
     assert!(frozen.iter().all(|(time, _)| *time < ms(700)), "{frozen:?}");
-    // Nothing departs in the first half of the first step.
+    // No frame departs between 5 and 20 ms, so a partition in that time loses nothing.
     let island = [PeerId(0), PeerId(1)];
     let healed = under(&Faults::new().at(ms(5)).partition(&island, 4, ms(20)));
     assert!(healed.iter().all(|(_, error)| error.is_none()), "{healed:?}");
@@ -351,8 +353,8 @@ fn a_freeze_ends_and_a_partition_does_not_lose_what_comes_after() {
     assert!(parted.iter().all(|(time, error)| error.is_some() && *time <= ms(2_100)), "{parted:?}");
 }
 
-/// What eight ranks find when something happens at `at` to an all-reduce by `algorithm`, and whether those that
-/// are left after a shrink can go on.
+/// For each of eight ranks: the time at which an all-reduce by `algorithm` under `faults` ended, its error, and
+/// whether the remaining ranks could continue after a shrink.
 fn survive(algorithm: Algorithm, faults: &Faults, lost: &[u32]) -> Vec<(Nanos, Option<CommError>, bool)> {
     let deadline = Nanos::from_millis(2_000);
     on_ranks(faulty(&uniform(8, "100mbit,20ms"), faults), |comm| {
@@ -362,7 +364,7 @@ fn survive(algorithm: Algorithm, faults: &Faults, lost: &[u32]) -> Vec<(Nanos, O
         assert!(x.iter().all(|v| if error.is_none() { *v == 8.0 } else { v.is_nan() }));
         let time = comm.now();
         if lost.contains(&comm.rank().0) {
-            // It has to be there for the others to wait for it.
+            // The lost rank still takes part here, so that the others wait for it.
             let _ = comm.barrier();
             return (time, error, false);
         }
@@ -385,7 +387,7 @@ fn a_silent_rank_is_named_by_all_and_the_others_go_on_without_it() {
                 let what = format!("{algorithm:?} at {at}, rank {rank}: {error:?} at {time}");
                 match error {
                     Some(error) => assert_eq!(error.peer(), Some(PeerId(3)), "{what}"),
-                    // Whoever had all before is well.
+                    // A rank that needed nothing more from the lost one succeeds.
                     None => assert!(*time < Nanos::from_millis(2_000), "{what}"),
                 }
                 assert!(*time <= Nanos::from_millis(2_050), "{what}");
@@ -396,8 +398,8 @@ fn a_silent_rank_is_named_by_all_and_the_others_go_on_without_it() {
     }
 }
 
-/// Messages in a row: whoever waits for a rank that waits itself names the silent one, also where the ranks in
-/// between wait in another group.
+/// Messages along a chain: a rank that waits for a rank that itself waits reports the silent one, even if the
+/// ranks in between wait in another group.
 #[test]
 fn whoever_waits_behind_another_names_the_silent_one() {
     for mixed in [false, true] {
@@ -428,7 +430,7 @@ fn a_cut_link_is_named_by_one_of_its_ends() {
         assert!(ends.iter().any(|(_, error, _)| error.is_some()), "at {at}");
         for (rank, (time, error, _)) in ends.iter().enumerate() {
             let what = format!("at {at}, rank {rank}: {error:?} at {time}");
-            // Whoever needs nothing of the other end any more is well.
+            // A rank that needed nothing more from the other end succeeds.
             let named = error.as_ref().map(CommError::peer);
             assert!([None, Some(Some(PeerId(4))), Some(Some(PeerId(5)))].contains(&named), "{what}");
             assert!(*time <= Nanos::from_millis(2_050), "{what}");
@@ -470,7 +472,8 @@ fn what_has_arrived_is_a_matter_of_the_clock_alone() {
         let first = on_ranks(over(&uniform(3, latency)), |comm| {
             let me = comm.rank().0;
             if me > 0 {
-                // Rank 1 sends at 20 ms and 22 ms, rank 2 at 5 ms, whichever thread is faster.
+                // By virtual time rank 1 sends at 20 ms and 22 ms, and rank 2 at 5 ms, whichever thread is
+                // faster.
                 std::thread::sleep(Duration::from_millis(u64::from((me + nap) % 3) * 3));
                 comm.advance(Nanos::from_millis(if me == 1 { 20 } else { 5 }));
                 comm.send(Rank(0), 0, &vec![me as u8; 300_000]).unwrap();
@@ -488,7 +491,7 @@ fn what_has_arrived_is_a_matter_of_the_clock_alone() {
             seen.push(comm.first(&mut [&mut late, &mut one], Look::Now));
             let waited = comm.now();
             comm.advance(Nanos::from_millis(60).saturating_sub(waited));
-            // Both are there: the one that stands first.
+            // Both have arrived: the first one in the list is returned.
             seen.push(comm.first(&mut [&mut late, &mut one], Look::Now));
             assert_eq!(comm.now(), Nanos::from_millis(60), "to look takes no time");
             assert_eq!((one.wait().unwrap(), late.wait().unwrap()), (vec![1; 300_000], Vec::new()));

@@ -1,4 +1,4 @@
-//! The part of a link that goes through shared memory.
+//! The part of a link that sends and receives through shared memory.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,28 +12,29 @@ use crate::tcp::near::NearOut;
 use crate::wire::{self, Kind, NO_TAG};
 use crate::{DownReason, Frame, Pool, WireError};
 
-/// Frames taken out of the memory before other links have their turn.
+/// Number of frames taken from shared memory before it is the turn of other links.
 const TURN: usize = 32;
 
 impl Link {
-    /// Whether what this side says goes through shared memory.
+    /// Returns whether this side sends through shared memory.
     pub(in crate::tcp) fn shares(&self) -> bool {
         self.shares.load(Ordering::Acquire)
     }
 
-    /// Whether both sides say all through shared memory, or one will not; none while that is open.
+    /// Returns `true` if both sides send through shared memory, `false` if one has declined, and `None` while
+    /// that is open.
     pub(in crate::tcp) fn is_together(&self) -> Option<bool> {
         lock(&self.incoming).negotiation.outcome()
     }
 
-    /// Offers the peer to share memory.
+    /// Offers shared memory to the peer.
     pub(in crate::tcp) fn offer(&self, pool: &Arc<Pool>) {
         if let Some(offer) = lock(&self.incoming).negotiation.offer() {
             self.say_near(&mut lock(&self.out), offer, pool);
         }
     }
 
-    /// Takes a step towards shared memory.
+    /// Handles a message of the negotiation about shared memory.
     pub(super) fn approach(&self, incoming: &mut In, near: Near, pool: &Arc<Pool>) -> Result<(), WireError> {
         let reply = incoming.negotiation.hear(near)?;
         let mut out = lock(&self.out);
@@ -50,13 +51,13 @@ impl Link {
         Ok(())
     }
 
-    /// Over the socket, in any case.
+    /// Sends a message of the negotiation, always over the socket.
     fn say_near(&self, out: &mut Out, near: Near, pool: &Arc<Pool>) {
         let frame = pool.copy_of(&Control::Near(near).encode(), 0);
         self.enqueue(out, wire::encode(Kind::Control, NO_TAG, 0, frame.bytes()), Some(frame));
     }
 
-    /// Hands a frame over, or lets it wait for room.
+    /// Hands a frame over, or queues it until there is room.
     pub(super) fn share(&self, out: &mut Out, header: [u8; HEADER_BYTES], frame: Option<Frame>) {
         let Some(near) = &mut out.near else { return };
         if !near.put(&header, frame.as_ref().map_or(&[], Frame::bytes)) {
@@ -66,13 +67,13 @@ impl Link {
         }
     }
 
-    /// Whether frames wait for room in shared memory.
+    /// Returns whether frames are queued for room in shared memory.
     pub(in crate::tcp) fn has_queued(&self) -> bool {
         self.hungry.load(Ordering::SeqCst)
             && lock(&self.out).near.as_ref().is_some_and(|near| !near.is_empty())
     }
 
-    /// Hands over what waits; returns whether there is room again for operations that have found none.
+    /// Hands over queued frames; returns whether there is room again for operations that found none.
     pub(in crate::tcp) fn feed(&self) -> bool {
         if !self.hungry.load(Ordering::SeqCst) {
             return false;
@@ -85,25 +86,24 @@ impl Link {
         fed
     }
 
-    /// Says that this side is about to block. False where something has come.
+    /// Announces that this side is about to block. Returns false if a frame has arrived.
     pub(in crate::tcp) fn sleep(&self) -> bool {
         lock(&self.incoming).near.as_ref().is_none_or(Consumer::sleep)
     }
 
-    /// Says that this side does not block any more.
+    /// Announces that this side does not block any more.
     pub(in crate::tcp) fn wake(&self) {
         if let Some(consumer) = &lock(&self.incoming).near {
             consumer.wake();
         }
     }
 
-    /// Takes what has come through shared memory, at most a turn's, into the inbox; returns whether that was
-    /// anything.
+    /// Moves at most [`TURN`] frames from shared memory to the inbox; returns whether there were any.
     pub(in crate::tcp) fn take_shared(&self, inbox: &Inbox, pool: &Arc<Pool>) -> bool {
         self.take_turn(&mut lock(&self.incoming), inbox, pool)
     }
 
-    /// All that has come, of a peer that is gone.
+    /// Takes all remaining frames of a peer that has gone.
     pub(super) fn take_all_shared(&self, incoming: &mut In, inbox: &Inbox, pool: &Arc<Pool>) {
         while self.take_turn(incoming, inbox, pool) {}
     }
@@ -114,7 +114,7 @@ impl Link {
                 Ok(true) => {}
                 Ok(false) => return taken > 0,
                 Err(error) => {
-                    // What comes after it is lost with it.
+                    // Frames behind a malformed one cannot be read.
                     incoming.near = None;
                     self.end(inbox, DownReason::Protocol(error));
                     return false;
@@ -124,8 +124,8 @@ impl Link {
         true
     }
 
-    /// Takes the next frame. One that would have to be copied, so that the peer has room, only where `copies`:
-    /// operations first have a look at what can stay where it is.
+    /// Takes the next frame. If the frame has to be copied, to make room for the peer, it is taken only if
+    /// `copies` is set: operations first look at frames that can stay in shared memory.
     fn take_next(
         &self,
         incoming: &mut In,

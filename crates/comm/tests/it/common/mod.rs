@@ -1,4 +1,4 @@
-//! What the suites share: clusters of every transport, and one thread per rank.
+//! Helpers of all test modules: clusters on every transport, and one thread per rank.
 #![allow(dead_code, reason = "each suite uses its part")]
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -13,7 +13,7 @@ pub(crate) mod quic;
 
 pub(crate) type Cluster = Vec<Arc<dyn Transport>>;
 
-/// Makes a cluster of so many endpoints.
+/// Makes a cluster of this number of endpoints.
 pub(crate) type Make = fn(usize) -> Cluster;
 
 /// Every transport, by name.
@@ -36,7 +36,7 @@ pub(crate) fn simulated_cluster(n: usize) -> Cluster {
     over(&Topology::uniform(n, "100mbit,5ms".parse().unwrap()))
 }
 
-/// A port that was free a moment ago.
+/// Returns a port that was free a moment ago.
 pub(crate) fn free_port() -> u16 {
     std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
@@ -45,14 +45,14 @@ pub(crate) fn tcp_cluster(n: usize) -> Cluster {
     tcp_at(n, &format!("127.0.0.1:{}", free_port()), 1)
 }
 
-/// Over TCP, encrypted, with a join secret.
+/// A cluster over encrypted TCP, with a join secret.
 pub(crate) fn tls_cluster(n: usize) -> Cluster {
     let secret = JoinSecret::generate().unwrap();
     let security = || Security::by_secret(&Identity::generate().unwrap(), &secret);
     tcp_by(n, &format!("127.0.0.1:{}", free_port()), |config| config.security = security())
 }
 
-/// Through memory that all endpoints share.
+/// A cluster over shared memory.
 pub(crate) fn shared_memory_cluster(n: usize) -> Cluster {
     tcp_by(n, &format!("127.0.0.1:{}", free_port()), |config| {
         config.shared_memory = tcp::SharedMemory::Always;
@@ -63,7 +63,7 @@ pub(crate) fn tcp_at(n: usize, master: &str, streams: usize) -> Cluster {
     tcp_by(n, master, |config| config.streams = streams)
 }
 
-/// With the settings that `set` leaves.
+/// A cluster over TCP, whose settings `set` changes.
 pub(crate) fn tcp_by(n: usize, master: &str, set: impl Fn(&mut tcp::Config)) -> Cluster {
     std::thread::scope(|scope| {
         let joins: Vec<_> = (0..n as u32)
@@ -77,7 +77,7 @@ pub(crate) fn tcp_by(n: usize, master: &str, set: impl Fn(&mut tcp::Config)) -> 
     })
 }
 
-/// A simulated network.
+/// A cluster on a simulated network.
 pub(crate) fn over(topology: &Topology) -> Cluster {
     simulated::cluster(topology).into_iter().map(|t| t as Arc<dyn Transport>).collect()
 }

@@ -8,7 +8,7 @@ use farflung_comm::{CommError, Transport};
 
 use super::Cluster;
 
-/// What the ranks of a job have: a key each, and all but the first a ticket of the first.
+/// Settings of a job's ranks: a key for each, and for all but the first a ticket of the first.
 pub(crate) struct Job {
     pub(crate) identities: Vec<Identity>,
     pub(crate) secret: JoinSecret,
@@ -38,7 +38,7 @@ impl Job {
         Config::new(rank, self.identities.len() as u32, self.ticket.addresses.join(","), security)
     }
 
-    /// All ranks, with the settings that `set` leaves.
+    /// Starts all ranks, with the settings changed by `set`.
     pub(crate) fn join(&self, set: impl Fn(&mut Config) + Sync) -> Vec<Result<Arc<Quic>, CommError>> {
         std::thread::scope(|scope| {
             let joins: Vec<_> = (0..self.identities.len() as u32)
@@ -53,7 +53,7 @@ impl Job {
     }
 }
 
-/// A port of UDP that was free a moment ago.
+/// Returns a UDP port that was free a moment ago.
 pub(crate) fn free_port() -> u16 {
     std::net::UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }

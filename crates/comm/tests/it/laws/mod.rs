@@ -1,6 +1,6 @@
-//! The contract of every transport, by laws: what ranks get does not depend on what carries it, and neither
-//! does how they fail. The tests of this crate and the bench `transports` both include this file; each has
-//! `base` and `comm` in scope beside it.
+//! The contract of every transport, as laws: the results of ranks, and the ways in which they fail, do not
+//! depend on the transport. The tests of this crate and the bench `transports` both include this file; each has
+//! modules `base` and `comm` in scope beside it.
 #![allow(dead_code, reason = "each suite uses its part")]
 
 use std::fmt;
@@ -13,14 +13,14 @@ use std::time::Duration;
 use super::base::{Nanos, PeerId, Rank};
 use super::comm::{Algorithm, Cancel, CommError, Communicator, FRAME_BYTES, ReduceOp};
 
-/// What a law came to on one rank.
+/// Result of a law on one rank.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Found {
-    /// How often it was broken.
+    /// Number of checks that failed.
     pub(crate) broken: u64,
-    /// The line of this file where it was broken first.
+    /// Line in this file of the first check that failed.
     pub(crate) line: u32,
-    /// The bits of what the rank got.
+    /// Hash of the bits of the rank's results.
     pub(crate) bits: u64,
 }
 
@@ -43,7 +43,7 @@ impl Found {
     }
 }
 
-/// What stands before a rank's findings on a line of its output.
+/// Text before a [`Found`] on a line of a rank's output.
 const MARK: &str = "found: ";
 
 impl fmt::Display for Found {
@@ -55,7 +55,7 @@ impl fmt::Display for Found {
 impl FromStr for Found {
     type Err = &'static str;
 
-    /// Reads a line that ends with what [`Found`] says of itself.
+    /// Parses a line that ends with a formatted [`Found`].
     fn from_str(line: &str) -> Result<Self, Self::Err> {
         let (_, numbers) = line.split_once(MARK).ok_or("nothing found")?;
         let numbers: Result<Vec<u64>, _> = numbers.split_whitespace().map(str::parse).collect();
@@ -68,24 +68,24 @@ impl FromStr for Found {
     }
 }
 
-/// Where the ranks are.
+/// How the ranks are run.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Among<'a> {
-    /// In threads of one process, which have one switch.
+    /// As threads of one process, which share a switch.
     Threads(&'a Cancel),
-    /// Each in a process of its own.
+    /// As separate processes.
     Processes,
 }
 
 type Rule = fn(&Communicator, Among<'_>, &mut Found) -> Result<(), CommError>;
 
-/// A chapter of the contract.
+/// One law of the contract.
 pub(crate) struct Law {
     pub(crate) name: &'static str,
-    /// Among how many ranks.
+    /// Number of ranks.
     pub(crate) ranks: usize,
     rule: Rule,
-    /// What holds instead where members cannot come and leave ([`fixed`](super::comm::Transport::fixed)).
+    /// Law that holds instead if the transport's members are [`fixed`](super::comm::Transport::fixed).
     pub(crate) refusal: Option<Rule>,
 }
 
@@ -93,7 +93,7 @@ const fn law(name: &'static str, ranks: usize, rule: Rule) -> Law {
     Law { name, ranks, rule, refusal: None }
 }
 
-/// All of it.
+/// All laws.
 pub(crate) const LAWS: &[Law] = &[
     law("collectives", 4, collectives),
     law("order", 3, order),
@@ -106,12 +106,12 @@ pub(crate) const LAWS: &[Law] = &[
 ];
 
 impl Law {
-    /// The one with this name.
+    /// Returns the law with this name.
     pub(crate) fn named(name: &str) -> Option<&'static Self> {
         LAWS.iter().find(|law| law.name == name)
     }
 
-    /// What this rank finds of it.
+    /// Runs the law on this rank, and returns its result.
     pub(crate) fn hold(&self, comm: Communicator, among: Among<'_>) -> Result<Found, CommError> {
         let comm = comm.with_deadline(ms(20_000));
         let rule = self.refusal.filter(|_| comm.transport().fixed().is_some()).unwrap_or(self.rule);
@@ -121,7 +121,7 @@ impl Law {
     }
 }
 
-/// `mpirun` of so many processes, also as root, and where there are fewer cores.
+/// Returns a command that runs `mpirun` with this number of processes, also as root and on fewer cores.
 pub(crate) fn mpirun(ranks: usize) -> Command {
     let mut mpirun = Command::new("mpirun");
     mpirun.args(["--allow-run-as-root", "--oversubscribe", "-n", &ranks.to_string()]);
@@ -173,7 +173,7 @@ fn collectives(comm: &Communicator, _: Among<'_>, found: &mut Found) -> Result<(
 fn order(comm: &Communicator, _: Among<'_>, found: &mut Found) -> Result<(), CommError> {
     let (n, me) = (comm.size() as u32, comm.rank().0);
     let (next, last) = (Rank((me + 1) % n), Rank((me + n - 1) % n));
-    // More than all windows hold, before anything is taken; tags are taken in another order.
+    // Sends more frames than all windows hold before any is taken. Tags are received in another order.
     let long = comm.start_send(next, 9, vec![me as u8; 12 << 20]);
     let sent: Vec<_> = (0..200_u32).map(|i| comm.start_send(next, i % 5, i.to_le_bytes().to_vec())).collect();
     for tag in (0..5).rev() {
@@ -187,7 +187,7 @@ fn order(comm: &Communicator, _: Among<'_>, found: &mut Found) -> Result<(), Com
         send.wait()?;
     }
     long.wait()?;
-    // Started in one order, waited for in the other.
+    // Operations are waited for in the reverse order of their start.
     let started: Vec<_> =
         (0..20).map(|i| comm.start_all_reduce(own(comm, 10 + 1000 * i), ReduceOp::Sum)).collect();
     for pending in started.into_iter().rev() {
@@ -198,7 +198,7 @@ fn order(comm: &Communicator, _: Among<'_>, found: &mut Found) -> Result<(), Com
 
 fn deadlines(comm: &Communicator, _: Among<'_>, found: &mut Found) -> Result<(), CommError> {
     if comm.rank().0 == 2 {
-        // Silent in the collective, until the others are through.
+        // Rank 2 takes no part in the collective until the others are done with it.
         return comm.recv(Rank(0), 1).map(|_| ());
     }
     let short = comm.clone().with_deadline(ms(300));
@@ -217,7 +217,7 @@ fn deadlines(comm: &Communicator, _: Among<'_>, found: &mut Found) -> Result<(),
 }
 
 fn cancel(comm: &Communicator, among: Among<'_>, found: &mut Found) -> Result<(), CommError> {
-    // Long enough for rank 0 to be asleep in what it waits for; nothing depends on it.
+    // Long enough for rank 0 to be asleep in its wait; the result does not depend on it.
     let later = || std::thread::sleep(Duration::from_millis(20));
     if comm.rank().0 == 0 {
         let own = Cancel::new();
@@ -236,7 +236,7 @@ fn cancel(comm: &Communicator, among: Among<'_>, found: &mut Found) -> Result<()
         if let Among::Processes = among {
             comm.send(Rank(1), 5, b"cancelled")?;
         }
-        // The message that was not received goes to the next.
+        // The next receive gets the message that the cancelled one did not.
         found.holds(comm.recv(Rank(1), 4)? == b"late");
         let mut x = [1.0_f32];
         let ended = cancellable.all_reduce(&mut x, ReduceOp::Sum);
@@ -256,7 +256,7 @@ fn cancel(comm: &Communicator, among: Among<'_>, found: &mut Found) -> Result<()
         let ended = comm.all_reduce(&mut x, ReduceOp::Sum);
         found.holds(matches!(ended, Err(CommError::CancelledBy { peer: PeerId(0), .. })) && x[0].is_nan());
     }
-    // Nobody is lost.
+    // No rank is lost.
     let all = comm.shrink()?;
     found.holds(all.size() == 3);
     let mut x = own(&all, 1000);
@@ -290,7 +290,7 @@ fn admit(comm: &Communicator, _: Among<'_>, found: &mut Found) -> Result<(), Com
         let pair = Communicator::of_first(transport, 2)?.with_deadline(ms(20_000));
         let three = pair.admit(&[PeerId(2)])?;
         let all = three.admit(&[PeerId(3)])?;
-        // The old one is as good as before.
+        // The old communicator still works.
         pair.barrier()?;
         all
     };
@@ -301,7 +301,7 @@ fn admit(comm: &Communicator, _: Among<'_>, found: &mut Found) -> Result<(), Com
     Ok(())
 }
 
-/// A member that has left is lost for the job.
+/// If members are fixed, a member that has left cannot be replaced: `shrink` returns an error.
 fn shrink_refused(comm: &Communicator, _: Among<'_>, found: &mut Found) -> Result<(), CommError> {
     if comm.rank().0 == 1 {
         return Ok(());
@@ -309,7 +309,7 @@ fn shrink_refused(comm: &Communicator, _: Among<'_>, found: &mut Found) -> Resul
     let failed = comm.all_reduce(&mut own(comm, 1000), ReduceOp::Sum).err();
     found.holds(failed.is_some_and(|error| error.peer() == Some(PeerId(1))));
     found.holds(is_refused("shrink", comm, &comm.shrink()));
-    // Those that are left can still talk, to end in good order.
+    // The remaining ranks can still exchange messages, so that they end properly.
     match comm.rank().0 {
         0 => comm.send(Rank(2), 6, b"the end")?,
         2 => found.holds(comm.recv(Rank(0), 6)? == b"the end"),
@@ -337,7 +337,7 @@ fn is_refused(name: &str, comm: &Communicator, outcome: &Result<Communicator, Co
 
 fn lost(comm: &Communicator, _: Among<'_>, found: &mut Found) -> Result<(), CommError> {
     if comm.rank().0 == 3 {
-        // What it has said before it leaves still arrives.
+        // A message sent before the rank leaves still arrives.
         return comm.send(Rank(0), 7, &vec![7; 100_000]);
     }
     let mut x = vec![1.0_f32; 300_000];
@@ -355,7 +355,7 @@ fn unlike(comm: &Communicator, _: Among<'_>, found: &mut Found) -> Result<(), Co
     let mut x = vec![1.0_f32; 10 + comm.rank().index()];
     let error = comm.all_reduce(&mut x, ReduceOp::Sum).err();
     found.holds(matches!(error, Some(CommError::Mismatch { .. } | CommError::Aborted { .. })));
-    // Messages still pass.
+    // Messages still work on the failed communicator.
     let other = Rank(1 - comm.rank().0);
     comm.send(other, 3, b"still here")?;
     found.holds(comm.recv(other, 3)? == b"still here");
