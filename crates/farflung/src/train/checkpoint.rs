@@ -28,6 +28,7 @@ use serde::{Deserialize, Serialize};
 
 use super::job::{Base, Job};
 use super::meet::model_facts;
+pub(in crate::train) use super::named::Named;
 use super::planned;
 use super::together::together;
 use super::trainer::Trainer;
@@ -96,13 +97,6 @@ pub(super) const LOSS_SCALE: &str = "loss_scale";
 const TRAINER: &str = "trainer.json";
 const SETTINGS: &str = "settings.toml";
 const PLAN: &str = "plan.toml";
-
-/// A named tensor to be saved.
-pub(super) struct Named {
-    pub(super) name: String,
-    pub(super) shape: Vec<usize>,
-    pub(super) values: Vec<f32>,
-}
 
 /// Number of steps done, and of the events that are counted separately.
 #[derive(Debug, Clone, Copy)]

@@ -17,6 +17,7 @@ use farflung_tensor::{Device, Interrupt, Tensor, TensorError};
 use farflung_zoo::{Input, Output, Sampler, Saved, Slices, ZooError, stage};
 
 use super::boundary::{Boundaries, Crossing};
+use super::floats::floats;
 use super::part::{Held, Leaving, Part, copy};
 use super::spent::{Spent, add_since};
 use super::tied::Tied;
@@ -454,11 +455,4 @@ impl Watch for Executor {
 
 fn on_their_way<'a>(awaited: &'a mut [&mut <Executor as Worker>::Pending]) -> Vec<&'a mut Bytes> {
     awaited.iter_mut().map(|(_, pending)| pending).collect()
-}
-
-/// Converts little-endian bytes to exactly `count` numbers; `None` for another length.
-pub(super) fn floats(bytes: &[u8], count: usize) -> Option<Vec<f32>> {
-    let (words, rest) = bytes.as_chunks::<4>();
-    (words.len() == count && rest.is_empty())
-        .then(|| words.iter().map(|&word| f32::from_le_bytes(word)).collect())
 }

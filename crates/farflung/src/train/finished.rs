@@ -5,9 +5,9 @@ use std::path::Path;
 
 use farflung_comm::Communicator;
 
+use super::callbacks::Watch;
 use super::job::Job;
 use super::report::{REPORT, Report};
-use super::run::Watch;
 use crate::{Error, Result, RunDir, StepMetrics, metrics};
 
 /// What a resumed run still has to do.

@@ -13,8 +13,8 @@ use farflung_tensor::{Op, Param, Tensor};
 use farflung_zoo::block::Grads;
 use farflung_zoo::{Input, Output, Saved, Slices, Stage};
 
+use super::exchange::Exchange;
 use super::fault::{Fault, FaultyValue};
-use super::tied::Exchange;
 use crate::Result;
 
 /// A part of the model with its state.

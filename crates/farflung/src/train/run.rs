@@ -4,6 +4,7 @@ use farflung_base::Link;
 use farflung_comm::{Communicator, Stats};
 
 use super::blame;
+pub use super::callbacks::{Quiet, Watch};
 use super::checkpoint::{self, Resumed, Totals};
 use super::claim::Claim;
 use super::deadline;
@@ -13,7 +14,6 @@ use super::hearing::{Hearing, Word};
 use super::job::Job;
 use super::links::{self, Seat, seats};
 use super::meet::{same_job, same_settings};
-use super::observation::Observation;
 use super::parting::{self, Kept};
 use super::planned;
 use super::prediction::Prediction;
@@ -26,36 +26,7 @@ use super::tune::tune;
 use crate::config::choice::Resume;
 use crate::config::notes::Circumstances;
 use crate::events::{EventLog, What};
-use crate::{Error, Existing, LaunchEnv, Result, RunDir, StepMetrics, TrainConfig, model_name};
-
-/// Callbacks that follow a run; called on rank 0 unless stated otherwise.
-pub trait Watch: Send {
-    /// Training begins after `done` of `steps` steps.
-    fn begin(&mut self, _done: u64, _steps: u64) {}
-
-    /// A step is done. `link_use` is the fraction of the time so far for which this worker's bytes occupied its
-    /// link.
-    fn step(&mut self, metrics: &StepMetrics, link_use: Option<f64>);
-
-    /// The row of a step was written, with its loss. If replicas train apart, losses are known only when they
-    /// meet, so it may be called later than `step`.
-    fn told(&mut self, _row: &StepMetrics) {}
-
-    /// State of this process's first rank after a step. Called in every process.
-    fn observe(&mut self, _seen: &Observation<'_>) {}
-
-    /// A line of text for the user.
-    fn note(&mut self, text: &str);
-}
-
-/// Ignores all calls.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Quiet;
-
-impl Watch for Quiet {
-    fn step(&mut self, _: &StepMetrics, _: Option<f64>) {}
-    fn note(&mut self, _: &str) {}
-}
+use crate::{Error, Existing, LaunchEnv, Result, RunDir, TrainConfig, model_name};
 
 /// Returns a line with the predicted time of a pipeline, shown before its first step.
 fn note(trainer: &Trainer, job: &Job) -> Result<Option<String>> {

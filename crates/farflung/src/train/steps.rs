@@ -7,11 +7,11 @@ use farflung_base::{Link, Nanos};
 use farflung_comm::{Communicator, Stats};
 use serde::{Deserialize, Serialize};
 
+use super::callbacks::Watch;
 use super::checkpoint::{self, Totals};
 use super::job::Job;
 use super::observation::Observation;
 use super::parting::Kept;
-use super::run::Watch;
 use super::trainer::{StepDone, Synced, Thoroughness, Trainer};
 use crate::events::{EventLog, What};
 use crate::peer_counters::PeerCountersLine;

@@ -4,11 +4,12 @@
 use std::collections::BTreeMap;
 
 use farflung_base::{Pending, Rank, StageId};
-use farflung_comm::{CommError, Communicator};
+use farflung_comm::Communicator;
 use farflung_parallel::pipeline::Placement;
 use farflung_tensor::Tensor;
 
-use super::executor::floats;
+use super::exchange::Exchange;
+use super::floats::floats;
 use super::part::Part;
 use crate::{Error, Result};
 
@@ -41,14 +42,6 @@ pub(super) struct Across {
     /// Number of exchanges so far; it is the tag of the next one, since several may be in flight.
     pub(super) round: u32,
     pub(super) begun: Option<Exchange>,
-}
-
-/// An exchange of both parts' gradients that has been started.
-#[derive(Debug)]
-pub(super) struct Exchange {
-    mine: Vec<f32>,
-    theirs: Pending<Result<Vec<u8>, CommError>>,
-    sent: Vec<Pending<Result<(), CommError>>>,
 }
 
 /// A group of ranks that exchange gradients of the token table, in a placement with
@@ -88,20 +81,6 @@ impl Exchanging {
         let to = self.ways.iter().filter(|(from, _)| *from == rank).map(|&(_, to)| self.place(to)).collect();
         let from = self.ways.iter().find(|(_, to)| *to == rank).map_or(rank, |&(from, _)| from);
         (to, self.place(from))
-    }
-}
-
-impl Exchange {
-    /// Returns the sum, which has the same bits on both sides.
-    pub(super) fn wait(self) -> Result<Vec<f32>> {
-        let Self { mine: mut sum, theirs, sent } = self;
-        let theirs = floats(&theirs.wait()?, sum.len()).ok_or_else(|| Error::Message {
-            message: "the token table's gradient".to_owned(),
-            problem: "is not as long as the table",
-        })?;
-        sum.iter_mut().zip(theirs).for_each(|(sum, theirs)| *sum += theirs);
-        sent.into_iter().try_for_each(Pending::wait)?;
-        Ok(sum)
     }
 }
 

@@ -7,7 +7,7 @@ use farflung_comm::Communicator;
 use farflung_parallel::plan::Move;
 
 use super::team::tell_all;
-use crate::train::executor::floats;
+use crate::train::floats::floats;
 use crate::train::trainer::Pieces;
 use crate::{Error, Result};
 

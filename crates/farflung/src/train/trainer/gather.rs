@@ -8,8 +8,9 @@ use farflung_tensor::Tensor;
 use farflung_zoo::Stage;
 
 use super::Trainer;
-use crate::train::executor::{Executor, floats};
+use crate::train::executor::Executor;
 use crate::train::fingerprint::digest;
+use crate::train::floats::floats;
 use crate::train::part::Part;
 use crate::{Error, Result};
 

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Trainer;
 use crate::train::bind::ReplicaSchedule;
-use crate::train::executor::floats;
+use crate::train::floats::floats;
 use crate::train::job::Job;
 use crate::train::part::Part;
 use crate::{Error, Result};

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Trainer;
 use super::retreat::agreed;
-use crate::train::executor::floats;
+use crate::train::floats::floats;
 use crate::{Error, Result};
 
 /// How far a rank is.
