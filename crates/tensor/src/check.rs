@@ -250,3 +250,16 @@ impl Op<'_> {
         }
     }
 }
+
+impl Device {
+    /// Checks the op's shapes, types and devices, then runs it.
+    ///
+    /// Errors: [`TensorError::Interrupted`] while the handle's [interrupt](Device::with_interrupt) is raised.
+    pub fn run(&self, op: Op<'_>) -> Result<()> {
+        if self.is_interrupted() {
+            return Err(TensorError::Interrupted);
+        }
+        op.check(self)?;
+        self.backend().run(op, self.precision())
+    }
+}

@@ -6,8 +6,7 @@ use std::sync::Arc;
 use crate::backend::cpu::Cpu;
 use crate::backend::sizes::Sizes;
 use crate::backend::{Backend, OperandBytes};
-use crate::op::Op;
-use crate::{Interrupt, Precision, Result, TensorError};
+use crate::{Interrupt, Precision, Result};
 
 /// A handle on a device. Clones refer to the same device.
 #[derive(Clone)]
@@ -68,6 +67,10 @@ impl Device {
         self.precision
     }
 
+    pub(crate) fn is_interrupted(&self) -> bool {
+        self.interrupt.is_raised()
+    }
+
     pub(crate) fn backend(&self) -> &dyn Backend {
         &*self.backend
     }
@@ -76,17 +79,6 @@ impl Device {
     #[must_use]
     pub fn name(&self) -> &str {
         self.backend.name()
-    }
-
-    /// Checks the op's shapes, types and devices, then runs it.
-    ///
-    /// Errors: [`TensorError::Interrupted`] while the handle's [interrupt](Device::with_interrupt) is raised.
-    pub fn run(&self, op: Op<'_>) -> Result<()> {
-        if self.interrupt.is_raised() {
-            return Err(TensorError::Interrupted);
-        }
-        op.check(self)?;
-        self.backend.run(op, self.precision)
     }
 
     /// Waits for all ops started before, and returns errors of the device that occurred in them.

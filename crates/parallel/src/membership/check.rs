@@ -7,9 +7,11 @@
 mod churn;
 mod draw;
 mod faults;
+mod flaw;
 mod history;
 mod world;
 
 pub use churn::{Churn, ChurnOutcome, Stay, churn};
-pub use faults::{Faults, FaultsOutcome, Flaw, faults};
+pub use faults::{Faults, FaultsOutcome, faults};
+pub use flaw::Flaw;
 pub use history::Breach;

@@ -6,6 +6,7 @@ use farflung_base::Nanos;
 
 use super::super::{Event, Member, MemberId, Message, Place, Reason, Settings, Start, State, View};
 use super::draw::Draw;
+use super::flaw::Flaw;
 use super::history::Breach;
 use super::world::{Machine, Weather, World};
 use crate::plan::Digest;
@@ -19,30 +20,6 @@ pub struct Faults {
     pub seed: u64,
     /// Something that is wrong on purpose, so that the trial can be seen to fail.
     pub flaw: Option<Flaw>,
-}
-
-/// A rule that members break on purpose.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Flaw {
-    /// What a member has promised and voted for is gone when it restarts.
-    ForgetsVotes,
-    /// One vote decides.
-    #[cfg(test)]
-    OneVoteDecides,
-    /// A proposer does not look for votes of earlier proposers.
-    #[cfg(test)]
-    ProposesAnew,
-}
-
-#[cfg(test)]
-impl Flaw {
-    /// A state that follows the rules but for one.
-    pub(super) const fn put_into(flaw: Option<Self>, mut state: State) -> State {
-        state.one_vote_is_a_majority = matches!(flaw, Some(Self::OneVoteDecides));
-        state.ignores_votes = matches!(flaw, Some(Self::ProposesAnew));
-        state
-    }
 }
 
 /// What happened in a trial.
