@@ -353,7 +353,7 @@ fn a_stranger_that_speaks_another_protocol_is_refused_and_holds_up_nobody() {
             assert!(strange(&endpoint, &host, &[7; 4000]).await.is_empty());
             // One that claims more than a greeting has.
             let mut long = [0; 32];
-            long[..6].copy_from_slice(b"FFLC\x05\x04");
+            long[..6].copy_from_slice(b"FFLC\x06\x04");
             long[25] = 0xff;
             assert!(strange(&endpoint, &host, &long).await.is_empty());
             // One that stays and says nothing.

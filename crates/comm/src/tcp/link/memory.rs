@@ -52,7 +52,8 @@ impl Link {
     /// Over the socket, in any case.
     fn say_near(&self, out: &mut Out, near: Near, pool: &Arc<Pool>) {
         let frame = pool.copy_of(&Control::Near(near).encode(), 0);
-        self.enqueue(out, wire::encode(Kind::Control, NO_TAG, 0, frame.bytes()), Some(frame));
+        let header = self.header(Kind::Control, NO_TAG, 0, frame.bytes());
+        self.enqueue(out, header, Some(frame));
     }
 
     /// Hands a frame over, or lets it wait for room.
