@@ -5,9 +5,11 @@ mod certificates;
 mod clock;
 mod exporter;
 mod identity;
+mod records;
 mod refused;
 #[cfg(feature = "iroh")]
 mod relay;
+mod room;
 mod secret;
 mod security;
 mod session;

@@ -6,7 +6,7 @@ use crate::sizes::{FRAME_BYTES, HEADER_BYTES};
 use crate::transport::{Channel, Tag};
 
 /// The protocol's version; every frame carries it.
-pub const VERSION: u8 = 5;
+pub const VERSION: u8 = 6;
 
 pub(crate) const MAGIC: [u8; 4] = *b"FFLC";
 
@@ -49,7 +49,7 @@ pub(crate) fn encode(kind: Kind, tag: Tag, check: u32, payload: &[u8]) -> [u8; H
     h
 }
 
-/// The header of a frame that goes through shared memory: without a checksum.
+/// The header of a frame that goes through shared memory or a TLS session: without a checksum.
 pub(crate) fn plain(kind: Kind, tag: Tag, check: u32, length: usize) -> [u8; HEADER_BYTES] {
     let mut h = [0; HEADER_BYTES];
     h[..4].copy_from_slice(&MAGIC);
@@ -71,7 +71,8 @@ pub(crate) fn checksum(header: &[u8; HEADER_BYTES], payload: &[u8]) -> u32 {
     hasher.finalize()
 }
 
-/// Reads a header of untrusted bytes. The checksum is for the caller to compare, when the payload is there.
+/// Reads a header of untrusted bytes. The checksum is for the caller to compare, when the payload is there;
+/// under TLS there is none.
 pub(crate) fn decode(h: &[u8; HEADER_BYTES]) -> Result<Header, WireError> {
     let word = |at: usize| u32::from_le_bytes([h[at], h[at + 1], h[at + 2], h[at + 3]]);
     if h[..4] != MAGIC {
@@ -187,7 +188,7 @@ mod tests {
     fn the_header_is_pinned() {
         let tag = Tag { context: 0x0807_0605_0403_0201, channel: Channel::Collective, number: 9 };
         let header = encode(Kind::Data, tag, 0xAABB_CCDD, b"farflung");
-        let fields = "46464c43 05 01 01 00 0102030405060708 09000000 ddccbbaa 08000000";
+        let fields = "46464c43 06 01 01 00 0102030405060708 09000000 ddccbbaa 08000000";
         assert_eq!(hex(&header[..28]), fields.replace(' ', ""));
         // CRC-32/ISO-HDLC, as zlib has it.
         let whole = [&header[..28], b"farflung"].concat();
@@ -212,7 +213,7 @@ mod tests {
             decode(&h)
         };
         assert_eq!(with(0, b'X'), Err(WireError::Magic));
-        assert_eq!(with(4, 1), Err(WireError::Version { want: 5, got: 1 }));
+        assert_eq!(with(4, 1), Err(WireError::Version { want: VERSION, got: 1 }));
         assert_eq!(with(5, 0), Err(WireError::Kind(0)));
         assert_eq!(with(6, 4), Err(WireError::Channel(4)));
         assert_eq!(with(7, 1), Err(WireError::Epoch { want: 0, got: 1 }));

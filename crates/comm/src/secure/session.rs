@@ -4,27 +4,28 @@
 
 use std::fmt;
 use std::io::{IoSlice, IoSliceMut};
+use std::ops::Range;
 use std::sync::Arc;
 
 use rustls::CertificateError;
 use rustls::client::UnbufferedClientConnection;
 use rustls::pki_types::ServerName;
 use rustls::server::UnbufferedServerConnection;
-use rustls::unbuffered::{ConnectionState, EncodeError, EncryptError, UnbufferedStatus};
+use rustls::unbuffered::{ConnectionState, EncodeError, UnbufferedStatus};
 use zeroize::Zeroizing;
 
 use super::exporter::ExporterSecret;
 use super::identity::PublicKey;
+use super::records::{self, HEAD, Keys, OVERHEAD, Opened, RECORD, Records, STEP};
+use super::room::Room;
 use super::tls;
 
-/// The most plain bytes of a record.
-const RECORD: usize = 16 * 1024;
-/// A record's header, content type and tag.
-const OVERHEAD: usize = 5 + 1 + 16;
+/// What is sealed beside a record at times, a new key, and what stays free in front.
+const BESIDE: usize = 4 * STEP;
 /// Bytes that are sealed before the socket takes them.
-const OUTGOING: usize = 8 * (RECORD + OVERHEAD);
-/// Bytes that are read of a socket at once.
-const INCOMING: usize = 8 * (RECORD + OVERHEAD);
+const OUTGOING: usize = 8 * RECORD + BESIDE;
+/// Bytes that are read of a socket at once: what waits in full records, and the beginning of another.
+const INCOMING: usize = 9 * (RECORD + OVERHEAD);
 /// Bytes that a peer may send in all before it has proven itself: twice what our own greeting takes.
 pub(crate) const STRANGER: usize = 4096;
 /// The same of a peer that shows a chain of certificates.
@@ -121,33 +122,31 @@ const fn limit(tls: &tls::Tls) -> usize {
 enum Side {
     Client(UnbufferedClientConnection),
     Server(UnbufferedServerConnection),
+    /// The handshake is done.
+    Established(Box<Records>),
+    /// It could not be established.
+    Failed,
 }
 
 /// Sealed bytes for the socket.
 #[derive(Default)]
 struct Outgoing {
-    bytes: Vec<u8>,
+    bytes: Room,
     sent: usize,
     filled: usize,
+    /// All that the socket has taken.
+    said: usize,
 }
 
-/// What a turn of the state machine is for.
-enum Work<'a, 'b, 'c> {
-    /// Plain bytes are wanted here.
-    Open(&'a mut Target<'b, 'c>),
-    /// These are to be sealed.
-    Seal(&'a mut Source<'b, 'c>),
-}
-
-/// What a turn led to.
+/// What a turn of the handshake led to.
 #[derive(PartialEq, Eq)]
 enum Turn {
     /// Something; there may be more.
     Moved,
-    /// The handshake needs bytes.
-    Handshake,
-    /// It is established, and there is no whole record any more.
-    Idle,
+    /// It needs bytes.
+    Waits,
+    /// Both may send.
+    Established,
     /// The other side has ended it.
     Ended,
 }
@@ -157,19 +156,22 @@ pub(crate) struct Session {
     side: Side,
     secret: Arc<ExporterSecret>,
     exporter: Option<Zeroizing<[u8; 32]>>,
+    peer: Option<PublicKey>,
     /// Sealed bytes that came; those before `from` are used, those from `to` on are room.
-    incoming: Vec<u8>,
+    incoming: Room,
     from: usize,
     to: usize,
+    /// Of those that are used, the plain bytes for which there was no place.
+    opened: Range<usize>,
     outgoing: Outgoing,
-    /// Opened bytes for which there was no place, from `read` on.
+    /// The same of those that came along with the handshake.
     plain: Vec<u8>,
-    read: usize,
     /// All that came.
     heard: usize,
     /// The most of it before a proof.
     limit: usize,
     ended: bool,
+    broken: Option<SessionError>,
     is_proven: bool,
     first: bool,
 }
@@ -188,6 +190,7 @@ impl Session {
     pub(super) fn client(tls: &tls::Tls, names: Vec<ServerName<'static>>) -> Result<Self, SessionError> {
         let secret = Arc::new(ExporterSecret::default());
         let mut config = tls.client_of(names);
+        config.enable_secret_extraction = true;
         config.key_log = Arc::clone(&secret) as Arc<dyn rustls::KeyLog>;
         let side = UnbufferedClientConnection::new(Arc::new(config), tls::nobody())?;
         Ok(Self::new(Side::Client(side), secret, limit(tls)))
@@ -197,6 +200,7 @@ impl Session {
     pub(super) fn server(tls: &tls::Tls) -> Result<Self, SessionError> {
         let secret = Arc::new(ExporterSecret::default());
         let mut config = tls.server.clone();
+        config.enable_secret_extraction = true;
         config.key_log = Arc::clone(&secret) as Arc<dyn rustls::KeyLog>;
         let side = UnbufferedServerConnection::new(Arc::new(config))?;
         Ok(Self::new(Side::Server(side), secret, limit(tls)))
@@ -208,14 +212,16 @@ impl Session {
             side,
             secret,
             exporter: None,
-            incoming: Vec::new(),
+            peer: None,
+            incoming: Room::default(),
             from: 0,
             to: 0,
+            opened: 0..0,
             outgoing: Outgoing::default(),
             plain: Vec::new(),
-            read: 0,
             heard: 0,
             ended: false,
+            broken: None,
             is_proven: false,
             first: true,
         }
@@ -232,12 +238,8 @@ impl Session {
     }
 
     /// The key that the other side holds, once the handshake is done.
-    pub(crate) fn peer(&self) -> Option<PublicKey> {
-        match &self.side {
-            _ if !self.is_established() => None,
-            Side::Client(conn) => tls::key_of(conn.peer_certificates()),
-            Side::Server(conn) => tls::key_of(conn.peer_certificates()),
-        }
+    pub(crate) const fn peer(&self) -> Option<PublicKey> {
+        self.peer
     }
 
     /// The other side belongs here: it may send as much as it likes.
@@ -262,20 +264,25 @@ impl Session {
     /// Whether [`Session::open`] has something to give without more bytes of the socket.
     pub(crate) fn has_more(&self) -> bool {
         let held = &self.incoming[self.from..self.to];
-        let whole = |head: &[u8; 5]| held.len() >= 5 + usize::from(u16::from_be_bytes([head[3], head[4]]));
-        self.read < self.plain.len() || held.first_chunk().is_some_and(whole)
+        let whole =
+            |head: &[u8; HEAD]| held.len() >= HEAD + usize::from(u16::from_be_bytes([head[3], head[4]]));
+        !self.plain.is_empty() || !self.opened.is_empty() || held.first_chunk().is_some_and(whole)
     }
 
     /// Where bytes of the socket go next; [`Session::received`] is told how many came.
     pub(crate) fn room(&mut self) -> &mut [u8] {
-        let wanted = if self.is_proven { INCOMING } else { self.limit };
-        if self.from > 0 {
-            self.incoming.copy_within(self.from..self.to, 0);
-            self.to -= self.from;
-            self.from = 0;
-        }
-        if self.incoming.len() < wanted {
-            self.incoming.resize(wanted, 0);
+        let kept = if self.opened.is_empty() { self.from } else { self.opened.start };
+        // Bytes lie where they do in the stream, by `STEP`: see there.
+        let place = (self.heard - (self.to - kept)) % STEP;
+        self.incoming.grow(place + if self.is_proven { INCOMING } else { self.limit });
+        if kept > place {
+            self.incoming.copy_within(kept..self.to, place);
+            let moved = kept - place;
+            self.opened = self.opened.start.saturating_sub(moved)..self.opened.end.saturating_sub(moved);
+            self.from -= moved;
+            self.to -= moved;
+        } else if self.from == self.to && self.opened.is_empty() {
+            (self.from, self.to) = (place, place);
         }
         &mut self.incoming[self.to..]
     }
@@ -284,13 +291,14 @@ impl Session {
     pub(crate) fn received(&mut self, count: usize) -> Result<(), SessionError> {
         self.to += count;
         self.heard += count;
-        if self.first && self.to >= 4 {
+        let held = &self.incoming[self.from..self.to];
+        if self.first && held.len() >= 4 {
             self.first = false;
-            if self.incoming[..4] == crate::wire::MAGIC {
+            if held[..4] == crate::wire::MAGIC {
                 return Err(SessionError::Clear);
             }
             // A handshake record, or the alert by which the other side says that it will not have any.
-            if !matches!(self.incoming[0], 0x15 | 0x16) || self.incoming[1] != 3 {
+            if !matches!(held[0], 0x15 | 0x16) || held[1] != 3 {
                 return Err(SessionError::NotTls);
             }
         }
@@ -309,6 +317,7 @@ impl Session {
     /// The socket has taken so many.
     pub(crate) const fn sent(&mut self, count: usize) {
         self.outgoing.sent += count;
+        self.outgoing.said += count;
         if self.outgoing.sent == self.outgoing.filled {
             self.outgoing.sent = 0;
             self.outgoing.filled = 0;
@@ -319,87 +328,154 @@ impl Session {
     /// too.
     pub(crate) fn open(&mut self, slices: &mut [IoSliceMut<'_>]) -> Result<usize, SessionError> {
         let mut target = Target { slices, slice: 0, at: 0, taken: 0 };
-        self.read += target.put(&self.plain[self.read..]);
-        if self.read == self.plain.len() {
-            self.plain.clear();
-            self.read = 0;
+        loop {
+            let early = target.put(&self.plain);
+            self.plain.drain(..early);
+            self.opened.start += target.put(&self.incoming[self.opened.clone()]);
+            if target.is_full() || !self.open_next()? {
+                return Ok(target.taken);
+            }
         }
-        while !target.is_full() && self.turn(&mut Work::Open(&mut target))? == Turn::Moved {}
-        Ok(target.taken)
+    }
+
+    /// Opens the next record, or goes on with the handshake; returns whether there was any, or more to do.
+    fn open_next(&mut self) -> Result<bool, SessionError> {
+        if let Some(broken) = &self.broken {
+            return Err(broken.clone());
+        }
+        if self.ended {
+            return Ok(false);
+        }
+        let Side::Established(records) = &mut self.side else { return Ok(self.turn()? == Turn::Moved) };
+        let held = &mut self.incoming[self.from..self.to];
+        let opened = match Records::whole(held) {
+            Ok(None) => return Ok(false),
+            Ok(Some(whole)) => records.open(&mut held[..whole]).map(|opened| (whole, opened)),
+            Err(error) => Err(error),
+        };
+        match opened {
+            Ok((whole, opened)) => {
+                if let Opened::Data(plain) = opened {
+                    let start = self.from + HEAD;
+                    self.opened = start..start + plain.len();
+                } else {
+                    self.ended = opened == Opened::Closed;
+                }
+                self.from += whole;
+                Ok(true)
+            }
+            Err(error) => {
+                // An alert is not answered.
+                if !matches!(error, SessionError::Alert(_)) {
+                    let end = self.outgoing.filled;
+                    self.outgoing.bytes.grow(end + 2 * STEP);
+                    self.outgoing.filled += records.seal_alert(&mut self.outgoing.bytes[end..], &error)?;
+                }
+                self.broken = Some(error.clone());
+                Err(error)
+            }
+        }
     }
 
     /// Seals `slices`, as far as there is room; returns how much that was. 0 while the socket has not taken all
-    /// that was sealed before, and before the handshake is done.
+    /// that was sealed before, and before the handshake is done. The handshake goes on here too.
     pub(crate) fn seal(&mut self, slices: &[IoSlice<'_>]) -> Result<usize, SessionError> {
-        if self.outgoing.filled > 0 {
+        while !self.ended && !matches!(self.side, Side::Established(_)) && self.turn()? == Turn::Moved {}
+        let Side::Established(records) = &mut self.side else { return Ok(0) };
+        let mut source = Source { slices, slice: 0, at: 0, taken: 0 };
+        let Outgoing { bytes, sent, filled, said } = &mut self.outgoing;
+        if *filled > 0 || source.is_empty() {
             return Ok(0);
         }
-        if self.outgoing.bytes.len() < OUTGOING {
-            self.outgoing.bytes.resize(OUTGOING, 0);
+        bytes.grow(if self.is_proven { OUTGOING } else { RECORD + BESIDE });
+        // As in the room for what comes.
+        *sent = *said % STEP;
+        *filled = *sent;
+        while !source.is_empty() && bytes.len() - *filled >= RECORD + 2 * STEP {
+            *filled += records.seal(&mut bytes[*filled..], |place| source.fill(place))?;
         }
-        let mut source = Source { slices, slice: 0, at: 0, taken: 0, staging: Vec::new() };
-        while self.turn(&mut Work::Seal(&mut source))? == Turn::Moved {}
         Ok(source.taken)
     }
 
-    fn turn(&mut self, work: &mut Work<'_, '_, '_>) -> Result<Turn, SessionError> {
-        let Self { side, incoming, from, to, outgoing, plain, .. } = self;
-        let held = &mut incoming[*from..*to];
-        let (used, turn) = match side {
-            Side::Client(conn) => act(conn.process_tls_records(held), outgoing, plain, work),
-            Side::Server(conn) => act(conn.process_tls_records(held), outgoing, plain, work),
+    /// A turn of the handshake.
+    fn turn(&mut self) -> Result<Turn, SessionError> {
+        let held = &mut self.incoming[self.from..self.to];
+        let (outgoing, plain) = (&mut self.outgoing, &mut self.plain);
+        let (used, turn) = match &mut self.side {
+            Side::Client(conn) => act(conn.process_tls_records(held), outgoing, plain),
+            Side::Server(conn) => act(conn.process_tls_records(held), outgoing, plain),
+            Side::Established(_) => return Ok(Turn::Established),
+            Side::Failed => return Err(SessionError::Malformed("it could not be established".to_owned())),
         };
-        *from += used;
+        self.from += used;
         let turn = turn?;
-        let is_done = match side {
-            Side::Client(conn) => !conn.is_handshaking(),
-            Side::Server(conn) => !conn.is_handshaking(),
-        };
-        if is_done && self.exporter.is_none() {
-            let own = || SessionError::Malformed("no exporter".to_owned());
-            self.exporter = Some(self.secret.export(LABEL, &[]).ok_or_else(own)?);
-        }
         self.ended |= turn == Turn::Ended;
-        Ok(turn)
+        let (is_done, certificates) = match &self.side {
+            Side::Client(conn) => (!conn.is_handshaking(), conn.peer_certificates()),
+            Side::Server(conn) => (!conn.is_handshaking(), conn.peer_certificates()),
+            _ => (false, None),
+        };
+        if !is_done {
+            return Ok(if turn == Turn::Established { Turn::Waits } else { turn });
+        }
+        // What has come right behind the handshake may be the proof, for which this is needed.
+        if self.exporter.is_none() {
+            self.peer = tls::key_of(certificates);
+            let none = || SessionError::Malformed("no exporter".to_owned());
+            self.exporter = Some(self.secret.export(LABEL, &[]).ok_or_else(none)?);
+        }
+        if turn != Turn::Established {
+            return Ok(turn);
+        }
+        let (secrets, keys) = match std::mem::replace(&mut self.side, Side::Failed) {
+            Side::Client(conn) => {
+                let (secrets, keys) = conn.dangerous_into_kernel_connection()?;
+                (secrets, Keys::Client(Box::new(keys)))
+            }
+            Side::Server(conn) => {
+                let (secrets, keys) = conn.dangerous_into_kernel_connection()?;
+                (secrets, Keys::Server(Box::new(keys)))
+            }
+            other => {
+                self.side = other;
+                return Ok(turn);
+            }
+        };
+        self.side = Side::Established(Box::new(Records::new(secrets, keys)?));
+        Ok(Turn::Moved)
     }
 }
 
 impl Outgoing {
     /// Adds what `write` writes; it says how much room it needs where it has too little.
-    fn add(&mut self, mut write: impl FnMut(&mut [u8]) -> Result<usize, usize>) -> bool {
+    fn add(&mut self, mut write: impl FnMut(&mut [u8]) -> Result<usize, usize>) {
         loop {
             match write(&mut self.bytes[self.filled..]) {
                 Ok(count) => {
                     self.filled += count;
-                    return true;
+                    return;
                 }
-                Err(0) => return false,
-                Err(needed) => self.bytes.resize(self.filled + needed, 0),
+                Err(0) => return,
+                Err(needed) => self.bytes.grow(self.filled + needed),
             }
         }
     }
 }
 
-/// Does what the state machine asks for. Returns bytes of the input that are used, and what it led to.
+/// Does what the handshake asks for. Returns bytes of the input that are used, and what it led to.
 fn act<D>(
     status: UnbufferedStatus<'_, '_, D>,
     outgoing: &mut Outgoing,
     plain: &mut Vec<u8>,
-    work: &mut Work<'_, '_, '_>,
 ) -> (usize, Result<Turn, SessionError>) {
     let turn = match status.state {
         Err(error) => Err(error.into()),
+        // What has come right behind the handshake.
         Ok(ConnectionState::ReadTraffic(mut traffic)) => {
             let mut turn = Ok(Turn::Moved);
             while let Some(record) = traffic.next_record() {
                 match record {
-                    Ok(record) => {
-                        let placed = match work {
-                            Work::Open(target) if plain.is_empty() => target.put(record.payload),
-                            _ => 0,
-                        };
-                        plain.extend_from_slice(&record.payload[placed..]);
-                    }
+                    Ok(record) => plain.extend_from_slice(record.payload),
                     Err(error) => turn = Err(error.into()),
                 }
             }
@@ -419,29 +495,8 @@ fn act<D>(
             data.done();
             Ok(Turn::Moved)
         }
-        Ok(ConnectionState::WriteTraffic(mut traffic)) => {
-            if let Work::Seal(source) = work {
-                while outgoing.bytes.len() - outgoing.filled >= RECORD + OVERHEAD {
-                    let piece = source.piece();
-                    if piece.is_empty() {
-                        break;
-                    }
-                    let whole = outgoing.add(|room| {
-                        traffic.encrypt(piece, room).map_err(|error| match error {
-                            EncryptError::InsufficientSize(size) => size.required_size,
-                            EncryptError::EncryptExhausted => 0,
-                        })
-                    });
-                    if !whole {
-                        let spent = SessionError::Malformed("its keys are used up".to_owned());
-                        return (status.discard, Err(spent));
-                    }
-                    source.advance();
-                }
-            }
-            Ok(Turn::Idle)
-        }
-        Ok(ConnectionState::BlockedHandshake) => Ok(Turn::Handshake),
+        Ok(ConnectionState::WriteTraffic(_)) => Ok(Turn::Established),
+        Ok(ConnectionState::BlockedHandshake) => Ok(Turn::Waits),
         Ok(ConnectionState::PeerClosed | ConnectionState::Closed) => Ok(Turn::Ended),
         Ok(_) => Err(SessionError::Malformed("early data".to_owned())),
     };
@@ -466,7 +521,7 @@ impl Target<'_, '_> {
         let before = self.taken;
         while let Some(slice) = self.slices.get_mut(self.slice) {
             let count = bytes.len().min(slice.len() - self.at);
-            slice[self.at..self.at + count].copy_from_slice(&bytes[..count]);
+            records::copy(&mut slice[self.at..self.at + count], &bytes[..count]);
             bytes = &bytes[count..];
             self.at += count;
             self.taken += count;
@@ -480,52 +535,53 @@ impl Target<'_, '_> {
     }
 }
 
-/// Plain bytes, taken in order by the record.
+/// Plain bytes, taken in order.
 struct Source<'a, 'b> {
     slices: &'a [IoSlice<'b>],
     slice: usize,
     at: usize,
     taken: usize,
-    /// A record's worth from several slices.
-    staging: Vec<u8>,
 }
 
 impl Source<'_, '_> {
-    /// The next record's bytes; none at the end. It stays the next until [`Source::advance`].
-    fn piece(&mut self) -> &[u8] {
-        while self.slices.get(self.slice).is_some_and(|slice| self.at == slice.len()) {
+    fn is_empty(&self) -> bool {
+        let Some((first, rest)) = self.slices[self.slice..].split_first() else { return true };
+        self.at == first.len() && rest.iter().all(|slice| slice.is_empty())
+    }
+
+    /// Fills `place` as far as it goes; returns how much that was.
+    fn fill(&mut self, place: &mut [u8]) -> usize {
+        let mut filled = 0;
+        while let Some(slice) = self.slices.get(self.slice) {
+            let count = (slice.len() - self.at).min(place.len() - filled);
+            records::copy(&mut place[filled..filled + count], &slice[self.at..self.at + count]);
+            filled += count;
+            self.at += count;
+            if self.at < slice.len() {
+                break;
+            }
             self.slice += 1;
             self.at = 0;
         }
-        let Some(rest) = self.slices.get(self.slice).map(|slice| &slice[self.at..]) else { return &[] };
-        self.staging.clear();
-        if rest.len() >= RECORD || self.slice + 1 == self.slices.len() {
-            return &rest[..rest.len().min(RECORD)];
+        self.taken += filled;
+        filled
+    }
+}
+
+#[cfg(test)]
+impl Session {
+    /// The records alone, of a session that is no more.
+    pub(super) fn take_records(&mut self) -> Records {
+        match std::mem::replace(&mut self.side, Side::Failed) {
+            Side::Established(records) => *records,
+            _ => panic!("it is not established"),
         }
-        self.staging.extend_from_slice(rest);
-        for slice in &self.slices[self.slice + 1..] {
-            let room = RECORD - self.staging.len();
-            self.staging.extend_from_slice(&slice[..slice.len().min(room)]);
-        }
-        &self.staging
     }
 
-    /// The piece was sealed.
-    fn advance(&mut self) {
-        let rest = self.slices[self.slice].len() - self.at;
-        let mut count = if self.staging.is_empty() { rest.min(RECORD) } else { self.staging.len() };
-        self.taken += count;
-        while count > 0 {
-            let rest = self.slices[self.slice].len() - self.at;
-            let step = count.min(rest);
-            self.at += step;
-            count -= step;
-            if self.at == self.slices[self.slice].len() && self.slice + 1 < self.slices.len() {
-                self.slice += 1;
-                self.at = 0;
-            } else if step == 0 {
-                break;
-            }
+    /// Keys are replaced after so many records.
+    pub(super) const fn limit_records(&mut self, limit: u64) {
+        if let Side::Established(records) = &mut self.side {
+            records.limited(limit);
         }
     }
 }

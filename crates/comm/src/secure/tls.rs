@@ -38,11 +38,13 @@ pub(super) struct Tls {
 impl Tls {
     /// For a peer with this identity.
     pub(super) fn new(identity: &Identity) -> Self {
-        Self::build(identity).expect("the provider has TLS 1.3 and ed25519, and the key is well-formed")
+        Self::build(identity, crypto())
+            .expect("the provider has TLS 1.3 and ed25519, and the key is well-formed")
     }
 
-    fn build(identity: &Identity) -> Result<Self, Error> {
-        let crypto = Arc::new(crypto());
+    /// The same by other cryptography.
+    pub(super) fn build(identity: &Identity, crypto: CryptoProvider) -> Result<Self, Error> {
+        let crypto = Arc::new(crypto);
         let verifier = Arc::new(AnyKey(Arc::clone(&crypto)));
         let pkcs8 = Zeroizing::new([&PKCS8[..], &identity.seed()[..]].concat());
         let signing = provider::sign::any_eddsa_type(&PrivatePkcs8KeyDer::from(&pkcs8[..]))?;

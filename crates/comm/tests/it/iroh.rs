@@ -354,7 +354,7 @@ fn a_stranger_that_speaks_another_protocol_is_refused_and_holds_up_nobody() {
             assert!(strange(&endpoint, &host, &[7; 4000]).await.is_empty());
             // A frame that claims to be longer than a greeting may be.
             let mut long = [0; 32];
-            long[..6].copy_from_slice(b"FFLC\x05\x04");
+            long[..6].copy_from_slice(b"FFLC\x06\x04");
             long[25] = 0xff;
             assert!(strange(&endpoint, &host, &long).await.is_empty());
             // A connection that stays open and is silent.

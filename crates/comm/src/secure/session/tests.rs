@@ -147,3 +147,33 @@ fn much_may_come_right_behind_the_proof() {
     }
     assert!(got.iter().all(|&byte| byte == 7));
 }
+
+#[test]
+fn the_proof_may_come_with_the_end_of_the_handshake() {
+    let (mut client, mut server) =
+        (Session::client(&tls(1), Vec::new()).unwrap(), Session::server(&tls(2)).unwrap());
+    client.seal(&[]).unwrap();
+    carry(&mut client, &mut server).unwrap();
+    server.seal(&[]).unwrap();
+    carry(&mut server, &mut client).unwrap();
+    client.seal(&[]).unwrap();
+    assert!(client.is_established() && !server.is_established());
+    let mut all = client.to_send().to_vec();
+    client.sent(all.len());
+    client.seal(&[IoSlice::new(b"proof")]).unwrap();
+    all.extend(client.to_send());
+    server.room()[..all.len()].copy_from_slice(&all);
+    server.received(all.len()).unwrap();
+    let mut got = [0; 5];
+    assert_eq!(server.open(&mut [IoSliceMut::new(&mut got)]), Ok(5));
+    assert_eq!(&got, b"proof");
+    assert_eq!(server.peer(), Some(Identity::from_seed([1; 32]).public()));
+    assert_eq!(server.exporter(), client.exporter());
+    // Records go on behind those that rustls has opened.
+    server.trust();
+    client.sent(client.to_send().len());
+    client.seal(&[IoSlice::new(b"more.")]).unwrap();
+    carry(&mut client, &mut server).unwrap();
+    assert_eq!(server.open(&mut [IoSliceMut::new(&mut got)]), Ok(5));
+    assert_eq!(&got, b"more.");
+}

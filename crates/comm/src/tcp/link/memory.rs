@@ -54,7 +54,8 @@ impl Link {
     /// Sends a message of the negotiation, always over the socket.
     fn say_near(&self, out: &mut Out, near: Near, pool: &Arc<Pool>) {
         let frame = pool.copy_of(&Control::Near(near).encode(), 0);
-        self.enqueue(out, wire::encode(Kind::Control, NO_TAG, 0, frame.bytes()), Some(frame));
+        let header = self.header(Kind::Control, NO_TAG, 0, frame.bytes());
+        self.enqueue(out, header, Some(frame));
     }
 
     /// Hands a frame over, or queues it until there is room.

@@ -1,0 +1,60 @@
+//! A buffer that begins at a cache line, for what goes through sockets.
+
+use std::ops::{Deref, DerefMut};
+
+const LINE: usize = 64;
+
+/// Bytes whose first lies at a cache line. It only grows.
+#[derive(Default)]
+pub(super) struct Room {
+    bytes: Vec<u8>,
+    first: usize,
+}
+
+impl Room {
+    /// Makes it at least `len` bytes long; what is in it stays.
+    pub(super) fn grow(&mut self, len: usize) {
+        if self.len() >= len {
+            return;
+        }
+        let mut bytes = vec![0; len + LINE - 1];
+        // What `align_offset` may say where it cannot tell is no more than slow.
+        let first = bytes.as_ptr().align_offset(LINE).min(LINE - 1);
+        bytes[first..first + self.len()].copy_from_slice(self);
+        bytes.truncate(first + len);
+        *self = Self { bytes, first };
+    }
+}
+
+impl Deref for Room {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &self.bytes[self.first..]
+    }
+}
+
+impl DerefMut for Room {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes[self.first..]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_grows_and_keeps_what_it_has() {
+        let mut room = Room::default();
+        assert!(room.is_empty());
+        for len in [5, 4096, 100_000] {
+            let before = room.get(4).copied().unwrap_or(0);
+            room.grow(len);
+            assert_eq!((room.len(), room.as_ptr().align_offset(LINE)), (len, 0));
+            assert_eq!(room[4], before);
+            room[4] = 7;
+            room.grow(3);
+            assert_eq!((room.len(), room[4]), (len, 7));
+        }
+    }
+}
