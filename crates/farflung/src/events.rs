@@ -79,6 +79,15 @@ pub enum What {
         /// What it is expected to take now.
         now_us: u64,
     },
+    /// Stages are other pools of members than before, or microbatches go other ways through them.
+    Pools {
+        /// The endpoints of each stage's members.
+        members: Vec<Vec<u32>>,
+        /// How fast each is beside the others of its stage.
+        rates: Vec<Vec<u32>>,
+        /// The member that has changed its stage, if that is why.
+        moved: Option<u32>,
+    },
     /// A peer was lost, which ended the run here.
     Lost {
         /// Who, and how one can tell.

@@ -448,6 +448,11 @@ settings! {
         /// How fast each rank of the pools is beside the others of its pool, such as 1,4,2; unless told by the
         /// machines' speeds of --topology.
         pool_rates: Numbers, "N,N";
+        /// Stages are pools of the members that come and leave (farflung host --stages): a newcomer joins the
+        /// stage that holds the others up, microbatches take their ways by the members' measured speeds, and a
+        /// member changes its stage where that makes steps a tenth shorter. A step takes the same sequences
+        /// however many members there are.
+        pooled: bool, "BOOL", false;
         /// The pipeline's schedule; the list is below.
         schedule: Method, "NAME", Method::OneFOneB;
         /// A schedule of your own instead of --schedule, as `farflung schedule --file` reads it.

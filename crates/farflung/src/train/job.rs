@@ -291,12 +291,19 @@ impl Job {
         self.elastic && self.world > 1
     }
 
+    /// Whether stages are pools of the members that come and leave, as soon as there are enough of them.
+    #[must_use]
+    pub fn is_pooled(&self) -> bool {
+        self.pipelines.as_ref().is_some_and(|wished| wished.is_pooled())
+    }
+
     /// Whether members' shares of a step follow their speed.
     #[must_use]
     pub fn follows_speed(&self) -> bool {
         let level = self.plan.outermost();
+        let pooled = || self.is_pooled() && self.plan.pools().is_some();
         self.elastic
-            && self.pipelines.is_none()
+            && (self.pipelines.is_none() || pooled())
             && self.config.balance == BalanceKind::BySpeed
             && level.steps.is_empty()
     }
