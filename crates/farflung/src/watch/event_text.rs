@@ -217,6 +217,14 @@ mod tests {
                 What::Shares { microbatches: vec![3, 1], before_us: 2_000_000, now_us: 1_500_000 },
                 "shares are now 3 : 1: a step takes 1.500 s instead of 2.000 s",
             ),
+            (
+                What::Pools {
+                    members: vec![vec![0], vec![3, 4]],
+                    rates: vec![vec![1], vec![3, 1]],
+                    moved: Some(4),
+                },
+                "member 4 moved; members of the stages are 0 (100%) : 3 (75%), 4 (25%)",
+            ),
             (What::Lost { peer: "rank 1 was lost".into() }, "lost: rank 1 was lost"),
             (What::Named { ranks: vec![1], reason: reason.clone() }, "wrong values: because"),
             (What::Stopped { reason: "stopped by SIGINT".into() }, "stopped by SIGINT"),

@@ -224,6 +224,33 @@ fn a_member_changes_its_stage_where_a_pool_holds_the_others_up() {
 }
 
 #[test]
+fn a_loss_while_a_member_changes_its_stage_loses_no_sequence() {
+    let folder = tempfile::tempdir().unwrap();
+    let (pools, steps) = ([4, 2, 1], 14);
+    let calm = calm(folder.path(), &pools, steps);
+    let make = || job(folder.path(), &pools, &[0.05; 7], plain(steps));
+    let (_, told) = run(&make(), 7, &[], &Faults::new());
+    let moved = told.notes.iter().find(|note| note.contains("goes to stage")).unwrap();
+    let step: usize = moved.split(&[' ', ':'][..]).find_map(|word| word.parse().ok()).unwrap();
+    // From the end of the step before to the end of the one behind it.
+    let (begin, end) = (told.times[step - 1] * 1e9, told.times[step] * 1e9);
+    let mut before_the_move = 0;
+    for rank in [0, 4] {
+        for part in 0..8 {
+            let at = Nanos((begin + (end - begin) * f64::from(part) / 8.0) as u64);
+            let what = format!("{rank} at {at}");
+            let faults = Faults::new().at(at).crash(PeerId(rank));
+            let (ended, told) = run(&make(), 7, &[], &faults);
+            let left = report(&ended, Some(rank), &what);
+            same_sequences(&what, left, &calm);
+            assert_eq!((left.workers, left.rows.last().unwrap().step), (6, steps), "{what}");
+            before_the_move += u32::from(!told.has("goes to stage"));
+        }
+    }
+    assert!(before_the_move > 0 && before_the_move < 16, "{before_the_move}");
+}
+
+#[test]
 fn a_newcomer_joins_the_pool_that_holds_the_others_up() {
     let folder = tempfile::tempdir().unwrap();
     let (pools, steps) = ([2, 1], 24);
