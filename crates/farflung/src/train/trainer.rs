@@ -177,7 +177,7 @@ impl Trainer {
         Rank(self.executor.first + self.position.0)
     }
 
-    /// What steps take on each replica, or each rank of pools, where all of them have told it since this was last asked.
+    /// What steps take on each replica, or rank of pools, where all have told it since this was last asked.
     pub(super) fn measured(&mut self) -> Option<Vec<Measured>> {
         let all = std::mem::take(&mut self.speed.as_mut()?.all);
         (!all.is_empty()).then_some(all)

@@ -1,5 +1,5 @@
-//! Stages that are pools of members which come and leave: who holds what, by which ways microbatches go, and that
-//! each sequence is in one committed step.
+//! Stages that are pools of members which come and leave: who holds what, by which ways microbatches go, and
+//! that each sequence is in one committed step.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 

@@ -262,8 +262,8 @@ pub fn rates_of(pools: &Pools, times: &[Nanos]) -> Vec<u32> {
     rates
 }
 
-/// The move of one rank to the busiest stage after which the busier of the two stages has least to do; what that
-/// is. Of several the slowest rank goes, so that as little as can be changes.
+/// The move of one rank to the busiest stage after which the busier of the two stages has least to do; what
+/// that is. Of several the slowest rank goes, so that as little as can be changes.
 fn best_move(pools: &Pools, microbatches: u32, times: &[Nanos], work: &[f64]) -> Option<((u32, u32), Nanos)> {
     let firsts = pools.firsts();
     let ranks = |stage: usize| {

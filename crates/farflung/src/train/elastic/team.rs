@@ -3,8 +3,8 @@
 //!
 //! All members of a new view tell each other what they hold: the places follow by [`Lineup::new`], the step by
 //! [`newest_whole`], what moves by [`moves`], all of them pure functions of what was told. Where a pipeline has
-//! lost a rank that nobody replaces, stages are pools of those that hold their part ([`Lineup::rerouted`]); with
-//! `pooled` they always are ([`Lineup::pooled`]).
+//! lost a rank that nobody replaces, stages are pools of those that hold their part ([`Lineup::rerouted`]);
+//! with `pooled` they always are ([`Lineup::pooled`]).
 //! Whoever is left over is a spare: a member without a part.
 
 use std::collections::{BTreeMap, BTreeSet};
