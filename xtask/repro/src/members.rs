@@ -6,7 +6,6 @@ mod churn_pipelines;
 pub(crate) mod hosted;
 pub(crate) mod join;
 pub(crate) mod launched;
-pub(crate) mod pooled;
 mod processes;
 pub(crate) mod recovery;
 pub(crate) mod soaked;

@@ -12,26 +12,23 @@ use farflung::parallel::swarm::{SquareCube, bound, optimum};
 use farflung::train::{Job, ReplicaSchedule};
 
 use crate::harness::{Bench, Mark, Options, Report};
-use crate::members::pooled;
 use crate::workers::{Over, again, config, job, on_all, plain_sgd};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "swarm",
     claim: "stages as pools of six unequal machines on 200 Mbit/s with boundaries in 8 bits: the slowest pool \
         computes for 90% of a pass at least, and a pass takes less than in whole pipelines of the same machines, with the same \
-        losses; the use of a stage by its width is that of the square-cube law. Where members come and leave, a newcomer \
-        to the slowest pool brings its share, the loss of one costs at most its share and moves no state, and a run that \
-        begins with bad pools comes near the best ones",
+        losses; the use of a stage by its width is that of the square-cube law",
     source: "Ryabinin et al. 2023, SWARM: less than 200 Mbit/s between preemptible devices, 8 bits, square-cube law",
     seed: 1337,
     run,
 };
 
-pub(crate) const LINE: Bandwidth = Bandwidth(200_000_000);
+const LINE: Bandwidth = Bandwidth(200_000_000);
 const STAGES: usize = 3;
 
 /// Machines in the order of the pools: together the fastest of all assignments.
-pub(crate) const POOLS: [&[f64]; STAGES] = [&[4.0], &[3.0, 1.0], &[2.0, 2.0, 1.0]];
+const POOLS: [&[f64]; STAGES] = [&[4.0], &[3.0, 1.0], &[2.0, 2.0, 1.0]];
 
 /// The same machines as two pipelines: the faster three, and the others.
 const PIPELINES: [f64; 6] = [4.0, 3.0, 2.0, 2.0, 1.0, 1.0];
@@ -100,8 +97,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         anyhow::Ok(Some(path))
     };
     unequal(report, options, &file)?;
-    square_cube(report, options, &file)?;
-    pooled::measure(report, options)
+    square_cube(report, options, &file)
 }
 
 type Write<'a> = &'a dyn Fn(&str, String) -> Result<Option<std::path::PathBuf>>;
