@@ -306,6 +306,7 @@ mod tests {
     use super::*;
     use crate::swarm::optimum;
 
+    #[expect(clippy::unnecessary_wraps, reason = "members are told as options")]
     const fn at(position: u32, replica: u32) -> Option<Stood> {
         Some(Stood { replica, position })
     }

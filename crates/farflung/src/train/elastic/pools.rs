@@ -106,6 +106,24 @@ pub(super) fn event(plan: &Plan, team: Option<&Team>, moved: Option<Moving>) -> 
     Some(What::Pools { members: of(&slots), rates: of(&pools.rates), moved })
 }
 
+/// Microbatches go other ways from now on; no part moves. All members that take steps call it after the
+/// same step.
+///
+/// Errors: a member that is lost meanwhile.
+pub(super) fn reroute(job: &mut Job, trainer: &mut Trainer, rates: Vec<u32>) -> Result<()> {
+    // Nobody takes another way before all have committed the step.
+    trainer.comm().barrier()?;
+    let mut plan = job.plan.clone();
+    if let ScheduleSource::Pools(pools) = &mut plan.pipeline.schedule {
+        pools.rates = rates;
+    }
+    let next = job.with_plan_after(trainer.steps_done(), plan)?;
+    let comm = trainer.comm().clone();
+    trainer.carry_over(&next, comm)?;
+    *job = next;
+    Ok(())
+}
+
 impl Member<'_> {
     /// What follows for the pools from the step that was done.
     pub(super) fn pool_advice(&mut self, job: &Job, trainer: &mut Trainer) -> PoolAdvice {
@@ -113,24 +131,6 @@ impl Member<'_> {
             Some(team) => self.pools.advice(job, team, trainer),
             None => PoolAdvice::Stay,
         }
-    }
-
-    /// Microbatches go other ways from now on; no part moves. All members that take steps call it after the
-    /// same step.
-    ///
-    /// Errors: a member that is lost meanwhile.
-    pub(super) fn reroute(&mut self, job: &mut Job, trainer: &mut Trainer, rates: Vec<u32>) -> Result<()> {
-        // Nobody takes another way before all have committed the step.
-        trainer.comm().barrier()?;
-        let mut plan = job.plan.clone();
-        if let ScheduleSource::Pools(pools) = &mut plan.pipeline.schedule {
-            pools.rates = rates;
-        }
-        let next = job.with_plan_after(trainer.steps_done(), plan)?;
-        let comm = trainer.comm().clone();
-        trainer.carry_over(&next, comm)?;
-        *job = next;
-        Ok(())
     }
 
     /// A member changes its stage, under a new view of the same members: it takes the part's state from those

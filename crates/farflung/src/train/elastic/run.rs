@@ -266,7 +266,7 @@ fn follow_pools(
 ) -> Result<()> {
     match advice {
         PoolAdvice::Stay => Ok(()),
-        PoolAdvice::Rates(rates) => match member.reroute(&mut steps.job, trainer, rates) {
+        PoolAdvice::Rates(rates) => match pools::reroute(&mut steps.job, trainer, rates) {
             Ok(()) => {
                 let what = pools::event(&steps.job.plan, member.team.as_ref(), None);
                 let text =
