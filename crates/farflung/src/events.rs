@@ -81,6 +81,15 @@ pub enum What {
         /// Predicted time of a step now, in microseconds.
         now_us: u64,
     },
+    /// The pools of the stages have changed, or the routes of microbatches through them.
+    Pools {
+        /// Endpoints of each stage's members.
+        members: Vec<Vec<u32>>,
+        /// Relative speed of each member within its stage.
+        rates: Vec<Vec<u32>>,
+        /// The member that has changed its stage, if that is the cause.
+        moved: Option<u32>,
+    },
     /// A peer was lost, which ended the run on this rank.
     Lost {
         /// The peer, and how the loss was detected.

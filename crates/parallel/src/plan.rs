@@ -7,6 +7,7 @@ mod lineup;
 mod local_steps;
 mod members;
 mod part;
+mod pooled;
 mod rebalance;
 mod text;
 
@@ -27,6 +28,7 @@ pub use lineup::{Holding, Lineup, Move, Needed, Stood, moves, newest_whole};
 pub use local_steps::LocalSteps;
 pub use members::Replica;
 pub use part::{Part, Recompute, even_parts};
+pub use pooled::{PoolAdvice, PoolBalance, Pooling, rates_of};
 pub use rebalance::{Advice, Measured, Rebalance, is_worth_it, shares_by_speed, step_time};
 
 /// How the ranks of a job train one model.

@@ -24,9 +24,11 @@ const HOST_EXAMPLES: &str = "Examples:
   farflung host --config run.toml
   farflung host --sync diloco --sync-every 50 --address my.example.org:29500
   farflung host --stages 4 --microbatches 8
+  farflung host --stages 4 --pooled true --microbatches 16
   farflung host --listen 127.0.0.1:0 --steps 200 --out runs/shared --ticket-out run.ticket
 A member that leaves (Ctrl-C) or is lost costs the others the step in flight at most. The host may leave, too.
 With --stages, members form pipelines: as many whole ones as there can be, and the others are spares.
+With --pooled too, each stage is a pool of unequally many members, and nobody is left over.
 ";
 
 /// Start a run that other machines may join and leave, and train.

@@ -156,7 +156,7 @@ impl TrainConfig {
         let each_step = self.sync.each_step;
         notes.idle(
             !run.elastic,
-            &["balance", "copy-share"],
+            &["balance", "copy-share", "pooled"],
             "nobody comes or leaves: it is for `farflung host`",
         );
         let local = format!("`sync` {} takes local steps: buckets and algorithm matter little", self.sync);
@@ -237,8 +237,10 @@ impl TrainConfig {
         notes.idle(!pooled, &["pool-rates"], "there are no `pools`");
         let order = "`pools` sets the order";
         notes.idle(pooled, &["schedule", "chunks", "slice-grain"], order);
+        let comes = run.elastic && self.is_pooled();
+        notes.idle(comes, &["schedule", "chunks", "slice-grain"], "`pooled` sets the order");
         let method = self.schedule;
-        let limited = pooled || method.is_limited();
+        let limited = pooled || comes || method.is_limited();
         notes.idle(!limited, &["memory"], &format!("`schedule` {method} has no limit on memory"));
         let sliced = method.slices();
         notes.idle(

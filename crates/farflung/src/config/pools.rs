@@ -36,6 +36,12 @@ impl TrainConfig {
         })
     }
 
+    /// Returns whether stages are pools of members that come and leave.
+    #[must_use]
+    pub const fn is_pooled(&self) -> bool {
+        self.pooled && self.stages > 1
+    }
+
     /// Sets the number of stages and workers from the pools, which contain the number of ranks: a run with
     /// pools is one pipeline.
     pub(super) fn take_pools(&mut self) {
@@ -51,6 +57,11 @@ impl TrainConfig {
     }
 
     pub(super) fn validate_pools(&self) -> Result<()> {
+        if self.is_pooled() {
+            let own = self.schedule_file.as_ref().map_or_else(String::new, |path| path.display().to_string());
+            let expected = "nothing with `pooled`, which sets the order";
+            check("schedule-file", &own, self.schedule_file.is_none(), expected)?;
+        }
         let Some(Numbers(sizes)) = &self.pools else { return Ok(()) };
         let shown =
             self.pools.as_ref().map(Setting::value).map_or_else(String::new, |value| value.to_string());

@@ -92,6 +92,7 @@ impl Choices {
             optimizer: config.optimizer.row(),
             schedule: match &config.pools {
                 Some(_) => Some(Order::pools()),
+                None if config.is_pooled() => Some(Order::pools()),
                 None => (config.stages > 1 && named).then(|| Order::named(config.schedule)),
             },
             forward: boundary(config.boundary),

@@ -16,6 +16,7 @@ mod meet;
 mod pieces;
 mod pipelines;
 mod place;
+mod pools;
 mod repeats;
 mod run;
 mod saved;

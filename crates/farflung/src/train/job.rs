@@ -290,12 +290,19 @@ impl Job {
         self.elastic && self.world > 1
     }
 
+    /// Returns whether stages are pools of members that come and leave, once there are enough members.
+    #[must_use]
+    pub fn is_pooled(&self) -> bool {
+        self.pipelines.as_ref().is_some_and(|wished| wished.is_pooled())
+    }
+
     /// Returns whether members' shares of a step depend on their speed.
     #[must_use]
     pub fn follows_speed(&self) -> bool {
         let level = self.plan.outermost();
+        let pooled = || self.is_pooled() && self.plan.pools().is_some();
         self.elastic
-            && self.pipelines.is_none()
+            && (self.pipelines.is_none() || pooled())
             && self.config.balance == BalanceKind::BySpeed
             && level.steps.is_empty()
     }

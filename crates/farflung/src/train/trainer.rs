@@ -177,7 +177,7 @@ impl Trainer {
         Rank(self.executor.first + self.position.0)
     }
 
-    /// Returns the measured step times of all replicas, once all have sent them since the last call.
+    /// Returns the measured step times of all replicas or ranks of pools, once all have sent them since the last call.
     pub(super) fn measured(&mut self) -> Option<Vec<Measured>> {
         let all = std::mem::take(&mut self.speed.as_mut()?.all);
         (!all.is_empty()).then_some(all)
@@ -276,9 +276,8 @@ impl Trainer {
         let done = self.try_step(stop)?;
         let Executor { comm, spent, .. } = &mut self.executor;
         add_since(begun, comm, &mut spent.took);
-        if let Some(speed) = self.speed.as_mut().filter(|_| computes) {
-            let (microbatches, (from, to)) = (self.schedule.microbatches(), self.pass);
-            speed.step(microbatches, to.saturating_sub(from), spent.took, done.synced == Synced::Yes);
+        if computes {
+            self.measure_step(done.synced == Synced::Yes);
         }
         Ok(done)
     }

@@ -101,6 +101,7 @@ impl EventLine {
                 format!("all members answer: the step is done again, with a deadline of {deadline} s")
             }
             "shares" => self.shares_text(),
+            "pools" => self.pools_text(),
             "lost" => format!("lost: {}", self.text_of("peer").unwrap_or("a peer")),
             "named" => format!("wrong values: {reason}"),
             "stopped" => reason.to_owned(),
@@ -114,6 +115,24 @@ impl EventLine {
         let seconds = |field: &str| self.count(field).unwrap_or(0) as f64 / 1e6;
         let (before, now) = (seconds("before_us"), seconds("now_us"));
         format!("shares are now {}: a step takes {now:.3} s instead of {before:.3} s", shares.join(" : "))
+    }
+
+    fn pools_text(&self) -> String {
+        let lists = |field: &str| -> Vec<Vec<u64>> {
+            let lists = self.rest.get(field).and_then(Value::as_array).into_iter().flatten();
+            let numbers = |list: &Value| {
+                list.as_array().into_iter().flatten().filter_map(Value::as_u64).collect::<Vec<_>>()
+            };
+            lists.take(64).map(numbers).collect()
+        };
+        let pool = |(members, rates): (Vec<u64>, Vec<u64>)| {
+            let all = rates.iter().sum::<u64>().max(1);
+            let share = |(member, rate): (&u64, &u64)| format!("{member} ({}%)", 100 * rate / all);
+            members.iter().zip(&rates).map(share).collect::<Vec<_>>().join(", ")
+        };
+        let pools: Vec<String> = lists("members").into_iter().zip(lists("rates")).map(pool).collect();
+        let moved = self.count("moved").map_or_else(String::new, |member| format!("member {member} moved; "));
+        format!("{moved}members of the stages are {}", pools.join(" : "))
     }
 
     fn members(&self) -> String {
@@ -197,6 +216,14 @@ mod tests {
             (
                 What::Shares { microbatches: vec![3, 1], before_us: 2_000_000, now_us: 1_500_000 },
                 "shares are now 3 : 1: a step takes 1.500 s instead of 2.000 s",
+            ),
+            (
+                What::Pools {
+                    members: vec![vec![0], vec![3, 4]],
+                    rates: vec![vec![1], vec![3, 1]],
+                    moved: Some(4),
+                },
+                "member 4 moved; members of the stages are 0 (100%) : 3 (75%), 4 (25%)",
             ),
             (What::Lost { peer: "rank 1 was lost".into() }, "lost: rank 1 was lost"),
             (What::Named { ranks: vec![1], reason: reason.clone() }, "wrong values: because"),

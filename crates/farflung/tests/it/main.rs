@@ -18,6 +18,7 @@ mod members;
 mod members_checkpoints;
 mod members_in_pipelines;
 mod members_repeat;
+mod members_pooled;
 mod members_rerouted;
 mod members_spares;
 mod mpi;

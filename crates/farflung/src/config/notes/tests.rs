@@ -96,6 +96,7 @@ const CASES: &[Case] = &[
         "`first-moment-every`, `second-moment-every` change nothing: `sync` is ddp, not des-loc",
     ),
     ("balance = 'equal'", 4, false, "`balance` changes nothing: nobody comes or leaves"),
+    ("pooled = true\nstages = 2", 4, false, "`pooled` changes nothing: nobody comes or leaves"),
     ("copy-share = 0.5", 4, false, "`copy-share` changes nothing: nobody comes or leaves"),
     ("trigger = 0.1", 4, true, "`trigger` changes nothing: `sync` is ddp, not event"),
     (

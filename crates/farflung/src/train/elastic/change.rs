@@ -15,6 +15,7 @@ use super::decide::{Loss, Next, suspect};
 use super::idle::Idle;
 use super::measure::measured;
 use super::place::Place;
+use super::pools::PoolSpeeds;
 use super::repeats::Repeats;
 use super::share::Shared;
 use super::status::Teller;
@@ -60,8 +61,12 @@ pub struct Changed {
     /// Of members in pipelines: how many pipelines there are now, of how many stages, and members without a
     /// part.
     pub pipelines: Option<(u32, u32, usize)>,
-    /// Members of each stage, where a pipeline is not whole and stages are pools of members; else empty.
+    /// Members of each stage, where stages are pools of members; else empty.
     pub pools: Vec<u32>,
+    /// Whether they are pools only since a pipeline is not whole.
+    pub rerouted: bool,
+    /// The member that changed its stage, which the change was for, and the stage that it went to.
+    pub moved: Option<(PeerId, u32)>,
     /// From its beginning to its end, by the transport's clock.
     pub took: Nanos,
 }
@@ -86,6 +91,9 @@ impl fmt::Display for Changed {
         if !came.is_empty() {
             parts.push(format!("{} came", names(came)));
         }
+        if let Some((peer, stage)) = self.moved {
+            parts.push(format!("member {} goes to stage {}", peer.0, stage + 1));
+        }
         if parts.is_empty() {
             parts.push("all members".to_owned());
         }
@@ -103,7 +111,8 @@ impl fmt::Display for Changed {
                 let sizes: Vec<String> = self.pools.iter().map(u32::to_string).collect();
                 match &sizes[..] {
                     [] => write!(f, "; {count} pipeline{plural} of {stages}"),
-                    _ => write!(f, "; stages of {} members, re-routed", sizes.join(", ")),
+                    _ if self.rerouted => write!(f, "; stages of {} members, re-routed", sizes.join(", ")),
+                    _ => write!(f, "; pools of {} members", sizes.join(", ")),
                 }?;
                 if spares > 0 { write!(f, ", and {spares} without a part") } else { Ok(()) }
             }
@@ -173,6 +182,8 @@ pub(in crate::train) struct Member<'a> {
     pub(super) folder: Option<PathBuf>,
     /// How often it has tried its last step again.
     pub(super) repeats: Repeats,
+    /// Where stages are pools: how fast the members are.
+    pub(super) pools: PoolSpeeds,
 }
 
 impl Member<'_> {
@@ -295,6 +306,8 @@ impl Member<'_> {
                         from_checkpoints: false,
                         pipelines: None,
                         pools: Vec::new(),
+                        rerouted: false,
+                        moved: None,
                         members: now.len(),
                         step: trainer.steps_done(),
                         reason,

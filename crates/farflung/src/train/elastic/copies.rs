@@ -71,7 +71,9 @@ impl Copies {
     /// noticed by the next step.
     pub(super) fn after_step(&mut self, trainer: &Trainer, job: &Job) -> Result<()> {
         let comm = trainer.comm();
-        if job.config.copy_share <= 0.0 || job.plan.replicas() > 1 || comm.size() < 2 {
+        // A pool of several members holds its part that often already.
+        let all_twice = job.plan.pools().is_some_and(|pools| pools.sizes.iter().all(|&size| size > 1));
+        if job.config.copy_share <= 0.0 || job.plan.replicas() > 1 || comm.size() < 2 || all_twice {
             return Ok(());
         }
         if self.is_under_way() {

@@ -233,6 +233,23 @@ impl Place {
         Ok(view.map(|view| Next { view, reason }))
     }
 
+    /// A view of the same members behind a step that all have done, where something else than the members
+    /// changes: all that take steps call this together, and the one that `leads` tells those that take none.
+    /// `None` where there is none within the deadline.
+    ///
+    /// Errors: as [`Place::decide`].
+    pub(super) fn once_more(
+        &mut self,
+        working: &[MemberId],
+        leads: bool,
+        start: Option<Start>,
+    ) -> Result<Option<View>> {
+        self.renew();
+        let _telling = if leads { self.tell_agreed(working, &[Event::Repeat]) } else { Vec::new() };
+        let events = start.map(Event::Starts).into_iter().chain([Event::Repeat]).collect();
+        self.decide(events, (None, false), self.deadline)
+    }
+
     /// On a virtual clock, a newcomer has nothing to do before it is there.
     pub(super) fn wait_to_begin(&self) {
         let begins = self.arrivals.begins(self.transport().me());

@@ -39,7 +39,7 @@ fn check(config: &TrainConfig) -> Result<()> {
         return wrong("topology", topology.display().to_string(), expected);
     }
     if let Some(pools) = &config.pools {
-        let expected = "none: members that hold the same part form pools by themselves, see `stages`";
+        let expected = "none: with `stages` and `pooled` members form pools by themselves";
         return wrong("pools", pools.value().to_string(), expected);
     }
     if config.workers > 1 {

@@ -62,6 +62,8 @@ impl Member<'_> {
             from_checkpoints: placed.from_checkpoints,
             pipelines: Some((job.plan.replicas(), job.plan.stages(), spares)),
             pools: job.plan.pools().map_or_else(Vec::new, |pools| pools.sizes.clone()),
+            rerouted: !job.is_pooled(),
+            moved: None,
             took: trainer.comm().now().saturating_sub(begun),
         })
     }
@@ -141,14 +143,16 @@ impl Member<'_> {
             let live = trainer.as_deref().map(|trainer| trainer.pieces(job)).transpose()?;
             let held: Vec<Pieces> = live.into_iter().chain(self.copies.kept().cloned()).collect();
             let folder = self.folder.as_deref();
-            let brings = Brings { job, last, team: self.team.as_ref(), held, folder };
+            let (team, pools) = (self.team.as_ref(), &self.pools);
+            let brings = Brings { job, last, team, held, folder, pools };
             let formed = form(view, &all, brings)?;
             let comm = formed.team.split(job.deadline(), formed.moved.0)?;
             Ok((formed, comm))
         })();
         let (formed, comm) = done.inspect_err(|_: &Error| all.abort())?;
-        let Formed { team, job: mut next, last, counted, tensors, moved, lost_steps, from_checkpoints } =
-            formed;
+        let Formed { team, job: mut next, last, counted, tensors, moved, lost_steps, .. } = formed;
+        let from_checkpoints = formed.from_checkpoints;
+        self.pools.begin_anew(&formed.speeds);
         let works = team.rank().is_some();
         self.team = Some(team);
         self.copies.begin_anew(counted.step);

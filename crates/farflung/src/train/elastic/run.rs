@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use farflung_base::Nanos;
 use farflung_comm::{Cancel, Communicator, Stats};
-use farflung_parallel::plan::Advice;
+use farflung_parallel::plan::{Advice, PoolAdvice};
 
 use super::balance::{Balance, Reshared};
 use super::change::{Changed, Member};
@@ -12,6 +12,7 @@ use super::copies::Copies;
 use super::idle::Idle;
 use super::kept;
 use super::place::Place;
+use super::pools::{self, Moving, PoolSpeeds};
 use super::repeats::Repeats;
 use super::status::Teller;
 use super::team::Team;
@@ -66,6 +67,7 @@ pub(in crate::train) fn work(
         idle: Idle::default(),
         folder: run.as_ref().map(|run| run.path().to_owned()),
         repeats: Repeats::default(),
+        pools: PoolSpeeds::default(),
     };
     let (mut trainer, shared_last) = if founds {
         let comm = match &member.team {
@@ -185,9 +187,14 @@ fn train(
             member.copies.after_step(trainer, &steps.job)?;
             trainer.tell_copying(member.copies.is_under_way());
         }
-        let advice = member.balance.advice(&steps.job, trainer);
         // Behind the last step nothing is worth a change.
         let is_over = trainer.steps_done() >= steps.job.config.steps;
+        let pooled = member.pool_advice(&steps.job, trainer);
+        if pooled != PoolAdvice::Stay && matches!(next, Next::Step) && !is_over {
+            follow_pools(member, trainer, steps, events, pooled)?;
+            continue;
+        }
+        let advice = member.balance.advice(&steps.job, trainer);
         match (next, if is_over { Advice::Stay } else { advice }) {
             (Next::Step, Advice::Stay) => {
                 member.teller.tell((&mut *member.place, member.team.as_ref()), trainer, steps);
@@ -246,6 +253,38 @@ impl Member<'_> {
         let done = step(trainer);
         watchman.end(begun, done.is_ok());
         done
+    }
+}
+
+/// Microbatches go other ways, or a member changes its stage.
+fn follow_pools(
+    member: &mut Member<'_>,
+    trainer: &mut Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    advice: PoolAdvice,
+) -> Result<()> {
+    match advice {
+        PoolAdvice::Stay => Ok(()),
+        PoolAdvice::Rates(rates) => match pools::reroute(&mut steps.job, trainer, rates) {
+            Ok(()) => {
+                let what = pools::event(&steps.job.plan, member.team.as_ref(), None);
+                let text =
+                    format!("after step {}: microbatches take their ways by speed", trainer.steps_done());
+                what.map_or(Ok(()), |what| tell_new_plan(trainer, steps, events, (&text, what)))
+            }
+            Err(error) => go_on_without(member, trainer, steps, events, error),
+        },
+        PoolAdvice::Moves { rank, to } => {
+            match member.change_stage((&mut steps.job, &mut steps.last), trainer, (rank, to)) {
+                Ok(None) => Ok(()),
+                Ok(Some(changed)) => note(member, trainer, steps, events, &changed),
+                Err(error) if Member::survives(&error) => {
+                    go_on_without(member, trainer, steps, events, error)
+                }
+                Err(error) => Err(parted(member, trainer, steps, events, error)),
+            }
+        }
     }
 }
 
@@ -318,6 +357,12 @@ fn note(
     let text = changed.to_string();
     member.teller.changed(text.clone(), changed.took);
     tell_new_plan(trainer, steps, events, (&text, changed.event(steps.job.deadline())))?;
+    if steps.job.is_pooled()
+        && let moved = changed.moved.map(|(peer, to)| Moving { slot: peer.0, to })
+        && let Some(what) = pools::event(&steps.job.plan, member.team.as_ref(), moved)
+    {
+        events.write(trainer.steps_done(), what);
+    }
     steps.run.map_or(Ok(()), |run| {
         let addresses = member.place.arrivals.addresses().into_iter();
         let me = member.place.transport().me();

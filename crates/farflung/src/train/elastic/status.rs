@@ -3,6 +3,7 @@
 use std::fmt;
 
 use farflung_base::{Bytes, Nanos, PeerId};
+use farflung_parallel::pipeline::Pools;
 use serde::{Deserialize, Serialize};
 
 use super::place::Place;
@@ -59,8 +60,11 @@ pub struct MemberStatus {
     pub address: Option<String>,
     /// The view that it came with.
     pub joined: u64,
-    /// Its part of a step's sequences, of 1.
+    /// Its part of a step's sequences, of 1; in a pool that of its stage's.
     pub share: f64,
+    /// The stage that it holds, where stages are pools of members.
+    #[serde(default)]
+    pub stage: Option<u32>,
     /// Whether it is the one that answers.
     pub answers: bool,
     /// The endpoint of the member for which it has said that it waits.
@@ -75,6 +79,21 @@ impl Status {
     #[must_use]
     pub fn goodput(&self) -> f64 {
         if self.time_s > 0.0 { (1.0 - self.changing_s / self.time_s).clamp(0.0, 1.0) } else { 1.0 }
+    }
+}
+
+impl Status {
+    /// The members of each stage, where stages are pools.
+    fn write_pools(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(last) = self.members.iter().filter_map(|member| member.stage).max() else { return Ok(()) };
+        writeln!(f, "\nstage  members, and their parts of its microbatches")?;
+        for stage in 0..=last {
+            let pool = self.members.iter().filter(|member| member.stage == Some(stage));
+            let pool: Vec<String> =
+                pool.map(|member| format!("{} ({:.0}%)", member.slot, 100.0 * member.share)).collect();
+            writeln!(f, "{:>5}  {}", stage + 1, pool.join(", "))?;
+        }
+        Ok(())
     }
 }
 
@@ -105,6 +124,7 @@ impl fmt::Display for Status {
                 if member.answers { " (answers)" } else { "" }
             )?;
         }
+        self.write_pools(f)?;
         let counters = |member: &MemberStatus| member.counters.filter(|counters| counters.path.is_some());
         if self.members.iter().any(|member| counters(member).is_some()) {
             writeln!(f, "\nas the member that answers sees the others:")?;
@@ -204,14 +224,17 @@ fn members(place: &Place, team: Option<&Team>, job: &Job) -> Vec<MemberStatus> {
     };
     let microbatches =
         |member| replica(member).and_then(|replica| job.plan.microbatches.get(replica).copied());
+    let pooled = |member| in_pool(job.plan.pools()?, team?.lineup.rank_of(member)?);
+    let share = |member| f64::from(microbatches(member).unwrap_or(0)) / f64::from(all.max(1));
     members
         .enumerate()
-        .map(|(number, member)| (member, microbatches(number).unwrap_or(0)))
-        .map(|(member, microbatches)| MemberStatus {
+        .map(|(number, member)| (member, share(number), pooled(number)))
+        .map(|(member, share, pooled)| MemberStatus {
             slot: member.slot,
             address: addresses.get(&PeerId(member.slot)).cloned(),
             joined: member.joined,
-            share: f64::from(microbatches) / f64::from(all.max(1)),
+            share: pooled.map_or(share, |(_, share)| share),
+            stage: pooled.map(|(stage, _)| stage),
             answers: PeerId(member.slot) == me,
             waits_for: transport
                 .waits_of(PeerId(member.slot))
@@ -221,6 +244,15 @@ fn members(place: &Place, team: Option<&Team>, job: &Job) -> Vec<MemberStatus> {
                 .then(|| PeerCounters::of(transport.as_ref(), PeerId(member.slot))),
         })
         .collect()
+}
+
+/// The stage of a rank of pools, and its part of that stage's microbatches.
+fn in_pool(pools: &Pools, rank: u32) -> Option<(u32, f64)> {
+    let stage = pools.stage_of(rank)?;
+    let first = *pools.firsts().get(stage as usize)? as usize;
+    let rates = pools.rates.get(first..first + *pools.sizes.get(stage as usize)? as usize)?;
+    let all: f64 = rates.iter().map(|&rate| f64::from(rate)).sum();
+    Some((stage, f64::from(*pools.rates.get(rank as usize)?) / all))
 }
 
 #[cfg(test)]
@@ -235,6 +267,7 @@ mod tests {
             address: Some(format!("10.0.0.{slot}:29500")),
             joined: 1,
             share: 0.5,
+            stage: None,
             answers: slot == 0,
             waits_for,
             counters: (slot != 0).then_some(PeerCounters {
@@ -280,5 +313,18 @@ mod tests {
             waiting to come in: 9\n\n\
             after step 3: member 7 came\n";
         assert_eq!(status.to_string(), text);
+        let at = |slot, stage, share| MemberStatus { stage: Some(stage), share, ..member(slot, None) };
+        let members = vec![at(0, 0, 1.0), at(3, 1, 0.75), at(4, 1, 0.25)];
+        let text = Status { members, ..status }.to_string();
+        let pools = "\nstage  members, and their parts of its microbatches\n    1  0 (100%)\n    2  3 (75%), 4 (25%)\n";
+        assert!(text.contains(pools), "{text}");
+    }
+
+    #[test]
+    fn a_rank_has_its_part_of_its_pool() {
+        let pools = Pools { sizes: vec![1, 2], rates: vec![7, 3, 1] };
+        assert_eq!(in_pool(&pools, 0), Some((0, 1.0)));
+        assert_eq!(in_pool(&pools, 2), Some((1, 0.25)));
+        assert_eq!(in_pool(&pools, 3), None);
     }
 }

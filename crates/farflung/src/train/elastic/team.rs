@@ -3,7 +3,8 @@
 //!
 //! All members of a new view tell each other what they hold: the places follow by [`Lineup::new`], the step by
 //! [`newest_whole`], what moves by [`moves`], all of them pure functions of what was told. Where a pipeline has
-//! lost a rank that nobody replaces, stages are pools of those that hold their part ([`Lineup::rerouted`]).
+//! lost a rank that nobody replaces, stages are pools of those that hold their part ([`Lineup::rerouted`]);
+//! with `pooled` they always are ([`Lineup::pooled`]).
 //! Whoever is left over is a spare: a member without a part.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,11 +15,12 @@ use farflung_comm::Communicator;
 use farflung_parallel::Plan;
 use farflung_parallel::membership::{MemberId, View};
 use farflung_parallel::pipeline::Pools;
-use farflung_parallel::plan::{Holding, Lineup, Needed, Stood, moves, newest_whole};
+use farflung_parallel::plan::{Holding, Lineup, Needed, Pooling, Stood, moves, newest_whole};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::pieces::{exchange, hashes};
+use super::pools::{self, Moving, PoolSpeeds};
 use super::saved::{self, Whole};
 use crate::config::pools::Numbers;
 use crate::train::combination;
@@ -54,8 +56,9 @@ impl Team {
     /// The members with which a run begins: each is the rank of its number.
     pub(super) fn founded(view: &View, all: Communicator, job: &Job) -> Self {
         let ranks = (0..view.members.len()).collect();
-        let (stages, spares) = (job.plan.stages(), Vec::new());
-        Self::new(view, all, Lineup { stages, pools: Vec::new(), ranks, spares })
+        let pools = job.plan.pools().map_or_else(Vec::new, |pools| pools.sizes.clone());
+        let stages = job.plan.pools().map_or(job.plan.stages(), Pools::stages);
+        Self::new(view, all, Lineup { stages, pools, ranks, spares: Vec::new() })
     }
 
     /// This member's rank in the plan; none of a spare.
@@ -107,6 +110,9 @@ struct Standing {
     last: Last,
     /// Values that it has.
     held: Vec<Held>,
+    /// Where stages are pools: how fast members are, and who of them changes its stage.
+    speeds: BTreeMap<u32, f64>,
+    moving: Option<Moving>,
 }
 
 /// Values that a member has.
@@ -136,6 +142,8 @@ pub(super) struct Brings<'a> {
     pub(super) held: Vec<Pieces>,
     /// Where it keeps its checkpoints.
     pub(super) folder: Option<&'a Path>,
+    /// Where stages are pools: what it knows of the members' speeds.
+    pub(super) pools: &'a PoolSpeeds,
 }
 
 /// Where a view's members go on.
@@ -153,6 +161,8 @@ pub(super) struct Formed {
     pub(super) lost_steps: u64,
     /// Whether they go on from their checkpoints.
     pub(super) from_checkpoints: bool,
+    /// Where stages are pools: what all know of the members' speeds.
+    pub(super) speeds: BTreeMap<u32, f64>,
 }
 
 /// Tells all members something, and gives what they told.
@@ -176,7 +186,7 @@ fn wished(job: &Job) -> Result<&TrainConfig> {
 ///
 /// Errors: a member that is lost meanwhile; [`Error::PartLost`] where nobody is left who has some of the model.
 pub(super) fn form(view: &View, all: &Communicator, brings: Brings<'_>) -> Result<Formed> {
-    let Brings { job, last, team, held, folder } = brings;
+    let Brings { job, last, team, held, folder, pools } = brings;
     let works = team.filter(|team| team.rank().is_some());
     let mine = Standing {
         made: works.map(|team| team.epoch),
@@ -184,6 +194,8 @@ pub(super) fn form(view: &View, all: &Communicator, brings: Brings<'_>) -> Resul
         ranks: works.map_or_else(Vec::new, Team::slots),
         last,
         held: held.iter().map(Held::of).collect(),
+        speeds: pools.known.clone(),
+        moving: pools.moving,
     };
     let told: Vec<Standing> = tell_all(all, &mine)?;
     // Plans are those of the newest view that any member has reached.
@@ -202,13 +214,19 @@ pub(super) fn form(view: &View, all: &Communicator, brings: Brings<'_>) -> Resul
     let stages = u32::try_from(wished.stages).unwrap_or(u32::MAX);
     let cut = before.pools().map_or(before.stages(), Pools::stages);
     let whole = || Lineup::new(&stood, cut, stages);
-    let lineup = if can_be_rerouted(wished) { Lineup::rerouted(&stood, cut, stages) } else { whole() };
+    let pooling = wished.is_pooled().then(|| pooling(job, view, reference)).transpose()?;
+    let lineup = match &pooling {
+        Some(pooling) => Lineup::pooled(&stood, cut, pooling),
+        None if can_be_rerouted(wished) => Lineup::rerouted(&stood, cut, stages),
+        None => whole(),
+    };
+    let rates = pooling.as_ref().map(|pooling| pools::rates(&lineup, pooling));
     let mut team = Team::new(view, all.clone(), lineup);
-    let mut plan = plan_for(job, &team, (&before, &reference.ranks))?;
-    if plan.pools().is_some() && combination::check(wished, &plan).is_err() {
+    let mut plan = plan_for(job, &team, (&before, &reference.ranks), rates)?;
+    if pooling.is_none() && plan.pools().is_some() && combination::check(wished, &plan).is_err() {
         // What does not go with pools trains in whole pipelines alone.
         team = Team::new(view, all.clone(), whole());
-        plan = plan_for(job, &team, (&before, &reference.ranks))?;
+        plan = plan_for(job, &team, (&before, &reference.ranks), None)?;
     }
     let mut next = job.with_plan(plan)?;
     // Placed failures and departures are of ranks as they were.
@@ -258,6 +276,7 @@ pub(super) fn form(view: &View, all: &Communicator, brings: Brings<'_>) -> Resul
         lost_steps: done.saturating_sub(step),
         from_checkpoints,
         team,
+        speeds: reference.speeds.clone(),
     })
 }
 
@@ -289,9 +308,25 @@ fn can_be_rerouted(wished: &TrainConfig) -> bool {
     wished.schedule_file.is_none() && method.copies() == 1 && parts == 1 && !method.slices()
 }
 
+/// What the pools of a view are made for, by what one of its members has told.
+fn pooling(job: &Job, view: &View, told: &Standing) -> Result<Pooling> {
+    let wished = wished(job)?;
+    let mut speeds = PoolSpeeds::default();
+    speeds.begin_anew(&told.speeds);
+    speeds.moving = told.moving;
+    let settings = TrainConfig { workers: wished.stages, pools: None, pool_rates: None, ..wished.clone() };
+    let cut = planned::from_settings(&settings, &job.model, wished.stages, None)?;
+    Ok(speeds.pooling(view, cut.microbatches[0], pools::work(&cut, &job.model)))
+}
+
 /// The plan of a team: what the settings give for so many pipelines of so many stages, with the averages and
-/// machines of the plan before. A pure function.
-fn plan_for(job: &Job, team: &Team, (before, ranks): (&Plan, &[u32])) -> Result<Plan> {
+/// machines of the plan before. Where stages are pools, `rates` are those of its ranks. A pure function.
+fn plan_for(
+    job: &Job,
+    team: &Team,
+    (before, ranks): (&Plan, &[u32]),
+    rates: Option<Vec<u32>>,
+) -> Result<Plan> {
     let wished = wished(job)?;
     let (stages, workers) = (team.lineup.stages as usize, team.lineup.ranks.len());
     let pools = &team.lineup.pools;
@@ -299,6 +334,7 @@ fn plan_for(job: &Job, team: &Team, (before, ranks): (&Plan, &[u32])) -> Result<
         stages: if pools.is_empty() { stages } else { workers },
         workers,
         pools: (!pools.is_empty()).then(|| Numbers(pools.clone())),
+        pool_rates: rates.filter(|_| !pools.is_empty()).map(Numbers),
         // Pools take what the pipelines took together: no sequence of a step is left out.
         microbatches: Some(if pools.is_empty() {
             planned::microbatches(wished)

@@ -1,8 +1,9 @@
 //! What ranks agree on at the end of a pass, in one small all-reduce: losses, squares of gradients, and
 //! whether to stop.
 
-use farflung_base::Pending;
+use farflung_base::{Pending, Rank};
 use farflung_comm::{CommError, ReduceOp};
+use farflung_parallel::pipeline::{Action, ComputeKind};
 use farflung_parallel::plan::Measured;
 
 use super::Trainer;
@@ -110,10 +111,31 @@ impl Trainer {
         Wish { stop, change: self.told.wants_change, copies: self.told.copies }
     }
 
-    /// This replica's speed in its place among all, where they tell it.
+    /// This replica's or rank's speed in its place among all, where they tell it.
     fn told_speeds(&self) -> Vec<f64> {
-        let tells = self.position.0 == 0;
-        self.speed.as_ref().map_or_else(Vec::new, |speed| speed.told(self.replica, self.replicas, tells))
+        let Some(speed) = &self.speed else { return Vec::new() };
+        if speed.by_rank {
+            return speed.told(self.position.0, self.schedule.placement().ranks(), true);
+        }
+        speed.told(self.replica, self.replicas, self.position.0 == 0)
+    }
+
+    /// Takes up what the step took that was done. A rank of a pool computes some of the microbatches, and waits
+    /// for others in between.
+    pub(super) fn measure_step(&mut self, meets: bool) {
+        let Some(speed) = &mut self.speed else { return };
+        let ((from, to), spent) = (self.pass, self.executor.spent);
+        let pass = to.saturating_sub(from);
+        let order = self.schedule.schedule.order();
+        let (microbatches, computing) = if speed.by_rank {
+            let mine = |&(rank, action): &(Rank, Action)| {
+                rank == self.position && action.kind == ComputeKind::Forward
+            };
+            (order.actions().filter(mine).count() as u32, pass.saturating_sub(spent.wait))
+        } else {
+            (self.schedule.microbatches(), pass)
+        };
+        speed.step(microbatches, computing, spent.took, meets);
     }
 
     /// All replicas have told what their steps take.

@@ -138,7 +138,7 @@ impl Trainer {
             tries: 0,
             told: Told { sound: true, wants_change: false, copies: false },
             unmet: false,
-            speed: job.follows_speed().then(Speedometer::default),
+            speed: job.follows_speed().then(|| Speedometer::new(plan.pools().is_some())),
             undecided: Undecided::default(),
             schedule,
         })

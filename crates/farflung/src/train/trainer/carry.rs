@@ -1,9 +1,10 @@
 //! One rank's state carried over to the run's next plan, when members have come or left.
 
+use farflung_base::StageId;
 use farflung_comm::Communicator;
 use farflung_optim::sync::{METHODS, Missing, SyncMethod};
 use farflung_parallel::Plan;
-use farflung_parallel::pipeline::Updates;
+use farflung_parallel::pipeline::{Placement, Updates};
 
 use super::Trainer;
 use super::speed::Speedometer;
@@ -99,8 +100,13 @@ impl Trainer {
         let rounds = self.counters().rounds;
         let device = (self.plain.clone(), self.executor.interrupt.clone());
         let mut next = Self::on(job, comm, device)?;
+        // Where microbatches go other ways, a part may stand under another of the ways' stages.
+        let number = |placement: &Placement, stage: &StageId| placement.part(*stage);
+        let by_number = next.executor.placement.clone();
         for (stage, part) in std::mem::take(&mut self.executor.parts) {
-            if let Some(into) = next.executor.parts.get_mut(&stage) {
+            let own = number(&self.executor.placement, &stage);
+            let mut parts = next.executor.parts.iter_mut();
+            if let Some((_, into)) = parts.find(|(stage, _)| number(&by_number, stage) == own) {
                 take_over(into, part, rounds)?;
             }
         }

@@ -38,11 +38,18 @@ pub(super) struct Speedometer {
     sums: Sums,
     /// The first step warms up.
     is_warm: bool,
-    /// Of all replicas, by the last vote of all.
+    /// Whether each rank has a speed of its own, as in pools, and not each replica.
+    pub(super) by_rank: bool,
+    /// Of all of them, by the last vote of all.
     pub(super) all: Vec<Measured>,
 }
 
 impl Speedometer {
+    /// One that measures ranks, or replicas.
+    pub(super) fn new(by_rank: bool) -> Self {
+        Self { by_rank, ..Self::default() }
+    }
+
     /// As it goes on in the next plan, in which nobody has told anything.
     pub(super) fn carried(self) -> Self {
         Self { all: Vec::new(), sums: Sums::default(), is_warm: false, ..self }

@@ -1,0 +1,304 @@
+//! Stages that are pools of members which come and leave: who holds what, by which ways microbatches go, and
+//! that each sequence is in one committed step.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::fmt::Write as _;
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::virtual_members::{Ended, Told, fox, seats, tiny};
+use farflung::comm::simulated::Faults;
+use farflung::config::choice::BalanceKind;
+use farflung::config::pools::Numbers;
+use farflung::config::value::Setting as _;
+use farflung::train::{Departure, Failure, Job, Moment, Report, elastic, run_seats};
+use farflung::{Error, Stop, TrainConfig};
+use farflung_base::{Nanos, PeerId};
+
+const MICROBATCHES: usize = 12;
+
+fn plain(steps: u64) -> TrainConfig {
+    TrainConfig { steps, codec: "none".parse().unwrap(), ..TrainConfig::default() }
+}
+
+/// The settings of members that form so many stages.
+fn settings(folder: &Path, stages: usize, config: TrainConfig) -> TrainConfig {
+    TrainConfig {
+        layers: Some(4),
+        microbatches: Some(MICROBATCHES),
+        stages,
+        pooled: true,
+        eval_every: 4,
+        eval_batches: 2,
+        check_every: 1,
+        deadline: Nanos::from_millis(4000),
+        ..tiny(folder, &fox(), config)
+    }
+}
+
+/// A job that begins with pools of so many members, on machines of so many GFLOP/s; those that come later have
+/// speeds behind theirs.
+fn job(folder: &Path, pools: &[u32], speeds: &[f64], config: TrainConfig) -> Job {
+    let ranks = pools.iter().sum::<u32>() as usize;
+    let config = settings(folder, pools.len(), config);
+    let pipelines = Some(Arc::new(TrainConfig { workers: 1, ..config.clone() }));
+    let config =
+        TrainConfig { pools: Some(Numbers(pools.to_vec())), stages: ranks, workers: ranks, ..config };
+    let job = Job::new(config, ranks, Stop::manual()).unwrap();
+    let mut job = Job { elastic: true, pipelines, ..job };
+    let mut text = "default = \"1gbit,1ms\"\n".to_owned();
+    for (n, speed) in speeds.iter().enumerate() {
+        let kind = if n < ranks { "worker" } else { "member" };
+        let flops = (speed * 1e3).round();
+        let device = format!("name = \"{kind}.{n}\"\nflops = \"{flops} MFLOPS\"\nmemory = \"8GB\"\n");
+        write!(text, "[[device]]\n{device}").unwrap();
+    }
+    job.cluster = (!speeds.is_empty()).then(|| text.parse().unwrap());
+    let plan = job.plan.clone();
+    job.with_plan(plan).unwrap()
+}
+
+fn run(job: &Job, ends: usize, come: &[(PeerId, Nanos)], faults: &Faults) -> (Vec<Ended>, Told) {
+    let mut notes = Told::default();
+    let ended = run_seats(job, seats(job, ends, come, faults), &mut notes);
+    (ended, notes)
+}
+
+/// The report of the one member that has the whole model at the end; all but `lost` end well.
+fn report<'a>(ended: &'a [Ended], lost: Option<u32>, what: &str) -> &'a Report {
+    for (n, ended) in ended.iter().enumerate().filter(|(n, _)| Some(*n as u32) != lost) {
+        assert!(ended.is_ok(), "{what}: {n}: {:?}", ended.as_ref().err());
+    }
+    let mut reports = ended.iter().filter_map(|ended| ended.as_ref().ok().and_then(Option::as_ref));
+    let found = reports.next().unwrap();
+    assert!(reports.next().is_none(), "{what}: one rank has the whole model");
+    found
+}
+
+/// Each row's step, tokens of the run so far, and loss.
+fn rows(report: &Report) -> Vec<(u64, u64, f64)> {
+    report.rows.iter().map(|row| (row.step, row.tokens, row.train_loss)).collect()
+}
+
+/// Each step has the sequences of the calm run, each once: as many tokens so far, and their loss.
+fn same_sequences(what: &str, found: &Report, calm: &[(u64, u64, f64)]) {
+    let found = rows(found);
+    assert!(!found.is_empty(), "{what}");
+    // Of a step that a member took from others it knows no loss.
+    for found in &found {
+        let calm = calm.iter().find(|calm| calm.0 == found.0).unwrap();
+        assert_eq!(found.1, calm.1, "{what}: a step's sequences");
+        assert!((found.2 - calm.2).abs() < 1e-4, "{what}: {found:?} {calm:?}");
+    }
+}
+
+fn calm(folder: &Path, pools: &[u32], steps: u64) -> Vec<(u64, u64, f64)> {
+    let config = TrainConfig { balance: BalanceKind::Equal, ..plain(steps) };
+    let (ended, _) =
+        run(&job(folder, pools, &[], config), pools.iter().sum::<u32>() as usize, &[], &Faults::new());
+    rows(report(&ended, None, "calm"))
+}
+
+/// The hash that is left of a run that a rank leaves in peace before a step.
+fn after_leaving(folder: &Path, pools: &[u32], rank: u32, step: u64) -> String {
+    let job = job(folder, pools, &[], plain(6));
+    let job = Job { departure: Some(Departure { rank, step }), ..job };
+    let (ended, _) = run(&job, pools.iter().sum::<u32>() as usize, &[], &Faults::new());
+    assert!(matches!(ended[rank as usize], Err(Error::StoppedAt { .. })), "{:?}", ended[rank as usize]);
+    report(&ended, Some(rank), "in peace").hash.clone()
+}
+
+#[test]
+fn a_loss_moves_no_state_and_has_the_bits_of_a_polite_leave() {
+    let folder = tempfile::tempdir().unwrap();
+    let pools = [2, 3];
+    let calm = calm(folder.path(), &pools, 6);
+    for rank in [0, 3] {
+        let polite: Vec<String> =
+            (3..=4).map(|step| after_leaving(folder.path(), &pools, rank, step)).collect();
+        assert_ne!(polite[0], polite[1]);
+        for moment in Moment::ALL {
+            let what = format!("rank {rank} at {moment:?}");
+            let job = job(folder.path(), &pools, &[], plain(6));
+            let job = Job { failure: Some(Failure { rank, step: 4, moment }), ..job };
+            let (ended, notes) = run(&job, 5, &[], &Faults::new());
+            assert!(matches!(ended[rank as usize], Err(Error::Placed { .. })), "{what}");
+            let left = report(&ended, Some(rank), &what);
+            assert!(polite.contains(&left.hash), "{what}: {} is not in {polite:?}", left.hash);
+            same_sequences(&what, left, &calm);
+            if rank > 0 {
+                // Rank 0's notes: it is there all along.
+                assert!(notes.has("; pools of 2, 2 members"), "{what}: {:?}", notes.notes);
+                assert!(!notes.has("of state"), "{what}: {:?}", notes.notes);
+            }
+        }
+    }
+}
+
+#[test]
+fn whoever_is_killed_frozen_or_cut_off_in_a_step_leaves_the_bits_of_a_polite_leave() {
+    let folder = tempfile::tempdir().unwrap();
+    let pools = [2, 2];
+    let (_, told) = run(&job(folder.path(), &pools, &[], plain(6)), 4, &[], &Faults::new());
+    let at = |step: usize| told.times[step] * 1e9;
+    let (begin, end) = (at(2), at(3));
+    let calm = calm(folder.path(), &pools, 6);
+    for rank in [1, 3] {
+        let polite: Vec<String> =
+            (2..=5).map(|step| after_leaving(folder.path(), &pools, rank, step)).collect();
+        for part in 0..8 {
+            let at = Nanos((begin + (end - begin) * f64::from(part) / 8.0) as u64);
+            let faults = || Faults::new().at(at);
+            let killed = faults().crash(PeerId(rank));
+            let cut = faults().partition(&[PeerId(rank)], 4, Nanos::MAX);
+            let frozen = faults().freeze(PeerId(rank), Nanos::from_millis(3_600_000));
+            for (what, faults) in [("killed", killed), ("cut off", cut), ("frozen", frozen)] {
+                let what = format!("{rank} {what} at {at}");
+                let (ended, _) = run(&job(folder.path(), &pools, &[], plain(6)), 4, &[], &faults);
+                let left = report(&ended, Some(rank), &what);
+                assert!(polite.contains(&left.hash), "{what}: {} is not in {polite:?}", left.hash);
+                same_sequences(&what, left, &calm);
+            }
+        }
+    }
+}
+
+#[test]
+fn an_empty_pool_is_filled_by_a_member_of_another() {
+    let folder = tempfile::tempdir().unwrap();
+    let (pools, steps) = ([1, 3], 16);
+    let calm = calm(folder.path(), &pools, steps);
+    for moment in Moment::ALL {
+        let what = format!("{moment:?}");
+        let config = TrainConfig { copy_share: 0.9, balance: BalanceKind::Equal, ..plain(steps) };
+        let job = job(folder.path(), &pools, &[], config);
+        // Nobody else holds its part: all go back to the newest step that was copied.
+        let job = Job { failure: Some(Failure { rank: 0, step: 12, moment }), ..job };
+        let (ended, _) = run(&job, 4, &[], &Faults::new());
+        let left = report(&ended, Some(0), &what);
+        assert_eq!(left.workers, 3, "{what}");
+        same_sequences(&what, left, &calm);
+    }
+}
+
+/// What the last steps took, in seconds: the mean of so many.
+fn pace(told: &Told, range: std::ops::Range<usize>) -> f64 {
+    (told.times[range.end] - told.times[range.start]) / range.len() as f64
+}
+
+#[test]
+fn rates_are_measured_and_microbatches_follow_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let (pools, steps) = ([1, 2], 20);
+    let speeds = [0.09, 0.06, 0.02];
+    let calm = calm(folder.path(), &pools, steps);
+    let (ended, told) = run(&job(folder.path(), &pools, &speeds, plain(steps)), 3, &[], &Faults::new());
+    assert!(told.has("microbatches take their ways by speed"), "{:?}", told.notes);
+    same_sequences("by speed", report(&ended, None, "by speed"), &calm);
+    let last = steps as usize - 1;
+    let (before, after) = (pace(&told, 1..4), pace(&told, last - 4..last));
+    // Six microbatches of the slowest become three.
+    assert!(after < 0.7 * before, "{before} {after}");
+    let config = TrainConfig { balance: BalanceKind::Equal, ..plain(steps) };
+    let (ended, told) = run(&job(folder.path(), &pools, &speeds, config), 3, &[], &Faults::new());
+    report(&ended, None, "equal");
+    assert!(told.notes.iter().all(|note| !note.contains("by speed")), "{:?}", told.notes);
+}
+
+#[test]
+fn a_member_changes_its_stage_where_a_pool_holds_the_others_up() {
+    let folder = tempfile::tempdir().unwrap();
+    let (pools, steps) = ([4, 1, 1], 40);
+    let speeds = [0.05; 6];
+    let calm = calm(folder.path(), &pools, steps);
+    let config = TrainConfig { boundary: "none".parse().unwrap(), ..plain(steps) };
+    let (ended, told) = run(&job(folder.path(), &pools, &speeds, config), 6, &[], &Faults::new());
+    let moves = told.notes.iter().filter(|note| note.contains("goes to stage")).count();
+    assert!((1..=4).contains(&moves), "{:?}", told.notes);
+    assert!(told.notes.iter().any(|note| note.contains("goes to stage") && note.contains("of state")));
+    same_sequences("moves", report(&ended, None, "moves"), &calm);
+    let last = steps as usize - 1;
+    let (before, after) = (pace(&told, 1..4), pace(&told, last - 4..last));
+    assert!(after < 0.8 * before, "{before} {after}");
+}
+
+#[test]
+fn a_loss_while_a_member_changes_its_stage_loses_no_sequence() {
+    let folder = tempfile::tempdir().unwrap();
+    let (pools, steps) = ([4, 2, 1], 14);
+    let calm = calm(folder.path(), &pools, steps);
+    let make = || job(folder.path(), &pools, &[0.05; 7], plain(steps));
+    let (_, told) = run(&make(), 7, &[], &Faults::new());
+    let moved = told.notes.iter().find(|note| note.contains("goes to stage")).unwrap();
+    let step: usize = moved.split(&[' ', ':'][..]).find_map(|word| word.parse().ok()).unwrap();
+    // From the end of the step before to the end of the one behind it.
+    let (begin, end) = (told.times[step - 1] * 1e9, told.times[step] * 1e9);
+    let mut before_the_move = 0;
+    for rank in [0, 4] {
+        for part in 0..8 {
+            let at = Nanos((begin + (end - begin) * f64::from(part) / 8.0) as u64);
+            let what = format!("{rank} at {at}");
+            let faults = Faults::new().at(at).crash(PeerId(rank));
+            let (ended, told) = run(&make(), 7, &[], &faults);
+            let left = report(&ended, Some(rank), &what);
+            same_sequences(&what, left, &calm);
+            assert_eq!((left.workers, left.rows.last().unwrap().step), (6, steps), "{what}");
+            before_the_move += u32::from(!told.has("goes to stage"));
+        }
+    }
+    assert!(before_the_move > 0 && before_the_move < 16, "{before_the_move}");
+}
+
+#[test]
+fn a_newcomer_joins_the_pool_that_holds_the_others_up() {
+    let folder = tempfile::tempdir().unwrap();
+    let (pools, steps) = ([2, 1], 24);
+    let calm = calm(folder.path(), &pools, steps);
+    let job = job(folder.path(), &pools, &[0.05; 4], plain(steps));
+    let (ended, told) = run(&job, 4, &[(PeerId(3), Nanos::from_millis(90))], &Faults::new());
+    assert!(told.has("member 3 came") && told.has("; pools of 2, 2 members"), "{:?}", told.notes);
+    same_sequences("comes", report(&ended, None, "comes"), &calm);
+    let last = steps as usize - 1;
+    let (before, after) = (pace(&told, 0..1), pace(&told, last - 4..last));
+    assert!(after < 0.8 * before, "{before} {after}");
+}
+
+#[test]
+fn members_that_come_to_one_become_a_pipeline_and_then_pools() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = settings(folder.path(), 3, TrainConfig { compute_rate: 5e7, ..plain(40) });
+    let founder = elastic::founder(TrainConfig { workers: 1, ..config }, &Stop::manual()).unwrap();
+    let alone = run(&founder, 1, &[], &Faults::new()).0;
+    let come: Vec<_> = (1..5).map(|n| (PeerId(n), Nanos::from_millis(150 * u64::from(n)))).collect();
+    let (ended, told) = run(&founder, 5, &come, &Faults::new());
+    for text in ["; 1 pipeline of 2", "; pools of 1, 1, 1 members", "; pools of "] {
+        assert!(told.has(text), "{text}: {:?}", told.notes);
+    }
+    let left = report(&ended, None, "grows");
+    assert_eq!(left.workers, 5);
+    same_sequences("grows", left, &rows(report(&alone, None, "alone")));
+}
+
+#[test]
+fn boundaries_in_8_bits_work_and_what_remembers_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let boundary = || "int8".parse().unwrap();
+    let config = TrainConfig { boundary: boundary(), boundary_backward: boundary(), ..plain(8) };
+    let job = job(folder.path(), &[2, 2], &[], config);
+    let faults = Faults::new().at(Nanos::from_millis(60)).crash(PeerId(2));
+    let (ended, told) = run(&job, 4, &[], &faults);
+    report(&ended, Some(2), "int8");
+    assert!(told.has("; pools of 2, 1 members"), "{:?}", told.notes);
+    for (field, config) in [
+        ("boundary", TrainConfig { boundary: "aqsgd:4".parse().unwrap(), ..plain(8) }),
+        (
+            "sync",
+            TrainConfig { sync: farflung::config::choice::SyncKind::parse("diloco").unwrap(), ..plain(8) },
+        ),
+    ] {
+        let config = TrainConfig { workers: 1, ..settings(folder.path(), 2, config) };
+        let refused = elastic::founder(config, &Stop::manual()).unwrap_err();
+        assert!(matches!(&refused, Error::Setting { field: wrong, .. } if *wrong == field), "{refused}");
+    }
+}
