@@ -57,6 +57,18 @@ pub enum What {
         /// The failure that was seen here; none where members came or left in peace.
         reason: Option<String>,
     },
+    /// A newcomer is about to come in: what its state will cost the members.
+    Admitting {
+        /// Its endpoint.
+        member: u32,
+        /// Bytes of the state.
+        state: u64,
+        /// How long all will wait for it, by the rates of its links, in milliseconds; none where these are not
+        /// known. The event `members` that follows says how long the change took.
+        predicted_ms: Option<u64>,
+        /// Whether it may be less: which part of the model it will have is decided later.
+        at_most: bool,
+    },
     /// A step failed although all members answered: they do it again under a new view.
     Repeated {
         /// The number of the view.

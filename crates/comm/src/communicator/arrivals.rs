@@ -16,6 +16,8 @@ pub enum Look {
     Now,
     /// The first arrival, whenever that is.
     UntilOne,
+    /// The first arrival within so long.
+    Within(Nanos),
 }
 
 /// Lets everything else go on: over when one of `pending` is there, or when its time is.
@@ -44,8 +46,8 @@ impl<T: Send> Task for Watch<'_, '_, T> {
 
 impl Communicator {
     /// Which of some started operations is over, the first of them if several are; it can be waited for without
-    /// blocking, well or not. Under [`Look::Now`], `None` if none is; under [`Look::UntilOne`] if there are
-    /// none.
+    /// blocking, well or not. Under [`Look::Now`], `None` if none is; under [`Look::Within`] if none is in that
+    /// time; under [`Look::UntilOne`] if there are none.
     ///
     /// On simulated links, what has arrived by now is what has arrived by this rank's clock, whatever the other
     /// ranks' threads are at; the first arrival is the one with the earliest time.
@@ -67,6 +69,7 @@ impl Communicator {
             let limit = match look {
                 Look::Now => Nanos::ZERO,
                 Look::UntilOne => Nanos::MAX,
+                Look::Within(time) => time,
             };
             self.transport.run(&mut Watch { me: self.transport.me(), pending, limit });
         }
