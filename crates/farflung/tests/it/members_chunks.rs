@@ -20,6 +20,10 @@ const NEW: PeerId = PeerId(MEMBERS as u32);
 
 /// Three members, of whom each has about 1.5 MB of state, at 10 Mbit/s.
 fn job(folder: &Path, config: TrainConfig) -> Job {
+    Job::new(settings(folder, config), MEMBERS, Stop::manual()).unwrap()
+}
+
+fn settings(folder: &Path, config: TrainConfig) -> TrainConfig {
     let config = TrainConfig {
         layers: Some(2),
         dim: Some(64),
@@ -31,8 +35,7 @@ fn job(folder: &Path, config: TrainConfig) -> Job {
         link: "10mbit,1ms".parse().unwrap(),
         ..tiny(folder, &fox(), config)
     };
-    let config = TrainConfig { dim: Some(64), ..config };
-    Job::new(config, MEMBERS, Stop::manual()).unwrap()
+    TrainConfig { dim: Some(64), ..config }
 }
 
 fn ddp() -> TrainConfig {
@@ -67,7 +70,7 @@ fn transfer(told: &Told) -> (u64, u64) {
 }
 
 #[test]
-fn a_donor_that_is_killed_while_it_sends_is_replaced() {
+fn a_donor_that_is_killed_or_frozen_while_it_sends_is_replaced() {
     for config in [ddp(), diloco()] {
         let folder = tempfile::tempdir().unwrap();
         let job = job(folder.path(), config);
@@ -78,7 +81,12 @@ fn a_donor_that_is_killed_while_it_sends_is_replaced() {
         for part in 1..8 {
             let at = Nanos(from + (to - from) * part / 8);
             for victim in [1, 2] {
-                let (ended, told) = run(&job, &Faults::new().at(at).crash(PeerId(victim)));
+                let faults = Faults::new().at(at);
+                let faults = match part % 2 {
+                    0 => faults.crash(PeerId(victim)),
+                    _ => faults.freeze(PeerId(victim), Nanos::MAX),
+                };
+                let (ended, told) = run(&job, &faults);
                 let hashes = hashes(&ended);
                 assert!(hashes.len() == MEMBERS && all_same(&hashes), "{victim} at {at}: {:?}", told.notes);
                 assert!(ended[MEMBERS].is_ok(), "{victim} at {at}: {:?}", ended[MEMBERS]);
@@ -105,16 +113,95 @@ fn a_newcomer_that_is_killed_while_it_takes_the_state_is_left_out() {
 }
 
 #[test]
+fn one_that_is_not_ready_costs_nobody_a_step() {
+    let folder = tempfile::tempdir().unwrap();
+    let job = job(folder.path(), ddp());
+    let (alone, calm) = {
+        let mut told = Told::default();
+        let ended = run_seats(&job, seats(&job, MEMBERS, &[], &Faults::new()), &mut told);
+        (hashes(&ended), told)
+    };
+    // It is connected, and dies or freezes before it has measured its links.
+    for at in [2, 1_000, 2_500_000] {
+        for faults in
+            [Faults::new().at(Nanos(at)).crash(NEW), Faults::new().at(Nanos(at)).freeze(NEW, Nanos::MAX)]
+        {
+            let (ended, told) = run(&job, &faults);
+            assert_eq!(hashes(&ended), alone);
+            assert!(!told.has("is ready to come in"), "{:?}", told.notes);
+            // Its probes share the members' links.
+            let most = calm.times[7] + 0.2 * calm.times[0];
+            assert!(told.times[7] <= most, "{at}: {:?} instead of {:?}", told.times, calm.times);
+        }
+    }
+}
+
+#[test]
 fn a_wrong_chunk_is_noticed_and_taken_from_another() {
     for config in [ddp(), diloco()] {
         let folder = tempfile::tempdir().unwrap();
         let job = job(folder.path(), config);
         let (calm, _) = run(&job, &Faults::new());
-        for step in [1, 2] {
-            let fault = Fault { rank: 1, step, value: FaultyValue::Chunk, element: 0, bit: 0 };
-            let (ended, told) = run(&Job { fault: Some(fault), ..job.clone() }, &Faults::new());
+        for step in 1..=4 {
+            let job = Job { fault: Some(wrong_chunk(1, step)), ..job.clone() };
+            let (ended, told) = run(&job, &Faults::new());
             assert_eq!(hashes(&ended), hashes(&calm), "{:?}", told.notes);
         }
+    }
+}
+
+/// The first chunk that a rank sends behind a step has another bit.
+const fn wrong_chunk(rank: u32, step: u64) -> Fault {
+    Fault { rank, step, value: FaultyValue::Chunk, element: 0, bit: 0 }
+}
+
+/// Where nobody else has it, a wrong chunk is not taken up: the newcomer ends, and the run goes on.
+#[test]
+fn a_wrong_chunk_of_the_only_donor_ends_the_newcomer() {
+    let folder = tempfile::tempdir().unwrap();
+    let job = job(folder.path(), ddp());
+    let job = Job {
+        elastic: true,
+        ..job.with_config(TrainConfig { workers: 1, compute_rate: 1e8, ..job.config.clone() }, 1).unwrap()
+    };
+    let mut refused = Vec::new();
+    for step in 1..=6 {
+        let job = Job { fault: Some(wrong_chunk(0, step)), ..job.clone() };
+        let ended =
+            run_seats(&job, seats(&job, 2, &[(PeerId(1), Nanos(1))], &Faults::new()), &mut Told::default());
+        assert_eq!(ended[0].as_ref().unwrap().as_ref().unwrap().rows.len(), 8);
+        match &ended[1] {
+            Ok(_) => assert!(all_same(&hashes(&ended))),
+            Err(error) => refused.push(error.to_string()),
+        }
+    }
+    // It comes in behind one of these steps.
+    assert_eq!(refused.len(), 1, "{refused:?}");
+    assert!(refused[0].contains("does not have the hashes that its members told"), "{refused:?}");
+}
+
+/// Three pipelines of two, and a spare that takes the place of a lost member: it has its part from two others.
+#[test]
+fn a_spare_takes_its_part_in_chunks_from_all_that_hold_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = TrainConfig { stages: 2, microbatches: Some(2), ..ddp() };
+    let config =
+        TrainConfig { workers: 6, deadline: Nanos::from_millis(2000), ..settings(folder.path(), config) };
+    let job = Job::new(config, 6, Stop::manual()).unwrap();
+    let job = Job { elastic: true, ..job };
+    let of = |job: &Job| {
+        let mut told = Told::default();
+        let faults = Faults::new().at(Nanos::from_millis(2_500)).crash(PeerId(5));
+        let ended = run_seats(job, seats(job, 7, &[(PeerId(6), Nanos(1))], &faults), &mut told);
+        assert!(told.has("member 5 lost; 6 members go on"), "{:?}", told.notes);
+        assert!(told.has("of state from 3 of them; 3 pipelines of 2"), "{:?}", told.notes);
+        let hashes = hashes(&ended);
+        assert_eq!(hashes.len(), 1, "one member has the whole model: {:?}", told.notes);
+        hashes
+    };
+    let calm = of(&job);
+    for step in 1..=8 {
+        assert_eq!(of(&Job { fault: Some(wrong_chunk(1, step)), ..job.clone() }), calm);
     }
 }
 

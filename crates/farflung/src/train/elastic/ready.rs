@@ -15,8 +15,8 @@ use crate::train::trainer::StateBytes;
 
 /// Questions to each member, all at once.
 const PROBES: u32 = 16;
-/// For how long the members are asked at most.
-const PATIENCE: Nanos = Nanos::from_millis(1_000);
+/// For how long answers are waited for: they may stand behind the averages of a step.
+const PATIENCE: Nanos = Nanos::from_millis(10_000);
 /// The fewest bytes of a probe.
 const LEAST: u32 = 256;
 /// The whole of a measurement is at most this part of the state.
@@ -100,21 +100,13 @@ impl fmt::Display for Admission {
     }
 }
 
-/// What one has answered.
-#[derive(Debug, Clone, Copy, Default)]
-struct Seen {
-    first: Option<Nanos>,
-    last: Nanos,
-    /// Answers behind the first.
-    more: u32,
-}
-
-impl Seen {
-    /// Bytes a second behind the first answer.
-    fn rate(&self, probe: u32) -> Option<u64> {
-        let time = self.last.saturating_sub(self.first?).as_secs_f64();
-        (self.more > 0 && time > 0.0).then(|| (f64::from(self.more) * f64::from(probe) / time) as u64)
-    }
+/// The rate of answers of so many bytes that arrived at these times: the highest over half of them in a row.
+/// Others may go over the link between them, and several may be read at once.
+fn rate(arrived: &[Nanos], bytes: u32) -> Option<u64> {
+    let span = (arrived.len() / 2).max(1);
+    let times = arrived.windows(span + 1).map(|window| window[span].saturating_sub(window[0]));
+    let least = times.filter(|&time| time > Nanos::ZERO).min()?;
+    Some((span as f64 * f64::from(bytes) / least.as_secs_f64()) as u64)
 }
 
 /// Measures how fast all others send to this rank, all at the same time, with probes that are small beside a
@@ -124,7 +116,7 @@ pub(super) fn measured(comm: &Communicator, ids: &[MemberId], state: u64) -> Rea
     let wished = state / (PART * u64::from(PROBES));
     let len = u32::try_from(wished).unwrap_or(MOST).clamp(LEAST, MOST);
     let comm = comm.clone().with_deadline(Nanos::MAX);
-    let mut seen: BTreeMap<Rank, Seen> = others.iter().map(|&rank| (rank, Seen::default())).collect();
+    let mut seen: BTreeMap<Rank, Vec<Nanos>> = others.iter().map(|&rank| (rank, Vec::new())).collect();
     let mut sending: Vec<Pending<Result<(), CommError>>> = Vec::new();
     for number in 0..PROBES {
         // One of each in turn.
@@ -133,11 +125,8 @@ pub(super) fn measured(comm: &Communicator, ids: &[MemberId], state: u64) -> Rea
     }
     let until = comm.now().saturating_add(PATIENCE);
     loop {
-        let open: Vec<Rank> = others
-            .iter()
-            .copied()
-            .filter(|rank| seen[rank].more + u32::from(seen[rank].first.is_some()) < PROBES)
-            .collect();
+        let open: Vec<Rank> =
+            others.iter().copied().filter(|rank| seen[rank].len() < PROBES as usize).collect();
         let left = until.saturating_sub(comm.now());
         if open.is_empty() || left == Nanos::ZERO {
             break;
@@ -152,18 +141,11 @@ pub(super) fn measured(comm: &Communicator, ids: &[MemberId], state: u64) -> Rea
             let right = reply.bytes.as_ref().is_some_and(|bytes| bytes.len() as u64 == u64::from(len));
             matches!(reply.item, Item::Probe { .. }) && right
         };
-        let (now, Some(seen)) = (comm.now(), seen.get_mut(&rank)) else { continue };
-        if !Reply::from_bytes(&bytes).as_ref().is_some_and(is_probe) {
-            continue;
+        if Reply::from_bytes(&bytes).as_ref().is_some_and(is_probe) {
+            seen.entry(rank).or_default().push(comm.now());
         }
-        if seen.first.is_some() {
-            seen.more += 1;
-        } else {
-            seen.first = Some(now);
-        }
-        seen.last = now;
     }
-    let rate = |(rank, seen): (&Rank, &Seen)| Some((*ids.get(rank.index())?, seen.rate(len)?));
+    let rate = |(rank, seen): (&Rank, &Vec<Nanos>)| Some((*ids.get(rank.index())?, rate(seen, len)?));
     Ready { rates: seen.iter().filter_map(rate).collect() }
 }
 
@@ -178,6 +160,19 @@ mod tests {
     fn rates(rates: &[u64]) -> Ready {
         let named = |(n, &rate): (usize, &u64)| (MemberId::number(n as u32), rate);
         Ready { rates: rates.iter().enumerate().map(named).collect() }
+    }
+
+    #[test]
+    fn a_rate_is_that_of_the_half_that_came_fastest() {
+        let at = |millis: &[u64]| millis.iter().map(|&ms| Nanos::from_millis(ms)).collect::<Vec<_>>();
+        assert_eq!(rate(&at(&[10, 20, 30, 40]), 1000), Some(100_000));
+        // Something else was sent between them.
+        assert_eq!(rate(&at(&[10, 20, 500, 510, 520]), 1000), Some(100_000));
+        // Two of them were read at once.
+        assert_eq!(rate(&at(&[10, 10, 20, 20, 30]), 1000), Some(200_000));
+        for none in [&[][..], &[5], &[5, 5, 5]] {
+            assert_eq!(rate(&at(none), 1000), None);
+        }
     }
 
     #[test]
