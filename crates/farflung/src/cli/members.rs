@@ -159,7 +159,8 @@ Ctrl-C leaves after the step under way, with a checkpoint; the others go on.
 
 /// Join a run of `farflung host`, now or later, as a member that trains.
 ///
-/// Settings come with the run; those of this machine alone are flags.
+/// Settings come with the run; those of this machine alone are flags. Its state comes from all members at once,
+/// by the rates of their links, and for how long these wait for it is said before.
 #[derive(Debug, clap::Args)]
 #[command(after_help = JOIN_EXAMPLES)]
 pub(crate) struct JoinCommand {
