@@ -280,6 +280,12 @@ impl Communicator {
         }
     }
 
+    /// How long its calls wait for other ranks.
+    #[must_use]
+    pub const fn deadline(&self) -> Nanos {
+        self.deadline
+    }
+
     /// The same communicator, whose calls give up after `deadline`.
     #[must_use]
     pub fn with_deadline(self, deadline: Nanos) -> Self {

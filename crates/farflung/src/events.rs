@@ -59,6 +59,18 @@ pub enum What {
         /// The failure that this member saw; `None` if members joined or left normally.
         reason: Option<String>,
     },
+    /// A newcomer is about to be admitted: the cost of its state for the members.
+    Admitting {
+        /// Endpoint of the newcomer.
+        member: u32,
+        /// Bytes of the state.
+        state: u64,
+        /// Predicted time for which all wait, from the rates of the newcomer's links, in milliseconds; `None` if these
+        /// are not known. The event `members` that follows has the time that it took.
+        predicted_ms: Option<u64>,
+        /// Whether it may take less, because the newcomer's part of the model is decided later.
+        at_most: bool,
+    },
     /// A step failed although all members answered: the members repeat it under a new view.
     Repeated {
         /// The number of the view.

@@ -63,7 +63,18 @@ fn watched(
     watch: &mut dyn Watch,
 ) -> Result<Vec<Ended>> {
     let link: Link = job.config.link;
-    let ends = cluster_with(&Topology::uniform(ends, link), faults);
+    over(job, &Topology::uniform(ends, link), come, faults, watch)
+}
+
+/// The same at a network of the members' own links.
+fn over(
+    job: &Job,
+    topology: &Topology,
+    come: &[(PeerId, Nanos)],
+    faults: &Faults,
+    watch: &mut dyn Watch,
+) -> Result<Vec<Ended>> {
+    let ends = cluster_with(topology, faults);
     let ends = ends.into_iter().map(|end| end as Arc<dyn Transport>).collect();
     Ok(run_seats(job, elastic::seats(job, ends, come, true)?, watch))
 }

@@ -15,6 +15,8 @@ pub enum Look {
     Now,
     /// Waits for the first arrival.
     UntilOne,
+    /// Waits for the first arrival, at most this long.
+    Within(Nanos),
 }
 
 /// Task that ends when one of `pending` is complete, or after `limit`; other operations run meanwhile.
@@ -43,8 +45,8 @@ impl<T: Send> Task for Watch<'_, '_, T> {
 
 impl Communicator {
     /// Returns the index of an operation that is complete, with a result or an error; the first such in
-    /// `pending`. Waiting for it does not block. Returns `None` with [`Look::Now`] if none is complete, and
-    /// with [`Look::UntilOne`] if `pending` is empty.
+    /// `pending`. Waiting for it does not block. Returns `None` with [`Look::Now`] if none is complete, with
+    /// [`Look::Within`] if none is complete in that time, and with [`Look::UntilOne`] if `pending` is empty.
     ///
     /// On simulated links, "by now" means by this rank's virtual clock, independent of the progress of other
     /// ranks' threads; the first arrival is the one with the earliest virtual time.
@@ -66,6 +68,7 @@ impl Communicator {
             let limit = match look {
                 Look::Now => Nanos::ZERO,
                 Look::UntilOne => Nanos::MAX,
+                Look::Within(time) => time,
             };
             self.transport.run(&mut Watch { me: self.transport.me(), pending, limit });
         }

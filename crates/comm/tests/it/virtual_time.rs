@@ -501,3 +501,22 @@ fn what_has_arrived_is_a_matter_of_the_clock_alone() {
         assert_eq!(first[0], [None, Some(1), None, Some(0), None], "{latency} {nap}");
     }
 }
+
+#[test]
+fn a_look_ends_with_the_first_arrival_or_with_its_time() {
+    let looks = on_ranks(over(&uniform(2, "1gbit,1ms")), |comm| {
+        if comm.rank().0 == 1 {
+            comm.advance(Nanos::from_millis(20));
+            comm.send(Rank(0), 0, b"late").unwrap();
+            return Vec::new();
+        }
+        let mut late = comm.start_recv(Rank(1), 0);
+        let mut look = |millis| {
+            let first = comm.first(&mut [&mut late], Look::Within(Nanos::from_millis(millis)));
+            (first, comm.now().0 / 1_000_000)
+        };
+        vec![look(5), look(0), look(10), look(100)]
+    });
+    // An arrival lifts the clock when it is waited for.
+    assert_eq!(looks[0], [(None, 5), (None, 5), (None, 15), (Some(0), 15)]);
+}

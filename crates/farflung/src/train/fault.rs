@@ -16,6 +16,8 @@ pub enum FaultyValue {
     Parameters,
     /// Its optimizer's state.
     Moments,
+    /// The first chunk of its state that it sends to another member which lacks it behind that step.
+    Chunk,
 }
 
 /// A bit that is flipped on one rank in one step.

@@ -51,7 +51,7 @@ pub(super) use build::chain;
 pub(super) use carry::check_pipelines;
 pub(super) use pieces::{Counted, Pieces, needs};
 use retreat::Mark;
-pub(super) use snapshot::{Progress, Snapshot};
+pub(super) use snapshot::{Progress, Snapshot, StateBytes};
 use speed::Speedometer;
 use undecided::Undecided;
 pub use verify::Thoroughness;

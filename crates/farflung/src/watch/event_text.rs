@@ -3,6 +3,7 @@
 
 use std::fmt::Write as _;
 
+use farflung_base::Bytes;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
@@ -96,6 +97,7 @@ impl EventLine {
                 1 => "gradients overflowed: computed again".to_owned(),
                 times => format!("gradients overflowed: computed again {times} times"),
             },
+            "admitting" => self.admitting(),
             "repeated" => {
                 let deadline = self.count("deadline_ms").unwrap_or(0) as f64 / 1e3;
                 format!("all members answer: the step is done again, with a deadline of {deadline} s")
@@ -108,6 +110,18 @@ impl EventLine {
             "refused" => format!("refused: {reason}"),
             kind => format!("{kind}: {}", Value::Object(self.rest.clone())),
         })
+    }
+
+    fn admitting(&self) -> String {
+        let of = |field: &str| self.count(field).unwrap_or(0);
+        let about =
+            if self.rest.get("at_most").and_then(Value::as_bool) == Some(true) { "at most" } else { "about" };
+        let waits = match self.count("predicted_ms") {
+            Some(millis) => format!("{about} {:.1} s", millis as f64 / 1e3),
+            None => "not known how long".to_owned(),
+        };
+        let (member, state) = (of("member"), Bytes(of("state")));
+        format!("member {member} is ready to come in: {state} of state, {waits}")
     }
 
     fn shares_text(&self) -> String {
@@ -211,6 +225,10 @@ mod tests {
             (
                 What::Resumed { from: "a/step-3".into(), notes: vec!["`lr` differs".into()] },
                 "went on from step-3; `lr` differs",
+            ),
+            (
+                What::Admitting { member: 3, state: 60_000_000, predicted_ms: Some(2500), at_most: false },
+                "member 3 is ready to come in: 60 MB of state, about 2.5 s",
             ),
             (What::Skipped { times: 2 }, "gradients overflowed: computed again 2 times"),
             (

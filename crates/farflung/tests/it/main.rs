@@ -16,6 +16,7 @@ mod launch_elastic;
 mod local_steps;
 mod members;
 mod members_checkpoints;
+mod members_chunks;
 mod members_in_pipelines;
 mod members_repeat;
 mod members_pooled;

@@ -135,7 +135,9 @@ fn losses(report: &Report) -> Vec<f64> {
 #[test]
 fn members_that_come_make_a_pipeline_of_one_member_longer() {
     let folder = tempfile::tempdir().unwrap();
-    let config = TrainConfig { steps: 12, ..job(folder.path(), 4, TrainConfig::default()).config };
+    // A step takes longer than the round trips after which a newcomer is ready.
+    let (steps, compute_rate) = (12, 1e7);
+    let config = TrainConfig { steps, compute_rate, ..job(folder.path(), 4, TrainConfig::default()).config };
     let founder = elastic::founder(TrainConfig { workers: 1, ..config }, &Stop::manual()).unwrap();
     assert_eq!((founder.plan.stages(), founder.plan.microbatches.clone()), (1, vec![4]));
     let alone = run(&founder, 1, &[], &Faults::new(), &mut Quiet);

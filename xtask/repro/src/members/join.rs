@@ -1,18 +1,20 @@
 //! Lets a newcomer join at any moment of a step.
 
 use anyhow::{Context, Result};
-use farflung::base::{Nanos, PeerId};
+use farflung::base::{Bandwidth, Link, Nanos, PeerId, Port, Rank, Topology};
 use farflung::comm::simulated::Faults;
 use farflung::config::choice::SyncKind;
 use farflung::optim::sync::DILOCO;
 
-use super::{job, longest_wait, report as report_of, run as run_once, times};
+use super::{Notes, job, longest_wait, over, report as report_of, run as run_once, times};
 use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "join-anywhere",
     claim: "a newcomer at any moment of a step of three members: all end with the same bits, a step takes its sequences too \
-            within three steps, and nobody waits longer than a step and the time that its state takes on its link",
+            within three steps of its being ready, and nobody waits longer than a step and the time that its state takes on its \
+            link; members with unequal uplinks give by their rates: the others wait for the state over the sum of these, \
+            within 5%, and as long as was said before, within 10%",
     source: "the design of farflung (issue 22)",
     seed: 1337,
     run,
@@ -24,6 +26,10 @@ const STEPS: u64 = 12;
 /// Sequential messages between the step before the newcomer and the step after it: presence, promises, votes,
 /// the view, which step each member has reached, and hashes of the state; two of each for rings of four.
 const MESSAGES: f64 = 24.0;
+/// Messages one after another until a newcomer is ready: a probe, its answer, and word of it.
+const READY: f64 = 3.0;
+/// Probes of each link are this part of the state.
+const PROBED: f64 = 16.0;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let moments = if options.quick { 6 } else { 60 };
@@ -54,12 +60,15 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             apart += u32::from(!same);
             let Some(first) = all.first() else { continue };
             slowest = slowest.max(longest_wait(first));
-            // The first step after the newcomer joined that has the sequences of four members.
+            // The first step with the sequences of four members after the newcomer is ready. It measures its links
+            // first, which are busy with a step.
+            let probes = READY * link.latency.as_secs_f64() + transfer / PROBED;
+            let ready = at.0 as f64 + (usual + probes) * 1e9;
             let sequences = |n: usize| {
                 let before = if n == 0 { 0 } else { first.rows[n - 1].tokens };
                 (first.rows[n].tokens - before) / job.model.context as u64
             };
-            let came = first.rows.iter().position(|row| row.time_s * 1e9 > at.0 as f64).unwrap_or(0);
+            let came = first.rows.iter().position(|row| row.time_s * 1e9 > ready).unwrap_or(0);
             let full = (0..first.rows.len()).find(|&n| sequences(n) == MEMBERS as u64 + 1);
             late += u32::from(full.is_none_or(|full| full > came + 3));
         }
@@ -77,5 +86,55 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let metric = format!("{name}: longest time between two steps");
         report.row(&metric, slowest, "s", Mark::AtMost(bound))?;
     }
+    homes(report)
+}
+
+/// Uplinks of homes, in Mbit/s. All have ten times as much down.
+const UPLINKS: [u64; 5] = [10, 40, 20, 20, 40];
+
+/// A newcomer takes its state from members with unequal uplinks.
+fn homes(report: &mut Report<'_>) -> Result<()> {
+    let members = UPLINKS.len() - 1;
+    let job = job(report.seed(), members, |config| {
+        config.dim = Some(512);
+        config.heads = Some(8);
+        config.steps = 6;
+        config.eval_every = 100;
+        config.deadline = Nanos::from_millis(60_000);
+        config.codec = "int8".parse().unwrap_or_default();
+    })?;
+    let link: Link = "1gbit,10ms".parse()?;
+    let mut topology = Topology::uniform(members + 1, link);
+    for (rank, up) in (0..).map(Rank).zip(UPLINKS) {
+        topology.set_port(rank, Port { up: Bandwidth(up * 1_000_000), down: Bandwidth(up * 10_000_000) });
+    }
+    let mut notes = Notes::default();
+    // In the middle of a step, whose averages take the links.
+    let come = [(PeerId(members as u32), Nanos::from_millis(5_000))];
+    let ended = over(&job, &topology, &come, &Faults::new(), &mut notes)?;
+    let all: Vec<_> = ended.iter().filter_map(report_of).collect();
+    let same = all.len() == members + 1 && all.iter().all(|report| report.hash == all[0].hash);
+    anyhow::ensure!(same, "members differ: {:?}", notes.0);
+    let first = all[0];
+    let last = times(first);
+    let step = last[last.len() - 1] - last[last.len() - 2];
+    let waited = longest_wait(first) - step;
+    let state = first.parameters as f64 * 12.0;
+    let uplinks = UPLINKS[..members].iter().sum::<u64>() as f64 * 1e6;
+    let (transfer, view) = (state * 8.0 / uplinks, MESSAGES * link.latency.as_secs_f64());
+    let said = notes.0.iter().find_map(|note| note.split_once(", about ")).context("nothing was said")?.1;
+    let said: Nanos = said.split(' ').next().context("no time was said")?.parse()?;
+    report.row("homes: state", state / 1e6, "MB", Mark::None)?;
+    report.row("homes: the state over the sum of the uplinks", transfer, "s", Mark::None)?;
+    report.row("homes: messages of the change", view, "s", Mark::None)?;
+    report.row("homes: what the members waited", waited, "s", Mark::None)?;
+    let off = |a: f64, b: f64| (a / b - 1.0).abs() * 100.0;
+    report.row("homes: off the sum of these", off(waited, transfer + view), "%", Mark::AtMost(5.0))?;
+    report.row("homes: what was said before", said.as_secs_f64(), "s", Mark::None)?;
+    let metric = "homes: what was said, off what they waited";
+    report.row(metric, off(said.as_secs_f64(), waited), "%", Mark::AtMost(10.0))?;
+    let slowest = UPLINKS[..members].iter().min().copied().unwrap_or(1) as f64 * 1e6;
+    let equal = state * 8.0 / members as f64 / slowest;
+    report.row("homes: in equal pieces", equal, "s", Mark::None)?;
     Ok(())
 }

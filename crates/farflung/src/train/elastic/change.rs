@@ -11,13 +11,15 @@ use farflung_parallel::plan::Digest;
 
 use super::balance::Balance;
 use super::copies::Copies;
-use super::decide::{Loss, Next, suspect};
+use super::decide::{Agreed, Loss, Next, suspect};
+use super::fetching::Store;
 use super::idle::Idle;
 use super::measure::measured;
 use super::place::Place;
 use super::pools::PoolSpeeds;
+use super::ready::Cost;
 use super::repeats::Repeats;
-use super::share::Shared;
+use super::share::{Shared, share};
 use super::status::Teller;
 use super::team::Team;
 use super::view::{Brings, stand};
@@ -26,7 +28,7 @@ use crate::events::{What, causes};
 use crate::train::job::Job;
 use crate::train::links;
 use crate::train::steps::Last;
-use crate::train::trainer::Trainer;
+use crate::train::trainer::{Trainer, needs};
 use crate::{Error, Result};
 
 /// What a change of members did.
@@ -182,8 +184,10 @@ pub(in crate::train) struct Member<'a> {
     pub(super) folder: Option<PathBuf>,
     /// How often it has tried its last step again.
     pub(super) repeats: Repeats,
-    /// Where stages are pools: how fast the members are.
+    /// Speeds of the members, if stages are pools.
     pub(super) pools: PoolSpeeds,
+    /// The received chunks of a state that is not complete yet.
+    pub(super) store: Store,
 }
 
 impl Member<'_> {
@@ -198,20 +202,27 @@ impl Member<'_> {
         error.is_interruption()
     }
 
-    /// All members are well after a step, and some come or leave. `None` where nothing changes after all.
+    /// What the members agree to change after a step, all of them being well. `None` where nothing changes
+    /// after all.
+    ///
+    /// Errors: a member that is lost meanwhile.
+    pub(super) fn agree(&mut self, trainer: &Trainer, leaves: bool) -> Result<Option<Agreed>> {
+        let working = self.working();
+        let silent = self.idle.look(self.place, self.team.as_ref()).to_vec();
+        self.place.agree((trainer.comm(), &working), (leaves, &silent), trainer.state_bytes())
+    }
+
+    /// Some come or leave, as all have agreed since `begun`. `None` where that did not come about.
     ///
     /// Errors: [`Error::Removed`] of a member that leaves.
-    pub(in crate::train) fn between_steps(
+    pub(super) fn between_steps(
         &mut self,
         (job, last): (&mut Job, &mut Last),
         trainer: &mut Trainer,
-        leaves: bool,
+        (agreed, begun): (Agreed, Nanos),
     ) -> Result<Option<Changed>> {
-        let begun = trainer.comm().now();
-        let start = |place: &mut Place| start(place, job, trainer);
-        let working = self.working();
-        let silent = self.idle.look(self.place, self.team.as_ref()).to_vec();
-        match self.place.between_steps((trainer.comm(), &working), (leaves, &silent), start) {
+        let start = start(self.place, job, trainer)?;
+        match self.place.between_steps(agreed, start) {
             Ok(None) => Ok(None),
             Ok(Some(Next { view, reason })) => {
                 self.repeats = Repeats::default();
@@ -346,7 +357,7 @@ impl Member<'_> {
         let stood = stood.inspect_err(|_| comm.abort())?;
         let comm = links::seat(&stood.job, comm, self.simulated)?;
         // Steps that led here are those of the plan before.
-        let done = super::share::share(Some(trainer), &comm, &stood.exchange);
+        let done = share(Some(trainer), &comm, (&stood.job, &stood.exchange), &mut self.store);
         let done = done.and_then(|(shared, taken)| {
             if let Some(taken) = taken {
                 trainer.take_snapshot(&taken.shared, None)?;
@@ -368,26 +379,38 @@ impl Member<'_> {
         job: &mut Job,
         alone: &Communicator,
         patience: Nanos,
+        tell: &mut dyn FnMut(Cost),
     ) -> Result<(Trainer, Last)> {
+        let expects = (patience, expected(job)?);
         if job.pipelines.is_some() {
-            return self.come_into_pipelines(job, patience);
+            return self.come_into_pipelines(job, expects, tell);
         }
         let speed = {
             self.place.wait_to_begin();
             let slot = self.place.transport().me().0;
             measured(job, (alone, slot), self.threads, self.simulated)
         };
-        let mut view = self.place.wait_for_view(patience)?;
+        let view = self.place.wait_for_view(expects, tell)?;
+        self.first_place(job, view, speed)
+    }
+
+    /// Gets the state of the members of its first view; where one of these is lost meanwhile, of the next.
+    fn first_place(
+        &mut self,
+        job: &mut Job,
+        mut view: View,
+        speed: Option<Nanos>,
+    ) -> Result<(Trainer, Last)> {
         loop {
             let comm = tied(job, self.place.enter(view.clone())?);
             let (before, last) = (Vec::new(), Last::at(0));
             let brings = Brings { job, before, progress: None, last, measured: &[], speed };
             let came = stand(&view, &comm, brings).and_then(|stood| {
                 let comm = links::seat(&stood.job, comm.clone(), self.simulated)?;
-                let (_, taken) = super::share::share(None, &comm, &stood.exchange)?;
+                let (_, taken) = share(None, &comm, (&stood.job, &stood.exchange), &mut self.store)?;
                 let mut trainer = Trainer::new(&stood.job, comm, self.threads)?;
                 if let Some(taken) = taken {
-                    trainer.take_snapshot(&taken.shared, Some(&taken.own))?;
+                    trainer.take_snapshot(&taken.shared, taken.own.as_ref())?;
                 }
                 if trainer.steps_done() != stood.exchange.progress.step {
                     // The others have taken steps of their own since they agreed.
@@ -431,6 +454,14 @@ pub(super) fn start(place: &mut Place, job: &Job, trainer: &Trainer) -> Result<O
     }
     let weights = Digest::new(*trainer.hash()?.as_bytes());
     Ok(Some(Start { weights, plan: job.plan.digest() }))
+}
+
+/// About how many bytes of state a newcomer takes: its parameters and two states of each.
+///
+/// Errors: a model that cannot be.
+fn expected(job: &Job) -> Result<u64> {
+    let elements: usize = needs(job)?.iter().flat_map(std::collections::BTreeMap::values).sum();
+    Ok((3 * elements * size_of::<f32>()) as u64)
 }
 
 /// Sequences that some replicas have trained on since the last average before `step`, where steps are local.

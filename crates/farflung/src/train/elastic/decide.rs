@@ -10,7 +10,9 @@ use serde::{Deserialize, Serialize};
 
 use super::keeper::Outcome;
 use super::place::Place;
+use super::ready::{Admission, Cost};
 use crate::train::blame::{Evidence, evidence};
+use crate::train::trainer::StateBytes;
 use crate::{Error, Result};
 
 /// Between two looks while others are waited for.
@@ -29,8 +31,10 @@ struct Standing {
     leaves: bool,
     /// Names of members without a part that do not answer.
     silent: Vec<[u8; 32]>,
-    /// Number and name of each newcomer that is connected here.
+    /// Number and name of each newcomer that is connected here and has said that it is ready.
     here: Vec<(u32, [u8; 32])>,
+    /// How much it has in memory.
+    state: StateBytes,
 }
 
 /// Whom this rank itself has found broken or silent, by its failure. Where somebody else has, that one tells.
@@ -46,6 +50,14 @@ pub(super) struct Next {
     pub(super) view: View,
     /// Why, where somebody does not answer.
     pub(super) reason: Option<String>,
+}
+
+/// What members that take steps will do between two of them.
+pub(super) struct Agreed {
+    events: Vec<Event>,
+    reason: Option<String>,
+    /// Who is about to come in.
+    pub(super) admission: Option<Admission>,
 }
 
 /// What a failure says of the other members.
@@ -183,21 +195,22 @@ impl Place {
         })
     }
 
-    /// The next view after a step at which some member asked for one: all members that take steps are well, and
-    /// call this together over their `comm`, in which they are `working`. `None` where there is nothing to
-    /// change after all.
+    /// What the members agree to change after a step at which some member asked for it: all that take steps are
+    /// well, and call this together over their `comm`, in which they are `working`. `None` where there is
+    /// nothing to change after all.
     ///
-    /// Errors: as [`Place::decide`]; a member that is lost meanwhile.
-    pub(super) fn between_steps(
+    /// Errors: a member that is lost meanwhile.
+    pub(super) fn agree(
         &mut self,
         (comm, working): (&Communicator, &[MemberId]),
         (leaves, silent): (bool, &[MemberId]),
-        start: impl FnOnce(&mut Self) -> Result<Option<Start>>,
-    ) -> Result<Option<Next>> {
+        state: StateBytes,
+    ) -> Result<Option<Agreed>> {
         self.renew();
-        let here = self.newcomers().iter().map(|peer| (peer.peer.0, peer.id.0)).collect();
+        let here = self.ready_newcomers().iter().map(|peer| (peer.peer.0, peer.id.0)).collect();
         let silent = silent.iter().map(|id| id.0).collect();
-        let mine = postcard::to_stdvec(&Standing { leaves, silent, here }).expect("numbers are plain data");
+        let standing = Standing { leaves, silent, here, state };
+        let mine = postcard::to_stdvec(&standing).expect("numbers are plain data");
         let told = comm.all_gather_bytes(mine)?;
         let told: Vec<Standing> = told.iter().filter_map(|bytes| postcard::from_bytes(bytes).ok()).collect();
         let leaving = working.iter().zip(&told).filter(|(_, told)| told.leaves);
@@ -209,13 +222,19 @@ impl Place {
         let idle: BTreeSet<MemberId> = self.lost_members().into_iter().chain(quiet).collect();
         let idle = idle.into_iter().filter(|id| self.is_named(id) && !working.contains(id));
         events.extend(idle.map(Event::Silent));
+        let mut admission = None;
         if events.is_empty()
             && let Some((first, others)) = told.split_first()
         {
             // One that every member reaches. The next has to reach this one, too.
             let met = |come: &&(u32, [u8; 32])| others.iter().all(|told| told.here.contains(come));
-            let come = first.here.iter().find(met);
-            events.extend(come.map(|&(slot, id)| Event::Ready(Member::new(MemberId(id), slot))));
+            if let Some(&(slot, id)) = first.here.iter().find(met) {
+                let id = MemberId(id);
+                events.push(Event::Ready(Member::new(id, slot)));
+                let sizes: Vec<_> = working.iter().copied().zip(told.iter().map(|told| told.state)).collect();
+                let cost = self.keeper().ready(&id).map(|ready| Cost::new(ready, &sizes));
+                admission = cost.map(|cost| Admission { peer: PeerId(slot), cost });
+            }
         }
         self.pause = self.transport().now().saturating_add(PAUSE);
         if events.is_empty() {
@@ -223,9 +242,17 @@ impl Place {
         }
         events.push(Event::Admit);
         // The one that proposes may be a member that takes no steps.
-        let first = comm.rank().0 == 0;
-        let _telling = if first { self.tell_agreed(working, &events) } else { Vec::new() };
-        let events = start(self)?.map(Event::Starts).into_iter().chain(events).collect();
+        let _telling = if comm.rank().0 == 0 { self.tell_agreed(working, &events) } else { Vec::new() };
+        let _costing = admission.map(|admission| self.tell_costs(admission)).unwrap_or_default();
+        Ok(Some(Agreed { events, reason, admission }))
+    }
+
+    /// The next view after members have agreed on a change; `None` where it did not come about.
+    ///
+    /// Errors: as [`Place::decide`].
+    pub(super) fn between_steps(&mut self, agreed: Agreed, start: Option<Start>) -> Result<Option<Next>> {
+        let Agreed { events, reason, .. } = agreed;
+        let events = start.map(Event::Starts).into_iter().chain(events).collect();
         let view = self.decide(events, (None, false), self.deadline)?;
         if view.is_some() {
             self.pause = Nanos::ZERO;
@@ -256,16 +283,27 @@ impl Place {
         self.transport().advance(begins.saturating_sub(self.transport().now()));
     }
 
-    /// Waits until a view has this newcomer.
+    /// Says that this newcomer is ready for a state of so many bytes, and waits until a view has it. `tell`
+    /// hears what that costs the members.
     ///
     /// Errors: [`Error::Removed`] where none has within `patience`.
-    pub(in crate::train) fn wait_for_view(&mut self, patience: Nanos) -> Result<View> {
+    pub(in crate::train) fn wait_for_view(
+        &mut self,
+        (patience, state): (Nanos, u64),
+        tell: &mut dyn FnMut(Cost),
+    ) -> Result<View> {
         self.wait_to_begin();
         let until = self.transport().now().saturating_add(patience);
-        let mut meets = self.transport().now().saturating_add(MEETS);
+        let ready = self.measure_links(state);
+        let (mut connected, mut meets) = (0, Nanos::ZERO);
+        let mut _telling = Vec::new();
         self.keeper().awaited = true;
         loop {
             self.renew();
+            let costs = self.keeper().costs();
+            if let Some(cost) = costs {
+                tell(cost);
+            }
             let outcome = self.keeper().outcome();
             if let Some(Outcome::Installed(view)) = outcome {
                 self.keeper().awaited = false;
@@ -277,8 +315,16 @@ impl Place {
                 return Err(Error::Removed { reason });
             }
             if now >= meets {
-                self.arrivals.meet();
-                meets = self.transport().now().saturating_add(MEETS);
+                if connected > 0 {
+                    self.arrivals.meet();
+                }
+                meets = now.saturating_add(MEETS);
+                connected = 0;
+            }
+            if connected != self.connected() {
+                // Also those that have come since, and those that have missed it.
+                connected = self.connected();
+                _telling = self.tell_ready(&ready);
             }
             self.wait(LOOK.min(until.saturating_sub(now)))?;
         }

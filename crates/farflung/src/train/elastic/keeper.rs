@@ -10,6 +10,7 @@ use farflung_comm::{Answer, Asked, Cancel, Service};
 use farflung_parallel::membership::{Action, Event, Kept, MemberId, Message, Reason, State, View};
 use serde::{Deserialize, Serialize};
 
+use super::ready::{Cost, Ready};
 use crate::Result;
 
 /// What a keeper is told.
@@ -29,6 +30,10 @@ enum Word {
     /// By a member that takes steps in the view of this epoch, to one that takes none: what those that take
     /// steps have agreed on.
     Agreed { epoch: u64, events: Vec<Event> },
+    /// By a newcomer, to all members.
+    Ready(Ready),
+    /// By a member, to a newcomer that is about to be taken in.
+    Costs(Cost),
 }
 
 /// What came of it.
@@ -59,6 +64,10 @@ pub(super) struct Keeper {
     steps: Option<(u64, Cancel)>,
     /// The newest epoch whose steps cannot be done, as others say.
     given_up: u64,
+    /// Newcomers that have said that they are ready.
+    ready: BTreeMap<MemberId, Ready>,
+    /// What this newcomer costs the others, as they have told it.
+    costs: Option<Cost>,
 }
 
 /// Whom bytes are from is known by the connection they came over; what they say is not trusted to make sense.
@@ -92,6 +101,8 @@ impl Keeper {
             promises,
             steps,
             given_up,
+            ready: BTreeMap::new(),
+            costs: None,
         };
         if let Some(kept) = keeper.state.kept() {
             keeper.write(kept)?;
@@ -101,6 +112,7 @@ impl Keeper {
 
     /// Who is reached under which number from now on.
     pub(super) fn reaches(&mut self, ranks: Vec<MemberId>) {
+        self.ready.retain(|id, _| ranks.contains(id));
         self.ranks = ranks;
     }
 
@@ -137,6 +149,26 @@ impl Keeper {
     /// What members that take no steps are told of those that do.
     pub(super) fn agreed(epoch: u64, events: &[Event]) -> Vec<u8> {
         encode(&Word::Agreed { epoch, events: events.to_vec() })
+    }
+
+    /// What a newcomer tells the members.
+    pub(super) fn is_ready(ready: &Ready) -> Vec<u8> {
+        encode(&Word::Ready(ready.clone()))
+    }
+
+    /// What a member tells a newcomer that it costs.
+    pub(super) fn costing(cost: Cost) -> Vec<u8> {
+        encode(&Word::Costs(cost))
+    }
+
+    /// What a newcomer has told, if it is ready.
+    pub(super) fn ready(&self, id: &MemberId) -> Option<&Ready> {
+        self.ready.get(id)
+    }
+
+    /// What this newcomer costs the others, once, when they have told it.
+    pub(super) const fn costs(&mut self) -> Option<Cost> {
+        self.costs.take()
     }
 
     /// From now on `cancel` ends what this rank waits for in the view of an epoch, once another gives it up.
@@ -216,6 +248,16 @@ impl Keeper {
             Word::GivenUp { epoch } => {
                 self.given_up = self.given_up.max(epoch);
                 self.end_steps();
+                (None, false)
+            }
+            Word::Ready(ready) => {
+                if ready.is_sound() {
+                    self.ready.insert(sender, ready);
+                }
+                (None, false)
+            }
+            Word::Costs(cost) => {
+                self.costs = Some(cost);
                 (None, false)
             }
             Word::Agreed { epoch, events } => {

@@ -6,6 +6,7 @@ use farflung_comm::Cancel;
 use farflung_parallel::membership::View;
 
 use super::change::{Changed, Member, start, tied};
+use super::ready::Cost;
 use super::repeats::Repeats;
 use super::spare::Waited;
 use super::team::{Brings, Formed, Team, form, tell_all};
@@ -71,8 +72,13 @@ impl Member<'_> {
     /// A newcomer's first place.
     ///
     /// Errors: as [`Member::go_over_in_pipelines`]; [`Error::Removed`] where no view has it within `patience`.
-    pub(super) fn come_into_pipelines(&mut self, job: &mut Job, patience: Nanos) -> Result<(Trainer, Last)> {
-        let view = self.place.wait_for_view(patience)?;
+    pub(super) fn come_into_pipelines(
+        &mut self,
+        job: &mut Job,
+        expects: (Nanos, u64),
+        tell: &mut dyn FnMut(Cost),
+    ) -> Result<(Trainer, Last)> {
+        let view = self.place.wait_for_view(expects, tell)?;
         let placed = self.place_in((&*job, Last::at(0)), None, view)?;
         *job = placed.job;
         Ok((placed.trainer, placed.last))
@@ -143,8 +149,8 @@ impl Member<'_> {
             let live = trainer.as_deref().map(|trainer| trainer.pieces(job)).transpose()?;
             let held: Vec<Pieces> = live.into_iter().chain(self.copies.kept().cloned()).collect();
             let folder = self.folder.as_deref();
-            let (team, pools) = (self.team.as_ref(), &self.pools);
-            let brings = Brings { job, last, team, held, folder, pools };
+            let (team, pools, store) = (self.team.as_ref(), &self.pools, &mut self.store);
+            let brings = Brings { job, last, team, held, folder, pools, store };
             let formed = form(view, &all, brings)?;
             let comm = formed.team.split(job.deadline(), formed.moved.0)?;
             Ok((formed, comm))

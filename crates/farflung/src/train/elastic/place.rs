@@ -5,12 +5,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use farflung_base::{Nanos, PeerId, Pending};
-use farflung_comm::{CommError, Communicator, PeerEvent, ServiceTags, Transport};
+use farflung_comm::{CommError, Communicator, Look, PeerEvent, ServiceTags, Transport};
 use farflung_parallel::membership::{Event, MemberId, State, View};
 
 use super::arrivals::{Arrivals, Newcomer};
 use super::keeper::{Keeper, event};
 use super::kept;
+use super::ready::{Admission, Ready, measured};
+use super::shelf::Shelf;
 use super::watchman::{Caller, numbered};
 use crate::{Result, RunDir};
 
@@ -28,6 +30,7 @@ pub struct Place {
     me: Newcomer,
     pub(super) arrivals: Arc<dyn Arrivals>,
     keeper: Arc<Mutex<Keeper>>,
+    shelf: Arc<Mutex<Shelf>>,
     control: Option<Control>,
     /// The view that is in force here; none of a newcomer.
     view: Option<View>,
@@ -50,6 +53,8 @@ struct Control {
     comm: Communicator,
     peers: Vec<Newcomer>,
     serving: Pending<std::result::Result<(), CommError>>,
+    /// Answers probes.
+    _shelf: Pending<std::result::Result<(), CommError>>,
 }
 
 impl std::fmt::Debug for Control {
@@ -75,7 +80,22 @@ impl Place {
         let promises = run.as_ref().map(|run| kept::path(run.path()));
         let keeper = Arc::new(Mutex::new(Keeper::new(state, promises)?));
         let (control, gone, former, pause) = (None, BTreeSet::new(), BTreeSet::new(), Nanos::ZERO);
-        Ok(Self { transport, me, arrivals, keeper, control, view, gone, former, names, deadline, pause, run })
+        let shelf = Arc::default();
+        Ok(Self {
+            transport,
+            me,
+            arrivals,
+            keeper,
+            shelf,
+            control,
+            view,
+            gone,
+            former,
+            names,
+            deadline,
+            pause,
+            run,
+        })
     }
 
     /// The same of a member whose checkpoints and records go to a folder.
@@ -138,12 +158,53 @@ impl Place {
     /// Whether members should change, as far as is known here. To be asked between two steps.
     pub(in crate::train) fn wants_change(&mut self) -> Result<bool> {
         self.renew();
+        // One that is alone waits for nobody, so that nothing else has its services look.
+        if let Some(Control { comm, serving, .. }) = &mut self.control {
+            comm.first(&mut [serving], Look::Now);
+        }
         let now = self.transport.now();
         let due = self.keeper().wake().is_some_and(|at| at <= now);
         if due {
             self.tell(Event::Tick)?;
         }
-        Ok(now >= self.pause && (!self.newcomers().is_empty() || !self.lost_members().is_empty()))
+        Ok(now >= self.pause && (!self.ready_newcomers().is_empty() || !self.lost_members().is_empty()))
+    }
+
+    /// Newcomers that have said that they are ready.
+    pub(super) fn ready_newcomers(&self) -> Vec<Newcomer> {
+        let mut newcomers = self.newcomers();
+        newcomers.retain(|peer| self.keeper().ready(&peer.id).is_some());
+        newcomers
+    }
+
+    /// Measures how fast those that are connected send to this newcomer, which will take a state of so many
+    /// bytes.
+    pub(super) fn measure_links(&mut self, state: u64) -> Ready {
+        self.renew();
+        let Control { comm, peers, .. } = self.control();
+        let ids: Vec<MemberId> = peers.iter().map(|peer| peer.id).collect();
+        measured(comm, &ids, state)
+    }
+
+    /// Tells all that are connected that this newcomer is ready.
+    pub(super) fn tell_ready(&self, ready: &Ready) -> Vec<Pending<std::result::Result<(), CommError>>> {
+        let others = self.control().peers.iter().filter(|peer| peer.peer != self.me.peer);
+        let others: Vec<(PeerId, MemberId)> = others.map(|peer| (peer.peer, peer.id)).collect();
+        self.tell_others(&others, &Keeper::is_ready(ready))
+    }
+
+    /// Tells a newcomer what it costs the members.
+    pub(super) fn tell_costs(
+        &self,
+        Admission { peer, cost }: Admission,
+    ) -> Vec<Pending<std::result::Result<(), CommError>>> {
+        let Some(id) = self.name(peer) else { return Vec::new() };
+        self.tell_others(&[(peer, id)], &Keeper::costing(cost))
+    }
+
+    /// How many are connected, this one included.
+    pub(super) fn connected(&self) -> usize {
+        self.control().peers.len()
     }
 
     /// Whether the view in force has a member of this name.
@@ -176,7 +237,8 @@ impl Place {
         let comm = Communicator::of_members(Arc::clone(&self.transport), &members, CONTROL);
         let comm = comm.expect("this endpoint is among the peers, and all of them are in its network");
         let serving = comm.start_service(TAGS, &self.keeper);
-        self.control = Some(Control { comm, peers, serving });
+        let shelf = comm.start_service(super::fetch::TAGS, &self.shelf);
+        self.control = Some(Control { comm, peers, serving, _shelf: shelf });
     }
 
     fn control(&self) -> &Control {

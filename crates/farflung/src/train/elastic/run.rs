@@ -9,10 +9,12 @@ use farflung_parallel::plan::{Advice, PoolAdvice};
 use super::balance::{Balance, Reshared};
 use super::change::{Changed, Member};
 use super::copies::Copies;
+use super::fetching::Store;
 use super::idle::Idle;
 use super::kept;
 use super::place::Place;
 use super::pools::{self, Moving, PoolSpeeds};
+use super::ready::{Admission, Cost};
 use super::repeats::Repeats;
 use super::status::Teller;
 use super::team::Team;
@@ -68,6 +70,7 @@ pub(in crate::train) fn work(
         folder: run.as_ref().map(|run| run.path().to_owned()),
         repeats: Repeats::default(),
         pools: PoolSpeeds::default(),
+        store: Store::default(),
     };
     let (mut trainer, shared_last) = if founds {
         let comm = match &member.team {
@@ -76,7 +79,7 @@ pub(in crate::train) fn work(
         };
         (Trainer::new(&job, comm, threads)?, None)
     } else {
-        match member.come_in(&mut job, &comm, patience) {
+        match member.come_in(&mut job, &comm, patience, &mut |cost| tell_cost(watch.as_deref_mut(), cost)) {
             Ok((trainer, last)) => (trainer, Some(last)),
             // It has waited for a place all along.
             Err(Error::OverForSpare) => return Ok(None),
@@ -145,6 +148,15 @@ pub(in crate::train) fn work(
     Ok(Some(report))
 }
 
+/// A newcomer says what its state will cost the members, as these have told it.
+fn tell_cost(watch: Option<&mut (dyn Watch + '_)>, cost: Cost) {
+    let text = format!("this member is ready to come in: it takes {cost}");
+    tracing::info!("{text}");
+    if let Some(watch) = watch {
+        watch.note(&text);
+    }
+}
+
 /// Who works at which rank when a run of pipelines begins.
 fn founded(job: &mut Job, place: &Place, comm: &Communicator) -> Option<Team> {
     let view = place.view().filter(|_| job.pipelines.is_some())?;
@@ -210,7 +222,7 @@ fn train(
                 let slow = slow.then(|| member.balance.too_slow(trainer.replica()));
                 let leaves = leaves.or_else(|| leaving(&steps.job, trainer));
                 let goes = leaves.is_some() || slow.is_some();
-                match member.between_steps((&mut steps.job, &mut steps.last), trainer, goes) {
+                match change(member, trainer, steps, events, goes) {
                     Ok(None) => {}
                     Ok(Some(changed)) => note(member, trainer, steps, events, &changed)?,
                     Err(error @ Error::Removed { .. }) => {
@@ -238,6 +250,55 @@ fn train(
         team.tell_over();
     }
     Ok(first_loss)
+}
+
+/// Goes over to what the members agree on after a step; `None` where nothing changes.
+///
+/// Errors: as [`Member::between_steps`].
+fn change(
+    member: &mut Member<'_>,
+    trainer: &mut Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    leaves: bool,
+) -> Result<Option<Changed>> {
+    let begun = trainer.comm().now();
+    match member.agree(trainer, leaves) {
+        Ok(None) => Ok(None),
+        Ok(Some(agreed)) => {
+            if let Some(admission) = &agreed.admission {
+                announce_admission(member, trainer, steps, events, admission);
+            }
+            member.between_steps((&mut steps.job, &mut steps.last), trainer, (agreed, begun))
+        }
+        Err(error) if Member::survives(&error) => {
+            member.after_loss((&mut steps.job, &mut steps.last), trainer, &error).map(Some)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Says what the state of one that comes in will cost, before anybody waits for it.
+fn announce_admission(
+    member: &mut Member<'_>,
+    trainer: &Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    admission: &Admission,
+) {
+    let text = admission.to_string();
+    tracing::info!("{text}");
+    if let Some(watch) = steps.record.watch.as_deref_mut() {
+        watch.note(&text);
+    }
+    events.time_s = steps.clock.totals(trainer.comm()).time_s;
+    let Admission { peer, cost } = admission;
+    let predicted_ms = cost.predicted.map(|time| time.0 / 1_000_000);
+    let (member_number, state, at_most) = (peer.0, cost.state, cost.at_most);
+    events
+        .write(trainer.steps_done(), What::Admitting { member: member_number, state, predicted_ms, at_most });
+    member.teller.announce(format!("after step {}: {text}", trainer.steps_done()));
+    member.teller.tell((&mut *member.place, member.team.as_ref()), trainer, steps);
 }
 
 impl Member<'_> {

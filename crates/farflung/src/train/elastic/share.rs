@@ -3,16 +3,16 @@
 
 use farflung_base::{Bytes, Rank};
 use farflung_comm::Communicator;
+use serde::{Deserialize, Serialize};
 
-use super::super::trainer::{Progress, Snapshot, Trainer};
+use super::fetch::{Part, fetch};
+use super::fetching::{Store, Wanted};
+use super::shelf::{Label, Shelf};
+use super::team::tell_all;
+use crate::train::fault::FaultyValue;
+use crate::train::job::Job;
+use crate::train::trainer::{Progress, Snapshot, Trainer};
 use crate::{Error, Result};
-
-/// Tags of the state's pieces: of what all have alike, and of what one member has for itself.
-const SHARED: u32 = u32::MAX / 2 - 8;
-const OWN: u32 = u32::MAX / 2 - 9;
-
-/// What is sent at a time.
-const CHUNK: usize = 4 << 20;
 
 /// Who gives the state and who takes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -54,106 +54,85 @@ pub(super) struct Shared {
     pub(super) donors: usize,
 }
 
-/// The part of so many bytes that one of several donors gives.
-fn piece(len: usize, donor: usize, donors: usize) -> std::ops::Range<usize> {
-    len * donor / donors..len * (donor + 1) / donors
-}
-
 /// The run's state as it came to a rank that had none, or an older one.
 #[derive(Debug)]
 pub(super) struct Taken {
     /// What all have alike.
     pub(super) shared: Snapshot,
-    /// What is its own to the first of the donors.
-    pub(super) own: Snapshot,
+    /// What is its own to the first of the donors, where one without any asked for it.
+    pub(super) own: Option<Snapshot>,
 }
 
-/// Has the run's state go from the donors to the takers: each donor sends its part of what all donors have
-/// alike, and the first one also its optimizer's state where steps are local. All ranks call it; a donor has
-/// a `trainer`.
+/// What a donor has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+struct Has {
+    shared: Label,
+    /// Of the first donor.
+    own: Option<Label>,
+}
+
+/// Has the run's state go from the donors to the takers, which take chunks of what all donors have alike from
+/// all of them by their rates, and where steps are local a newcomer's optimizer state from the first. All ranks
+/// call it; a donor has a `trainer`. `store` keeps what has come of a state until all of it is there.
 ///
-/// Errors: [`Error::Message`] where the donors' states differ, or where what came does not have the hash that
-/// all donors told; [`Error::PeerLost`] for a donor or a taker that is lost.
+/// Errors: [`Error::Message`] where the donors' states differ, or where no donor is left whose chunks have the
+/// hashes that all donors told; [`Error::PeerLost`] for a rank that is lost.
 pub(super) fn share(
     trainer: Option<&Trainer>,
     comm: &Communicator,
-    exchange: &Exchange,
+    (job, exchange): (&Job, &Exchange),
+    store: &mut Store,
 ) -> Result<(Shared, Option<Taken>)> {
     let (me, donors) = (comm.rank(), &exchange.donors);
     if exchange.takers.is_empty() {
         return Ok((Shared::default(), None));
     }
     let donor = donors.iter().position(|&rank| rank == me).zip(trainer);
-    let mine = donor.map(|(_, trainer)| Ok::<_, Error>(trainer.shared_snapshot()?.to_bytes())).transpose()?;
-    let own = match donor {
-        Some((0, trainer)) => trainer.own_snapshot()?.to_bytes(),
-        _ => Vec::new(),
-    };
-    // Its length and hash, of all donors.
-    let told = mine.as_ref().map_or_else(Vec::new, |bytes| {
-        [&(bytes.len() as u64).to_le_bytes()[..], blake3::hash(bytes).as_bytes()].concat()
-    });
-    let told = comm.all_gather_bytes(told)?;
-    let said = |rank: &Rank| &told[rank.index()];
-    let first = said(&donors[0]);
-    let (len, hash) = first.split_first_chunk::<8>().ok_or_else(|| wrong("has no length"))?;
-    let len = usize::try_from(u64::from_le_bytes(*len)).map_err(|_| wrong("is longer than memory"))?;
-    if let Some(other) = donors.iter().find(|donor| said(donor) != first) {
+    let mut shelf = Shelf::default();
+    shelf.spoils = spoils(job, me, exchange.progress.step);
+    let mut has = None;
+    if let Some((number, trainer)) = donor {
+        let shared = shelf.put(trainer.shared_snapshot()?.to_bytes());
+        // Where all agree at each step, that of all has it.
+        let gives_own = number == 0 && !job.averages_each_step();
+        let own = gives_own.then(|| trainer.own_snapshot()).transpose()?;
+        has = Some(Has { shared, own: own.map(|own| shelf.put(own.to_bytes())) });
+    }
+    let told: Vec<Option<Has>> = tell_all(comm, &has)?;
+    let first = told[donors[0].index()].ok_or_else(|| wrong("is told by no member"))?;
+    let of = |rank: &Rank| told[rank.index()].map(|has| has.shared);
+    if let Some(other) = donors.iter().find(|donor| of(donor) != Some(first.shared)) {
         tracing::error!(rank = other.0, "the state of this member differs from that of the first");
         return Err(wrong("is not the same on all members that have it"));
     }
-    let pieces: Vec<_> = (0..donors.len()).map(|donor| piece(len, donor, donors.len())).collect();
-    let shared = Shared { state: Bytes(len as u64), donors: donors.len() };
-    if let (Some((donor, _)), Some(bytes)) = (donor, &mine) {
-        for chunk in bytes[pieces[donor].clone()].chunks(CHUNK) {
-            send_to_all(comm, &exchange.takers, SHARED, chunk)?;
-        }
-        if donor == 0 {
-            send_to_all(comm, &exchange.takers, OWN, &own)?;
-        }
+    let is_taker = exchange.takers.contains(&me);
+    let own = first.own.filter(|_| trainer.is_none());
+    let mut wanted = Vec::new();
+    if is_taker {
+        wanted.push(Wanted { label: first.shared, holders: donors.iter().copied().collect() });
+        wanted.extend(own.map(|label| Wanted { label, holders: [donors[0]].into() }));
+    }
+    let gave = fetch(comm, Part { takers: &exchange.takers, wanted, shelf, store: &mut *store })?;
+    let shared =
+        Shared { state: Bytes(first.shared.len), donors: if is_taker { gave } else { donors.len() } };
+    if !is_taker {
         return Ok((shared, None));
     }
-    let bytes = gather(comm, donors, &pieces)?;
-    let own = comm.recv(donors[0], OWN)?;
-    if blake3::hash(&bytes).as_bytes() != hash {
-        return Err(wrong("does not have the hash that its members told"));
-    }
-    let read = |bytes: &[u8]| Snapshot::from_bytes(bytes).ok_or_else(|| wrong("does not read as one"));
-    let taken = Taken { shared: read(&bytes)?, own: read(&own)? };
+    let mut read = |label: &Label| {
+        let bytes = store.take(label).ok_or_else(|| wrong("is not as long as was told"))?;
+        Snapshot::from_bytes(&bytes).ok_or_else(|| wrong("does not read as one"))
+    };
+    let taken = Taken { shared: read(&first.shared)?, own: own.as_ref().map(&mut read).transpose()? };
     Ok((shared, Some(taken)))
+}
+
+/// Whether a test has this rank send a wrong chunk of the state behind a step.
+pub(super) fn spoils(job: &Job, me: Rank, step: u64) -> bool {
+    job.fault.is_some_and(|fault| fault.is_in(me.0, step, FaultyValue::Chunk))
 }
 
 fn wrong(problem: &'static str) -> Error {
     Error::Message { message: "the state of the run".to_owned(), problem }
-}
-
-/// The pieces of all donors, together.
-fn gather(comm: &Communicator, donors: &[Rank], pieces: &[std::ops::Range<usize>]) -> Result<Vec<u8>> {
-    let mut parts: Vec<Vec<u8>> = vec![Vec::new(); donors.len()];
-    loop {
-        // Of all donors at once, so that no link waits for another.
-        let missing = |(donor, part): (usize, &Vec<u8>)| (part.len() < pieces[donor].len()).then_some(donor);
-        let due: Vec<usize> = parts.iter().enumerate().filter_map(missing).collect();
-        if due.is_empty() {
-            return Ok(parts.concat());
-        }
-        let arriving: Vec<_> = due.iter().map(|&donor| comm.start_recv(donors[donor], SHARED)).collect();
-        for (donor, chunk) in due.into_iter().zip(arriving) {
-            let chunk = chunk.wait()?;
-            if chunk.is_empty() || parts[donor].len() + chunk.len() > pieces[donor].len() {
-                return Err(wrong("comes in other pieces than its length says"));
-            }
-            parts[donor].extend(chunk);
-        }
-    }
-}
-
-fn send_to_all(comm: &Communicator, takers: &[Rank], tag: u32, bytes: &[u8]) -> Result<()> {
-    let sending: Vec<_> = takers.iter().map(|&rank| comm.start_send(rank, tag, bytes.to_vec())).collect();
-    for sent in sending {
-        sent.wait()?;
-    }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -177,13 +156,5 @@ mod tests {
         assert_eq!(exchange.donors, [Rank(1), Rank(2), Rank(4)]);
         assert_eq!(exchange.takers, [Rank(0), Rank(3)]);
         assert_eq!((exchange.furthest, exchange.progress.step), (Rank(2), 4));
-    }
-
-    #[test]
-    fn pieces_cover_the_state_once() {
-        for (len, donors) in [(0, 1), (10, 3), (7, 7), (5, 9)] {
-            let all: Vec<usize> = (0..donors).flat_map(|donor| piece(len, donor, donors)).collect();
-            assert!(all.iter().copied().eq(0..len));
-        }
     }
 }

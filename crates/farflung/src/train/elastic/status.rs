@@ -160,6 +160,11 @@ impl Teller {
     /// Members have changed.
     pub(super) fn changed(&mut self, text: String, took: Nanos) {
         self.changing = self.changing.saturating_add(took);
+        self.announce(text);
+    }
+
+    /// Members are about to change, or have.
+    pub(super) fn announce(&mut self, text: String) {
         self.changes.push(text);
         let excess = self.changes.len().saturating_sub(CHANGES);
         self.changes.drain(..excess);

@@ -19,9 +19,11 @@ use farflung_parallel::plan::{Holding, Lineup, Needed, Pooling, Stood, moves, ne
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::pieces::{exchange, hashes};
+use super::fetching::Store;
+use super::pieces::{exchange, offered};
 use super::pools::{self, Moving, PoolSpeeds};
 use super::saved::{self, Whole};
+use super::share::spoils;
 use crate::config::pools::Numbers;
 use crate::train::combination;
 use crate::train::job::{Base, Job};
@@ -142,8 +144,10 @@ pub(super) struct Brings<'a> {
     pub(super) held: Vec<Pieces>,
     /// Where it keeps its checkpoints.
     pub(super) folder: Option<&'a Path>,
-    /// Where stages are pools: what it knows of the members' speeds.
+    /// Speeds of the members, if stages are pools.
     pub(super) pools: &'a PoolSpeeds,
+    /// Chunks of a state that were received before.
+    pub(super) store: &'a mut Store,
 }
 
 /// Where a view's members go on.
@@ -186,7 +190,7 @@ fn wished(job: &Job) -> Result<&TrainConfig> {
 ///
 /// Errors: a member that is lost meanwhile; [`Error::PartLost`] where nobody is left who has some of the model.
 pub(super) fn form(view: &View, all: &Communicator, brings: Brings<'_>) -> Result<Formed> {
-    let Brings { job, last, team, held, folder, pools } = brings;
+    let Brings { job, last, team, held, folder, pools, store } = brings;
     let works = team.filter(|team| team.rank().is_some());
     let mine = Standing {
         made: works.map(|team| team.epoch),
@@ -260,8 +264,9 @@ pub(super) fn form(view: &View, all: &Communicator, brings: Brings<'_>) -> Resul
     let places: Vec<(usize, &[Needed])> = team.lineup.ranks.iter().enumerate().map(place).collect();
     let moving = moves(&holdings, step, &places);
 
-    let told_hashes = hashes(all, own.as_ref(), &moving)?;
-    let came = exchange(all, own.as_ref(), &moving, &told_hashes)?;
+    let (mut shelf, held) = offered(all, own.as_ref(), &moving)?;
+    shelf.spoils = spoils(job, all.rank(), step);
+    let came = exchange(all, (shelf, &held), &moving, store)?;
     let mut tensors = own.map_or_else(BTreeMap::new, |own| own.tensors);
     tensors.extend(came);
     let donors: BTreeSet<usize> = moving.iter().map(|moving| moving.from).collect();

@@ -21,6 +21,17 @@ pub(in crate::train) struct Progress {
     pub(in crate::train) outer_step: u64,
 }
 
+/// Bytes of what a rank has in memory for another that has nothing.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(in crate::train) struct StateBytes {
+    /// Of what all replicas have alike.
+    pub(in crate::train) shared: u64,
+    /// Of its optimizer, where that is its own.
+    pub(in crate::train) own: u64,
+    /// Whether it is a part of the model only.
+    pub(in crate::train) is_part: bool,
+}
+
 /// Parameters and states after some steps, by name.
 #[derive(Debug, Clone, PartialEq)]
 pub(in crate::train) struct Snapshot {
@@ -93,6 +104,21 @@ impl Trainer {
         // The last step of a run ends its period.
         let ends = self.step.is_multiple_of(self.every) || self.step == self.steps;
         if ends && !self.unmet { self.step } else { self.step.saturating_sub(1) / self.every * self.every }
+    }
+
+    /// How much it has.
+    pub(in crate::train) fn state_bytes(&self) -> StateBytes {
+        let len = |x: &Tensor| (x.shape().len() * size_of::<f32>()) as u64;
+        let mut bytes =
+            StateBytes { is_part: self.schedule.placement().depth() > 1, ..StateBytes::default() };
+        for part in self.executor.parts.values() {
+            let chain: u64 = part.chain.states().map(|(_, state)| len(state)).sum();
+            let sync: u64 =
+                part.sync.iter().flat_map(|sync| sync.states()).map(|(_, state)| len(state)).sum();
+            bytes.shared += len(&part.params) + sync;
+            *(if self.each_step { &mut bytes.shared } else { &mut bytes.own }) += chain;
+        }
+        bytes
     }
 
     /// What all replicas have alike: parameters as they last agreed on them, the method's state, and where

@@ -1,0 +1,251 @@
+//! What a member has for others to fetch, in checked chunks: blobs, known by their hashes. It is a service, so
+//! that chunks are sent whatever the rank computes.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use farflung_comm::{Answer, Asked, Service};
+use serde::{Deserialize, Serialize};
+
+/// Bytes of a chunk at least and at most; the last one of a blob may be shorter.
+const SIZES: std::ops::RangeInclusive<u64> = 16 << 10..=256 << 10;
+/// Chunks of a blob where these limits allow it: enough for donors of unequal rates to be done together.
+const COUNT: u64 = 256;
+
+/// The most bytes of a probe.
+pub(super) const PROBE: u32 = 64 << 10;
+
+/// Of bytes.
+pub(super) type Hash = [u8; 32];
+
+/// A blob's name and length.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub(super) struct Label {
+    /// The hash of its chunks' hashes, one behind another.
+    pub(super) root: Hash,
+    /// Its bytes.
+    pub(super) len: u64,
+}
+
+/// Bytes of a chunk of a blob of so many.
+pub(super) fn chunk_size(len: u64) -> u64 {
+    (len / COUNT).clamp(*SIZES.start(), *SIZES.end())
+}
+
+/// How many chunks a blob of so many bytes has: at least one.
+pub(super) fn chunks_of(len: u64) -> u64 {
+    len.div_ceil(chunk_size(len)).max(1)
+}
+
+/// The bytes of a chunk in a blob; `None` of a blob without that one.
+pub(super) fn chunk_range(len: u64, number: u32) -> Option<Range<usize>> {
+    let number = u64::from(number);
+    let start = number.checked_mul(chunk_size(len))?;
+    let end = len.min(start.saturating_add(chunk_size(len)));
+    let range = usize::try_from(start).ok()?..usize::try_from(end).ok()?;
+    (number < chunks_of(len)).then_some(range)
+}
+
+/// The hash of some bytes.
+pub(super) fn hash_of(bytes: &[u8]) -> Hash {
+    *blake3::hash(bytes).as_bytes()
+}
+
+/// The name of a blob whose chunks have these hashes.
+pub(super) fn root_of(hashes: &[Hash]) -> Hash {
+    hash_of(hashes.as_flattened())
+}
+
+/// What a member asks another's shelf for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub(super) enum Item {
+    /// The hashes of a blob's chunks.
+    Hashes {
+        /// The blob.
+        root: Hash,
+    },
+    /// A chunk.
+    Chunk {
+        /// The blob.
+        root: Hash,
+        /// Its number in the blob.
+        number: u32,
+    },
+    /// So many bytes of no meaning, at most [`PROBE`]: how long they take says how fast the way is.
+    Probe {
+        /// How many.
+        len: u32,
+        /// Which of several.
+        number: u32,
+    },
+}
+
+impl Item {
+    /// The blob that it is of; a probe is of none.
+    pub(super) const fn root(&self) -> Option<&Hash> {
+        match self {
+            Self::Hashes { root } | Self::Chunk { root, .. } => Some(root),
+            Self::Probe { .. } => None,
+        }
+    }
+
+    /// As a message to a shelf.
+    pub(super) fn to_bytes(self) -> Vec<u8> {
+        postcard::to_stdvec(&self).expect("an item is plain data")
+    }
+}
+
+/// A shelf's answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Reply {
+    /// What was asked for.
+    pub(super) item: Item,
+    /// The bytes; `None` where the shelf does not have it.
+    pub(super) bytes: Option<Vec<u8>>,
+}
+
+impl Reply {
+    /// The item behind its length, whether it is there, and its bytes.
+    fn to_bytes(&self) -> Vec<u8> {
+        let head = self.item.to_bytes();
+        let body = self.bytes.as_deref().unwrap_or_default();
+        let mut bytes = Vec::with_capacity(2 + head.len() + body.len());
+        bytes.push(head.len() as u8);
+        bytes.push(u8::from(self.bytes.is_some()));
+        bytes.extend(head);
+        bytes.extend(body);
+        bytes
+    }
+
+    /// Reads an answer. `None` for bytes that are not one.
+    pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let (&[len, there], rest) = bytes.split_first_chunk::<2>()?;
+        let (head, body) = rest.split_at_checked(usize::from(len))?;
+        let item = postcard::from_bytes(head).ok()?;
+        match there {
+            0 => body.is_empty().then_some(Self { item, bytes: None }),
+            1 => Some(Self { item, bytes: Some(body.to_vec()) }),
+            _ => None,
+        }
+    }
+}
+
+/// Bytes that others may fetch.
+#[derive(Debug)]
+struct Blob {
+    bytes: Vec<u8>,
+    hashes: Vec<Hash>,
+}
+
+/// All blobs that a member offers.
+#[derive(Debug, Default)]
+pub(super) struct Shelf {
+    blobs: BTreeMap<Hash, Blob>,
+    /// A test has it send one chunk with another bit.
+    pub(super) spoils: bool,
+}
+
+impl Shelf {
+    /// Offers some bytes.
+    pub(super) fn put(&mut self, bytes: Vec<u8>) -> Label {
+        let chunks = (0..chunks_of(bytes.len() as u64) as u32)
+            .filter_map(|number| chunk_range(bytes.len() as u64, number));
+        let hashes: Vec<Hash> = chunks.map(|range| hash_of(&bytes[range])).collect();
+        let label = Label { root: root_of(&hashes), len: bytes.len() as u64 };
+        self.blobs.insert(label.root, Blob { bytes, hashes });
+        label
+    }
+
+    fn get(&mut self, item: &Item) -> Option<Vec<u8>> {
+        match *item {
+            Item::Probe { len, .. } => Some(vec![0; len.min(PROBE) as usize]),
+            Item::Hashes { root } => Some(self.blobs.get(&root)?.hashes.as_flattened().to_vec()),
+            Item::Chunk { root, number } => {
+                let blob = self.blobs.get(&root)?;
+                let mut bytes = blob.bytes[chunk_range(blob.bytes.len() as u64, number)?].to_vec();
+                if std::mem::take(&mut self.spoils) {
+                    bytes.iter_mut().take(1).for_each(|byte| *byte ^= 1);
+                }
+                Some(bytes)
+            }
+        }
+    }
+}
+
+impl Service for Shelf {
+    fn receive(&mut self, Asked { from, bytes, .. }: Asked) -> Vec<Answer> {
+        let Ok(item) = postcard::from_bytes::<Item>(&bytes) else {
+            tracing::warn!(from = from.0, "a message about the run's state does not read as one");
+            return Vec::new();
+        };
+        let bytes = self.get(&item);
+        vec![Answer::new(from, Reply { item, bytes }.to_bytes())]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use farflung_base::{Nanos, Rank};
+
+    use super::*;
+
+    /// Of the smallest and the largest chunks.
+    const CHUNK: usize = 16 << 10;
+    const LARGE: usize = 256 << 10;
+
+    #[test]
+    fn chunks_cover_a_blob_once() {
+        let small = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 3 * CHUNK + 7];
+        for len in small.into_iter().chain([256 * CHUNK + 300, 700 * CHUNK, 256 * LARGE + 1]) {
+            let count = chunks_of(len as u64) as u32;
+            let mut end = 0;
+            for range in (0..count).map(|number| chunk_range(len as u64, number).unwrap()) {
+                assert!(range.start == end && range.len() <= LARGE);
+                end = range.end;
+            }
+            assert_eq!(end, len);
+            assert_eq!(chunk_range(len as u64, count), None);
+            assert_eq!(chunk_range(len as u64, u32::MAX), None);
+        }
+        assert_eq!(chunk_range(u64::MAX, u32::MAX).map(|range| range.len()), Some(LARGE));
+    }
+
+    #[test]
+    fn a_shelf_gives_what_it_has_and_says_what_it_has_not() {
+        let mut shelf = Shelf::default();
+        let bytes: Vec<u8> = (0..CHUNK + 5).map(|n| (n % 251) as u8).collect();
+        let Label { root, len } = shelf.put(bytes.clone());
+        assert_eq!(len, bytes.len() as u64);
+        let mut ask = |bytes: Vec<u8>| {
+            let answers = shelf.receive(Asked { from: Rank(3), at: Nanos(0), bytes });
+            answers.into_iter().map(|answer| Reply::from_bytes(&answer.bytes).unwrap().bytes).next()
+        };
+        let hashes = ask(Item::Hashes { root }.to_bytes()).unwrap().unwrap();
+        assert_eq!((hashes.len(), hash_of(&hashes)), (64, root));
+        let chunk = |number| Item::Chunk { root, number }.to_bytes();
+        assert_eq!(ask(chunk(0)).unwrap().unwrap(), bytes[..CHUNK]);
+        assert_eq!(ask(chunk(1)).unwrap().unwrap(), bytes[CHUNK..]);
+        assert_eq!(ask(chunk(2)), Some(None));
+        assert_eq!(ask(Item::Hashes { root: [0; 32] }.to_bytes()), Some(None));
+        assert_eq!(ask(Item::Probe { len: 9, number: 1 }.to_bytes()), Some(Some(vec![0; 9])));
+        let most = ask(Item::Probe { len: u32::MAX, number: 1 }.to_bytes()).unwrap().unwrap();
+        assert_eq!(most.len(), PROBE as usize);
+        // What does not read as a question has no answer.
+        assert_eq!(ask(vec![0xFF; 50]), None);
+    }
+
+    #[test]
+    fn replies_come_back_and_other_bytes_are_none() {
+        let item = Item::Chunk { root: [7; 32], number: 300 };
+        for bytes in [None, Some(Vec::new()), Some(vec![1, 2, 3])] {
+            let reply = Reply { item, bytes };
+            assert_eq!(Reply::from_bytes(&reply.to_bytes()), Some(reply));
+        }
+        let whole = Reply { item, bytes: None }.to_bytes();
+        for end in 0..whole.len() {
+            assert_eq!(Reply::from_bytes(&whole[..end]), None);
+        }
+        assert_eq!(Reply::from_bytes(&[&whole[..], &[0]].concat()), None);
+        assert_eq!(Reply::from_bytes(&[0xFF; 400]), None);
+    }
+}

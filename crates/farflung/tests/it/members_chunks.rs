@@ -1,0 +1,236 @@
+//! A newcomer takes the state in checked chunks from all members: one that is killed meanwhile, or sends a
+//! wrong chunk, is replaced by another, and slow ones give less.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::virtual_members::{Ended, Told, fox, seats, tiny};
+use farflung::comm::Transport;
+use farflung::comm::simulated::{Faults, cluster_with};
+use farflung::config::choice::SyncKind;
+use farflung::optim::sync::DILOCO;
+use farflung::train::{Fault, FaultyValue, Job, elastic, run_seats};
+use farflung::{Stop, TrainConfig};
+use farflung_base::{Bandwidth, Nanos, PeerId, Port, Rank, Topology};
+
+const MEMBERS: usize = 3;
+const NEW: PeerId = PeerId(MEMBERS as u32);
+
+/// Three members, of whom each has about 1.5 MB of state, at 10 Mbit/s.
+fn job(folder: &Path, config: TrainConfig) -> Job {
+    Job::new(settings(folder, config), MEMBERS, Stop::manual()).unwrap()
+}
+
+fn settings(folder: &Path, config: TrainConfig) -> TrainConfig {
+    let config = TrainConfig {
+        layers: Some(2),
+        dim: Some(64),
+        steps: 8,
+        workers: MEMBERS,
+        eval_every: 100,
+        eval_batches: 1,
+        deadline: Nanos::from_millis(5000),
+        link: "10mbit,1ms".parse().unwrap(),
+        ..tiny(folder, &fox(), config)
+    };
+    TrainConfig { dim: Some(64), ..config }
+}
+
+fn ddp() -> TrainConfig {
+    TrainConfig { codec: "none".parse().unwrap(), ..TrainConfig::default() }
+}
+
+fn diloco() -> TrainConfig {
+    TrainConfig { sync: SyncKind::of(&DILOCO), sync_every: 2, ..TrainConfig::default() }
+}
+
+fn run(job: &Job, faults: &Faults) -> (Vec<Ended>, Told) {
+    let mut told = Told::default();
+    let seats = seats(job, MEMBERS + 1, &[(NEW, Nanos(1))], faults);
+    let ended = run_seats(job, seats, &mut told);
+    (ended, told)
+}
+
+/// The hashes of all that have a report.
+fn hashes(ended: &[Ended]) -> Vec<String> {
+    ended.iter().filter_map(|ended| ended.as_ref().ok()?.as_ref()).map(|report| report.hash.clone()).collect()
+}
+
+fn all_same(hashes: &[String]) -> bool {
+    hashes.iter().all(|hash| *hash == hashes[0])
+}
+
+/// When the members go over, and until when, in nanoseconds: the longest time between two steps of all.
+fn transfer(told: &Told) -> (u64, u64) {
+    let pairs = told.times.windows(2);
+    let longest = pairs.max_by(|a, b| (a[1] - a[0]).total_cmp(&(b[1] - b[0]))).unwrap();
+    ((longest[0] * 1e9) as u64, (longest[1] * 1e9) as u64)
+}
+
+#[test]
+fn a_donor_that_is_killed_or_frozen_while_it_sends_is_replaced() {
+    for config in [ddp(), diloco()] {
+        let folder = tempfile::tempdir().unwrap();
+        let job = job(folder.path(), config);
+        let (calm, told) = run(&job, &Faults::new());
+        assert!(hashes(&calm).len() == MEMBERS + 1 && all_same(&hashes(&calm)));
+        assert!(told.has("of state from 3 of them"), "{:?}", told.notes);
+        let (from, to) = transfer(&told);
+        for part in 1..8 {
+            let at = Nanos(from + (to - from) * part / 8);
+            for victim in [1, 2] {
+                let faults = Faults::new().at(at);
+                let faults = match part % 2 {
+                    0 => faults.crash(PeerId(victim)),
+                    _ => faults.freeze(PeerId(victim), Nanos::MAX),
+                };
+                let (ended, told) = run(&job, &faults);
+                let hashes = hashes(&ended);
+                assert!(hashes.len() == MEMBERS && all_same(&hashes), "{victim} at {at}: {:?}", told.notes);
+                assert!(ended[MEMBERS].is_ok(), "{victim} at {at}: {:?}", ended[MEMBERS]);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_newcomer_that_is_killed_while_it_takes_the_state_is_left_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let job = job(folder.path(), ddp());
+    let (_, told) = run(&job, &Faults::new());
+    let (from, to) = transfer(&told);
+    for part in 1..8 {
+        let at = Nanos(from + (to - from) * part / 8);
+        let (ended, told) = run(&job, &Faults::new().at(at).crash(NEW));
+        let hashes = hashes(&ended);
+        assert!(hashes.len() == MEMBERS && all_same(&hashes), "{at}: {:?}", told.notes);
+        // All steps of the run are there, with the sequences of three.
+        let report = ended[0].as_ref().unwrap().as_ref().unwrap();
+        assert_eq!((report.rows.len(), report.workers), (8, MEMBERS));
+    }
+}
+
+#[test]
+fn one_that_is_not_ready_costs_nobody_a_step() {
+    let folder = tempfile::tempdir().unwrap();
+    let job = job(folder.path(), ddp());
+    let (alone, calm) = {
+        let mut told = Told::default();
+        let ended = run_seats(&job, seats(&job, MEMBERS, &[], &Faults::new()), &mut told);
+        (hashes(&ended), told)
+    };
+    // It is connected, and dies or freezes before it has measured its links.
+    for at in [2, 1_000, 2_500_000] {
+        for faults in
+            [Faults::new().at(Nanos(at)).crash(NEW), Faults::new().at(Nanos(at)).freeze(NEW, Nanos::MAX)]
+        {
+            let (ended, told) = run(&job, &faults);
+            assert_eq!(hashes(&ended), alone);
+            assert!(!told.has("is ready to come in"), "{:?}", told.notes);
+            // Its probes share the members' links.
+            let most = calm.times[7] + 0.2 * calm.times[0];
+            assert!(told.times[7] <= most, "{at}: {:?} instead of {:?}", told.times, calm.times);
+        }
+    }
+}
+
+#[test]
+fn a_wrong_chunk_is_noticed_and_taken_from_another() {
+    for config in [ddp(), diloco()] {
+        let folder = tempfile::tempdir().unwrap();
+        let job = job(folder.path(), config);
+        let (calm, _) = run(&job, &Faults::new());
+        for step in 1..=4 {
+            let job = Job { fault: Some(wrong_chunk(1, step)), ..job.clone() };
+            let (ended, told) = run(&job, &Faults::new());
+            assert_eq!(hashes(&ended), hashes(&calm), "{:?}", told.notes);
+        }
+    }
+}
+
+/// The first chunk that a rank sends behind a step has another bit.
+const fn wrong_chunk(rank: u32, step: u64) -> Fault {
+    Fault { rank, step, value: FaultyValue::Chunk, element: 0, bit: 0 }
+}
+
+/// Where nobody else has it, a wrong chunk is not taken up: the newcomer ends, and the run goes on.
+#[test]
+fn a_wrong_chunk_of_the_only_donor_ends_the_newcomer() {
+    let folder = tempfile::tempdir().unwrap();
+    let job = job(folder.path(), ddp());
+    let job = Job {
+        elastic: true,
+        ..job.with_config(TrainConfig { workers: 1, compute_rate: 1e8, ..job.config.clone() }, 1).unwrap()
+    };
+    let mut refused = Vec::new();
+    for step in 1..=6 {
+        let job = Job { fault: Some(wrong_chunk(0, step)), ..job.clone() };
+        let ended =
+            run_seats(&job, seats(&job, 2, &[(PeerId(1), Nanos(1))], &Faults::new()), &mut Told::default());
+        assert_eq!(ended[0].as_ref().unwrap().as_ref().unwrap().rows.len(), 8);
+        match &ended[1] {
+            Ok(_) => assert!(all_same(&hashes(&ended))),
+            Err(error) => refused.push(error.to_string()),
+        }
+    }
+    // It comes in behind one of these steps.
+    assert_eq!(refused.len(), 1, "{refused:?}");
+    assert!(refused[0].contains("does not have the hashes that its members told"), "{refused:?}");
+}
+
+/// Three pipelines of two, and a spare that takes the place of a lost member: it has its part from two others.
+#[test]
+fn a_spare_takes_its_part_in_chunks_from_all_that_hold_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = TrainConfig { stages: 2, microbatches: Some(2), ..ddp() };
+    let config =
+        TrainConfig { workers: 6, deadline: Nanos::from_millis(2000), ..settings(folder.path(), config) };
+    let job = Job::new(config, 6, Stop::manual()).unwrap();
+    let job = Job { elastic: true, ..job };
+    let of = |job: &Job| {
+        let mut told = Told::default();
+        let faults = Faults::new().at(Nanos::from_millis(2_500)).crash(PeerId(5));
+        let ended = run_seats(job, seats(job, 7, &[(PeerId(6), Nanos(1))], &faults), &mut told);
+        assert!(told.has("member 5 lost; 6 members go on"), "{:?}", told.notes);
+        assert!(told.has("of state from 3 of them; 3 pipelines of 2"), "{:?}", told.notes);
+        let hashes = hashes(&ended);
+        assert_eq!(hashes.len(), 1, "one member has the whole model: {:?}", told.notes);
+        hashes
+    };
+    let calm = of(&job);
+    for step in 1..=8 {
+        assert_eq!(of(&Job { fault: Some(wrong_chunk(1, step)), ..job.clone() }), calm);
+    }
+}
+
+#[test]
+fn members_with_slow_uplinks_give_less() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = TrainConfig { codec: "int8".parse().unwrap(), ..TrainConfig::default() };
+    let job = job(folder.path(), config);
+    let took = |uplinks: &[u64]| {
+        let mut topology = Topology::uniform(MEMBERS + 1, "1gbit,1ms".parse().unwrap());
+        for (rank, &up) in (0..).map(Rank).zip(uplinks) {
+            let (up, down) = (Bandwidth(up * 1_000_000), Bandwidth(100_000_000));
+            topology.set_port(rank, Port { up, down });
+        }
+        let ends = cluster_with(&topology, &Faults::new());
+        let ends = ends.into_iter().map(|end| end as Arc<dyn Transport>).collect();
+        let mut told = Told::default();
+        let seats = elastic::seats(&job, ends, &[(NEW, Nanos(1))], true).unwrap();
+        let ended = run_seats(&job, seats, &mut told);
+        assert!(hashes(&ended).len() == MEMBERS + 1 && all_same(&hashes(&ended)), "{:?}", told.notes);
+        // What it costs is said before: `it takes S of state, about T in which all wait`.
+        let said = told.notes.iter().find_map(|note| note.split_once(", about ")).unwrap().1;
+        let said: Nanos = said.split(' ').next().unwrap().parse().unwrap();
+        let (from, to) = transfer(&told);
+        let step = told.times[7] - told.times[6];
+        (said.as_secs_f64(), (to - from) as f64 / 1e9 - step)
+    };
+    // 1.4 MB over 22 Mbit/s are half a second; a third of it over the slowest link were two seconds.
+    let (said, took) = took(&[2, 10, 10, 10]);
+    assert!((0.4..0.7).contains(&said), "{said} s");
+    assert!((0.4..1.4).contains(&took), "{took} s");
+}
