@@ -103,8 +103,8 @@ pub(crate) fn check() -> Result<()> {
     check_files(&packages)
 }
 
-/// Fails with every circle between the files of a library that is not one of [`TO_CUT`], and with every line of that table
-/// whose circle is gone.
+/// Fails with every circle between the files of a library that is not one of [`TO_CUT`], and with every line of
+/// that table whose circle is gone.
 fn check_files(packages: &[Package]) -> Result<()> {
     let mut found = Vec::new();
     for package in packages.iter().filter(|package| package.has_library) {

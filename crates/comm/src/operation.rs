@@ -1,5 +1,5 @@
-//! The operations of a communicator: what a collective or message does, without the deadline, the handling of failures and
-//! the result, which are the same for all of them.
+//! The operations of a communicator: what a collective or message does, without the deadline, the handling of
+//! failures and the result, which are the same for all of them.
 
 use std::task::Poll;
 
@@ -34,8 +34,8 @@ pub(crate) trait Operation: Send {
     fn finish(self) -> Self::Output;
 }
 
-/// Returns the position of a step of a collective (or of one of its lanes) in the order of all operations, as one number
-/// that grows.
+/// Returns the position of a step of a collective (or of one of its lanes) in the order of all operations, as
+/// one number that grows.
 pub(crate) fn progress(tag: Tag, step: usize) -> u32 {
     tag.number << 12 | step.min(0xFFF) as u32
 }

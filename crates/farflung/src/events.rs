@@ -65,8 +65,8 @@ pub enum What {
         member: u32,
         /// Bytes of the state.
         state: u64,
-        /// Predicted time for which all wait, from the rates of the newcomer's links, in milliseconds; `None` if these
-        /// are not known. The event `members` that follows has the time that it took.
+        /// Predicted time for which all wait, from the rates of the newcomer's links, in milliseconds; `None`
+        /// if these are not known. The event `members` that follows has the time that it took.
         predicted_ms: Option<u64>,
         /// Whether it may take less, because the newcomer's part of the model is decided later.
         at_most: bool,

@@ -1,5 +1,5 @@
-//! Views of tensors, which borrow parts of their buffers. The borrow checker, not a lock, ensures that no two writers
-//! overlap.
+//! Views of tensors, which borrow parts of their buffers. The borrow checker, not a lock, ensures that no two
+//! writers overlap.
 
 use std::fmt;
 use std::marker::PhantomData;

@@ -47,10 +47,11 @@ impl Links {
         (0..come.len()).flat_map(move |n| self.to(PeerId(come[n])).into_iter().flatten())
     }
 
-    /// Sends what waits for the rates, until the pacer is closed. `wake` makes threads that wait for the network look
-    /// again.
+    /// Sends what waits for the rates, until the pacer is closed. `wake` makes threads that wait for the
+    /// network look again.
     ///
-    /// An operation may be over while its last frame waits for the rates; then no other thread drives the sockets.
+    /// An operation may be over while its last frame waits for the rates; then no other thread drives the
+    /// sockets.
     pub(super) fn send_paced(&self, pacer: &Pacer, wake: impl Fn()) {
         let mut turn = 0;
         while pacer.wait_for_work() {

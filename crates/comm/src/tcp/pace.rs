@@ -53,8 +53,8 @@ impl Pacer {
         self.limited.load(Ordering::Acquire)
     }
 
-    /// Keeps these rates from now on. The first limit starts a thread that runs `send`, which sends the frames that
-    /// wait for the rates.
+    /// Keeps these rates from now on. The first limit starts a thread that runs `send`, which sends the frames
+    /// that wait for the rates.
     pub(super) fn keep(
         self: &Arc<Self>,
         pace: Pace,

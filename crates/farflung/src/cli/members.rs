@@ -162,8 +162,8 @@ Ctrl-C leaves after the step under way, with a checkpoint; the others go on.
 
 /// Join a run of `farflung host`, at any time, as a member that trains.
 ///
-/// The settings come from the run; only those of this machine are flags. The state comes from all members at once, by
-/// the rates of their links. How long the members wait for it is printed before.
+/// The settings come from the run; only those of this machine are flags. The state comes from all members at
+/// once, by the rates of their links. How long the members wait for it is printed before.
 #[derive(Debug, clap::Args)]
 #[command(after_help = JOIN_EXAMPLES)]
 pub(crate) struct JoinCommand {

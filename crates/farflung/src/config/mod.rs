@@ -458,9 +458,10 @@ settings! {
         /// Relative speed of each rank within its pool, such as 1,4,2. Default: from the machines' speeds in
         /// --topology.
         pool_rates: Numbers, "N,N";
-        /// Whether stages are pools of the members that come and leave (farflung host --stages). A newcomer joins
-        /// the slowest stage, microbatches are routed by the members' measured speeds, and a member changes its
-        /// stage if that makes steps a tenth shorter. A step takes the same sequences for any number of members.
+        /// Whether stages are pools of the members that come and leave (farflung host --stages). A newcomer
+        /// joins the slowest stage, microbatches are routed by the members' measured speeds, and a member
+        /// changes its stage if that makes steps a tenth shorter. A step takes the same sequences for any
+        /// number of members.
         pooled: bool, "BOOL", false;
         /// Schedule of the pipeline; the list is below.
         schedule: Method, "NAME", Method::OneFOneB;

@@ -177,7 +177,8 @@ impl Trainer {
         Rank(self.executor.first + self.position.0)
     }
 
-    /// Returns the measured step times of all replicas or ranks of pools, once all have sent them since the last call.
+    /// Returns the measured step times of all replicas or ranks of pools, once all have sent them since the
+    /// last call.
     pub(super) fn measured(&mut self) -> Option<Vec<Measured>> {
         let all = std::mem::take(&mut self.speed.as_mut()?.all);
         (!all.is_empty()).then_some(all)

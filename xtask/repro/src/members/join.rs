@@ -60,8 +60,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             apart += u32::from(!same);
             let Some(first) = all.first() else { continue };
             slowest = slowest.max(longest_wait(first));
-            // The first step with the sequences of four members after the newcomer is ready. It measures its links
-            // first, which are busy with a step.
+            // The first step with the sequences of four members after the newcomer is ready. It measures its
+            // links first, which are busy with a step.
             let probes = READY * link.latency.as_secs_f64() + transfer / PROBED;
             let ready = at.0 as f64 + (usual + probes) * 1e9;
             let sequences = |n: usize| {
