@@ -42,8 +42,8 @@ impl TrainConfig {
         self.pooled && self.stages > 1
     }
 
-    /// Sets the number of stages and workers from `pools`. Both become the sum of the pools' sizes: a run with
-    /// pools is one pipeline in which each rank counts as a stage.
+    /// Sets the numbers of stages and workers to the number of ranks in `pools`, unless other numbers were
+    /// given: a run with pools is one pipeline in which each rank counts as a stage.
     pub(super) fn take_pools(&mut self) {
         let Some(Numbers(sizes)) = &self.pools else { return };
         let (stages, ranks) =

@@ -181,7 +181,7 @@ fn a_wrong_chunk_of_the_only_donor_ends_the_newcomer() {
 }
 
 /// Three pipelines of two members, and a spare that takes the place of a lost member. It fetches its part from
-/// two other members.
+/// all members that hold it.
 #[test]
 fn a_spare_takes_its_part_in_chunks_from_all_that_hold_it() {
     let folder = tempfile::tempdir().unwrap();

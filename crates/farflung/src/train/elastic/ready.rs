@@ -20,7 +20,7 @@ const PROBES: u32 = 16;
 const PATIENCE: Nanos = Nanos::from_millis(10_000);
 /// Minimum bytes of a probe.
 const LEAST: u32 = 256;
-/// All probes together are at most one `PART`th of the state, unless `LEAST` requires more.
+/// The probes of one member are together at most one `PART`th of the state, unless `LEAST` requires more.
 const PART: u64 = 16;
 
 /// Announcement of a newcomer to all members.

@@ -59,8 +59,8 @@ struct Step {
     caller: Caller,
     /// Time at which the members are pinged.
     due: Nanos,
-    /// Time without an answer after which a member is given up: as long as a usual step, so that data queued on
-    /// its link can leave first.
+    /// Time without an answer after which a member is given up: at least the time limit of a step, so that data
+    /// queued on the member's link can leave first.
     silence: Nanos,
 }
 
