@@ -1,6 +1,6 @@
 //! Repetition of a step that fails although all members answer, because a link has become slow or a member
-//! computes for long. The same members repeat it under a new view, a bounded number of times. Each time their
-//! deadline is doubled.
+//! computes for long. The same members repeat it under a new view, a bounded number of times. Each repetition
+//! doubles their deadline, up to three times until the members change.
 
 use farflung_parallel::membership::View;
 
