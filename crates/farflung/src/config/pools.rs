@@ -42,8 +42,8 @@ impl TrainConfig {
         self.pooled && self.stages > 1
     }
 
-    /// Sets the number of stages and workers from the pools, which contain the number of ranks: a run with
-    /// pools is one pipeline.
+    /// Sets the numbers of stages and workers to the number of ranks in `pools`, unless other numbers were
+    /// given: a run with pools is one pipeline in which each rank counts as a stage.
     pub(super) fn take_pools(&mut self) {
         let Some(Numbers(sizes)) = &self.pools else { return };
         let (stages, ranks) =
@@ -123,7 +123,7 @@ mod tests {
         assert!(refused(Some(4), "1,2", None).contains("`stages` is 4, expected 2, the stages of `pools`"));
         assert!(refused(None, "3", None).contains("`pools` is"));
         assert!(refused(None, "1,2", Some("1,2")).contains("`pool-rates` is"));
-        // Rates without pools have no effect, and a note says so.
+        // Rates without pools are ignored; the settings' notes say so.
         assert_eq!(resolved(None, "", Some("1,2")).unwrap().pools(), None);
         for wrong in ["", "1,0", "1,,2", "a"] {
             assert_eq!(Numbers::parse(wrong), None, "{wrong}");

@@ -1,7 +1,8 @@
-//! Runs whose members come and leave: who they are is decided by [`farflung_parallel::membership`], and every
-//! change is a resume in memory. The step in flight is dropped, the members of the new view tell each other
-//! how far they are, the plan is made for them, and whoever has no state or an older one takes it from those
-//! that are furthest.
+//! Training of runs that machines join and leave while they train. The members are decided by
+//! [`farflung_parallel::membership`]. Each change of members is a resume in memory: the step in flight is
+//! dropped, the members of the new view send each other the number of steps that they have done, a plan is made
+//! for them, and a member without the state, or with an older one, fetches it from the members that have done
+//! the most steps.
 
 mod arrivals;
 mod balance;

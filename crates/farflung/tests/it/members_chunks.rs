@@ -1,5 +1,5 @@
-//! A newcomer takes the state in checked chunks from all members: one that is killed meanwhile, or sends a
-//! wrong chunk, is replaced by another, and slow ones give less.
+//! Tests of the transfer of state to a newcomer in verified chunks from all members. A donor that is killed or
+//! sends a wrong chunk is replaced by another, and slow donors send less.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -18,7 +18,7 @@ use farflung_base::{Bandwidth, Nanos, PeerId, Port, Rank, Topology};
 const MEMBERS: usize = 3;
 const NEW: PeerId = PeerId(MEMBERS as u32);
 
-/// Three members, of whom each has about 1.5 MB of state, at 10 Mbit/s.
+/// Creates a job of three members with about 1.5 MB of state each, on links of 10 Mbit/s.
 fn job(folder: &Path, config: TrainConfig) -> Job {
     Job::new(settings(folder, config), MEMBERS, Stop::manual()).unwrap()
 }
@@ -53,7 +53,7 @@ fn run(job: &Job, faults: &Faults) -> (Vec<Ended>, Told) {
     (ended, told)
 }
 
-/// The hashes of all that have a report.
+/// Returns the hashes in all reports.
 fn hashes(ended: &[Ended]) -> Vec<String> {
     ended.iter().filter_map(|ended| ended.as_ref().ok()?.as_ref()).map(|report| report.hash.clone()).collect()
 }
@@ -62,7 +62,7 @@ fn all_same(hashes: &[String]) -> bool {
     hashes.iter().all(|hash| *hash == hashes[0])
 }
 
-/// When the members go over, and until when, in nanoseconds: the longest time between two steps of all.
+/// Returns the start and end of the transfer in nanoseconds: the longest time between two steps.
 fn transfer(told: &Told) -> (u64, u64) {
     let pairs = told.times.windows(2);
     let longest = pairs.max_by(|a, b| (a[1] - a[0]).total_cmp(&(b[1] - b[0]))).unwrap();
@@ -106,7 +106,7 @@ fn a_newcomer_that_is_killed_while_it_takes_the_state_is_left_out() {
         let (ended, told) = run(&job, &Faults::new().at(at).crash(NEW));
         let hashes = hashes(&ended);
         assert!(hashes.len() == MEMBERS && all_same(&hashes), "{at}: {:?}", told.notes);
-        // All steps of the run are there, with the sequences of three.
+        // The run has all its steps, with the sequences of three members.
         let report = ended[0].as_ref().unwrap().as_ref().unwrap();
         assert_eq!((report.rows.len(), report.workers), (8, MEMBERS));
     }
@@ -121,7 +121,7 @@ fn one_that_is_not_ready_costs_nobody_a_step() {
         let ended = run_seats(&job, seats(&job, MEMBERS, &[], &Faults::new()), &mut told);
         (hashes(&ended), told)
     };
-    // It is connected, and dies or freezes before it has measured its links.
+    // The newcomer is connected, and crashes or freezes before it has measured its links.
     for at in [2, 1_000, 2_500_000] {
         for faults in
             [Faults::new().at(Nanos(at)).crash(NEW), Faults::new().at(Nanos(at)).freeze(NEW, Nanos::MAX)]
@@ -129,7 +129,7 @@ fn one_that_is_not_ready_costs_nobody_a_step() {
             let (ended, told) = run(&job, &faults);
             assert_eq!(hashes(&ended), alone);
             assert!(!told.has("is ready to come in"), "{:?}", told.notes);
-            // Its probes share the members' links.
+            // The newcomer's probes use the members' links, so some extra time is allowed.
             let most = calm.times[7] + 0.2 * calm.times[0];
             assert!(told.times[7] <= most, "{at}: {:?} instead of {:?}", told.times, calm.times);
         }
@@ -150,12 +150,12 @@ fn a_wrong_chunk_is_noticed_and_taken_from_another() {
     }
 }
 
-/// The first chunk that a rank sends behind a step has another bit.
+/// Returns a fault: the first chunk that a rank sends after a step has one bit flipped.
 const fn wrong_chunk(rank: u32, step: u64) -> Fault {
     Fault { rank, step, value: FaultyValue::Chunk, element: 0, bit: 0 }
 }
 
-/// Where nobody else has it, a wrong chunk is not taken up: the newcomer ends, and the run goes on.
+/// If the only donor sends a wrong chunk, the newcomer rejects it and ends, and the run goes on.
 #[test]
 fn a_wrong_chunk_of_the_only_donor_ends_the_newcomer() {
     let folder = tempfile::tempdir().unwrap();
@@ -175,12 +175,13 @@ fn a_wrong_chunk_of_the_only_donor_ends_the_newcomer() {
             Err(error) => refused.push(error.to_string()),
         }
     }
-    // It comes in behind one of these steps.
+    // The newcomer joins after one of these steps, so one of the runs fails.
     assert_eq!(refused.len(), 1, "{refused:?}");
     assert!(refused[0].contains("does not have the hashes that its members told"), "{refused:?}");
 }
 
-/// Three pipelines of two, and a spare that takes the place of a lost member: it has its part from two others.
+/// Three pipelines of two members, and a spare that takes the place of a lost member. It fetches its part from
+/// all members that hold it.
 #[test]
 fn a_spare_takes_its_part_in_chunks_from_all_that_hold_it() {
     let folder = tempfile::tempdir().unwrap();
@@ -222,14 +223,14 @@ fn members_with_slow_uplinks_give_less() {
         let seats = elastic::seats(&job, ends, &[(NEW, Nanos(1))], true).unwrap();
         let ended = run_seats(&job, seats, &mut told);
         assert!(hashes(&ended).len() == MEMBERS + 1 && all_same(&hashes(&ended)), "{:?}", told.notes);
-        // What it costs is said before: `it takes S of state, about T in which all wait`.
+        // The note before the transfer is `it takes S of state, about T in which all wait`.
         let said = told.notes.iter().find_map(|note| note.split_once(", about ")).unwrap().1;
         let said: Nanos = said.split(' ').next().unwrap().parse().unwrap();
         let (from, to) = transfer(&told);
         let step = told.times[7] - told.times[6];
         (said.as_secs_f64(), (to - from) as f64 / 1e9 - step)
     };
-    // 1.4 MB over 22 Mbit/s are half a second; a third of it over the slowest link were two seconds.
+    // 1.4 MB over 22 Mbit/s take half a second. A third of it over the slowest link would take two seconds.
     let (said, took) = took(&[2, 10, 10, 10]);
     assert!((0.4..0.7).contains(&said), "{said} s");
     assert!((0.4..1.4).contains(&took), "{took} s");

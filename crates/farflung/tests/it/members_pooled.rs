@@ -1,5 +1,5 @@
-//! Stages that are pools of members which come and leave: who holds what, by which ways microbatches go, and
-//! that each sequence is in one committed step.
+//! Tests of stages that are pools of members which join and leave: which member holds which part, by which
+//! routes microbatches go, and that each sequence is in exactly one committed step.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -22,7 +22,7 @@ fn plain(steps: u64) -> TrainConfig {
     TrainConfig { steps, codec: "none".parse().unwrap(), ..TrainConfig::default() }
 }
 
-/// The settings of members that form so many stages.
+/// Returns the settings of members that form this many stages.
 fn settings(folder: &Path, stages: usize, config: TrainConfig) -> TrainConfig {
     TrainConfig {
         layers: Some(4),
@@ -37,8 +37,8 @@ fn settings(folder: &Path, stages: usize, config: TrainConfig) -> TrainConfig {
     }
 }
 
-/// A job that begins with pools of so many members, on machines of so many GFLOP/s; those that come later have
-/// speeds behind theirs.
+/// Creates a job that begins with pools of these sizes. `speeds` are the machines' speeds in GFLOP/s, those of
+/// the first members first, then those of newcomers.
 fn job(folder: &Path, pools: &[u32], speeds: &[f64], config: TrainConfig) -> Job {
     let ranks = pools.iter().sum::<u32>() as usize;
     let config = settings(folder, pools.len(), config);
@@ -65,7 +65,8 @@ fn run(job: &Job, ends: usize, come: &[(PeerId, Nanos)], faults: &Faults) -> (Ve
     (ended, notes)
 }
 
-/// The report of the one member that has the whole model at the end; all but `lost` end well.
+/// Returns the report of the one member that has the whole model at the end. Checks that all members except
+/// `lost` end well.
 fn report<'a>(ended: &'a [Ended], lost: Option<u32>, what: &str) -> &'a Report {
     for (n, ended) in ended.iter().enumerate().filter(|(n, _)| Some(*n as u32) != lost) {
         assert!(ended.is_ok(), "{what}: {n}: {:?}", ended.as_ref().err());
@@ -76,16 +77,17 @@ fn report<'a>(ended: &'a [Ended], lost: Option<u32>, what: &str) -> &'a Report {
     found
 }
 
-/// Each row's step, tokens of the run so far, and loss.
+/// Returns each row's step, number of tokens so far, and loss.
 fn rows(report: &Report) -> Vec<(u64, u64, f64)> {
     report.rows.iter().map(|row| (row.step, row.tokens, row.train_loss)).collect()
 }
 
-/// Each step has the sequences of the calm run, each once: as many tokens so far, and their loss.
+/// Checks that each step has the same sequences as in a run without failures (`calm`): the same number of
+/// tokens so far, and the same loss.
 fn same_sequences(what: &str, found: &Report, calm: &[(u64, u64, f64)]) {
     let found = rows(found);
     assert!(!found.is_empty(), "{what}");
-    // Of a step that a member took from others it knows no loss.
+    // A member has no rows for steps that it received from others.
     for found in &found {
         let calm = calm.iter().find(|calm| calm.0 == found.0).unwrap();
         assert_eq!(found.1, calm.1, "{what}: a step's sequences");
@@ -100,7 +102,7 @@ fn calm(folder: &Path, pools: &[u32], steps: u64) -> Vec<(u64, u64, f64)> {
     rows(report(&ended, None, "calm"))
 }
 
-/// The hash that is left of a run that a rank leaves in peace before a step.
+/// Returns the hash at the end of a run that a rank leaves on request before a step.
 fn after_leaving(folder: &Path, pools: &[u32], rank: u32, step: u64) -> String {
     let job = job(folder, pools, &[], plain(6));
     let job = Job { departure: Some(Departure { rank, step }), ..job };
@@ -128,7 +130,7 @@ fn a_loss_moves_no_state_and_has_the_bits_of_a_polite_leave() {
             assert!(polite.contains(&left.hash), "{what}: {} is not in {polite:?}", left.hash);
             same_sequences(&what, left, &calm);
             if rank > 0 {
-                // Rank 0's notes: it is there all along.
+                // Rank 0 is not lost, so its notes are complete.
                 assert!(notes.has("; pools of 2, 2 members"), "{what}: {:?}", notes.notes);
                 assert!(!notes.has("of state"), "{what}: {:?}", notes.notes);
             }
@@ -173,7 +175,7 @@ fn an_empty_pool_is_filled_by_a_member_of_another() {
         let what = format!("{moment:?}");
         let config = TrainConfig { copy_share: 0.9, balance: BalanceKind::Equal, ..plain(steps) };
         let job = job(folder.path(), &pools, &[], config);
-        // Nobody else holds its part: all go back to the newest step that was copied.
+        // No other member holds the lost part: all go back to the newest copied step.
         let job = Job { failure: Some(Failure { rank: 0, step: 12, moment }), ..job };
         let (ended, _) = run(&job, 4, &[], &Faults::new());
         let left = report(&ended, Some(0), &what);
@@ -182,7 +184,7 @@ fn an_empty_pool_is_filled_by_a_member_of_another() {
     }
 }
 
-/// What the last steps took, in seconds: the mean of so many.
+/// Returns the mean time of these steps, in seconds.
 fn pace(told: &Told, range: std::ops::Range<usize>) -> f64 {
     (told.times[range.end] - told.times[range.start]) / range.len() as f64
 }
@@ -198,7 +200,7 @@ fn rates_are_measured_and_microbatches_follow_them() {
     same_sequences("by speed", report(&ended, None, "by speed"), &calm);
     let last = steps as usize - 1;
     let (before, after) = (pace(&told, 1..4), pace(&told, last - 4..last));
-    // Six microbatches of the slowest become three.
+    // The slowest member has six microbatches at first and three later.
     assert!(after < 0.7 * before, "{before} {after}");
     let config = TrainConfig { balance: BalanceKind::Equal, ..plain(steps) };
     let (ended, told) = run(&job(folder.path(), &pools, &speeds, config), 3, &[], &Faults::new());
@@ -232,7 +234,7 @@ fn a_loss_while_a_member_changes_its_stage_loses_no_sequence() {
     let (_, told) = run(&make(), 7, &[], &Faults::new());
     let moved = told.notes.iter().find(|note| note.contains("goes to stage")).unwrap();
     let step: usize = moved.split(&[' ', ':'][..]).find_map(|word| word.parse().ok()).unwrap();
-    // From the end of the step before to the end of the one behind it.
+    // From the end of the step before the move to the end of the step after it.
     let (begin, end) = (told.times[step - 1] * 1e9, told.times[step] * 1e9);
     let mut before_the_move = 0;
     for rank in [0, 4] {

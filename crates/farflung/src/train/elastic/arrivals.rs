@@ -1,4 +1,4 @@
-//! Who is there beside the members: peers that have connected and may become members.
+//! Peers that have connected, whether they are members or may become members.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,18 +11,19 @@ use farflung_parallel::membership::{Member, MemberId};
 use super::status::Status;
 use super::welcome::Welcome;
 
-/// A peer that is connected.
+/// A connected peer: a member or a possible member.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Newcomer {
-    /// Its number in the network.
+    /// Its endpoint's number in the network.
     pub peer: PeerId,
-    /// Its name among members.
+    /// Its id in views.
     pub id: MemberId,
 }
 
 impl Newcomer {
-    /// An endpoint whose peer has this key, where connections are encrypted. An endpoint's number is nobody
-    /// else's ever, so that a machine that comes again is a new member.
+    /// Creates the record of a connected endpoint. `key` is the peer's public key where connections are
+    /// encrypted. The id contains the endpoint's number, which is never used twice: a machine that reconnects
+    /// is a new member.
     #[must_use]
     pub fn new(peer: PeerId, key: Option<&PublicKey>) -> Self {
         let Some(key) = key else { return Self { peer, id: MemberId::number(peer.0) } };
@@ -44,36 +45,36 @@ impl From<&Connected> for Newcomer {
     }
 }
 
-/// Tells who is connected.
+/// Source of the list of connected peers.
 pub trait Arrivals: std::fmt::Debug + Send + Sync {
-    /// All peers that are connected at a time by the transport's clock, members or not.
+    /// Returns all peers that are connected at time `now` of the transport's clock, members included.
     fn here(&self, now: Nanos) -> Vec<Newcomer>;
 
-    /// From when on this peer is there, by the transport's clock.
+    /// Returns the time of the transport's clock at which this peer appears.
     fn begins(&self, _me: PeerId) -> Nanos {
         Nanos::ZERO
     }
 
-    /// Where the peers are reached that are connected, where that is known.
+    /// Returns the addresses of the connected peers, as far as they are known.
     fn addresses(&self) -> BTreeMap<PeerId, String> {
         BTreeMap::new()
     }
 
-    /// Has whoever asks told how the run stands.
+    /// Publishes the status that peers get when they ask about the run.
     fn tell(&self, _status: Status) {}
 
-    /// A newcomer that waits looks whether others have come that it has not met.
+    /// Connects a waiting newcomer to peers that have connected to the network since it did.
     fn meet(&self) {}
 }
 
-/// Those that have come through a gate.
+/// Peers that have connected through a gate.
 #[derive(Debug)]
 pub struct AtGate {
     /// The gate.
     pub gate: Arc<Gate>,
-    /// What it was opened with.
+    /// Settings with which the gate was opened.
     pub config: GateConfig,
-    /// What newcomers are told.
+    /// Answer to a newcomer that asks about the run.
     pub(super) welcome: Welcome,
 }
 
@@ -101,7 +102,7 @@ impl Arrivals for AtGate {
     }
 }
 
-/// Endpoints of one process, each of which is there from a time on: for simulated links and tests.
+/// Endpoints of one process, each with the time at which it appears. For simulated links and tests.
 #[derive(Debug, Clone, Default)]
 pub struct Scripted(pub Vec<(PeerId, Nanos)>);
 

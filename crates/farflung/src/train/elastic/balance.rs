@@ -1,5 +1,5 @@
-//! Shares of a step that follow what members measure: all of them know the same times, and decide the same
-//! without another word.
+//! Distribution of a step's microbatches over replicas by measured speed. All ranks compute it from the same
+//! measured times, so they reach the same result without further messages.
 
 use farflung_base::Nanos;
 use farflung_parallel::Plan;
@@ -9,26 +9,26 @@ use crate::Result;
 use crate::train::job::Job;
 use crate::train::trainer::Trainer;
 
-/// What a rank remembers of its replicas' speed.
+/// Speed measurements that a rank keeps about all replicas.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Balance {
     rebalance: Rebalance,
-    /// What all last told.
+    /// The newest measurement of each replica.
     measured: Vec<Measured>,
 }
 
-/// Other shares than before.
+/// A change of the replicas' shares.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Reshared {
-    /// Microbatches of each replica in a step.
+    /// Number of microbatches of each replica in a step.
     pub(super) microbatches: Vec<u32>,
-    /// What a step is expected to take, before and now.
+    /// Expected time of a step with the old shares (`before`) and the new ones (`now`).
     pub(super) before: Nanos,
     pub(super) now: Nanos,
 }
 
 impl Balance {
-    /// What follows from the step that was done. The same on all ranks.
+    /// Returns how the shares should change after the step just done. The result is the same on all ranks.
     pub(super) fn advice(&mut self, job: &Job, trainer: &mut Trainer) -> Advice {
         let Some(measured) = trainer.measured() else { return Advice::Stay };
         let advice = self.rebalance.observe(&job.plan.microbatches, &measured);
@@ -36,17 +36,17 @@ impl Balance {
         advice
     }
 
-    /// What is known of each replica's speed, for the plan that follows.
+    /// Returns the newest measurement of each replica, for the next plan.
     pub(super) fn measured(&self) -> &[Measured] {
         &self.measured
     }
 
-    /// Members have changed.
+    /// Drops all measurements, since the members have changed.
     pub(super) fn begin_anew(&mut self) {
         *self = Self::default();
     }
 
-    /// Why a replica is too slow.
+    /// Returns the reason, as text for the user, why a replica is too slow to stay.
     pub(super) fn too_slow(&self, replica: u32) -> String {
         let time = |replica: usize| self.measured.get(replica).map_or(Nanos::ZERO, |m| m.microbatch);
         let others = (0..self.measured.len()).filter(|&other| other != replica as usize);
@@ -57,7 +57,7 @@ impl Balance {
         )
     }
 
-    /// Goes over to other shares. All ranks call it after the same step.
+    /// Changes to other shares of microbatches. All ranks call it after the same step.
     ///
     /// Errors: a rank that is lost meanwhile.
     pub(super) fn reshare(
@@ -66,7 +66,7 @@ impl Balance {
         trainer: &mut Trainer,
         microbatches: Vec<u32>,
     ) -> Result<Reshared> {
-        // Nobody takes a step with the new shares whose replicas may not all have met.
+        // A rank must not start a step with the new shares before all ranks have finished the step before.
         trainer.comm().barrier()?;
         let (before, now) = (&job.plan.microbatches, &microbatches);
         let [before, now] = [before, now].map(|shares| step_time(shares, &self.measured));
@@ -79,9 +79,9 @@ impl Balance {
     }
 }
 
-/// The shares of a view's replicas, of which those that stay have told what their steps take: as many
-/// microbatches in all as replicas times `each`. One whose speed is not known counts as the middle one of the
-/// others.
+/// Returns the number of microbatches for each replica of a view, by speed; in total `each` times the number of
+/// replicas. A replica without a known time counts as having the median of the known ones. `None` if no time is
+/// known.
 pub(super) fn shares(each: u32, measured: &[Option<Measured>]) -> Option<Vec<u32>> {
     let mut known: Vec<Nanos> = measured.iter().flatten().map(|measured| measured.microbatch).collect();
     known.retain(|&time| time > Nanos::ZERO);

@@ -1,4 +1,5 @@
-//! Going over to another view: after a step at which some member asked for it, and after a loss.
+//! Changes from one view of the members to the next: after a step at which a member requested it, and after a
+//! loss.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -31,45 +32,48 @@ use crate::train::steps::Last;
 use crate::train::trainer::{Trainer, needs};
 use crate::{Error, Result};
 
-/// What a change of members did.
+/// Result of a change of members.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Changed {
-    /// The number of the view.
+    /// Number of the new view.
     pub epoch: u64,
-    /// Endpoints that have come.
+    /// Endpoints that have joined.
     pub came: Vec<PeerId>,
-    /// Endpoints that are gone.
+    /// Endpoints that have left or were lost.
     pub went: Vec<PeerId>,
-    /// Members now.
+    /// Number of members now.
     pub members: usize,
-    /// Steps done, at which all members stand.
+    /// Number of steps done, the same on all members.
     pub step: u64,
-    /// What the change was for: the failure that this rank saw; none where members came or left in peace.
+    /// The failure that this rank saw and that caused the change; `None` if members only joined or left on
+    /// request.
     pub reason: Option<String>,
-    /// Bytes of the state that each newcomer took, and how many members gave it.
+    /// Bytes of state: those that one newcomer receives, or in pipelines those that all members receive
+    /// together. 0 if no state was sent.
     pub state: u64,
-    /// See [`Changed::state`].
+    /// Number of members that sent state.
     pub donors: usize,
-    /// Whether this rank took the state of others.
+    /// Whether this rank received state from others.
     pub caught_up: bool,
-    /// Sequences of those that were lost, in local steps that no average has.
+    /// Sequences that the lost members trained on in local steps and that are in no average.
     pub lost_sequences: u64,
-    /// How often the step in flight has failed although all members answered.
+    /// Number of times that the step in flight has failed although all members answered.
     pub repeated: u32,
-    /// Steps that were done and are lost: nobody is left who has all of the model after them.
+    /// Number of steps that were done and must be done again, because the remaining members do not have the
+    /// whole model after them.
     pub lost_steps: u64,
-    /// Whether they go on from their checkpoints: nobody has all of the model in memory.
+    /// Whether the members continue from their checkpoints, because they do not have the whole model in memory.
     pub from_checkpoints: bool,
-    /// Of members in pipelines: how many pipelines there are now, of how many stages, and members without a
-    /// part.
+    /// In pipelines: number of pipelines now, stages of each, and number of members without a part.
     pub pipelines: Option<(u32, u32, usize)>,
-    /// Members of each stage, where stages are pools of members; else empty.
+    /// Number of members of each stage if stages are pools; otherwise empty.
     pub pools: Vec<u32>,
-    /// Whether they are pools only since a pipeline is not whole.
+    /// Whether the stages are pools only because a pipeline has lost a rank.
     pub rerouted: bool,
-    /// The member that changed its stage, which the change was for, and the stage that it went to.
+    /// The member that moved to another stage and the index of that stage, if this was the purpose of the
+    /// change.
     pub moved: Option<(PeerId, u32)>,
-    /// From its beginning to its end, by the transport's clock.
+    /// Time from the beginning of the change to its end, by the transport's clock.
     pub took: Nanos,
 }
 
@@ -134,12 +138,12 @@ impl fmt::Display for Changed {
 }
 
 impl Changed {
-    /// Whether the members are the same as before, and only try again.
+    /// Returns whether the members are the same as before and only repeat a step.
     fn is_repeat(&self) -> bool {
         self.repeated > 0 && self.came.is_empty() && self.went.is_empty()
     }
 
-    /// What `events.jsonl` says of it, where ranks now wait for each other as long as `deadline`.
+    /// Returns the entry for `events.jsonl`. `deadline` is the time for which ranks now wait for each other.
     pub(super) fn event(&self, deadline: Nanos) -> What {
         let millis = |time: Nanos| time.0 / 1_000_000;
         let took_ms = millis(self.took);
@@ -162,48 +166,48 @@ impl Changed {
     }
 }
 
-/// A rank that goes over.
+/// One rank of a run whose members change.
 pub(in crate::train) struct Member<'a> {
     pub(in crate::train) place: &'a mut Place,
     pub(in crate::train) threads: usize,
-    /// Whether the clock is virtual.
+    /// Whether the transport's clock is virtual.
     pub(in crate::train) simulated: bool,
-    /// Says how the run stands.
+    /// Publishes the status of the run.
     pub(super) teller: Teller,
-    /// How fast the members are.
+    /// Speeds of the replicas.
     pub(super) balance: Balance,
-    /// Finds silent members before the deadline does; none on a virtual clock.
+    /// Detects silent members before the deadline; `None` on a virtual clock.
     pub(super) watchman: Option<Watchman>,
-    /// Who works at which rank, where members form pipelines.
+    /// Which member has which rank, where members form pipelines.
     pub(super) team: Option<Team>,
-    /// What it keeps of its part and of another's, to go back to.
+    /// Copies of its own part and of another rank's, of earlier steps.
     pub(super) copies: Copies,
-    /// Asks members without a part whether they are there.
+    /// Asks members without a part whether they are reachable.
     pub(super) idle: Idle,
-    /// Where it keeps its checkpoints.
+    /// Folder of its checkpoints.
     pub(super) folder: Option<PathBuf>,
-    /// How often it has tried its last step again.
+    /// Counts how often the last step was repeated.
     pub(super) repeats: Repeats,
     /// Speeds of the members, if stages are pools.
     pub(super) pools: PoolSpeeds,
-    /// The received chunks of a state that is not complete yet.
+    /// Chunks received of a state that is not complete yet.
     pub(super) store: Store,
 }
 
 impl Member<'_> {
-    /// Whether members should change, as far as is known here. To be asked between two steps.
+    /// Returns whether this rank sees a reason for a change of members. Called between two steps.
     pub(in crate::train) fn wants_change(&mut self) -> Result<bool> {
         let wants = self.place.wants_change()?;
         Ok(wants || !self.idle.look(self.place, self.team.as_ref()).is_empty())
     }
 
-    /// Whether a failure is that of another member, so that the others may go on.
+    /// Returns whether another member caused an error, so that the remaining ones can continue.
     pub(in crate::train) fn survives(error: &Error) -> bool {
         error.is_interruption()
     }
 
-    /// What the members agree to change after a step, all of them being well. `None` where nothing changes
-    /// after all.
+    /// Agrees with the other members on a change after a step that all have done. `None` if nothing needs to
+    /// change.
     ///
     /// Errors: a member that is lost meanwhile.
     pub(super) fn agree(&mut self, trainer: &Trainer, leaves: bool) -> Result<Option<Agreed>> {
@@ -212,9 +216,10 @@ impl Member<'_> {
         self.place.agree((trainer.comm(), &working), (leaves, &silent), trainer.state_bytes())
     }
 
-    /// Some come or leave, as all have agreed since `begun`. `None` where that did not come about.
+    /// Carries out a change that all members have agreed on; `begun` is the time at which it began. `None` if
+    /// the members did not reach a new view.
     ///
-    /// Errors: [`Error::Removed`] of a member that leaves.
+    /// Errors: [`Error::Removed`] on a member that leaves.
     pub(super) fn between_steps(
         &mut self,
         (job, last): (&mut Job, &mut Last),
@@ -233,9 +238,9 @@ impl Member<'_> {
         }
     }
 
-    /// Goes on without those that are lost; the step in flight is dropped.
+    /// Continues without the lost members and drops the step in flight.
     ///
-    /// Errors: [`Error::Removed`] where this rank may not go on.
+    /// Errors: [`Error::Removed`] if this rank must not continue.
     pub(in crate::train) fn after_loss(
         &mut self,
         (job, last): (&mut Job, &mut Last),
@@ -244,7 +249,7 @@ impl Member<'_> {
     ) -> Result<Changed> {
         let begun = trainer.comm().now();
         let reason = Some(causes(error));
-        // The others need not wait for their deadlines.
+        // Tells the others at once, so that they do not wait for their deadlines.
         let _telling = if job.pipelines.is_some() { self.place.give_up() } else { Vec::new() };
         trainer.comm().abort();
         trainer.drop_step();
@@ -254,7 +259,8 @@ impl Member<'_> {
         self.go_over((job, last), trainer, view, (begun, reason))
     }
 
-    /// What the members decide on after the step behind so many has failed on this rank.
+    /// Returns the view on which the members agree after a step has failed on this rank. `step` is the number
+    /// of steps done before it.
     ///
     /// Errors: as [`Member::after_loss`].
     pub(super) fn next_view(
@@ -270,14 +276,15 @@ impl Member<'_> {
         Ok(view)
     }
 
-    /// Those that take steps, by their ranks.
+    /// Returns the ids of the members that take steps, by rank.
     fn working(&self) -> Vec<MemberId> {
         let members =
             || self.place.view().iter().flat_map(|view| &view.members).map(|member| member.id).collect();
         self.team.as_ref().map_or_else(members, Team::working)
     }
 
-    /// Stands at the same step as all members of a view; where another is lost meanwhile, of the next one.
+    /// Brings this rank to the same step as all members of a view. If another member is lost meanwhile,
+    /// continues with the next view.
     fn go_over(
         &mut self,
         (job, last): (&mut Job, &mut Last),
@@ -356,7 +363,7 @@ impl Member<'_> {
         let stood = stand(view, &comm, brings);
         let stood = stood.inspect_err(|_| comm.abort())?;
         let comm = links::seat(&stood.job, comm, self.simulated)?;
-        // Steps that led here are those of the plan before.
+        // `share` runs before `carry_over`: the trainer's steps so far belong to the old plan.
         let done = share(Some(trainer), &comm, (&stood.job, &stood.exchange), &mut self.store);
         let done = done.and_then(|(shared, taken)| {
             if let Some(taken) = taken {
@@ -371,9 +378,9 @@ impl Member<'_> {
         Ok(shared)
     }
 
-    /// A newcomer's first view: waits until the members take it in, and gets their state.
+    /// Waits until the members admit this newcomer to a view, and receives their state.
     ///
-    /// Errors: [`Error::Removed`] where no view has it within `patience`.
+    /// Errors: [`Error::Removed`] if no view has it within `patience`.
     pub(in crate::train) fn come_in(
         &mut self,
         job: &mut Job,
@@ -394,7 +401,8 @@ impl Member<'_> {
         self.first_place(job, view, speed)
     }
 
-    /// Gets the state of the members of its first view; where one of these is lost meanwhile, of the next.
+    /// Receives the state from the members of its first view. If one of them is lost meanwhile, tries again
+    /// with the next view.
     fn first_place(
         &mut self,
         job: &mut Job,
@@ -413,7 +421,7 @@ impl Member<'_> {
                     trainer.take_snapshot(&taken.shared, taken.own.as_ref())?;
                 }
                 if trainer.steps_done() != stood.exchange.progress.step {
-                    // The others have taken steps of their own since they agreed.
+                    // The others have taken local steps since the last average.
                     let reason = "this newcomer came in the middle of a round of local steps".to_owned();
                     return Err(Error::Removed { reason });
                 }
@@ -434,7 +442,7 @@ impl Member<'_> {
         }
     }
 
-    /// The rank alone, after it has left: it can only save what it has.
+    /// Makes the rank the only one of its run, after it has left. It can then only save its state.
     pub(in crate::train) fn alone(&mut self, job: &mut Job, trainer: &mut Trainer) -> Result<()> {
         let comm = tied(job, self.place.alone()?);
         let own = trainer.replica();
@@ -447,7 +455,8 @@ impl Member<'_> {
     }
 }
 
-/// What the next view says of the run, where this rank would propose it: its own weights and plan.
+/// Returns the hashes of weights and plan for the next view, if this rank is the one that would propose it;
+/// otherwise `None`.
 pub(super) fn start(place: &mut Place, job: &Job, trainer: &Trainer) -> Result<Option<Start>> {
     if !place.proposes() {
         return Ok(None);
@@ -456,15 +465,17 @@ pub(super) fn start(place: &mut Place, job: &Job, trainer: &Trainer) -> Result<O
     Ok(Some(Start { weights, plan: job.plan.digest() }))
 }
 
-/// About how many bytes of state a newcomer takes: its parameters and two states of each.
+/// Returns the approximate bytes of state that a newcomer receives: its parameters, and two optimizer values
+/// for each.
 ///
-/// Errors: a model that cannot be.
+/// Errors: a model that cannot be built.
 fn expected(job: &Job) -> Result<u64> {
     let elements: usize = needs(job)?.iter().flat_map(std::collections::BTreeMap::values).sum();
     Ok((3 * elements * size_of::<f32>()) as u64)
 }
 
-/// Sequences that some replicas have trained on since the last average before `step`, where steps are local.
+/// Returns the number of sequences that some replicas have trained on since the last average before `step`. 0
+/// if every step is averaged.
 fn unaveraged(plan: &Plan, replicas: &[u32], step: u64) -> u64 {
     let every = u64::from(plan.outermost().every);
     if every <= 1 {

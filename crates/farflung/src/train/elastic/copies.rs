@@ -1,6 +1,7 @@
-//! Copies of parts that nobody else holds: where there is one pipeline alone, each rank streams what it has
-//! after some step to the next one, beside the training and at a stated share of the link. All ranks copy the
-//! same step and keep what they had then themselves, so that all can go back to it when one is lost.
+//! Copies of parts of which there is only one holder, in a run with a single pipeline. After some steps each
+//! rank streams its part to the next rank, during training and with a limited share of the link. All ranks copy
+//! the values of the same step and also keep their own values of that step. If a rank is lost, all go back to
+//! that step.
 
 use farflung_base::{Nanos, Pending, Rank};
 use farflung_comm::{CommError, Communicator};
@@ -9,69 +10,69 @@ use crate::train::job::Job;
 use crate::train::trainer::{Pieces, Trainer};
 use crate::{Error, Result};
 
-/// The tag of what is copied.
+/// Tag of the messages with copies.
 const COPIES: u32 = u32::MAX / 2 - 12;
-/// The most that is sent at a time.
+/// Maximum bytes of one message.
 const CHUNK: usize = 4 << 20;
-/// Steps whose values are kept: of the last copy that all have, and of the one under way.
+/// Number of steps whose values are kept: the last step that all ranks have copied, and the one being copied.
 const KEPT: usize = 2;
 
-/// A copy on its way to the next rank.
+/// An outgoing copy, to the next rank.
 #[derive(Debug)]
 struct Leaving {
     bytes: Vec<u8>,
     at: usize,
     sending: Option<Pending<Result<(), CommError>>>,
-    /// Bytes that may be sent by now.
+    /// Bytes that may be sent now without exceeding the share of the link.
     credit: f64,
     credited: Nanos,
 }
 
-/// A copy on its way from the rank before.
+/// An incoming copy, from the previous rank.
 #[derive(Debug)]
 struct Coming {
     bytes: Vec<u8>,
     receiving: Pending<Result<Vec<u8>, CommError>>,
 }
 
-/// What a rank keeps of steps that are done.
+/// Values of earlier steps that a rank keeps.
 #[derive(Debug, Default)]
 pub(super) struct Copies {
     /// Its own values, oldest first.
     own: Vec<Pieces>,
-    /// Those of the rank before it, oldest first.
+    /// The previous rank's values, oldest first.
     held: Vec<Pieces>,
     leaving: Option<Leaving>,
     coming: Option<Coming>,
 }
 
 impl Copies {
-    /// All that it keeps.
+    /// Returns all values that are kept.
     pub(super) fn kept(&self) -> impl Iterator<Item = &Pieces> {
         self.own.iter().chain(&self.held)
     }
 
-    /// Whether the copy of this rank or that of the one before is still on its way.
+    /// Returns whether a copy is still being sent or received by this rank.
     pub(super) const fn is_under_way(&self) -> bool {
         self.leaving.is_some() || self.coming.is_some()
     }
 
-    /// Members have changed and go on from `step`: what was on its way is dropped, and so is what belongs to
-    /// steps that are lost.
+    /// Drops unfinished copies and the values of steps after `step`. Called after a change of members, which
+    /// continue from `step`.
     pub(super) fn begin_anew(&mut self, step: u64) {
         (self.leaving, self.coming) = (None, None);
         self.own.retain(|kept| kept.counted.step <= step);
         self.held.retain(|kept| kept.counted.step <= step);
     }
 
-    /// A step is done: sends and receives as much as the link's share allows, and begins the next copy where
-    /// all ranks have the last one.
+    /// Continues the copies after a step: sends as much as the link's share allows, receives what has arrived,
+    /// and starts the next copy once all ranks have finished the last one.
     ///
-    /// Errors: the device's; [`Error::Message`] for a copy that does not read as one. A rank that is lost is
-    /// noticed by the next step.
+    /// Errors: those of the device; [`Error::Message`] if a received copy cannot be decoded. A lost rank is not
+    /// an error here: the next step detects it.
     pub(super) fn after_step(&mut self, trainer: &Trainer, job: &Job) -> Result<()> {
         let comm = trainer.comm();
-        // A pool of several members holds its part that often already.
+        // A pool of several members already holds several copies of its part.
         let all_twice = job.plan.pools().is_some_and(|pools| pools.sizes.iter().all(|&size| size > 1));
         if job.config.copy_share <= 0.0 || job.plan.replicas() > 1 || comm.size() < 2 || all_twice {
             return Ok(());
@@ -104,7 +105,7 @@ impl Copies {
         if let Some(coming) = &mut self.coming {
             while coming.receiving.is_ready() {
                 let receiving = std::mem::replace(&mut coming.receiving, receive(comm));
-                // Whoever is lost is noticed by the next step.
+                // The next step detects a lost rank.
                 let Ok(chunk) = receiving.wait() else { return Ok(()) };
                 coming.bytes.extend(chunk);
                 let Some(whole) = length(&coming.bytes) else { continue };
@@ -136,14 +137,15 @@ fn receive(comm: &Communicator) -> Pending<Result<Vec<u8>, CommError>> {
     comm.clone().with_deadline(Nanos::MAX).start_recv(Rank((comm.rank().0 + size - 1) % size), COPIES)
 }
 
-/// The length that a copy begins with, itself included.
+/// Returns the length of a whole copy, with the eight bytes of the length at its beginning; `None` if these
+/// have not all arrived.
 fn length(bytes: &[u8]) -> Option<u64> {
     let (len, _) = bytes.split_first_chunk::<8>()?;
     Some(u64::from_le_bytes(*len).saturating_add(8))
 }
 
 impl Leaving {
-    /// Sends what may be sent by now, at so many bytes a second.
+    /// Sends as many bytes as are allowed by now, at `rate` bytes a second.
     fn go_on(&mut self, comm: &Communicator, to: Rank, rate: f64) {
         let now = comm.now();
         self.credit += rate * now.saturating_sub(self.credited).as_secs_f64();

@@ -1,5 +1,5 @@
-//! How members agree on the next view: what they have seen goes to the rules, and they wait for what these
-//! decide.
+//! How members agree on the next view. Events are passed to the rules of [`farflung_parallel::membership`] (a
+//! pure state machine), and the rank waits until the rules produce a view.
 
 use std::collections::BTreeSet;
 
@@ -15,29 +15,31 @@ use crate::train::blame::{Evidence, evidence};
 use crate::train::trainer::StateBytes;
 use crate::{Error, Result};
 
-/// Between two looks while others are waited for.
+/// Time between two checks while waiting for others.
 pub(super) const LOOK: Nanos = Nanos::from_millis(50);
-/// Whoever says nothing for so long when it is asked whether it is there is silent: two round trips around
-/// the world.
+/// Time within which a member must answer a ping; after that it counts as silent. Two round trips around the
+/// world.
 pub(super) const ROLL_CALL: Nanos = Nanos::from_millis(800);
-/// Between two attempts of a newcomer to meet others that come.
+/// Time between two attempts of a newcomer to connect to other newcomers.
 const MEETS: Nanos = Nanos::from_millis(1000);
-/// After a change for which somebody asked and that did not come about, the next is asked for so much later.
+/// Time after a change that was requested but not reached, before the next change may be requested.
 const PAUSE: Nanos = Nanos::from_millis(1000);
 
-/// What the members tell each other between two steps.
+/// Message that each member sends to the others when they agree on a change between two steps.
 #[derive(Debug, Serialize, Deserialize)]
 struct Standing {
     leaves: bool,
-    /// Names of members without a part that do not answer.
+    /// Ids of members without a part that do not answer.
     silent: Vec<[u8; 32]>,
-    /// Number and name of each newcomer that is connected here and has said that it is ready.
+    /// Endpoint number and id of each newcomer that is connected to this member and has announced that it is
+    /// ready.
     here: Vec<(u32, [u8; 32])>,
-    /// How much it has in memory.
+    /// Sizes of the sender's state in memory.
     state: StateBytes,
 }
 
-/// Whom this rank itself has found broken or silent, by its failure. Where somebody else has, that one tells.
+/// Returns the peer that this rank itself found broken or silent, according to its error. `None` if the error
+/// only follows from a failure that another rank has detected: that rank reports it.
 pub(super) fn suspect(error: &Error) -> Option<PeerId> {
     match error {
         Error::PeerLost { peer, .. } if evidence(error) != Evidence::Secondary => Some(*peer),
@@ -45,44 +47,44 @@ pub(super) fn suspect(error: &Error) -> Option<PeerId> {
     }
 }
 
-/// What members agree on between two steps.
+/// A view on which members agree between two steps.
 pub(super) struct Next {
     pub(super) view: View,
-    /// Why, where somebody does not answer.
+    /// Reason for the change, if a member does not answer.
     pub(super) reason: Option<String>,
 }
 
-/// What members that take steps will do between two of them.
+/// A change on which the working members agree between two steps.
 pub(super) struct Agreed {
     events: Vec<Event>,
     reason: Option<String>,
-    /// Who is about to come in.
+    /// The newcomer that is about to be admitted.
     pub(super) admission: Option<Admission>,
 }
 
-/// What a failure says of the other members.
+/// Information about other members from a failure.
 pub(super) struct Loss {
-    /// Whom this rank has waited for in vain.
+    /// The member for which this rank waited until the deadline.
     pub(super) suspect: Option<PeerId>,
-    /// Those that it has found silent.
+    /// Members that this rank found silent.
     pub(super) silent: Vec<MemberId>,
-    /// Whether the same members may try again where all of them answer.
+    /// Whether the same members may repeat the step if all of them answer.
     pub(super) again: bool,
 }
 
-/// Asking the others whether they are there.
+/// A round of pings to the other members.
 struct RollCall {
     at: Nanos,
     asked: Vec<(PeerId, MemberId)>,
 }
 
 impl Place {
-    /// How long a question whether somebody is there stays open.
+    /// Returns how long an answer to a ping is waited for.
     pub(super) fn roll_call(&self) -> Nanos {
         ROLL_CALL.min(self.deadline)
     }
 
-    /// Whether this member would be the one to propose, as far as it knows.
+    /// Returns whether this member would propose the next view, as far as it knows.
     pub(in crate::train) fn proposes(&mut self) -> bool {
         let gone = self.lost().into_iter().collect();
         let me = PeerId(self.transport().me().0);
@@ -90,11 +92,11 @@ impl Place {
         self.view().is_some_and(|view| view.coordinator(&gone).copied() == me)
     }
 
-    /// Waits until the members have agreed on what follows from these events; `None` where nothing has within
-    /// `patience` although all of them are there.
+    /// Passes events to the rules and waits until the members have agreed on a view. `None` if they have not
+    /// within `patience` although all of them answer.
     ///
-    /// Errors: [`Error::Removed`] where the others go on without this rank, [`Error::NoMajority`] where too
-    /// few are left.
+    /// Errors: [`Error::Removed`] if the others continue without this rank; [`Error::NoMajority`] if too few
+    /// members are left.
     fn decide(
         &mut self,
         events: Vec<Event>,
@@ -122,7 +124,7 @@ impl Place {
             self.tell(happened)?;
         }
         let until = self.transport().now().saturating_add(patience);
-        // Whoever kept this rank waiting is named then.
+        // Time at which the suspect is reported as silent. It is later if the step may first be repeated.
         let mut names = Nanos::ZERO;
         let mut calling = RollCall { at: self.transport().now(), asked: self.others() };
         let mut _asking = self.ping(&calling.asked);
@@ -139,7 +141,7 @@ impl Place {
             }
             self.renew();
             let mut silent = self.lost();
-            // Whoever was asked and says nothing is silent, too.
+            // A member that was pinged and has not answered in time is silent, too.
             let quiet = |id: &MemberId| !self.keeper().has_heard(id, calling.at);
             let unheard: Vec<MemberId> = calling.asked.iter().map(|(_, id)| *id).filter(quiet).collect();
             let is_over = now >= calling.at.saturating_add(self.roll_call());
@@ -149,12 +151,13 @@ impl Place {
                 }
                 let nobody = !silent.iter().chain(&told).any(|id| self.is_named(id));
                 if nobody && again {
-                    // All answer: they try again, once all have come to ask for it.
+                    // All members answer: ask for a repetition of the step. It takes place once all members
+                    // have asked for it.
                     again = false;
                     names = now.saturating_add(self.deadline.saturating_add(self.deadline));
                     self.tell(Event::Repeat)?;
                 } else if now >= names {
-                    // All answer, and yet one of them kept this rank waiting for as long as may be.
+                    // All members answer, but the suspect has kept this rank waiting until the deadline.
                     let named = suspect.take().and_then(|peer| self.name(peer));
                     silent.extend(named.filter(|_| nobody));
                 }
@@ -178,7 +181,8 @@ impl Place {
         }
     }
 
-    /// The next view after a failure. Where all members answer it has the same ones, if these may try again.
+    /// Returns the next view after a failure. It has the same members if all of them answer and the step may be
+    /// repeated.
     ///
     /// Errors: as [`Place::decide`].
     pub(super) fn after_loss(&mut self, loss: Loss, start: Option<Start>) -> Result<View> {
@@ -187,7 +191,8 @@ impl Place {
         let lost = self.lost();
         events.extend(silent.into_iter().filter(|id| !lost.contains(id)).map(Event::Silent));
         events.extend(lost.into_iter().map(Event::Silent));
-        // Two members that are cut from each other only are told apart after as long again.
+        // Several deadlines: if only the connection between two members is broken, it takes another deadline or
+        // more to find out which of them is removed.
         let patience = Nanos(self.deadline.0.saturating_mul(4));
         self.decide(events, (suspect, again), patience)?.ok_or_else(|| Error::NoMajority {
             reason: format!("the members did not agree on who goes on within {patience}"),
@@ -195,9 +200,9 @@ impl Place {
         })
     }
 
-    /// What the members agree to change after a step at which some member asked for it: all that take steps are
-    /// well, and call this together over their `comm`, in which they are `working`. `None` where there is
-    /// nothing to change after all.
+    /// Agrees on a change after a step at which a member requested it. All members that take steps must have
+    /// finished the step, and all call this together. `comm` connects them, and `working` lists their ids by
+    /// rank. `None` if nothing needs to change.
     ///
     /// Errors: a member that is lost meanwhile.
     pub(super) fn agree(
@@ -215,7 +220,7 @@ impl Place {
         let told: Vec<Standing> = told.iter().filter_map(|bytes| postcard::from_bytes(bytes).ok()).collect();
         let leaving = working.iter().zip(&told).filter(|(_, told)| told.leaves);
         let mut events: Vec<Event> = leaving.map(|(&id, _)| Event::Leave(id)).collect();
-        // Members that take no part in steps are missed by nobody else.
+        // A member without a part is needed by no step, so its loss must be reported here.
         let quiet: BTreeSet<MemberId> =
             told.iter().flat_map(|told| &told.silent).map(|id| MemberId(*id)).collect();
         let reason = (!quiet.is_empty()).then(|| "a member without a part does not answer".to_owned());
@@ -226,7 +231,8 @@ impl Place {
         if events.is_empty()
             && let Some((first, others)) = told.split_first()
         {
-            // One that every member reaches. The next has to reach this one, too.
+            // Admit only a newcomer that every member is connected to. A newcomer after it must also be
+            // connected to it.
             let met = |come: &&(u32, [u8; 32])| others.iter().all(|told| told.here.contains(come));
             if let Some(&(slot, id)) = first.here.iter().find(met) {
                 let id = MemberId(id);
@@ -241,13 +247,13 @@ impl Place {
             return Ok(None);
         }
         events.push(Event::Admit);
-        // The one that proposes may be a member that takes no steps.
+        // The member that proposes the view may be one that takes no steps.
         let _telling = if comm.rank().0 == 0 { self.tell_agreed(working, &events) } else { Vec::new() };
         let _costing = admission.map(|admission| self.tell_costs(admission)).unwrap_or_default();
         Ok(Some(Agreed { events, reason, admission }))
     }
 
-    /// The next view after members have agreed on a change; `None` where it did not come about.
+    /// Returns the next view after members have agreed on a change; `None` if they did not reach one.
     ///
     /// Errors: as [`Place::decide`].
     pub(super) fn between_steps(&mut self, agreed: Agreed, start: Option<Start>) -> Result<Option<Next>> {
@@ -260,9 +266,9 @@ impl Place {
         Ok(view.map(|view| Next { view, reason }))
     }
 
-    /// A view of the same members behind a step that all have done, where something else than the members
-    /// changes: all that take steps call this together, and the one that `leads` tells those that take none.
-    /// `None` where there is none within the deadline.
+    /// Returns a new view of the same members after a step that all have done, for a change that does not
+    /// concern the list of members. All members that take steps call this together; the one whose `leads` is
+    /// true notifies those that take none. `None` if there is no view within the deadline.
     ///
     /// Errors: as [`Place::decide`].
     pub(super) fn once_more(
@@ -277,16 +283,16 @@ impl Place {
         self.decide(events, (None, false), self.deadline)
     }
 
-    /// On a virtual clock, a newcomer has nothing to do before it is there.
+    /// Advances a virtual clock to the time at which this newcomer appears.
     pub(super) fn wait_to_begin(&self) {
         let begins = self.arrivals.begins(self.transport().me());
         self.transport().advance(begins.saturating_sub(self.transport().now()));
     }
 
-    /// Says that this newcomer is ready for a state of so many bytes, and waits until a view has it. `tell`
-    /// hears what that costs the members.
+    /// Announces that this newcomer is ready for a state of `state` bytes, and waits for a view that contains
+    /// it. `tell` is called with the cost of the state when the members have sent it.
     ///
-    /// Errors: [`Error::Removed`] where none has within `patience`.
+    /// Errors: [`Error::Removed`] if no view contains it within `patience`.
     pub(in crate::train) fn wait_for_view(
         &mut self,
         (patience, state): (Nanos, u64),
@@ -322,7 +328,8 @@ impl Place {
                 connected = 0;
             }
             if connected != self.connected() {
-                // Also those that have come since, and those that have missed it.
+                // Announce it again to all, for peers that have connected since and for peers that missed the
+                // first message.
                 connected = self.connected();
                 _telling = self.tell_ready(&ready);
             }
@@ -331,7 +338,7 @@ impl Place {
     }
 }
 
-/// Why this rank may not go on.
+/// Returns the error for the reason for which this rank must not continue.
 pub(super) fn stopped(reason: Reason) -> Error {
     match reason {
         Reason::NoMajority { .. } | Reason::StillRuns { .. } => {

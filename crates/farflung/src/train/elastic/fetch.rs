@@ -1,5 +1,5 @@
-//! A fetch over a communicator: whoever lacks blobs takes them from all that have them, while these wait and
-//! answer.
+//! Fetching of blobs over a communicator. A rank that lacks blobs asks all ranks that have them; these answer
+//! from a background service and wait until the fetch is over.
 
 use std::sync::{Arc, Mutex};
 
@@ -10,36 +10,36 @@ use super::fetching::{Fetching, Store, Wanted};
 use super::shelf::Shelf;
 use crate::{Error, Result};
 
-/// Of questions to a shelf, and of its answers.
+/// Tags of requests to a shelf and of its answers.
 pub(super) const TAGS: ServiceTags = ServiceTags { ask: u32::MAX / 2 - 8, answer: u32::MAX / 2 - 9 };
-/// By which one that fetches tells how it stands.
+/// Tag by which a fetching rank reports its progress.
 const PROGRESS: u32 = u32::MAX / 2 - 10;
-/// How long one waits for an answer before it looks whether others are late.
+/// Time to wait for an answer before the fetching rank looks for late chunks.
 const LOOK: Nanos = Nanos::from_millis(250);
-/// One that fetches says so this many times within a deadline, as long as something comes.
+/// Number of progress messages within a deadline, as long as chunks arrive.
 const SAYS: u64 = 4;
 
-/// The last word of one that fetches, and the others.
+/// Progress messages: `DONE` is the last one of a fetching rank, `GOES_ON` any earlier one.
 const DONE: u8 = 1;
 const GOES_ON: u8 = 0;
 
-/// What a rank does in a fetch.
+/// The role of one rank in a fetch.
 pub(super) struct Part<'a> {
     /// All ranks that fetch something.
     pub(super) takers: &'a [Rank],
-    /// What this one lacks; nothing of one that only gives.
+    /// Blobs that this rank fetches; empty for a rank that only gives.
     pub(super) wanted: Vec<Wanted>,
-    /// What it has for others.
+    /// Blobs that this rank offers to others.
     pub(super) shelf: Shelf,
-    /// Where what it lacks is put. It stays when the fetch is broken off.
+    /// Receives the chunks. It keeps them if the fetch is interrupted.
     pub(super) store: &'a mut Store,
 }
 
-/// Has all that ranks lack come to them. All ranks of the communicator call it, and it returns when all that
-/// fetch something have said that they have it. Gives how many donors gave this rank something.
+/// Fetches blobs for all ranks in `takers`. All ranks of the communicator call it, and it returns once every
+/// taker has reported that it has its blobs. Returns the number of donors that sent chunks to this rank.
 ///
-/// Errors: [`Error::PeerLost`] of a rank that fetches and falls silent, or where nobody else has what one does
-/// not send; [`Error::Message`] where nobody is left whose chunks are right.
+/// Errors: [`Error::PeerLost`] for a taker that falls silent, or for a donor that does not send a blob that no
+/// other donor has; [`Error::Message`] if all holders of a blob have sent wrong data or no longer have it.
 pub(super) fn fetch(comm: &Communicator, part: Part<'_>) -> Result<usize> {
     let Part { takers, wanted, shelf, store } = part;
     let shelf = Arc::new(Mutex::new(shelf));
@@ -54,7 +54,7 @@ pub(super) fn fetch(comm: &Communicator, part: Part<'_>) -> Result<usize> {
         while comm.recv(taker, PROGRESS)? != [DONE] {}
     }
     for told in telling {
-        // Whoever is lost is noticed by what follows.
+        // The next operation with a lost rank detects the loss.
         let _lost: std::result::Result<(), CommError> = told.wait();
     }
     drop(serving);
@@ -69,7 +69,7 @@ fn tell(comm: &Communicator, word: u8, telling: &mut Vec<Sending>) {
     telling.extend(others.map(|rank| comm.start_send(rank, PROGRESS, vec![word])));
 }
 
-/// Asks donors until all is there.
+/// Asks donors for chunks until all blobs are complete. Returns the number of donors that sent some.
 fn take(comm: &Communicator, mut fetching: Fetching<'_>) -> Result<usize> {
     let nobody = |_| Error::Message {
         message: "the state of the run".to_owned(),
@@ -84,7 +84,7 @@ fn take(comm: &Communicator, mut fetching: Fetching<'_>) -> Result<usize> {
         let donors = fetching.donors();
         let mut asks = true;
         while std::mem::take(&mut asks) {
-            // One of each in turn.
+            // Ask each donor for one item in turn.
             for &donor in &donors {
                 if let Some(item) = fetching.next(donor, comm.now()) {
                     asking.push(patient.start_send(donor, TAGS.ask, item.to_bytes()));
@@ -100,7 +100,7 @@ fn take(comm: &Communicator, mut fetching: Fetching<'_>) -> Result<usize> {
         } else if comm.now().saturating_sub(came) >= deadline {
             drop(next);
             let latest = fetching.latest().or(donors.first().copied()).unwrap_or(comm.rank());
-            // It names whom it has waited for.
+            // This receive fails at once, with an error that names the silent donor.
             Some((latest, comm.clone().with_deadline(Nanos(1)).recv(latest, TAGS.answer)?))
         } else {
             arriving = Some(next);

@@ -1,5 +1,6 @@
-//! Which chunk is asked of which donor next: each holder of a blob is asked for as much as it can send, and a
-//! chunk that is wrong or late is asked of another. A state machine without a clock or a network of its own.
+//! Decides which chunk is requested from which donor next. Each holder of a blob gets as many requests as it
+//! can answer, and a chunk that is wrong or late is requested from another holder. A state machine without a
+//! clock or network of its own.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -7,49 +8,51 @@ use farflung_base::{Nanos, Rank};
 
 use super::shelf::{Hash, Item, Label, Reply, chunk_range, chunk_size, chunks_of, hash_of, root_of};
 
-/// The fewest and the most chunks that are asked of a donor at a time.
+/// Minimum and maximum number of open requests to one donor.
 const WINDOW: std::ops::RangeInclusive<usize> = 2..=64;
-/// More are asked for while answers take less than this: enough for a line around the world to be busy.
+/// Below this time of an answer the number of open requests grows. It is long enough to keep a link around the
+/// world busy.
 const QUICK: Nanos = Nanos::from_millis(250);
-/// Fewer are asked for when they take more.
+/// Above this time of an answer the number of open requests shrinks.
 const SLOW: Nanos = Nanos::from_millis(750);
-/// Of a donor that has answered nothing yet, a chunk is late after so long.
+/// Time after which a chunk is late if its donor has not answered any request yet.
 const FIRST: Nanos = Nanos::from_millis(1_000);
-/// A donor that could not send a chunk in this many times what all together need for the rest gets no more.
+/// A donor gets no more requests if its next chunk would take more than this many times the time in which all
+/// donors together send the rest.
 const TAIL: f64 = 1.5;
-/// Weight of the newest measurement of a donor's rate.
+/// Weight of the newest measurement in the average of a donor's rate.
 const NEWEST: f64 = 0.25;
 
-/// Shorter answers say nothing of the rate.
+/// Minimum bytes of an answer from which a rate is measured.
 const LEAST: usize = 8 << 10;
 
 /// A blob to be fetched.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Wanted {
-    /// Which.
+    /// Name and length of the blob.
     pub(super) label: Label,
-    /// Who has it.
+    /// Ranks that have it.
     pub(super) holders: BTreeSet<Rank>,
 }
 
-/// Chunks that have come and are right, by blob: what stays of a fetch that was broken off.
+/// Received and verified chunks of each blob. They are kept if a fetch is interrupted.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Store(BTreeMap<Hash, Stored>);
 
 #[derive(Debug, Clone, Default)]
 struct Stored {
-    /// None until they are known.
+    /// Hashes of the chunks; `None` until they have been received.
     hashes: Option<Vec<Hash>>,
     chunks: BTreeMap<u32, Vec<u8>>,
 }
 
 impl Store {
-    /// Drops what is not of these blobs.
+    /// Drops chunks of all other blobs.
     pub(super) fn keep(&mut self, wanted: &[Wanted]) {
         self.0.retain(|root, _| wanted.iter().any(|wanted| wanted.label.root == *root));
     }
 
-    /// The bytes of a blob all of whose chunks are there.
+    /// Removes a blob and returns its bytes; `None` if chunks are missing.
     pub(super) fn take(&mut self, label: &Label) -> Option<Vec<u8>> {
         let stored = self.0.remove(&label.root)?;
         let bytes = stored.chunks.into_values().collect::<Vec<_>>().concat();
@@ -57,24 +60,24 @@ impl Store {
     }
 }
 
-/// What is asked of a donor and how it answers.
+/// Open requests to a donor, and measurements of its answers.
 #[derive(Debug, Default)]
 struct Donor {
     window: usize,
     asked: VecDeque<(Item, Nanos)>,
-    /// What its last answer took.
+    /// Time that its last answer took.
     latency: Option<Nanos>,
-    /// Bytes a second, as measured between its answers.
+    /// Bytes a second, measured between its answers.
     rate: Option<f64>,
-    /// When it last answered.
+    /// Time of its last answer.
     answered: Nanos,
-    /// It has sent something wrong.
+    /// Whether it has sent wrong data.
     is_wrong: bool,
-    /// Bytes of chunks that it gave.
+    /// Bytes of the chunks received from it.
     gave: u64,
 }
 
-/// A blob on its way.
+/// A blob that is being fetched.
 #[derive(Debug)]
 struct Blob {
     wanted: Wanted,
@@ -82,24 +85,24 @@ struct Blob {
     is_whole: bool,
 }
 
-/// A fetch under way.
+/// A fetch in progress.
 #[derive(Debug)]
 pub(super) struct Fetching<'a> {
     store: &'a mut Store,
     blobs: Vec<Blob>,
     donors: BTreeMap<Rank, Donor>,
-    /// Chunks to come in all.
+    /// Number of chunks still to be received.
     missing: u64,
-    /// Bytes of the largest.
+    /// Bytes of the largest chunk.
     chunk: u64,
 }
 
-/// No member that is left can give a blob.
+/// Error: no remaining donor can send a blob.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct NoHolder;
 
 impl<'a> Fetching<'a> {
-    /// Of blobs of which some chunks may be there already.
+    /// Starts a fetch. `store` may already contain some chunks of the blobs.
     pub(super) fn new(wanted: Vec<Wanted>, store: &'a mut Store) -> Self {
         store.keep(&wanted);
         let chunk = wanted.iter().map(|wanted| chunk_size(wanted.label.len)).max().unwrap_or(1);
@@ -123,7 +126,8 @@ impl<'a> Fetching<'a> {
         fetching
     }
 
-    /// The hashes of a blob's chunks are known, or it has but one chunk, whose hash follows from the name.
+    /// Queues the missing chunks of a blob. Called when the hashes of its chunks are known, or if it has only
+    /// one chunk: the blob's name is enough to verify that one.
     fn queue_chunks(&mut self, number: usize) {
         let blob = &mut self.blobs[number];
         let Label { root, len } = blob.wanted.label;
@@ -133,29 +137,29 @@ impl<'a> Fetching<'a> {
         blob.is_whole = blob.queue.is_empty();
     }
 
-    /// Whether all blobs are there.
+    /// Returns whether all blobs are complete.
     pub(super) fn is_done(&self) -> bool {
         self.blobs.iter().all(|blob| blob.is_whole)
     }
 
-    /// Donors that may still be asked.
+    /// Returns the donors that may still be asked.
     pub(super) fn donors(&self) -> Vec<Rank> {
         self.donors.iter().filter(|(_, donor)| !donor.is_wrong).map(|(&rank, _)| rank).collect()
     }
 
-    /// How many donors gave chunks.
+    /// Returns the number of donors that sent chunks.
     pub(super) fn gave(&self) -> usize {
         self.donors.values().filter(|donor| donor.gave > 0).count()
     }
 
-    /// The donor that has left a question unanswered for longest.
+    /// Returns the donor whose oldest open request is the oldest of all.
     pub(super) fn latest(&self) -> Option<Rank> {
         let first = |(&rank, donor): (&Rank, &Donor)| donor.asked.front().map(|&(_, at)| (at, rank));
         self.donors.iter().filter(|(_, donor)| !donor.is_wrong).filter_map(first).min().map(|(_, rank)| rank)
     }
 
-    /// What to ask a donor for now; nothing where it has enough to do, or where others are faster with the
-    /// rest.
+    /// Returns the next item to request from a donor, and records the request. `None` if the donor has enough
+    /// open requests, or if the other donors will send the rest sooner.
     pub(super) fn next(&mut self, rank: Rank, now: Nanos) -> Option<Item> {
         let donor = self.donors.get(&rank).filter(|donor| !donor.is_wrong)?;
         if donor.asked.len() >= donor.window {
@@ -174,7 +178,7 @@ impl<'a> Fetching<'a> {
         Some(item)
     }
 
-    /// Donors that answer in time, with their rates.
+    /// Returns the donors without late answers, with their rates.
     fn busy(&self, now: Nanos) -> impl Iterator<Item = (Rank, f64)> + '_ {
         let busy = move |(&rank, donor): (&Rank, &Donor)| {
             let is_late = donor.asked.front().is_some_and(|&(_, at)| donor.is_late(at, now));
@@ -183,7 +187,7 @@ impl<'a> Fetching<'a> {
         self.donors.iter().filter_map(busy)
     }
 
-    /// Whether the others have the rest together before this one has sent one more chunk.
+    /// Returns whether the others will send all the rest before this donor could send one more chunk.
     fn is_too_slow(&self, donor: &Donor, now: Nanos) -> bool {
         let Some(rate) = donor.rate else { return false };
         let rates: f64 = self.busy(now).map(|(_, rate)| rate).sum();
@@ -191,7 +195,7 @@ impl<'a> Fetching<'a> {
         chunks(donor.asked.len() as u64 + 1, rate) > TAIL * chunks(self.missing + 1, rates)
     }
 
-    /// Something that another donor is late with.
+    /// Returns an item that another donor is late with and that this donor has.
     fn late(&self, rank: Rank, now: Nanos) -> Option<Item> {
         let holds = |item: &Item| {
             let blob = self.number_of(item).map(|number| &self.blobs[number]);
@@ -199,14 +203,15 @@ impl<'a> Fetching<'a> {
         };
         let is_asked = |item: &Item| self.donors[&rank].asked.iter().any(|(asked, _)| asked == item);
         let others = self.donors.iter().filter(|&(&other, _)| other != rank);
-        // Late is also what this one would have sent twice by now: it has nothing else to do.
+        // An item is also late if this donor could have sent it twice by now, since this donor has nothing else
+        // to do.
         let twice = self.donors[&rank].latency.map_or(Nanos::MAX, |own| own.saturating_add(own));
         let is_due = |donor: &Donor, at| donor.is_late(at, now) || now.saturating_sub(at) > twice;
         let due = others.flat_map(|(_, donor)| donor.asked.iter().filter(move |(_, at)| is_due(donor, *at)));
         due.map(|&(item, _)| item).find(|item| self.is_missing(item) && holds(item) && !is_asked(item))
     }
 
-    /// The blob that something is of.
+    /// Returns the index of the blob to which an item belongs.
     fn number_of(&self, item: &Item) -> Option<usize> {
         let root = item.root()?;
         self.blobs.iter().position(|blob| blob.wanted.label.root == *root)
@@ -221,23 +226,23 @@ impl<'a> Fetching<'a> {
         }
     }
 
-    /// Takes up what a donor has sent.
+    /// Processes an answer of a donor.
     ///
-    /// Errors: [`NoHolder`] where a blob has no holder left that can be asked.
+    /// Errors: [`NoHolder`] if a blob has no holder left that can be asked.
     pub(super) fn arrived(&mut self, rank: Rank, bytes: &[u8], now: Nanos) -> Result<(), NoHolder> {
         let Some(donor) = self.donors.get_mut(&rank) else { return Ok(()) };
         let reply = Reply::from_bytes(bytes);
         let place =
             reply.as_ref().and_then(|reply| donor.asked.iter().position(|(item, _)| *item == reply.item));
         let (Some(reply), Some(place)) = (reply, place) else {
-            // Nobody asked it for that.
+            // The answer matches no request, so the donor is not trusted any more.
             return self.distrust(rank);
         };
         let at = donor.asked.remove(place).map_or(now, |(_, at)| at);
         donor.measure(at, now, reply.bytes.as_ref().map_or(0, Vec::len));
         let Some(number) = self.number_of(&reply.item) else { return Ok(()) };
         let Some(bytes) = reply.bytes else {
-            // It does not have it any more.
+            // The donor no longer has it.
             self.blobs[number].wanted.holders.remove(&rank);
             self.ask_again(number, reply.item);
             return self.check(number);
@@ -297,7 +302,7 @@ impl<'a> Fetching<'a> {
         }
     }
 
-    /// A donor is asked no more; what it was asked for is asked of others.
+    /// Excludes a donor, and requests its open items from other donors.
     fn distrust(&mut self, rank: Rank) -> Result<(), NoHolder> {
         let Some(donor) = self.donors.get_mut(&rank) else { return Ok(()) };
         donor.is_wrong = true;
@@ -318,13 +323,13 @@ impl<'a> Fetching<'a> {
 }
 
 impl Donor {
-    /// Whether what it was asked for at some time should be here.
+    /// Returns whether a request made at `at` should have been answered by now.
     fn is_late(&self, at: Nanos, now: Nanos) -> bool {
         let patience = self.latency.map_or(FIRST, |usual| usual.saturating_add(usual).max(QUICK));
         now.saturating_sub(at) > patience
     }
 
-    /// An answer of so many bytes to a question of `at` is here.
+    /// Updates the measurements with an answer of `bytes` bytes to a request made at `at`.
     fn measure(&mut self, at: Nanos, now: Nanos, bytes: usize) {
         let latency = now.saturating_sub(at);
         self.latency = Some(latency);
@@ -334,7 +339,8 @@ impl Donor {
         } else if latency > SLOW {
             self.window = fewest.max(self.window - 1);
         }
-        // Between two answers it sent all the time, if it had been asked before the first of them.
+        // If the request was made before the previous answer arrived, the donor was sending during the whole
+        // time between the two answers.
         let busy = now.saturating_sub(self.answered.max(at)).as_secs_f64();
         if bytes >= LEAST && at < self.answered && busy > 0.0 {
             let rate = bytes as f64 / busy;

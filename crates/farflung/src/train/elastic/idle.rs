@@ -1,5 +1,5 @@
-//! Members without a part are missed by no step: whoever works at rank 0 asks them from time to time whether
-//! they are there.
+//! Checks of members without a part. No step depends on such a member, so its loss would not be noticed: the
+//! member at rank 0 pings them from time to time.
 
 use farflung_base::{Nanos, PeerId, Pending};
 use farflung_comm::CommError;
@@ -8,12 +8,12 @@ use farflung_parallel::membership::MemberId;
 use super::place::Place;
 use super::team::Team;
 
-/// Roll calls between two questions.
+/// Time between two rounds of pings, in units of [`Place::roll_call`].
 const EVERY: u64 = 6;
-/// Roll calls that one of them may leave unanswered.
+/// Time after which a member without an answer is silent, in units of [`Place::roll_call`].
 const SILENCE: u64 = 2;
 
-/// A question that is under way, and what came of those before.
+/// The current round of pings, and the result of the rounds before.
 #[derive(Default)]
 pub(super) struct Idle {
     asked: Option<Asked>,
@@ -23,17 +23,18 @@ pub(super) struct Idle {
 struct Asked {
     at: Nanos,
     whom: Vec<(PeerId, MemberId)>,
-    /// What is being sent to those.
+    /// Pings being sent.
     _sending: Vec<Pending<Result<(), CommError>>>,
 }
 
 impl Idle {
-    /// Members have changed.
+    /// Starts anew after a change of members.
     pub(super) fn begin_anew(&mut self) {
         *self = Self::default();
     }
 
-    /// Those that have not answered, as rank 0 of the team knows by now. To be asked between two steps.
+    /// Returns the members without a part that have not answered. Only rank 0 of the team pings; other ranks
+    /// return an empty list. Called between two steps.
     pub(super) fn look(&mut self, place: &mut Place, team: Option<&Team>) -> &[MemberId] {
         let Some(team) = team.filter(|team| team.leads()) else { return &[] };
         let (now, roll_call) = (place.transport().now(), place.roll_call());

@@ -1,6 +1,6 @@
-//! A member's part in deciding who the members are: it hands what happens to the pure function of
-//! [`farflung_parallel::membership`], and carries out what that says. Messages are taken up as they arrive,
-//! whatever the rank computes.
+//! The service through which a member takes part in decisions about members. It passes events to the pure state
+//! machine of [`farflung_parallel::membership`] and carries out the actions that this returns. It processes
+//! messages as they arrive, even while the rank computes.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -13,64 +13,65 @@ use serde::{Deserialize, Serialize};
 use super::ready::{Cost, Ready};
 use crate::Result;
 
-/// What a keeper is told.
+/// Message to a keeper.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 enum Word {
-    /// By its own rank.
+    /// An event, from the keeper's own rank.
     Event(Event),
-    /// By another member.
+    /// A message of the membership rules, from another member.
     Message(Message),
-    /// By another member, which wants to know whether this one is there. With it comes where that one stands.
+    /// A question of another member whether this one is reachable, with the sender's position in the sequence
+    /// of views.
     Ping(Option<Message>),
-    /// The answer.
+    /// The answer to a ping, with the sender's position in the sequence of views.
     Pong(Option<Message>),
-    /// By another member of pipelines: its step in the view of this epoch cannot be done, since somebody is
+    /// From another member of pipelines: its step in the view of this epoch has failed because a member is
     /// lost.
     GivenUp { epoch: u64 },
-    /// By a member that takes steps in the view of this epoch, to one that takes none: what those that take
-    /// steps have agreed on.
+    /// From a member that takes steps in the view of this epoch to a member that takes none: the events on
+    /// which the working members have agreed.
     Agreed { epoch: u64, events: Vec<Event> },
-    /// By a newcomer, to all members.
+    /// From a newcomer to all members: it is ready to be admitted.
     Ready(Ready),
-    /// By a member, to a newcomer that is about to be taken in.
+    /// From a member to a newcomer that is about to be admitted: the cost of its state.
     Costs(Cost),
 }
 
-/// What came of it.
+/// Outcome of a decision about members.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Outcome {
-    /// There is a new view, and this rank is a member.
+    /// A new view, of which this rank is a member.
     Installed(View),
-    /// This rank may not go on.
+    /// This rank must not continue.
     Stopped(Reason),
 }
 
-/// A member's view and promises.
+/// A member's state in the membership rules, with its messages and promises.
 #[derive(Debug)]
 pub(super) struct Keeper {
     state: State,
-    /// Who has which number in the communicator of keepers.
+    /// Ids of the connected peers, by rank in the keepers' communicator.
     ranks: Vec<MemberId>,
     outcome: Option<Outcome>,
-    /// When it wants to be woken.
+    /// Time at which the rules need the next tick.
     wake: Option<Nanos>,
-    /// Whether its rank waits for what comes.
+    /// Whether the keeper's rank is waiting and must be notified of each message.
     pub(super) awaited: bool,
-    /// When each of the others last said something.
+    /// Time of the last message from each peer.
     heard: BTreeMap<MemberId, Nanos>,
-    /// The file of its promises.
+    /// File to which promises are written; `None` if they are not saved.
     promises: Option<PathBuf>,
-    /// Ends what this rank waits for in the view of an epoch.
+    /// Cancels this rank's pending operations in the view of this epoch.
     steps: Option<(u64, Cancel)>,
-    /// The newest epoch whose steps cannot be done, as others say.
+    /// The newest epoch whose steps have failed, as reported by other members.
     given_up: u64,
-    /// Newcomers that have said that they are ready.
+    /// Newcomers that have announced that they are ready.
     ready: BTreeMap<MemberId, Ready>,
-    /// What this newcomer costs the others, as they have told it.
+    /// Cost of this newcomer's state, as sent by the members.
     costs: Option<Cost>,
 }
 
-/// Whom bytes are from is known by the connection they came over; what they say is not trusted to make sense.
+/// Decodes a message. The connection proves who the sender is, but the content may be malformed: then `None`.
 fn decode(bytes: &[u8]) -> Option<Word> {
     postcard::from_bytes(bytes).ok()
 }
@@ -79,13 +80,13 @@ fn encode(word: &Word) -> Vec<u8> {
     postcard::to_stdvec(word).expect("words are plain data")
 }
 
-/// What a rank tells its own keeper.
+/// Encodes an event for the rank's own keeper.
 pub(super) fn event(event: Event) -> Vec<u8> {
     encode(&Word::Event(event))
 }
 
 impl Keeper {
-    /// Writes down what the state must not forget, and keeps it.
+    /// Creates a keeper, and writes the state's promises to the file.
     ///
     /// Errors: [`Error::Io`](crate::Error::Io).
     pub(super) fn new(state: State, promises: Option<PathBuf>) -> Result<Self> {
@@ -110,68 +111,69 @@ impl Keeper {
         Ok(keeper)
     }
 
-    /// Who is reached under which number from now on.
+    /// Sets the ids of the connected peers, by rank in the keepers' communicator.
     pub(super) fn reaches(&mut self, ranks: Vec<MemberId>) {
         self.ready.retain(|id, _| ranks.contains(id));
         self.ranks = ranks;
     }
 
-    /// What has come of it since this was last asked.
+    /// Returns and clears the newest outcome; `None` if there was none since the last call.
     pub(super) fn outcome(&mut self) -> Option<Outcome> {
         self.outcome.take()
     }
 
-    /// Whether something has.
+    /// Returns whether there is an outcome that has not been taken.
     pub(super) const fn has_outcome(&self) -> bool {
         self.outcome.is_some()
     }
 
-    /// When it wants to be woken.
+    /// Returns the time at which the rules need the next tick.
     pub(super) const fn wake(&self) -> Option<Nanos> {
         self.wake
     }
 
-    /// Whether a peer has said anything since.
+    /// Returns whether a message from a peer has arrived at or after `since`.
     pub(super) fn has_heard(&self, id: &MemberId, since: Nanos) -> bool {
         self.heard.get(id).is_some_and(|&at| at >= since)
     }
 
-    /// The question whether a peer is there.
+    /// Encodes a ping.
     pub(super) fn ping(&self) -> Vec<u8> {
         encode(&Word::Ping(self.here()))
     }
 
-    /// What the others are told when a step in the view of an epoch cannot be done.
+    /// Encodes the message that a step in the view of `epoch` has failed.
     pub(super) fn gives_up(epoch: u64) -> Vec<u8> {
         encode(&Word::GivenUp { epoch })
     }
 
-    /// What members that take no steps are told of those that do.
+    /// Encodes the events on which the working members have agreed, for members that take no steps.
     pub(super) fn agreed(epoch: u64, events: &[Event]) -> Vec<u8> {
         encode(&Word::Agreed { epoch, events: events.to_vec() })
     }
 
-    /// What a newcomer tells the members.
+    /// Encodes a newcomer's announcement that it is ready.
     pub(super) fn is_ready(ready: &Ready) -> Vec<u8> {
         encode(&Word::Ready(ready.clone()))
     }
 
-    /// What a member tells a newcomer that it costs.
+    /// Encodes the cost of a newcomer's state, for that newcomer.
     pub(super) fn costing(cost: Cost) -> Vec<u8> {
         encode(&Word::Costs(cost))
     }
 
-    /// What a newcomer has told, if it is ready.
+    /// Returns a newcomer's announcement; `None` if it is not ready.
     pub(super) fn ready(&self, id: &MemberId) -> Option<&Ready> {
         self.ready.get(id)
     }
 
-    /// What this newcomer costs the others, once, when they have told it.
+    /// Returns and clears the cost of this newcomer's state, if the members have sent it.
     pub(super) const fn costs(&mut self) -> Option<Cost> {
         self.costs.take()
     }
 
-    /// From now on `cancel` ends what this rank waits for in the view of an epoch, once another gives it up.
+    /// Sets the cancel token of this rank's operations in the view of `epoch`. It is triggered when another
+    /// member reports that a step of that view has failed, or at once if one already has.
     pub(super) fn ends(&mut self, epoch: u64, cancel: Cancel) {
         self.steps = Some((epoch, cancel));
         self.end_steps();
@@ -185,7 +187,7 @@ impl Keeper {
         }
     }
 
-    /// Where this member stands.
+    /// Returns a message with this member's position in the sequence of views; `None` without a view.
     fn here(&self) -> Option<Message> {
         self.state.view().map(|view| Message::Here { at: view.place() })
     }
@@ -194,17 +196,18 @@ impl Keeper {
         self.ranks.iter().position(|rank| rank == id).map(|rank| Rank(rank as u32))
     }
 
-    /// Carries out what the function says, in its order.
+    /// Carries out actions in their order, and returns the messages to be sent.
     fn act(&mut self, actions: Vec<Action>) -> Vec<Answer> {
         let mut leaving = Vec::new();
         for action in actions {
             match action {
                 Action::Send { to, message } => {
-                    // Whoever cannot be reached is as good as silent.
+                    // A peer that is not connected gets no message; the rules treat it like a silent one.
                     let to = self.rank(&to);
                     leaving.extend(to.map(|to| Answer::to_service(to, encode(&Word::Message(message)))));
                 }
-                // A member that may forget a promise makes none: what it would say is as if it were lost.
+                // Without the saved promise, the actions after it must not happen: send nothing, as if this
+                // member were lost.
                 Action::Keep(kept) => match self.write(&kept) {
                     Ok(()) => {}
                     Err(error) => {
@@ -222,7 +225,7 @@ impl Keeper {
         leaving
     }
 
-    /// Writes down what was promised.
+    /// Writes promises to the file.
     fn write(&self, kept: &Kept) -> Result<()> {
         let Some(path) = &self.promises else { return Ok(()) };
         let text = serde_json::to_vec_pretty(kept).expect("promises are plain data");
@@ -287,7 +290,7 @@ impl Service for Keeper {
             return Vec::new();
         };
         let mut leaving = self.receive_word(word, from, at);
-        // Whoever waits here looks.
+        // Wakes the rank if it is waiting.
         let own = self.rank(&self.state.me().id).filter(|_| self.awaited);
         leaving.extend(own.map(|me| Answer::new(me, Vec::new())));
         leaving

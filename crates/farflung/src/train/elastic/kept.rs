@@ -1,5 +1,5 @@
-//! What a member leaves in its folder about the run's members: what it has promised, and where the others
-//! are. A host that starts again reads both.
+//! Files about a run's members in a member's folder: its promises, and the addresses of the other members. A
+//! host that is started again reads both.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -10,21 +10,21 @@ use farflung_parallel::membership::{Kept, Place};
 use crate::train::run::Watch;
 use crate::{Error, Result, run_dir};
 
-/// The file of promises.
+/// Name of the file with the promises.
 const PROMISES: &str = "promises.json";
-/// The file with the addresses of the other members, one a line.
+/// Name of the file with the other members' addresses, one per line.
 const ADDRESSES: &str = "members.txt";
-/// Neither is larger.
+/// Maximum bytes of each of these files.
 const MOST_BYTES: u64 = 4 << 20;
-/// How long each address of the run before is asked.
+/// Time to wait for an answer from each saved address.
 const ASKED: Duration = Duration::from_secs(2);
 
-/// The file of promises in a folder.
+/// Returns the path of the promises file in a folder.
 pub(super) fn path(folder: &Path) -> PathBuf {
     folder.join(PROMISES)
 }
 
-/// The text of a file of the folder; none where there is no such file.
+/// Reads a text file of the folder; `None` if there is no such file.
 fn text(folder: &Path, name: &str) -> Result<Option<String>> {
     let path = folder.join(name);
     match std::fs::metadata(&path) {
@@ -38,9 +38,9 @@ fn text(folder: &Path, name: &str) -> Result<Option<String>> {
     std::fs::read_to_string(&path).map(Some).map_err(Error::io("read", &path))
 }
 
-/// What a member of the run of this folder has promised; none where no member has been here.
+/// Reads the promises saved in a folder; `None` if no member has run there.
 ///
-/// Errors: a file that is not one.
+/// Errors: a file that is too long or cannot be parsed.
 pub(super) fn read(folder: &Path) -> Result<Option<Kept>> {
     let Some(text) = text(folder, PROMISES)? else { return Ok(None) };
     let kept = serde_json::from_str(&text).map_err(|error| Error::Setting {
@@ -51,12 +51,13 @@ pub(super) fn read(folder: &Path) -> Result<Option<Kept>> {
     Ok(Some(kept))
 }
 
-/// Whether a member of a run has been in this folder.
+/// Returns whether a member of a run has used this folder.
 pub(super) fn is_there(folder: &Path) -> bool {
     path(folder).exists()
 }
 
-/// Where the first view of a host stands that goes on with the run of a folder.
+/// Returns the position of the first view of a host that continues the run of a folder. `before` is what the
+/// folder contains.
 pub(super) fn next(before: Option<&Kept>) -> Place {
     before.map_or(Place { incarnation: 1, epoch: 1 }, |kept| Place {
         incarnation: kept.view.incarnation.saturating_add(1),
@@ -64,16 +65,17 @@ pub(super) fn next(before: Option<&Kept>) -> Place {
     })
 }
 
-/// Writes down where the others are.
+/// Writes the addresses of the other members.
 ///
 /// Errors: [`Error::Io`].
 pub(super) fn write_addresses(folder: &Path, addresses: &[String]) -> Result<()> {
     run_dir::replace(&folder.join(ADDRESSES), addresses.join("\n").as_bytes())
 }
 
-/// Asks the members of the run of a folder whether it goes on.
+/// Checks that the run of a folder is over, by asking its members at their saved addresses.
 ///
-/// Errors: [`Error::StillRuns`] where it does: then this machine joins it, so that a run never forks.
+/// Errors: [`Error::StillRuns`] if a member answers. This machine must then join that run: otherwise there
+/// would be two runs from the same state.
 pub(super) fn is_over(folder: &Path, gate: &GateConfig, watch: &mut dyn Watch) -> Result<()> {
     let Some(text) = text(folder, ADDRESSES)? else { return Ok(()) };
     let addresses: Vec<String> = text.lines().map(str::to_owned).collect();

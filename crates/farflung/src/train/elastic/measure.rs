@@ -1,5 +1,5 @@
-//! A newcomer measures itself before it comes in: two steps of its own, of which the first warms up, and which
-//! count for nothing. What a microbatch took decides its first share.
+//! Speed measurement of a newcomer before it joins. It takes two steps by itself and discards their results;
+//! the first one is a warm-up. The measured time of a microbatch decides its first share.
 
 use farflung_base::Nanos;
 use farflung_comm::Communicator;
@@ -12,7 +12,8 @@ use crate::train::links;
 use crate::train::trainer::Trainer;
 use crate::{Error, Result};
 
-/// What a microbatch takes this rank, where shares follow that; `comm` is of this rank alone.
+/// Measures the time of one microbatch on this rank; `None` if shares do not follow speed, or if the
+/// measurement fails. `comm` must contain this rank only.
 pub(super) fn measured(
     job: &Job,
     (comm, slot): (&Communicator, u32),

@@ -1,4 +1,4 @@
-//! A run on machines that come and leave: the one that founds it, and those that join.
+//! Entry points of runs that machines join and leave: hosting a run, joining one, and asking for its status.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use crate::train::sizes;
 use crate::train::trainer::check_pipelines;
 use crate::{Error, Existing, Result, RunDir, Stop, TrainArgs, TrainConfig, model_name};
 
-/// Refuses settings with which members cannot come and leave.
+/// Rejects settings that do not work in a run whose members change.
 fn check(config: &TrainConfig) -> Result<()> {
     let wrong = |field, value: String, expected: &str| {
         Err(Error::Setting { field, value, expected: expected.to_owned() })
@@ -49,7 +49,7 @@ fn check(config: &TrainConfig) -> Result<()> {
     check_transport(config.transport)
 }
 
-/// Refuses a transport whose members are those that it began with.
+/// Rejects a transport whose set of members is fixed.
 fn check_transport(transport: TransportKind) -> Result<()> {
     let TransportKind::Named(row) = transport else { return Ok(()) };
     let Some(reason) = row.fixed else { return Ok(()) };
@@ -57,9 +57,10 @@ fn check_transport(transport: TransportKind) -> Result<()> {
     Err(Error::Setting { field: "transport", value: row.to_string(), expected })
 }
 
-/// The settings by which members form pipelines, where each is not to hold the whole model.
+/// Returns the settings by which members form pipelines; `None` if each member holds the whole model.
 ///
-/// Errors: a pipeline that these settings do not make, or whose parts do not all stand behind the same step.
+/// Errors: settings that make no valid pipeline, or a schedule whose parts are not all at the same step after
+/// each step.
 fn pipelines(config: &TrainConfig) -> Result<Option<Arc<TrainConfig>>> {
     if config.stages == 1 {
         return Ok(None);
@@ -69,17 +70,17 @@ fn pipelines(config: &TrainConfig) -> Result<Option<Arc<TrainConfig>>> {
     Ok(Some(Arc::new(TrainConfig { workers: 1, ..config.clone() })))
 }
 
-/// Opens the data, and makes the plan of a member alone that others can come to: with `stages`, it holds the
-/// whole model until they do.
+/// Creates the job of a run that begins with one member. With `stages`, this member holds the whole model until
+/// others join.
 ///
-/// Errors: settings with which members cannot come and leave; as [`Job::new`].
+/// Errors: settings that do not work in a run whose members change; as [`Job::new`].
 pub fn founder(config: TrainConfig, stop: &Stop) -> Result<Job> {
     check(&config)?;
     sizes::admit(&config, None)?;
     let pipelines = pipelines(&config)?;
     let mut config = TrainConfig { workers: 1, ..config };
     if pipelines.is_some() {
-        // As many to a step as a pipeline takes.
+        // The founder takes as many microbatches per step as a whole pipeline.
         (config.microbatches, config.accumulate) = (Some(planned::microbatches(&config)), 1);
         config.stages = 1;
     }
@@ -91,11 +92,12 @@ pub fn founder(config: TrainConfig, stop: &Stop) -> Result<Job> {
     job.with_plan(plan)
 }
 
-/// Founds a run that others can join, and trains. `open` is called once they can, with the run's folder.
-/// `former` asks the members of an earlier run of that folder whether they go on.
+/// Starts a run that others can join, and trains. `open` is called with the run's folder once others can
+/// connect. `former` is used to ask the members of an earlier run of that folder whether they are still
+/// training.
 ///
-/// Errors: settings with which members cannot come and leave; a port that is in use; [`Error::StillRuns`]
-/// where the run of this folder goes on without this machine.
+/// Errors: settings that do not work in a run whose members change; a port in use; [`Error::StillRuns`] if the
+/// run of this folder is still training without this machine.
 pub fn host(
     config: TrainConfig,
     gate: &GateConfig,
@@ -142,12 +144,12 @@ pub fn host(
     }
 }
 
-/// Becomes a member of the run of which some members are reached at these addresses; one that the others go
-/// on without comes back as a newcomer. `given` are this machine's own settings. `open` is called once it is
+/// Joins the run whose members listen at `addresses`, and trains. If the others later continue without this
+/// machine, it joins again as a newcomer. `given` are this machine's own settings. `open` is called once it is
 /// connected.
 ///
-/// Errors: [`Error::MemberDiffers`] for another version, model or data than the members'; whatever keeps it
-/// from joining.
+/// Errors: [`Error::MemberDiffers`] if the version, model or data differ from the members'; any error that
+/// prevents joining.
 pub fn join(
     given: &TrainArgs,
     gate: &GateConfig,
@@ -161,7 +163,7 @@ pub fn join(
     come_in(given, gate, (asked, None), stop, watch, open)
 }
 
-/// Comes in with what members have answered, and again where the others go on without this one.
+/// Joins with the members' answer in `asked`, and joins again if the others continue without this machine.
 fn come_in(
     given: &TrainArgs,
     gate: &GateConfig,
@@ -180,7 +182,7 @@ fn come_in(
             Some(folder) => folder,
             None => Claim::new(job.config.out.as_deref(), &model_name(&job.model), None)?,
         };
-        // A newcomer begins with the state of the others, whatever it has left in its folder before.
+        // A newcomer takes the state from the members, even if its folder has checkpoints.
         let was_here = kept::is_there(folder.path());
         let existing = if was_here { Existing::Continue } else { Existing::Refuse };
         let run = RunDir::open(folder.path(), existing)?;
@@ -218,9 +220,9 @@ fn place(
     Place::new(gate.transport(), me, arrivals, (state, Some(run)), job.config.deadline)
 }
 
-/// Asks a run's members how it stands; `None` where it has not begun.
+/// Asks a run's members for its status; `None` if it has not begun.
 ///
-/// Errors: nobody answers at these addresses, or refuses.
+/// Errors: no member answers at these addresses, or one rejects the connection.
 pub fn status(gate: &GateConfig, addresses: &[String]) -> Result<Option<Status>> {
     let asked = ask(gate, addresses)?;
     Ok(Welcome::read(&asked.welcome)?.status)

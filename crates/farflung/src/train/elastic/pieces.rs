@@ -1,4 +1,4 @@
-//! Tensors of the run's state on their way from members that have them to members that need them.
+//! Transfer of tensors of the run's state from members that have them to members that need them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,7 +14,7 @@ use crate::train::floats::floats;
 use crate::train::trainer::Pieces;
 use crate::{Error, Result};
 
-/// Of each tensor that moves: what it is, and who has it.
+/// Tensors that move, by name: the blob with the values, and the ranks that have it.
 pub(super) type Holders = BTreeMap<String, Wanted>;
 
 fn wrong(problem: &'static str) -> Error {
@@ -25,9 +25,10 @@ fn bytes_of(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
-/// A member's tensors that move on a shelf, with who else has them. All members call it.
+/// Puts the moving tensors that this member has on a shelf. Returns the shelf, and which ranks hold each
+/// tensor. All members call it.
 ///
-/// Errors: [`Error::Message`] where members that hold the same tensor have other values.
+/// Errors: [`Error::Message`] if members have different values of the same tensor.
 pub(super) fn offered(all: &Communicator, own: Option<&Pieces>, moving: &[Move]) -> Result<(Shelf, Holders)> {
     let (mut shelf, mut mine) = (Shelf::default(), BTreeMap::new());
     if moving.is_empty() {
@@ -56,11 +57,10 @@ pub(super) fn offered(all: &Communicator, own: Option<&Pieces>, moving: &[Move])
     Ok((shelf, held))
 }
 
-/// Has tensors move: gives those that came. Each comes from all that have it, by their rates. All members call
-/// it.
+/// Transfers tensors and returns those that this member received. Each tensor comes from all members that have
+/// it, in proportion to their rates. All members call it.
 ///
-/// Errors: [`Error::Message`] where no member is left whose values have the hash that its holders told;
-/// [`Error::PeerLost`].
+/// Errors: [`Error::Message`] if no remaining holder sends values with the announced hash; [`Error::PeerLost`].
 pub(super) fn exchange(
     all: &Communicator,
     (shelf, held): (Shelf, &Holders),
@@ -78,7 +78,7 @@ pub(super) fn exchange(
         let wanted = held.get(&moved.name).filter(|wanted| wanted.label.len == moved.bytes);
         coming.insert(&moved.name, wanted.ok_or_else(|| wrong("is not as long as was told"))?);
     }
-    // Tensors of equal values are one blob.
+    // Tensors with equal values are the same blob, which is fetched once.
     let unlike: BTreeMap<Label, &Wanted> = coming.values().map(|wanted| (wanted.label, *wanted)).collect();
     let wanted = unlike.values().map(|&wanted| wanted.clone()).collect();
     fetch(all, Part { takers: &takers, wanted, shelf, store: &mut *store })?;

@@ -1,5 +1,5 @@
-//! Going over to another view where members form pipelines: whoever has a place goes on with its part, and
-//! whoever has none waits as a spare.
+//! Changes of the view where members form pipelines. A member with a place continues with its part of the
+//! model; a member without one waits as a spare.
 
 use farflung_base::{Nanos, PeerId};
 use farflung_comm::Cancel;
@@ -16,7 +16,7 @@ use crate::train::steps::Last;
 use crate::train::trainer::{Counted, Pieces, Trainer};
 use crate::{Error, Result};
 
-/// A member that has a place in a view.
+/// A member that has a place in a view, with all that it needs to continue.
 struct Placed {
     job: Job,
     trainer: Trainer,
@@ -28,9 +28,10 @@ struct Placed {
 }
 
 impl Member<'_> {
-    /// Has a place in a view's pipelines, or in those of a later view.
+    /// Takes a place in the pipelines of a view. If this member is a spare there, waits for a place in a later
+    /// view.
     ///
-    /// Errors: [`Error::OverForSpare`] where the run ends before; [`Error::PartLost`].
+    /// Errors: [`Error::OverForSpare`] if the run ends first; [`Error::PartLost`].
     pub(super) fn go_over_in_pipelines(
         &mut self,
         (job, last): (&mut Job, &mut Last),
@@ -69,9 +70,10 @@ impl Member<'_> {
         })
     }
 
-    /// A newcomer's first place.
+    /// Takes a newcomer's first place.
     ///
-    /// Errors: as [`Member::go_over_in_pipelines`]; [`Error::Removed`] where no view has it within `patience`.
+    /// Errors: as [`Member::go_over_in_pipelines`]; [`Error::Removed`] if no view contains it within
+    /// `patience`.
     pub(super) fn come_into_pipelines(
         &mut self,
         job: &mut Job,
@@ -128,7 +130,7 @@ impl Member<'_> {
         }
     }
 
-    /// `None` of a spare.
+    /// Tries to take a place in a view's pipelines. `None` if this member is a spare.
     fn try_pipelines(
         &mut self,
         (job, last): (&Job, Last),
@@ -139,7 +141,7 @@ impl Member<'_> {
         let all = tied(job, self.place.enter(view.clone())?).with_other_cancel(&change);
         self.place.keeper().ends(view.epoch, change.clone());
         let done = (|| {
-            // A step that any of them has committed is committed by all that voted on it.
+            // If one member has committed the step, all that voted on it must commit it, too.
             let committed = trainer.as_deref().map(Trainer::committed);
             let told: Vec<Option<(u64, Option<f64>)>> = tell_all(&all, &committed)?;
             let newest = told.into_iter().flatten().max_by_key(|(step, _)| *step);
@@ -183,7 +185,7 @@ impl Member<'_> {
 }
 
 impl Team {
-    /// Whether this member tells the spares when the run is over.
+    /// Returns whether this member notifies the spares when the run is over.
     pub(super) fn leads(&self) -> bool {
         self.rank() == Some(0)
     }

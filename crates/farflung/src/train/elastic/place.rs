@@ -1,5 +1,5 @@
-//! A member's place in a run whose members change: the view in force, who is connected, and the service by
-//! which it hears of the others whatever it computes.
+//! A member's connection to a run whose members change: the view in force, the connected peers, and the service
+//! that receives messages about members while the rank computes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,14 +16,14 @@ use super::shelf::Shelf;
 use super::watchman::{Caller, numbered};
 use crate::{Result, RunDir};
 
-/// The context of messages about members, which is in use while they change.
+/// Context number of the communicator for messages about members; it exists in all views.
 const CONTROL: u64 = u64::MAX;
-/// The context of one that has left.
+/// Context number of the communicator of a rank that is alone.
 const ALONE: u64 = u64::MAX - 1;
-/// Their tags.
+/// Tags of messages about members.
 const TAGS: ServiceTags = ServiceTags { ask: 1, answer: 2 };
 
-/// A member's place, or that of a process that is to become one.
+/// A process's connection to a run, as a member or a possible member.
 #[derive(Debug)]
 pub struct Place {
     transport: Arc<dyn Transport>,
@@ -32,28 +32,28 @@ pub struct Place {
     keeper: Arc<Mutex<Keeper>>,
     shelf: Arc<Mutex<Shelf>>,
     control: Option<Control>,
-    /// The view that is in force here; none of a newcomer.
+    /// The view in force on this rank; `None` for a newcomer.
     view: Option<View>,
-    /// Endpoints whose connections are gone.
+    /// Endpoints whose connections are broken.
     gone: BTreeSet<PeerId>,
-    /// Endpoints that were members once: they are answered, but never become members again.
+    /// Endpoints of former members. Their messages are answered, but they never become members again.
     former: BTreeSet<PeerId>,
-    /// All that were ever here.
+    /// Ids of all endpoints that were ever connected.
     names: BTreeMap<PeerId, MemberId>,
-    /// The longest wait for others.
+    /// Maximum time to wait for other ranks.
     pub(super) deadline: Nanos,
-    /// Until when this rank asks for no change.
+    /// Time until which this rank requests no change.
     pub(super) pause: Nanos,
     /// The member's folder.
     pub(super) run: Option<RunDir>,
 }
 
-/// The keepers of all that are connected, by the numbers that they have here.
+/// The communicator of the keepers of all connected peers.
 struct Control {
     comm: Communicator,
     peers: Vec<Newcomer>,
     serving: Pending<std::result::Result<(), CommError>>,
-    /// Answers probes.
+    /// Answers requests to the shelf for probes.
     _shelf: Pending<std::result::Result<(), CommError>>,
 }
 
@@ -64,7 +64,7 @@ impl std::fmt::Debug for Control {
 }
 
 impl Place {
-    /// Where `me` is at the network. What `state` must not forget is written to the folder.
+    /// Creates the connection of endpoint `me`. Promises of `state` are written to the folder.
     ///
     /// Errors: [`Error::Io`](crate::Error::Io).
     pub fn new(
@@ -98,19 +98,19 @@ impl Place {
         })
     }
 
-    /// The same of a member whose checkpoints and records go to a folder.
+    /// Sets the folder for checkpoints and records.
     #[must_use]
     pub fn saves_in(self, run: RunDir) -> Self {
         Self { run: Some(run), ..self }
     }
 
-    /// The view in force.
+    /// Returns the view in force.
     #[must_use]
     pub const fn view(&self) -> Option<&View> {
         self.view.as_ref()
     }
 
-    /// The network underneath.
+    /// Returns the transport.
     #[must_use]
     pub const fn transport(&self) -> &Arc<dyn Transport> {
         &self.transport
@@ -120,7 +120,8 @@ impl Place {
         self.keeper.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes note of endpoints that are gone, and gives those that were here.
+    /// Notes which connections have broken since the last call, and returns the ids of all peers that were
+    /// connected and are gone.
     pub(super) fn lost(&mut self) -> Vec<MemberId> {
         for happened in self.transport.events() {
             if let PeerEvent::Down(peer, _) = happened {
@@ -134,7 +135,7 @@ impl Place {
         self.names.get(&peer).copied()
     }
 
-    /// The other members, by their endpoints, whose connections hold.
+    /// Returns the endpoints and ids of the other members whose connections are not broken.
     pub(super) fn others(&self) -> Vec<(PeerId, MemberId)> {
         let members = self.view.iter().flat_map(|view| &view.members);
         let others = members.map(|member| (PeerId(member.slot), member.id));
@@ -145,8 +146,7 @@ impl Place {
         self.view.iter().flat_map(|view| &view.members).any(|member| member.slot == peer.0)
     }
 
-    /// Those that are connected, are no members and never were.
-    /// As of the last [`Place::renew`].
+    /// Returns the connected peers that are not members and never were, as of the last [`Place::renew`].
     pub(super) fn newcomers(&self) -> Vec<Newcomer> {
         let here = self.control.iter().flat_map(|control| &control.peers);
         here.filter(|peer| peer.peer != self.me.peer && !self.is_member(peer.peer))
@@ -155,10 +155,10 @@ impl Place {
             .collect()
     }
 
-    /// Whether members should change, as far as is known here. To be asked between two steps.
+    /// Returns whether this rank sees a reason for a change of members. Called between two steps.
     pub(in crate::train) fn wants_change(&mut self) -> Result<bool> {
         self.renew();
-        // One that is alone waits for nobody, so that nothing else has its services look.
+        // A rank that is alone never waits for messages, so its services must be polled here.
         if let Some(Control { comm, serving, .. }) = &mut self.control {
             comm.first(&mut [serving], Look::Now);
         }
@@ -170,15 +170,15 @@ impl Place {
         Ok(now >= self.pause && (!self.ready_newcomers().is_empty() || !self.lost_members().is_empty()))
     }
 
-    /// Newcomers that have said that they are ready.
+    /// Returns the newcomers that have announced that they are ready.
     pub(super) fn ready_newcomers(&self) -> Vec<Newcomer> {
         let mut newcomers = self.newcomers();
         newcomers.retain(|peer| self.keeper().ready(&peer.id).is_some());
         newcomers
     }
 
-    /// Measures how fast those that are connected send to this newcomer, which will take a state of so many
-    /// bytes.
+    /// Measures how fast all connected peers send to this newcomer. `state` is the bytes of the state that it
+    /// will receive.
     pub(super) fn measure_links(&mut self, state: u64) -> Ready {
         self.renew();
         let Control { comm, peers, .. } = self.control();
@@ -186,14 +186,14 @@ impl Place {
         measured(comm, &ids, state)
     }
 
-    /// Tells all that are connected that this newcomer is ready.
+    /// Sends all connected peers the announcement that this newcomer is ready.
     pub(super) fn tell_ready(&self, ready: &Ready) -> Vec<Pending<std::result::Result<(), CommError>>> {
         let others = self.control().peers.iter().filter(|peer| peer.peer != self.me.peer);
         let others: Vec<(PeerId, MemberId)> = others.map(|peer| (peer.peer, peer.id)).collect();
         self.tell_others(&others, &Keeper::is_ready(ready))
     }
 
-    /// Tells a newcomer what it costs the members.
+    /// Sends a newcomer the cost of its state for the members.
     pub(super) fn tell_costs(
         &self,
         Admission { peer, cost }: Admission,
@@ -202,25 +202,25 @@ impl Place {
         self.tell_others(&[(peer, id)], &Keeper::costing(cost))
     }
 
-    /// How many are connected, this one included.
+    /// Returns the number of connected peers, this one included.
     pub(super) fn connected(&self) -> usize {
         self.control().peers.len()
     }
 
-    /// Whether the view in force has a member of this name.
+    /// Returns whether the view in force has a member with this id.
     pub(super) fn is_named(&self, id: &MemberId) -> bool {
         self.view().is_some_and(|view| view.has(id))
     }
 
-    /// Members of the view whose connections are gone.
+    /// Returns the members of the view whose connections are broken.
     pub(super) fn lost_members(&mut self) -> Vec<MemberId> {
         let lost = self.lost();
         let members = self.view.iter().flat_map(|view| &view.members).map(|member| member.id);
         members.filter(|id| lost.contains(id)).collect()
     }
 
-    /// Has a service between this rank and all that are connected, which hears of members while the rank
-    /// computes.
+    /// Updates the communicator of the keepers to the peers that are connected now, and restarts the services
+    /// on it if the peers have changed. The services answer while the rank computes.
     pub(in crate::train) fn renew(&mut self) {
         self.lost();
         let mut peers: Vec<Newcomer> = self.arrivals.here(self.transport.now());
@@ -245,13 +245,13 @@ impl Place {
         self.control.as_ref().expect("it was renewed")
     }
 
-    /// Tells the own keeper what happened.
+    /// Sends an event to the own keeper.
     pub(super) fn tell(&self, happened: Event) -> Result<()> {
         let comm = &self.control().comm;
         Ok(comm.send(comm.rank(), TAGS.ask, &event(happened))?)
     }
 
-    /// Asks others whether they are there. The answers come to the own keeper.
+    /// Pings other members. The answers go to the own keeper.
     pub(super) fn ping(
         &self,
         others: &[(PeerId, MemberId)],
@@ -259,15 +259,15 @@ impl Place {
         self.caller(others).call()
     }
 
-    /// Tells the other members that the steps of the view in force cannot be done, so that none of them waits
-    /// for its deadline.
+    /// Notifies the other members that the steps of the view in force have failed, so that they do not wait for
+    /// their deadlines.
     pub(super) fn give_up(&mut self) -> Vec<Pending<std::result::Result<(), CommError>>> {
         let Some(epoch) = self.view.as_ref().map(|view| view.epoch) else { return Vec::new() };
         self.renew();
         self.tell_others(&self.others(), &Keeper::gives_up(epoch))
     }
 
-    /// Tells members without a part what the others have agreed on.
+    /// Sends the events on which the working members have agreed to members without a part.
     pub(super) fn tell_agreed(
         &self,
         working: &[MemberId],
@@ -289,14 +289,14 @@ impl Place {
         told.map(|(rank, _)| comm.start_send(rank, TAGS.ask, word.to_vec())).collect()
     }
 
-    /// Whoever asks them, from whatever thread.
+    /// Returns a [`Caller`] that can ping these members from any thread.
     pub(super) fn caller(&self, others: &[(PeerId, MemberId)]) -> Caller {
         let Control { comm, peers, .. } = self.control();
         let (comm, keeper) = (comm.clone(), Arc::clone(&self.keeper));
         Caller { comm, keeper, others: numbered(peers, others), tag: TAGS.ask }
     }
 
-    /// Waits until the own keeper has heard something, at most for so long.
+    /// Waits until a message reaches the own keeper, at most for `patience`.
     pub(super) fn wait(&self, patience: Nanos) -> Result<()> {
         let comm = self.control().comm.clone().with_deadline(patience.max(Nanos(1)));
         match comm.recv(comm.rank(), TAGS.answer) {
@@ -305,8 +305,8 @@ impl Place {
         }
     }
 
-    /// Goes over to a view, and gives the communicator of its members. Those that were members and are not
-    /// are never taken for newcomers.
+    /// Changes to a view, and returns the communicator of its members. Former members are recorded, so that
+    /// they are not taken for newcomers.
     ///
     /// Errors: a view without this endpoint.
     pub(in crate::train) fn enter(&mut self, view: View) -> Result<Communicator> {
@@ -322,7 +322,7 @@ impl Place {
         Ok(comm)
     }
 
-    /// This endpoint alone, once it is no member any more.
+    /// Returns a communicator of this endpoint alone, which is in no view any more.
     ///
     /// Errors: none for an endpoint of the network.
     pub(in crate::train) fn alone(&mut self) -> Result<Communicator> {

@@ -1,5 +1,6 @@
-//! Stages that are pools of the members of a view: what is known of the members' speeds, and what follows from
-//! it after a step. All members know the same, and decide the same without another word.
+//! Stages that are pools of the members of a view: the members' speeds, and the changes that follow from them
+//! after a step. All members have the same measurements, so they reach the same result without further
+//! messages.
 
 use std::collections::BTreeMap;
 
@@ -19,39 +20,41 @@ use crate::train::job::Job;
 use crate::train::steps::Last;
 use crate::train::trainer::Trainer;
 
-/// A member that changes its stage.
+/// A member that moves to another stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Moving {
     /// Its endpoint.
     pub(super) slot: u32,
-    /// The stage that it goes to.
+    /// Index of the stage to which it moves.
     pub(super) to: u32,
 }
 
-/// What a member knows of the speeds of all, and what they have decided on.
+/// The speeds of all members that a member has received, and the change that they have decided on.
 #[derive(Debug, Clone, Default)]
 pub(super) struct PoolSpeeds {
     balance: PoolBalance,
-    /// Operations a second of each member that has told what a microbatch takes it, by its endpoint.
+    /// Speed of each member that has sent the time of a microbatch, by its endpoint, in operations a second.
     pub(super) known: BTreeMap<u32, f64>,
     pub(super) moving: Option<Moving>,
 }
 
-/// Operations of a microbatch in each part of a plan.
+/// Returns the number of operations of a microbatch in each part of a plan.
 pub(super) fn work(plan: &Plan, model: &GptConfig) -> Vec<f64> {
     let (work, all) = (Work { model, batch: plan.batch as usize }, 0..model.context);
     plan.parts.iter().map(|part| work.slice_flops(&part.layers, &all)).collect()
 }
 
 impl PoolSpeeds {
-    /// Takes over what a member of a view has told: what is no speed is as good as not told.
+    /// Starts anew with the speeds that a member has sent in a new view. Values that are not positive and
+    /// finite are ignored.
     pub(super) fn begin_anew(&mut self, known: &BTreeMap<u32, f64>) {
         let known = known.iter().filter(|(_, speed)| speed.is_finite() && **speed > 0.0);
         let known = known.map(|(&slot, &speed)| (slot, speed)).collect();
         *self = Self { known, ..Self::default() };
     }
 
-    /// What follows from the step that was done. The same on all members that take steps.
+    /// Returns how the pools should change after the step just done. The result is the same on all members that
+    /// take steps.
     fn advice(&mut self, job: &Job, team: &Team, trainer: &mut Trainer) -> PoolAdvice {
         let Some(pools) = job.plan.pools().filter(|_| job.is_pooled()) else { return PoolAdvice::Stay };
         let Some(measured) = trainer.measured() else { return PoolAdvice::Stay };
@@ -65,8 +68,9 @@ impl PoolSpeeds {
         self.balance.observe(pools, job.plan.microbatches[0], &measured, &work)
     }
 
-    /// What the pools of a view are made for, whose model is cut into parts of this much work. A member whose
-    /// speed is not known counts as the middle one of the others.
+    /// Returns the input from which the pools of a view are formed. `work` is the operations of a microbatch in
+    /// each stage, `most` the maximum members of a pool. A member without a known speed counts as having the
+    /// median of the known ones.
     pub(super) fn pooling(&self, view: &View, most: u32, work: Vec<f64>) -> Pooling {
         let speeds = view.members.iter().map(|member| self.known.get(&member.slot).copied());
         let speeds: Vec<Option<f64>> = speeds.collect();
@@ -80,7 +84,7 @@ impl PoolSpeeds {
     }
 }
 
-/// How fast each rank of some pools is beside the others of its pool.
+/// Returns the rate of each rank of some pools, relative to the others of its pool.
 pub(super) fn rates(lineup: &Lineup, pooling: &Pooling) -> Vec<u32> {
     let pools = Pools::equal(lineup.pools.clone());
     let time = |(rank, &member): (u32, &usize)| {
@@ -91,7 +95,7 @@ pub(super) fn rates(lineup: &Lineup, pooling: &Pooling) -> Vec<u32> {
     rates_of(&pools, &times)
 }
 
-/// What `events.jsonl` says of a plan's pools; `None` where it has none.
+/// Returns the entry for `events.jsonl` on a plan's pools; `None` if it has none.
 pub(super) fn event(plan: &Plan, team: Option<&Team>, moved: Option<Moving>) -> Option<What> {
     let (pools, slots) = (plan.pools()?, team?.slots());
     let mut at = 0_usize;
@@ -106,12 +110,12 @@ pub(super) fn event(plan: &Plan, team: Option<&Team>, moved: Option<Moving>) -> 
     Some(What::Pools { members: of(&slots), rates: of(&pools.rates), moved })
 }
 
-/// Microbatches go other ways from now on; no part moves. All members that take steps call it after the
-/// same step.
+/// Changes the routes of microbatches to new rates. No part moves. All members that take steps call it after
+/// the same step.
 ///
 /// Errors: a member that is lost meanwhile.
 pub(super) fn reroute(job: &mut Job, trainer: &mut Trainer, rates: Vec<u32>) -> Result<()> {
-    // Nobody takes another way before all have committed the step.
+    // A rank must not use the new routes before all ranks have committed the step.
     trainer.comm().barrier()?;
     let mut plan = job.plan.clone();
     if let ScheduleSource::Pools(pools) = &mut plan.pipeline.schedule {
@@ -125,7 +129,7 @@ pub(super) fn reroute(job: &mut Job, trainer: &mut Trainer, rates: Vec<u32>) -> 
 }
 
 impl Member<'_> {
-    /// What follows for the pools from the step that was done.
+    /// Returns how the pools should change after the step just done.
     pub(super) fn pool_advice(&mut self, job: &Job, trainer: &mut Trainer) -> PoolAdvice {
         match &self.team {
             Some(team) => self.pools.advice(job, team, trainer),
@@ -133,9 +137,9 @@ impl Member<'_> {
         }
     }
 
-    /// A member changes its stage, under a new view of the same members: it takes the part's state from those
-    /// that hold it. All members that take steps call it after the same step. `None` where they did not come to
-    /// a view.
+    /// Moves the member at `rank` to stage `to`, under a new view of the same members. It receives the part's
+    /// state from the members that hold it. All members that take steps call it after the same step. `None` if
+    /// they did not reach a new view.
     ///
     /// Errors: as [`Member::between_steps`].
     pub(super) fn change_stage(

@@ -1,5 +1,6 @@
-//! A newcomer says that it is ready once it has measured how fast each member sends to it. Members propose no
-//! view with one before, and say what its state will cost them from these rates.
+//! A newcomer's announcement that it is ready. It first measures how fast each member sends to it. Members
+//! propose no view with a newcomer before its announcement, and predict from these rates how long the transfer
+//! of its state will take.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,47 +14,49 @@ use super::fetch::TAGS;
 use super::shelf::{Item, PROBE as MOST, Reply};
 use crate::train::trainer::StateBytes;
 
-/// Questions to each member, all at once.
+/// Number of probes requested from each member, all at once.
 const PROBES: u32 = 16;
-/// For how long answers are waited for: they may stand behind the averages of a step.
+/// Time to wait for all answers. It is long because answers may queue behind the averages of a step.
 const PATIENCE: Nanos = Nanos::from_millis(10_000);
-/// The fewest bytes of a probe.
+/// Minimum bytes of a probe.
 const LEAST: u32 = 256;
-/// The whole of a measurement is at most this part of the state.
+/// The probes of one member are together at most one `PART`th of the state, unless `LEAST` requires more.
 const PART: u64 = 16;
 
-/// What a newcomer tells all members.
+/// Announcement of a newcomer to all members.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Ready {
-    /// Bytes a second that each member sends to it while all do; nothing of one that has not answered.
+    /// Bytes a second from each member to the newcomer, measured while all members send. Members that have not
+    /// answered are missing.
     rates: BTreeMap<MemberId, u64>,
 }
 
 impl Ready {
-    /// Whether a view can have so many members.
+    /// Returns whether the number of rates is possible for a view.
     pub(super) fn is_sound(&self) -> bool {
         self.rates.len() <= View::MOST_MEMBERS
     }
 
-    /// The rates of some members; `None` unless all of them are known.
+    /// Returns the rates of some members; `None` unless all of them are known.
     fn of(&self, members: &[MemberId]) -> Option<Vec<u64>> {
         members.iter().map(|id| self.rates.get(id).copied().filter(|&rate| rate > 0)).collect()
     }
 }
 
-/// What the state of a newcomer costs all members.
+/// Cost of a newcomer's state for all members.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::train) struct Cost {
-    /// Its bytes.
+    /// Bytes of the state.
     pub(in crate::train) state: u64,
-    /// How long all will wait for it; none where its rates are not known.
+    /// Predicted time for which all members wait; `None` if a rate is not known.
     pub(in crate::train) predicted: Option<Nanos>,
-    /// Whether it may be less: which part of the model it will have is decided later.
+    /// Whether the values are upper bounds, because the newcomer's part of the model is decided later.
     pub(in crate::train) at_most: bool,
 }
 
 impl Cost {
-    /// Of one that is ready, where members have told the sizes of their states and which of them can give it.
+    /// Computes the cost of a newcomer. `told` has the sizes of each member's state; the first member is the
+    /// one that sends the part of the state that replicas do not share.
     pub(super) fn new(ready: &Ready, told: &[(MemberId, StateBytes)]) -> Self {
         let members: Vec<MemberId> = told.iter().map(|(id, _)| *id).collect();
         let rates = ready.of(&members);
@@ -64,7 +67,7 @@ impl Cost {
         let own = sizes().map(|sizes| sizes.own).max().unwrap_or(0);
         let predicted = rates.map(|rates| {
             if at_most {
-                // Its part may be one that only the slowest of them holds.
+                // Worst case: only the slowest member holds the newcomer's part.
                 return seconds(shared + own, rates.iter().copied().min().unwrap_or(1));
             }
             let all = seconds(shared + own, rates.iter().sum::<u64>().max(1));
@@ -74,12 +77,12 @@ impl Cost {
     }
 }
 
-/// A newcomer that is proposed, and what its state will cost.
+/// A newcomer that is proposed as a member, and the cost of its state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::train) struct Admission {
-    /// Its endpoint.
+    /// The newcomer's endpoint.
     pub(in crate::train) peer: PeerId,
-    /// The cost.
+    /// Cost of its state.
     pub(in crate::train) cost: Cost,
 }
 
@@ -100,8 +103,9 @@ impl fmt::Display for Admission {
     }
 }
 
-/// The rate of answers of so many bytes that arrived at these times: the highest over half of them in a row.
-/// Others may go over the link between them, and several may be read at once.
+/// Returns the rate of answers of `bytes` bytes that arrived at these times, in bytes a second: the highest
+/// rate over half of them in a row. The other half may be delayed by other traffic. The rate is measured over
+/// many answers because several may be read at the same moment. `None` if the times are too few or equal.
 fn rate(arrived: &[Nanos], bytes: u32) -> Option<u64> {
     let span = (arrived.len() / 2).max(1);
     let times = arrived.windows(span + 1).map(|window| window[span].saturating_sub(window[0]));
@@ -109,8 +113,8 @@ fn rate(arrived: &[Nanos], bytes: u32) -> Option<u64> {
     Some((span as f64 * f64::from(bytes) / least.as_secs_f64()) as u64)
 }
 
-/// Measures how fast all others send to this rank, all at the same time, with probes that are small beside a
-/// state of so many bytes.
+/// Measures how fast all other ranks send to this one at the same time. The probes are small compared with a
+/// state of `state` bytes.
 pub(super) fn measured(comm: &Communicator, ids: &[MemberId], state: u64) -> Ready {
     let others: Vec<Rank> = (0..comm.size() as u32).map(Rank).filter(|&rank| rank != comm.rank()).collect();
     let wished = state / (PART * u64::from(PROBES));
@@ -119,7 +123,7 @@ pub(super) fn measured(comm: &Communicator, ids: &[MemberId], state: u64) -> Rea
     let mut seen: BTreeMap<Rank, Vec<Nanos>> = others.iter().map(|&rank| (rank, Vec::new())).collect();
     let mut sending: Vec<Pending<Result<(), CommError>>> = Vec::new();
     for number in 0..PROBES {
-        // One of each in turn.
+        // Request one probe from each member in turn.
         let asked = Item::Probe { len, number }.to_bytes();
         sending.extend(others.iter().map(|&rank| comm.start_send(rank, TAGS.ask, asked.clone())));
     }
@@ -135,7 +139,7 @@ pub(super) fn measured(comm: &Communicator, ids: &[MemberId], state: u64) -> Rea
         if comm.first(&mut [&mut next], Look::Within(left)).is_none() {
             break;
         }
-        // Whoever is lost has no rate.
+        // A lost rank gets no rate.
         let Ok((rank, bytes)) = next.wait() else { break };
         let is_probe = |reply: &Reply| {
             let right = reply.bytes.as_ref().is_some_and(|bytes| bytes.len() as u64 == u64::from(len));
@@ -166,9 +170,9 @@ mod tests {
     fn a_rate_is_that_of_the_half_that_came_fastest() {
         let at = |millis: &[u64]| millis.iter().map(|&ms| Nanos::from_millis(ms)).collect::<Vec<_>>();
         assert_eq!(rate(&at(&[10, 20, 30, 40]), 1000), Some(100_000));
-        // Something else was sent between them.
+        // Other traffic delayed the third answer.
         assert_eq!(rate(&at(&[10, 20, 500, 510, 520]), 1000), Some(100_000));
-        // Two of them were read at once.
+        // Pairs of answers were read at the same moment.
         assert_eq!(rate(&at(&[10, 10, 20, 20, 30]), 1000), Some(200_000));
         for none in [&[][..], &[5], &[5, 5, 5]] {
             assert_eq!(rate(&at(none), 1000), None);
@@ -182,13 +186,13 @@ mod tests {
         let ddp = cost(&told(60_000_000, 0, false));
         assert_eq!((ddp.state, ddp.predicted), (60_000_000, Some(Nanos::from_millis(3_000))));
         assert_eq!(ddp.to_string(), "60 MB of state, about 3s in which all wait");
-        // What the first one alone has comes from it alone.
+        // A replica's own state comes from the first member only.
         let local = cost(&told(10_000_000, 40_000_000, false));
         assert_eq!(local.predicted, Some(Nanos::from_millis(4_000)));
-        // A part may be that of the slowest.
+        // The newcomer's part may be held by the slowest member only.
         let part = cost(&told(20_000_000, 0, true));
         assert_eq!(part.to_string(), "20 MB of state, at most 4s in which all wait");
-        // One whose rate is not known.
+        // The rate of one member is not known.
         let cost = Cost::new(&rates(&[1, 1]), &told(5, 0, false));
         assert_eq!(cost.predicted, None);
         assert_eq!(cost.to_string(), "5 B of state for which all wait; how long is not known");

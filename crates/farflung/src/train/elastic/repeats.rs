@@ -1,39 +1,40 @@
-//! A step that fails although all members answer, on a link that has become slow or since one of them computes
-//! for long: it is done again by the same members under a new view, a bounded number of times, and they wait
-//! twice as long for each other from then on.
+//! Repetition of a step that fails although all members answer, because a link has become slow or a member
+//! computes for long. The same members repeat it under a new view, a bounded number of times. Each repetition
+//! doubles their deadline, up to three times until the members change.
 
 use farflung_parallel::membership::View;
 
-/// How often a step is done again. After that, the member for which the others waited is removed.
+/// Maximum repetitions of a step. After that, the member for which the others waited is removed.
 const MOST: u32 = 3;
 
-/// How often steps were done again since the members last changed.
+/// Repetitions of steps since the members last changed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Repeats {
-    /// The last one that was stands behind so many.
+    /// Number of steps done before the step that was last repeated.
     step: u64,
     times: u32,
     doublings: u32,
 }
 
 impl Repeats {
-    /// So often behind this many steps. Those of another step do not count.
+    /// Returns how often the step after `step` steps has been repeated.
     pub(super) const fn times(self, step: u64) -> u32 {
         if self.step == step { self.times } else { 0 }
     }
 
-    /// How often the deadline has doubled. It stays so until members change: what was too slow once may be so
-    /// again.
+    /// Returns how often the deadline has been doubled. It stays doubled until the members change, since
+    /// whatever was too slow once may be so again.
     pub(super) const fn doublings(self) -> u32 {
         self.doublings
     }
 
-    /// Whether the step behind this many may be done again.
+    /// Returns whether the step after `step` steps may be repeated.
     pub(super) const fn may(self, step: u64) -> bool {
         self.times(step) < MOST
     }
 
-    /// The step behind so many has failed, and one view follows another.
+    /// Counts a failure of the step after `step` steps: view `before` was replaced by `view`. If the members
+    /// differ, counting starts anew.
     pub(super) fn follows(&mut self, step: u64, before: Option<&View>, view: &View) {
         let same = before.is_some_and(|before| before.members == view.members);
         *self = if same {
@@ -67,7 +68,7 @@ mod tests {
         assert_eq!((repeats.times(7), repeats.times(8)), (MOST, 0));
         repeats.follows(8, Some(&first), &same);
         assert_eq!((repeats.times(7), repeats.times(8), repeats.doublings()), (0, 1, MOST));
-        // Without one of them, or with one more, it is another step.
+        // With other members, counting starts anew.
         let fewer = same.without(&[members[2].id].into(), start).unwrap();
         repeats.follows(8, Some(&same), &fewer);
         assert_eq!(repeats, Repeats::default());

@@ -1,4 +1,4 @@
-//! A member's run: steps as in any run, and between them, and after a loss, the next view.
+//! A member's training loop: steps as in any run, and changes of the view between steps or after a loss.
 
 use std::sync::Arc;
 
@@ -30,13 +30,14 @@ use crate::train::steps::{Clock, Last, Next, Record, Steps, evaluated};
 use crate::train::trainer::{Trainer, hash};
 use crate::{Error, Result, RunDir, Signal};
 
-/// For how long a newcomer waits to be taken in at least: a step may take that long.
+/// Minimum time for which a newcomer waits to be admitted. Members admit newcomers between steps only, and a
+/// step may take long.
 const PATIENCE: Nanos = Nanos::from_millis(600_000);
 
-/// One member's run, from its first view to the run's last step or its own leaving.
+/// Runs one member from its first view to the run's last step, or until it leaves.
 ///
-/// Errors: [`Error::Removed`] where it may not go on, [`Error::StoppedAt`] after a signal, with its checkpoint;
-/// whatever this rank itself fails with.
+/// Errors: [`Error::Removed`] if it must not continue; [`Error::StoppedAt`] after a signal, with its
+/// checkpoint; any error of this rank itself.
 pub(in crate::train) fn work(
     job: &Job,
     seat: Seat,
@@ -81,7 +82,7 @@ pub(in crate::train) fn work(
     } else {
         match member.come_in(&mut job, &comm, patience, &mut |cost| tell_cost(watch.as_deref_mut(), cost)) {
             Ok((trainer, last)) => (trainer, Some(last)),
-            // It has waited for a place all along.
+            // It was a spare for the whole run.
             Err(Error::OverForSpare) => return Ok(None),
             Err(error) => return Err(error),
         }
@@ -138,7 +139,7 @@ pub(in crate::train) fn work(
     let losses = (first_loss, last_loss);
     let mut report = Report::new(&job, (simulated, link), losses, record.rows, totals, hash, text)?;
     if !founds {
-        // Of the time since it came.
+        // Count only the tokens since it joined.
         let tokens = report.tokens.saturating_sub(tokens_before);
         report.tokens_per_s = tokens as f64 / report.time_s.max(1e-9);
     }
@@ -148,7 +149,7 @@ pub(in crate::train) fn work(
     Ok(Some(report))
 }
 
-/// A newcomer says what its state will cost the members, as these have told it.
+/// Reports the cost of this newcomer's state, as sent by the members.
 fn tell_cost(watch: Option<&mut (dyn Watch + '_)>, cost: Cost) {
     let text = format!("this member is ready to come in: it takes {cost}");
     tracing::info!("{text}");
@@ -157,7 +158,7 @@ fn tell_cost(watch: Option<&mut (dyn Watch + '_)>, cost: Cost) {
     }
 }
 
-/// Who works at which rank when a run of pipelines begins.
+/// Returns the members' ranks at the beginning of a run of pipelines; `None` without pipelines.
 fn founded(job: &mut Job, place: &Place, comm: &Communicator) -> Option<Team> {
     let view = place.view().filter(|_| job.pipelines.is_some())?;
     let change = Cancel::new();
@@ -167,7 +168,7 @@ fn founded(job: &mut Job, place: &Place, comm: &Communicator) -> Option<Team> {
     Some(team)
 }
 
-/// The steps up to the last. Gives the loss before the first.
+/// Trains up to the last step. Returns the loss before the first step, if this rank evaluated it.
 fn train(
     member: &mut Member<'_>,
     trainer: &mut Trainer,
@@ -184,7 +185,7 @@ fn train(
         }
     }
     steps.last_loss = first_loss;
-    // The average behind the last step is owed, too.
+    // If the average after the last step has failed, it must still be repeated.
     while trainer.steps_done() < steps.job.config.steps || trainer.is_unmet() {
         let leaves = leaving(&steps.job, trainer);
         trainer.ask_for_change(member.wants_change()? || leaves.is_some());
@@ -199,7 +200,7 @@ fn train(
             member.copies.after_step(trainer, &steps.job)?;
             trainer.tell_copying(member.copies.is_under_way());
         }
-        // Behind the last step nothing is worth a change.
+        // After the last step no change is worthwhile.
         let is_over = trainer.steps_done() >= steps.job.config.steps;
         let pooled = member.pool_advice(&steps.job, trainer);
         if pooled != PoolAdvice::Stay && matches!(next, Next::Step) && !is_over {
@@ -242,7 +243,7 @@ fn train(
             }
         }
     }
-    // Of pipelines, rank 0 has all of the model at the end.
+    // In pipelines, the whole model is gathered on rank 0 at the end.
     while let Err(error) = trainer.gather_whole() {
         go_on_without(member, trainer, steps, events, error)?;
     }
@@ -252,7 +253,7 @@ fn train(
     Ok(first_loss)
 }
 
-/// Goes over to what the members agree on after a step; `None` where nothing changes.
+/// Changes to the view on which the members agree after a step; `None` if nothing changes.
 ///
 /// Errors: as [`Member::between_steps`].
 fn change(
@@ -278,7 +279,7 @@ fn change(
     }
 }
 
-/// Says what the state of one that comes in will cost, before anybody waits for it.
+/// Reports the cost of a newcomer's state before the transfer begins.
 fn announce_admission(
     member: &mut Member<'_>,
     trainer: &Trainer,
@@ -302,7 +303,7 @@ fn announce_admission(
 }
 
 impl Member<'_> {
-    /// A step, in which silent members are asked whether they are there.
+    /// Executes a step while the watchman checks for silent members.
     fn watched<T>(
         &mut self,
         trainer: &mut Trainer,
@@ -317,7 +318,7 @@ impl Member<'_> {
     }
 }
 
-/// Microbatches go other ways, or a member changes its stage.
+/// Applies a change of pools: new routes of microbatches, or a member that moves to another stage.
 fn follow_pools(
     member: &mut Member<'_>,
     trainer: &mut Trainer,
@@ -349,7 +350,7 @@ fn follow_pools(
     }
 }
 
-/// The signal by which this member leaves, if it does and others are left.
+/// Returns the signal by which this member leaves; `None` if it stays, or if no other members would be left.
 fn leaving(job: &Job, trainer: &Trainer) -> Option<Signal> {
     let (rank, step) = (trainer.comm().rank().0, trainer.steps_done() + 1);
     let placed = job.departure.is_some_and(|d| d.rank == rank && d.step <= step);
@@ -357,7 +358,7 @@ fn leaving(job: &Job, trainer: &Trainer) -> Option<Signal> {
     asked.filter(|_| job.leaves_alone())
 }
 
-/// Goes on with those that are left after a failure, if that was not this rank's own.
+/// Continues with the remaining members after an error, unless this rank caused it.
 fn go_on_without(
     member: &mut Member<'_>,
     trainer: &mut Trainer,
@@ -375,8 +376,8 @@ fn go_on_without(
     }
 }
 
-/// What a rank ends with that may not go on: where too few are left, nobody else has what it has, and it
-/// saves that.
+/// Returns the error with which a rank ends that must not continue. If too few members are left, its state is
+/// saved first, since no other rank may have it.
 fn parted(
     member: &mut Member<'_>,
     trainer: &mut Trainer,
@@ -391,7 +392,7 @@ fn parted(
     }
 }
 
-/// Tells of a change of members.
+/// Reports a change of members.
 ///
 /// Errors: [`Error::Io`].
 fn note(
@@ -402,13 +403,13 @@ fn note(
     changed: &Changed,
 ) -> Result<()> {
     let behind = || steps.record.rows.last().is_some_and(|row| row.step < changed.step);
-    // A step that waits for its average has its row behind that.
+    // A step whose average is still missing gets its row after the average.
     if changed.caught_up || !trainer.is_unmet() && behind() {
-        // Of steps that this rank took from others it knows no losses.
+        // This rank does not know the losses of steps that it received from others.
         steps.record.rows.truncate(steps.record.told);
     }
     if changed.lost_steps > 0 {
-        // They are done again.
+        // These steps are done again.
         steps.record.rows.retain(|row| row.step <= changed.step);
         steps.record.told = steps.record.rows.len();
         if let Some(run) = steps.run {
@@ -432,7 +433,7 @@ fn note(
     })
 }
 
-/// Says why the run goes on under another plan, and writes both down.
+/// Reports why the run continues under another plan, and writes the reason and the plan.
 ///
 /// Errors: [`Error::Io`].
 fn tell_new_plan(
@@ -450,7 +451,7 @@ fn tell_new_plan(
     steps.run.map_or(Ok(()), |run| run.replace("plan.toml", steps.job.plan.to_string().as_bytes()))
 }
 
-/// Tells of other shares.
+/// Reports a change of the replicas' shares.
 ///
 /// Errors: [`Error::Io`].
 fn note_shares(
@@ -471,7 +472,7 @@ fn note_shares(
     tell_new_plan(trainer, steps, events, (&text, What::Shares { microbatches, before_us, now_us }))
 }
 
-/// What a member leaves that goes in peace: its own checkpoint.
+/// Saves a checkpoint of a member that leaves. In pipelines nothing is saved.
 fn save_alone(
     member: &mut Member<'_>,
     trainer: &mut Trainer,
@@ -482,7 +483,7 @@ fn save_alone(
     let mut left = Leftover { step, dropped: 0, saved: None, problem: None, resume: None };
     let Some(run) = steps.run else { return Ok(left) };
     if steps.job.plan.stages() > 1 {
-        // The others have the model; this member has a part of it.
+        // This member has only a part of the model, and the remaining members have all of it.
         return Ok(left);
     }
     member.alone(&mut steps.job, trainer)?;

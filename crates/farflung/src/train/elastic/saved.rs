@@ -1,5 +1,5 @@
-//! The newest step of a pipeline that the checkpoints of its members hold together, where a part is lost and
-//! nobody has a copy in memory: each member reads its own folder and those beside it.
+//! Search for the newest step whose whole model is in the members' checkpoints together. It is used when a part
+//! is lost and no member has a copy in memory. Each member reads its own folder and those next to it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -18,28 +18,28 @@ use crate::train::checkpoint::{Saved, beside, saved};
 use crate::train::job::Job;
 use crate::train::trainer::Pieces;
 
-/// The slowest disk from which the others wait for a checkpoint to be read: 20 MB a second.
+/// The slowest disk for which the others wait while a member reads a checkpoint: 20 MB a second.
 const SLOWEST: Link = Link { bandwidth: Bandwidth(160_000_000), latency: Nanos::ZERO };
 
-/// A step of which the members have all of the model.
+/// A step of which the members together have the whole model.
 pub(super) struct Whole {
-    /// Who has what.
+    /// Which member has which tensors.
     pub(super) holdings: Vec<Holding>,
-    /// Where that stood.
+    /// The run's counters at that step, and names of the tensors that one member has.
     pub(super) held: Held,
-    /// What of it this member has.
+    /// The tensors of this step that this member has.
     pub(super) own: Option<Pieces>,
 }
 
-/// What a member says of a checkpoint that it can read.
+/// Description of a readable checkpoint, for the other members.
 #[derive(Debug, Serialize, Deserialize)]
 struct Readable {
     view: Place,
     held: Held,
 }
 
-/// The newest step up to `newest` of which the members' checkpoints hold all tensors that are `needed`; `None`
-/// where they do not. All members call it, each with its own folder.
+/// Returns the newest step up to `newest` for which the members' checkpoints contain all `needed` tensors;
+/// `None` if there is none. All members call it, each with its own folder.
 ///
 /// Errors: a member that is lost meanwhile.
 pub(super) fn newest(
@@ -70,7 +70,7 @@ pub(super) fn newest(
                 all.filter(|(_, readable)| readable.view == view && readable.held.counted.step == step)
             };
             let holdings: Vec<Holding> = of_view().map(|(member, r)| r.held.holding(member)).collect();
-            // Ranks that hold less of the optimizer than others are no part of it.
+            // Take the checkpoint with the most optimizer states: one with fewer is not complete.
             let most = of_view().map(|(_, readable)| &readable.held).max_by_key(|held| held.counted.states);
             let Some(held) = most.filter(|_| newest_whole(&holdings, needed) == Ok(step)) else { continue };
             let own = here.into_iter().filter(|saved| saved.view == view).map(|saved| saved.pieces);
@@ -80,7 +80,7 @@ pub(super) fn newest(
     Ok(None)
 }
 
-/// The checkpoints in some folders, by their steps.
+/// Returns the checkpoints in some folders, by step.
 fn steps(folders: &[PathBuf]) -> BTreeMap<u64, Vec<PathBuf>> {
     let mut found: BTreeMap<u64, Vec<PathBuf>> = BTreeMap::new();
     for folder in folders {
@@ -92,13 +92,13 @@ fn steps(folders: &[PathBuf]) -> BTreeMap<u64, Vec<PathBuf>> {
     found
 }
 
-/// How long files in some folders are together.
+/// Returns the bytes of all files in some folders.
 fn bytes_of(folders: &[PathBuf]) -> u64 {
     let files = folders.iter().flat_map(fs::read_dir).flatten().flatten();
     files.filter_map(|file| file.metadata().ok()).map(|found| found.len()).sum()
 }
 
-/// What a checkpoint holds, if it is one of this run and whole.
+/// Reads a checkpoint; `None` if it belongs to another run or is incomplete.
 fn read(path: &Path, job: &Job) -> Option<Saved> {
     saved(path, job).unwrap_or_else(|error| {
         tracing::warn!(path = %path.display(), "passing over a checkpoint: {}", causes(&error));

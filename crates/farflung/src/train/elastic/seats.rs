@@ -1,5 +1,5 @@
-//! Seats of a run whose members come and leave, where they are threads of one process: simulated links, and
-//! memory.
+//! Ranks of a run with changing members that are threads of one process, on simulated links or in-memory
+//! transports.
 
 use std::sync::Arc;
 
@@ -14,17 +14,18 @@ use crate::train::job::Job;
 use crate::train::links::{Seat, seat};
 use crate::{Error, Result};
 
-/// The first view of a run, of these members.
+/// Returns the first view of a run, with these members.
 ///
-/// Errors: none for members that are not the same.
+/// Errors: none if the members are distinct.
 pub(super) fn first_view(members: &[Newcomer], at: At, job: &Job) -> Result<View> {
     let members: Vec<Member> = members.iter().map(Member::from).collect();
-    // Its weights are those that the settings give.
+    // All zeros: the initial weights follow from the settings.
     let start = Start { weights: Digest::new([0; 32]), plan: job.plan.digest() };
     View::first(at, &members, start).map_err(|fault| Error::NotAView { reason: fault.to_string() })
 }
 
-/// The times of the rules, for members that wait for each other as long as `deadline`.
+/// Returns the times of the membership rules. None is longer than `deadline`, for which members wait for each
+/// other.
 pub(super) fn settings(deadline: Nanos) -> Settings {
     let usual = Settings::default();
     Settings {
@@ -35,9 +36,8 @@ pub(super) fn settings(deadline: Nanos) -> Settings {
     }
 }
 
-/// Seats at the endpoints of one network: the first of them, as many as the job has ranks, found the run, and
-/// the others come in when their time has come, by the transport's clock. An endpoint without a time never
-/// comes, and has no seat.
+/// Creates the ranks at the endpoints of one network. The first `job.world` endpoints start the run. Endpoints
+/// in `come` join at their times, by the transport's clock. All other endpoints are left out.
 ///
 /// Errors: a topology that does not fit.
 pub fn seats(

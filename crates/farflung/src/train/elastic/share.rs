@@ -1,5 +1,5 @@
-//! The run's state in memory, from members that have it to those that have not: newcomers, and survivors of a
-//! loss that stand one step behind.
+//! Transfer of the run's state in memory to members without it: newcomers, and ranks that are one step behind
+//! after a loss.
 
 use farflung_base::{Bytes, Rank};
 use farflung_comm::Communicator;
@@ -14,25 +14,26 @@ use crate::train::job::Job;
 use crate::train::trainer::{Progress, Snapshot, Trainer};
 use crate::{Error, Result};
 
-/// Who gives the state and who takes it.
+/// Which ranks send the state, and which receive it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Exchange {
-    /// Those that have all that was agreed on.
+    /// Ranks that have the newest state on which the ranks have agreed.
     pub(super) donors: Vec<Rank>,
-    /// All others.
+    /// All other ranks.
     pub(super) takers: Vec<Rank>,
-    /// How far the furthest are.
+    /// Progress of the donor that has done the most steps.
     pub(super) progress: Progress,
-    /// The rank of one of these.
+    /// Rank of that donor.
     pub(super) furthest: Rank,
 }
 
 impl Exchange {
-    /// Of how far each rank is; nothing of one that has no state. Where all agree at each step, one that is a
-    /// step behind takes it from the others. Where steps are local, one that missed an average takes that,
-    /// and then the steps behind it, as all others have.
+    /// Computes the exchange from each rank's progress, which is `None` for a rank without the state. With
+    /// `each_step`, ranks agree at each step, and a rank that is a step behind receives it from the others.
+    /// Otherwise steps are local: a rank that missed an average receives the state after that average, and then
+    /// does the local steps since then.
     ///
-    /// `None` where nobody has any.
+    /// Returns `None` if no rank has the state.
     pub(super) fn new(standing: &[Option<Progress>], each_step: bool) -> Option<Self> {
         let agreed = |at: Progress| if each_step { at.step } else { at.outer_step };
         let newest = standing.iter().flatten().map(|&at| agreed(at)).max()?;
@@ -45,38 +46,39 @@ impl Exchange {
     }
 }
 
-/// What crossed the links for those that had no state.
+/// Statistics of a transfer of the state.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Shared {
-    /// Bytes of the state that each taker got.
+    /// Bytes of state that each taker received.
     pub(super) state: Bytes,
-    /// How many gave it.
+    /// Number of donors that sent chunks. On a donor: the number of all donors.
     pub(super) donors: usize,
 }
 
-/// The run's state as it came to a rank that had none, or an older one.
+/// State received by a rank that had none, or an older one.
 #[derive(Debug)]
 pub(super) struct Taken {
-    /// What all have alike.
+    /// The part of the state that is the same on all replicas.
     pub(super) shared: Snapshot,
-    /// What is its own to the first of the donors, where one without any asked for it.
+    /// The first donor's own optimizer state, for a newcomer in a run with local steps.
     pub(super) own: Option<Snapshot>,
 }
 
-/// What a donor has.
+/// Labels of the state that a donor offers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 struct Has {
     shared: Label,
-    /// Of the first donor.
+    /// The donor's own optimizer state; only the first donor offers it.
     own: Option<Label>,
 }
 
-/// Has the run's state go from the donors to the takers, which take chunks of what all donors have alike from
-/// all of them by their rates, and where steps are local a newcomer's optimizer state from the first. All ranks
-/// call it; a donor has a `trainer`. `store` keeps what has come of a state until all of it is there.
+/// Transfers the run's state from the donors to the takers. Takers fetch chunks of the shared state from all
+/// donors, in proportion to their rates. If steps are local, a newcomer also fetches the optimizer state of the
+/// first donor. All ranks call it; a donor has a `trainer`. `store` keeps received chunks until the state is
+/// complete.
 ///
-/// Errors: [`Error::Message`] where the donors' states differ, or where no donor is left whose chunks have the
-/// hashes that all donors told; [`Error::PeerLost`] for a rank that is lost.
+/// Errors: [`Error::Message`] if the donors' states differ, or if no remaining donor sends chunks with the
+/// announced hashes; [`Error::PeerLost`] for a lost rank.
 pub(super) fn share(
     trainer: Option<&Trainer>,
     comm: &Communicator,
@@ -93,7 +95,7 @@ pub(super) fn share(
     let mut has = None;
     if let Some((number, trainer)) = donor {
         let shared = shelf.put(trainer.shared_snapshot()?.to_bytes());
-        // Where all agree at each step, that of all has it.
+        // If ranks agree at each step, the shared state already contains the optimizer's.
         let gives_own = number == 0 && !job.averages_each_step();
         let own = gives_own.then(|| trainer.own_snapshot()).transpose()?;
         has = Some(Has { shared, own: own.map(|own| shelf.put(own.to_bytes())) });
@@ -126,7 +128,7 @@ pub(super) fn share(
     Ok((shared, Some(taken)))
 }
 
-/// Whether a test has this rank send a wrong chunk of the state behind a step.
+/// Returns whether a test makes this rank send a wrong chunk of the state after `step` steps.
 pub(super) fn spoils(job: &Job, me: Rank, step: u64) -> bool {
     job.fault.is_some_and(|fault| fault.is_in(me.0, step, FaultyValue::Chunk))
 }

@@ -1,5 +1,5 @@
-//! What a member has for others to fetch, in checked chunks: blobs, known by their hashes. It is a service, so
-//! that chunks are sent whatever the rank computes.
+//! Blobs that a member offers to others, identified by hash and sent in chunks that can be verified. It is a
+//! service, so chunks are sent even while the rank computes.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -7,37 +7,38 @@ use std::ops::Range;
 use farflung_comm::{Answer, Asked, Service};
 use serde::{Deserialize, Serialize};
 
-/// Bytes of a chunk at least and at most; the last one of a blob may be shorter.
+/// Minimum and maximum bytes of a chunk. The last chunk of a blob may be shorter.
 const SIZES: std::ops::RangeInclusive<u64> = 16 << 10..=256 << 10;
-/// Chunks of a blob where these limits allow it: enough for donors of unequal rates to be done together.
+/// Number of chunks of a blob, if the limits in `SIZES` allow it. It is large enough that donors of unequal
+/// rates finish together.
 const COUNT: u64 = 256;
 
-/// The most bytes of a probe.
+/// Maximum bytes of a probe.
 pub(super) const PROBE: u32 = 64 << 10;
 
-/// Of bytes.
+/// A BLAKE3 hash.
 pub(super) type Hash = [u8; 32];
 
-/// A blob's name and length.
+/// Name and length of a blob.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(super) struct Label {
-    /// The hash of its chunks' hashes, one behind another.
+    /// Hash of the concatenated hashes of its chunks.
     pub(super) root: Hash,
-    /// Its bytes.
+    /// Length in bytes.
     pub(super) len: u64,
 }
 
-/// Bytes of a chunk of a blob of so many.
+/// Returns the bytes of each chunk of a blob of `len` bytes.
 pub(super) fn chunk_size(len: u64) -> u64 {
     (len / COUNT).clamp(*SIZES.start(), *SIZES.end())
 }
 
-/// How many chunks a blob of so many bytes has: at least one.
+/// Returns the number of chunks of a blob of `len` bytes: at least one.
 pub(super) fn chunks_of(len: u64) -> u64 {
     len.div_ceil(chunk_size(len)).max(1)
 }
 
-/// The bytes of a chunk in a blob; `None` of a blob without that one.
+/// Returns the byte range of chunk `number` in a blob of `len` bytes; `None` if there is no such chunk.
 pub(super) fn chunk_range(len: u64, number: u32) -> Option<Range<usize>> {
     let number = u64::from(number);
     let start = number.checked_mul(chunk_size(len))?;
@@ -46,42 +47,42 @@ pub(super) fn chunk_range(len: u64, number: u32) -> Option<Range<usize>> {
     (number < chunks_of(len)).then_some(range)
 }
 
-/// The hash of some bytes.
+/// Returns the hash of some bytes.
 pub(super) fn hash_of(bytes: &[u8]) -> Hash {
     *blake3::hash(bytes).as_bytes()
 }
 
-/// The name of a blob whose chunks have these hashes.
+/// Returns the name of a blob whose chunks have these hashes.
 pub(super) fn root_of(hashes: &[Hash]) -> Hash {
     hash_of(hashes.as_flattened())
 }
 
-/// What a member asks another's shelf for.
+/// Request to another member's shelf.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(super) enum Item {
     /// The hashes of a blob's chunks.
     Hashes {
-        /// The blob.
+        /// Name of the blob.
         root: Hash,
     },
-    /// A chunk.
+    /// One chunk of a blob.
     Chunk {
-        /// The blob.
+        /// Name of the blob.
         root: Hash,
-        /// Its number in the blob.
+        /// Index of the chunk in the blob.
         number: u32,
     },
-    /// So many bytes of no meaning, at most [`PROBE`]: how long they take says how fast the way is.
+    /// Zero bytes that measure the rate of the connection.
     Probe {
-        /// How many.
+        /// Number of bytes, at most [`PROBE`].
         len: u32,
-        /// Which of several.
+        /// Index of this probe among several.
         number: u32,
     },
 }
 
 impl Item {
-    /// The blob that it is of; a probe is of none.
+    /// Returns the name of the blob that is requested; `None` for a probe.
     pub(super) const fn root(&self) -> Option<&Hash> {
         match self {
             Self::Hashes { root } | Self::Chunk { root, .. } => Some(root),
@@ -89,23 +90,24 @@ impl Item {
         }
     }
 
-    /// As a message to a shelf.
+    /// Encodes the request.
     pub(super) fn to_bytes(self) -> Vec<u8> {
         postcard::to_stdvec(&self).expect("an item is plain data")
     }
 }
 
-/// A shelf's answer.
+/// Answer of a shelf.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Reply {
-    /// What was asked for.
+    /// The item that was requested.
     pub(super) item: Item,
-    /// The bytes; `None` where the shelf does not have it.
+    /// Its bytes; `None` if the shelf does not have it.
     pub(super) bytes: Option<Vec<u8>>,
 }
 
 impl Reply {
-    /// The item behind its length, whether it is there, and its bytes.
+    /// Encodes the answer: a byte with the item's length, a byte that says whether the shelf has it, the item,
+    /// and its bytes.
     fn to_bytes(&self) -> Vec<u8> {
         let head = self.item.to_bytes();
         let body = self.bytes.as_deref().unwrap_or_default();
@@ -117,7 +119,7 @@ impl Reply {
         bytes
     }
 
-    /// Reads an answer. `None` for bytes that are not one.
+    /// Decodes an answer; `None` if it is malformed.
     pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (&[len, there], rest) = bytes.split_first_chunk::<2>()?;
         let (head, body) = rest.split_at_checked(usize::from(len))?;
@@ -130,7 +132,7 @@ impl Reply {
     }
 }
 
-/// Bytes that others may fetch.
+/// Bytes that others may fetch, and the hashes of its chunks.
 #[derive(Debug)]
 struct Blob {
     bytes: Vec<u8>,
@@ -141,12 +143,12 @@ struct Blob {
 #[derive(Debug, Default)]
 pub(super) struct Shelf {
     blobs: BTreeMap<Hash, Blob>,
-    /// A test has it send one chunk with another bit.
+    /// For tests: flip a bit in the next chunk that is sent.
     pub(super) spoils: bool,
 }
 
 impl Shelf {
-    /// Offers some bytes.
+    /// Adds a blob, and returns its name and length.
     pub(super) fn put(&mut self, bytes: Vec<u8>) -> Label {
         let chunks = (0..chunks_of(bytes.len() as u64) as u32)
             .filter_map(|number| chunk_range(bytes.len() as u64, number));
@@ -189,7 +191,7 @@ mod tests {
 
     use super::*;
 
-    /// Of the smallest and the largest chunks.
+    /// Bytes of the smallest and of the largest chunks.
     const CHUNK: usize = 16 << 10;
     const LARGE: usize = 256 << 10;
 
@@ -230,7 +232,7 @@ mod tests {
         assert_eq!(ask(Item::Probe { len: 9, number: 1 }.to_bytes()), Some(Some(vec![0; 9])));
         let most = ask(Item::Probe { len: u32::MAX, number: 1 }.to_bytes()).unwrap().unwrap();
         assert_eq!(most.len(), PROBE as usize);
-        // What does not read as a question has no answer.
+        // A malformed request gets no answer.
         assert_eq!(ask(vec![0xFF; 50]), None);
     }
 

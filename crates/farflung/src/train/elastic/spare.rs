@@ -1,4 +1,4 @@
-//! A member without a part waits: until a view gives it a place, or the run is over.
+//! Waiting of a spare: a member without a part of the model, until a view gives it a place or the run is over.
 
 use farflung_base::Nanos;
 use farflung_parallel::membership::{Event, Start, View};
@@ -10,19 +10,19 @@ use super::team::Team;
 use crate::train::job::Job;
 use crate::{Error, Result, Signal};
 
-/// The tag by which spares hear that the run is over.
+/// Tag of the message to spares that the run is over.
 const OVER: u32 = u32::MAX / 2 - 11;
 
-/// What a spare has waited for.
+/// The event that ended a spare's waiting.
 pub(super) enum Waited {
-    /// Members change.
+    /// There is a new view.
     View(View),
     /// The run is over.
     Over,
 }
 
 impl Team {
-    /// Tells the spares that the run is over. For the member at rank 0.
+    /// Notifies the spares that the run is over. Called by the member at rank 0.
     pub(super) fn tell_over(&self) {
         let telling: Vec<_> =
             self.spares().map(|spare| self.all.start_send(spare, OVER, Vec::new())).collect();
@@ -35,7 +35,7 @@ impl Team {
 }
 
 impl Place {
-    /// Waits as a spare of a team.
+    /// Waits as a spare of a team for a new view or the end of the run.
     ///
     /// Errors: [`Error::Removed`], [`Error::NoMajority`]; [`Error::Stopped`] after a signal.
     pub(super) fn wait_as_spare(&mut self, team: &Team, job: &Job) -> Result<Waited> {
@@ -43,7 +43,7 @@ impl Place {
         let mut told = Vec::new();
         self.renew();
         if let Some(view) = self.view() {
-            // Where this member proposes, it says of the run what it has heard.
+            // If this member proposes the next view, that view contains the hashes of the current one.
             let start = Start { weights: view.weights, plan: view.plan };
             self.tell(Event::Starts(start))?;
         }
@@ -69,12 +69,12 @@ impl Place {
             }
             if over.is_ready() {
                 self.keeper().awaited = false;
-                // Whoever was to say it may be lost; then a view follows.
+                // The member at rank 0 may be lost. Then a new view follows.
                 return match over.wait() {
                     Ok(_) => Ok(Waited::Over),
                     Err(error) => {
                         tracing::debug!(%error, "who leads does not say any more when the run is over");
-                        // It may be as well that the others' step has failed: they say whether they try again.
+                        // Or the others' step has failed: they decide whether to repeat it.
                         let loss = Loss { suspect: None, silent: Vec::new(), again: true };
                         self.after_loss(loss, None).map(Waited::View)
                     }

@@ -1,4 +1,4 @@
-//! How a run stands that machines join and leave, as one of its members sees it.
+//! Status of a run that machines join and leave, as seen by one of its members.
 
 use std::fmt;
 
@@ -13,12 +13,12 @@ use crate::train::job::Job;
 use crate::train::steps::Steps;
 use crate::train::trainer::Trainer;
 
-/// The last changes of members that are told.
+/// Number of changes of members that a status contains.
 const CHANGES: usize = 5;
-/// Between two times that a member says how the run stands.
+/// Minimum time between two updates of the published status.
 const EVERY: Nanos = Nanos::from_millis(500);
 
-/// How a run stands.
+/// Status of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Status {
     /// The model's name.
@@ -27,55 +27,57 @@ pub struct Status {
     pub step: u64,
     /// Steps of the whole run.
     pub steps: u64,
-    /// The number of the view.
+    /// Number of the view in force.
     pub epoch: u64,
-    /// How often a host has started the run again.
+    /// Number of the host's start that began this part of the run: 1 for the first start, and one more for each
+    /// restart.
     pub incarnation: u64,
     /// The members, by rank.
     pub members: Vec<MemberStatus>,
     /// Endpoints that are connected and wait to become members.
     pub waiting: Vec<u32>,
-    /// The mean loss of the last step, in nats.
+    /// Mean loss of the last step, in nats.
     pub train_loss: Option<f64>,
-    /// The loss of the held-out text, when it was last computed, in nats.
+    /// Newest loss of the held-out text, in nats.
     pub val_loss: Option<f64>,
-    /// All members together.
+    /// Tokens per second of all members together, in the last step.
     pub tokens_per_s: f64,
-    /// Bytes that the member which answers has sent.
+    /// Bytes sent by the member that answers.
     pub sent: u64,
-    /// Seconds that the member which answers has been in the run.
+    /// Seconds of training on the member that answers.
     pub time_s: f64,
-    /// Of these, seconds in which members changed and no step was made.
+    /// Seconds of `time_s` in which members changed and no step was done.
     pub changing_s: f64,
-    /// The newest changes of members, oldest first.
+    /// Newest changes of members as text, oldest first.
     pub changes: Vec<String>,
 }
 
-/// One member.
+/// Status of one member.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct MemberStatus {
-    /// The number of its endpoint.
+    /// Number of its endpoint.
     pub slot: u32,
-    /// Where it listens, where that is known.
+    /// Address at which it listens, if known.
     pub address: Option<String>,
-    /// The view that it came with.
+    /// Number of the view with which it became a member.
     pub joined: u64,
-    /// Its part of a step's sequences, of 1; in a pool that of its stage's.
+    /// Its fraction of a step's microbatches, between 0 and 1. With pools, its fraction of its stage's
+    /// microbatches.
     pub share: f64,
-    /// The stage that it holds, where stages are pools of members.
+    /// Index of its stage, if stages are pools of members.
     #[serde(default)]
     pub stage: Option<u32>,
-    /// Whether it is the one that answers.
+    /// Whether this is the member that answers.
     pub answers: bool,
-    /// The endpoint of the member for which it has said that it waits.
+    /// Endpoint of the member for which it has reported that it is waiting.
     pub waits_for: Option<u32>,
-    /// What the member that answers has exchanged with it.
+    /// Traffic between it and the member that answers; `None` for the member that answers.
     #[serde(default)]
     pub counters: Option<PeerCounters>,
 }
 
 impl Status {
-    /// Of the steps' time, of 1.
+    /// Returns the fraction of the time that was spent in steps, between 0 and 1.
     #[must_use]
     pub fn goodput(&self) -> f64 {
         if self.time_s > 0.0 { (1.0 - self.changing_s / self.time_s).clamp(0.0, 1.0) } else { 1.0 }
@@ -83,7 +85,7 @@ impl Status {
 }
 
 impl Status {
-    /// The members of each stage, where stages are pools.
+    /// Writes the members of each stage, if stages are pools.
     fn write_pools(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some(last) = self.members.iter().filter_map(|member| member.stage).max() else { return Ok(()) };
         writeln!(f, "\nstage  members, and their parts of its microbatches")?;
@@ -148,7 +150,7 @@ impl fmt::Display for Status {
     }
 }
 
-/// What a member remembers in order to say how the run stands.
+/// Data that a member keeps for the status of the run.
 #[derive(Debug, Default)]
 pub(super) struct Teller {
     changes: Vec<String>,
@@ -157,13 +159,13 @@ pub(super) struct Teller {
 }
 
 impl Teller {
-    /// Members have changed.
+    /// Records a change of members, and the time that it took.
     pub(super) fn changed(&mut self, text: String, took: Nanos) {
         self.changing = self.changing.saturating_add(took);
         self.announce(text);
     }
 
-    /// Members are about to change, or have.
+    /// Records a message about members, which the next status contains at once.
     pub(super) fn announce(&mut self, text: String) {
         self.changes.push(text);
         let excess = self.changes.len().saturating_sub(CHANGES);
@@ -171,7 +173,7 @@ impl Teller {
         self.told = None;
     }
 
-    /// Tells whoever asks, where it is time to.
+    /// Publishes the status, unless it was published less than `EVERY` ago.
     pub(super) fn tell(
         &mut self,
         (place, team): (&mut Place, Option<&Team>),
@@ -216,13 +218,13 @@ impl Teller {
     }
 }
 
-/// The members of the view in force.
+/// Returns the status of the members of the view in force.
 fn members(place: &Place, team: Option<&Team>, job: &Job) -> Vec<MemberStatus> {
     let (transport, me) = (place.transport(), place.transport().me());
     let addresses = place.arrivals.addresses();
     let all: u32 = job.plan.microbatches.iter().sum();
     let members = place.view().into_iter().flat_map(|view| &view.members);
-    // That of its pipeline; a spare has none.
+    // The replica of a member's pipeline; `None` for a spare.
     let replica = |member| match team {
         Some(team) => team.lineup.stands(member).map(|stands| stands.replica as usize),
         None => Some(member),
@@ -251,7 +253,7 @@ fn members(place: &Place, team: Option<&Team>, job: &Job) -> Vec<MemberStatus> {
         .collect()
 }
 
-/// The stage of a rank of pools, and its part of that stage's microbatches.
+/// Returns the stage of a rank of pools, and its fraction of that stage's microbatches.
 fn in_pool(pools: &Pools, rank: u32) -> Option<(u32, f64)> {
     let stage = pools.stage_of(rank)?;
     let first = *pools.firsts().get(stage as usize)? as usize;

@@ -1,11 +1,11 @@
-//! Members in pipelines: who of a view takes which place, the plan for them, and what each of them lacks of its
-//! part.
+//! Members in pipelines: which member of a view takes which place, the plan for them, and the tensors that each
+//! of them still needs for its part.
 //!
-//! All members of a new view tell each other what they hold: the places follow by [`Lineup::new`], the step by
-//! [`newest_whole`], what moves by [`moves`], all of them pure functions of what was told. Where a pipeline has
-//! lost a rank that nobody replaces, stages are pools of those that hold their part ([`Lineup::rerouted`]);
-//! with `pooled` they always are ([`Lineup::pooled`]).
-//! Whoever is left over is a spare: a member without a part.
+//! All members of a new view send each other a description of the tensors that they hold. From these
+//! descriptions pure functions compute the places ([`Lineup::new`]), the step ([`newest_whole`]) and the
+//! tensors to be moved ([`moves`]). If a pipeline has lost a rank and there is no replacement, each stage
+//! becomes the pool of all members that hold its part ([`Lineup::rerouted`]). With `pooled`, stages are always
+//! pools ([`Lineup::pooled`]). The remaining members are spares: members without a part.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -32,15 +32,15 @@ use crate::train::steps::Last;
 use crate::train::trainer::{Counted, Pieces, needs};
 use crate::{Error, Result, TrainConfig};
 
-/// The slowest link over which the others wait for what moves.
+/// The slowest link for which the others wait while tensors are moved: 1 Mbit/s.
 const SLOWEST: Link = Link { bandwidth: Bandwidth(1_000_000), latency: Nanos::ZERO };
 
-/// The members of a view, and who of them works at which rank.
+/// The members of a view, and the rank of each in the plan.
 #[derive(Debug, Clone)]
 pub(super) struct Team {
-    /// The number of the view.
+    /// Number of the view.
     pub(super) epoch: u64,
-    /// All of them, in the view's order.
+    /// Communicator of all members, in the view's order.
     pub(super) all: Communicator,
     pub(super) lineup: Lineup,
     ids: Vec<MemberId>,
@@ -48,14 +48,14 @@ pub(super) struct Team {
 }
 
 impl Team {
-    /// The members of a view with these places.
+    /// Creates the team of a view with these places.
     pub(super) fn new(view: &View, all: Communicator, lineup: Lineup) -> Self {
         let ids = view.members.iter().map(|member| member.id).collect();
         let slots = view.members.iter().map(|member| member.slot).collect();
         Self { epoch: view.epoch, all, lineup, ids, slots }
     }
 
-    /// The members with which a run begins: each is the rank of its number.
+    /// Creates the team with which a run begins: member `n` has rank `n`.
     pub(super) fn founded(view: &View, all: Communicator, job: &Job) -> Self {
         let ranks = (0..view.members.len()).collect();
         let pools = job.plan.pools().map_or_else(Vec::new, |pools| pools.sizes.clone());
@@ -63,34 +63,34 @@ impl Team {
         Self::new(view, all, Lineup { stages, pools, ranks, spares: Vec::new() })
     }
 
-    /// This member's rank in the plan; none of a spare.
+    /// Returns this member's rank in the plan; `None` for a spare.
     pub(super) fn rank(&self) -> Option<u32> {
         self.lineup.rank_of(self.all.rank().index())
     }
 
-    /// Who works, by rank.
+    /// Returns the ids of the members that take steps, by rank.
     pub(super) fn working(&self) -> Vec<MemberId> {
         self.lineup.ranks.iter().map(|&member| self.ids[member]).collect()
     }
 
-    /// Endpoints of those that work, by rank.
+    /// Returns the endpoints of the members that take steps, by rank.
     pub(super) fn slots(&self) -> Vec<u32> {
         self.lineup.ranks.iter().map(|&member| self.slots[member]).collect()
     }
 
-    /// Members without a part, by their numbers in [`Team::all`].
+    /// Returns the members without a part, by their ranks in [`Team::all`].
     pub(super) fn spares(&self) -> impl Iterator<Item = Rank> + '_ {
         self.lineup.spares.iter().map(|&member| Rank(member as u32))
     }
 
-    /// The member at rank 0 of the plan.
+    /// Returns the member at rank 0 of the plan, by its rank in [`Team::all`].
     pub(super) fn lead(&self) -> Rank {
         Rank(self.lineup.ranks.first().copied().unwrap_or(0) as u32)
     }
 
-    /// A communicator of those that work, in the order of the plan's ranks. All members call it, and wait for
-    /// those that have so many bytes to give or to get first: whoever has them to itself notices if the other
-    /// falls silent.
+    /// Creates a communicator of the members that take steps, in the order of the plan's ranks. All members
+    /// call it. They wait for members that are still transferring `bytes` bytes, and so the timeout is longer
+    /// than `deadline`; two members that exchange data detect by themselves if the other one falls silent.
     pub(super) fn split(&self, deadline: Nanos, bytes: u64) -> Result<Communicator> {
         let rank = self.rank();
         let patience = deadline.saturating_add(SLOWEST.time(Bytes(bytes)));
@@ -100,24 +100,24 @@ impl Team {
     }
 }
 
-/// What a member of a new view tells the others.
+/// Description that each member of a new view sends to the others.
 #[derive(Debug, Serialize, Deserialize)]
 struct Standing {
-    /// The view in which its plan was made; none of a member without a part.
+    /// Number of the view in which its plan was made; `None` for a member without a part.
     made: Option<u64>,
     plan: String,
-    /// The endpoints of that plan's ranks.
+    /// Endpoints of that plan's ranks.
     ranks: Vec<u32>,
-    /// When its plan's ranks last evaluated, saved and checked.
+    /// Steps at which that plan's ranks last evaluated, saved and checked.
     last: Last,
-    /// Values that it has.
+    /// Sets of tensors that it holds, of one or more steps.
     held: Vec<Held>,
-    /// Where stages are pools: how fast members are, and who of them changes its stage.
+    /// With pools: speeds of the members, and the member that moves to another stage.
     speeds: BTreeMap<u32, f64>,
     moving: Option<Moving>,
 }
 
-/// Values that a member has.
+/// Names of the tensors that a member holds, and the run's counters when they had these values.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Held {
     pub(super) counted: Counted,
@@ -134,42 +134,43 @@ impl Held {
     }
 }
 
-/// What a member brings into a view.
+/// Data of a member that enters a view.
 pub(super) struct Brings<'a> {
     pub(super) job: &'a Job,
     pub(super) last: Last,
-    /// Its place so far, if it has one.
+    /// Its team so far, if it has one.
     pub(super) team: Option<&'a Team>,
-    /// Its values, the newest first, and copies from before.
+    /// Its tensors: the newest first, then copies of earlier steps.
     pub(super) held: Vec<Pieces>,
-    /// Where it keeps its checkpoints.
+    /// Folder of its checkpoints.
     pub(super) folder: Option<&'a Path>,
     /// Speeds of the members, if stages are pools.
     pub(super) pools: &'a PoolSpeeds,
-    /// Chunks of a state that were received before.
+    /// Chunks of a state that were received earlier.
     pub(super) store: &'a mut Store,
 }
 
-/// Where a view's members go on.
+/// Result of [`form`]: the plan, step and tensors with which a view's members continue.
 pub(super) struct Formed {
     pub(super) team: Team,
-    /// The run under their plan.
+    /// The job under the new plan.
     pub(super) job: Job,
     pub(super) last: Last,
     pub(super) counted: Counted,
-    /// What this member needs for its place; nothing of a spare.
+    /// Tensors that this member needs for its place.
     pub(super) tensors: BTreeMap<String, Vec<f32>>,
-    /// Bytes that moved, and how many members gave them.
+    /// Bytes moved, and number of members that sent them.
     pub(super) moved: (u64, usize),
-    /// Steps that were done and are lost, since nobody is left who has all of the model after them.
+    /// Number of steps that were done and must be done again, because the remaining members do not have the
+    /// whole model after them.
     pub(super) lost_steps: u64,
-    /// Whether they go on from their checkpoints.
+    /// Whether the members continue from their checkpoints.
     pub(super) from_checkpoints: bool,
-    /// Where stages are pools: what all know of the members' speeds.
+    /// With pools: the speeds of the members, the same on all members.
     pub(super) speeds: BTreeMap<u32, f64>,
 }
 
-/// Tells all members something, and gives what they told.
+/// Sends a value to all members, and returns the values of all, by rank.
 pub(super) fn tell_all<T: Serialize + DeserializeOwned>(all: &Communicator, mine: &T) -> Result<Vec<T>> {
     let bytes = postcard::to_stdvec(mine).expect("numbers and texts are plain data");
     let told = all.all_gather_bytes(bytes)?;
@@ -180,15 +181,16 @@ fn wrong(problem: &'static str) -> Error {
     Error::Message { message: "where a member stands".to_owned(), problem }
 }
 
-/// The settings by which pipelines are planned.
+/// Returns the settings from which pipelines are planned.
 fn wished(job: &Job) -> Result<&TrainConfig> {
     job.pipelines.as_deref().ok_or_else(|| wrong("is a place in a pipeline, and this run has none"))
 }
 
-/// The members of a view agree on their places and on the step, and give each other what they lack. All call
-/// it.
+/// Agrees on the places of a view's members and on the step, and transfers the tensors that they need. All
+/// members call it.
 ///
-/// Errors: a member that is lost meanwhile; [`Error::PartLost`] where nobody is left who has some of the model.
+/// Errors: a member that is lost meanwhile; [`Error::PartLost`] if no remaining member has some part of the
+/// model.
 pub(super) fn form(view: &View, all: &Communicator, brings: Brings<'_>) -> Result<Formed> {
     let Brings { job, last, team, held, folder, pools, store } = brings;
     let works = team.filter(|team| team.rank().is_some());
@@ -202,7 +204,7 @@ pub(super) fn form(view: &View, all: &Communicator, brings: Brings<'_>) -> Resul
         moving: pools.moving,
     };
     let told: Vec<Standing> = tell_all(all, &mine)?;
-    // Plans are those of the newest view that any member has reached.
+    // The plan so far is that of the newest view that any member has reached.
     let newest = |told: &&Standing| (told.made, told.held.first().map(|held| held.counted.step));
     let reference = told.iter().filter(|told| told.made.is_some()).max_by_key(newest);
     let reference = reference.ok_or_else(|| wrong("is nowhere: no member has a part"))?;
@@ -228,12 +230,12 @@ pub(super) fn form(view: &View, all: &Communicator, brings: Brings<'_>) -> Resul
     let mut team = Team::new(view, all.clone(), lineup);
     let mut plan = plan_for(job, &team, (&before, &reference.ranks), rates)?;
     if pooling.is_none() && plan.pools().is_some() && combination::check(wished, &plan).is_err() {
-        // What does not go with pools trains in whole pipelines alone.
+        // Settings that do not work with pools: train in whole pipelines only.
         team = Team::new(view, all.clone(), whole());
         plan = plan_for(job, &team, (&before, &reference.ranks), None)?;
     }
     let mut next = job.with_plan(plan)?;
-    // Placed failures and departures are of ranks as they were.
+    // Failures and departures for tests are given by rank, and the ranks have changed.
     (next.failure, next.departure) = (None, None);
 
     let holding = |(member, told): (usize, &Standing)| {
@@ -285,7 +287,7 @@ pub(super) fn form(view: &View, all: &Communicator, brings: Brings<'_>) -> Resul
     })
 }
 
-/// A step of which members have all of the model in memory.
+/// Selects the tensors of a step of which the members have the whole model in memory.
 fn in_memory_at(
     step: u64,
     told: &[Standing],
@@ -297,7 +299,7 @@ fn in_memory_at(
     Ok(Whole { holdings, held: at_step, own })
 }
 
-/// Where a rank of a plan stands.
+/// Returns the replica and position of a rank of a plan.
 fn stood_in(plan: &Plan, rank: u32) -> Option<Stood> {
     match plan.pools() {
         Some(pools) => Stood::in_pools(&pools.sizes, rank),
@@ -305,15 +307,16 @@ fn stood_in(plan: &Plan, rank: u32) -> Option<Stood> {
     }
 }
 
-/// Whether pipelines of these settings can be re-routed: each rank holds one part, and microbatches pass it
-/// whole.
+/// Returns whether pipelines of these settings can be re-routed: each rank holds one part, and microbatches are
+/// not sliced.
 fn can_be_rerouted(wished: &TrainConfig) -> bool {
     let method = wished.schedule;
     let parts = wished.chunks.unwrap_or(method.default_chunks() as usize);
     wished.schedule_file.is_none() && method.copies() == 1 && parts == 1 && !method.slices()
 }
 
-/// What the pools of a view are made for, by what one of its members has told.
+/// Returns the input from which the pools of a view are formed, according to the speeds that one member has
+/// sent.
 fn pooling(job: &Job, view: &View, told: &Standing) -> Result<Pooling> {
     let wished = wished(job)?;
     let mut speeds = PoolSpeeds::default();
@@ -324,8 +327,9 @@ fn pooling(job: &Job, view: &View, told: &Standing) -> Result<Pooling> {
     Ok(speeds.pooling(view, cut.microbatches[0], pools::work(&cut, &job.model)))
 }
 
-/// The plan of a team: what the settings give for so many pipelines of so many stages, with the averages and
-/// machines of the plan before. Where stages are pools, `rates` are those of its ranks. A pure function.
+/// Computes the plan of a team from the settings and the number of pipelines and stages. Levels of averaging
+/// and machine names are those of the plan `before`, whose ranks had the endpoints `ranks`. If stages are
+/// pools, `rates` are the new ranks' rates. A pure function.
 fn plan_for(
     job: &Job,
     team: &Team,
@@ -340,7 +344,8 @@ fn plan_for(
         workers,
         pools: (!pools.is_empty()).then(|| Numbers(pools.clone())),
         pool_rates: rates.filter(|_| !pools.is_empty()).map(Numbers),
-        // Pools take what the pipelines took together: no sequence of a step is left out.
+        // Pools process the microbatches of all former pipelines, so that a step has as many sequences as
+        // before.
         microbatches: Some(if pools.is_empty() {
             planned::microbatches(wished)
         } else {

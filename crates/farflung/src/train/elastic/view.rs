@@ -1,4 +1,4 @@
-//! Where the members of a new view stand: they tell each other how far they are, and the plan is made for them.
+//! Agreement of a new view's members on their progress and their plan, where each member holds the whole model.
 
 use std::str::FromStr;
 
@@ -17,54 +17,54 @@ use crate::train::steps::Last;
 use crate::train::trainer::Progress;
 use crate::{Error, Result};
 
-/// What a member of a new view tells the others.
+/// Description that each member of a new view sends to the others.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Standing {
-    /// How far it is; none of a newcomer.
+    /// Its progress; `None` for a newcomer.
     progress: Option<Progress>,
-    /// The plan that it has carried out so far, and whose replicas those were, by their endpoints.
+    /// The plan that it has executed so far, and the endpoints of that plan's replicas in `members`.
     plan: String,
     members: Vec<u32>,
-    /// Microbatches of all replicas in the run so far.
+    /// Number of microbatches of all replicas in the run so far.
     microbatches: u64,
-    /// Who took a local step when, as far as replicas have not met since.
+    /// Local steps of each replica since replicas last met.
     local: LocalSteps,
-    /// When it last evaluated, saved and checked: all do so after the same steps.
+    /// Steps at which it last evaluated, saved and checked: the same on all replicas.
     last: Last,
-    /// What a microbatch takes each of those replicas, in nanoseconds; nothing where they have not told it.
+    /// Time of a microbatch on each of those replicas, in nanoseconds; empty if not measured.
     speeds: Vec<u64>,
-    /// What a microbatch takes a newcomer, as it has measured before it came.
+    /// Time of a microbatch on a newcomer, in nanoseconds, measured before it joined.
     speed: Option<u64>,
 }
 
-/// What a rank brings into a view.
+/// Data of a rank that enters a view.
 pub(super) struct Brings<'a> {
     /// The run's settings, data and the plan so far.
     pub(super) job: &'a Job,
-    /// The members of the view before, by their endpoints, in the order of their ranks; empty of a newcomer.
+    /// Endpoints of the members of the previous view, by rank; empty for a newcomer.
     pub(super) before: Vec<u32>,
-    /// How far it is; none of a newcomer.
+    /// Its progress; `None` for a newcomer.
     pub(super) progress: Option<Progress>,
     pub(super) last: Last,
-    /// What the steps of the replicas of the plan so far take, where that is known.
+    /// Measured times of the replicas of the plan so far; empty if not known.
     pub(super) measured: &'a [Measured],
-    /// What a microbatch takes it, where it is a newcomer and has measured that.
+    /// Time of a microbatch on a newcomer, if it has measured that.
     pub(super) speed: Option<Nanos>,
 }
 
-/// What the members of a view know of each other.
+/// Result of [`stand`].
 pub(super) struct Stood {
-    /// The run under their plan.
+    /// The job under the new plan.
     pub(super) job: Job,
-    /// Who gives the state to whom.
+    /// Which ranks send the state, and which receive it.
     pub(super) exchange: Exchange,
-    /// When the furthest of them last evaluated, saved and checked.
+    /// Steps at which the member that has done the most steps last evaluated, saved and checked.
     pub(super) last: Last,
 }
 
-/// The members of a view tell each other where they stand. All call it.
+/// Exchanges the members' progress and makes the plan of the view. All members call it.
 ///
-/// Errors: a member that is lost meanwhile; a plan that cannot be for so many.
+/// Errors: a member that is lost meanwhile; a number of members for which there is no plan.
 pub(super) fn stand(view: &View, comm: &Communicator, brings: Brings<'_>) -> Result<Stood> {
     let Brings { job, before, progress, last, measured, speed } = brings;
     let microbatches = job.microbatches_after(progress.map_or(0, |progress| progress.step));
@@ -87,7 +87,7 @@ pub(super) fn stand(view: &View, comm: &Communicator, brings: Brings<'_>) -> Res
     let plan = plan_for(view, furthest, (job.config.balance, &newcomers))?;
     let mut next = job.with_plan(plan)?;
     if !next.averages_each_step() {
-        // Tokens of the round in which members change count as they were trained on.
+        // In the round in which members change, count the tokens of the replicas that trained on them.
         if !furthest.local.is_sound() {
             return Err(wrong("has steps of other replicas than its plan"));
         }
@@ -99,15 +99,15 @@ pub(super) fn stand(view: &View, comm: &Communicator, brings: Brings<'_>) -> Res
         let local = next.plan.local_steps().after(step, &furthest.local, &replicas, since);
         next.since_members_changed = Some(local);
     }
-    // Placed failures and departures are of ranks as they were.
+    // Failures and departures for tests are given by rank, and the ranks have changed.
     (next.failure, next.departure) = (None, None);
     next.base = Base { step: exchange.progress.step, microbatches: furthest.microbatches };
     Ok(Stood { job: next, exchange, last: furthest.last })
 }
 
-/// The plan of a view's members, from the one that the furthest of them carried out. Where shares follow speed,
-/// those that have come or left change everyone's, once the shares of all are not the same anyway or steps
-/// become shorter by it; `newcomers` have measured themselves.
+/// Makes the plan of a view's members from the plan of the member that has done the most steps. If shares
+/// follow speed, they are computed anew when shares were unequal before, or when unequal shares make steps
+/// shorter. `newcomers` has the times that newcomers measured themselves.
 fn plan_for(
     view: &View,
     furthest: &Standing,
@@ -115,7 +115,7 @@ fn plan_for(
 ) -> Result<Plan> {
     let plan = Plan::from_str(&furthest.plan)?;
     let follows = balance == BalanceKind::BySpeed && plan.outermost().steps.is_empty();
-    // Each member brings as much to a step, whoever computes it.
+    // A step has this many microbatches per member on average, independent of the shares.
     let each = plan.microbatches.iter().sum::<u32>() / plan.replicas().max(1);
     let old = |slot: u32| furthest.members.iter().position(|&old| old == slot);
     let replica = |slot: u32| match old(slot) {
@@ -156,7 +156,8 @@ mod tests {
                         batch = 1\nmicrobatches = [6, 6]\n[model]\nname = \"nano\"\nlayers = 4\n\
                         parameters = 834304\n[[part]]\nlayers = \"0..4\"\n[[level]]\nmethod = \"ddp\"\n";
 
-    /// The shares of two members whose microbatches take 10 ms, and of a newcomer that has measured this.
+    /// Returns the shares of two members whose microbatches take 10 ms, and of a newcomer with a time of
+    /// `speed` nanoseconds.
     fn shares(balance: BalanceKind, speed: Option<u64>) -> Vec<u32> {
         let members: Vec<Member> = (0..3).map(|n| Member::new(MemberId::number(n), n)).collect();
         let start = Start { weights: Digest::new([0; 32]), plan: Digest::new([0; 32]) };
@@ -178,7 +179,8 @@ mod tests {
     fn a_newcomer_that_has_measured_itself_gets_its_share_at_once() {
         let slow = shares(BalanceKind::BySpeed, Some(30_000_000));
         assert_eq!((slow.iter().sum::<u32>(), slow[2]), (18, 2), "{slow:?}");
-        // As fast as the others, or nearly, or not known, or not asked for: as all.
+        // The share is equal if the newcomer is as fast as the others or nearly so, if its speed is not known,
+        // or if equal shares are requested.
         for (balance, speed) in [
             (BalanceKind::BySpeed, Some(10_000_000)),
             (BalanceKind::BySpeed, Some(10_500_000)),

@@ -1,7 +1,7 @@
-//! Finds out that another member is silent long before the deadline: where a step takes much longer than
-//! those before, the others are asked whether they are there. A slow member answers, and is waited for; where
-//! one does not, the step is ended. Only real clocks go on while a rank waits: on the virtual clock the
-//! deadline alone counts.
+//! Detection of silent members long before the deadline. If a step takes much longer than those before, a
+//! thread pings the other members. A slow member answers, and the step goes on; if a member does not answer,
+//! the step is cancelled. This works on real clocks only: a virtual clock stands still while a rank waits, so
+//! there only the deadline applies.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -14,18 +14,18 @@ use farflung_parallel::membership::{MemberId, Patience};
 use super::decide::ROLL_CALL;
 use super::keeper::Keeper;
 
-/// Between two looks at the step under way.
+/// Time between two checks of the current step.
 const LOOK: Nanos = Nanos::from_millis(100);
-/// How long a member says nothing, at least, before it is given up.
+/// Minimum time without an answer after which a member is given up.
 const SILENCE: Nanos = Nanos(2 * ROLL_CALL.0);
 
-/// Asks other members whether they are there.
+/// Pings other members.
 #[derive(Debug, Clone)]
 pub(super) struct Caller {
-    /// Among all that are connected.
+    /// Communicator of all connected peers.
     pub(super) comm: Communicator,
     pub(super) keeper: Arc<Mutex<Keeper>>,
-    /// Number in `comm`, and name.
+    /// Rank in `comm` and id of each member to ping.
     pub(super) others: Vec<(farflung_base::Rank, MemberId)>,
     pub(super) tag: u32,
 }
@@ -37,37 +37,37 @@ impl Caller {
         self.keeper.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks them all.
+    /// Starts to ping all of them.
     pub(super) fn call(&self) -> Vec<Sent> {
         let ping = self.keeper().ping();
         self.others.iter().map(|&(rank, _)| self.comm.start_send(rank, self.tag, ping.clone())).collect()
     }
 
-    /// Those that have said nothing since.
+    /// Returns the members from which no message has arrived since `since`.
     fn silent(&self, since: Nanos) -> Vec<MemberId> {
         let keeper = self.keeper();
         self.others.iter().map(|(_, id)| *id).filter(|id| !keeper.has_heard(id, since)).collect()
     }
 }
 
-/// A step that is waited for.
+/// A step that is being watched.
 #[derive(Debug, Clone)]
 struct Step {
     number: u64,
-    /// The members of the view, whose operations end where one of them is silent.
+    /// Communicator of the view's members. Its operations are cancelled if one of them is silent.
     comm: Communicator,
     caller: Caller,
-    /// When it is time to ask.
+    /// Time at which the members are pinged.
     due: Nanos,
-    /// How long a member says nothing before it is given up: as long as a step takes, in which whatever fills
-    /// its line has left.
+    /// Time without an answer after which a member is given up: at least the time limit of a step, so that data
+    /// queued on the member's link can leave first.
     silence: Nanos,
 }
 
 #[derive(Debug, Default)]
 struct Watched {
     step: Option<Step>,
-    /// Members for whom a step was ended, since this was last asked.
+    /// Members because of which a step was cancelled, since this was last read.
     given_up: Vec<MemberId>,
     is_over: bool,
 }
@@ -79,7 +79,7 @@ struct Shared {
     bell: Condvar,
 }
 
-/// Watches a rank's steps, as long as it lives.
+/// Watches a rank's steps from a thread, until it is dropped.
 #[derive(Debug)]
 pub(super) struct Watchman {
     shared: Arc<Shared>,
@@ -88,11 +88,11 @@ pub(super) struct Watchman {
     steps: u64,
 }
 
-/// A step begins to be watched, and when it began.
+/// Start time of a step that is being watched.
 pub(super) struct Begun(Nanos);
 
 impl Watchman {
-    /// For steps whose operations end after `deadline` at the latest.
+    /// Starts the thread. `deadline` is the time after which operations of a step fail.
     pub(super) fn new(transport: &Arc<dyn Transport>, deadline: Nanos) -> Self {
         let shared = Arc::new(Shared {
             transport: Arc::clone(transport),
@@ -108,7 +108,7 @@ impl Watchman {
         Self { shared, thread: thread.ok(), patience, steps: 0 }
     }
 
-    /// A step begins among the members of `comm`.
+    /// Starts to watch a step of the members of `comm`.
     pub(super) fn begin(&mut self, comm: &Communicator, caller: Caller) -> Begun {
         let now = self.shared.transport.now();
         self.steps += 1;
@@ -118,7 +118,7 @@ impl Watchman {
         Begun(now)
     }
 
-    /// It is over, one way or another.
+    /// Stops watching a step. `done` tells whether it succeeded; if so, its time counts for later limits.
     pub(super) fn end(&mut self, Begun(at): Begun, done: bool) {
         self.shared.set(None);
         if done {
@@ -126,7 +126,7 @@ impl Watchman {
         }
     }
 
-    /// Members for whom steps were ended since this was last asked.
+    /// Returns the members because of which steps were cancelled since the last call.
     pub(super) fn given_up(&self) -> Vec<MemberId> {
         std::mem::take(&mut self.shared.watched().given_up)
     }
@@ -148,11 +148,11 @@ impl Shared {
     }
 
     fn set(&self, step: Option<Step>) {
-        // The thread looks by itself: short steps need not wake it.
+        // The thread polls, so that short steps need not wake it.
         self.watched().step = step;
     }
 
-    /// Waits for so long. Whether the watchman goes on.
+    /// Waits for `time`. Returns false if the watchman is being dropped.
     fn pause(&self, time: Nanos) -> bool {
         let until = self.transport.now().saturating_add(time);
         let mut watched = self.watched();
@@ -166,7 +166,7 @@ impl Shared {
         }
     }
 
-    /// The step under way, if it takes too long.
+    /// Returns the current step, if it takes too long.
     fn late(&self) -> Option<Step> {
         let watched = self.watched();
         watched.step.as_ref().filter(|step| step.due <= self.transport.now()).cloned()
@@ -181,7 +181,8 @@ impl Shared {
             let Some(step) = self.late() else { continue };
             let Some(silent) = self.ends(&step) else { continue };
             let mut watched = self.watched();
-            // The step cannot end while this is held: the next one would be ended in its place.
+            // With the lock held, the step cannot end and another one begin: that one would be cancelled by
+            // mistake.
             if watched.goes_on(&step) {
                 step.comm.abort();
                 watched.given_up = silent;
@@ -190,8 +191,8 @@ impl Shared {
         }
     }
 
-    /// Whether a step cannot be done: members are silent, or others have been decided on. Gives the silent
-    /// ones.
+    /// Decides whether to cancel a step: if members are silent, or if there is a new outcome about members.
+    /// Returns the silent members; `None` if the step goes on or is over.
     fn ends(&self, step: &Step) -> Option<Vec<MemberId>> {
         let begun = self.transport.now();
         let mut silent: Option<Vec<MemberId>> = None;
@@ -208,7 +209,7 @@ impl Shared {
             let still = |silent: Vec<MemberId>| silent.into_iter().filter(|id| quiet.contains(id)).collect();
             let left = silent.take().map_or_else(|| quiet.clone(), still);
             if left.is_empty() {
-                // All are there. One may still fall silent.
+                // All members answer. A member may still fall silent, so the step stays watched.
                 return None;
             }
             if self.transport.now().saturating_sub(begun) >= step.silence {
@@ -228,7 +229,7 @@ impl Watched {
     }
 }
 
-/// The peers among which one calls, by their numbers.
+/// Returns the rank among `peers` of each of `others` that is there, with its id.
 pub(super) fn numbered(
     peers: &[super::arrivals::Newcomer],
     others: &[(PeerId, MemberId)],

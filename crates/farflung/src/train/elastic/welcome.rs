@@ -1,4 +1,4 @@
-//! What members tell whoever asks at their gates: the settings of their run, and how it stands.
+//! The answer of members to a peer that asks at their gates: the settings of the run, and its status.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,30 +8,32 @@ use crate::train::job::Job;
 use crate::train::meet::model_facts;
 use crate::{Error, Result};
 
-/// Members of other versions may compute other values.
+/// Version of this program. All members need the same one, since another may compute other values.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-/// What a newcomer is told before it connects to all members.
+/// Information for a newcomer before it connects to all members.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Welcome {
     pub(super) version: String,
     /// The settings that all members share, as TOML.
     pub(super) settings: String,
-    /// What follows from them and from the data.
+    /// Facts about the model and the data, which must be the same on all members.
     pub(super) facts: Vec<Fact>,
-    /// How the run stands, once it has begun.
+    /// Status of the run, once it has begun.
     pub(super) status: Option<Status>,
 }
 
-/// All members take each other for lost after the same time.
+/// Setting that is shared although it is one of the settings that may differ between ranks: all members must
+/// give up a silent member after the same time.
 const DEADLINE: &str = "deadline";
 
-/// Settings that name files of one machine: their contents are compared, or a newcomer has no use for them.
+/// Settings that are not shared because they name files on one machine: the contents are compared instead, or a
+/// newcomer does not need them.
 const FILES: [&str; 2] = ["data", "init-from"];
 
 impl Welcome {
     pub(super) fn of(job: &Job) -> Self {
-        // Of pipelines, those that all plans are made from.
+        // In pipelines, these are the settings from which all plans are made.
         let settings = job.pipelines.as_deref().unwrap_or(&job.config).to_toml();
         let shared = |line: &&str| {
             let key = line.split(" = ").next().unwrap_or_default();
@@ -45,21 +47,23 @@ impl Welcome {
         serde_json::to_vec(self).expect("texts and numbers are plain data")
     }
 
-    /// Refuses where this machine has another version than the members.
+    /// Checks that this machine has the same version as the members.
     ///
     /// Errors: [`Error::MemberDiffers`].
     pub(super) fn check_version(&self) -> Result<()> {
         differs("program's", &[Fact::new("version", VERSION)], &[Fact::new("version", &self.version)])
     }
 
-    /// Refuses where this machine's job is another one than the members'.
+    /// Checks that this machine has the same model and data as the members.
     ///
     /// Errors: [`Error::MemberDiffers`].
     pub(super) fn check_job(&self, job: &Job) -> Result<()> {
         differs("setting", &facts(job), &self.facts)
     }
 
-    /// Reads what members say of the run.
+    /// Decodes an answer.
+    ///
+    /// Errors: [`Error::Message`] if it is malformed.
     pub(super) fn read(bytes: &[u8]) -> Result<Self> {
         let malformed = |_| Error::Message {
             message: "what members say of the run".to_owned(),
@@ -69,7 +73,7 @@ impl Welcome {
     }
 }
 
-/// What all members must have alike beside their settings.
+/// Returns the facts that must be the same on all members, beside their settings.
 fn facts(job: &Job) -> Vec<Fact> {
     let tokens = job.training.len() + job.held_out.len();
     let mut facts = model_facts(job);
@@ -79,7 +83,7 @@ fn facts(job: &Job) -> Vec<Fact> {
     facts
 }
 
-/// Refuses where this machine has another value than the members.
+/// Fails if a value of this machine differs from the members'.
 fn differs(what: &'static str, own: &[Fact], theirs: &[Fact]) -> Result<()> {
     let other = own.iter().find(|fact| !theirs.contains(fact));
     let Some(Fact { name, value }) = other else { return Ok(()) };

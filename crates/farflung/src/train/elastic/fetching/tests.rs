@@ -1,4 +1,4 @@
-//! A fetch from shelves that answer at given times, among them some that are wrong or fall silent.
+//! Fetches from shelves that answer after given times. Some of them send wrong chunks or never answer.
 
 use farflung_comm::{Asked, Service};
 
@@ -21,8 +21,8 @@ fn wanted(label: Label, holders: &[u32]) -> Wanted {
     Wanted { label, holders: holders.iter().copied().map(Rank).collect() }
 }
 
-/// Fetches from donors that take so many milliseconds for a chunk each, one after another; a donor without a
-/// time never answers. Gives the time that it took in milliseconds.
+/// Fetches from donors. Donor `n` needs `millis[n]` milliseconds for each answer, one after another; with
+/// `None` it never answers. Returns the time of the whole fetch in milliseconds.
 fn run(fetching: &mut Fetching<'_>, shelves: &mut [Shelf], millis: &[Option<u64>]) -> Result<u64, NoHolder> {
     let mut free = vec![Nanos::ZERO; millis.len()];
     let mut coming: Vec<(Nanos, usize, Vec<u8>)> = Vec::new();
@@ -84,7 +84,7 @@ fn what_a_donor_leaves_undone_another_does() {
     assert_eq!(fetching.gave(), 2);
     assert_eq!(store.take(&label), Some(all));
     assert!(took < 2000, "{took} ms");
-    // A slow one finishes alone if the others stop.
+    // A slow donor sends the rest alone if the others stop.
     let all = bytes(40 * CHUNK);
     let (mut shelves, label) = self::shelves(2, &all);
     let mut fetching = Fetching::new(vec![wanted(label, &[0, 1])], &mut store);
@@ -102,7 +102,7 @@ fn a_wrong_chunk_is_taken_from_another_donor() {
     run(&mut fetching, &mut shelves, &[Some(10), Some(10)]).unwrap();
     assert_eq!(fetching.donors(), [Rank(1)]);
     assert_eq!(store.take(&label), Some(all));
-    // Where there is no other, nothing is taken.
+    // If the only donor sends a wrong chunk, the fetch fails.
     let (mut shelves, label) = self::shelves(1, &bytes(3));
     shelves[0].spoils = true;
     let mut fetching = Fetching::new(vec![wanted(label, &[0])], &mut store);
@@ -137,7 +137,7 @@ fn a_fetch_that_was_broken_off_goes_on() {
         fetching.arrived(Rank(0), &bytes, Nanos(1)).unwrap();
     }
     let mut fetching = Fetching::new(vec![wanted(label, &[0])], &mut store);
-    // The hashes and seven chunks are there.
+    // The list of hashes and seven chunks have been received.
     assert_eq!(fetching.missing, 13);
     run(&mut fetching, &mut shelves, &[Some(1)]).unwrap();
     assert_eq!(store.take(&label), Some(all));
@@ -152,10 +152,10 @@ fn hostile_answers_change_nothing() {
         let mut fetching = Fetching::new(vec![wanted(label, &[0])], &mut store);
         fetching.next(Rank(0), Nanos(0)).unwrap();
         assert_eq!(fetching.arrived(Rank(0), &answer, Nanos(1)), Err(NoHolder));
-        // Of a rank that is no donor.
+        // An answer from a rank that is not a donor is ignored.
         assert_eq!(fetching.arrived(Rank(5), &answer, Nanos(1)), Ok(()));
     }
-    // What nobody asked for; and a blob of a length that there cannot be.
+    // A list of hashes that does not fit the blob's length, which is impossibly large.
     let mut store = Store::default();
     let huge = Label { root: label.root, len: u64::MAX };
     let mut fetching = Fetching::new(vec![wanted(huge, &[0])], &mut store);
