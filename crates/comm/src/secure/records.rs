@@ -25,6 +25,7 @@ const PLAIN: usize = RECORD - OVERHEAD;
 pub(super) const STEP: usize = 32;
 /// Largest number of plain bytes in a record that the other side may send (RFC 8446, section 5.1).
 const MOST_PLAIN: usize = 16 * 1024;
+/// Largest encrypted length of such a record, without its header (RFC 8446, section 5.2).
 const MOST_SEALED: usize = MOST_PLAIN + 256;
 const TAG: usize = 16;
 /// Number of records that are encrypted with one key: half of the limit of RFC 8446, section 5.5, for AES-GCM.

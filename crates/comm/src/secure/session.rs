@@ -122,7 +122,7 @@ const fn limit(tls: &tls::Tls) -> usize {
 enum Side {
     Client(UnbufferedClientConnection),
     Server(UnbufferedServerConnection),
-    /// The handshake is done.
+    /// The handshake is done; records are encrypted and decrypted here and not in rustls.
     Established(Box<Records>),
     /// The handshake failed at its end.
     Failed,
@@ -171,8 +171,11 @@ pub(crate) struct Session {
     /// Number of bytes that may be received before the proof.
     limit: usize,
     ended: bool,
+    /// Error that ended the session; every later call of [`Session::open`] returns it.
     broken: Option<SessionError>,
+    /// Whether the other side has proven that it may connect.
     is_proven: bool,
+    /// Whether the first bytes of the connection are still to be checked.
     first: bool,
 }
 
@@ -227,7 +230,8 @@ impl Session {
         }
     }
 
-    /// Returns whether the handshake is done, so far that the exporter and the other side's key are known.
+    /// Returns whether the exporter and the other side's key are known, which is so at the end of the
+    /// handshake.
     pub(crate) const fn is_established(&self) -> bool {
         self.exporter.is_some()
     }
@@ -273,7 +277,8 @@ impl Session {
     /// their number.
     pub(crate) fn room(&mut self) -> &mut [u8] {
         let kept = if self.opened.is_empty() { self.from } else { self.opened.start };
-        // Each byte is stored at its position in the stream modulo `STEP`: see the comment on `STEP`.
+        // The offset of a byte in the buffer equals its position in the stream, modulo `STEP`: see the comment
+        // on `STEP`.
         let place = (self.heard - (self.to - kept)) % STEP;
         self.incoming.grow(place + if self.is_proven { INCOMING } else { self.limit });
         if kept > place {
@@ -305,8 +310,8 @@ impl Session {
                 return Err(SessionError::NotTls);
             }
         }
-        // The proof may be in the bytes just received, with data after it. So only the bytes before them are
-        // counted.
+        // The bytes just received may contain the proof with data after it, so only earlier bytes count towards
+        // the limit.
         if !self.is_proven && self.heard - count >= self.limit {
             return Err(SessionError::TooMuch(self.limit));
         }
@@ -328,8 +333,8 @@ impl Session {
         }
     }
 
-    /// Decrypts received bytes into `slices`, as far as both last. Returns the number of plain bytes written.
-    /// Also continues the handshake.
+    /// Decrypts received bytes into `slices` until the bytes or the space are used up. Returns the number of
+    /// plain bytes written. Also continues the handshake.
     pub(crate) fn open(&mut self, slices: &mut [IoSliceMut<'_>]) -> Result<usize, SessionError> {
         let mut target = Target { slices, slice: 0, at: 0, taken: 0 };
         loop {
@@ -381,9 +386,9 @@ impl Session {
         }
     }
 
-    /// Encrypts bytes of `slices`, as far as there is space. Returns the number of plain bytes taken: 0 if the
-    /// socket has not taken all bytes encrypted before, or if the handshake is not done. Also continues the
-    /// handshake.
+    /// Encrypts bytes of `slices` until the bytes or the space are used up. Returns the number of plain bytes
+    /// taken: 0 if the socket has not taken all bytes encrypted before, or if the handshake is not done. Also
+    /// continues the handshake.
     pub(crate) fn seal(&mut self, slices: &[IoSlice<'_>]) -> Result<usize, SessionError> {
         while !self.ended && !matches!(self.side, Side::Established(_)) && self.turn()? == Turn::Moved {}
         let Side::Established(records) = &mut self.side else { return Ok(0) };
@@ -393,7 +398,8 @@ impl Session {
             return Ok(0);
         }
         bytes.grow(if self.is_proven { OUTGOING } else { RECORD + BESIDE });
-        // Each byte is stored at its position in the stream modulo `STEP`, as in `Session::room`.
+        // The offset of a byte in the buffer equals its position in the stream, modulo `STEP`, as in
+        // `Session::room`.
         *sent = *said % STEP;
         *filled = *sent;
         while !source.is_empty() && bytes.len() - *filled >= RECORD + 2 * STEP {
@@ -557,7 +563,7 @@ impl Source<'_, '_> {
         self.at == first.len() && rest.iter().all(|slice| slice.is_empty())
     }
 
-    /// Copies bytes into `place` as far as they last. Returns their number.
+    /// Copies bytes into `place` until the bytes or the space are used up. Returns their number.
     fn fill(&mut self, place: &mut [u8]) -> usize {
         let mut filled = 0;
         while let Some(slice) = self.slices.get(self.slice) {

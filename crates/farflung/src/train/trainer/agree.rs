@@ -84,8 +84,8 @@ impl<T> Voting<T> {
 
 impl Trainer {
     /// Starts the vote of a pass. `loss` is the mean loss of this replica if this rank has the last part, else
-    /// 0. `squares` are sums of squared gradients by part; each part's sum is sent by one of the voting ranks,
-    /// and the others send 0.
+    /// 0. `squares` are sums of squared gradients by part: each is sent by one of the voting ranks, and the
+    /// others send 0. If the model has one part, `squares` is empty.
     pub(super) fn start_vote(&self, loss: f64, stop: bool, squares: &[f64]) -> Voting<Vote> {
         let replicas = if self.each_step { self.replicas } else { 1 };
         // An equal share has a weight of exactly 1, so that with equal replicas the result has the bits of a

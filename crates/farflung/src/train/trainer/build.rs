@@ -154,8 +154,8 @@ fn tied(job: &Job, comm: Communicator) -> [Communicator; 2] {
 }
 
 /// Makes a part of the model with its optimizer, at step 0. `device` is a handle whose ops a stop interrupts.
-/// `plain` is a handle for averages without this interrupt, since other ranks may have received those averages
-/// already.
+/// `plain` is a handle without this interrupt, for averages: other ranks may have received their results
+/// already, so they must be completed here too.
 fn build_part(
     job: &Job,
     schedule: &ReplicaSchedule,
@@ -235,7 +235,8 @@ struct Warmups {
 }
 
 /// Makes the plan's method of synchronisation for the holders of a part. `share` is the replica's share of the
-/// tokens of a step that all replicas take, `params` the initial parameters, `rounds` the optimizer's rounds.
+/// tokens of a step that all replicas take, `params` are the initial parameters, and `rounds` are the steps
+/// after which an optimizer with a schedule of its own (0/1 Adam) synchronises.
 fn synchroniser(
     job: &Job,
     group: &Communicator,
@@ -249,7 +250,7 @@ fn synchroniser(
     let period = u64::from(local.period());
     let mut average = job.average_config()?;
     if job.plan.pools().is_some() && group.size() == 1 {
-        // A pool of one rank counts rounds as the others do. It sends nothing, so a lossy codec must not change
+        // A pool of one rank counts rounds as the others do, but sends nothing. A lossy codec would only change
         // its values.
         average.codec = AverageConfig::default().codec;
     }

@@ -75,8 +75,8 @@ impl Trainer {
         }
     }
 
-    /// Repeats local steps up to `step`, after this rank has copied the parameters on which the others last
-    /// agreed. The average after them is taken later, together with the others.
+    /// Trains the local steps up to `step`, after this rank has copied the parameters on which the others last
+    /// agreed. The average after these steps is taken later, together with the others.
     ///
     /// Errors: those of a step that is not done.
     pub(in crate::train) fn catch_up(&mut self, step: u64) -> Result<()> {

@@ -155,8 +155,8 @@ impl Trainer {
         boundaries.agree(comm, *first, sampler.windows().unwrap_or(0))
     }
 
-    /// Restores the state of the checkpoint `from`. Residuals are restored if this rank wrote them under the
-    /// same plan.
+    /// Restores the state of the checkpoint `from`. Residuals are restored only if this rank wrote them with
+    /// its current parts.
     pub(in crate::train) fn restore(&mut self, from: &Source) -> Result<()> {
         let updates = self.local.taken(self.replica, from.step()) * self.updates;
         for (stage, part) in &mut self.executor.parts {

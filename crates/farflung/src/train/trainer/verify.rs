@@ -136,7 +136,7 @@ impl Trainer {
     }
 }
 
-/// The ranks whose copies are suspect.
+/// Ranks whose copies may be wrong.
 #[derive(Debug, PartialEq, Eq)]
 struct Odd {
     ranks: Vec<Rank>,
