@@ -1,5 +1,6 @@
-//! A site's X.509 certificates in the place of raw keys: a chain that ends at the site's own authority, on both
-//! sides. A peer is still named by a key: its certificate's, or for keys other than ed25519 their SHA-256.
+//! X.509 certificates of a site instead of raw keys: both sides show a chain that ends at the site's own
+//! authority. A peer is still identified by a key: the ed25519 key of its certificate, or the SHA-256 of a key
+//! of another kind.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,39 +20,40 @@ use rustls::{
 use super::identity::PublicKey;
 use super::secret::JoinSecret;
 
-/// The authority, this process's chain and its private key.
+/// The site's authorities, this process's certificate chain and its private key.
 pub struct Certificates {
     pub(super) roots: Arc<RootCertStore>,
     pub(super) chain: Vec<CertificateDer<'static>>,
     pub(super) key: PrivateKeyDer<'static>,
-    /// What processes of the site have in common where there is no join secret.
+    /// Secret that all processes of the site can compute, used if there is no join secret. It is not
+    /// confidential.
     common: JoinSecret,
 }
 
-/// Shows no key.
+/// Does not print the key.
 impl fmt::Debug for Certificates {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Certificates({} roots, a chain of {})", self.roots.len(), self.chain.len())
     }
 }
 
-/// Why PEM texts make no certificates.
+/// Error of [`Certificates::from_pem`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{what}: {problem}")]
 pub struct CertificateFault {
-    /// Which of the texts.
+    /// Text that is wrong: `authority`, `certificate` or `key`.
     pub what: &'static str,
     /// What is wrong with it.
     pub problem: String,
 }
 
 impl Certificates {
-    /// Of PEM texts: certificates of authorities, this process's chain with its own first, and its private key
-    /// (PKCS #8, SEC 1 or PKCS #1).
+    /// Reads PEM texts: the certificates of the authorities, this process's chain beginning with its own
+    /// certificate, and its private key (PKCS #8, SEC 1 or PKCS #1).
     ///
     /// # Errors
-    /// [`CertificateFault`] for a text without what it should hold, and for a key that is not the
-    /// certificate's.
+    /// [`CertificateFault`] if a text lacks what it should contain, or if the key does not belong to the
+    /// certificate.
     pub fn from_pem(authority: &[u8], chain: &[u8], key: &[u8]) -> Result<Self, CertificateFault> {
         let fault = |what| move |problem: String| CertificateFault { what, problem };
         let all = |text| CertificateDer::pem_slice_iter(text).collect::<Result<Vec<_>, _>>();
@@ -76,19 +78,20 @@ impl Certificates {
         Ok(own)
     }
 
-    /// The name of this process among peers.
+    /// Returns the key by which peers identify this process.
     #[must_use]
     pub fn own_key(&self) -> PublicKey {
         self.chain.first().and_then(key_of).expect("it was read before")
     }
 
-    /// What all processes of the site can prove: nothing beyond their certificates.
+    /// Returns the secret that all processes of the site can prove. It proves nothing beyond their
+    /// certificates.
     pub(super) const fn common(&self) -> &JoinSecret {
         &self.common
     }
 }
 
-/// The key by which a certificate's holder is named.
+/// Returns the key that identifies the holder of a certificate; `None` if the certificate cannot be parsed.
 pub(super) fn key_of(certificate: &CertificateDer<'_>) -> Option<PublicKey> {
     let key = ParsedCertificate::try_from(certificate).ok()?.subject_public_key_info();
     if let Some(raw) = super::tls::raw_key(&key) {
@@ -97,7 +100,8 @@ pub(super) fn key_of(certificate: &CertificateDer<'_>) -> Option<PublicKey> {
     digest(&SHA256, &key).as_ref().try_into().ok().map(PublicKey::new)
 }
 
-/// A chain that is signed wrongly is of an authority that only has the name of the site's.
+/// Maps a bad signature in a chain to an unknown issuer: the chain then ends at another authority that only has
+/// the same name as the site's.
 fn of_chain(error: Error) -> Error {
     match error {
         Error::InvalidCertificate(CertificateError::BadSignature) => {
@@ -107,12 +111,13 @@ fn of_chain(error: Error) -> Error {
     }
 }
 
-/// Verifies servers: their chain, and one of the names by which they were reached.
+/// Verifies certificates of servers: the chain, and one of the names by which the server was reached.
 #[derive(Debug)]
 pub(super) struct SiteServers {
     pub(super) roots: Arc<RootCertStore>,
     pub(super) crypto: Arc<CryptoProvider>,
-    /// Any of these; none where the key is known beforehand, which says more.
+    /// Names of which the certificate must have at least one. If there are none, names are not checked: the
+    /// server's key is known and is checked instead.
     pub(super) names: Vec<ServerName<'static>>,
 }
 
@@ -172,7 +177,7 @@ impl ServerCertVerifier for SiteServers {
     }
 }
 
-/// Verifies clients: their chain alone, since they may come from anywhere.
+/// Verifies certificates of clients: only the chain, since clients may connect from any address.
 #[derive(Debug)]
 pub(super) struct SiteClients {
     inner: Arc<dyn ClientCertVerifier>,

@@ -2,7 +2,7 @@
 
 use std::time::UNIX_EPOCH;
 
-/// Seconds since 1970 by this machine's clock; 0 where it stands before that.
+/// Returns the seconds since 1970 by this machine's clock; 0 if the clock is set to an earlier time.
 #[must_use]
 pub fn unix_seconds() -> u64 {
     #[expect(

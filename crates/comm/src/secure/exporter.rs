@@ -1,6 +1,6 @@
-//! The exporter of a TLS 1.3 session (RFC 8446, section 7.5). rustls has it for connections that buffer; those
-//! that do not give the exporter's secret to a [`KeyLog`], and the rest is computed here. The cipher suites
-//! that are offered all have SHA-256.
+//! The exporter of a TLS 1.3 session (RFC 8446, section 7.5), which derives keys from the session for other
+//! uses. rustls offers it only for connections with its own buffers. Unbuffered connections pass the exporter
+//! secret to a [`KeyLog`], and the derivation is done here. All offered cipher suites use SHA-256.
 
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
@@ -9,7 +9,7 @@ use ring::{digest, hmac};
 use rustls::KeyLog;
 use zeroize::Zeroizing;
 
-/// Takes the exporter's secret of one session, and no other.
+/// Stores the exporter secret of one session. Other secrets are not stored.
 #[derive(Default)]
 pub(super) struct ExporterSecret(Mutex<Option<Zeroizing<[u8; 32]>>>);
 
@@ -31,8 +31,8 @@ impl KeyLog for ExporterSecret {
 }
 
 impl ExporterSecret {
-    /// The exporter's 32 bytes for this label and context, once the handshake is done; the secret is forgotten
-    /// with it.
+    /// Derives 32 bytes for this label and context. Returns `None` before the handshake is done, and after the
+    /// first call, which removes the secret.
     pub(super) fn export(&self, label: &str, context: &[u8]) -> Option<Zeroizing<[u8; 32]>> {
         let secret = self.0.lock().unwrap_or_else(PoisonError::into_inner).take()?;
         let derived = expand(&secret, label, &hash(b""));
@@ -44,7 +44,7 @@ fn hash(bytes: &[u8]) -> [u8; 32] {
     digest::digest(&digest::SHA256, bytes).as_ref().try_into().expect("SHA-256 has 32 bytes")
 }
 
-/// HKDF-Expand-Label for 32 bytes, which are one block.
+/// Computes HKDF-Expand-Label (RFC 8446, section 7.1) for 32 bytes, which are one block of SHA-256.
 fn expand(secret: &[u8; 32], label: &str, context: &[u8; 32]) -> Zeroizing<[u8; 32]> {
     let mut info = vec![0, 32, (6 + label.len()) as u8];
     info.extend(b"tls13 ");

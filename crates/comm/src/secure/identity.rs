@@ -1,5 +1,5 @@
-//! Who a peer is: an ed25519 key pair, named by its public half. Where the private half is kept is for others
-//! to know.
+//! Identity of a peer: an ed25519 key pair. Its public key is the peer's name. Storing the private key is up to
+//! the caller.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,18 +11,18 @@ use zeroize::Zeroizing;
 use super::word;
 use crate::CommError;
 
-/// A peer's name: its ed25519 public key, printed as a word of 52 letters and digits.
+/// Name of a peer: its ed25519 public key, printed as 52 letters and digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PublicKey([u8; 32]);
 
 impl PublicKey {
-    /// The key of these bytes.
+    /// Makes a key from its 32 bytes, in the encoding of RFC 8032.
     #[must_use]
     pub const fn new(bytes: [u8; 32]) -> Self {
         Self(bytes)
     }
 
-    /// Its bytes, as RFC 8032 has them.
+    /// Returns its bytes, in the encoding of RFC 8032.
     #[must_use]
     pub const fn bytes(&self) -> &[u8; 32] {
         &self.0
@@ -50,7 +50,7 @@ impl FromStr for PublicKey {
     }
 }
 
-/// A key pair. Its private half is shown nowhere and wiped when this is dropped.
+/// An ed25519 key pair. The private key is never printed, and its memory is wiped on drop.
 #[derive(Clone)]
 pub struct Identity {
     seed: Zeroizing<[u8; 32]>,
@@ -58,7 +58,7 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// The pair of a private key, as RFC 8032 has it (the seed of 32 bytes).
+    /// Makes the key pair of a private key in the encoding of RFC 8032 (the seed of 32 bytes).
     #[must_use]
     pub fn from_seed(seed: [u8; 32]) -> Self {
         let pair = Ed25519KeyPair::from_seed_unchecked(&seed).expect("a seed has 32 bytes, and any will do");
@@ -66,21 +66,21 @@ impl Identity {
         Self { seed: Zeroizing::new(seed), public: PublicKey(public) }
     }
 
-    /// A new one, of the system's randomness.
+    /// Generates a key pair with the system's random number generator.
     ///
     /// # Errors
-    /// [`CommError::Io`] if the system has none.
+    /// [`CommError::Io`] if the system's generator fails.
     pub fn generate() -> Result<Self, CommError> {
         Ok(Self::from_seed(*random()?))
     }
 
-    /// The peer's name.
+    /// Returns the public key, which is the peer's name.
     #[must_use]
     pub const fn public(&self) -> PublicKey {
         self.public
     }
 
-    /// The private key, to be written to a file that only its owner reads.
+    /// Returns the private key. Write it only to a file that nobody but its owner can read.
     #[must_use]
     pub const fn seed(&self) -> &Zeroizing<[u8; 32]> {
         &self.seed
@@ -93,7 +93,7 @@ impl fmt::Debug for Identity {
     }
 }
 
-/// 32 bytes from the system's random number generator.
+/// Returns 32 bytes from the system's random number generator.
 pub(super) fn random() -> Result<Zeroizing<[u8; 32]>, CommError> {
     let mut bytes = Zeroizing::new([0; 32]);
     let none = std::io::Error::other("the system gives no random bytes");

@@ -1,7 +1,7 @@
-//! The records of a TLS 1.3 session whose handshake is done (RFC 8446, section 5): plain bytes are copied once,
-//! to where they are sealed and sent from, and records are opened where they came. rustls makes the keys, also
-//! those that replace them; through its own record layer each byte would be copied twice each way. It knows no
-//! socket.
+//! Record layer of a TLS 1.3 session after the handshake (RFC 8446, section 5). Plain bytes are copied once,
+//! into the buffer in which they are encrypted and from which they are sent. Received records are decrypted in
+//! place. rustls makes the keys, including those of later key updates. Its own record layer would copy each
+//! byte twice in each direction. Does not use sockets.
 
 use ring::aead::{AES_128_GCM, Aad, CHACHA20_POLY1305, LessSafeKey, NONCE_LEN, Nonce, Tag, UnboundKey};
 use rustls::client::ClientConnectionData;
@@ -11,25 +11,27 @@ use rustls::{AlertDescription, ConnectionTrafficSecrets, ExtractedSecrets};
 
 use super::session::SessionError;
 
-/// Bytes of the header in front of a record.
+/// Length of a record's header in bytes.
 pub(super) const HEAD: usize = 5;
-/// A record's header, content type and tag.
+/// Bytes that a record adds to the plain bytes: header, content type and tag.
 pub(super) const OVERHEAD: usize = HEAD + 1 + TAG;
-/// Bytes of a full record: whole pages, so that those behind it begin where a page does.
+/// Length of a full record in bytes: whole pages, so that the next record begins at a page boundary as well.
 pub(super) const RECORD: usize = 16 * 1024;
-/// The most plain bytes that are sealed to a record.
+/// Largest number of plain bytes that this side puts into one record.
 const PLAIN: usize = RECORD - OVERHEAD;
-/// Lengths of records are multiples of it. What the system copies out of sockets then lies at multiples of it
-/// from its source's place in a page; see `frame.rs` for what other places cost.
+/// Lengths of records are multiples of this. Data that the system copies out of a socket then goes to an offset
+/// in a page that differs from the source's by a multiple of it. Other offsets make the copy slow: see
+/// `frame.rs`.
 pub(super) const STEP: usize = 32;
-/// The most plain bytes of a record of the other side, and what may surround them.
+/// Largest number of plain bytes in a record that the other side may send (RFC 8446, section 5.1).
 const MOST_PLAIN: usize = 16 * 1024;
+/// Largest encrypted length of such a record, without its header (RFC 8446, section 5.2).
 const MOST_SEALED: usize = MOST_PLAIN + 256;
 const TAG: usize = 16;
-/// Records that are sealed with one key: half of what RFC 8446, section 5.5, gives AES-GCM.
+/// Number of records that are encrypted with one key: half of the limit of RFC 8446, section 5.5, for AES-GCM.
 const RECORDS: u64 = 1 << 23;
-/// Bytes that are copied by one move. For longer ones the C library takes `rep movsb`, which is up to thirty
-/// times slower where source and destination lie within 31 bytes of the same place of a page.
+/// Bytes per call of `copy_from_slice`. For longer copies the C library uses `rep movsb`, which is up to thirty
+/// times slower if source and destination are at offsets in a page that differ by less than 32 bytes.
 const MOVE: usize = 1024;
 
 const ALERT: u8 = 21;
@@ -38,14 +40,14 @@ const DATA: u8 = 23;
 const KEY_UPDATE: u8 = 24;
 const NEW_TICKET: u8 = 4;
 
-/// Copies between slices of one length.
+/// Copies between slices of equal length.
 pub(super) fn copy(to: &mut [u8], from: &[u8]) {
     for (to, from) in to.chunks_mut(MOVE).zip(from.chunks(MOVE)) {
         to.copy_from_slice(from);
     }
 }
 
-/// Where the keys come from that replace others.
+/// Source of the keys that replace earlier ones.
 pub(super) enum Keys {
     Client(Box<KernelConnection<ClientConnectionData>>),
     Server(Box<KernelConnection<ServerConnectionData>>),
@@ -68,11 +70,11 @@ impl Keys {
     }
 }
 
-/// The key of one direction.
+/// Key of one direction and the number of the next record.
 struct Half {
     key: LessSafeKey,
     iv: [u8; NONCE_LEN],
-    /// The next record's number.
+    /// Sequence number of the next record.
     next: u64,
 }
 
@@ -89,7 +91,7 @@ impl Half {
         Ok(Self { key: LessSafeKey::new(key), iv, next })
     }
 
-    /// The nonce of the next record, which is used once.
+    /// Returns the nonce of the next record, and counts that record.
     fn nonce(&mut self) -> Nonce {
         let mut nonce = self.iv;
         for (byte, number) in nonce[NONCE_LEN - 8..].iter_mut().zip(self.next.to_be_bytes()) {
@@ -100,14 +102,14 @@ impl Half {
     }
 }
 
-/// What a record was.
+/// Content of a decrypted record.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Opened<'a> {
     /// Plain bytes.
     Data(&'a [u8]),
-    /// Something about the session, which is done.
+    /// A message about the session, which has been handled.
     Done,
-    /// The other side sends nothing any more.
+    /// The other side sends no more data.
     Closed,
 }
 
@@ -116,9 +118,9 @@ pub(super) struct Records {
     keys: Keys,
     tx: Half,
     rx: Half,
-    /// The other side wishes for a new key of this one.
+    /// Whether the other side has requested that this side replaces its sending key.
     is_asked: bool,
-    /// Records that are sealed with one key.
+    /// Number of records that are encrypted with one key.
     limit: u64,
 }
 
@@ -128,16 +130,17 @@ impl Records {
         Ok(Self { keys, tx, rx, is_asked: false, limit: RECORDS })
     }
 
-    /// The same with another limit of records for each key.
+    /// Sets another limit of records for each key.
     #[cfg(test)]
     pub(super) const fn limited(&mut self, limit: u64) {
         self.limit = limit;
     }
 
-    /// Seals the next record's worth of what `fill` gives: it fills what it is handed as far as it goes, and
-    /// returns how much that was. Returns the bytes that are used of `room`, which has place for two records.
+    /// Encrypts one record into `room`, which must have space for two records. `fill` writes the plain bytes
+    /// into the slice that it is given and returns their number. If the sending key is due for replacement, a
+    /// key update is written before the record. Returns the number of bytes written to `room`.
     ///
-    /// Errors: of keys, which do not occur.
+    /// Errors: those of the keys, which do not occur in practice.
     pub(super) fn seal(
         &mut self,
         room: &mut [u8],
@@ -153,7 +156,8 @@ impl Records {
         Ok(used + self.finish(&mut room[used..], DATA, plain)?)
     }
 
-    /// Says why the session ends.
+    /// Encrypts an alert that tells the other side why the session ends. Returns the number of bytes written to
+    /// `room`.
     pub(super) fn seal_alert(
         &mut self,
         room: &mut [u8],
@@ -171,7 +175,7 @@ impl Records {
         self.finish(room, kind, message.len())
     }
 
-    /// Seals the `plain` bytes that lie behind the place of the header.
+    /// Encrypts the `plain` bytes that follow the header's place in `room`. Returns the length of the record.
     fn finish(&mut self, room: &mut [u8], kind: u8, plain: usize) -> Result<usize, SessionError> {
         let whole = (plain + OVERHEAD).next_multiple_of(STEP);
         let sealed = (whole - HEAD) as u16;
@@ -188,9 +192,9 @@ impl Records {
         Ok(whole)
     }
 
-    /// The length of the record that `held` begins with, if it is there whole.
+    /// Returns the length of the record at the beginning of `held`; `None` if it is not complete.
     ///
-    /// Errors: what is no record that may come now.
+    /// Errors: [`SessionError::Malformed`] if the header is not one that may follow the handshake.
     pub(super) fn whole(held: &[u8]) -> Result<Option<usize>, SessionError> {
         let Some(&[kind, _, _, high, low]) = held.first_chunk() else { return Ok(None) };
         if kind != DATA {
@@ -203,9 +207,11 @@ impl Records {
         Ok((held.len() >= HEAD + sealed).then_some(HEAD + sealed))
     }
 
-    /// Opens a record in its place.
+    /// Decrypts a record in place, and handles messages about the session.
     ///
-    /// Errors: [`SessionError::Foreign`] if it is not the next of this session; what may not come in one.
+    /// Errors: [`SessionError::Foreign`] if it is not the next record of this session,
+    /// [`SessionError::Malformed`] if its content is not allowed, [`SessionError::Alert`] if the other side
+    /// reports an error.
     pub(super) fn open<'a>(&mut self, record: &'a mut [u8]) -> Result<Opened<'a>, SessionError> {
         let foreign = SessionError::Foreign;
         let (head, rest) = record.split_first_chunk_mut::<HEAD>().ok_or_else(|| foreign.clone())?;
@@ -225,7 +231,7 @@ impl Records {
                 self.is_asked |= *asks == 1;
                 self.rx = Half::new(self.keys.next_to_receive()?)?;
             }
-            // A server's, for sessions that go on later, of which there are none.
+            // A server's ticket for resuming the session. Sessions are never resumed, so it is ignored.
             (HANDSHAKE, [NEW_TICKET, ..]) if matches!(self.keys, Keys::Client(_)) => {}
             (ALERT, [_, reason]) => match AlertDescription::from(*reason) {
                 AlertDescription::CloseNotify => return Ok(Opened::Closed),

@@ -1,5 +1,6 @@
-//! Refusals: those of this process, counted by reason, since a stranger can come ten thousand times and the
-//! log must not grow with it; and the error for a refusal by another process.
+//! Refused connections: counts of those that this process refused, and the error for a refusal by another
+//! process. They are counted by reason, and only some are logged: one stranger may try ten thousand times, and
+//! the log must not grow with it.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -10,21 +11,23 @@ use super::clock::unix_seconds;
 use crate::CommError;
 use crate::error::Refusal;
 
-/// Refusals of one kind that are logged one by one; of more, each time their number has doubled.
+/// Number of refusals of each kind that are all logged. After them, a refusal is logged each time that their
+/// number has doubled.
 const LOGGED: u64 = 4;
 
-/// Counts of refused connections by their reason.
+/// Counts of refused connections by reason.
 #[derive(Debug, Clone, Default)]
 pub struct Refused(Arc<Mutex<BTreeMap<&'static str, u64>>>);
 
 impl Refused {
-    /// The counts so far.
+    /// Returns the counts so far.
     #[must_use]
     pub fn counts(&self) -> BTreeMap<&'static str, u64> {
         self.lock().clone()
     }
 
-    /// Counts one, and logs it with what is known of it.
+    /// Counts a refused connection, and logs it if it is one of the first of its kind or their number has
+    /// doubled.
     pub(crate) fn note(&self, from: Option<SocketAddr>, kind: &'static str, detail: &dyn Display) {
         let so_far = {
             let mut counts = self.lock();
@@ -43,10 +46,10 @@ impl Refused {
     }
 }
 
-/// An error says that clocks differ if they do by more than this, in seconds.
+/// Difference in seconds from which an error about an expired ticket reports that the clocks differ.
 const APART: u64 = 300;
 
-/// The error that `peer` has refused this process.
+/// Returns the error for a refusal of this process by `peer`.
 pub(crate) fn refused(peer: &str, reason: Refusal) -> CommError {
     let (peer, own) = (peer.to_owned(), unix_seconds());
     match reason {

@@ -1,5 +1,5 @@
-//! The certificate of a relay of the user's own. Peers know each other by their keys and encrypt what they send
-//! through a relay, so the relay needs no proof of who it is; but QUIC requires a certificate.
+//! TLS certificates of a user's own relay. Peers identify each other by their keys and encrypt what they send
+//! through a relay, so the relay's identity does not need to be proven. But QUIC requires a certificate.
 
 use std::sync::Arc;
 
@@ -10,7 +10,8 @@ use rustls::{DigitallySignedStruct, Error, ServerConfig, SignatureScheme};
 
 use crate::CommError;
 
-/// Accepts any certificate whose key the other side holds: for relays without one that the web trusts.
+/// Accepts any certificate whose private key the relay holds: for relays without a certificate of a public
+/// authority.
 #[derive(Debug)]
 pub(crate) struct AnyCertificate(Arc<CryptoProvider>);
 
@@ -55,10 +56,10 @@ impl ServerCertVerifier for AnyCertificate {
     }
 }
 
-/// A server with a new key and a certificate that it signed itself.
+/// Makes the TLS settings of a server with a new key and a self-signed certificate.
 ///
 /// # Errors
-/// [`CommError::Io`] if none can be made.
+/// [`CommError::Io`] if the certificate cannot be made.
 pub(crate) fn self_signed() -> Result<ServerConfig, CommError> {
     let wrong = |e: &dyn std::fmt::Display| {
         CommError::io("certificate of", &"a relay", &std::io::Error::other(e.to_string()))

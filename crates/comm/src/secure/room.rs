@@ -1,10 +1,10 @@
-//! A buffer that begins at a cache line, for what goes through sockets.
+//! Byte buffer aligned to a cache line, for data that goes through sockets.
 
 use std::ops::{Deref, DerefMut};
 
 const LINE: usize = 64;
 
-/// Bytes whose first lies at a cache line. It only grows.
+/// A byte buffer whose first byte is at the start of a cache line. It never shrinks.
 #[derive(Default)]
 pub(super) struct Room {
     bytes: Vec<u8>,
@@ -12,13 +12,14 @@ pub(super) struct Room {
 }
 
 impl Room {
-    /// Makes it at least `len` bytes long; what is in it stays.
+    /// Grows the buffer to at least `len` bytes, and keeps its content.
     pub(super) fn grow(&mut self, len: usize) {
         if self.len() >= len {
             return;
         }
         let mut bytes = vec![0; len + LINE - 1];
-        // What `align_offset` may say where it cannot tell is no more than slow.
+        // `align_offset` may return `usize::MAX` if it cannot compute the offset. The buffer is then not
+        // aligned, which is only slower.
         let first = bytes.as_ptr().align_offset(LINE).min(LINE - 1);
         bytes[first..first + self.len()].copy_from_slice(self);
         bytes.truncate(first + len);

@@ -1,6 +1,5 @@
-//! The secret by which processes join a job, and the proof of knowing it: a MAC over the TLS session's
-//! exporter. A proof is valid in one session only and does not reveal the secret. TLS itself is in
-//! `session.rs`.
+//! The join secret of a job, and proofs of knowing it: a MAC over the exporter of the TLS session. A proof is
+//! valid in one session only and does not reveal the secret. TLS itself is in `session.rs`.
 
 use std::fmt;
 
@@ -10,16 +9,16 @@ use zeroize::Zeroizing;
 use super::identity::random;
 use crate::CommError;
 
-/// The shortest secret of a user's own.
+/// Smallest length in bytes of a secret that a user chooses.
 pub const SECRET_BYTES: usize = 16;
 
-/// The secret that all members of a job share. `Debug` does not print it, and its memory is wiped on drop.
+/// Secret that all members of a job share. `Debug` does not print it, and its memory is wiped on drop.
 #[derive(Clone)]
 pub struct JoinSecret(Zeroizing<[u8; 32]>);
 
 impl JoinSecret {
-    /// The secret of a text or file of at least [`SECRET_BYTES`] bytes, of which line ends at its end do not
-    /// count.
+    /// Derives the secret from a text or the content of a file, of at least [`SECRET_BYTES`] bytes. Line ends
+    /// at the end are ignored.
     ///
     /// # Errors
     /// [`CommError::Argument`] if it is shorter.
@@ -32,47 +31,48 @@ impl JoinSecret {
         Ok(Self::derived(b"farflung/secret/1", &[&text[..end]]))
     }
 
-    /// A new one, of the system's randomness.
+    /// Generates a secret with the system's random number generator.
     ///
     /// # Errors
-    /// [`CommError::Io`] if the system has none.
+    /// [`CommError::Io`] if the system's generator fails.
     pub fn generate() -> Result<Self, CommError> {
         random().map(Self)
     }
 
-    /// The secret of these bytes, as [`JoinSecret::bytes`] gives them.
+    /// Makes the secret from the bytes that [`JoinSecret::bytes`] returned.
     #[must_use]
     pub fn new(bytes: [u8; 32]) -> Self {
         Self(Zeroizing::new(bytes))
     }
 
-    /// Its bytes, to be written to a file that only its owner reads, or into a ticket.
+    /// Returns its bytes, to be written to a file that only its owner can read, or into a ticket.
     #[must_use]
     pub const fn bytes(&self) -> &Zeroizing<[u8; 32]> {
         &self.0
     }
 
-    /// What a ticket that holds until `expiry` (seconds since 1970) has of it. The expiry cannot be changed,
-    /// since another one makes another secret, and this one cannot be found from it.
+    /// Derives the secret of a ticket that is valid until `expiry` (seconds since 1970). The holder of a ticket
+    /// cannot change the expiry: another expiry has another secret, and the job's secret cannot be computed
+    /// from the ticket's.
     #[must_use]
     pub fn until(&self, expiry: u64) -> Self {
         Self::derived(&self.0[..], &[b"farflung/ticket/1", &expiry.to_le_bytes()])
     }
 
-    /// What proves that this side, which has `role`, knows it in the session with this exporter.
+    /// Computes the proof that the side with `role` knows the secret, for the session with this exporter.
     pub(super) fn proof(&self, role: &[u8], expiry: u64, exporter: &[u8; 32]) -> [u8; 32] {
         *Self::derived(&self.0[..], &[b"farflung/join/1", role, &expiry.to_le_bytes(), exporter]).0
     }
 
-    /// Whether `mac` is that [proof](Self::proof), in a time that does not depend on where it differs.
+    /// Returns whether `mac` is that [proof](Self::proof), in constant time.
     pub(super) fn is_proof(&self, role: &[u8], expiry: u64, exporter: &[u8; 32], mac: &[u8]) -> bool {
         let key = hmac::Key::new(hmac::HMAC_SHA256, &self.0[..]);
         let said = [b"farflung/join/1", role, &expiry.to_le_bytes(), exporter].concat();
         hmac::verify(&key, &said, mac).is_ok()
     }
 
-    /// HMAC-SHA256 of the parts one after the other. All but the last are of fixed length for one key and
-    /// label.
+    /// Computes HMAC-SHA256 of the concatenated parts. For one key and label, all parts but the last have a
+    /// fixed length, so different parts never give the same bytes.
     fn derived(key: &[u8], parts: &[&[u8]]) -> Self {
         let mut context = hmac::Context::with_key(&hmac::Key::new(hmac::HMAC_SHA256, key));
         for part in parts {

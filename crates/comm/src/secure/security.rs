@@ -1,5 +1,5 @@
-//! How a process protects its connections and whom it lets in: nothing at all, or TLS with its own key and a
-//! secret that both sides prove to each other. It knows no socket.
+//! How a process protects its connections, and which peers it accepts: either everything without encryption, or
+//! TLS with the process's own key and a secret that both sides prove. Does not use sockets.
 
 use std::collections::BTreeSet;
 use std::net::{SocketAddr, ToSocketAddrs as _};
@@ -19,12 +19,12 @@ use crate::CommError;
 use crate::control::Control;
 use crate::error::Refusal;
 
-/// Which end of a connection.
+/// End of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
-    /// The one that connects.
+    /// The side that opens the connection.
     Client,
-    /// The one that is connected to.
+    /// The side that accepts the connection.
     Server,
 }
 
@@ -44,14 +44,14 @@ impl Role {
     }
 }
 
-/// How the connections of a process are protected, and who may be at their other ends. Cheap to clone.
+/// Protection of a process's connections, and the peers that it accepts. Cheap to clone.
 #[derive(Debug, Clone, Default)]
 pub struct Security {
     sealed: Option<Arc<Sealed>>,
     refused: Refused,
 }
 
-/// By what this process is known.
+/// Identity that this process shows to peers.
 #[derive(Debug, Clone)]
 enum Own {
     /// A key pair.
@@ -74,50 +74,55 @@ struct Sealed {
     tls: Tls,
     own: Own,
     secret: JoinSecret,
-    /// What `secret` is: 0 is the job's own, from which tickets' are derived; else that of a ticket until then.
+    /// Kind of `secret`: if 0, it is the job's own secret, from which those of tickets are derived. Else it is
+    /// the secret of a ticket that expires then (seconds since 1970).
     expiry: u64,
-    /// The key of the host, where a ticket names it.
+    /// The host's key, if a ticket contains it.
     host: Option<PublicKey>,
-    /// Who may join; everybody with the secret where there is no list.
+    /// Keys that may join; `None` if every peer with the secret may.
     allow: Option<Arc<BTreeSet<PublicKey>>>,
-    /// Keys of the members, by rank, once a host has told them.
+    /// Keys of the members by rank, once a host has sent them.
     members: Arc<Vec<PublicKey>>,
-    /// What newcomers prove where `secret` is the members' own: `secret` and `expiry` as they were before.
+    /// `secret` and `expiry` that new members must prove, if `secret` is the one used between members.
     newcomers: Option<(JoinSecret, u64)>,
-    /// Where others are reached, by names that may stand in their certificates.
+    /// Addresses (`host:port`) of other processes, whose host names may be in their certificates.
     places: Vec<String>,
 }
 
-/// What a host tells its members of each other.
+/// Keys of the members and their common secret, as the host sends them to each member.
 pub(crate) struct Admission {
     pub(crate) members: Vec<PublicKey>,
     pub(crate) secret: JoinSecret,
 }
 
 impl Security {
-    /// No encryption, and everybody is let in: for the loopback, and for networks that nobody else reaches.
+    /// Makes a setting without encryption that accepts every peer: for the loopback interface, and for networks
+    /// that nobody else can reach.
     #[must_use]
     pub fn clear() -> Self {
         Self::default()
     }
 
-    /// TLS, and the right to join is a secret that all members have from elsewhere. Such a member also lets in
-    /// holders of [tickets](Ticket) that were made from the secret.
+    /// Makes a setting with TLS in which peers must prove a secret that all members already have. It also
+    /// accepts holders of [tickets](Ticket) made from this secret.
     #[must_use]
     pub fn by_secret(identity: &Identity, secret: &JoinSecret) -> Self {
         Self::sealed(identity, secret.clone(), 0, None)
     }
 
-    /// TLS, and the right to join is a ticket, whose host is known by its key.
+    /// Makes a setting with TLS in which peers must prove the secret of a ticket. The ticket contains the key
+    /// by which the host is identified.
     #[must_use]
     pub fn by_ticket(identity: &Identity, ticket: &Ticket) -> Self {
         Self::sealed(identity, ticket.secret.clone(), ticket.expiry, Some(ticket.host))
     }
 
-    /// TLS with a site's certificates on both sides. The right to join is a certificate of the site's
-    /// authority, and the secret as well, where there is one. A server's certificate has to have the name by
-    /// which it was reached: its address, or the host of any of `places` (`host:port`) that is at this address;
-    /// but not where a member has told its key.
+    /// Makes a setting with TLS and a site's certificates on both sides. Peers must have a certificate of the
+    /// site's authority, and must prove the secret as well if there is one.
+    ///
+    /// A server's certificate must be valid for a name by which it was reached: its IP address, or the host of
+    /// any of `places` (`host:port`) that resolves to this address. This is not checked for a server whose key
+    /// is already known.
     #[must_use]
     pub fn by_certificates(own: &Certificates, secret: Option<&JoinSecret>, places: Vec<String>) -> Self {
         let tls = Tls::by_certificates(own).expect("certificates were tried when they were read");
@@ -126,7 +131,7 @@ impl Security {
         Self::sealed_by(tls, own, secret, 0, None, places)
     }
 
-    /// Any member of the run may answer, not only the host that the ticket names: it may have left.
+    /// Accepts any member of the run as the other side, not only the host of the ticket, which may have left.
     #[must_use]
     pub fn by_any_member(mut self) -> Self {
         if let Some(sealed) = &mut self.sealed {
@@ -135,7 +140,8 @@ impl Security {
         self
     }
 
-    /// Of those that prove the secret only these keys, and the own one, are let in.
+    /// Restricts the peers that are accepted to those with these keys, and this process's own. They must still
+    /// prove the secret.
     #[must_use]
     pub fn allowing(mut self, keys: impl IntoIterator<Item = PublicKey>) -> Self {
         if let Some(sealed) = &mut self.sealed {
@@ -164,25 +170,25 @@ impl Security {
         Self { sealed: Some(Arc::new(sealed)), refused: Refused::default() }
     }
 
-    /// Whether connections are encrypted.
+    /// Returns whether connections are encrypted.
     #[must_use]
     pub const fn is_sealed(&self) -> bool {
         self.sealed.is_some()
     }
 
-    /// Connections that were refused here, counted by reason; shared by all clones.
+    /// Returns the counts of connections that were refused here, by reason. All clones share them.
     #[must_use]
     pub const fn refused(&self) -> &Refused {
         &self.refused
     }
 
-    /// The own key, where connections are encrypted.
+    /// Returns this process's own key, if connections are encrypted.
     #[must_use]
     pub fn own_key(&self) -> Option<PublicKey> {
         self.sealed.as_ref().map(|sealed| sealed.own.public())
     }
 
-    /// The own key pair, where this process is known by one.
+    /// Returns this process's key pair, if it is identified by one and not by a certificate.
     #[cfg(feature = "iroh")]
     pub(crate) fn identity(&self) -> Option<&Identity> {
         match &self.sealed.as_ref()?.own {
@@ -191,7 +197,7 @@ impl Security {
         }
     }
 
-    /// The names that a server at an address may have in its certificate.
+    /// Returns the names of which the certificate of a server at this address must have one.
     pub(crate) fn names_at(&self, address: SocketAddr) -> Vec<ServerName<'static>> {
         let places = self.sealed.iter().flat_map(|sealed| &sealed.places);
         let is_there = |place: &&String| {
@@ -202,8 +208,8 @@ impl Security {
         names.chain([ServerName::IpAddress(address.ip().into())]).collect()
     }
 
-    /// A session for a new connection; none where connections are not encrypted. A client's server has to have
-    /// one of the `names` in its certificate, if it has one, unless there are none.
+    /// Makes a session for a new connection; `None` if connections are not encrypted. If `names` is not empty
+    /// and the server shows a certificate, the client requires it to be valid for one of them.
     pub(crate) fn session(
         &self,
         role: Role,
@@ -216,23 +222,23 @@ impl Security {
         self.sealed.as_ref().map(make).transpose()
     }
 
-    /// The host's key, where a ticket names it.
+    /// Returns the host's key, if a ticket contains it.
     pub(crate) fn host(&self) -> Option<PublicKey> {
         self.sealed.as_ref().and_then(|sealed| sealed.host)
     }
 
-    /// The key of a member, where a host has told.
+    /// Returns the key of a member, if a host has sent it.
     pub(crate) fn member(&self, rank: usize) -> Option<PublicKey> {
         self.sealed.as_ref().and_then(|sealed| sealed.members.get(rank).copied())
     }
 
-    /// This side's proof for a session whose handshake is done. A server answers with the `expiry` of the
-    /// client's.
+    /// Returns this side's proof for a session whose handshake is done, as an encoded message. A server passes
+    /// the `expiry` of the client's proof; a client passes `None`.
     pub(crate) fn prove(&self, role: Role, session: &Session, expiry: Option<u64>) -> Option<Vec<u8>> {
         self.prove_by(role, session.exporter()?, expiry)
     }
 
-    /// [`Security::prove`] for a session with this exporter.
+    /// Does the work of [`Security::prove`] for a session with this exporter.
     pub(crate) fn prove_by(&self, role: Role, exporter: &[u8; 32], expiry: Option<u64>) -> Option<Vec<u8>> {
         let sealed = self.sealed.as_ref()?;
         let expiry = expiry.unwrap_or(sealed.expiry);
@@ -240,8 +246,9 @@ impl Security {
         Some(Control::Prove { expiry, clock: unix_seconds(), mac: &mac }.encode())
     }
 
-    /// Checks the other side of a session whose handshake is done, where this side has `role`: its key, which
-    /// must be `expected` where that is known, and its proof. Returns the expiry of its right to join.
+    /// Checks the other side of a session whose handshake is done: its key, which must be `expected` if that is
+    /// given, and its proof. `role` is the role of this side. Returns the expiry of the other side's right to
+    /// join.
     pub(crate) fn verify(
         &self,
         role: Role,
@@ -255,7 +262,8 @@ impl Security {
         self.verify_by(role, key, exporter, expected, proof)
     }
 
-    /// [`Security::verify`] for a session with this exporter, whose other side has proven that it holds `key`.
+    /// Does the work of [`Security::verify`] for a session with this exporter, whose other side has proven that
+    /// it holds `key`.
     pub(crate) fn verify_by(
         &self,
         role: Role,
@@ -278,11 +286,13 @@ impl Security {
         Ok(expiry)
     }
 
-    /// Whether a peer with this key is welcome.
+    /// Checks whether a peer with this key may connect.
+    ///
+    /// Errors: [`Refusal::Key`] if the key is not the expected one, or is not allowed.
     pub(crate) fn check_key(&self, key: PublicKey, expected: Option<PublicKey>) -> Result<(), Refusal> {
         let Some(sealed) = &self.sealed else { return Ok(()) };
         let is_allowed = sealed.allow.as_ref().is_none_or(|allow| allow.contains(&key));
-        // Whom a host has let in is no stranger to its members, which need no list of their own.
+        // Members accept each other by the keys that the host sent, and need no list of their own.
         let is_member = sealed.members.contains(&key);
         let is_expected = expected.is_none_or(|expected| expected == key);
         if is_expected && (is_allowed || is_member || sealed.host == Some(key)) {
@@ -292,7 +302,8 @@ impl Security {
         }
     }
 
-    /// A secret for the connections of members among each other.
+    /// Makes what the host sends to `members`: their keys, and a new secret for connections between them.
+    /// `None` if connections are not encrypted.
     pub(crate) fn admission(&self, members: Vec<PublicKey>) -> Result<Option<Admission>, CommError> {
         if self.sealed.is_none() {
             return Ok(None);
@@ -300,21 +311,22 @@ impl Security {
         Ok(Some(Admission { members, secret: JoinSecret::generate()? }))
     }
 
-    /// The same for a member of a run that others join later: connections among members prove `secret`, and
-    /// newcomers what they proved here before.
+    /// Returns the setting of a member of a run that others join later. Connections between members prove
+    /// `secret`; new members prove the secret that was valid here before.
     pub(crate) fn growing(&self, secret: JoinSecret) -> Self {
         let mut own = self.clone();
         if let Some(sealed) = &mut own.sealed {
             let sealed = Arc::make_mut(sealed);
             let before = std::mem::replace(&mut sealed.secret, secret);
             sealed.newcomers = Some((before, std::mem::take(&mut sealed.expiry)));
-            // Whoever has the secret is a member: the host may have left.
+            // Any peer with the secret is a member. The host's key is no longer required: the host may have
+            // left.
             sealed.host = None;
         }
         own
     }
 
-    /// The same among the members that a host has let in.
+    /// Returns the setting for connections between the members that a host has accepted.
     pub(crate) fn among(&self, admission: Admission) -> Self {
         let mut own = self.clone();
         if let Some(sealed) = &mut own.sealed {
@@ -327,7 +339,7 @@ impl Security {
     }
 }
 
-/// The same sessions, or none on both sides.
+/// Compares by identity: equal if both share one setting, or if neither is encrypted.
 impl PartialEq for Security {
     fn eq(&self, other: &Self) -> bool {
         match (&self.sealed, &other.sealed) {
@@ -341,7 +353,8 @@ impl PartialEq for Security {
 impl Eq for Security {}
 
 impl Sealed {
-    /// The secret of tickets until `expiry`, where this side can know it.
+    /// Returns the secret of tickets that expire at `expiry` (0: the job's own secret), if this side can
+    /// compute it.
     fn secret_of(&self, expiry: u64) -> Option<JoinSecret> {
         let (secret, own) = match &self.newcomers {
             Some((secret, own)) if expiry > 0 => (secret, *own),

@@ -1,6 +1,5 @@
-//! One TLS 1.3 session as a state machine: bytes of a socket in and out, plain bytes in and out. It knows no
-//! socket, so that the loop that polls sockets drives it. What a peer may send before it has proven itself is
-//! bounded here.
+//! A TLS 1.3 session as a state machine: encrypted bytes and plain bytes go in and out. It does not use
+//! sockets; the loop that polls sockets calls it. It limits the bytes that a peer may send before its proof.
 
 use std::fmt;
 use std::io::{IoSlice, IoSliceMut};
@@ -20,56 +19,57 @@ use super::records::{self, HEAD, Keys, OVERHEAD, Opened, RECORD, Records, STEP};
 use super::room::Room;
 use super::tls;
 
-/// What is sealed beside a record at times, a new key, and what stays free in front.
+/// Bytes for a key update, which may precede a record, and for the free space at the front of the buffer.
 const BESIDE: usize = 4 * STEP;
-/// Bytes that are sealed before the socket takes them.
+/// Size in bytes of the buffer of encrypted data that the socket has not taken.
 const OUTGOING: usize = 8 * RECORD + BESIDE;
-/// Bytes that are read of a socket at once: what waits in full records, and the beginning of another.
+/// Size in bytes of the buffer of received data: several full records, and the beginning of another.
 const INCOMING: usize = 9 * (RECORD + OVERHEAD);
-/// Bytes that a peer may send in all before it has proven itself: twice what our own greeting takes.
+/// Number of bytes that a peer may send in total before its proof: twice the length of this program's own
+/// handshake.
 pub(crate) const STRANGER: usize = 4096;
-/// The same of a peer that shows a chain of certificates.
+/// The same limit for a peer that shows a chain of certificates.
 const CHAIN: usize = 16 * 1024;
 
 const LABEL: &str = "EXPORTER-farflung-join";
 
-/// Why a session ended.
+/// Reason why a session ended.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub(crate) enum SessionError {
-    /// The other side speaks our protocol without encryption.
+    /// The other side uses this protocol without encryption.
     #[error("the other side is not encrypted: give it the ticket or the secret too, or --insecure to both")]
     Clear,
-    /// The other side speaks something else.
+    /// The other side uses another protocol.
     #[error("the other side does not speak TLS")]
     NotTls,
-    /// The other side offers nothing that is as good as what is asked for.
+    /// The other side offers only protocol versions or keys that are less secure than required.
     #[error("the other side offers no TLS 1.3 with raw ed25519 keys")]
     Downgrade,
-    /// What came does not belong to this session.
+    /// A received record does not belong to this session.
     #[error("a record does not belong to this session: replayed or changed on its way")]
     Foreign,
     /// The other side ended the session.
     #[error("the other side ended the session: {0}")]
     Alert(String),
-    /// Its certificate is not one that is taken here.
+    /// The other side's certificate is not accepted.
     #[error("{kind}: {detail}")]
     Certificate {
-        /// One word or two.
+        /// Name of the reason in a few words, by which refusals are counted.
         kind: &'static str,
         /// What is wrong with it.
         detail: String,
     },
-    /// More than a peer may send before it has proven itself.
+    /// The other side sent more bytes than allowed before its proof.
     #[error("more than {0} bytes before any proof")]
     TooMuch(usize),
-    /// Anything else that is wrong with it.
+    /// Any other violation of the protocol.
     #[error("malformed handshake: {0}")]
     Malformed(String),
 }
 
 impl SessionError {
-    /// One word or two, by which refusals are counted.
+    /// Returns the name of the reason in a few words, by which refusals are counted.
     pub(crate) const fn kind(&self) -> &'static str {
         match self {
             Self::Clear => "not encrypted",
@@ -101,7 +101,7 @@ impl From<rustls::Error> for SessionError {
     }
 }
 
-/// What is wrong with a certificate, where it is one.
+/// Returns the name of a fault of the certificate itself; `None` for other errors.
 const fn certificate_fault(fault: &CertificateError) -> Option<&'static str> {
     use CertificateError as E;
     match fault {
@@ -114,7 +114,7 @@ const fn certificate_fault(fault: &CertificateError) -> Option<&'static str> {
     }
 }
 
-/// The bytes that a peer may send before its proof.
+/// Returns the number of bytes that a peer may send before its proof.
 const fn limit(tls: &tls::Tls) -> usize {
     if tls.is_by_certificates() { CHAIN } else { STRANGER }
 }
@@ -122,57 +122,60 @@ const fn limit(tls: &tls::Tls) -> usize {
 enum Side {
     Client(UnbufferedClientConnection),
     Server(UnbufferedServerConnection),
-    /// The handshake is done.
+    /// The handshake is done; records are encrypted and decrypted here and not in rustls.
     Established(Box<Records>),
-    /// It could not be established.
+    /// The handshake failed at its end.
     Failed,
 }
 
-/// Sealed bytes for the socket.
+/// Buffer of encrypted bytes for the socket.
 #[derive(Default)]
 struct Outgoing {
     bytes: Room,
     sent: usize,
     filled: usize,
-    /// All that the socket has taken.
+    /// Number of bytes that the socket has taken in total.
     said: usize,
 }
 
-/// What a turn of the handshake led to.
+/// Result of one step of the handshake.
 #[derive(PartialEq, Eq)]
 enum Turn {
-    /// Something; there may be more.
+    /// Progress was made; there may be more to do.
     Moved,
-    /// It needs bytes.
+    /// The handshake needs more bytes from the other side.
     Waits,
-    /// Both may send.
+    /// The handshake is done: data can be sent.
     Established,
-    /// The other side has ended it.
+    /// The other side has ended the session.
     Ended,
 }
 
-/// A TLS session over a socket that others read and write.
+/// A TLS session. The caller reads and writes the socket.
 pub(crate) struct Session {
     side: Side,
     secret: Arc<ExporterSecret>,
     exporter: Option<Zeroizing<[u8; 32]>>,
     peer: Option<PublicKey>,
-    /// Sealed bytes that came; those before `from` are used, those from `to` on are room.
+    /// Received encrypted bytes. Those before `from` are processed; the space from `to` on is free.
     incoming: Room,
     from: usize,
     to: usize,
-    /// Of those that are used, the plain bytes for which there was no place.
+    /// Range in `incoming` of decrypted bytes that the caller has not taken.
     opened: Range<usize>,
     outgoing: Outgoing,
-    /// The same of those that came along with the handshake.
+    /// Decrypted bytes that arrived with the end of the handshake and that the caller has not taken.
     plain: Vec<u8>,
-    /// All that came.
+    /// Number of bytes received in total.
     heard: usize,
-    /// The most of it before a proof.
+    /// Number of bytes that may be received before the proof.
     limit: usize,
     ended: bool,
+    /// Error that ended the session; every later call of [`Session::open`] returns it.
     broken: Option<SessionError>,
+    /// Whether the other side has proven that it may connect.
     is_proven: bool,
+    /// Whether the first bytes of the connection are still to be checked.
     first: bool,
 }
 
@@ -183,10 +186,10 @@ impl fmt::Debug for Session {
 }
 
 impl Session {
-    /// The side that connects.
+    /// Makes the session of the side that connects.
     ///
-    /// Of certificates one has to have any of these `names`; without any, that is left to whoever knows the
-    /// key.
+    /// If the server shows a certificate, it must be valid for one of `names`. If `names` is empty, names are
+    /// not checked, and the caller must check the key.
     pub(super) fn client(tls: &tls::Tls, names: Vec<ServerName<'static>>) -> Result<Self, SessionError> {
         let secret = Arc::new(ExporterSecret::default());
         let mut config = tls.client_of(names);
@@ -196,7 +199,7 @@ impl Session {
         Ok(Self::new(Side::Client(side), secret, limit(tls)))
     }
 
-    /// The side that is connected to.
+    /// Makes the session of the side that accepts the connection.
     pub(super) fn server(tls: &tls::Tls) -> Result<Self, SessionError> {
         let secret = Arc::new(ExporterSecret::default());
         let mut config = tls.server.clone();
@@ -227,27 +230,28 @@ impl Session {
         }
     }
 
-    /// Whether the handshake is done.
+    /// Returns whether the exporter and the other side's key are known, which is so at the end of the
+    /// handshake.
     pub(crate) const fn is_established(&self) -> bool {
         self.exporter.is_some()
     }
 
-    /// The exporter, by which secrets are proven, once the handshake is done.
+    /// Returns the exporter's output, over which secrets are proven, once the handshake is done.
     pub(crate) fn exporter(&self) -> Option<&[u8; 32]> {
         self.exporter.as_deref()
     }
 
-    /// The key that the other side holds, once the handshake is done.
+    /// Returns the key that the other side has proven to hold, once the handshake is done.
     pub(crate) const fn peer(&self) -> Option<PublicKey> {
         self.peer
     }
 
-    /// The other side belongs here: it may send as much as it likes.
+    /// Marks the other side as proven: the limit on the bytes that it may send is lifted.
     pub(crate) const fn trust(&mut self) {
         self.is_proven = true;
     }
 
-    /// The bytes that the other side may send before its proof.
+    /// Returns the number of bytes that the other side may send before its proof.
     pub(crate) const fn limit(&self) -> usize {
         self.limit
     }
@@ -256,12 +260,12 @@ impl Session {
         self.is_proven
     }
 
-    /// Whether the other side has ended the session.
+    /// Returns whether the other side has ended the session.
     pub(crate) const fn has_ended(&self) -> bool {
         self.ended
     }
 
-    /// Whether [`Session::open`] has something to give without more bytes of the socket.
+    /// Returns whether [`Session::open`] can make progress without more bytes from the socket.
     pub(crate) fn has_more(&self) -> bool {
         let held = &self.incoming[self.from..self.to];
         let whole =
@@ -269,10 +273,12 @@ impl Session {
         !self.plain.is_empty() || !self.opened.is_empty() || held.first_chunk().is_some_and(whole)
     }
 
-    /// Where bytes of the socket go next; [`Session::received`] is told how many came.
+    /// Returns the buffer for the next bytes from the socket. [`Session::received`] must then be called with
+    /// their number.
     pub(crate) fn room(&mut self) -> &mut [u8] {
         let kept = if self.opened.is_empty() { self.from } else { self.opened.start };
-        // Bytes lie where they do in the stream, by `STEP`: see there.
+        // The offset of a byte in the buffer equals its position in the stream, modulo `STEP`: see the comment
+        // on `STEP`.
         let place = (self.heard - (self.to - kept)) % STEP;
         self.incoming.grow(place + if self.is_proven { INCOMING } else { self.limit });
         if kept > place {
@@ -287,7 +293,9 @@ impl Session {
         &mut self.incoming[self.to..]
     }
 
-    /// So many bytes came.
+    /// Records that `count` bytes were read into [`Session::room`].
+    ///
+    /// Errors: those of a peer that does not use TLS, and [`SessionError::TooMuch`].
     pub(crate) fn received(&mut self, count: usize) -> Result<(), SessionError> {
         self.to += count;
         self.heard += count;
@@ -297,24 +305,25 @@ impl Session {
             if held[..4] == crate::wire::MAGIC {
                 return Err(SessionError::Clear);
             }
-            // A handshake record, or the alert by which the other side says that it will not have any.
+            // A TLS connection begins with a handshake record, or with an alert if the other side rejects it.
             if !matches!(held[0], 0x15 | 0x16) || held[1] != 3 {
                 return Err(SessionError::NotTls);
             }
         }
-        // The proof may be in what has just come, with more behind it.
+        // The bytes just received may contain the proof with data after it, so only earlier bytes count towards
+        // the limit.
         if !self.is_proven && self.heard - count >= self.limit {
             return Err(SessionError::TooMuch(self.limit));
         }
         Ok(())
     }
 
-    /// Sealed bytes that the socket has not taken.
+    /// Returns the encrypted bytes that the socket has not taken.
     pub(crate) fn to_send(&self) -> &[u8] {
         &self.outgoing.bytes[self.outgoing.sent..self.outgoing.filled]
     }
 
-    /// The socket has taken so many.
+    /// Records that the socket has taken `count` bytes of [`Session::to_send`].
     pub(crate) const fn sent(&mut self, count: usize) {
         self.outgoing.sent += count;
         self.outgoing.said += count;
@@ -324,8 +333,8 @@ impl Session {
         }
     }
 
-    /// Opens what came into `slices`, as far as it goes; returns how much that was. The handshake goes on here
-    /// too.
+    /// Decrypts received bytes into `slices` until the bytes or the space are used up. Returns the number of
+    /// plain bytes written. Also continues the handshake.
     pub(crate) fn open(&mut self, slices: &mut [IoSliceMut<'_>]) -> Result<usize, SessionError> {
         let mut target = Target { slices, slice: 0, at: 0, taken: 0 };
         loop {
@@ -338,7 +347,7 @@ impl Session {
         }
     }
 
-    /// Opens the next record, or goes on with the handshake; returns whether there was any, or more to do.
+    /// Decrypts the next record, or continues the handshake. Returns whether there was progress.
     fn open_next(&mut self) -> Result<bool, SessionError> {
         if let Some(broken) = &self.broken {
             return Err(broken.clone());
@@ -365,7 +374,7 @@ impl Session {
                 Ok(true)
             }
             Err(error) => {
-                // An alert is not answered.
+                // Do not answer an alert with an alert.
                 if !matches!(error, SessionError::Alert(_)) {
                     let end = self.outgoing.filled;
                     self.outgoing.bytes.grow(end + 2 * STEP);
@@ -377,8 +386,9 @@ impl Session {
         }
     }
 
-    /// Seals `slices`, as far as there is room; returns how much that was. 0 while the socket has not taken all
-    /// that was sealed before, and before the handshake is done. The handshake goes on here too.
+    /// Encrypts bytes of `slices` until the bytes or the space are used up. Returns the number of plain bytes
+    /// taken: 0 if the socket has not taken all bytes encrypted before, or if the handshake is not done. Also
+    /// continues the handshake.
     pub(crate) fn seal(&mut self, slices: &[IoSlice<'_>]) -> Result<usize, SessionError> {
         while !self.ended && !matches!(self.side, Side::Established(_)) && self.turn()? == Turn::Moved {}
         let Side::Established(records) = &mut self.side else { return Ok(0) };
@@ -388,7 +398,8 @@ impl Session {
             return Ok(0);
         }
         bytes.grow(if self.is_proven { OUTGOING } else { RECORD + BESIDE });
-        // As in the room for what comes.
+        // The offset of a byte in the buffer equals its position in the stream, modulo `STEP`, as in
+        // `Session::room`.
         *sent = *said % STEP;
         *filled = *sent;
         while !source.is_empty() && bytes.len() - *filled >= RECORD + 2 * STEP {
@@ -397,7 +408,7 @@ impl Session {
         Ok(source.taken)
     }
 
-    /// A turn of the handshake.
+    /// Does one step of the handshake.
     fn turn(&mut self) -> Result<Turn, SessionError> {
         let held = &mut self.incoming[self.from..self.to];
         let (outgoing, plain) = (&mut self.outgoing, &mut self.plain);
@@ -418,7 +429,8 @@ impl Session {
         if !is_done {
             return Ok(if turn == Turn::Established { Turn::Waits } else { turn });
         }
-        // What has come right behind the handshake may be the proof, for which this is needed.
+        // Bytes received right after the handshake may be the proof. Checking it needs the peer's key and the
+        // exporter, so both are set as early as possible.
         if self.exporter.is_none() {
             self.peer = tls::key_of(certificates);
             let none = || SessionError::Malformed("no exporter".to_owned());
@@ -447,7 +459,8 @@ impl Session {
 }
 
 impl Outgoing {
-    /// Adds what `write` writes; it says how much room it needs where it has too little.
+    /// Appends what `write` writes. `write` returns the number of bytes written, or as an error the space that
+    /// it needs (0: nothing to write).
     fn add(&mut self, mut write: impl FnMut(&mut [u8]) -> Result<usize, usize>) {
         loop {
             match write(&mut self.bytes[self.filled..]) {
@@ -462,7 +475,8 @@ impl Outgoing {
     }
 }
 
-/// Does what the handshake asks for. Returns bytes of the input that are used, and what it led to.
+/// Does the action that the state of the handshake requires. Returns the number of input bytes processed, and
+/// the result.
 fn act<D>(
     status: UnbufferedStatus<'_, '_, D>,
     outgoing: &mut Outgoing,
@@ -470,7 +484,7 @@ fn act<D>(
 ) -> (usize, Result<Turn, SessionError>) {
     let turn = match status.state {
         Err(error) => Err(error.into()),
-        // What has come right behind the handshake.
+        // Data that arrived right after the handshake.
         Ok(ConnectionState::ReadTraffic(mut traffic)) => {
             let mut turn = Ok(Turn::Moved);
             while let Some(record) = traffic.next_record() {
@@ -490,7 +504,7 @@ fn act<D>(
             });
             Ok(Turn::Moved)
         }
-        // It stays in its place in what is to be sent.
+        // The encoded bytes are in `outgoing` already and are sent from there.
         Ok(ConnectionState::TransmitTlsData(data)) => {
             data.done();
             Ok(Turn::Moved)
@@ -503,7 +517,7 @@ fn act<D>(
     (status.discard, turn)
 }
 
-/// Places for plain bytes, filled in order.
+/// Destination of plain bytes: slices, filled in order.
 struct Target<'a, 'b> {
     slices: &'a mut [IoSliceMut<'b>],
     slice: usize,
@@ -516,7 +530,7 @@ impl Target<'_, '_> {
         self.slices[self.slice..].iter().all(|slice| slice.is_empty())
     }
 
-    /// Copies as much of `bytes` as there is place for.
+    /// Copies as many of `bytes` as there is space for. Returns their number.
     fn put(&mut self, mut bytes: &[u8]) -> usize {
         let before = self.taken;
         while let Some(slice) = self.slices.get_mut(self.slice) {
@@ -535,7 +549,7 @@ impl Target<'_, '_> {
     }
 }
 
-/// Plain bytes, taken in order.
+/// Source of plain bytes: slices, read in order.
 struct Source<'a, 'b> {
     slices: &'a [IoSlice<'b>],
     slice: usize,
@@ -549,7 +563,7 @@ impl Source<'_, '_> {
         self.at == first.len() && rest.iter().all(|slice| slice.is_empty())
     }
 
-    /// Fills `place` as far as it goes; returns how much that was.
+    /// Copies bytes into `place` until the bytes or the space are used up. Returns their number.
     fn fill(&mut self, place: &mut [u8]) -> usize {
         let mut filled = 0;
         while let Some(slice) = self.slices.get(self.slice) {
@@ -570,7 +584,7 @@ impl Source<'_, '_> {
 
 #[cfg(test)]
 impl Session {
-    /// The records alone, of a session that is no more.
+    /// Takes the record layer out of an established session, which cannot be used afterwards.
     pub(super) fn take_records(&mut self) -> Records {
         match std::mem::replace(&mut self.side, Side::Failed) {
             Side::Established(records) => *records,
@@ -578,7 +592,7 @@ impl Session {
         }
     }
 
-    /// Keys are replaced after so many records.
+    /// Sets the number of records after which the sending key is replaced.
     pub(super) const fn limit_records(&mut self, limit: u64) {
         if let Side::Established(records) = &mut self.side {
             records.limited(limit);

@@ -1,5 +1,6 @@
-//! A ticket: what a process needs to join a job of somebody else's, as one printable word. Tickets come from
-//! people and are read as untrusted bytes. It knows no clock.
+//! A ticket: the data that a process needs to join a job on another machine, as one printable word. Tickets are
+//! passed on by people and are parsed as untrusted bytes. Does not read the clock: the expiry is checked
+//! elsewhere.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,25 +11,25 @@ use super::identity::PublicKey;
 use super::secret::JoinSecret;
 use super::word;
 
-/// The most addresses of a ticket.
+/// Largest number of addresses in a ticket.
 pub const ADDRESSES: usize = 16;
 
-/// What a ticket of this version begins with.
+/// First characters of a ticket of this version.
 const PREFIX: &str = "fft1";
 
-/// The longest word: all addresses of the greatest length.
+/// Length of the longest ticket in characters: the largest number of addresses, each of the largest length.
 const WORD: usize = PREFIX.len() + (FIXED + ADDRESSES * 256 + CHECKSUM).div_ceil(5) * 8;
 
-/// Bytes of host, secret, expiry and the number of addresses.
+/// Length in bytes of host key, secret, expiry and the number of addresses.
 const FIXED: usize = 32 + 32 + 8 + 1;
 
 const CHECKSUM: usize = 4;
 
-/// What is wrong with a word that should be a ticket.
+/// Error in a word that should be a ticket.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TicketError {
-    /// It does not begin as tickets do.
+    /// The word does not begin with a ticket's prefix.
     #[error("it is no ticket: tickets begin with `fft`, a digit and no space between")]
     Prefix,
     /// A ticket of another version.
@@ -36,35 +37,35 @@ pub enum TicketError {
         "it is a ticket of version {0}, this farflung reads version 1: use the same farflung on both machines"
     )]
     Version(char),
-    /// Longer than any ticket.
+    /// The word is longer than any ticket.
     #[error("it is {got} characters long, tickets are at most {max}")]
     Long {
-        /// The bound.
+        /// Length of the longest ticket, in characters.
         max: usize,
-        /// Its length.
+        /// Length of the word, in bytes.
         got: usize,
     },
-    /// A character that tickets do not have, or an end that does not fit.
+    /// The word has a character that tickets do not have, or an incomplete end.
     #[error("it is damaged: tickets consist of a-z and 2-7; copy all of it")]
     Characters,
     /// The checksum does not match.
     #[error("it is damaged or cut short (its checksum does not match): copy all of it")]
     Checksum,
-    /// Something in it makes no sense.
+    /// A field is invalid.
     #[error("its {0} makes no sense")]
     Malformed(&'static str),
 }
 
-/// A ticket. Whoever has it can join until it expires, so it is a secret.
+/// A ticket. Anyone who has it can join until it expires, so it must be kept secret.
 #[derive(Clone)]
 pub struct Ticket {
-    /// Where the host is reached, `host:port` each, 1 to [`ADDRESSES`] of them.
+    /// Addresses of the host as `host:port`, 1 to [`ADDRESSES`] of them.
     pub addresses: Vec<String>,
-    /// The host's key: who answers with another one is not the host.
+    /// The host's key. A peer with another key is not the host.
     pub host: PublicKey,
-    /// What proves the right to join.
+    /// Secret that proves the right to join.
     pub secret: JoinSecret,
-    /// Until when it holds, in seconds since 1970.
+    /// Time of expiry in seconds since 1970.
     pub expiry: u64,
 }
 
@@ -80,11 +81,11 @@ impl fmt::Debug for Ticket {
 }
 
 impl Ticket {
-    /// As one word. It contains the secret, which is why there is no `Display`.
+    /// Encodes the ticket as one word. It contains the secret, so there is no `Display`.
     ///
     /// # Errors
-    /// [`TicketError::Malformed`] for no address, too many, or one that is empty, longer than 255 bytes or not
-    /// `host:port`.
+    /// [`TicketError::Malformed`] if there is no address or there are too many, or if one is empty, longer than
+    /// 255 bytes or not `host:port`.
     pub fn word(&self) -> Result<String, TicketError> {
         if !(1..=ADDRESSES).contains(&self.addresses.len()) {
             return Err(TicketError::Malformed("number of addresses"));
@@ -151,7 +152,7 @@ impl FromStr for Ticket {
     }
 }
 
-/// Catches damage by chance; who has the ticket can compute it too.
+/// Computes a checksum that detects accidental damage. It is no protection against forgery.
 fn checksum(bytes: &[u8]) -> [u8; CHECKSUM] {
     let mut context = digest::Context::new(&digest::SHA256);
     context.update(b"farflung ticket 1");
@@ -240,7 +241,8 @@ mod tests {
             for value in [0, 1, 16, 17, 0x7F, 0xFF] {
                 let mut bytes = good.clone();
                 bytes[at] = value;
-                // Keys, secret and expiry are any bytes; texts and lengths must make sense. Nothing panics.
+                // The key, the secret and the expiry may be any bytes; addresses and lengths must be valid.
+                // Nothing panics.
                 if let Ok(read) = with(&bytes) {
                     assert_eq!(with(&bytes[..bytes.len() - 1]).err(), Some(TicketError::Malformed("length")));
                     assert!(read.word().is_ok());

@@ -1,5 +1,6 @@
-//! How rustls is set up: TLS 1.3 alone, raw ed25519 public keys on both sides (RFC 7250), no names, no session
-//! tickets, no early data. Whether a key is welcome is decided after the handshake, where refusals have names.
+//! Settings of rustls: TLS 1.3 only, raw ed25519 public keys on both sides (RFC 7250), no server names, no
+//! session tickets, no early data. Whether a key is accepted is decided after the handshake, so that a refusal
+//! can be sent with its reason.
 
 use std::sync::Arc;
 
@@ -19,30 +20,30 @@ use zeroize::Zeroizing;
 use super::certificates::{self, Certificates, SiteClients, SiteServers};
 use super::identity::{Identity, PublicKey};
 
-/// What stands before the 32 bytes of an ed25519 key in its `SubjectPublicKeyInfo`.
+/// Bytes before the 32 bytes of an ed25519 key in its `SubjectPublicKeyInfo`.
 const SPKI: [u8; 12] = [0x30, 0x2a, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x03, 0x21, 0x00];
 
-/// What stands before the seed in PKCS #8.
+/// Bytes before the seed in the PKCS #8 encoding of an ed25519 private key.
 const PKCS8: [u8; 16] =
     [0x30, 0x2e, 0x02, 0x01, 0x00, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x04, 0x22, 0x04, 0x20];
 
-/// The settings of both sides.
+/// Settings for connections that this process opens and for those that it accepts.
 #[derive(Debug, Clone)]
 pub(super) struct Tls {
     pub(super) client: ClientConfig,
     pub(super) server: ServerConfig,
-    /// The site's authorities, where certificates are in the place of raw keys.
+    /// The site's authorities, if certificates are used instead of raw keys.
     site: Option<Arc<RootCertStore>>,
 }
 
 impl Tls {
-    /// For a peer with this identity.
+    /// Makes the settings of a peer with this identity.
     pub(super) fn new(identity: &Identity) -> Self {
         Self::build(identity, crypto())
             .expect("the provider has TLS 1.3 and ed25519, and the key is well-formed")
     }
 
-    /// The same by other cryptography.
+    /// Makes the settings of a peer with this identity and the given cryptography.
     pub(super) fn build(identity: &Identity, crypto: CryptoProvider) -> Result<Self, Error> {
         let crypto = Arc::new(crypto);
         let verifier = Arc::new(AnyKey(Arc::clone(&crypto)));
@@ -66,9 +67,9 @@ impl Tls {
         Ok(Self { client, server, site: None })
     }
 
-    /// For a process with a site's certificates.
+    /// Makes the settings of a process with a site's certificates.
     ///
-    /// Errors: a private key that is not the certificate's, or of a kind that is not supported.
+    /// Errors: a private key that does not belong to the certificate, or of a kind that is not supported.
     pub(super) fn by_certificates(own: &Certificates) -> Result<Self, Error> {
         let crypto = Arc::new(crypto());
         let versions = &[&rustls::version::TLS13];
@@ -92,12 +93,13 @@ impl Tls {
         Ok(Self { client, server, site: Some(roots) })
     }
 
-    /// Whether peers show certificates.
+    /// Returns whether peers show certificates, rather than raw keys.
     pub(super) const fn is_by_certificates(&self) -> bool {
         self.site.is_some()
     }
 
-    /// The settings of a client that reaches a server by any of these names. Raw keys have none.
+    /// Returns the settings of a client whose server must have one of these names in its certificate. Without
+    /// names, and with raw keys, names are not checked.
     pub(super) fn client_of(&self, names: Vec<ServerName<'static>>) -> ClientConfig {
         let mut client = self.client.clone();
         if let Some(roots) = &self.site {
@@ -108,7 +110,8 @@ impl Tls {
     }
 }
 
-/// ring's, with the suites whose hash is SHA-256: the one for processors with AES first, where this one has it.
+/// Returns ring's cryptography with the cipher suites that use SHA-256. AES is preferred if this processor has
+/// instructions for it, else ChaCha20.
 fn crypto() -> CryptoProvider {
     let (aes, chacha) = (
         provider::cipher_suite::TLS13_AES_128_GCM_SHA256,
@@ -133,7 +136,8 @@ const fn has_aes() -> bool {
     false
 }
 
-/// The name of a server, which nobody looks at: it is known by its key.
+/// Returns a placeholder for the server name that rustls requires. It is not checked: servers are identified by
+/// their keys.
 pub(super) fn nobody() -> ServerName<'static> {
     ServerName::try_from("farflung").expect("it is a name")
 }
@@ -142,22 +146,22 @@ fn spki(key: PublicKey) -> Vec<u8> {
     [&SPKI[..], key.bytes()].concat()
 }
 
-/// The key that the other side has proven to hold.
+/// Returns the key that the other side has proven to hold.
 pub(super) fn key_of(certificates: Option<&[CertificateDer<'static>]>) -> Option<PublicKey> {
     let [first, rest @ ..] = certificates? else { return None };
     match raw_key(first) {
         Some(key) if rest.is_empty() => Some(key),
-        // A chain, or a certificate alone; a session takes either keys or certificates, never both.
+        // A certificate or a chain. Sessions use either raw keys or certificates, never both.
         _ => certificates::key_of(first),
     }
 }
 
-/// The key of a `SubjectPublicKeyInfo` of ed25519.
+/// Returns the key in a `SubjectPublicKeyInfo` of ed25519; `None` for other data.
 pub(super) fn raw_key(info: &[u8]) -> Option<PublicKey> {
     info.strip_prefix(&SPKI)?.try_into().ok().map(PublicKey::new)
 }
 
-/// Verifies that the other side holds the key that it shows, whichever it is.
+/// Verifies that the other side holds the private key of the key that it shows, and accepts any key.
 #[derive(Debug)]
 struct AnyKey(Arc<CryptoProvider>);
 

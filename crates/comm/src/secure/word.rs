@@ -1,9 +1,8 @@
-//! Bytes as one printable word: base32 in lower case without padding (RFC 4648, section 6). It knows no
-//! meaning.
+//! Encoding of bytes as one printable word: base32 in lower case without padding (RFC 4648, section 6).
 
 const ALPHABET: &[u8; 32] = b"abcdefghijklmnopqrstuvwxyz234567";
 
-/// The word of these bytes.
+/// Encodes bytes as a word.
 pub(super) fn encode(bytes: &[u8]) -> String {
     let mut word = String::with_capacity(bytes.len() * 8 / 5 + 1);
     let (mut bits, mut held) = (0_u32, 0);
@@ -22,7 +21,8 @@ pub(super) fn encode(bytes: &[u8]) -> String {
     word
 }
 
-/// The bytes of a word; none if a character is not of the alphabet, or bits are left over that are not 0.
+/// Decodes a word in upper or lower case. Returns `None` if a character is not in the alphabet, or if the bits
+/// left over at the end are not a valid end.
 pub(super) fn decode(word: &str) -> Option<Vec<u8>> {
     let mut bytes = Vec::with_capacity(word.len() * 5 / 8);
     let (mut bits, mut held) = (0_u32, 0);

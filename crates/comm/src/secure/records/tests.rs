@@ -1,4 +1,4 @@
-//! Our records against those of rustls, and against whoever changes them on their way.
+//! Tests of this record layer against that of rustls, and of records that are changed in transit.
 
 use std::io::{Cursor, IoSlice, IoSliceMut, Read as _, Write as _};
 use std::sync::Arc;
@@ -22,7 +22,7 @@ const SUITES: [rustls::SupportedCipherSuite; 2] = [
     provider::cipher_suite::TLS13_CHACHA20_POLY1305_SHA256,
 ];
 
-/// Moves what waits, both ways, until nothing does. Returns what came here.
+/// Carries all pending bytes in both directions. Returns the plain bytes received by `ours`.
 fn exchange(ours: &mut Session, theirs: &mut Connection) -> Result<Vec<u8>, SessionError> {
     let mut came = Vec::new();
     loop {
@@ -49,7 +49,7 @@ fn exchange(ours: &mut Session, theirs: &mut Connection) -> Result<Vec<u8>, Sess
     }
 }
 
-/// All that is there.
+/// Returns all plain bytes that can be decrypted now.
 fn take(ours: &mut Session) -> Result<Vec<u8>, SessionError> {
     let mut all = Vec::new();
     let mut place = [0; 777];
@@ -62,7 +62,7 @@ fn take(ours: &mut Session) -> Result<Vec<u8>, SessionError> {
     }
 }
 
-/// An established session of ours with rustls at the other end.
+/// Makes an established session whose other end is rustls.
 fn with_rustls(is_client: bool, suite: rustls::SupportedCipherSuite) -> (Session, Connection) {
     let (own, other) = (tls_by(1, suite), tls_by(2, suite));
     let (mut ours, mut theirs) = if is_client {
@@ -94,7 +94,7 @@ fn bytes(count: usize, seed: u64) -> Vec<u8> {
     (0..count as u64).map(|i| rng.word(i) as u8).collect()
 }
 
-/// Sends from here, in two slices, while there is room.
+/// Sends `sent` in calls with two slices each, and checks that rustls receives it.
 fn send(ours: &mut Session, theirs: &mut Connection, sent: &[u8]) {
     let mut at = 0;
     let mut got = vec![0; sent.len()];
@@ -146,7 +146,7 @@ fn keys_are_replaced_from_either_side() {
         for round in 0..4 {
             let sent = bytes(200_000, round);
             send(&mut ours, &mut theirs, &sent);
-            // That of rustls asks for a new key of this side, too.
+            // This also requests a new key of this side.
             theirs.refresh_traffic_keys().unwrap();
             theirs.writer().write_all(&sent[..40_000]).unwrap();
             assert!(exchange(&mut ours, &mut theirs).unwrap() == sent[..40_000]);
@@ -177,7 +177,7 @@ fn carry(from: &mut Session, to: &mut Session) {
     take(to).unwrap();
 }
 
-/// One sealed record with these bytes.
+/// Returns one encrypted record with these bytes.
 fn sealed(from: &mut Session, plain: &[u8]) -> Vec<u8> {
     assert_eq!(from.seal(&[IoSlice::new(plain)]), Ok(plain.len()));
     let record = from.to_send().to_vec();
@@ -200,12 +200,12 @@ fn what_is_changed_repeated_or_left_out_is_foreign_and_the_session_stays_broken(
         let (mut client, mut server) = pair();
         let mut record = sealed(&mut client, b"some bytes");
         record[at] ^= 1;
-        // Longer ones are waited for.
+        // If the changed byte makes the record longer, the server waits for the rest.
         let is_longer = record[3..5] > sealed(&mut client, b"some bytes")[3..5];
         match hear(&mut server, &record) {
             Ok(came) => assert!(is_longer && came.is_empty(), "byte {at}"),
             Err(SessionError::Foreign) => {
-                // It says why, once, and takes nothing any more.
+                // The server sends one alert with the reason, and accepts nothing afterwards.
                 let alert = server.to_send().to_vec();
                 assert!(matches!(hear(&mut client, &alert), Err(SessionError::Alert(_))), "byte {at}");
                 let next = sealed(&mut client, b"more");
@@ -223,7 +223,7 @@ fn what_is_changed_repeated_or_left_out_is_foreign_and_the_session_stays_broken(
     assert_eq!(hear(&mut server, &second), Err(SessionError::Foreign));
 }
 
-/// Both ends of a session, by keys of rustls.
+/// Returns the record layers of both ends of a session, with fixed keys.
 fn halves() -> (Records, Records) {
     let (mut ours, _) = pair();
     let (mut other, _) = pair();
@@ -264,7 +264,7 @@ fn messages_that_may_not_come_are_named() {
     ] {
         assert!(matches!(whole(kind, message), Err(SessionError::Malformed(_))), "{kind} {message:?}");
     }
-    // The most that RFC 8446 admits, and one more.
+    // The largest length that RFC 8446 allows, and one more.
     assert!(Records::whole(&[DATA, 3, 3, 0x41, 0]).is_ok_and(|whole| whole.is_none()));
     assert!(matches!(Records::whole(&[DATA, 3, 3, 0x41, 1]), Err(SessionError::Malformed(_))));
     for (plain, is_good) in [(MOST_PLAIN, true), (MOST_PLAIN + 1, false)] {

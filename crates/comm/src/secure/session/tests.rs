@@ -1,4 +1,4 @@
-//! Sessions against each other, against rustls, and against strangers.
+//! Tests of sessions against each other, against rustls, and against peers that send invalid data.
 
 use std::io::Cursor;
 
@@ -9,7 +9,7 @@ fn tls(number: u8) -> tls::Tls {
     tls::Tls::new(&Identity::from_seed([number; 32]))
 }
 
-/// Carries what waits from one to the other.
+/// Carries the pending encrypted bytes from one session to the other. Returns their number.
 fn carry(from: &mut Session, to: &mut Session) -> Result<usize, SessionError> {
     let count = from.to_send().len().min(to.room().len());
     to.room()[..count].copy_from_slice(&from.to_send()[..count]);
@@ -114,7 +114,7 @@ fn a_stranger_may_say_little_and_nothing_panics() {
     assert_eq!(hear(&hello), Ok(hello.len()));
     assert_eq!(hear(b"FFLC\x04"), Err(SessionError::Clear));
     assert_eq!(hear(b"GET / HTTP/1.1\r\n"), Err(SessionError::NotTls));
-    // A record of the greatest length, of which it will never see the end.
+    // The beginning of a record of the largest length, whose end is beyond the limit.
     let long = [&[0x16, 3, 1, 0x40, 0][..], &[1; 5000]].concat();
     assert_eq!(hear(&long), Err(SessionError::TooMuch(STRANGER)));
     let rng = farflung_base::Philox::new(19, 3);
@@ -126,7 +126,7 @@ fn a_stranger_may_say_little_and_nothing_panics() {
             bytes[at] = (word >> 16) as u8;
         }
         bytes.truncate(rng.word(8 * i + 7) as usize % (2 * bytes.len()));
-        // Whatever it says, it is heard without a panic, and not for long.
+        // Whatever bytes a stranger sends, the session does not panic, and accepts fewer than the limit.
         assert!(hear(&bytes).is_ok_and(|heard| heard < STRANGER) || hear(&bytes).is_err());
     }
 }
@@ -137,11 +137,11 @@ fn much_may_come_right_behind_the_proof() {
     server.trust();
     let sent = vec![7; 60_000];
     assert_eq!(server.seal(&[IoSlice::new(&sent)]), Ok(sent.len()));
-    // All that fits comes at once, of which the first bytes are the proof.
+    // As many bytes as fit arrive at once. The first ones stand for the proof.
     assert!(carry(&mut server, &mut client).unwrap() <= STRANGER);
     let mut got = vec![0; 64];
     while client.open(&mut [IoSliceMut::new(&mut got)]).unwrap() == 0 {
-        // A record is longer than what a stranger may say; ours are the length of a proof.
+        // A record is longer than the limit before the proof; a real proof is in a short record.
         client.trust();
         carry(&mut server, &mut client).unwrap();
     }
@@ -169,7 +169,7 @@ fn the_proof_may_come_with_the_end_of_the_handshake() {
     assert_eq!(&got, b"proof");
     assert_eq!(server.peer(), Some(Identity::from_seed([1; 32]).public()));
     assert_eq!(server.exporter(), client.exporter());
-    // Records go on behind those that rustls has opened.
+    // The record layer continues after the records that rustls has decrypted.
     server.trust();
     client.sent(client.to_send().len());
     client.seal(&[IoSlice::new(b"more.")]).unwrap();

@@ -1,5 +1,4 @@
-//! What ranks agree on at the end of a pass, in one small all-reduce: losses, squares of gradients, and
-//! whether to stop.
+//! The vote at the end of a pass: one small all-reduce over losses, squares of gradients, and requests to stop.
 
 use farflung_base::{Pending, Rank};
 use farflung_comm::{CommError, ReduceOp};
@@ -10,59 +9,61 @@ use super::Trainer;
 use super::speed::Speedometer;
 use crate::Result;
 
-/// What voters know after a pass, the same on all of them.
+/// Result of the vote after a pass, the same on all ranks that voted.
 #[derive(Debug)]
 pub(super) struct Vote {
     /// Mean loss over all tokens of the voters' replicas.
     pub(super) loss: f64,
-    /// What any of them wishes.
+    /// Union of the requests of all voters.
     pub(super) wish: Wish,
-    /// Sum of the squares of the gradients of all parts, where the model has several.
+    /// Sum of the squares of the gradients of all parts; `None` if the model has only one part.
     pub(super) squares: Option<f64>,
-    /// What steps take on each replica, where all of them vote and tell it.
+    /// Measured step times of each replica (of each rank in pools); empty if not all of them vote or if they
+    /// are not measured.
     pub(super) speeds: Vec<Measured>,
 }
 
-/// What ranks would have happen after a step.
+/// Requests of a rank that take effect after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Wish {
-    /// That the run stops.
+    /// Whether the run stops.
     pub(super) stop: bool,
-    /// That members change: one has come, or leaves.
+    /// Whether the members change, because one has come or leaves.
     pub(super) change: bool,
-    /// That no new copy of parts begins: one is still on its way.
+    /// Whether no new copy of parts may begin, because one is still being transferred.
     pub(super) copies: bool,
 }
 
 impl Wish {
-    /// What a wish for change counts beside one to stop: that of no number of ranks adds up to one to stop.
+    /// Weight of a request for change relative to one to stop, and of one against copies relative to one for
+    /// change. The requests of 4096 ranks sum to less than one of the next higher kind.
     const CHANGE: f64 = 1.0 / (1 << 20) as f64;
 
-    /// As a number to be summed over ranks: exact for up to 4096 of them.
+    /// Encodes the requests as a number to be summed over ranks: exact for up to 4096 of them.
     fn weigh(self) -> f64 {
         let one = |wish| f64::from(u8::from(wish));
         one(self.stop) + (one(self.change) + one(self.copies) * Self::CHANGE) * Self::CHANGE
     }
 
-    /// What any rank wishes, of the sum.
+    /// Decodes the union of the requests from the sum of [`Wish::weigh`] over ranks.
     fn of_sum(sum: f64) -> Self {
         let changes = sum.fract() / Self::CHANGE;
         Self { stop: sum >= 1.0, change: changes >= 1.0, copies: changes.fract() > 0.0 }
     }
 }
 
-/// What all ranks know when replicas have met after local steps.
+/// Result of the vote when replicas meet after local steps, the same on all ranks.
 #[derive(Debug)]
 pub(super) struct Met {
     /// Mean loss over all replicas of each step since they last met.
     pub(super) losses: Vec<f64>,
-    /// What any rank wishes.
+    /// Union of the requests of all ranks.
     pub(super) wish: Wish,
-    /// What steps take on each replica, where they tell it.
+    /// Measured step times of each replica (of each rank in pools); empty if they are not measured.
     pub(super) speeds: Vec<Measured>,
 }
 
-/// A vote on its way.
+/// A vote that was started and whose result has not been received.
 #[must_use]
 pub(super) struct Voting<T> {
     sums: Pending<Result<Vec<f64>, CommError>>,
@@ -82,11 +83,13 @@ impl<T> Voting<T> {
 }
 
 impl Trainer {
-    /// Starts the vote of a pass. `loss` is the replica's mean where this rank has the last part, else 0;
-    /// `squares` are by part, each told by one rank of those that vote.
+    /// Starts the vote of a pass. `loss` is the mean loss of this replica if this rank has the last part, else
+    /// 0. `squares` are sums of squared gradients by part: each is sent by one of the voting ranks, and the
+    /// others send 0. If the model has one part, `squares` is empty.
     pub(super) fn start_vote(&self, loss: f64, stop: bool, squares: &[f64]) -> Voting<Vote> {
         let replicas = if self.each_step { self.replicas } else { 1 };
-        // An equal part is exactly 1, so that equal replicas have the bits of a plain mean.
+        // An equal share has a weight of exactly 1, so that with equal replicas the result has the bits of a
+        // plain mean.
         let weight = if self.each_step { self.part_of(self.step + 1) } else { 1.0 };
         let wish = self.wish(stop);
         let mut mine = vec![loss * weight, wish.weigh()];
@@ -111,7 +114,8 @@ impl Trainer {
         Wish { stop, change: self.told.wants_change, copies: self.told.copies }
     }
 
-    /// This replica's or rank's speed in its place among all, where they tell it.
+    /// Returns this replica's or rank's step times at its own index and zeros elsewhere, to be summed over all
+    /// ranks; empty if step times are not measured.
     fn told_speeds(&self) -> Vec<f64> {
         let Some(speed) = &self.speed else { return Vec::new() };
         if speed.by_rank {
@@ -120,8 +124,9 @@ impl Trainer {
         speed.told(self.replica, self.replicas, self.position.0 == 0)
     }
 
-    /// Takes up what the step took that was done. A rank of a pool computes some of the microbatches, and waits
-    /// for others in between.
+    /// Adds the step that was just done to the measured step times. `meets` says whether all replicas agreed on
+    /// it. A rank of a pool computes only some of the microbatches and waits for other ranks in between: this
+    /// waiting is not counted as computing.
     pub(super) fn measure_step(&mut self, meets: bool) {
         let Some(speed) = &mut self.speed else { return };
         let ((from, to), spent) = (self.pass, self.executor.spent);
@@ -138,21 +143,21 @@ impl Trainer {
         speed.step(microbatches, computing, spent.took, meets);
     }
 
-    /// All replicas have told what their steps take.
+    /// Stores the step times of all replicas, if the vote contained them.
     pub(super) fn tell_speeds(&mut self, speeds: &[Measured]) {
         if let Some(speed) = self.speed.as_mut().filter(|_| !speeds.is_empty()) {
             speed.all = speeds.to_vec();
         }
     }
 
-    /// This replica's part of the mean loss of a step.
+    /// Returns this replica's weight in the mean loss of a step, where 1 is an equal share.
     fn part_of(&self, step: u64) -> f64 {
         self.local.weight(self.replica, step - 1..step)
     }
 
-    /// Starts the vote of all replicas on the steps since they last voted.
+    /// Starts the vote of all replicas on the steps since they last voted, and clears the list of their losses.
     pub(super) fn vote_on_window(&mut self, stop: bool) -> Voting<Met> {
-        // All ranks of a pipeline know its losses: one tells them.
+        // All ranks of a pipeline have its losses; only its first rank sends them, so that they count once.
         let tells = self.position.0 == 0;
         let window = std::mem::take(&mut self.window);
         let first = self.step + 1 - window.len() as u64;

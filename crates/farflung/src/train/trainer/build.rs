@@ -1,4 +1,4 @@
-//! Binding: a rank's parts, communicators and samplers, made from the job's plan.
+//! Construction of a trainer: the parts, communicators and samplers of one rank, made from the job's plan.
 
 use std::collections::BTreeMap;
 
@@ -29,15 +29,14 @@ use crate::train::tied::{Across, Exchanging, Tied};
 use crate::{Result, TrainConfig};
 
 impl Trainer {
-    /// A rank at step 0 of a job.
-    ///
-    /// Errors: those of [`ReplicaSchedule::new`].
+    /// Makes the trainer of one rank at step 0 of a job.
     pub fn new(job: &Job, comm: Communicator, threads: usize) -> Result<Self> {
         let plain = job.device(comm.rank().index(), threads)?;
         Self::on(job, comm, (plain, Interrupt::default()))
     }
 
-    /// The same on a device that is open: of one handle, and of what interrupts its other one.
+    /// Does the work of [`Trainer::new`] on a device that is already open. `plain` is a handle without an
+    /// interrupt; ops of the trainer's other handle are interrupted by `interrupt`.
     pub(super) fn on(job: &Job, comm: Communicator, (plain, interrupt): (Device, Interrupt)) -> Result<Self> {
         let (plan, rank, stages) = (&job.plan, comm.rank().0, job.plan.stages());
         let (position, replica) = (Rank(rank % stages), rank / stages);
@@ -66,7 +65,7 @@ impl Trainer {
         }
 
         let (sampler, evaluation) = (job.sampler(replica as usize)?, job.evaluation(replica as usize)?);
-        // Pools have unequally many ranks: each part weighs by its own number (`build_part`).
+        // Pools have different numbers of ranks, so each part has its own weight: see `build_part`.
         let group =
             if each_step && !placement.is_pooled() { plan.replicas() * placement.copies() } else { 1 };
         let microbatches = match (schedule.updates(), each_step) {
@@ -145,7 +144,8 @@ impl Trainer {
     }
 }
 
-/// The communicator of a pass's messages and that of all else, which stops and changes of members end.
+/// Returns two communicators: for the messages of a pass, and for everything else. A stop or a change of
+/// members cancels their pending operations.
 fn tied(job: &Job, comm: Communicator) -> [Communicator; 2] {
     [job.stop.tie_messages(comm.clone()), job.stop.tie_step(comm)].map(|comm| match &job.change {
         Some(change) => comm.with_other_cancel(change),
@@ -153,8 +153,9 @@ fn tied(job: &Job, comm: Communicator) -> [Communicator; 2] {
     })
 }
 
-/// A part of the model with its optimizer, at step 0. Of the device there is a handle whose ops a stop
-/// interrupts, and one for averages, which other ranks may have from it already.
+/// Makes a part of the model with its optimizer, at step 0. `device` is a handle whose ops a stop interrupts.
+/// `plain` is a handle without this interrupt, for averages: other ranks may have received their results
+/// already, so they must be completed here too.
 fn build_part(
     job: &Job,
     schedule: &ReplicaSchedule,
@@ -167,7 +168,7 @@ fn build_part(
     let planned = &job.plan.parts[number];
     let mut model = Stage::new(job.model, schedule.layers[number].clone(), device)?;
     if schedule.placement().depth() == 1 {
-        // Within its one stage each layer is computed again from its own input.
+        // A model without stages: each layer is recomputed from its own input.
         let count = planned.layers.end - planned.layers.start;
         let (recompute, offload) = (planned.recompute.of(count) as usize, planned.offload as usize);
         let steps =
@@ -214,8 +215,9 @@ fn build_part(
         recompute,
         offload,
         shares_table,
-        // Where gradients are averaged in each step, losses are weighted by the tokens of all. What a pool's
-        // ranks have adds up to the gradient, and the mean of them is taken.
+        // If gradients are averaged in each step, the losses are already weighted by the tokens of all
+        // replicas. The gradients of a pool's ranks add up to the gradient of the part, but the collective
+        // divides by their number: the weight multiplies by it.
         weight: match job.averages_each_step() {
             true if placement.is_pooled() => placement.holders(number as u32).len() as f64,
             true => 1.0,
@@ -224,16 +226,17 @@ fn build_part(
     })
 }
 
-/// Rounds at the beginning of a run.
+/// Lengths of the warm-ups at the beginning of a run, in rounds of averages.
 struct Warmups {
-    /// Those that travel as they are.
+    /// Rounds whose values are sent without a lossy codec.
     plain: u64,
-    /// Those after them in which a selecting codec keeps more.
+    /// Rounds after those, in which a codec that selects values keeps more of them.
     density: u64,
 }
 
-/// How the holders of a part keep it equal: the plan's method. With the replica's share of the tokens of a step
-/// that all take, the parameters as they begin, warm-ups, and the optimizer's rounds.
+/// Makes the plan's method of synchronisation for the holders of a part. `share` is the replica's share of the
+/// tokens of a step that all replicas take, `params` are the initial parameters, and `rounds` are the steps
+/// after which an optimizer with a schedule of its own (0/1 Adam) synchronises.
 fn synchroniser(
     job: &Job,
     group: &Communicator,
@@ -247,7 +250,8 @@ fn synchroniser(
     let period = u64::from(local.period());
     let mut average = job.average_config()?;
     if job.plan.pools().is_some() && group.size() == 1 {
-        // A pool of one rank counts rounds as the others do, and what it does not send loses nothing.
+        // A pool of one rank counts rounds as the others do, but sends nothing. A lossy codec would only change
+        // its values.
         average.codec = AverageConfig::default().codec;
     }
     Ok((method.build)(SyncSettings {
@@ -267,22 +271,23 @@ fn synchroniser(
         asynchronous: job.config.asynchronous(job.plan.replicas(), share),
         theta: job.config.theta,
         bits: job.config.moniqua_bits,
-        // Where there are two copies in a pipeline, replicas are the same after each step.
+        // One weight per replica. Two copies of the model in one pipeline need no weights: replicas are then
+        // equal after each step.
         weights: (0..job.plan.replicas()).map(|replica| local.weight(replica, 0..period)).collect(),
         rounds,
         params,
     })?)
 }
 
-/// The settings of a replica's optimizer: of a slower one, which takes fewer local steps, the learning rate
-/// goes its way in these.
+/// Returns the settings of a replica's optimizer. A slower replica takes fewer local steps: its learning-rate
+/// schedule and warmup are shortened to this number.
 fn own_steps(job: &Job, replica: u32) -> TrainConfig {
     let (local, config) = (job.plan.local_steps(), &job.config);
     let own = |steps: u64| if local.are_equal() { steps } else { local.taken(replica, steps).max(1) };
     TrainConfig { steps: own(config.steps), warmup: own(config.warmup), ..config.clone() }
 }
 
-/// The optimizer chain of a config that makes so many updates in a step.
+/// Makes the optimizer chain of a config, for `updates` updates in a step.
 pub(in crate::train) fn chain(
     config: &TrainConfig,
     device: &Device,
@@ -293,7 +298,8 @@ pub(in crate::train) fn chain(
     Ok(local.groups(config.group.clone().unwrap_or_default()).build(device, stage.layout())?)
 }
 
-/// A communicator for each part of this rank that others hold too: replicas, or the other copy of the model.
+/// Makes a communicator for each part of this rank that other ranks hold too (other replicas, or the other copy
+/// of the model), by the part's number.
 fn groups(
     job: &Job,
     comm: &Communicator,
@@ -301,7 +307,8 @@ fn groups(
     position: Rank,
 ) -> Result<BTreeMap<u32, Communicator>> {
     let mut groups = BTreeMap::new();
-    // A method with local steps keeps its state where others come and leave, also while a replica is alone.
+    // In an elastic run, a method with local steps keeps its state even while there is one replica: others may
+    // come.
     let keeps = job.elastic && !job.averages_each_step();
     if job.plan.replicas() == 1 && placement.copies() == 1 && !keeps {
         return Ok(groups);
@@ -310,7 +317,8 @@ fn groups(
         groups.insert(0, comm.clone());
         return Ok(groups);
     }
-    // A rank may hold several parts: one split for each part, of those that hold it.
+    // A rank may hold several parts: the communicator is split once for each part, into its holders and the
+    // rest.
     for part in 0..placement.depth() {
         let holds = placement.stages_of(position).any(|stage| placement.part(stage) == part);
         let group = comm.split(u32::from(holds), comm.rank().0)?;
@@ -321,8 +329,8 @@ fn groups(
     Ok(groups)
 }
 
-/// How this rank's users of the token table meet. `early`: the gradients are those of one rank alone, so that
-/// they may leave before any mean is there.
+/// Returns how this rank exchanges the gradients of the token table, which the first and the last part use.
+/// `early` says that the gradients are complete on one rank, so that they can be sent before any averaging.
 fn tie(comm: &Communicator, placement: &Placement, early: bool, position: Rank) -> Result<Tied> {
     let user = |&stage: &StageId| placement.is_first(stage) || placement.is_last(stage);
     let mine = placement.homes_of(position).find(user);

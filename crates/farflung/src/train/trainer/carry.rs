@@ -1,4 +1,4 @@
-//! One rank's state carried over to the run's next plan, when members have come or left.
+//! Moves one rank's state into the run's next plan, when members have come or left.
 
 use farflung_base::StageId;
 use farflung_comm::Communicator;
@@ -15,10 +15,10 @@ use crate::train::part::Part;
 use crate::{Error, Result};
 
 impl Trainer {
-    /// Whether members can come and leave with what it trains by.
+    /// Checks that the plan and its method of synchronisation allow members to come and leave.
     ///
-    /// Errors: [`Error::Setting`] for pipelines whose parts do not all stand behind the same step, and for a
-    /// method that does not go on without a member, with its reason: see [`SyncMethod::missing`].
+    /// Errors: [`Error::Setting`] for pipelines whose parts are not all at the same step, and for a method that
+    /// cannot continue without a member, with its reason: see [`SyncMethod::missing`].
     pub(in crate::train) fn check_elastic(&self, job: &Job) -> Result<()> {
         if job.pipelines.is_some() {
             return check_pipelines(&job.plan);
@@ -32,9 +32,11 @@ impl Trainer {
         if let Some(Missing::Refused(reason)) = method.map(|method| method.missing) {
             return refuse(reason);
         }
-        // The same of a method whose row says otherwise.
+        // The table allows the method to continue without a member, but replicas that can differ after an
+        // average are rejected all the same.
         let apart = self.executor.parts.values().any(|p| p.sync.as_ref().is_some_and(|sync| sync.is_apart()));
-        // Whoever missed an average takes what the others agreed on then.
+        // A rank that missed an average copies the parameters on which the others agreed, so the method must
+        // keep them.
         let agrees = |part: &Part| part.sync.as_ref().is_none_or(|sync| sync.agreed().is_some());
         let forgets = !job.averages_each_step() && !self.executor.parts.values().all(agrees);
         if apart || forgets || method.is_some_and(|method| method.timed || method.overlaps) {
@@ -43,13 +45,13 @@ impl Trainer {
         Ok(())
     }
 
-    /// The plan's numbers begin here.
+    /// Sets where the plan's numbers of steps and microbatches begin.
     pub(in crate::train) const fn begin_at(&mut self, base: Base) {
         self.base = base;
     }
 
-    /// Drops what is in flight, so that the rank stands behind its last step. A step of a pipeline that others
-    /// may have committed waits for [`Trainer::settle_vote`].
+    /// Drops the step in flight, so that the rank is at its last committed step. A step of a pipeline that
+    /// others may have committed is kept until [`Trainer::settle_vote`].
     pub(in crate::train) fn drop_step(&mut self) {
         self.voting = None;
         if self.undecided.is_open() {
@@ -73,8 +75,8 @@ impl Trainer {
         }
     }
 
-    /// Takes the steps of its own that lead to `step`, after it took what the others had agreed on before
-    /// them. Their averages come later, with the others.
+    /// Trains the local steps up to `step`, after this rank has copied the parameters on which the others last
+    /// agreed. The average after these steps is taken later, together with the others.
     ///
     /// Errors: those of a step that is not done.
     pub(in crate::train) fn catch_up(&mut self, step: u64) -> Result<()> {
@@ -82,7 +84,7 @@ impl Trainer {
             let before = self.step;
             match self.step(false) {
                 Ok(_) => {}
-                // The meeting behind it failed, as that of the others has.
+                // The step is done. Only the average after it failed, as it did on the other ranks.
                 Err(_) if self.step > before => {}
                 Err(error) => return Err(error),
             }
@@ -90,9 +92,9 @@ impl Trainer {
         Ok(())
     }
 
-    /// The same rank in the run's next plan: parameters, optimizer and counters move over as they are; the
-    /// method of synchronisation is made anew with its state. Residuals of codecs belong to the old plan's
-    /// blocks and are dropped, and so they are on all ranks.
+    /// Moves this rank into the run's next plan. Parameters, optimizer and counters are moved unchanged. The
+    /// method of synchronisation is made anew and its state restored. Residuals of codecs belong to the blocks
+    /// of the old plan: they are dropped, on all ranks.
     ///
     /// Errors: those of [`Trainer::new`], and of the method.
     pub(in crate::train) fn carry_over(&mut self, job: &Job, comm: Communicator) -> Result<()> {
@@ -100,7 +102,8 @@ impl Trainer {
         let rounds = self.counters().rounds;
         let device = (self.plain.clone(), self.executor.interrupt.clone());
         let mut next = Self::on(job, comm, device)?;
-        // Where microbatches go other ways, a part may stand under another of the ways' stages.
+        // If microbatches can take several routes through the ranks, a part may have a different stage in the
+        // next plan. Parts are therefore matched by their numbers.
         let number = |placement: &Placement, stage: &StageId| placement.part(*stage);
         let by_number = next.executor.placement.clone();
         for (stage, part) in std::mem::take(&mut self.executor.parts) {
@@ -121,7 +124,7 @@ impl Trainer {
     }
 }
 
-/// The methods that go on without a member, in words.
+/// Returns the names of the methods that can continue without a member, as a list in words.
 fn survivors() -> String {
     let goes_on = |row: &&SyncMethod| row.missing == Missing::MeanOfOthers;
     let names: Vec<&str> = METHODS.iter().filter(goes_on).map(|row| row.name).collect();
@@ -131,9 +134,9 @@ fn survivors() -> String {
     }
 }
 
-/// Whether members of these pipelines can come and leave.
+/// Checks that members of the plan's pipelines can come and leave.
 ///
-/// Errors: [`Error::Setting`] where their parts do not all stand behind the same step.
+/// Errors: [`Error::Setting`] if the parts of a pipeline are not all at the same step.
 pub(in crate::train) fn check_pipelines(plan: &Plan) -> Result<()> {
     let level = plan.outermost();
     let (field, value, expected) = if !averages::each_step(plan) {
@@ -148,7 +151,8 @@ pub(in crate::train) fn check_pipelines(plan: &Plan) -> Result<()> {
     Err(Error::Setting { field, value, expected: expected.to_owned() })
 }
 
-/// Moves what a part has into the same part of the next plan.
+/// Moves the parameters, the optimizer and the state of the method into the same part of the next plan.
+/// `rounds` is the number of rounds of averages so far.
 fn take_over(into: &mut Part, from: Part, rounds: u64) -> Result<()> {
     let Part { params, chain, sync, .. } = from;
     if let Some(next) = &mut into.sync {

@@ -1,4 +1,4 @@
-//! The whole model on rank 0, put together from the parts of the first replica.
+//! Gathers the whole model on rank 0 from the parts of the first replica.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -14,23 +14,24 @@ use crate::train::floats::floats;
 use crate::train::part::Part;
 use crate::{Error, Result};
 
-/// Tags of parts that are gathered, counted down, far from those of messages between stages.
+/// Tag of the message with the first gathered part; those of later parts count down from it. Far from the tags
+/// of messages between stages.
 const GATHERED: u32 = u32::MAX;
 
 impl Trainer {
-    /// All of the model's parameters on rank 0, where they come from the first replica's ranks; all must call
-    /// it.
+    /// Returns all of the model's parameters on rank 0, gathered from the ranks of the first replica, and
+    /// `None` on other ranks. A collective: all ranks must call it.
     pub fn gather_params(&mut self) -> Result<Option<Tensor>> {
         self.gather(|part| &part.params)
     }
 
-    /// All of the model's gradients of the last step on rank 0, averaged over replicas, in the layout of the
-    /// whole model; all must call it.
+    /// Returns all of the model's gradients of the last step on rank 0, averaged over replicas, in the layout
+    /// of the whole model, and `None` on other ranks. A collective: all ranks must call it.
     pub fn gather_grads(&mut self) -> Result<Option<Tensor>> {
         self.gather(|part| &part.grads)
     }
 
-    /// Puts a flat buffer of each part together. No rank leaves before all of it is there.
+    /// Gathers one flat buffer of each part on rank 0. No rank returns before rank 0 has all of them.
     fn gather(&self, of: impl Fn(&Part) -> &Tensor) -> Result<Option<Tensor>> {
         let whole = self.put_together(of)?;
         self.executor.comm.barrier()?;
@@ -73,8 +74,9 @@ impl Trainer {
         Ok(Some(all))
     }
 
-    /// Hash of all of the model's parameters: of the hashes of its tensors by name, so that it is the same
-    /// under any plan. On rank 0 and on whoever has the whole model, `None` elsewhere; all must call it.
+    /// Returns the hash of all of the model's parameters, on rank 0 and on each rank that holds the whole
+    /// model; `None` elsewhere. It is computed from the hashes of the tensors, sorted by name, so that it is
+    /// the same under any plan. A collective: all ranks must call it.
     pub(in crate::train) fn digest(&self) -> Result<Option<String>> {
         let Executor { comm, parts, placement, .. } = &self.executor;
         let alone = placement.depth() == 1;
@@ -89,7 +91,7 @@ impl Trainer {
             }
         }
         let told = if alone { vec![mine.into_bytes()] } else { comm.all_gather_bytes(mine.into_bytes())? };
-        // The token table that two parts hold counts once, with the first.
+        // The token table is held by two parts and counts once: the hash of the lowest rank is used.
         let mut tensors = BTreeMap::new();
         for lines in told.iter().map(|bytes| String::from_utf8_lossy(bytes)) {
             for (name, hash) in lines.lines().filter_map(|line| line.split_once(' ')) {
@@ -103,7 +105,8 @@ impl Trainer {
         Ok(first.then(|| blake3::hash(lines.as_bytes()).to_hex().to_string()))
     }
 
-    /// All of the model, on rank 0: for all to call.
+    /// Gathers the whole model and returns it on rank 0; `None` on other ranks. A collective: all ranks must
+    /// call it.
     pub(in crate::train) fn whole(&mut self) -> Result<Option<(&Stage, &Tensor)>> {
         self.gather_whole()?;
         let first = self.executor.comm.rank().0 == 0;
@@ -114,7 +117,8 @@ impl Trainer {
         })
     }
 
-    /// All of the model, on rank 0, after [`Trainer::gather_whole`]; where ranks do not share one, on each.
+    /// Returns the whole model on rank 0 after [`Trainer::gather_whole`]. If the model has one part, it is
+    /// returned on every rank.
     pub(in crate::train) fn gathered(&self) -> Option<(&Stage, &Tensor)> {
         match &self.whole {
             Some((stage, params)) => Some((stage, params)),
@@ -123,7 +127,8 @@ impl Trainer {
         }
     }
 
-    /// Has the whole model on rank 0, where it is in parts; all must call it.
+    /// Gathers the whole model on rank 0, if it has several parts, and keeps it. A collective: all ranks must
+    /// call it.
     pub(in crate::train) fn gather_whole(&mut self) -> Result<()> {
         if self.schedule.placement().depth() == 1 {
             return Ok(());

@@ -1,4 +1,4 @@
-//! Steps that a replica takes for itself, and its meetings with the others.
+//! Local steps of a replica, and its meetings with the others, at which they average parameters or changes.
 
 use farflung_optim::OptimError;
 use farflung_optim::sync::After;
@@ -11,7 +11,8 @@ use crate::train::part::Part;
 use crate::train::spent::add_since;
 
 impl Trainer {
-    /// After a step of this replica alone, with its mean loss: all replicas may agree.
+    /// Ends a local step with mean loss `loss`: applies what other replicas sent, and averages over all
+    /// replicas if that is due after this step.
     pub(super) fn local_step(&mut self, loss: f64, stop: bool) -> Result<StepDone> {
         let begun = self.executor.comm.now();
         let done = self.meet_where_due(loss, stop);
@@ -30,7 +31,7 @@ impl Trainer {
             part.sync.as_mut().map_or(Ok(()), |sync| sync.mix(&mut part.params, after, weight))?;
         }
         let due = self.executor.parts.values().any(|p| p.sync.as_ref().is_some_and(|s| s.is_due(after)));
-        // A single replica is always the same as itself.
+        // A single replica without a method of synchronisation is synchronised after each step.
         let alone = self.replicas == 1 && self.executor.parts.values().all(|p| p.sync.is_none());
         if due || alone {
             return self.meet_now(stop);
@@ -40,8 +41,8 @@ impl Trainer {
         Ok(StepDone { step, loss, losses, synced: Synced::No, stop, change, drift, skipped })
     }
 
-    /// All replicas meet after the step that was done. Where that fails, the next step does it again: local
-    /// steps are not repeated.
+    /// Averages over all replicas after the step that was done. If this fails, the next call of
+    /// [`Trainer::step`] repeats only the average: local steps are not repeated.
     pub(super) fn meet_now(&mut self, stop: bool) -> Result<StepDone> {
         let window = self.window.clone();
         let met = self.meet_after_step(stop);
@@ -55,7 +56,7 @@ impl Trainer {
     fn meet_after_step(&mut self, stop: bool) -> Result<StepDone> {
         let (step, last) = (self.step, self.step == self.steps);
         let after = After { step, last };
-        // What left with an earlier vote comes back with it.
+        // A vote that was started together with an exchange is completed together with it.
         let voting = self.voting.take();
         let voting = voting.unwrap_or_else(|| self.vote_on_window(stop));
         let mut vote = self.meet(after, || voting.wait())?;
@@ -79,14 +80,16 @@ impl Trainer {
         })
     }
 
-    /// This replica's part of a mean over the tokens of the period that ends after a step.
+    /// Returns this replica's weight in a mean over the tokens of the period that ends after a step, where 1 is
+    /// an equal share.
     fn weight_since(&self, after: After) -> f64 {
         // A run may end within a period.
         let over = if after.last { (after.step - 1) % self.every + 1 } else { self.every };
         self.local.weight(self.replica, after.step.saturating_sub(over)..after.step)
     }
 
-    /// Exchanges, and waits for what goes with it. A failure leaves no trace.
+    /// Averages over all replicas, then runs `beside`. If either fails, the average is rolled back and nothing
+    /// has changed.
     fn meet<T>(&mut self, after: After, beside: impl FnOnce() -> Result<T>) -> Result<T> {
         let met = self.exchange(after).and_then(|()| beside());
         if met.is_err() {
@@ -95,7 +98,8 @@ impl Trainer {
         met
     }
 
-    /// Takes what was exchanged. Whether replicas are to meet once more: all or none.
+    /// Commits the exchanged averages. Returns whether replicas meet once more after this step; the result is
+    /// the same on all replicas.
     fn take_up(&mut self) -> Result<bool> {
         let mut goes_on = false;
         for part in self.executor.parts.values_mut() {
@@ -107,8 +111,8 @@ impl Trainer {
         Ok(goes_on)
     }
 
-    /// Sends what leaves after a step, and with it the vote on the steps so far: replicas that wait for neither
-    /// have the next steps' time for both.
+    /// Starts exchanges whose results are applied in later steps, and with them the vote on the steps so far.
+    /// Both have the time of the next steps to complete.
     fn depart(&mut self, after: After, stop: bool) -> Result<()> {
         let (weight, mut departs) = (self.weight_since(after), false);
         let Executor { parts, placement, .. } = &mut self.executor;
@@ -123,8 +127,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// The mean losses of all replicas that no step has told yet: those since they last met, or since their
-    /// last vote left. For all ranks to call.
+    /// Returns the mean losses over all replicas of the steps that no [`StepDone`] has reported: those since
+    /// replicas last met, or since their last vote was started. A collective: all ranks must call it.
     pub(in crate::train) fn tell_losses(&mut self) -> Result<Vec<f64>> {
         let mut losses = match self.voting.take() {
             Some(voting) => voting.wait()?.losses,
@@ -136,9 +140,9 @@ impl Trainer {
         Ok(losses)
     }
 
-    /// Averages each part over its holders and computes its next values; nothing has changed when it returns.
+    /// Averages each part over its holders and computes its next values, without changing the parameters.
     ///
-    /// Errors: on all ranks together where the next values of any part would not be finite.
+    /// Errors: on all ranks together if the next values of any part would not be finite.
     fn exchange(&mut self, after: After) -> Result<()> {
         let weight = self.weight_since(after);
         let Executor { parts, placement, tied, .. } = &mut self.executor;
@@ -147,12 +151,13 @@ impl Trainer {
             match part.exchange(after, weight) {
                 None | Some(Ok(())) => {}
                 Some(Err(error @ OptimError::Comm(_))) => return Err(error.into()),
-                // The same on all holders of this part. Those of other parts go on, and so does this rank with
-                // them.
+                // All holders of this part get the same error. Holders of other parts continue, so this rank
+                // must continue with the collectives that it shares with them.
                 Some(Err(error)) => refused = refused.or(Some(error)),
             }
         }
-        // Both users of the token table take the same step: codecs may have rounded their averages differently.
+        // The first and the last part both use the token table and must take the same step, but codecs may have
+        // rounded their averages differently: both take the first part's.
         tied.take_first(parts, placement, |part| part.sync.as_mut().and_then(|sync| sync.exchanged()))?;
         let beside = |part: &mut Part| part.sync.as_mut().map_or(0, |sync| sync.exchanged_beside().len());
         let others = parts.values_mut().map(beside).max().unwrap_or(0);
@@ -168,7 +173,8 @@ impl Trainer {
                 refused = sync.prepare().err();
             }
         }
-        // Holders of one part decide alike, from the same average.
+        // Holders of one part come to the same decision from the same average. Only holders of other parts must
+        // be asked.
         let elsewhere = if placement.depth() == 1 {
             false
         } else {

@@ -1,5 +1,5 @@
-//! What a rank of a pipeline has, tensor by tensor: parameters and the optimizer's states of each, so that they
-//! can go to any rank of any plan that needs them.
+//! The state of a rank of a pipeline by tensor: the parameters and optimizer states of each, so that they can
+//! be sent to any rank of any plan that needs them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,24 +16,24 @@ use crate::train::job::Job;
 use crate::train::part::Part;
 use crate::{Error, Result};
 
-/// Where a run stood when some values were these.
+/// Counters of a run at the step to which some values belong.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(in crate::train) struct Counted {
-    /// Steps done.
+    /// Number of steps done.
     pub(in crate::train) step: u64,
-    /// Updates of the optimizer.
+    /// Number of updates of the optimizer.
     pub(in crate::train) updates: u64,
-    /// Rounds of averages.
+    /// Number of rounds of averages.
     pub(in crate::train) rounds: u64,
-    /// Microbatches of all replicas so far.
+    /// Number of microbatches of all replicas so far.
     pub(in crate::train) microbatches: u64,
-    /// The loss scale.
+    /// The saved loss scale.
     pub(in crate::train) scale: Vec<f32>,
-    /// States that the optimizer keeps of each value.
+    /// Number of states that the optimizer keeps for each value.
     pub(in crate::train) states: usize,
 }
 
-/// Tensors by name: the values of each, and behind them the optimizer's states in the order of their names.
+/// Tensors by name: the parameters of each, followed by its optimizer states in the order of their names.
 #[derive(Debug, Clone, PartialEq)]
 pub(in crate::train) struct Pieces {
     pub(in crate::train) counted: Counted,
@@ -41,12 +41,12 @@ pub(in crate::train) struct Pieces {
 }
 
 impl Pieces {
-    /// The names of its tensors.
+    /// Returns the names of its tensors.
     pub(in crate::train) fn names(&self) -> BTreeSet<String> {
         self.tensors.keys().cloned().collect()
     }
 
-    /// The tensors of some that stand behind the same step; `None` of none.
+    /// Merges pieces that belong to the same step; `None` if there are none.
     pub(in crate::train) fn together(all: impl IntoIterator<Item = Self>) -> Option<Self> {
         all.into_iter().reduce(|mut all, more| {
             all.tensors.extend(more.tensors);
@@ -56,8 +56,8 @@ impl Pieces {
 }
 
 impl Pieces {
-    /// As bytes behind their number: where the run stood and the names, behind the length of that, then all
-    /// values.
+    /// Encodes as bytes: the number of the bytes that follow (`u64`, little endian), the length of the head
+    /// (`u64`), the head (counters, names and lengths), then all values as little-endian `f32`.
     pub(in crate::train) fn to_bytes(&self) -> Vec<u8> {
         let names: Vec<(&String, u64)> =
             self.tensors.iter().map(|(name, values)| (name, values.len() as u64)).collect();
@@ -73,8 +73,8 @@ impl Pieces {
         bytes
     }
 
-    /// Reads what [`Pieces::to_bytes`] wrote, without the number in front. `None` for bytes that are not that:
-    /// nothing is allocated by a length that they claim.
+    /// Decodes the output of [`Pieces::to_bytes`], without its first 8 bytes. Returns `None` if the bytes are
+    /// not valid. Lengths in untrusted bytes are checked before anything is allocated.
     pub(in crate::train) fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (len, rest) = bytes.split_first_chunk::<8>()?;
         let (head, mut rest) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)?;
@@ -90,7 +90,7 @@ impl Pieces {
     }
 }
 
-/// A part's optimizer states by name: all are as long as its parameters.
+/// Returns a part's optimizer states by name. Each is as long as its parameters.
 fn states(part: &Part) -> Result<BTreeMap<String, Vec<f32>>> {
     part.chain.states().map(|(name, state)| Ok((name.to_owned(), state.to_vec::<f32>()?))).collect()
 }
@@ -99,7 +99,7 @@ fn names_of(layout: &ParamLayout) -> impl Iterator<Item = (String, usize)> {
     layout.params().iter().map(|param| (param.name.clone(), param.shape.len()))
 }
 
-/// The tensors that each rank of a pipeline of this job holds, with their elements.
+/// Returns the names of the tensors that each rank of the job's pipeline holds, with their numbers of elements.
 ///
 /// Errors: those of [`ReplicaSchedule::new`].
 pub(in crate::train) fn needs(job: &Job) -> Result<Vec<BTreeMap<String, usize>>> {
@@ -120,7 +120,7 @@ pub(in crate::train) fn needs(job: &Job) -> Result<Vec<BTreeMap<String, usize>>>
 }
 
 impl Trainer {
-    /// What it has.
+    /// Returns this rank's parameters and optimizer states by tensor.
     ///
     /// Errors: those of the device.
     pub(in crate::train) fn pieces(&self, job: &Job) -> Result<Pieces> {
@@ -136,7 +136,7 @@ impl Trainer {
         Ok(Pieces { counted: self.counted(job), tensors })
     }
 
-    /// Where it stands.
+    /// Returns the run's counters at this rank's last step.
     pub(in crate::train) fn counted(&self, job: &Job) -> Counted {
         let parts = || self.executor.parts.values();
         Counted {
@@ -149,10 +149,10 @@ impl Trainer {
         }
     }
 
-    /// Takes values in the place of its own. Residuals of codecs belong to another plan's blocks, and begin
-    /// without.
+    /// Replaces this rank's counters, parameters and optimizer states. `get` returns the values of a tensor by
+    /// its name. Residuals of codecs belong to the blocks of another plan, so codecs begin without any.
     ///
-    /// Errors: [`Error::Message`] where a tensor is missing or has another length; those of the optimizer.
+    /// Errors: [`Error::Message`] if a tensor is missing or has another length; those of the optimizer.
     pub(in crate::train) fn take_pieces<'a>(
         &mut self,
         counted: &Counted,
@@ -174,7 +174,7 @@ impl Trainer {
                 }
             }
             let (params, states) = flats.split_first().expect("there are parameters");
-            // In the order of their names, as they were written.
+            // [`Trainer::pieces`] writes the states in the order of their names.
             let mut sorted = names.clone();
             sorted.sort_unstable();
             let by_name: BTreeMap<&str, &Vec<f32>> = sorted.iter().map(String::as_str).zip(states).collect();
@@ -193,9 +193,10 @@ impl Trainer {
         Ok(())
     }
 
-    /// The same rank's device and settings in the run's next plan, with these values.
+    /// Makes this rank's trainer in the run's next plan, on the same device, with the values that `get` returns
+    /// by name.
     ///
-    /// Errors: as [`Trainer::new`] and [`Trainer::take_pieces`].
+    /// Errors: those of [`Trainer::new`] and [`Trainer::take_pieces`].
     pub(in crate::train) fn moved_to<'a>(
         &self,
         job: &Job,

@@ -1,5 +1,5 @@
-//! A stop within a step: the step in flight is dropped, or committed if another rank has committed it, and the
-//! ranks that answer meet anew.
+//! Handling of a stop within a step: the step in flight is dropped, or committed if another rank has committed
+//! it. The ranks that answer then form a new communicator.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ use crate::train::part::{Part, copy};
 use crate::train::parting::missing;
 use crate::{Error, Result};
 
-/// What a rank needs to go back to where all replicas were last the same.
+/// Copy of a rank's state at the last step after which all replicas were equal.
 #[derive(Debug)]
 pub(super) struct Mark {
     step: u64,
@@ -24,19 +24,21 @@ pub(super) struct Mark {
     parts: BTreeMap<StageId, Marked>,
 }
 
-/// A part as it was then.
+/// Copy of the state of one part.
 #[derive(Debug)]
 struct Marked {
-    /// None where the part's method has them still.
+    /// `None` if the part's method of synchronisation keeps these parameters itself.
     params: Option<Tensor>,
     updates: u64,
     states: BTreeMap<String, Tensor>,
-    /// What the average of gradients remembers, and its rounds. Others change where replicas meet alone.
+    /// Number of rounds and the codec state of the average of gradients. `None` for other averages: they change
+    /// only when replicas meet, and need no copy.
     gradients: Option<(u64, BTreeMap<String, Vec<f32>>)>,
 }
 
 impl Marked {
-    /// Copies stay on the device where they are made at each step, `host` is for those that are rare.
+    /// Copies the state of a part: to `host` if it is given (for copies that are rare), else on the part's
+    /// device (for copies at each step).
     fn new(part: &Part, each_step: bool, host: Option<&Device>) -> Result<Self> {
         let kept = |x: &Tensor| match host {
             Some(host) => Ok(host.tensor(&x.to_vec::<f32>()?, x.shape())?),
@@ -74,14 +76,15 @@ impl Marked {
     }
 }
 
-/// The parameters of a part where all replicas were last the same, where its method has them.
+/// Returns the parameters of a part on which all replicas last agreed, if its method keeps them.
 pub(super) fn agreed(part: &Part) -> Option<&Tensor> {
     part.sync.as_ref().and_then(|sync| sync.agreed())
 }
 
 impl Trainer {
-    /// Replicas are the same now. Where they move apart before they next are, or parameters change within a
-    /// step, this is what a stop in between goes back to.
+    /// Records the current state, to which a stop within a later step returns. Called when all replicas are
+    /// equal. Does nothing if replicas stay equal after each step and no step changes parameters before its
+    /// commit.
     pub(in crate::train) fn mark(&mut self) -> Result<()> {
         let parts = &self.executor.parts;
         let within = self.schedule.updates() != Updates::Flush;
@@ -111,17 +114,20 @@ impl Trainer {
         Ok(())
     }
 
-    /// Drops the step in flight, and meets those that answer in time: they are all that this trainer knows from
-    /// now on, and it can only save what it has. Gives the ranks that do not answer, or are at another step.
-    /// For all ranks to call that can, if they have [marked](Self::mark) the steps that they agreed on.
+    /// Drops the step in flight and forms a new communicator of the ranks that answer within `answer`.
+    /// Afterwards this trainer works only with those at the same step, and can only save its state. Returns the
+    /// ranks that do not answer or are at another step.
+    ///
+    /// A collective of all ranks that still run. They must have called [`Trainer::mark`] after the steps on
+    /// which they agreed.
     pub(in crate::train) fn retreat(&mut self, job: &Job, answer: Nanos) -> Result<Vec<Rank>> {
         let world = self.members.len();
         if world > 1 {
-            // Others may still be about to commit a step that this rank has: they need its frames.
+            // Other ranks may still commit a step that this rank has committed: they need frames that it sends.
             self.stop.wait_until_abandoned();
         }
         self.voting = None;
-        // A vote of whose outcome this rank does not know is settled by those that know it.
+        // If this rank has voted but does not have the result, the ranks that have the result decide below.
         let open = self.each_step && self.undecided.is_open();
         if !open {
             self.drop_in_flight()?;
@@ -130,7 +136,7 @@ impl Trainer {
             return Ok(Vec::new());
         }
         let comm = self.stop.tie(self.executor.comm.clone()).with_deadline(answer);
-        // Ranks of this process know it already.
+        // Ranks of the same process share the stop request and need no message.
         let telling = if job.processes > 1 { start_to_tell(&comm, &Word::Stopped) } else { Vec::new() };
         let comm = comm.shrink()?;
         drop(telling);
@@ -151,8 +157,8 @@ impl Trainer {
             self.drop_in_flight()?;
         }
         let newest = newest.0;
-        // A step that some have committed may never have arrived on others, where the rank that stands still
-        // was to pass it on. Each side saves what it has.
+        // Some ranks may have committed a step whose vote never arrives at others, because it passed through a
+        // rank that no longer answers. Ranks at different steps are separated, and each group saves its state.
         let behind = u32::try_from(newest - self.step.min(newest)).unwrap_or(u32::MAX);
         let comm = comm.split(behind, self.rank().0)?;
         self.members =
@@ -160,7 +166,7 @@ impl Trainer {
         self.executor.comm = comm.with_deadline(job.config.deadline);
         Ok(missing(world, &self.members))
     }
-    /// Drops what is left of the step in flight, and returns to the last step that counts.
+    /// Drops the rest of the step in flight. Returns to the last mark if this rank has trained since.
     fn drop_in_flight(&mut self) -> Result<()> {
         self.executor.begin(Pass::Evaluation, 0);
         self.executor.tied.give_up();
@@ -175,29 +181,30 @@ impl Trainer {
     }
 }
 
-/// The steps of a rank that stops, as ranks tell each other.
+/// Position of a rank that stops, as sent to the other ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Standing {
     rank: Rank,
-    /// The last step that it has committed.
+    /// Last step that this rank has committed.
     step: u64,
-    /// Whether it has voted on the next step and does not know the outcome.
+    /// Whether this rank has voted on the next step and has not received the result.
     open: bool,
-    /// Sum of the squares of all gradients in its last step, if the vote told it.
+    /// Sum of the squares of all gradients in its last committed step, if the vote contained it.
     squares: Option<f64>,
 }
 
 impl Standing {
     const BYTES: usize = 21;
 
-    /// Whether the newest step that any rank has committed is the one on which this rank has voted.
+    /// Returns whether the newest step that any rank has committed is the one on which this rank has voted.
     ///
-    /// A rank that commits a step has every rank's vote, so all have their averaged gradients.
+    /// A rank commits a step only after it has received every rank's vote, and a rank votes only once its
+    /// gradients are averaged. So every rank can still commit that step.
     fn settled(&self, (newest, squares): (u64, Option<f64>)) -> bool {
         self.open && newest == self.step + 1 && squares.is_some()
     }
 
-    /// Moves to the newest step if its vote is settled by it.
+    /// Moves to the newest step, if this rank has voted on that step.
     fn settle(&mut self, newest: (u64, Option<f64>)) {
         if self.settled(newest) {
             *self = Self { step: newest.0, open: false, squares: newest.1, ..*self };
@@ -212,7 +219,7 @@ impl Standing {
         bytes
     }
 
-    /// Reads what a rank told. `None` if it has another length.
+    /// Decodes the output of [`Standing::to_bytes`]. Returns `None` if the length is wrong.
     fn of_bytes(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; Self::BYTES] = bytes.try_into().ok()?;
         let (rank, rest) = bytes.split_first_chunk::<4>()?;

@@ -1,5 +1,5 @@
-//! What a rank has of the run in memory, as bytes for another rank that holds the same parts: what a checkpoint
-//! has, less what is each rank's own.
+//! A rank's training state as bytes, for another rank that holds the same parts. It contains what a checkpoint
+//! contains, except the state that only its own rank can use, such as residuals.
 
 use std::collections::BTreeMap;
 
@@ -12,27 +12,27 @@ use super::retreat::agreed;
 use crate::train::floats::floats;
 use crate::{Error, Result};
 
-/// How far a rank is.
+/// Progress of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(in crate::train) struct Progress {
-    /// Steps done.
+    /// Number of steps done.
     pub(in crate::train) step: u64,
-    /// Averages that the method of synchronisation has committed.
+    /// Number of averages that the method of synchronisation has committed.
     pub(in crate::train) outer_step: u64,
 }
 
-/// Bytes of what a rank has in memory for another that has nothing.
+/// Sizes of the state that a rank sends to a member that has none, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::train) struct StateBytes {
-    /// Of what all replicas have alike.
+    /// Bytes of the state that is the same on all replicas.
     pub(in crate::train) shared: u64,
-    /// Of its optimizer, where that is its own.
+    /// Bytes of the optimizer's state, if it differs between replicas; else 0.
     pub(in crate::train) own: u64,
-    /// Whether it is a part of the model only.
+    /// Whether the rank holds only a part of the model.
     pub(in crate::train) is_part: bool,
 }
 
-/// Parameters and states after some steps, by name.
+/// Parameters and states after a certain step, by name.
 #[derive(Debug, Clone, PartialEq)]
 pub(in crate::train) struct Snapshot {
     counters: Counters,
@@ -43,15 +43,16 @@ pub(in crate::train) struct Snapshot {
 struct Counters {
     progress: Progress,
     rounds: u64,
-    /// By part: updates of its optimizer.
+    /// Number of updates of the optimizer, by part.
     updates: Vec<u64>,
     scale: Vec<f32>,
-    /// Name and length of each tensor, in their order.
+    /// Name and number of elements of each tensor, in the order of the values.
     tensors: Vec<(String, u64)>,
 }
 
 impl Snapshot {
-    /// As bytes: the counters behind their length, then all values.
+    /// Encodes as bytes: the length of the counters (`u64`, little endian), the counters, then all values as
+    /// little-endian `f32`.
     pub(in crate::train) fn to_bytes(&self) -> Vec<u8> {
         let head = postcard::to_stdvec(&self.counters).expect("numbers and names have no way to fail");
         let mut bytes = (head.len() as u64).to_le_bytes().to_vec();
@@ -62,8 +63,8 @@ impl Snapshot {
         bytes
     }
 
-    /// Reads what [`Snapshot::to_bytes`] wrote. `None` for bytes that are not that: nothing is allocated by a
-    /// length that they claim.
+    /// Decodes the output of [`Snapshot::to_bytes`]. Returns `None` if the bytes are not valid. Lengths in
+    /// untrusted bytes are checked before anything is allocated.
     pub(in crate::train) fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (len, rest) = bytes.split_first_chunk::<8>()?;
         let (head, mut rest) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)?;
@@ -79,34 +80,35 @@ impl Snapshot {
     }
 }
 
-/// The name of a buffer of a part.
+/// Returns the name of a buffer of a part.
 fn named(stage: StageId, kind: &str, name: &str) -> String {
     format!("{stage}/{kind}/{name}")
 }
 
 impl Trainer {
-    /// How far it is.
+    /// Returns the numbers of steps and averages done.
     pub(in crate::train) fn progress(&self) -> Progress {
         let counters = self.counters();
         Progress { step: counters.step, outer_step: counters.outer_step }
     }
 
-    /// Whether the average behind its last step failed: the next call of [`Trainer::step`] is that alone.
+    /// Returns whether the average after the last step failed. The next call of [`Trainer::step`] then repeats
+    /// only that average.
     pub(in crate::train) const fn is_unmet(&self) -> bool {
         self.unmet
     }
 
-    /// The step after which all replicas last agreed.
+    /// Returns the last step after which all replicas had the same parameters.
     pub(in crate::train) fn agreed_step(&self) -> u64 {
         if self.each_step {
             return self.step;
         }
-        // The last step of a run ends its period.
+        // The last step of a run ends its period, whatever its length.
         let ends = self.step.is_multiple_of(self.every) || self.step == self.steps;
         if ends && !self.unmet { self.step } else { self.step.saturating_sub(1) / self.every * self.every }
     }
 
-    /// How much it has.
+    /// Returns the sizes of this rank's state.
     pub(in crate::train) fn state_bytes(&self) -> StateBytes {
         let len = |x: &Tensor| (x.shape().len() * size_of::<f32>()) as u64;
         let mut bytes =
@@ -121,8 +123,9 @@ impl Trainer {
         bytes
     }
 
-    /// What all replicas have alike: parameters as they last agreed on them, the method's state, and where
-    /// gradients are averaged at each step the optimizer's. It stands where they agreed.
+    /// Returns the state that is the same on all replicas, at the step after which they last agreed: the
+    /// parameters on which they agreed, the method's state, and the optimizer's state if gradients are averaged
+    /// at each step.
     ///
     /// Errors: those of the device.
     pub(in crate::train) fn shared_snapshot(&self) -> Result<Snapshot> {
@@ -137,14 +140,14 @@ impl Trainer {
         })?;
         snapshot.counters.progress.step = self.agreed_step();
         if !self.each_step {
-            // Those are each replica's own.
+            // With local steps these counters differ between replicas.
             snapshot.counters.updates.fill(0);
             snapshot.counters.scale.clear();
         }
         Ok(snapshot)
     }
 
-    /// What is this replica's own, where steps are local: its optimizer's state.
+    /// Returns the state that differs between replicas if steps are local: that of the optimizer.
     ///
     /// Errors: those of the device.
     pub(in crate::train) fn own_snapshot(&self) -> Result<Snapshot> {
@@ -175,8 +178,9 @@ impl Trainer {
         Ok(Snapshot { counters, tensors })
     }
 
-    /// Takes another rank's state in the place of its own. Where optimizers are each replica's own, it keeps
-    /// its own one unless `own` has another's. Nothing has changed where it does not fit.
+    /// Replaces this rank's state by that of another rank. If optimizers differ between replicas, this rank
+    /// keeps its own optimizer, unless `own` has the state of another. If the parts or the lengths of their
+    /// parameters do not match, nothing is changed.
     ///
     /// Errors: [`Error::Message`] for a snapshot of other parts; those of the optimizer and of the method.
     pub(in crate::train) fn take_snapshot(
@@ -209,7 +213,8 @@ impl Trainer {
                 sync.moved(&part.params)?;
                 let state = |name: &str| get(&named(stage, "sync", name)).map(<[f32]>::to_vec);
                 sync.restore(shared.counters.progress.outer_step, &state)?;
-                // Residuals are their rank's own: a newcomer begins without, in the round of the others.
+                // Residuals are not sent to other ranks: a new member begins without any, in the same round as
+                // the others.
                 sync.average_mut().restore("", shared.counters.rounds, |_| Some(&[]))?;
             }
         }
@@ -245,7 +250,7 @@ mod tests {
             assert_eq!(Snapshot::from_bytes(&bytes[..end]), None);
         }
         assert_eq!(Snapshot::from_bytes(&[&bytes[..], &[0]].concat()), None);
-        // A head of as many bytes as there can be.
+        // The largest possible length of the counters.
         assert_eq!(Snapshot::from_bytes(&[0xFF; 40]), None);
     }
 }

@@ -1,10 +1,10 @@
-//! What a rank's steps take, as it tells the others: computing a microbatch, and the rest. Moving averages,
-//! in which a moment's delay counts for little.
+//! Measured step times of a rank, as it sends them to the others: the time to compute a microbatch, and the
+//! rest of a step. Both are moving averages, so that a brief delay has little influence.
 
 use farflung_base::Nanos;
 use farflung_parallel::plan::Measured;
 
-/// What a new measurement counts beside those before.
+/// Weight of a new measurement in the moving average.
 const NEW: f64 = 0.25;
 
 /// A moving average in seconds.
@@ -12,7 +12,7 @@ const NEW: f64 = 0.25;
 struct Average(Option<f64>);
 
 impl Average {
-    /// A measurement counts as at most twice, and at least half, of what was known before.
+    /// Adds a measurement, which is first limited to between half and twice the average so far.
     fn add(&mut self, seconds: f64) {
         self.0 = Some(match self.0 {
             None => seconds,
@@ -21,7 +21,7 @@ impl Average {
     }
 }
 
-/// Steps that are measured together: those up to one after which all replicas agree.
+/// Sums over the steps since replicas last agreed; all times in seconds.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 struct Sums {
     steps: u32,
@@ -30,32 +30,33 @@ struct Sums {
     whole: f64,
 }
 
-/// Measures a rank's steps, and knows what all replicas have told of theirs.
+/// Measures a rank's steps, and keeps the times that all replicas sent.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Speedometer {
     microbatch: Average,
     rest: Average,
     sums: Sums,
-    /// The first step warms up.
+    /// Whether the first step is over, which is slower than others and is not measured.
     is_warm: bool,
-    /// Whether each rank has a speed of its own, as in pools, and not each replica.
+    /// Whether step times are measured per rank, as in pools, rather than per replica.
     pub(super) by_rank: bool,
-    /// Of all of them, by the last vote of all.
+    /// Step times of all replicas or ranks, from the last vote of all.
     pub(super) all: Vec<Measured>,
 }
 
 impl Speedometer {
-    /// One that measures ranks, or replicas.
+    /// Makes one without measurements. `by_rank` says whether ranks are measured, or replicas.
     pub(super) fn new(by_rank: bool) -> Self {
         Self { by_rank, ..Self::default() }
     }
 
-    /// As it goes on in the next plan, in which nobody has told anything.
+    /// Returns it for the run's next plan: the averages are kept, and the times of other replicas are dropped.
     pub(super) fn carried(self) -> Self {
         Self { all: Vec::new(), sums: Sums::default(), is_warm: false, ..self }
     }
 
-    /// A step of so many microbatches was done. `meets` says whether all replicas agreed on it.
+    /// Adds a step that was done. `computing` and `whole` are its times; `meets` says whether all replicas
+    /// agreed after it.
     pub(super) fn step(&mut self, microbatches: u32, computing: Nanos, whole: Nanos, meets: bool) {
         if !std::mem::replace(&mut self.is_warm, true) {
             return;
@@ -67,13 +68,14 @@ impl Speedometer {
         sums.whole += whole.as_secs_f64();
         if meets && sums.microbatches > 0 {
             self.microbatch.add(sums.computing / f64::from(sums.microbatches));
-            // A step that took no time at all beside computing is no measurement of half as much.
+            // Never zero: `Average::add` would limit every measurement after an average of zero to zero.
             self.rest.add((sums.whole - sums.computing).max(1e-9) / f64::from(sums.steps));
             self.sums = Sums::default();
         }
     }
 
-    /// What this replica tells among so many: its own numbers, and zeros in the others' places.
+    /// Returns the vector that this replica contributes to the sum: its own two times in seconds at its index,
+    /// and zeros elsewhere. All are zero unless `tells`.
     pub(super) fn told(&self, replica: u32, replicas: u32, tells: bool) -> Vec<f64> {
         let mut told = vec![0.0; 2 * replicas as usize];
         if tells {
@@ -83,7 +85,8 @@ impl Speedometer {
         told
     }
 
-    /// What all have told, of the sums over all ranks. A number that is no time is as good as none.
+    /// Decodes the times of all replicas from the sums over all ranks. A number that is not a valid time
+    /// becomes zero, and a warning is logged.
     pub(super) fn read(sums: &[f64]) -> Vec<Measured> {
         let time = |replica: usize, seconds: f64| match seconds {
             seconds if (0.0..f64::INFINITY).contains(&seconds) => Nanos::from_secs_f64(seconds.min(1e6)),

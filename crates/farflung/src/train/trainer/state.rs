@@ -1,5 +1,5 @@
-//! What a rank writes into its checkpoint and takes up again: weights and optimizer states by the names of
-//! tensors, so that any plan can go on with them; codecs' residuals, which are the rank's own.
+//! A rank's state in checkpoints, written and restored: weights and optimizer states by the names of tensors,
+//! which any plan can read, and residuals of codecs, which only the rank that wrote them can.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,11 +16,11 @@ use crate::train::executor::Executor;
 use crate::train::job::Job;
 use crate::train::part::{Part, copy};
 
-/// The name of a replica's own parameters among a rank's states.
+/// Name of a replica's own parameters among a rank's states.
 const OWN: &str = "own";
 
 impl Trainer {
-    /// First layer of each part that the rank holds, and the one behind its last.
+    /// Returns the first layer of each part that the rank holds, and the one after its last.
     pub(in crate::train) fn layers(&self) -> Vec<(usize, usize)> {
         let layers = |&stage: &StageId| {
             let layers = &self.schedule.layers[self.executor.placement.part(stage) as usize];
@@ -29,8 +29,8 @@ impl Trainer {
         self.executor.parts.keys().map(layers).collect()
     }
 
-    /// Does something with the parameters that all replicas have in common, where each has its own. For all
-    /// ranks to call.
+    /// Runs `work` with the parameters that all replicas have in common. If replicas differ, these replace each
+    /// replica's own parameters meanwhile. A collective: all ranks must call it.
     pub(in crate::train) fn with_common<T>(
         &mut self,
         work: impl FnOnce(&mut Self) -> Result<T>,
@@ -56,14 +56,15 @@ impl Trainer {
         done
     }
 
-    /// Waits for what is in flight between replicas: it belongs to what is saved. For all ranks to call.
+    /// Waits for exchanges between replicas that are in flight, since their results belong to the saved state.
+    /// A collective: all ranks must call it.
     pub(in crate::train) fn settle(&mut self) -> Result<()> {
         let Executor { parts, placement, .. } = &mut self.executor;
         let syncs = by_number(parts, placement).into_iter().filter_map(|(_, part)| part.sync.as_mut());
         syncs.into_iter().try_for_each(|sync| Ok(sync.settle()?))
     }
 
-    /// Steps done, and those of what has a pace of its own.
+    /// Returns the numbers of steps, of the method's averages, and of rounds.
     pub(in crate::train) fn counters(&self) -> Counters {
         let sync = self.executor.parts.values().find_map(|part| part.sync.as_ref());
         Counters {
@@ -73,7 +74,8 @@ impl Trainer {
         }
     }
 
-    /// What of the model it writes: all of it on rank 0, after [`Trainer::gather_whole`].
+    /// Returns the tensors of the model that this rank writes: all of them on rank 0 after
+    /// [`Trainer::gather_whole`], else those of its own parts.
     pub(in crate::train) fn weights(&self) -> Result<Vec<Named>> {
         match &self.whole {
             Some((stage, params)) => named(stage, params, str::to_owned),
@@ -82,7 +84,8 @@ impl Trainer {
         }
     }
 
-    /// The tensors of some flat buffers of each part, behind a prefix; what two parts share, once.
+    /// Returns the tensors of the flat buffers that `of` selects from each part, with a prefix before their
+    /// names. A tensor that two parts share is returned once.
     fn tensors<'a>(&'a self, of: impl Fn(&'a Part) -> Vec<(String, &'a Tensor)>) -> Result<Vec<Named>> {
         let mut all: BTreeMap<String, Named> = BTreeMap::new();
         for part in self.executor.parts.values() {
@@ -94,7 +97,7 @@ impl Trainer {
         Ok(all.into_values().collect())
     }
 
-    /// Optimizer states by tensor, the loss scale, and residuals.
+    /// Returns the optimizer states by tensor, the loss scale, and the residuals.
     pub(in crate::train) fn states(&self) -> Result<Vec<Named>> {
         let mut states = self.tensors(|part| {
             let chain = part.chain.states().map(|(name, state)| (format!("{CHAIN}{name}/"), state));
@@ -117,22 +120,23 @@ impl Trainer {
         Ok(states)
     }
 
-    /// What the codecs of its boundaries hold.
+    /// Returns the codecs of the pipeline boundaries, with their state.
     pub(in crate::train) const fn boundaries(&self) -> &Boundaries {
         &self.executor.boundaries
     }
 
-    /// The same, to be changed.
+    /// Returns the codecs of the pipeline boundaries for writing.
     pub(in crate::train) const fn boundaries_mut(&mut self) -> &mut Boundaries {
         &mut self.executor.boundaries
     }
 
-    /// Holds samples of boundaries where the settings say, in the rank's folder if that is in files.
+    /// Moves the stores of boundary samples to where the settings request them: in memory, or in files in the
+    /// rank's folder.
     ///
     /// Errors: files that cannot be opened.
     pub(in crate::train) fn hold_samples(&mut self, job: &Job, folder: Option<&Path>) -> Result<()> {
         let (Some(folder), Some(windows)) = (folder, self.executor.sampler.windows()) else { return Ok(()) };
-        // The trainer was made with stores in memory.
+        // The trainer was made with stores in memory: nothing to do.
         let mapped = match job.config.boundary_store {
             StoreKind::Memory => return Ok(()),
             StoreKind::File => false,
@@ -144,14 +148,15 @@ impl Trainer {
         Ok(())
     }
 
-    /// Both ends of each boundary forget the samples that they do not hold alike; how many this rank forgot.
-    /// All must call it.
+    /// Drops, at both ends of each boundary, the samples that the two ends do not hold equally. Returns the
+    /// number of samples that this rank dropped. A collective: all ranks must call it.
     pub(in crate::train) fn agree_on_samples(&mut self) -> Result<usize> {
         let Executor { boundaries, comm, first, sampler, .. } = &mut self.executor;
         boundaries.agree(comm, *first, sampler.windows().unwrap_or(0))
     }
 
-    /// Takes up where `from` was written. Residuals are restored where this rank wrote them as it is now.
+    /// Restores the state of the checkpoint `from`. Residuals are restored only if this rank wrote them with
+    /// its current parts.
     pub(in crate::train) fn restore(&mut self, from: &Source) -> Result<()> {
         let updates = self.local.taken(self.replica, from.step()) * self.updates;
         for (stage, part) in &mut self.executor.parts {
@@ -160,8 +165,9 @@ impl Trainer {
             restore_chain(part, &layout, from, updates)?;
             let Some(sync) = &mut part.sync else { continue };
             sync.moved(&part.params)?;
-            // Of a run that was cut in another way, nobody's own values and nothing in flight can be told
-            // apart.
+            // If the checkpoint was written under another division of the model, state that differs between
+            // replicas and exchanges in flight cannot be assigned to ranks. Only the shared state is restored
+            // then.
             let alike = from.residuals != Residuals::None;
             let shared: Vec<String> = sync.states().into_iter().map(|(name, _)| name.to_owned()).collect();
             let state = |name: &str| {
@@ -175,7 +181,8 @@ impl Trainer {
             let (prefix, average) = (format!("average.{stage}."), sync.average_mut());
             match from.residuals {
                 Residuals::Own => average.restore(&prefix, from.rounds(), |name| from.state(name))?,
-                // Masks are drawn by the round, which all ranks share.
+                // The residuals are another rank's and are not restored, but all ranks must be in the same
+                // round: random masks are drawn from its number.
                 Residuals::Others => average.restore(&prefix, from.rounds(), |_| Some(&[]))?,
                 Residuals::None => {}
             }
@@ -188,7 +195,7 @@ impl Trainer {
     }
 }
 
-/// A part's optimizer after so many updates, with a checkpoint's states.
+/// Restores a part's optimizer from a checkpoint's states, after `updates` updates.
 fn restore_chain(part: &mut Part, layout: &ParamLayout, from: &Source, updates: u64) -> Result<()> {
     let states: BTreeMap<String, Vec<f32>> = part
         .chain

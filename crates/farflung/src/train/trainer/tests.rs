@@ -1,4 +1,4 @@
-//! Copies of parameters that have moved apart, on ranks that say they are on unlike devices.
+//! Tests of copies of parameters that differ, on ranks that are treated as unlike devices.
 
 use farflung_parallel::pipeline::Method;
 
@@ -11,7 +11,7 @@ use crate::{Stop, TrainConfig};
 
 const STEPS: u64 = 5;
 
-/// A pipeline's job on a small GPT whose copies are compared every two steps.
+/// Makes a job with a pipeline on a small GPT, whose copies are compared every two steps.
 fn job(schedule: Method, stages: usize, workers: usize) -> Job {
     let data = tempfile::NamedTempFile::new().unwrap();
     let text: Vec<_> = (0..2000).map(|i| format!("{i} and {}", i * i)).collect();
@@ -39,7 +39,7 @@ fn job(schedule: Method, stages: usize, workers: usize) -> Job {
     Job::new(config, workers, Stop::manual()).unwrap()
 }
 
-/// What each rank made of its part, a thread each.
+/// Runs `work` with each rank's trainer on a thread of its own; returns the results by rank.
 fn on_all<T: Send>(job: &Job, work: impl Fn(Trainer) -> T + Sync) -> Vec<T> {
     let work = &work;
     std::thread::scope(|scope| {
@@ -50,14 +50,14 @@ fn on_all<T: Send>(job: &Job, work: impl Fn(Trainer) -> T + Sync) -> Vec<T> {
     })
 }
 
-/// Every other rank is on a device that is no processor, or says so.
+/// Makes the trainer treat every other rank as if it were on a GPU.
 fn on_unlike_devices(mut rank: Trainer, job: &Job) -> Trainer {
     let device = ["cpu", "gpu"][rank.comm().rank().index() % 2];
     rank.resync = Resync::new(job, rank.comm(), device, true).unwrap();
     rank
 }
 
-/// All parameters of a rank times a factor.
+/// Multiplies all parameters of a rank by a factor.
 fn scale(rank: &mut Trainer, factor: f32) {
     for part in rank.executor.parts.values_mut() {
         let scaled: Vec<f32> = part.params.to_vec::<f32>().unwrap().iter().map(|p| p * factor).collect();
@@ -67,20 +67,20 @@ fn scale(rank: &mut Trainer, factor: f32) {
 
 type Values = Vec<(String, Vec<f32>)>;
 
-/// A rank's parameters by name.
+/// Returns a rank's parameters by name.
 fn values(rank: &Trainer) -> Values {
     let tensors = |(stage, flat)| named(stage, flat, str::to_owned).unwrap();
     rank.parts().flat_map(tensors).map(|named| (named.name, named.values)).collect()
 }
 
-/// Whether each parameter is the same wherever it is held.
+/// Returns whether each parameter is equal on all ranks that hold it.
 fn equal(ranks: &[Values]) -> bool {
     let mut seen = BTreeMap::new();
     ranks.iter().flatten().all(|(name, values)| seen.entry(name).or_insert(values) == &values)
 }
 
-/// Replicas of parts, the table's two users on two ranks and on one, two copies of the model, several parts a
-/// rank, and weights in several versions.
+/// Schedules, stages and workers, which cover: replicas of parts, the token table's two users on two ranks and
+/// on one, two copies of the model, several parts per rank, and several versions of the weights.
 const SHARED: [(Method, usize, usize); 7] = [
     (Method::OneFOneB, 2, 2),
     (Method::OneFOneB, 2, 4),
@@ -99,7 +99,8 @@ fn copies_that_moved_apart_are_measured_and_made_equal() {
         let ranks = on_all(&job, |rank| {
             let mut rank = on_unlike_devices(rank, &job);
             let first = rank.step(false).unwrap();
-            // The last rank is the first holder of nothing that another has.
+            // Each value is taken from its first holder. The last rank is the first holder of no shared value,
+            // so its change must be undone.
             if rank.comm().rank().index() + 1 == workers {
                 scale(&mut rank, 1.001);
             }
@@ -109,7 +110,7 @@ fn copies_that_moved_apart_are_measured_and_made_equal() {
             let mended = values(&rank);
             rank.step = 4;
             let again = rank.compare().unwrap().unwrap();
-            // All copies take the same updates from here on: no older version of any is left.
+            // From here on all copies take the same updates, and no older version of the weights is in use.
             let last = rank.step(false).unwrap();
             (first.drift, apart, found, mended, again, last.drift, values(&rank))
         });

@@ -1,6 +1,8 @@
-//! A step of a pipeline that this rank has voted on without hearing the outcome. Whoever commits a step has
-//! every rank's vote, so all ranks have their averaged gradients by then: when the others say that it was
-//! committed, this rank commits it too, and all stand behind the same step.
+//! Handling of a step on which this rank has voted without receiving the result.
+//!
+//! A rank commits a step only after it has received every rank's vote, and a rank votes only once its gradients
+//! are averaged. So if another rank reports that the step was committed, this rank commits it too, and all
+//! ranks are at the same step.
 
 use farflung_optim::Prepared;
 use farflung_parallel::pipeline::Updates;
@@ -9,29 +11,29 @@ use super::Trainer;
 use crate::Result;
 use crate::train::part::Part;
 
-/// What a rank knows of the votes on its last step and on the one in flight.
+/// State of the votes on a rank's last step and on the step in flight.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct Undecided {
-    /// The squares of all gradients in the last step that was committed, where a vote told them.
+    /// Sum of the squares of all gradients in the last committed step, if its vote contained it.
     squares: Option<f64>,
-    /// Whether the vote on the step in flight has left and has not come back.
+    /// Whether the vote on the step in flight was sent and its result has not been received.
     open: bool,
-    /// Whether a copy of a part was on its way to any rank when the last step was voted on.
+    /// Whether a copy of a part was being transferred to any rank at the vote on the last step.
     copies: bool,
 }
 
 impl Undecided {
-    /// Nothing is open: the next step begins, or a vote came back.
+    /// Records that no vote is open: a step begins, or the result of a vote was received.
     pub(super) const fn begin(&mut self) {
         self.open = false;
     }
 
-    /// The vote on the step in flight leaves.
+    /// Records that the vote on the step in flight is sent.
     pub(super) const fn voted(&mut self) {
         self.open = true;
     }
 
-    /// The step is committed, with what its vote told.
+    /// Records that the step was committed, with the squares and the copies of its vote.
     pub(super) const fn committed(&mut self, squares: Option<f64>, copies: bool) {
         *self = Self { squares, open: false, copies };
     }
@@ -42,23 +44,24 @@ impl Undecided {
 }
 
 impl Trainer {
-    /// The step that it last committed, with the squares of all gradients in it, as its vote told them.
+    /// Returns the last committed step, and the sum of the squares of all its gradients if its vote contained
+    /// it.
     pub(in crate::train) const fn committed(&self) -> (u64, Option<f64>) {
         (self.step, self.undecided.squares)
     }
 
-    /// Tells the others with the next vote whether a copy of a part is still on its way here.
+    /// Sets what this rank reports with the next vote: whether a copy of a part is still being received here.
     pub(in crate::train) const fn tell_copying(&mut self, copies: bool) {
         self.told.copies = copies;
     }
 
-    /// Whether no copy of a part was on its way to any rank when the last step was voted on.
+    /// Returns whether no copy of a part was being transferred to any rank at the vote on the last step.
     pub(in crate::train) const fn all_have_copied(&self) -> bool {
         !self.undecided.copies
     }
 
-    /// Takes the outcome of a vote from the others: the newest step that any of them has committed, with its
-    /// squares. The step in flight is committed if it is that one, and dropped otherwise.
+    /// Resolves an open vote by what the other ranks report: the newest step that any of them has committed,
+    /// with its sum of squares. The step in flight is committed if it is that step, and dropped otherwise.
     ///
     /// Errors: those of the optimizer.
     pub(in crate::train) fn settle_vote(&mut self, newest: (u64, Option<f64>)) -> Result<()> {

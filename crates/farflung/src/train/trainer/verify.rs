@@ -1,5 +1,5 @@
-//! Checks before anything is saved, and every so many steps: all values are finite, and copies are equal to the
-//! bit.
+//! Checks every `--check-every` steps and before a checkpoint: all values are finite, and copies are equal to
+//! the bit.
 
 use std::fmt::Display;
 
@@ -13,31 +13,32 @@ use crate::train::fingerprint::Hasher;
 use crate::train::part::Part;
 use crate::{Error, Result, finite};
 
-/// How much is checked.
+/// Amount of values that are checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Thoroughness {
-    /// What costs little: values in the host's memory, and copies that were just made equal.
+    /// Only what is cheap to check: values in the host's memory, and copies that were just made equal.
     Usual,
-    /// All values, as before they are saved: those of a device are downloaded then anyway.
+    /// All values, as before a checkpoint, for which values on a device are downloaded anyway.
     All,
 }
 
-/// What a rank tells the others of its copies.
+/// Report of a rank about its values, sent to the others.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Told {
-    /// Hashes of what other ranks may hold too, by what it is.
+    /// Hashes of values that other ranks may hold too, by name.
     copies: Vec<Fact>,
-    /// What is not finite.
+    /// Message of the failure, if a value is not finite or cannot be read.
     broken: Option<String>,
 }
 
 impl Trainer {
-    /// Checks that all values of all ranks are finite, and that copies of parameters and, where the method
-    /// keeps them equal, of optimizer states are. Replicas must be the same now. A collective.
+    /// Checks that all values of all ranks are finite, and that copies of parameters are equal, and those of
+    /// optimizer states if the method keeps them equal. Replicas must have the same parameters when it is
+    /// called. A collective.
     ///
-    /// Copies on devices that round differently are compared only where they have just been made equal, and
-    /// without their optimizer states, which nothing makes equal.
+    /// If devices round differently, copies are compared only when they have just been made equal. Their
+    /// optimizer states are not compared, since nothing makes them equal.
     ///
     /// Errors: on all ranks together, [`Error::NotFinite`] or [`Error::OnRank`]; [`Error::Diverged`].
     pub fn verify(&self, thoroughness: Thoroughness) -> Result<()> {
@@ -66,7 +67,7 @@ impl Trainer {
         self.compare_copies(&all)
     }
 
-    /// Hashes of what this rank holds.
+    /// Returns the hashes of the values that this rank holds.
     ///
     /// Errors: [`Error::NotFinite`].
     fn told(&self, thoroughness: Thoroughness) -> Result<Told> {
@@ -86,7 +87,7 @@ impl Trainer {
             let params = hash("", layout, [("", &part.params)])?;
             let (mut inner, outer) = if all { states(part, layout)? } else { (None, None) };
             if !self.each_step {
-                // Those of local steps are each replica's own.
+                // With local steps, optimizer states differ between replicas.
                 inner = None;
             }
             if compared {
@@ -106,7 +107,9 @@ impl Trainer {
         Ok(Told { copies, broken: None })
     }
 
-    /// Compares what the ranks told.
+    /// Compares the reports of all ranks.
+    ///
+    /// Errors: [`Error::Diverged`].
     fn compare_copies(&self, all: &[Told]) -> Result<()> {
         let mut names: Vec<&str> = Vec::new();
         for fact in all.iter().flat_map(|told| &told.copies) {
@@ -133,15 +136,15 @@ impl Trainer {
     }
 }
 
-/// The ranks whose copies are suspect.
+/// Ranks whose copies may be wrong.
 #[derive(Debug, PartialEq, Eq)]
 struct Odd {
     ranks: Vec<Rank>,
-    /// Whether more than half of all ranks are others; else these are all of them.
+    /// Whether more than half of all ranks agree with each other; `ranks` are then the others, else all ranks.
     majority: bool,
 }
 
-/// The ranks that are not among more than half; all where there is no such majority. `groups` have equal
+/// Returns the ranks outside the majority, or all ranks if there is no majority. Each of the `groups` has equal
 /// copies.
 fn odd(groups: Vec<Vec<Rank>>) -> Odd {
     let all: usize = groups.iter().map(Vec::len).sum();
@@ -153,9 +156,9 @@ fn odd(groups: Vec<Vec<Rank>>) -> Odd {
     Odd { ranks, majority: most.is_some() }
 }
 
-/// Hash of flat buffers, padding left out.
+/// Returns the hash of flat buffers, without padding.
 ///
-/// Errors: [`Error::NotFinite`] with the tensor, behind `prefix` and the buffer's name.
+/// Errors: [`Error::NotFinite`] with the tensor's name, after `prefix` and the buffer's name.
 fn hash<'a>(
     prefix: &str,
     layout: &ParamLayout,
@@ -178,7 +181,8 @@ fn hash<'a>(
     Ok(hasher.finish())
 }
 
-/// Hashes of a part's optimizer state, and of the state of its method of synchronisation, where there are any.
+/// Returns the hashes of a part's optimizer state and of the state of its method of synchronisation; `None` for
+/// one that has no state.
 fn states(part: &Part, layout: &ParamLayout) -> Result<(Option<String>, Option<String>)> {
     let mut inner = part.chain.states().map(|(name, state)| (format!("{name}/"), state)).peekable();
     let some = inner.peek().is_some();
