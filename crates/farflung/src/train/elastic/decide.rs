@@ -217,7 +217,13 @@ impl Place {
         let standing = Standing { leaves, silent, here, state };
         let mine = postcard::to_stdvec(&standing).expect("numbers are plain data");
         let told = comm.all_gather_bytes(mine)?;
-        let told: Vec<Standing> = told.iter().filter_map(|bytes| postcard::from_bytes(bytes).ok()).collect();
+        let read = |bytes: &Vec<u8>| {
+            postcard::from_bytes(bytes).map_err(|_| Error::Message {
+                message: "a member's requests between two steps".to_owned(),
+                problem: "cannot be decoded",
+            })
+        };
+        let told: Vec<Standing> = told.iter().map(read).collect::<Result<_>>()?;
         let leaving = working.iter().zip(&told).filter(|(_, told)| told.leaves);
         let mut events: Vec<Event> = leaving.map(|(&id, _)| Event::Leave(id)).collect();
         // A member without a part is needed by no step, so its loss must be reported here.

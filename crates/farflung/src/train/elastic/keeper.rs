@@ -249,8 +249,16 @@ impl Keeper {
             Word::Pong(None) => (None, false),
             Word::Ping(message) => (message, true),
             Word::GivenUp { epoch } => {
-                self.given_up = self.given_up.max(epoch);
-                self.end_steps();
+                // Only members take steps. This member may be one view behind the sender.
+                let view = self.state.view();
+                let steps = |view: &View| {
+                    epoch <= view.epoch.saturating_add(1)
+                        && view.members.iter().any(|member| member.id == sender)
+                };
+                if view.is_some_and(steps) {
+                    self.given_up = self.given_up.max(epoch);
+                    self.end_steps();
+                }
                 (None, false)
             }
             Word::Ready(ready) => {

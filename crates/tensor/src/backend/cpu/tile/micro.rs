@@ -13,8 +13,8 @@ use registers::Registers;
 pub(in super::super) struct Tile<'a> {
     /// Length of the block of k.
     pub(in super::super) k: usize,
-    /// A. If read by columns (as in a packed block), element (i, k) is at `k * a_stride + i`; if by rows, at `i
-    /// * a_stride + k`.
+    /// A. If read by columns (as in a packed block), element (i, k) is at `k * a_stride + i`; if by rows,
+    /// at `i * a_stride + k`.
     pub(in super::super) a: *const f32,
     pub(in super::super) a_stride: usize,
     /// Packed B: element (k, j) is at `k * NR + j`.
