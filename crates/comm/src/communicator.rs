@@ -79,7 +79,7 @@ impl Group {
         if matches!(error, CommError::Ended { .. }) {
             return;
         }
-        // Members also send on aborts that they receive: the rank that began may leave before its abort has
+        // Members also pass on aborts that they receive: the rank that began may leave before its abort has
         // reached all.
         let me = self.members[self.me];
         let culprit = error.peer().unwrap_or(me);
@@ -102,8 +102,10 @@ impl Group {
 
     /// Returns the peer at fault after this rank has waited for `first` until its deadline. Each waiting rank
     /// has sent the peer that it waits for, so the chain of these leads to a rank that has sent nothing: that
-    /// one is at fault. If the chain is a cycle, all ranks answer and a link must be broken: the one at whose
-    /// far end the rank is furthest ahead, because that rank has already sent what is missing.
+    /// rank is at fault. If the chain is a cycle, no rank is silent, so a link must be broken. The broken link
+    /// is taken to be the one whose awaited rank is furthest ahead of the waiting rank, because the awaited
+    /// rank must already have sent what is missing. Its awaited rank is returned, or the waiting one if the
+    /// awaited one is this rank.
     fn root_of_waiting(&self, first: PeerId, progress: u32, port: &dyn Port) -> PeerId {
         let mut way = vec![(self.members[self.me], progress)];
         let mut at = first;
@@ -353,8 +355,8 @@ impl Communicator {
         self.plans.regions().map_or_else(|| regions(self.plans.topology()), <[_]>::to_vec)
     }
 
-    /// Returns a description of a buffer of `len` values on the declared links, of a codec that encodes `n`
-    /// values to at most `payload(n)` bytes.
+    /// Describes a buffer of `len` values for a codec on the declared links. The codec encodes `n` values to at
+    /// most `payload(n)` bytes.
     #[must_use]
     pub fn coded_buffer<'a>(&'a self, len: usize, payload: &'a dyn Fn(usize) -> usize) -> CodedBuffer<'a> {
         CodedBuffer { len, payload, topology: self.plans.topology(), regions: self.plans.regions() }
@@ -389,8 +391,8 @@ impl Communicator {
     pub fn stats(&self) -> Stats {
         self.transport.stats()
     }
-    /// Returns counters of the completed operations of this communicator, by name, and for all-reduces also by
-    /// algorithm: bytes, time, and the peers that they waited for.
+    /// Returns counters of the operations of this communicator that have ended, by name, and for all-reduces
+    /// also by algorithm: bytes, time, and the peers that they waited for.
     #[must_use]
     pub fn counters(&self) -> Vec<(&'static str, Option<Algorithm>, Counter)> {
         let counters = self.group.counters.lock().unwrap_or_else(PoisonError::into_inner);

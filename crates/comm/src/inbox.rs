@@ -164,8 +164,8 @@ impl Inbox {
         Self { looks: 0, ..self }
     }
 
-    /// Makes the inbox record (peer, tag) pairs that operations ask for in vain. For a network that uses
-    /// [`Inbox::deliver_quietly`].
+    /// Makes the inbox record the (peer, tag) pairs for which an operation found no frame. For a network that
+    /// uses [`Inbox::deliver_quietly`].
     #[must_use]
     pub(crate) fn selective(mut self) -> Self {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -214,7 +214,7 @@ impl Inbox {
     }
 
     /// Puts in a frame like [`Inbox::deliver`], for a [`selective`](Inbox::selective) inbox. Signals only if an
-    /// operation has asked for a frame of this peer and tag in vain, or if the frame ends its context. After
+    /// operation has already asked for a frame of this peer and tag, or if the frame ends its context. After
     /// any other frame, polling would change nothing.
     pub(crate) fn deliver_quietly(&self, from: PeerId, tag: Tag, frame: Frame) -> Interest {
         let mut state = self.lock();
@@ -274,8 +274,8 @@ impl Inbox {
         let _ = self.peer_down_quietly(peer, reason);
     }
 
-    /// Marks a peer as gone, like [`Inbox::peer_down`]. Returns whether an operation has asked for a frame of
-    /// that peer in vain.
+    /// Marks a peer as gone, like [`Inbox::peer_down`]. Returns whether an operation waits for a frame of that
+    /// peer.
     pub(crate) fn peer_down_quietly(&self, peer: PeerId, reason: DownReason) -> Interest {
         let mut state = self.lock();
         let entry = &mut state.peers[peer.index()];

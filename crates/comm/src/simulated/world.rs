@@ -8,9 +8,9 @@
 //!
 //! 1. What a rank does depends only on its *instants*: the times at which it is woken, and what has arrived by
 //!    then. The clocks of operations advance with the frames that they take, and nothing is delivered to a rank
-//!    while it runs. A rank is woken by frames that one of its operations has asked for in vain, by reports of
-//!    failures, and by its deadline. Other arrivals would change nothing for its operations, so they do not
-//!    wake it; they only move its last instant.
+//!    while it runs. A rank is woken by frames for which one of its operations waits, by reports of failures,
+//!    and by its deadline. Other arrivals would change nothing for its operations, so they do not wake it; they
+//!    only move its last instant.
 //! 2. An event belongs to one rank and affects no other: a departure only its sender's uplink, a landing only
 //!    its receiver's downlink, an arrival, a deadline or a crash only the rank itself. So events of different
 //!    ranks commute; those of one rank must be processed in the order of their keys.

@@ -168,7 +168,8 @@ impl Link {
         self.stream.has_more()
     }
 
-    /// Returns whether to read while `held` bytes of the peer are unread.
+    /// Returns whether to read while `held` bytes of the peer are unread, and records whether reading is
+    /// paused.
     pub(super) fn may_read(&self, held: usize) -> bool {
         self.paused.store(held >= HELD, Ordering::Release);
         held < HELD
