@@ -1,4 +1,4 @@
-//! A group of ranks over a transport: what its calls have in common. It knows no network.
+//! A group of ranks over a transport, and what all its calls have in common. Independent of the network.
 
 mod admission;
 mod arrivals;
@@ -33,16 +33,16 @@ use crate::steps::cut;
 use crate::transport::{Channel, Port, Slot, Stats, Tag, Task, Transport, get, pending, put};
 use crate::{Cancel, CommError};
 
-/// What all clones of a communicator share.
+/// State shared by all clones of a communicator.
 #[derive(Debug)]
 struct Group {
     context: u64,
     me: usize,
     members: Arc<[PeerId]>,
-    /// Endpoints of the network, members or not.
+    /// Number of endpoints of the network, members or not.
     peers: usize,
     next: AtomicU32,
-    /// How often it was shrunk.
+    /// Number of times that it was shrunk.
     shrinks: AtomicU32,
     failed: Mutex<Option<Arc<CommError>>>,
     torn: Torn,
@@ -67,8 +67,8 @@ impl Group {
         })
     }
 
-    /// Notes the first failure and tells the others, so that they need not wait for their deadlines; and this
-    /// rank's own other threads.
+    /// Records the first failure and sends it to the other members, so that they need not wait for their
+    /// deadlines, and to this rank itself, for its other threads.
     fn fail(&self, error: &CommError, port: &mut dyn Port) {
         let mut failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
         if failed.is_some() {
@@ -79,29 +79,33 @@ impl Group {
         if matches!(error, CommError::Ended { .. }) {
             return;
         }
-        // An abort is passed on too: this rank may leave before the one that began has reached everybody.
+        // Members also pass on aborts that they receive: the rank that began may leave before its abort has
+        // reached all.
         let me = self.members[self.me];
         let culprit = error.peer().unwrap_or(me);
         let check = if error.is_cancelled() { CANCELLED } else { 0 };
         self.tell(&self.members, Channel::Abort, culprit, check, port);
         let tag = Tag { context: self.context, channel: Channel::Abort, number: culprit.0 };
-        // A frame to oneself always arrives.
+        // Sending to oneself cannot fail.
         let _ = port.send_bytes(me, tag, check, &[]);
     }
 
-    /// Tells the others of these peers about one.
+    /// Sends a message about one peer to each of `peers`, except this rank.
     fn tell(&self, peers: &[PeerId], channel: Channel, about: PeerId, check: u32, port: &mut dyn Port) {
         let me = self.members[self.me];
         let tag = Tag { context: self.context, channel, number: about.0 };
         for &peer in peers.iter().filter(|&&peer| peer != me) {
-            // A peer that cannot be told has its own way of noticing.
+            // An error is ignored: an unreachable peer detects the failure by itself.
             let _ = port.send_bytes(peer, tag, check, &[]);
         }
     }
 
-    /// Who is to blame when this rank has waited for `first` in vain: whoever waits has said for whom, so the
-    /// way leads to a rank that says nothing. Where it leads round in a circle, nobody is silent and a link
-    /// is: the one whose far end is furthest ahead, so that it must have sent what did not come.
+    /// Returns the peer at fault after this rank has waited for `first` until its deadline. Each waiting rank
+    /// has sent the peer that it waits for, so the chain of these leads to a rank that has sent nothing: that
+    /// rank is at fault. If the chain is a cycle, no rank is silent, so a link must be broken. The broken link
+    /// is taken to be the one whose awaited rank is furthest ahead of the waiting rank, because the awaited
+    /// rank must already have sent what is missing. Its awaited rank is returned, or the waiting one if the
+    /// awaited one is this rank.
     fn root_of_waiting(&self, first: PeerId, progress: u32, port: &dyn Port) -> PeerId {
         let mut way = vec![(self.members[self.me], progress)];
         let mut at = first;
@@ -120,12 +124,12 @@ impl Group {
     }
 }
 
-/// A body with its name, deadline and result; ends its group where it is a collective that fails.
+/// An operation with its name, deadline and result. If a collective fails, its group fails too.
 struct Guard<B: Operation> {
     name: &'static str,
     body: Option<B>,
     group: Arc<Group>,
-    /// Whether the group fails with it.
+    /// Whether the group fails if the operation fails.
     collective: bool,
     limit: Nanos,
     cancel: Cancel,
@@ -134,7 +138,7 @@ struct Guard<B: Operation> {
 }
 
 impl<B: Operation> Guard<B> {
-    /// Adds what the operation did to what its communicator has done.
+    /// Adds the operation's counters to those of its communicator.
     fn count(&mut self, now: Nanos, failed: bool) {
         let algorithm = self.body.as_ref().and_then(Operation::algorithm);
         let one = self.meter.end(now, failed);
@@ -198,7 +202,8 @@ where
     }
     fn warn(&mut self, port: &mut dyn Port) {
         if let Some(body) = &self.body {
-            // Whoever waits for this rank in another group follows the way from here.
+            // Sent to all endpoints: a rank that waits for this one in another group continues the chain from
+            // here.
             let all: Vec<PeerId> = (0..self.group.peers as u32).map(PeerId).collect();
             self.group.tell(&all, Channel::Suspect, body.waits_for(), body.progress(), port);
         }
@@ -208,15 +213,14 @@ where
     }
 }
 
-/// Marks contexts of members that somebody else has decided on.
+/// Marks the contexts of communicators whose members the caller has listed.
 const DECLARED: u64 = 6;
 
-/// Ranks `0..size` over a transport, with collectives that are matched by the order in which each rank starts
-/// them.
+/// Ranks `0..size` over a transport. Collectives are matched by the order in which each rank starts them.
 ///
-/// Clones are the same communicator. After a failed collective it is poisoned: every later call fails with
-/// the reason. Results come back whole or not at all; a slice that was worked on in place is filled with NaN
-/// (integers: their greatest value) instead.
+/// Clones share one communicator. After a failed collective it is poisoned: every later call fails with the
+/// first error. Results are returned complete or not at all. If an operation on a slice in place fails, the
+/// slice is filled with NaN (integers: their greatest value).
 #[derive(Debug, Clone)]
 pub struct Communicator {
     transport: Arc<dyn Transport>,
@@ -227,8 +231,8 @@ pub struct Communicator {
 }
 
 impl Communicator {
-    /// All members of the transport's network, in the order of their ids. Deadline 60 s, [`Algorithm::Ring`],
-    /// and a declared topology of 1 Gbit/s and 200 us.
+    /// Creates a communicator of all members of the transport's network, in the order of their ids. Its
+    /// deadline is 60 s, its algorithm [`Algorithm::Ring`], and its declared topology 1 Gbit/s and 200 us.
     #[must_use]
     pub fn new(transport: Arc<dyn Transport>) -> Self {
         let (size, me) = (transport.size(), transport.me().index());
@@ -236,12 +240,12 @@ impl Communicator {
         Self::of(transport, me, members, 0, Nanos::from_millis(60_000))
     }
 
-    /// These members of the transport's network, this endpoint among them, in this order. All of them call it
-    /// with the same members and the same `context`, a number that no other communicator of this network is
-    /// made with. No message is sent: each member has to know the list already.
+    /// Creates a communicator of these members of the transport's network, in this order; this endpoint must be
+    /// one of them. All members must call it with the same list and the same `context`, a number that is used
+    /// for no other communicator of this network. It sends no message: each member must already have the list.
     ///
     /// # Errors
-    /// [`CommError::Argument`] for a member that the network does not have, and if this endpoint is none.
+    /// [`CommError::Argument`] if a member is not in the network, or this endpoint is not a member.
     pub fn of_members(
         transport: Arc<dyn Transport>,
         members: &[PeerId],
@@ -259,7 +263,7 @@ impl Communicator {
         Ok(Self::of(transport, me, members.into(), context, Nanos::from_millis(60_000)))
     }
 
-    /// So many members, this rank among them, with the ring and the default topology.
+    /// Creates a communicator of these members, with the ring and the default topology.
     fn of(
         transport: Arc<dyn Transport>,
         me: usize,
@@ -280,50 +284,50 @@ impl Communicator {
         }
     }
 
-    /// How long its calls wait for other ranks.
+    /// Returns how long its calls wait for other ranks.
     #[must_use]
     pub const fn deadline(&self) -> Nanos {
         self.deadline
     }
 
-    /// The same communicator, whose calls give up after `deadline`.
+    /// Returns the communicator with another deadline: its calls fail after `deadline`.
     #[must_use]
     pub fn with_deadline(self, deadline: Nanos) -> Self {
         Self { deadline, ..self }
     }
 
-    /// The same communicator, whose calls, [`Communicator::shrink`] among them, end when `cancel` is used,
-    /// from whatever thread: with [`CommError::Cancelled`] here and, where one was a collective, with
-    /// [`CommError::CancelledBy`] and this rank's name on the others. Clones that were not given it go on, to
-    /// shrink, for instance: nobody is lost.
+    /// Returns the communicator with another cancel switch. When `cancel` is used, by any thread, the
+    /// communicator's calls end, [`Communicator::shrink`] included: with [`CommError::Cancelled`] on this rank
+    /// and, if the call was a collective, with [`CommError::CancelledBy`] and this rank's id on the others.
+    /// Clones without this switch continue to work, for instance to shrink, because no rank was lost.
     ///
-    /// On simulated links a rank's own thread cancels at the rank's clock, any other at whatever time the
-    /// network has come to: that alone is not the same in every run.
+    /// On simulated links, a cancellation by the rank's own thread happens at the rank's clock. One by another
+    /// thread happens at the time that the network has reached, which differs between runs.
     #[must_use]
     pub fn with_cancel(self, cancel: &Cancel) -> Self {
         cancel.tell(self.transport.waker());
         Self { cancel: cancel.clone(), ..self }
     }
 
-    /// The same communicator, whose calls this switch ends too, beside the one that it has.
+    /// Returns the communicator with a further cancel switch; the one that it has stays in use.
     #[must_use]
     pub fn with_other_cancel(self, cancel: &Cancel) -> Self {
         let either = self.cancel.or(cancel);
         self.with_cancel(&either)
     }
 
-    /// The same communicator with another all-reduce. All ranks must choose alike.
+    /// Returns the communicator with another all-reduce algorithm. All ranks must choose the same one.
     #[must_use]
     pub fn with_algorithm(self, algorithm: Algorithm) -> Self {
         let plans = self.plans.with_algorithm(algorithm);
         Self { plans: Arc::new(plans), ..self }
     }
 
-    /// The same communicator with declared links, of which [`Algorithm::Auto`], broadcast and reduce make
-    /// their choice. All ranks must declare alike.
+    /// Returns the communicator with a declared topology, from which [`Algorithm::Auto`], broadcast and reduce
+    /// choose their algorithms. All ranks must declare the same one.
     ///
     /// # Errors
-    /// If the topology has another number of ranks.
+    /// If the topology has a different number of ranks.
     pub fn with_topology(self, topology: Topology) -> Result<Self, CommError> {
         if topology.size() != self.size() {
             let (got, want) = (topology.size(), self.size());
@@ -333,12 +337,12 @@ impl Communicator {
         Ok(Self { plans: Arc::new(plans), ..self })
     }
 
-    /// The same communicator with the regions of [`Algorithm::Hierarchical`], instead of those that the
-    /// declared links show. Communicators that are split from it find theirs anew. All ranks must declare
-    /// alike.
+    /// Returns the communicator with these regions for [`Algorithm::Hierarchical`], instead of those derived
+    /// from the declared links. Communicators that are split from it derive their own regions. All ranks must
+    /// declare the same ones.
     ///
     /// # Errors
-    /// If not each rank is in one region.
+    /// If the regions do not contain each rank exactly once, or one is empty.
     pub fn with_regions(self, regions: Vec<Vec<Rank>>) -> Result<Self, CommError> {
         let mut members: Vec<usize> = regions.iter().flatten().map(|rank| rank.index()).collect();
         members.sort_unstable();
@@ -350,64 +354,66 @@ impl Communicator {
         Ok(Self { plans: Arc::new(plans), ..self })
     }
 
-    /// The ranks in groups that are near each other: those of [`Communicator::with_regions`], else those that
-    /// the declared links show.
+    /// Returns groups of ranks that are near each other: those of [`Communicator::with_regions`], or those
+    /// derived from the declared links.
     #[must_use]
     pub fn regions(&self) -> Vec<Vec<Rank>> {
         self.plans.regions().map_or_else(|| regions(self.plans.topology()), <[_]>::to_vec)
     }
 
-    /// A buffer of `len` values of which a codec makes at most so many bytes, on the declared links.
+    /// Describes a buffer of `len` values for a codec on the declared links. The codec encodes `n` values to at
+    /// most `payload(n)` bytes.
     #[must_use]
     pub fn coded_buffer<'a>(&'a self, len: usize, payload: &'a dyn Fn(usize) -> usize) -> CodedBuffer<'a> {
         CodedBuffer { len, payload, topology: self.plans.topology(), regions: self.plans.regions() }
     }
 
-    /// This rank.
+    /// Returns this rank.
     #[must_use]
     pub fn rank(&self) -> Rank {
         Rank(self.group.me as u32)
     }
-    /// Number of ranks.
+    /// Returns the number of ranks.
     #[must_use]
     pub fn size(&self) -> usize {
         self.group.members.len()
     }
-    /// The network underneath.
+    /// Returns the network.
     #[must_use]
     pub const fn transport(&self) -> &Arc<dyn Transport> {
         &self.transport
     }
-    /// The transport's clock.
+    /// Returns the time on the transport's clock.
     #[must_use]
     pub fn now(&self) -> Nanos {
         self.transport.now()
     }
-    /// Lets virtual time pass: modelled compute.
+    /// Advances a virtual clock by the time of modelled compute.
     pub fn advance(&self, by: Nanos) {
         self.transport.advance(by);
     }
-    /// What the whole endpoint sent and received.
+    /// Returns the traffic of the whole endpoint.
     #[must_use]
     pub fn stats(&self) -> Stats {
         self.transport.stats()
     }
-    /// What the operations of this communicator have done, by name, and all-reduces by algorithm as well:
-    /// bytes, time, and for whom they waited. Those under way are not in it.
+    /// Returns counters of the operations of this communicator that have ended, by name, and for all-reduces
+    /// also by algorithm: bytes, time, and the peers that they waited for.
     #[must_use]
     pub fn counters(&self) -> Vec<(&'static str, Option<Algorithm>, Counter)> {
         let counters = self.group.counters.lock().unwrap_or_else(PoisonError::into_inner);
         counters.iter().map(|(&(op, algorithm), counter)| (op, algorithm, counter.clone())).collect()
     }
-    /// The part of a flat buffer of `len` elements that is this rank's share: see [`Communicator::shard_of`].
+    /// Returns the range of a flat buffer of `len` elements that belongs to this rank: see
+    /// [`Communicator::shard_of`].
     #[must_use]
     pub fn shard(&self, len: usize) -> Range<usize> {
         self.shard_of(self.rank(), len)
     }
-    /// The part of a flat buffer of `len` elements that is a rank's share: that of rank `r` of `n` is
-    /// `floor(len * r / n)..floor(len * (r + 1) / n)`. Shards lie in the order of ranks and cover the buffer;
-    /// their lengths differ by one at most, and some are empty where `len < n`. The longer ones are not the
-    /// first ones.
+    /// Returns the range of a flat buffer of `len` elements that belongs to a rank. For rank `r` of `n` it is
+    /// `floor(len * r / n)..floor(len * (r + 1) / n)`. Shards are in the order of ranks and cover the buffer;
+    /// their lengths differ by at most one, and some are empty if `len < n`. The longer ones are not always the
+    /// first.
     ///
     /// ```
     /// use farflung_base::Rank;
@@ -423,7 +429,7 @@ impl Communicator {
         cut(len, rank.index(), self.size())..cut(len, rank.index() + 1, self.size())
     }
 
-    /// Why this communicator does not work any more, where it does not.
+    /// Returns the failure that poisoned this communicator as an error, if there was one.
     pub fn check(&self) -> Result<(), CommError> {
         match &*self.group.failed.lock().unwrap_or_else(PoisonError::into_inner) {
             Some(first) => Err(CommError::Poisoned(Arc::clone(first))),
@@ -431,7 +437,7 @@ impl Communicator {
         }
     }
 
-    /// The tag of the next collective, and `lanes - 1` after it.
+    /// Reserves `lanes` consecutive tags for a collective and returns the first.
     fn next_tags(&self, lanes: usize) -> Result<Tag, CommError> {
         self.check()?;
         let number = self.group.next.fetch_add(lanes as u32, Ordering::Relaxed);
@@ -458,7 +464,7 @@ impl Communicator {
         Guard { name, body: Some(body), group, collective, limit: self.deadline, cancel, meter, slot }
     }
 
-    /// Runs a body on this thread.
+    /// Runs an operation on this thread.
     fn run<B: Operation>(&self, name: &'static str, body: B, collective: bool) -> Result<B::Output, CommError>
     where
         B::Output: Send,
@@ -482,7 +488,8 @@ impl Communicator {
         pending(self.transport.spawn(Box::new(guard)), slot)
     }
 
-    /// Ranks with the same color make a communicator of their own, in the order of their keys. A collective.
+    /// Splits the communicator: ranks with the same color form a new one, in the order of their keys. A
+    /// collective.
     pub fn split(&self, color: u32, key: u32) -> Result<Self, CommError> {
         let mut mine = color.to_le_bytes().to_vec();
         mine.extend(key.to_le_bytes());
@@ -502,7 +509,7 @@ impl Communicator {
         Ok(self.among(&ranks, mix(mix(mix(self.group.context, 1), u64::from(epoch)), u64::from(color))))
     }
 
-    /// A communicator of these ranks, this one among them, in this order.
+    /// Creates a communicator of these ranks, in this order. This rank must be one of them.
     fn among(&self, ranks: &[usize], context: u64) -> Self {
         let me = ranks.iter().position(|&rank| rank == self.group.me).expect("this rank is among them");
         let members = ranks.iter().map(|&rank| self.group.members[rank]).collect();
@@ -515,7 +522,7 @@ impl Communicator {
     }
 }
 
-/// A word that ranks in the same collective compute alike.
+/// Returns a word that is equal on all ranks if they run the same collective.
 fn check_word(name: &str, len: usize, facts: &[u8]) -> u32 {
     let mut hasher = crc32fast::Hasher::new();
     hasher.update(name.as_bytes());
@@ -524,7 +531,7 @@ fn check_word(name: &str, len: usize, facts: &[u8]) -> u32 {
     hasher.finalize()
 }
 
-/// One round of splitmix64 over a pair, for context ids that do not meet.
+/// One round of splitmix64 over a pair; makes equal context ids of different communicators unlikely.
 const fn mix(a: u64, b: u64) -> u64 {
     let mut x = (a ^ b.wrapping_mul(0xD6E8_FEB8_6659_FD93)).wrapping_add(0x9E37_79B9_7F4A_7C15);
     x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);

@@ -1,5 +1,5 @@
-//! The part that all transports share: who polls which operation, when a thread may sleep, and what happens at
-//! a deadline. A transport adds a [`Driver`]; this file knows no network.
+//! The part that all transports share: polls operations, decides when a thread may sleep, and handles
+//! deadlines. A transport adds a [`Driver`]; this module is independent of the network.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,58 +13,60 @@ use crate::started::{Spawned, Started};
 use crate::transport::{PeerEvent, Port, Stats, Tag, Task, Transport};
 use crate::{CommError, Frame, PathStats, Pool};
 
-/// Why a blocked thread goes on.
+/// Reason why [`Driver::block`] returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wake {
-    /// Something happened, or might have, or the time has come.
+    /// Something may have changed, or the time was reached.
     Moved,
-    /// Nothing will ever happen.
+    /// Deadlock: nothing can happen any more.
     Deadlock,
 }
 
-/// A network, as an [`Endpoint`] needs it. Frames that arrive are put into the endpoint's [`Inbox`].
+/// The network below an [`Endpoint`]. It puts frames that arrive into the endpoint's [`Inbox`].
 pub trait Driver: fmt::Debug + Send + Sync + 'static {
-    /// Takes a frame that departs at `at` (real networks: now). Never blocks.
+    /// Sends a frame that departs at `at`; real networks ignore `at` and send it now. Never blocks.
     fn submit(&self, to: PeerId, tag: Tag, at: Nanos, frame: Frame);
-    /// [`Driver::submit`] of a frame with these bytes and this check word, for networks that need no buffer for
-    /// them.
+    /// Sends a frame with these bytes and this check word, like [`Driver::submit`]. Networks that can send from
+    /// `bytes` directly override it and lease no buffer.
     fn submit_bytes(&self, to: PeerId, tag: Tag, at: Nanos, check: u32, bytes: &[u8], pool: &Arc<Pool>) {
         self.submit(to, tag, at, pool.copy_of(bytes, check));
     }
-    /// Whether the network takes another frame of this tag; where not, it signals the inbox when it does.
+    /// Returns whether the network accepts another frame of this tag. If it does not, it signals the inbox once
+    /// it does.
     fn has_room(&self, to: PeerId, tag: Tag) -> bool;
-    /// A frame of this peer and tag was taken from the inbox; `left` of them are still there.
+    /// Called after a frame of this peer and tag was taken from the inbox, in which `left` of them remain.
     fn taken(&self, from: PeerId, tag: Tag, left: usize);
-    /// The endpoint's clock.
+    /// Returns the time on the endpoint's clock.
     fn now(&self) -> Nanos;
-    /// The clock of an operation that has seen frames up to `seen`.
+    /// Returns the clock of an operation that has taken frames that arrived up to `seen`.
     fn clock(&self, seen: Nanos) -> Nanos {
         seen.max(self.now())
     }
-    /// The time up to which everything has been seen: what deadlines are compared with.
+    /// Returns the time up to which all arrivals are known. Deadlines are compared with it.
     fn horizon(&self) -> Nanos {
         self.now()
     }
-    /// Lets time pass on a virtual clock. What was started does nothing by itself before `idle`: it waits for
-    /// frames.
+    /// Advances a virtual clock by `_by`. Before the time `_idle`, started operations act only on frames that
+    /// arrive.
     fn advance(&self, _by: Nanos, _idle: Nanos) {}
-    /// Lifts a virtual clock to the end of an operation that was waited for; `idle` as above.
+    /// Raises a virtual clock to the end of an operation that was waited for. `_idle` as in
+    /// [`Driver::advance`].
     fn lift(&self, _to: Nanos, _idle: Nanos) {}
-    /// Blocks until the inbox has moved past `seen`, or `until`.
+    /// Blocks until the inbox's counter has moved past `seen`, or until the time `until`.
     fn block(&self, inbox: &Inbox, seen: u64, until: Nanos, role: BlockedFor) -> Wake;
-    /// How the path to a peer does, where the network measures it.
+    /// Returns measurements of the path to a peer, if the network has any.
     fn path(&self, _peer: PeerId) -> Option<PathStats> {
         None
     }
-    /// Wakes a thread that is blocked outside of the inbox's own condition variable.
+    /// Wakes a thread that is blocked in the driver, not on the inbox's condition variable.
     fn nudge(&self) {}
-    /// Whether operations go on in a thread of their own while nobody waits.
+    /// Returns whether operations proceed on a background thread while no thread waits.
     fn has_background(&self) -> bool;
     /// See [`Transport::fixed`].
     fn fixed(&self) -> Option<&'static str> {
         None
     }
-    /// Takes leave of the peers.
+    /// Says goodbye to the peers and closes the network.
     fn close(&self, inbox: &Inbox);
 }
 
@@ -74,14 +76,15 @@ pub(crate) struct Shared<D> {
     pub(crate) inbox: Arc<Inbox>,
     pool: Arc<Pool>,
     jobs: Mutex<Jobs>,
-    /// Whether this endpoint has sent itself something that its operations may not have looked at.
+    /// Whether this endpoint has sent itself a frame since its operations were last polled.
     sent_itself: AtomicBool,
 }
 
 #[derive(Default)]
 struct Jobs {
     next: u64,
-    /// In the order of their start, so by number; each with the time at which it first acts by itself.
+    /// Operations in the order of their start, thus sorted by number. The time is the first at which the
+    /// operation acts without a frame.
     live: Vec<(u64, Nanos, Arc<Cell>)>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
@@ -95,11 +98,11 @@ struct Running {
     waker: Option<Waker>,
 }
 
-/// An operation's clock, and when it acts by itself.
+/// Clock of an operation, and the times at which it acts without a frame.
 #[derive(Clone, Copy)]
 struct Times {
     clock: Nanos,
-    /// Over once it has been warned.
+    /// Time of the warning; [`Nanos::MAX`] once it was given.
     alarm: Nanos,
     deadline: Nanos,
 }
@@ -119,7 +122,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The port of one operation while it is polled.
+/// The [`Port`] of one operation while it is polled.
 struct View<'a, D> {
     shared: &'a Shared<D>,
     op: &'static str,
@@ -127,7 +130,7 @@ struct View<'a, D> {
 }
 
 impl<D: Driver> View<'_, D> {
-    /// Something other than a frame has changed the operation's course: that was at the last event.
+    /// Raises the clock to the horizon, after something other than a frame has affected the operation.
     fn learn(&mut self) {
         self.clock = self.clock.max(self.shared.driver.horizon());
     }
@@ -186,14 +189,16 @@ impl<D: Driver> Port for View<'_, D> {
 }
 
 impl<D: Driver> Shared<D> {
-    /// Puts a frame to this endpoint itself in; another of its threads may wait for it.
+    /// Puts a frame to this endpoint into its own inbox and wakes its other threads, which may wait for the
+    /// frame.
     fn deliver_own(&self, tag: Tag, frame: Frame) {
         self.inbox.deliver_own(self.me, tag, frame);
         self.sent_itself.store(true, Ordering::Release);
         self.driver.nudge();
     }
 
-    /// Polls one operation, and ends it where its time is over. Returns whether it is over.
+    /// Polls one operation, and fails it if it is cancelled or its time is over. Returns whether it is
+    /// complete.
     fn poll(&self, task: &mut dyn Task, times: &mut Times, wake: Wake) -> bool {
         let mut view = View { shared: self, op: task.name(), clock: times.clock };
         let cancelled = task.is_cancelled();
@@ -228,7 +233,8 @@ impl<D: Driver> Shared<D> {
         over
     }
 
-    /// Polls every started operation once and returns the earliest deadline of those that go on.
+    /// Polls every started operation once. Returns the earliest time at which one of the others acts without a
+    /// frame.
     fn poll_jobs(&self, wake: Wake) -> Nanos {
         let mut earliest = Nanos::MAX;
         let mut from = 0;
@@ -250,7 +256,7 @@ impl<D: Driver> Shared<D> {
                 }
                 drop(running);
                 self.forget(number);
-                // Whoever waits for it on another thread looks again.
+                // Wakes threads that wait for this operation.
                 self.inbox.signal();
             } else {
                 earliest = earliest.min(times.next());
@@ -269,19 +275,20 @@ impl<D: Driver> Shared<D> {
         !lock(&self.jobs).live.is_empty()
     }
 
-    /// Until when the started operations do nothing by themselves.
+    /// Returns the time before which started operations act only on frames that arrive.
     fn first_deadline(&self) -> Nanos {
         let jobs = lock(&self.jobs);
         jobs.live.iter().map(|&(_, acts, _)| acts).min().unwrap_or(Nanos::MAX)
     }
 
-    /// Blocks until `over` says so, with all started operations going on meanwhile.
+    /// Blocks until `over` returns true; all started operations proceed meanwhile. `over` also returns the
+    /// latest time at which it must be called again.
     fn wait_until(&self, mut over: impl FnMut(Wake) -> (bool, Nanos)) {
         let _waiting = Waiting::new(self);
         let mut wake = Wake::Moved;
         loop {
             let seen = self.inbox.seen();
-            // Before anything else, so that whoever returns has let all operations go on as far as they can.
+            // First, so that all operations have proceeded as far as they can when this function returns.
             let earliest = self.poll_jobs(wake);
             let (done, deadline) = over(wake);
             if done {
@@ -291,7 +298,7 @@ impl<D: Driver> Shared<D> {
         }
     }
 
-    /// What the background thread does until the endpoint closes.
+    /// Body of the background thread: polls operations until the endpoint closes.
     fn background(&self) {
         while self.inbox.idle(|| self.has_jobs()) == Idle::Work {
             let seen = self.inbox.seen();
@@ -303,7 +310,7 @@ impl<D: Driver> Shared<D> {
     }
 }
 
-/// Counts a waiting thread while it lives, so that the background thread gives way.
+/// Counts a waiting thread until it is dropped; the background thread stops while there is one.
 struct Waiting<'a, D: Driver>(&'a Shared<D>);
 
 impl<'a, D: Driver> Waiting<'a, D> {
@@ -321,7 +328,7 @@ impl<D: Driver> Drop for Waiting<'_, D> {
     }
 }
 
-/// Closes the network when the last endpoint and job are gone.
+/// Owner of the network; closes it when the last endpoint and job are dropped.
 struct Handle<D: Driver>(Arc<Shared<D>>);
 
 impl<D: Driver> Drop for Handle<D> {
@@ -332,14 +339,14 @@ impl<D: Driver> Drop for Handle<D> {
         if let Some(thread) = thread
             && thread.thread().id() != std::thread::current().id()
         {
-            // A panic of the background thread has been reported by the runtime already.
+            // The runtime has already reported a panic of the background thread.
             let _ = thread.join();
         }
         self.0.driver.close(&self.0.inbox);
     }
 }
 
-/// Wakes the threads of an endpoint, as long as there is one.
+/// Waker of the threads of an endpoint; has no effect once the endpoint is dropped.
 struct Rouse<D>(Weak<Shared<D>>);
 
 impl<D: Driver> std::task::Wake for Rouse<D> {
@@ -358,7 +365,7 @@ pub struct Endpoint<D: Driver> {
 }
 
 impl<D: Driver> Endpoint<D> {
-    /// Puts an endpoint on top of a driver; `inbox` is where the driver puts what arrives.
+    /// Creates an endpoint on a driver, which puts arriving frames into `inbox`.
     pub fn new(me: PeerId, driver: D, inbox: Arc<Inbox>, pool: Arc<Pool>) -> Self {
         let shared = Arc::new(Shared {
             me,
@@ -372,7 +379,7 @@ impl<D: Driver> Endpoint<D> {
         Self { handle: Arc::new(Handle(shared)), waker }
     }
 
-    /// The driver underneath.
+    /// Returns the driver.
     #[must_use]
     pub fn driver(&self) -> &D {
         &self.shared().driver
@@ -419,10 +426,11 @@ impl<D: Driver> Transport for Endpoint<D> {
     fn spawn(&self, mut task: Box<dyn Task>) -> Started {
         let shared = self.shared();
         let mut times = Times::new(shared.driver.now(), task.as_ref());
-        // The first frames leave at once, not when somebody happens to wait.
+        // The first frames are sent at once, not only when a thread waits.
         let over = shared.poll(task.as_mut(), &mut times, Wake::Moved);
         if shared.sent_itself.swap(false, Ordering::AcqRel) {
-            // What answers it does so now: once this rank's clock has moved on, nothing may leave at this time.
+            // Operations that respond to it must do so now: once this rank's clock has moved on, nothing can be
+            // sent at the present time.
             shared.poll_jobs(Wake::Moved);
         }
         let running = Running { task: (!over).then_some(task), times, waker: None };
@@ -435,11 +443,12 @@ impl<D: Driver> Transport for Endpoint<D> {
             if jobs.thread.is_none() && shared.driver.has_background() {
                 let shared = Arc::clone(shared);
                 let thread = std::thread::Builder::new().name("farflung-comm".to_owned());
-                // Without the thread operations still go on whenever somebody waits.
+                // Without the thread, operations still proceed whenever a thread waits.
                 jobs.thread = thread.spawn(move || shared.background()).ok();
             }
             drop(jobs);
-            // Arrivals since the first poll, and the background thread, which may be asleep.
+            // Covers frames that arrived since the first poll, and wakes the background thread, which may be
+            // asleep.
             shared.inbox.signal();
             shared.driver.nudge();
         }
@@ -469,7 +478,7 @@ impl<D: Driver> Transport for Endpoint<D> {
     }
 }
 
-/// A started operation of an endpoint.
+/// Handle of a started operation of an endpoint.
 struct Job<D: Driver> {
     number: u64,
     cell: Arc<Cell>,

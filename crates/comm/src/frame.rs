@@ -1,4 +1,5 @@
-//! Pooled buffers of at most [`FRAME_BYTES`], the unit in which everything travels. Bytes, never types.
+//! Pooled buffers of at most [`FRAME_BYTES`] bytes: the unit in which all data is sent. A frame is untyped
+//! bytes.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,30 +10,31 @@ use farflung_base::Nanos;
 use crate::shared::Slot;
 use crate::sizes::{FRAME_BYTES, HEADER_BYTES};
 
-/// Buffers that a pool keeps for reuse; those beyond are given back to the system.
+/// Greatest number of free buffers that a pool keeps. Further buffers are deallocated.
 const KEPT: usize = 256;
 
-/// What buffers are made of, so that they begin at a cache line. Processors with fast short moves (`rep movsb`,
-/// by which the system copies out of sockets) are six times slower where a copy goes to 1 to 31 bytes beyond
-/// its source's place in a page; behind full frames, the stream's bytes lie at multiples of a header's 32.
+/// Allocation unit of buffers, 64 bytes, so that a buffer begins at a cache line. Processors with fast short
+/// `rep movsb`, which the kernel uses to copy out of sockets, copy six times slower if the destination's offset
+/// in its page is 1 to 31 bytes above the source's. Behind full frames, the bytes of a stream lie at multiples
+/// of the header's 32 bytes.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C, align(64))]
 struct Line([u64; 8]);
 
-/// Where the buffers of frames come from and go back to.
+/// Allocates the buffers of frames and takes them back for reuse.
 #[derive(Default)]
 pub struct Pool {
     free: Mutex<Vec<Vec<Line>>>,
 }
 
 impl Pool {
-    /// An empty pool.
+    /// Creates an empty pool.
     #[must_use]
     pub fn new() -> Arc<Self> {
         Arc::default()
     }
 
-    /// A frame of `len` bytes whose contents are arbitrary.
+    /// Returns a frame of `len` bytes with arbitrary contents.
     ///
     /// # Panics
     /// If `len` is more than [`FRAME_BYTES`].
@@ -40,7 +42,7 @@ impl Pool {
     pub fn lease(self: &Arc<Self>, len: usize) -> Frame {
         assert!(len <= FRAME_BYTES, "a frame of {len} bytes");
         let mut lines = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default();
-        // A buffer never shrinks, so that in a steady state nothing is allocated or cleared here.
+        // A buffer is never made smaller, so in a steady state nothing is allocated or cleared here.
         if lines.len() * size_of::<Line>() < len {
             lines.resize(len.div_ceil(size_of::<Line>()), Line::zeroed());
         }
@@ -54,13 +56,13 @@ impl Pool {
         }
     }
 
-    /// What came in a slot of shared memory, to be used where it lies.
+    /// Wraps `len` bytes of a shared memory slot as a frame, without a copy.
     pub(crate) fn in_place(self: &Arc<Self>, slot: Slot, len: usize, check: u32) -> Frame {
         let (pool, body) = (Arc::clone(self), Body::Slot(slot));
         Frame { body, len: len as u32, check, arrived: Nanos::ZERO, came_with: None, pool }
     }
 
-    /// A frame with these bytes and this check word.
+    /// Returns a frame with a copy of `bytes` and this check word.
     pub(crate) fn copy_of(self: &Arc<Self>, bytes: &[u8], check: u32) -> Frame {
         let mut frame = self.lease(bytes.len());
         frame.bytes_mut().copy_from_slice(bytes);
@@ -75,29 +77,31 @@ impl fmt::Debug for Pool {
     }
 }
 
-/// Where a frame's bytes lie.
+/// Storage of a frame's bytes.
 enum Body {
     /// A buffer of the pool.
     Lines(Vec<Line>),
-    /// Memory that is shared with the process that has sent it.
+    /// A slot of memory shared with the process that sent the frame.
     Slot(Slot),
 }
 
-/// A lease of a buffer; dropping it gives the buffer back. Aligned to 64 bytes.
+/// A buffer leased from a [`Pool`], aligned to 64 bytes. Dropping it returns the buffer to the pool.
 pub struct Frame {
     body: Body,
     len: u32,
-    /// A word that both ends of an operation compute alike, so that mismatched operations are noticed.
+    /// Word that both ends of an operation compute in the same way; a difference shows that they run different
+    /// operations.
     pub check: u32,
-    /// When it arrived, on the receiver's clock; set by the transport.
+    /// Time of arrival on the receiver's clock; set by the transport.
     pub arrived: Nanos,
-    /// The header with which it came over a socket, for whoever passes it on unchanged.
+    /// Header with which the frame arrived over a socket. A rank that forwards the frame unchanged reuses its
+    /// checksum.
     pub(crate) came_with: Option<Box<[u8; HEADER_BYTES]>>,
     pool: Arc<Pool>,
 }
 
 impl Frame {
-    /// The payload.
+    /// Returns the payload.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
         match &self.body {
@@ -106,7 +110,7 @@ impl Frame {
         }
     }
 
-    /// The payload, to be filled.
+    /// Returns the payload for writing.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         self.came_with = None;
         let len = self.len();
@@ -116,13 +120,13 @@ impl Frame {
         }
     }
 
-    /// Length of the payload in bytes.
+    /// Returns the length of the payload in bytes.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.len as usize
     }
 
-    /// Whether there is no payload.
+    /// Returns whether the payload is empty.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
@@ -137,7 +141,7 @@ impl fmt::Debug for Frame {
 
 impl Drop for Frame {
     fn drop(&mut self) {
-        // A slot goes back by itself.
+        // A slot is returned by its own `Drop`.
         let Body::Lines(lines) = &mut self.body else { return };
         let mut free = self.pool.free.lock().unwrap_or_else(PoisonError::into_inner);
         if free.len() < KEPT {
@@ -152,7 +156,8 @@ mod tests {
 
     #[test]
     fn a_frame_of_nothing_is_small() {
-        // Four of them are the least queue, and must stay below what the inbox counts for one.
+        // The smallest capacity of a queue is four frames. It must stay below the bytes that the inbox counts
+        // for a frame.
         assert!(4 * size_of::<Frame>() < 256);
     }
 

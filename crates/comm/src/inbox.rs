@@ -1,4 +1,5 @@
-//! What has arrived at an endpoint and what its threads sleep on. It knows no network and no operation.
+//! Frames that have arrived at an endpoint, and the condition variable on which its threads sleep. Independent
+//! of the network and of operations.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
@@ -13,38 +14,38 @@ use crate::sizes::HEADER_BYTES;
 use crate::transport::{Channel, PeerEvent, Stats, Tag};
 use crate::{CommError, DownReason, Frame};
 
-/// Frames of one (peer, tag) that may be on their way or unread; the sender waits beyond that.
+/// Greatest number of frames of one (peer, tag) that may be in flight or unread. Its sender then waits.
 pub const WINDOW: usize = 32;
 
-/// Why a thread blocks on an inbox.
+/// Reason why a thread blocks on an inbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BlockedFor {
-    /// It waits for the result of an operation.
+    /// The thread waits for the result of an operation.
     Result,
-    /// It drives operations in the background, and stops as soon as another thread waits for a result.
+    /// The thread drives operations in the background, and stops as soon as another thread waits for a result.
     Background,
 }
 
-/// Frames by sender and tag, peers by state, and a counter that every change moves.
+/// Frames by sender and tag, state of the peers, and a counter that every change increments.
 pub struct Inbox {
-    /// Counts changes, under the lock; read without it.
+    /// Number of changes. Incremented under the lock, read without it.
     signal: AtomicU64,
     state: Mutex<State>,
     moved: Condvar,
-    /// How often a waiting thread looks before it sleeps.
+    /// Number of times that a waiting thread polls before it sleeps.
     looks: u32,
-    /// For how long it looks each time before it lets others run, in turns of a loop.
+    /// Iterations of a spin loop in each poll, before the thread yields.
     spins: u32,
 }
 
-/// What the background thread has to do next.
+/// Result of [`Inbox::idle`]: what the background thread must do next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Idle {
     Work,
     End,
 }
 
-/// Whether something that has come is what an operation here has looked for.
+/// Whether an operation of this endpoint waits for something that arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
 pub(crate) enum Interest {
@@ -53,24 +54,25 @@ pub(crate) enum Interest {
 }
 
 struct State {
-    /// Threads that wait for a result.
+    /// Number of threads that wait for a result.
     waiting: u32,
-    /// Threads that sleep on `moved`.
+    /// Number of threads that sleep on `moved`.
     asleep: u32,
-    /// A thread drives the network outside of this lock.
+    /// Whether a thread drives the network, outside of this lock.
     driving: bool,
     ended: bool,
     frames: HashMap<(PeerId, Tag), VecDeque<Frame>>,
-    /// Frames that operations have looked for in vain; not kept where everything that comes is signalled.
+    /// (peer, tag) pairs that operations asked for when no frame was there. `None` if every arrival is
+    /// signalled.
     wanted: Option<BTreeSet<(PeerId, Tag)>>,
-    /// Whose frames have come since an operation last asked, by the tags that are asked for.
+    /// Peers whose frames arrived since the last call of [`Inbox::news`], for each tag that it was called with.
     news: BTreeMap<Tag, Vec<PeerId>>,
-    /// Emptied queues, so that a new tag allocates nothing.
+    /// Empty queues, kept so that a new tag allocates nothing.
     spare: Vec<VecDeque<Frame>>,
     peers: Vec<Peer>,
-    /// The latest few.
+    /// The latest [`REMEMBERED`] aborts.
     aborted: VecDeque<Abort>,
-    /// Contexts whose frames nobody will take, the latest last.
+    /// Contexts whose frames are dropped, the latest last.
     retired: VecDeque<u64>,
     events: VecDeque<PeerEvent>,
 }
@@ -78,10 +80,10 @@ struct State {
 /// The end of a context.
 struct Abort {
     context: u64,
-    /// Who said so.
+    /// The peer that reported it.
     by: PeerId,
     culprit: PeerId,
-    /// It was the culprit's wish.
+    /// Whether the culprit cancelled it, rather than failed.
     cancelled: bool,
 }
 
@@ -89,30 +91,31 @@ struct Abort {
 struct Peer {
     down: Option<DownReason>,
     stats: Stats,
-    /// What its frames that nobody has taken hold of memory.
+    /// Bytes of memory of its frames that no operation has taken.
     held: usize,
-    /// By context: for whom it waits, and how far it is. The latest few.
+    /// Context, the peer that this peer said it waits for there, and its progress. The latest [`REMEMBERED`].
     suspicions: VecDeque<(u64, PeerId, u32)>,
 }
 
-/// What a frame holds of memory, with the queue that it may be alone in: frames of nothing are not for nothing.
+/// Bytes of memory that a frame is counted with. The 512 cover the frame itself and a queue of its own, so that
+/// empty frames are counted too.
 const fn weight(frame: &Frame) -> usize {
     frame.len() + 512
 }
 
-/// Some tens of microseconds.
+/// Polls before sleeping: some tens of microseconds.
 const LOOKS: u32 = 32;
 
-/// One or two microseconds.
+/// Iterations of the spin loop: one or two microseconds.
 const SPINS: u32 = 64;
 
-/// The check word of an abort that is a cancellation by the culprit, who is well.
+/// Check word of an abort that reports a cancellation: the culprit has not failed.
 pub(crate) const CANCELLED: u32 = 1;
 
-/// Contexts that are remembered beyond their end, and suspicions of a peer.
+/// Greatest number of aborted contexts, of retired contexts, and of each peer's suspicions that are kept.
 const REMEMBERED: usize = 64;
 
-/// Appends to what is remembered.
+/// Appends an entry; removes the oldest if there are [`REMEMBERED`].
 fn remember<T>(memory: &mut VecDeque<T>, entry: T) {
     if memory.len() == REMEMBERED {
         memory.pop_front();
@@ -127,7 +130,7 @@ impl fmt::Debug for Inbox {
 }
 
 impl Inbox {
-    /// An empty inbox of an endpoint with `size` members in its network.
+    /// Creates an empty inbox for an endpoint of a network with `size` members.
     #[must_use]
     pub fn new(size: usize) -> Self {
         let state = State {
@@ -153,15 +156,16 @@ impl Inbox {
         }
     }
 
-    /// For an endpoint that shares its cores with more ranks than there are: whoever waits sleeps at once,
-    /// since looking takes the core from whoever it waits for, and the system spreads over its cores what wakes
-    /// up, not what looks.
+    /// Makes waiting threads sleep at once. For an endpoint on a machine with more ranks than cores: a polling
+    /// thread takes the core from the rank that it waits for, and the system moves threads that wake up to free
+    /// cores, but not threads that poll.
     #[must_use]
     pub fn crowded(self) -> Self {
         Self { looks: 0, ..self }
     }
 
-    /// For a network whose frames come by [`Inbox::deliver_quietly`]: it remembers what is looked for in vain.
+    /// Makes the inbox record the (peer, tag) pairs for which an operation found no frame. For a network that
+    /// uses [`Inbox::deliver_quietly`].
     #[must_use]
     pub(crate) fn selective(mut self) -> Self {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -169,8 +173,8 @@ impl Inbox {
         self
     }
 
-    /// For an endpoint with a core for each of its peers, which are threads: what it waits for comes in less
-    /// time than it takes to let others run.
+    /// Makes waiting threads spin before they yield. For an endpoint in a process that has a core for each
+    /// peer: what it waits for arrives sooner than a yield returns.
     #[must_use]
     pub(crate) fn roomy(self) -> Self {
         Self { spins: SPINS, ..self }
@@ -191,27 +195,27 @@ impl Inbox {
         self.lock().peers.len()
     }
 
-    /// Counts a change and wakes whoever sleeps.
+    /// Counts a change and wakes sleeping threads.
     pub fn signal(&self) {
         self.move_on(&self.lock());
     }
 
-    /// The counter of changes.
+    /// Returns the counter of changes.
     #[must_use]
     pub fn seen(&self) -> u64 {
         self.signal.load(Ordering::Acquire)
     }
 
-    /// Puts an arrived frame in. Frames on [`Channel::Abort`] end their context.
+    /// Puts in a frame that has arrived. A frame on [`Channel::Abort`] ends its context.
     pub fn deliver(&self, from: PeerId, tag: Tag, frame: Frame) {
         let mut state = self.lock();
         Self::receive(&mut state, from, tag, frame);
         self.move_on(&state);
     }
 
-    /// [`Inbox::deliver`] for a [`selective`](Inbox::selective) inbox: signals only if an operation has looked
-    /// for a frame of this peer and tag in vain, or where the frame ends its context. Polling at any other
-    /// would change nothing.
+    /// Puts in a frame like [`Inbox::deliver`], for a [`selective`](Inbox::selective) inbox. Signals only if an
+    /// operation has already asked for a frame of this peer and tag, or if the frame ends its context. After
+    /// any other frame, polling would change nothing.
     pub(crate) fn deliver_quietly(&self, from: PeerId, tag: Tag, frame: Frame) -> Interest {
         let mut state = self.lock();
         let looked_for = state.wanted.as_mut().is_some_and(|wanted| wanted.remove(&(from, tag)));
@@ -231,7 +235,7 @@ impl Inbox {
         Self::put(state, from, tag, frame);
     }
 
-    /// Puts a frame of this endpoint to itself in; it is not counted as traffic.
+    /// Puts in a frame of this endpoint to itself. Such frames are not counted as traffic.
     pub(crate) fn deliver_own(&self, from: PeerId, tag: Tag, frame: Frame) {
         let mut state = self.lock();
         Self::put(&mut state, from, tag, frame);
@@ -240,7 +244,7 @@ impl Inbox {
 
     fn put(state: &mut State, from: PeerId, tag: Tag, frame: Frame) {
         if tag.channel == Channel::Abort {
-            // The number of an abort's tag is the culprit; a lying one is the sender's own doing.
+            // The number of an abort's tag is the culprit. If that is no rank, the sender is blamed.
             let known = (tag.number as usize) < state.peers.len();
             let culprit = if known { PeerId(tag.number) } else { from };
             if !state.aborted.iter().any(|abort| abort.context == tag.context) {
@@ -264,13 +268,14 @@ impl Inbox {
         }
     }
 
-    /// Marks a peer as gone for good; the first reason counts.
+    /// Marks a peer as gone for good. Only the first reason is kept.
     pub fn peer_down(&self, peer: PeerId, reason: DownReason) {
-        // Whoever sleeps here has been told.
+        // Ignored: `peer_down_quietly` has already woken the sleeping threads.
         let _ = self.peer_down_quietly(peer, reason);
     }
 
-    /// [`Inbox::peer_down`]; says whether an operation has looked for a frame of that peer in vain.
+    /// Marks a peer as gone, like [`Inbox::peer_down`]. Returns whether an operation waits for a frame of that
+    /// peer.
     pub(crate) fn peer_down_quietly(&self, peer: PeerId, reason: DownReason) -> Interest {
         let mut state = self.lock();
         let entry = &mut state.peers[peer.index()];
@@ -285,26 +290,26 @@ impl Inbox {
         if looked_for { Interest::Wanted } else { Interest::None }
     }
 
-    /// Tells that a peer is connected.
+    /// Records that a peer has connected.
     pub fn peer_up(&self, peer: PeerId) {
         let mut state = self.lock();
         state.events.push_back(PeerEvent::Up(peer));
         self.move_on(&state);
     }
 
-    /// Whether a peer is gone.
+    /// Returns whether a peer is gone.
     #[must_use]
     pub fn is_down(&self, peer: PeerId) -> bool {
         self.lock().peers[peer.index()].down.is_some()
     }
 
-    /// Frames of one (peer, tag) that nobody has taken.
+    /// Returns the number of frames of one (peer, tag) that were not taken yet.
     #[must_use]
     pub fn queued(&self, from: PeerId, tag: Tag) -> usize {
         self.lock().frames.get(&(from, tag)).map_or(0, VecDeque::len)
     }
 
-    /// Bytes of memory that a peer's frames hold that nobody has taken.
+    /// Returns the bytes of memory of a peer's frames that were not taken yet.
     #[must_use]
     pub fn held(&self, from: PeerId) -> usize {
         self.lock().peers[from.index()].held
@@ -330,7 +335,7 @@ impl Inbox {
         if state.ended {
             return Err(CommError::Ended { op });
         }
-        // Messages between two ranks still pass, so that the survivors can talk.
+        // User messages in an aborted context still pass, so that the surviving ranks can communicate.
         if tag.channel == Channel::Collective
             && let Some(&Abort { by, culprit, cancelled, .. }) =
                 state.aborted.iter().find(|abort| abort.context == tag.context)
@@ -360,7 +365,7 @@ impl Inbox {
         Ok(())
     }
 
-    /// The next frame of (peer, tag) and how many are left.
+    /// Takes the next frame of (peer, tag). Returns it with the number of those left.
     pub(crate) fn take(
         &self,
         op: &'static str,
@@ -379,7 +384,7 @@ impl Inbox {
             state.peers[from.index()].held -= weight(&frame);
             return Ok(Some((frame, left)));
         }
-        // What arrived before the end is still good, so this comes after.
+        // Checked last, because frames that arrived before the failure are still valid.
         Self::alive(&state, op, from, tag)?;
         if let Some(wanted) = &mut state.wanted {
             wanted.insert((from, tag));
@@ -403,8 +408,9 @@ impl Inbox {
         self.lock().news.remove(&tag);
     }
 
-    /// For whom a peer has last said that it waits in a context, and how far it is; where it has said nothing
-    /// in that one, in any: a rank that waits in another group does not go on in this one.
+    /// Returns the peer that `peer` last said it waits for in a context, and its progress. If it has said
+    /// nothing for this context, uses any context: a rank that waits in another group does not proceed in this
+    /// one.
     pub(crate) fn suspicion(&self, context: u64, peer: PeerId) -> Option<(PeerId, u32)> {
         let state = self.lock();
         let said = &state.peers.get(peer.index())?.suspicions;
@@ -412,12 +418,12 @@ impl Inbox {
         here.or_else(|| said.back()).map(|said| (said.1, said.2))
     }
 
-    /// For whom a peer has last said that it waits.
+    /// Returns the peer that `peer` last said it waits for, in any context.
     pub(crate) fn waits(&self, peer: PeerId) -> Option<PeerId> {
         self.lock().peers.get(peer.index())?.suspicions.back().map(|said| said.1)
     }
 
-    /// Drops the frames of a context, those that are here and those that come.
+    /// Drops the frames of a context, including those that arrive later.
     pub(crate) fn retire(&self, context: u64) {
         let mut state = self.lock();
         let State { frames, peers, retired, wanted, news, .. } = &mut *state;
@@ -440,7 +446,7 @@ impl Inbox {
         self.lock().ended
     }
 
-    /// Ends the endpoint: everything that waits fails.
+    /// Ends the endpoint: all operations in progress fail.
     pub fn end(&self) {
         let mut state = self.lock();
         state.ended = true;
@@ -449,7 +455,7 @@ impl Inbox {
         self.moved.notify_all();
     }
 
-    /// Returns whether another thread may have to be nudged out of driving the network.
+    /// Counts a waiting thread. Returns whether another thread drives the network and may have to be woken.
     pub(crate) fn begin_wait(&self) -> bool {
         let mut state = self.lock();
         state.waiting += 1;
@@ -467,7 +473,7 @@ impl Inbox {
         }
     }
 
-    /// Sleeps while there is nothing for the background thread to do.
+    /// Sleeps until there is work for the background thread, or the endpoint ends.
     pub(crate) fn idle(&self, has_jobs: impl Fn() -> bool) -> Idle {
         let mut state = self.lock();
         loop {
@@ -476,7 +482,7 @@ impl Inbox {
             }
             let seen = self.seen();
             if state.waiting == 0 {
-                // The list of jobs has a lock of its own, which is never taken under this one.
+                // The lock of the job list must not be taken while this one is held.
                 drop(state);
                 if has_jobs() {
                     return Idle::Work;
@@ -492,10 +498,10 @@ impl Inbox {
         }
     }
 
-    /// Sleeps until the counter has moved past `seen`, or for `timeout`. Whoever waits for a result first looks
-    /// a few times, and lets others run in between: what it waits for is often on its way, and waking up takes
-    /// longer. Where `drive` is given and no other thread is at it, this thread drives the network with it
-    /// instead of sleeping.
+    /// Sleeps until the counter has moved past `seen`, or for `timeout`. A thread that waits for a result first
+    /// polls a few times and yields in between, because the result is often about to arrive and waking up takes
+    /// longer. If `drive` is given and no other thread drives the network, this thread drives it instead of
+    /// sleeping.
     pub fn park(
         &self,
         seen: u64,
@@ -543,7 +549,7 @@ impl Inbox {
         }
     }
 
-    /// Whether the counter moves past `seen` while this thread looks so many times.
+    /// Calls `look` up to `looks` times. Returns whether the counter has moved past `seen`.
     fn comes(&self, seen: u64, looks: u32, look: impl Fn()) -> bool {
         (0..looks).any(|_| {
             look();
@@ -555,7 +561,7 @@ impl Inbox {
         })
     }
 
-    /// Whether some thread drives the network right now.
+    /// Returns whether some thread drives the network now.
     #[must_use]
     pub fn is_driven(&self) -> bool {
         self.lock().driving

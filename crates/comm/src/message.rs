@@ -1,6 +1,7 @@
-//! Messages of any length as frames: all frames are full but the last, so that no length is claimed and none
-//! believed. One that its sender cancels ends with an empty frame that says so; of one that its receiver
-//! cancels the rest is dropped when it comes. So the tag is good for the next in either case.
+//! Messages of any length as frames. All frames are full except the last, so no length is sent, and none has to
+//! be trusted. If the sender cancels a message, it ends it with an empty frame that is marked as a
+//! cancellation. If the receiver cancels one, it drops the rest when it arrives. In both cases the tag can be
+//! used for the next message.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,24 +13,25 @@ use crate::operation::{Operation, progress};
 use crate::transport::{Port, Tag};
 use crate::{CommError, FRAME_BYTES};
 
-/// The longest message of bytes that is accepted.
+/// Greatest length of a message that is accepted, in bytes.
 pub const MAX_MESSAGE: usize = 1 << 30;
 
-/// The check word of the frame that ends a cancelled message.
+/// Check word of the frame that ends a cancelled message.
 const CUT: u32 = 1;
 
-/// Messages of which the rest is still to come, and to be dropped: by sender and number of the tag.
+/// Messages that the receiver has cancelled and whose rest must be dropped, by sender and number of the tag.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Torn(Arc<Mutex<BTreeSet<(PeerId, u32)>>>);
 
 impl Torn {
-    /// The next message of this peer and tag, which begins behind a torn one where there is one.
+    /// Returns the receiver of the next message of this peer and tag. It first drops the rest of a cancelled
+    /// one, if any.
     pub(crate) fn next(&self, from: PeerId, tag: Tag) -> Incoming {
         let torn = self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&(from, tag.number));
         Incoming { torn, ..Incoming::default() }
     }
 
-    /// Gives up a message.
+    /// Records a cancelled message whose rest is still to come.
     pub(crate) fn note(&self, from: PeerId, tag: Tag, incoming: &Incoming) {
         if incoming.torn || !incoming.done && !incoming.bytes.is_empty() {
             self.0.lock().unwrap_or_else(PoisonError::into_inner).insert((from, tag.number));
@@ -37,8 +39,8 @@ impl Torn {
     }
 }
 
-/// Messages that were started, by receiver and number of the tag, in the order of their start: each goes out as
-/// a whole before the next, also where the network has room again before all that wait for it have been asked.
+/// Started messages by receiver and number of the tag, in the order of their start. Each is sent completely
+/// before the next, even if the network gets room while waiting messages are being polled.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Turns(Arc<Mutex<Queues>>);
 
@@ -53,7 +55,7 @@ impl Turns {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The place of a message that is started now. `waker` is told when it is over and others wait.
+    /// Returns the place of a message that starts now. Dropping it wakes `waker` if others wait.
     pub(crate) fn take(&self, to: PeerId, tag: Tag, waker: &Waker) -> Turn {
         let mut queues = self.lock();
         let (key, number) = ((to, tag.number), queues.next);
@@ -63,7 +65,7 @@ impl Turns {
     }
 }
 
-/// A message's place; it ends with this.
+/// Place of a message in the queue of its receiver and tag. Dropping it removes the message from the queue.
 pub(crate) struct Turn {
     turns: Turns,
     key: (PeerId, u32),
@@ -72,7 +74,7 @@ pub(crate) struct Turn {
 }
 
 impl Turn {
-    /// Whether all messages that were started before are over.
+    /// Returns whether all messages started earlier have ended.
     fn has_come(&self) -> bool {
         self.turns.lock().waiting.get(&self.key).is_some_and(|queue| queue.front() == Some(&self.number))
     }
@@ -92,7 +94,7 @@ impl Drop for Turn {
     }
 }
 
-/// A message on its way out.
+/// A message that is being sent.
 #[derive(Default)]
 pub(crate) struct Outgoing {
     pub(crate) bytes: Arc<Vec<u8>>,
@@ -105,7 +107,7 @@ impl Outgoing {
         Self { bytes, at: 0, done: false }
     }
 
-    /// Sends what the network takes; returns whether all is sent.
+    /// Sends as much as the network accepts; returns whether all is sent.
     pub(crate) fn poll(
         &mut self,
         port: &mut dyn Port,
@@ -122,26 +124,26 @@ impl Outgoing {
         Ok(self.done)
     }
 
-    /// Ends a message of which a part has gone.
+    /// Ends a message that was sent in part with a cancellation frame.
     fn cut(&self, port: &mut dyn Port, to: PeerId, tag: Tag) {
         if self.at > 0 && !self.done {
-            // A peer that is gone waits for nothing.
+            // An error is ignored: a peer that is gone does not wait for this frame.
             let _ = port.send_bytes(to, tag, CUT, &[]);
         }
     }
 }
 
-/// A message on its way in.
+/// A message that is being received.
 #[derive(Default)]
 pub(crate) struct Incoming {
     pub(crate) bytes: Vec<u8>,
     done: bool,
-    /// First the rest of another comes.
+    /// Whether the rest of a cancelled message must be dropped first.
     torn: bool,
 }
 
 impl Incoming {
-    /// Takes what is there; returns whether all is here.
+    /// Takes the frames that have arrived; returns whether the message is complete.
     pub(crate) fn poll(
         &mut self,
         port: &mut dyn Port,
@@ -176,7 +178,8 @@ impl Incoming {
     }
 }
 
-/// A message to everyone and one from everyone, all at once; the own one goes round by itself.
+/// Exchange of messages between all members: sends one to each and receives one from each, all at the same
+/// time. The message to this rank itself is not sent over the network.
 pub(crate) struct Exchange {
     pub(crate) name: &'static str,
     pub(crate) me: usize,
@@ -185,14 +188,14 @@ pub(crate) struct Exchange {
     pub(crate) check: u32,
     out: Vec<Outgoing>,
     incoming: Vec<Incoming>,
-    /// All of `out` is sent.
+    /// Whether all of `out` is sent.
     sent: bool,
-    /// Messages of `incoming` that are not all here.
+    /// Number of incomplete messages in `incoming`.
     missing: usize,
 }
 
 impl Exchange {
-    /// `out[j]` goes to rank `j`.
+    /// Creates an exchange in which `out[j]` is sent to rank `j`.
     pub(crate) fn new(
         name: &'static str,
         me: usize,
@@ -209,7 +212,7 @@ impl Exchange {
         Self { name, me, members, tag, check, out, incoming, sent: false, missing }
     }
 
-    /// The messages of all ranks, in their order.
+    /// Returns the received messages, ordered by rank.
     pub(crate) fn take(&mut self) -> Vec<Vec<u8>> {
         self.incoming.iter_mut().map(|i| std::mem::take(&mut i.bytes)).collect()
     }
@@ -229,14 +232,15 @@ impl Exchange {
         }
         let n = self.members.len();
         self.sent = true;
-        // Everyone starts with its neighbour, so that no one is the first target of all.
+        // Each rank starts with its neighbour, so that not all send to the same rank first.
         for i in (1..n).map(|i| (self.me + i) % n) {
             self.sent &= self.out[i].poll(port, self.members[i], self.tag, self.check)?;
         }
         Ok(())
     }
 
-    /// Takes what is there of all peers, or where the network knows whose frames are new, of those.
+    /// Takes the frames that have arrived: of the peers that the network reports as new, or of all peers if it
+    /// reports none.
     fn receive(&mut self, port: &mut dyn Port) -> Result<(), CommError> {
         let n = self.members.len();
         let Some(news) = port.news(self.tag) else {
@@ -244,7 +248,7 @@ impl Exchange {
         };
         let behind = |peer| Some((self.me + n - self.members.iter().position(|member| *member == peer)?) % n);
         let mut news: Vec<usize> = news.into_iter().filter_map(behind).collect();
-        // In the order in which all are asked.
+        // The same order as when all peers are checked.
         news.sort_unstable();
         news.into_iter().try_for_each(|i| self.receive_from(port, (self.me + n - i) % n))
     }
@@ -338,10 +342,10 @@ impl Operation for RecvMessage {
     }
 }
 
-/// One message from whichever peer's comes first. As long as one of them can still send, the loss of another is
-/// no failure.
+/// One message from the peer whose message arrives first. As long as one of the peers can still send, the loss
+/// of another is no failure.
 pub(crate) struct RecvAny {
-    /// With what has come of each; from the first frame on, one alone.
+    /// The peers and what has arrived of their messages. Once a frame has arrived, only its sender is left.
     pub(crate) from: Vec<(Rank, PeerId, Incoming)>,
     pub(crate) tag: Tag,
     pub(crate) torn: Torn,

@@ -1,7 +1,7 @@
 //! Sizes of frames, in bytes.
 
-/// The most bytes that one frame carries.
+/// Greatest number of bytes in the payload of a frame.
 pub const FRAME_BYTES: usize = 256 * 1024;
 
-/// Bytes of a frame's header.
+/// Number of bytes in a frame's header.
 pub const HEADER_BYTES: usize = 32;

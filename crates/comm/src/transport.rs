@@ -1,7 +1,7 @@
-//! What a collective needs of a network: [`Transport`], and [`Port`], its non-blocking side as an operation
-//! sees it.
+//! The network interface of collectives: [`Transport`], and [`Port`], its non-blocking side for operations.
 //!
-//! Reliable and ordered per (peer, tag). It knows bytes, never types, and no collective.
+//! Delivery is reliable, and ordered per (peer, tag). A transport sends bytes, and is independent of types and
+//! collectives.
 
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,61 +12,63 @@ use farflung_base::{Bytes, Nanos, PeerId, Pending, PendingOp};
 use crate::started::Started;
 use crate::{CommError, DownReason, Frame, PathStats};
 
-/// Why nobody leaves or joins a job over MPI.
+/// Reason why the members of an MPI job cannot change.
 pub const MPI_IS_FIXED: &str = "MPI ends all processes of a job when one of them is lost, and takes no new ones in; \
                                 members come and go over --transport tcp";
 
-/// What a tag's number counts.
+/// Meaning of a tag's number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum Channel {
-    /// Messages of the user, by the user's own numbers.
+    /// Messages of the user; the user chooses the numbers.
     User = 0,
-    /// Collectives, by their start order.
+    /// Collectives, numbered in the order of their start.
     Collective = 1,
-    /// The news that a context has failed.
+    /// Reports that a context has failed; the number is the peer at fault.
     Abort = 2,
-    /// Whom a rank waits for, shortly before its deadline.
+    /// Reports the peer that a rank waits for, sent shortly before its deadline; the number is that peer.
     Suspect = 3,
 }
 
-/// Which conversation a frame belongs to. Frames of one (peer, tag) arrive in the order they were sent.
+/// The conversation that a frame belongs to. Frames of one (peer, tag) arrive in the order in which they were
+/// sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Tag {
-    /// The communicator.
+    /// Id of the communicator.
     pub context: u64,
-    /// What `number` counts.
+    /// Meaning of `number`.
     pub channel: Channel,
-    /// Which one.
+    /// Number within the channel.
     pub number: u32,
 }
 
 impl Tag {
-    /// Before all others.
+    /// The least tag.
     pub(crate) const FIRST: Self = Self { context: 0, channel: Channel::User, number: 0 };
 
-    /// A user's message in `context`.
+    /// Returns the tag of a user's message in `context`.
     #[must_use]
     pub const fn user(context: u64, number: u32) -> Self {
         Self { context, channel: Channel::User, number }
     }
 }
 
-/// From whom to receive.
+/// Peers to receive from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
     /// One peer.
     Peer(PeerId),
-    /// The first frame of any of these; ties go to whom is named first.
+    /// Any of these peers: the first frame to arrive is taken. If several have arrived, that of the peer listed
+    /// first.
     Any(Vec<PeerId>),
 }
 
-/// What one peer and this endpoint have exchanged in one direction.
+/// Traffic with one peer in one direction.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Payloads alone.
+    /// Bytes of payloads.
     pub payload: Bytes,
-    /// Payloads with their framing, and control frames.
+    /// Bytes of payloads, their framing, and control frames.
     pub wire: Bytes,
     /// Number of frames with a payload.
     pub frames: u64,
@@ -80,83 +82,88 @@ impl std::ops::AddAssign for Traffic {
     }
 }
 
-/// Both directions.
+/// Traffic in both directions.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// What this endpoint sent.
+    /// Traffic sent by this endpoint.
     pub sent: Traffic,
-    /// What arrived here.
+    /// Traffic received by this endpoint.
     pub received: Traffic,
 }
 
-/// Something that happened to a peer.
+/// A change of a peer's state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PeerEvent {
-    /// It is connected.
+    /// The peer is connected.
     Up(PeerId),
-    /// It is gone for good.
+    /// The peer is gone for good.
     Down(PeerId, DownReason),
 }
 
-/// The non-blocking side of a transport, as one operation sees it while it is polled.
+/// The non-blocking side of a transport that an operation uses while it is polled.
 ///
-/// On the simulated network it carries the operation's own clock: taking a frame lifts it to the frame's
-/// arrival, and what is sent departs at it.
+/// On the simulated network it carries the operation's own clock. Taking a frame raises the clock to the
+/// frame's arrival; frames sent depart at that clock.
 pub trait Port {
-    /// This endpoint.
+    /// Returns the id of this endpoint.
     fn me(&self) -> PeerId;
-    /// The operation's clock.
+    /// Returns the operation's clock.
     fn now(&self) -> Nanos;
-    /// Whether [`Port::send`] to this peer may be called now; where not, the task is polled again when it may.
+    /// Returns whether [`Port::send`] to this peer may be called now. If not, the task is polled again once it
+    /// may.
     fn has_room(&mut self, to: PeerId, tag: Tag) -> bool;
     /// Hands a frame to the network.
     ///
     /// # Errors
     /// If the peer is known to be gone or the context was aborted.
     fn send(&mut self, to: PeerId, tag: Tag, frame: Frame) -> Result<(), CommError>;
-    /// Sends `bytes`, at most [`FRAME_BYTES`](crate::FRAME_BYTES), as a frame. A network that takes them at
-    /// once needs no buffer for them.
+    /// Sends `bytes`, at most [`FRAME_BYTES`](crate::FRAME_BYTES), as a frame. A network that can send from
+    /// `bytes` directly needs no buffer for them.
     ///
     /// # Errors
     /// As [`Port::send`].
     fn send_bytes(&mut self, to: PeerId, tag: Tag, check: u32, bytes: &[u8]) -> Result<(), CommError>;
-    /// The next frame of this peer and tag, if it is there.
+    /// Takes the next frame of this peer and tag, if it has arrived.
     ///
     /// # Errors
-    /// If there is none and the peer is gone or the context was aborted, so that there never will be.
+    /// If there is none and none can arrive, because the peer is gone or the context was aborted.
     fn take(&mut self, from: PeerId, tag: Tag) -> Result<Option<Frame>, CommError>;
-    /// For whom `peer` has said that it waits, in this context if in any, and how far it is there.
+    /// Returns the peer that `peer` has said it waits for, and its progress. If `peer` has said nothing for
+    /// this context, the answer is for another context.
     fn suspicion(&self, context: u64, peer: PeerId) -> Option<(PeerId, u32)>;
-    /// Whose frames of `tag` have come since the last call, in any order, perhaps more than once: an operation
-    /// that waits for many peers need not ask all of them for each frame. `None` where the network does not
-    /// know, at the first call, and after bad news of any kind: then all have to be asked.
+    /// Returns the peers of which frames of `tag` have arrived since the last call, in any order and possibly
+    /// with repetitions. An operation that waits for many peers then needs to check only these. Returns `None`
+    /// if the network does not keep this list, on the first call, and after any failure: then all peers must be
+    /// checked.
     fn news(&mut self, _tag: Tag) -> Option<Vec<PeerId>> {
         None
     }
-    /// There will be no more calls of [`Port::news`] with this tag.
+    /// Ends the use of [`Port::news`] with this tag.
     fn end_news(&mut self, _tag: Tag) {}
 }
 
-/// An operation as a state machine that a transport drives.
+/// An operation as a state machine that a transport polls.
 pub trait Task: Send {
-    /// Its name in errors.
+    /// Returns the name of the operation for errors.
     fn name(&self) -> &'static str;
-    /// Goes on as far as it can without blocking; ready when it is over, well or not.
+    /// Proceeds as far as possible without blocking. Ready when the operation is complete, whether it succeeded
+    /// or failed.
     fn poll(&mut self, port: &mut dyn Port) -> Poll<()>;
-    /// Ends it with an error from outside: its deadline, a deadlock, cancellation. It is not polled again.
+    /// Ends the operation with an error from outside: deadline, deadlock or cancellation. It is not polled
+    /// afterwards.
     fn fail(&mut self, error: CommError, port: &mut dyn Port);
-    /// The peer without which it cannot go on.
+    /// Returns the peer that the operation waits for.
     fn waits_for(&self) -> PeerId;
-    /// How long it may take from its start; [`Nanos::MAX`] is for ever.
+    /// Returns the time allowed from its start; [`Nanos::MAX`] is no limit.
     fn limit(&self) -> Nanos;
-    /// How long after its start it is [warned](Task::warn), where it wants to be.
+    /// Returns the time from its start after which [`Task::warn`] is called; [`Nanos::MAX`] is never.
     fn alarm(&self) -> Nanos {
         Nanos::MAX
     }
-    /// Its deadline is near.
+    /// Called when the deadline is near.
     fn warn(&mut self, _port: &mut dyn Port) {}
-    /// Whether it is to end now.
+    /// Returns whether the operation is to end now.
     fn is_cancelled(&self) -> bool {
         false
     }
@@ -164,51 +171,53 @@ pub trait Task: Send {
 
 /// An endpoint of a network whose members are `PeerId(0)..PeerId(size)`.
 ///
-/// Blocking happens in [`Transport::run`] and [`Pending::wait`] only, on the caller's thread, which then drives
-/// the network itself.
+/// Only [`Transport::run`] and [`Pending::wait`] block. They use the caller's thread, which then drives the
+/// network itself.
 pub trait Transport: Debug + Send + Sync {
-    /// This endpoint's stable name.
+    /// Returns the id of this endpoint, which does not change.
     fn me(&self) -> PeerId;
-    /// Number of endpoints, this one included.
+    /// Returns the number of endpoints, including this one.
     fn size(&self) -> usize;
-    /// The clock: virtual, or since the endpoint was made.
+    /// Returns the time: virtual, or since the endpoint was created.
     fn now(&self) -> Nanos;
-    /// Lets `by` pass on a virtual clock: modelled compute. Real clocks pass by themselves.
+    /// Advances a virtual clock by `by`, the time of modelled compute. Has no effect on real clocks.
     fn advance(&self, by: Nanos);
-    /// A buffer of `len` bytes.
+    /// Returns a buffer of `len` bytes with arbitrary contents.
     fn lease(&self, len: usize) -> Frame;
     /// Runs an operation to its end on this thread.
     fn run(&self, task: &mut dyn Task);
-    /// Starts an operation that proceeds whenever this endpoint waits for anything, and between waits where the
-    /// network is real. Dropping the job cancels it.
+    /// Starts an operation. It proceeds whenever this endpoint waits for anything; on real networks also
+    /// between waits. Dropping the returned handle cancels it.
     fn spawn(&self, task: Box<dyn Task>) -> Started;
-    /// What was exchanged with one peer.
+    /// Returns the traffic with one peer.
     fn traffic(&self, peer: PeerId) -> Stats;
-    /// How the path to one peer does; none where the network does not measure it, and before the peer has come.
+    /// Returns measurements of the path to one peer. `None` if the network does not measure it, or the peer has
+    /// not connected yet.
     fn path(&self, _peer: PeerId) -> Option<PathStats> {
         None
     }
-    /// What happened to peers since the last call.
+    /// Returns the changes of peers' states since the last call.
     fn events(&self) -> Vec<PeerEvent>;
-    /// For whom a peer has last said that it waits: it says so when its own deadline is near.
+    /// Returns the peer that `peer` last said it waits for. A rank sends this when its own deadline is near.
     fn waits_of(&self, peer: PeerId) -> Option<PeerId>;
-    /// Drops what has arrived for this context, and what still will.
+    /// Drops the frames of this context, including those that arrive later.
     fn retire(&self, context: u64);
-    /// Why the members of its communicators cannot change, where that is so: a job that loses one is over.
+    /// Returns the reason why the members of this network cannot change, if so: a job that loses one is over.
     fn fixed(&self) -> Option<&'static str> {
         None
     }
-    /// Makes the threads that wait here look whether what they wait for is to end.
+    /// Returns a waker that makes waiting threads of this endpoint check whether their operations are
+    /// cancelled.
     fn waker(&self) -> &Waker;
 
-    /// Sends one frame; done when the network has taken it.
+    /// Sends one frame. Completes when the network has accepted it.
     fn send(&self, to: PeerId, tag: Tag, frame: Frame, limit: Nanos) -> Pending<Result<(), CommError>> {
         let slot = Slot::default();
         let task = SendFrame { to, tag, frame: Some(frame), limit, slot: Arc::clone(&slot) };
         pending(self.spawn(Box::new(task)), slot)
     }
 
-    /// Receives one frame of one peer or any of a set, and says whose it is.
+    /// Receives one frame of one peer, or of any of a set, and returns it with its sender.
     fn recv(&self, from: Source, tag: Tag, limit: Nanos) -> Pending<Result<(PeerId, Frame), CommError>> {
         let slot = Slot::default();
         let from = match from {
@@ -222,7 +231,7 @@ pub trait Transport: Debug + Send + Sync {
         pending(self.spawn(Box::new(task)), slot)
     }
 
-    /// All peers' traffic together.
+    /// Returns the sum of all peers' traffic.
     fn stats(&self) -> Stats {
         let mut all = Stats::default();
         for peer in 0..self.size() as u32 {
@@ -234,7 +243,7 @@ pub trait Transport: Debug + Send + Sync {
     }
 }
 
-/// Where a task leaves its result for whoever holds the pending value.
+/// Place of a task's result, shared with the pending value.
 pub(crate) type Slot<T> = Arc<Mutex<Option<Result<T, CommError>>>>;
 
 pub(crate) fn put<T>(slot: &Slot<T>, result: Result<T, CommError>) {
@@ -248,7 +257,7 @@ pub(crate) fn get<T>(slot: &Slot<T>) -> Result<T, CommError> {
         .expect("a task leaves its result when it is over")
 }
 
-/// The pending value of a spawned task.
+/// Creates the pending value of a spawned task.
 pub(crate) fn pending<T: Send + 'static>(job: Started, slot: Slot<T>) -> Pending<Result<T, CommError>> {
     struct Op<T> {
         job: Started,
@@ -324,7 +333,7 @@ impl Task for RecvFrame {
             }
         }
         match gone {
-            // As long as one of the set can still answer, the loss of another is no failure.
+            // As long as one peer of the set can still send, the loss of another is no failure.
             Some((error, n)) if n == self.from.len() => {
                 put(&self.slot, Err(error));
                 Poll::Ready(())

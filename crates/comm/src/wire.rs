@@ -1,26 +1,27 @@
-//! The framed header that every byte on a socket belongs to; the README's WIRE section is its specification.
+//! The header of frames on sockets. Every byte on a socket belongs to a frame; the WIRE section of the README
+//! is the specification.
 
 use crate::WireError;
 use crate::control::Control;
 use crate::sizes::{FRAME_BYTES, HEADER_BYTES};
 use crate::transport::{Channel, Tag};
 
-/// The protocol's version; every frame carries it.
+/// Version of the protocol; sent in every frame.
 pub const VERSION: u8 = 6;
 
 pub(crate) const MAGIC: [u8; 4] = *b"FFLC";
 
-/// What a frame is.
+/// Kind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Kind {
     /// A payload for a tag.
     Data = 1,
-    /// `check` frames of the tag were taken: so many more may be sent.
+    /// Flow control: the receiver took `check` frames of the tag, so the sender may send as many more.
     Credit = 2,
-    /// Nothing follows.
+    /// The last frame: the sender leaves.
     Bye = 3,
-    /// Something said before there is a link: a [`Control`] message.
+    /// A [`Control`] message, for instance of the rendezvous.
     Control = 4,
 }
 
@@ -28,7 +29,7 @@ impl Kind {
     const ALL: [Self; 4] = [Self::Data, Self::Credit, Self::Bye, Self::Control];
 }
 
-/// A frame's header, decoded.
+/// Decoded header of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) kind: Kind,
@@ -38,10 +39,10 @@ pub(crate) struct Header {
     pub(crate) crc: u32,
 }
 
-/// A tag for frames that have none.
+/// The tag in the headers of frames without a tag.
 pub(crate) const NO_TAG: Tag = Tag { context: 0, channel: Channel::User, number: 0 };
 
-/// The header of a frame with this payload.
+/// Encodes the header of a frame with this payload, including its checksum.
 pub(crate) fn encode(kind: Kind, tag: Tag, check: u32, payload: &[u8]) -> [u8; HEADER_BYTES] {
     let mut h = plain(kind, tag, check, payload.len());
     let crc = checksum(&h, payload);
@@ -49,7 +50,7 @@ pub(crate) fn encode(kind: Kind, tag: Tag, check: u32, payload: &[u8]) -> [u8; H
     h
 }
 
-/// The header of a frame that goes through shared memory or a TLS session: without a checksum.
+/// Encodes the header of a frame that is sent through shared memory or a TLS session, without a checksum.
 pub(crate) fn plain(kind: Kind, tag: Tag, check: u32, length: usize) -> [u8; HEADER_BYTES] {
     let mut h = [0; HEADER_BYTES];
     h[..4].copy_from_slice(&MAGIC);
@@ -63,7 +64,7 @@ pub(crate) fn plain(kind: Kind, tag: Tag, check: u32, length: usize) -> [u8; HEA
     h
 }
 
-/// CRC-32 (IEEE) of the header before the checksum, and the payload.
+/// Computes the CRC-32 (IEEE) of the header's first 28 bytes and the payload.
 pub(crate) fn checksum(header: &[u8; HEADER_BYTES], payload: &[u8]) -> u32 {
     let mut hasher = crc32fast::Hasher::new();
     hasher.update(&header[..28]);
@@ -71,8 +72,8 @@ pub(crate) fn checksum(header: &[u8; HEADER_BYTES], payload: &[u8]) -> u32 {
     hasher.finalize()
 }
 
-/// Reads a header of untrusted bytes. The checksum is for the caller to compare, when the payload is there;
-/// under TLS there is none.
+/// Decodes a header from untrusted bytes. The caller must compare the checksum once it has the payload; under TLS
+/// there is none.
 pub(crate) fn decode(h: &[u8; HEADER_BYTES]) -> Result<Header, WireError> {
     let word = |at: usize| u32::from_le_bytes([h[at], h[at + 1], h[at + 2], h[at + 3]]);
     if h[..4] != MAGIC {
@@ -84,7 +85,7 @@ pub(crate) fn decode(h: &[u8; HEADER_BYTES]) -> Result<Header, WireError> {
     let kind = Kind::ALL.into_iter().find(|k| *k as u8 == h[5]).ok_or(WireError::Kind(h[5]))?;
     let channels = [Channel::User, Channel::Collective, Channel::Abort, Channel::Suspect];
     let channel = channels.into_iter().find(|c| *c as u8 == h[6]).ok_or(WireError::Channel(h[6]))?;
-    // Reserved for the epoch of the membership, by its last eight bits.
+    // Reserved for the last eight bits of the epoch of the membership.
     if h[7] != 0 {
         return Err(WireError::Epoch { want: 0, got: h[7] });
     }
@@ -97,46 +98,47 @@ pub(crate) fn decode(h: &[u8; HEADER_BYTES]) -> Result<Header, WireError> {
     Ok(Header { kind, tag, check: word(20), length, crc: word(28) })
 }
 
-/// A whole frame of untrusted bytes, by its kind.
+/// A complete frame, decoded from untrusted bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Message<'a> {
     /// A payload for a tag.
     Data {
-        /// Which conversation it belongs to.
+        /// The conversation it belongs to.
         tag: Tag,
-        /// The word that both ends of a collective compute alike.
+        /// Word that both ends of a collective compute in the same way.
         check: u32,
-        /// The bytes.
+        /// Payload.
         payload: &'a [u8],
     },
-    /// So many frames of the tag were taken.
+    /// Flow control: the receiver took this number of frames of the tag.
     Credit {
-        /// Which conversation.
+        /// The conversation.
         tag: Tag,
-        /// How many.
+        /// Number of frames.
         frames: u32,
     },
-    /// Nothing follows.
+    /// The last frame: the sender leaves.
     Bye,
-    /// Something said before there is a link, or to a store.
+    /// A control message: of the rendezvous, or to a store.
     Control(Control<'a>),
 }
 
-/// What the first bytes of a stream are.
+/// Result of parsing the first bytes of a stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Parsed<'a> {
-    /// The beginning of a frame; so many bytes are needed to know more.
+    /// The beginning of a frame. At least this number of bytes, counted from the start of the stream, is needed
+    /// to continue.
     Part(usize),
-    /// A frame, which takes so many bytes.
+    /// A frame, and its length in bytes.
     Whole(Message<'a>, usize),
 }
 
-/// Reads the frame that a stream of untrusted bytes begins with. Allocates nothing but the lists of control
-/// messages, by what is there of them.
+/// Parses the frame at the start of a stream of untrusted bytes. Allocates only the lists of control messages,
+/// and never more than the bytes present need.
 ///
 /// # Errors
-/// What is wrong with it; whatever follows is lost with it.
+/// If the frame is malformed. The rest of the stream cannot be parsed then.
 pub fn parse(bytes: &[u8]) -> Result<Parsed<'_>, WireError> {
     let Some((head, rest)) = bytes.split_first_chunk::<HEADER_BYTES>() else {
         return Ok(Parsed::Part(HEADER_BYTES));
@@ -157,7 +159,7 @@ pub fn parse(bytes: &[u8]) -> Result<Parsed<'_>, WireError> {
     Ok(Parsed::Whole(message, whole))
 }
 
-/// A control message as a frame.
+/// Encodes a control message as a frame.
 ///
 /// # Errors
 /// [`WireError::Length`] if it does not fit into one.
@@ -169,7 +171,7 @@ pub(crate) fn framed(message: &Control<'_>) -> Result<Vec<u8>, WireError> {
     Ok(framed_bytes(&payload))
 }
 
-/// An encoded control message, which fits, as a frame.
+/// Puts an encoded control message, which must not exceed [`FRAME_BYTES`], into a frame.
 pub(crate) fn framed_bytes(payload: &[u8]) -> Vec<u8> {
     let mut frame = encode(Kind::Control, NO_TAG, 0, payload).to_vec();
     frame.extend(payload);
@@ -190,7 +192,7 @@ mod tests {
         let header = encode(Kind::Data, tag, 0xAABB_CCDD, b"farflung");
         let fields = "46464c43 06 01 01 00 0102030405060708 09000000 ddccbbaa 08000000";
         assert_eq!(hex(&header[..28]), fields.replace(' ', ""));
-        // CRC-32/ISO-HDLC, as zlib has it.
+        // CRC-32/ISO-HDLC, the one of zlib.
         let whole = [&header[..28], b"farflung"].concat();
         assert_eq!(header[28..], bitwise_crc(&whole).to_le_bytes());
         let decoded = decode(&header).unwrap();

@@ -55,7 +55,6 @@ pub(crate) fn bf16_above(x: f32) -> f32 {
 }
 
 #[cfg(test)]
-#[expect(clippy::float_cmp, reason = "these laws are equalities")]
 mod tests {
     use super::*;
 

@@ -1,4 +1,4 @@
-//! One peer: its connection, the streams to it, and what is read from it.
+//! One peer: its connection, the streams to it, and the streams read from it.
 
 mod incoming;
 mod outgoing;
@@ -18,23 +18,23 @@ use crate::transport::{Channel, Tag};
 use crate::{DownReason, FRAME_BYTES, Frame, PathStats, Pool, WireError};
 use outgoing::Outgoing;
 
-/// Bytes of a stream that may be on their way or unread. With more, a stream that lost every other packet
-/// could have more gaps than iroh's QUIC keeps of a stream (`MAX_CHUNKS` of noq-proto, 1024), which ends the
-/// connection.
+/// Greatest number of bytes of a stream that may be in flight or unread. With a larger window, a stream that
+/// lost every other packet could have more gaps than iroh's QUIC keeps for a stream (`MAX_CHUNKS` of noq-proto,
+/// 1024), which ends the connection.
 pub(super) const STREAM_WINDOW: u32 = 2 << 20;
-/// The same of all streams of a peer.
+/// Greatest number of bytes of all streams of a peer that may be in flight or unread.
 pub(super) const WINDOW_OF_ALL: u32 = (4 * WINDOW * FRAME_BYTES) as u32;
-/// Streams of a peer that may be open at a time.
+/// Greatest number of streams of a peer that may be open at the same time.
 pub(super) const STREAMS: u32 = 1024;
-/// Bytes of a peer that may lie in the inbox before its streams are read no further.
+/// Bytes of a peer in the inbox above which its streams are not read.
 const HELD: usize = WINDOW_OF_ALL as usize;
 
-/// The code with which a peer that leaves closes a connection.
+/// Error code with which a peer that leaves closes the connection.
 const LEFT: u8 = 0;
-/// The code after something that is no frame.
+/// Error code with which a connection is closed after malformed data.
 const PROTOCOL: u8 = 2;
 
-/// The other end of a connection.
+/// The peer at the other end of a connection.
 #[derive(Debug)]
 pub(super) struct Peer {
     id: PeerId,
@@ -42,11 +42,11 @@ pub(super) struct Peer {
     inbox: Arc<Inbox>,
     pacer: Arc<Pacer>,
     outgoing: Outgoing,
-    /// Wakes readers that wait until frames are taken.
+    /// Wakes readers that wait for room in the inbox.
     space: Notify,
-    /// Readers that wait.
+    /// Number of readers that wait for room.
     waiting: AtomicUsize,
-    /// The shortest round trip that was seen, in ns; `u64::MAX` before there was one.
+    /// The shortest round trip measured, in ns; `u64::MAX` before the first.
     least_round_trip: AtomicU64,
 }
 
@@ -64,7 +64,7 @@ impl Peer {
         }
     }
 
-    /// Waits until the rates admit some of so many bytes, and returns how many.
+    /// Waits until the rates allow some of `wanted` bytes to be sent, and returns how many.
     pub(super) async fn admitted(&self, wanted: usize) -> usize {
         self.pacer.admitted(self.id, wanted).await
     }
@@ -81,7 +81,7 @@ impl Peer {
         &self.inbox
     }
 
-    /// Reads what it sends, and notices when the connection ends.
+    /// Starts a task that reads the peer's streams and reports the end of the connection.
     pub(super) fn listen(self: &Arc<Self>, handle: &Handle, pool: &Arc<Pool>) {
         let (peer, pool) = (Arc::clone(self), Arc::clone(pool));
         handle.spawn(async move {
@@ -100,28 +100,28 @@ impl Peer {
         });
     }
 
-    /// Ends the connection with a peer that broke the protocol.
+    /// Closes the connection to a peer that violated the protocol.
     fn break_off(&self, error: WireError) {
         self.connection.close(PROTOCOL.into(), error.to_string().as_bytes());
         self.inbox.peer_down(self.id, DownReason::Protocol(error));
     }
 
-    /// Sends a frame, in a stream of its tag.
+    /// Sends a frame on the stream of its tag.
     pub(super) fn push(self: &Arc<Self>, handle: &Handle, tag: Tag, frame: Frame) {
         self.outgoing.push(self, handle, tag, frame);
     }
 
-    /// Whether the stream of this tag takes another frame.
+    /// Returns whether the stream of this tag accepts another frame.
     pub(super) fn has_room(&self, tag: Tag) -> bool {
         self.outgoing.has_room(tag)
     }
 
-    /// Streams that were opened to it.
+    /// Returns the number of streams opened to the peer so far.
     pub(super) fn opened(&self) -> u64 {
         self.outgoing.opened()
     }
 
-    /// A frame of it was taken from the inbox.
+    /// Wakes waiting readers after a frame of the peer was taken from the inbox.
     pub(super) fn taken(&self) {
         if self.waiting.load(Ordering::SeqCst) > 0 {
             self.space.notify_waiters();
@@ -130,13 +130,14 @@ impl Peer {
 
     /// Puts a frame into the inbox, once there is room for it.
     pub(super) async fn deliver(&self, tag: Tag, frame: Frame) {
-        // News of failures are kept elsewhere, and must not wait behind frames that nobody takes.
+        // Reports of failures are not stored with frames, and must not wait behind frames that no operation
+        // takes.
         if matches!(tag.channel, Channel::User | Channel::Collective) && !self.takes(tag) {
             self.waiting.fetch_add(1, Ordering::SeqCst);
             loop {
                 let freed = self.space.notified();
                 tokio::pin!(freed);
-                // Before the next look, so that a frame that is taken in between is noticed.
+                // Registers before checking again, so that a frame taken in between is noticed.
                 freed.as_mut().enable();
                 if self.takes(tag) {
                     break;
@@ -148,18 +149,19 @@ impl Peer {
         self.inbox.deliver(self.id, tag, frame);
     }
 
-    /// Whether the inbox has room; one that has ended drops everything.
+    /// Returns whether the inbox has room. An inbox that has ended always has room, so that its readers do not
+    /// wait forever.
     fn takes(&self, tag: Tag) -> bool {
         self.inbox.has_ended()
             || (self.inbox.queued(self.id, tag) < WINDOW && self.inbox.held(self.id) < HELD)
     }
 
-    /// Waits until the peer has taken all that was sent. Frames that come after this call are not sent.
+    /// Waits until the peer has received everything that was sent. Frames pushed after this call are not sent.
     pub(super) async fn finish(&self) {
-        // The inbox has ended: readers that wait for room drop what they have.
+        // The inbox has ended: readers that wait for room must continue.
         self.space.notify_waiters();
         for stream in self.outgoing.finish() {
-            // A stream that broke has nothing to wait for.
+            // A stream that failed does not have to be waited for.
             let _ = stream.await;
         }
     }
@@ -169,8 +171,8 @@ impl Peer {
         self.connection.close(LEFT.into(), b"left");
     }
 
-    /// How the path does on which packets go now. QUIC does not tell its shortest round trip, so it is the
-    /// shortest of those that were asked for here.
+    /// Returns measurements of the selected path. QUIC does not report the shortest round trip, so it is the
+    /// shortest of those returned by this function.
     pub(super) fn stats(&self) -> PathStats {
         let paths = self.connection.paths();
         let round_trip = paths.iter().find(Path::is_selected).map(|path| path.rtt());
@@ -190,7 +192,7 @@ impl Peer {
         }
     }
 
-    /// The address of the path on which packets go now: the peer's, or that of a relay.
+    /// Returns the address of the selected path: that of the peer, or of a relay.
     pub(super) fn path(&self) -> Option<String> {
         let paths = self.connection.paths();
         let path = paths.iter().find(Path::is_selected)?;
@@ -202,7 +204,7 @@ impl Peer {
     }
 }
 
-/// What the end of a connection means; `None` where this side ended it.
+/// Returns what the end of a connection means; `None` if this side closed it.
 fn down(end: &ConnectionError) -> Option<DownReason> {
     Some(match end {
         ConnectionError::LocallyClosed => return None,

@@ -1,4 +1,5 @@
-//! What wakes a thread that is blocked in `poll`, in this process or another: an event counter of the system.
+//! Wakes a thread of this or another process that is blocked in `poll`, by an event counter of the system
+//! (eventfd).
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -6,7 +7,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{OFlags, fcntl_getfl};
 
-/// An event counter that never blocks.
+/// An event counter (eventfd) that never blocks.
 #[derive(Debug)]
 pub(crate) struct Doorbell(OwnedFd);
 
@@ -15,10 +16,10 @@ impl Doorbell {
         Ok(Self(eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?))
     }
 
-    /// A peer's.
+    /// Wraps the descriptor that a peer sent.
     ///
     /// # Errors
-    /// If writing to it could block this process.
+    /// If a write to it could block this process.
     pub(crate) fn of_peer(fd: OwnedFd) -> io::Result<Self> {
         if fcntl_getfl(&fd)?.contains(OFlags::NONBLOCK) {
             Ok(Self(fd))
@@ -27,15 +28,16 @@ impl Doorbell {
         }
     }
 
-    /// Wakes whoever polls it.
+    /// Wakes a thread that polls it.
     pub(crate) fn ring(&self) {
-        // A full counter has woken the other side already, and a peer that is gone needs no waking.
+        // Errors are ignored: if the counter is full, the other side was woken already, and a peer that is gone
+        // needs no wake-up.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
     }
 
-    /// Forgets that it rang.
+    /// Resets the counter.
     pub(crate) fn quiet(&self) {
-        // One that has not rung has nothing to forget.
+        // The error of a counter that is 0 is ignored.
         let _ = rustix::io::read(&self.0, &mut [0_u8; 8]);
     }
 }

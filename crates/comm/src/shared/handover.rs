@@ -1,6 +1,6 @@
-//! How a segment and the doorbells get from one process to another: over a unix socket with an abstract name
-//! that nobody can guess, which leaves no file. Nothing here blocks: each side looks once the other has said,
-//! over the connection that both have, that there is something.
+//! Passes a memory segment and the doorbells from one process to another over a unix socket. The socket has an
+//! abstract, unguessable name and leaves no file. Nothing here blocks: each side reads only after the other has
+//! announced, over their existing connection, that it has sent something.
 
 use std::fmt::Write as _;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -18,10 +18,10 @@ use rustix::net::{
 use super::bell::Doorbell;
 use super::map::Segment;
 
-/// Bytes of a name and of a token.
+/// Bytes of a name, and of a token.
 pub(crate) const KEY: usize = 16;
 
-/// Strangers that are turned away before an offer is given up.
+/// Number of connections without the token that are rejected before the offer fails.
 const STRANGERS: usize = 64;
 
 fn unfit(what: &'static str) -> io::Error {
@@ -36,12 +36,12 @@ fn address(name: &[u8; KEY]) -> io::Result<SocketAddr> {
     SocketAddr::from_abstract_name(text)
 }
 
-/// Whether the other side is a process of this user.
+/// Returns whether the other side is a process of this user.
 fn is_own(stream: &UnixStream) -> bool {
     sockopt::socket_peercred(stream).is_ok_and(|peer| peer.uid == rustix::process::geteuid())
 }
 
-/// A socket at which one peer may hand over a segment. Its name is gone with it.
+/// A socket at which one peer can hand over a segment. Dropping it removes its name.
 #[derive(Debug)]
 pub(crate) struct Offer {
     listener: UnixListener,
@@ -62,16 +62,17 @@ impl Offer {
         Ok(Self { listener, name, token })
     }
 
-    /// What the peer has handed over: the segment, its doorbell, and the stream for this side's.
+    /// Returns what the peer handed over: the segment, its doorbell, and the stream over which to send this
+    /// side's.
     ///
     /// # Errors
-    /// If there is nothing, or it is not fit.
+    /// If nothing has arrived, or the segment or doorbell is invalid.
     pub(crate) fn accept(&self) -> io::Result<(UnixStream, Segment, Doorbell)> {
         for _ in 0..STRANGERS {
             let (stream, _) = self.listener.accept()?;
             stream.set_nonblocking(true)?;
             let mut said = [0; KEY];
-            // Whoever does not know the token is no peer.
+            // A connection without the token is not from the peer.
             let Ok([Some(file), Some(bell)]) = receive(&stream, &mut said) else { continue };
             if is_own(&stream) && said == self.token {
                 return Ok((stream, Segment::of_peer(file.as_fd())?, Doorbell::of_peer(bell)?));
@@ -81,10 +82,10 @@ impl Offer {
     }
 }
 
-/// Makes a segment and hands it over to whoever has made the offer.
+/// Creates a segment and hands it over to the process that made the offer.
 ///
 /// # Errors
-/// If nobody of this user and machine listens there, or there is no memory.
+/// If no process of this user on this machine listens at the name, or there is not enough memory.
 pub(crate) fn hand(
     name: &[u8; KEY],
     token: &[u8; KEY],
@@ -100,12 +101,12 @@ pub(crate) fn hand(
     Ok((stream, segment))
 }
 
-/// Gives the own doorbell to whoever has handed a segment over.
+/// Sends this side's doorbell to the process that handed over the segment.
 pub(crate) fn give_bell(stream: &UnixStream, bell: &Doorbell) -> io::Result<()> {
     send(stream, &[0; KEY], &[bell.as_fd()])
 }
 
-/// The doorbell of whoever was handed a segment.
+/// Receives the doorbell of the process that got the segment.
 pub(crate) fn take_bell(stream: &UnixStream) -> io::Result<Doorbell> {
     match receive(stream, &mut [0; KEY])? {
         [Some(bell), None] => Doorbell::of_peer(bell),
@@ -126,7 +127,7 @@ fn send(stream: &UnixStream, bytes: &[u8; KEY], fds: &[BorrowedFd<'_>]) -> io::R
     }
 }
 
-/// One message, and the descriptors that came with it.
+/// Receives one message and the descriptors sent with it.
 fn receive(stream: &UnixStream, bytes: &mut [u8; KEY]) -> io::Result<[Option<OwnedFd>; 2]> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -150,7 +151,7 @@ mod tests {
         let offer = Offer::new().unwrap();
         assert!(offer.accept().is_err());
         let (maker, guest) = (Doorbell::new().unwrap(), Doorbell::new().unwrap());
-        // Somebody else is there first, and says nothing or something wrong.
+        // Other processes connect first: one sends nothing, one a wrong token.
         let silent = UnixStream::connect_addr(&address(&offer.name).unwrap()).unwrap();
         let _wrong = hand(&offer.name, &[0; KEY], &maker).unwrap();
         let (theirs, _segment) = hand(&offer.name, &offer.token, &maker).unwrap();

@@ -1,4 +1,4 @@
-//! The sealed memory file and its mapping. All pointers into shared memory are made here.
+//! The sealed memory file and its mapping. All pointers into shared memory are created here.
 #![expect(unsafe_code, reason = "shared memory is mapped and reached through pointers")]
 
 use std::fmt;
@@ -10,39 +10,40 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
-/// Bytes of a slot for a whole frame.
+/// Bytes of a large slot, which holds a full frame.
 pub(super) const LARGE_SLOT: usize = crate::FRAME_BYTES;
-/// Slots for frames that do not fit into a small one: two turns of a ring of four frames.
+/// Number of large slots per direction, for frames that do not fit into a small one: enough for two turns of a
+/// ring collective that sends four frames per turn.
 pub(super) const LARGE_SLOTS: usize = 8;
-/// Bytes of a slot for a short frame.
+/// Bytes of a small slot.
 pub(super) const SMALL_SLOT: usize = 4096;
-/// Slots for short frames.
+/// Number of small slots per direction.
 pub(super) const SMALL_SLOTS: usize = 64;
-/// All slots of a direction, the small ones first.
+/// Number of slots per direction; the small ones come first.
 pub(super) const SLOTS: usize = SMALL_SLOTS + LARGE_SLOTS;
-/// Frames that may be handed over and not be looked at yet.
+/// Greatest number of frames that were handed over and not read yet.
 pub(super) const DEPTH: usize = 128;
 
-/// Words of an entry: the header of the frame, and its slot.
+/// Number of 64-bit words in an entry: four of the frame's header, and the slot's index.
 pub(super) const WORDS: usize = 5;
 
-/// What no other value shares a cache line with.
+/// A value alone in its cache line.
 #[repr(C, align(64))]
 pub(super) struct Line<T>(pub(super) T);
 
-/// The positions of a direction, and what is handed over. Every field is atomic, so that any bytes are valid
-/// and none is read twice by accident.
+/// Positions and entries of a direction. All fields are atomic: any bytes are valid, and no value is read twice
+/// by accident.
 #[repr(C, align(64))]
 pub(super) struct Ring {
-    /// Entries written, by the producer.
+    /// Number of entries written; set by the producer.
     pub(super) tail: Line<AtomicU64>,
-    /// Entries read, by the consumer.
+    /// Number of entries read; set by the consumer.
     pub(super) head: Line<AtomicU64>,
-    /// Not 0: the consumer is blocked, or about to be.
+    /// Not 0 if the consumer is blocked or about to block.
     pub(super) asleep: Line<AtomicU32>,
-    /// Not 0: the producer waits for a free slot or entry.
+    /// Not 0 if the producer waits for a free slot or entry.
     pub(super) starved: Line<AtomicU32>,
-    /// By slot: 0 is free, set by the consumer; 1 is full, set by the producer.
+    /// State of each slot: 0 is free, set by the consumer; 1 is full, set by the producer.
     pub(super) full: [Line<AtomicU32>; SLOTS],
     pub(super) entries: [Line<[AtomicU64; WORDS]>; DEPTH],
 }
@@ -54,7 +55,8 @@ const DIRECTION_BYTES: usize = RING_BYTES + SMALL_SLOTS * SMALL_SLOT + LARGE_SLO
 /// Bytes of a segment: both directions.
 const SEGMENT_BYTES: usize = 2 * DIRECTION_BYTES;
 
-/// From whom to whom: the process that made the segment is the maker, the other one the guest.
+/// Sender and receiver of a direction. The maker is the process that created the segment, the guest the other
+/// one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Direction {
     MakerToGuest,
@@ -70,13 +72,13 @@ impl Direction {
     }
 }
 
-/// A mapped memory file. It is gone when the last process that maps it has ended, however that ends.
+/// A mapped memory file. The system frees it when the last process that maps it ends, for whatever reason.
 pub(crate) struct Segment {
     base: NonNull<u8>,
 }
 
-// SAFETY: the mapping belongs to the process, not to a thread; what lies in it is reached by atomics, and by
-// pointers whose users say why nobody else uses them.
+// SAFETY: the mapping belongs to the process, not to a thread. Its contents are accessed by atomics, and by
+// pointers whose users state why the access is exclusive.
 unsafe impl Send for Segment {}
 // SAFETY: as above.
 unsafe impl Sync for Segment {}
@@ -87,7 +89,7 @@ impl fmt::Debug for Segment {
     }
 }
 
-/// Seals without which a peer could take memory away that is mapped here, which would kill this process.
+/// Required seals. Without them a peer could shrink the file, and the next access would kill this process.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
 fn unfit(what: &'static str) -> io::Error {
@@ -95,10 +97,10 @@ fn unfit(what: &'static str) -> io::Error {
 }
 
 impl Segment {
-    /// Makes one, all free, and the file to be handed over.
+    /// Creates a segment with all slots free. Returns it with the file to hand over.
     ///
     /// # Errors
-    /// If there is no memory for it: all of it is taken now, so that no later access can fail.
+    /// If there is not enough memory. All of it is allocated now, so that no later access can fail.
     pub(crate) fn new() -> io::Result<(Self, OwnedFd)> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = rustix::fs::memfd_create("farflung", flags)?;
@@ -107,10 +109,10 @@ impl Segment {
         Ok((Self::map(file.as_fd())?, file))
     }
 
-    /// Maps a peer's.
+    /// Maps the segment that a peer created.
     ///
     /// # Errors
-    /// If it is not sealed, or of another size.
+    /// If the file is not sealed or has a different size.
     pub(crate) fn of_peer(file: BorrowedFd<'_>) -> io::Result<Self> {
         if !rustix::fs::fcntl_get_seals(file)?.contains(SEALS) {
             return Err(unfit("a memory file that is not sealed"));
@@ -118,7 +120,7 @@ impl Segment {
         if u64::try_from(rustix::fs::fstat(file)?.st_size) != Ok(SEGMENT_BYTES as u64) {
             return Err(unfit("a memory file of another size"));
         }
-        // Where its maker has left holes they are filled, so that no later access can fail.
+        // Allocates memory for holes that the maker left, so that no later access can fail.
         rustix::fs::fallocate(file, FallocateFlags::KEEP_SIZE, 0, SEGMENT_BYTES as u64)?;
         Self::map(file)
     }
@@ -126,20 +128,20 @@ impl Segment {
     fn map(file: BorrowedFd<'_>) -> io::Result<Self> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::SHARED | MapFlags::POPULATE;
-        // SAFETY: the system chooses the place, so nothing that is mapped is replaced.
+        // SAFETY: the system chooses the address, so no existing mapping is replaced.
         let base =
             unsafe { rustix::mm::mmap(std::ptr::null_mut(), SEGMENT_BYTES, protection, flags, file, 0) }?;
         Ok(Self { base: NonNull::new(base.cast()).ok_or_else(|| unfit("a mapping at address 0"))? })
     }
 
-    /// The positions of a direction.
+    /// Returns the positions and entries of a direction.
     pub(super) fn ring(&self, direction: Direction) -> &Ring {
-        // SAFETY: the place lies within the mapping, which lives as long as `self`; it is aligned, since a
-        // mapping begins at a page and offsets are whole pages; all fields are atomic.
+        // SAFETY: the ring lies within the mapping, which is valid as long as `self`. It is aligned, because a
+        // mapping begins at a page and offsets are whole pages. All its fields are atomic.
         unsafe { self.base.add(direction.offset()).cast::<Ring>().as_ref() }
     }
 
-    /// Where a slot lies, and its bytes. Aligned to 4096.
+    /// Returns the address of a slot, aligned to 4096, and its length in bytes.
     ///
     /// # Panics
     /// If there is no such slot.
@@ -154,23 +156,23 @@ impl Segment {
         (unsafe { self.base.add(at) }, len)
     }
 
-    /// Writes into a slot.
+    /// Copies bytes into a slot.
     ///
     /// # Panics
     /// If there is no such slot, or it is too short.
     pub(super) fn write(&self, direction: Direction, slot: usize, bytes: &[u8]) {
         let (to, len) = self.slot(direction, slot);
         assert!(bytes.len() <= len, "a slot of {len} bytes");
-        // SAFETY: the slot is long enough and within the mapping; `bytes` is memory of this process and not of
-        // a free slot. The consumer does not read a slot that is free.
+        // SAFETY: the slot is long enough and within the mapping. `bytes` is memory of this process and does
+        // not overlap a free slot. The consumer does not read a free slot.
         unsafe { to.as_ptr().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) }
     }
 }
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        // SAFETY: it was mapped with this length, and nothing borrows from it any more.
-        // A mapping that cannot be taken away stays until the process ends.
+        // SAFETY: the segment was mapped with this length, and no borrow of it exists any more. If unmapping
+        // fails, the mapping stays until the process ends.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), SEGMENT_BYTES) };
     }
 }
@@ -205,7 +207,7 @@ mod tests {
         for (direction, slot) in [(Direction::MakerToGuest, 0), (Direction::GuestToMaker, SLOTS - 1)] {
             own.write(direction, slot, b"abc");
             let (at, _) = theirs.slot(direction, slot);
-            // SAFETY: within the mapping, which lives, and nobody writes at this time.
+            // SAFETY: the address lies within the mapping, which still exists, and nothing writes to it now.
             assert_eq!(unsafe { at.cast::<[u8; 3]>().read() }, *b"abc");
         }
         assert!(

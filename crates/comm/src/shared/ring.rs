@@ -1,5 +1,5 @@
-//! One direction: entries in order, and slots that come back in any order. The consumer uses what lies in a
-//! slot where it lies.
+//! One direction of a shared memory segment: a ring of entries in order, and slots that are freed in any order.
+//! The consumer uses payloads in their slots, without a copy.
 #![expect(unsafe_code, reason = "slots are used in place")]
 
 use std::array;
@@ -10,25 +10,26 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 use super::bell::Doorbell;
 use super::map::{DEPTH, Direction, Ring, SLOTS, SMALL_SLOT, SMALL_SLOTS, Segment, WORDS};
 
-/// Bytes of the header that an entry carries for a frame.
+/// Bytes of the frame header in an entry.
 pub(crate) const HEADER: usize = 32;
 
-/// The slot of an entry without a payload.
+/// Slot index of an entry without a payload.
 const NONE: u64 = u64::MAX;
 
-/// Large slots that the consumer may use in place at a time; with the rest a sender goes on.
+/// Number of large slots that the consumer may use in place at the same time; the others let the sender
+/// continue.
 const LARGE_IN_PLACE: usize = 6;
-/// Small ones.
+/// The same limit for small slots.
 const SMALL_IN_PLACE: usize = 48;
 
-/// What a peer did that no peer does.
+/// Violation of the protocol by the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fault {
-    /// More entries than there is room for.
+    /// More entries than the ring can hold.
     Position,
-    /// A slot that does not exist, or is still in use here.
+    /// A slot that does not exist, or is still in use by this side.
     Slot,
-    /// A payload that is longer than its slot.
+    /// A payload longer than its slot.
     Length,
 }
 
@@ -42,7 +43,7 @@ pub(crate) struct Producer {
 }
 
 impl Producer {
-    /// `bell` is the consumer's.
+    /// Creates the producer of a direction. `bell` is the consumer's doorbell.
     pub(crate) const fn new(segment: Arc<Segment>, direction: Direction, bell: Arc<Doorbell>) -> Self {
         Self { segment, direction, bell, tail: 0 }
     }
@@ -53,7 +54,7 @@ impl Producer {
 
     fn free(&self, mut slots: std::ops::Range<usize>) -> Option<usize> {
         let ring = self.ring();
-        // The lowest is the one that was used last, so that few are in cache.
+        // The lowest free slot was probably used last, so few slots are in use and they stay in cache.
         slots.find(|&slot| ring.full[slot].0.load(Ordering::Acquire) == 0)
     }
 
@@ -61,20 +62,20 @@ impl Producer {
         self.tail.wrapping_sub(self.ring().head.0.load(Ordering::Acquire)) < DEPTH as u64
     }
 
-    /// Whether a frame of any length would be taken now; where not, the consumer rings when one may be.
+    /// Returns whether a frame of any length would be accepted now. If not, the consumer rings once one may be.
     pub(crate) fn has_room(&self) -> bool {
         let has = || {
             self.has_entry() && self.free(0..SMALL_SLOTS).is_some() && self.free(SMALL_SLOTS..SLOTS).is_some()
         };
         has() || {
             self.ring().starved.0.store(1, Ordering::Relaxed);
-            // Either the consumer sees this, or what it has freed is seen here.
+            // Makes sure that either the consumer sees this flag, or the slots that it has freed are seen here.
             fence(Ordering::SeqCst);
             has()
         }
     }
 
-    /// Hands a frame over. False where there is no room.
+    /// Hands over a frame. Returns false, and does nothing, if there is no room.
     pub(crate) fn put(&mut self, header: &[u8; HEADER], payload: &[u8]) -> bool {
         let slots = if payload.len() <= SMALL_SLOT { 0..SMALL_SLOTS } else { SMALL_SLOTS..SLOTS };
         if !self.has_entry() {
@@ -96,7 +97,8 @@ impl Producer {
         entry[WORDS - 1].store(slot, Ordering::Relaxed);
         self.tail = self.tail.wrapping_add(1);
         ring.tail.0.store(self.tail, Ordering::Release);
-        // Either the consumer sees the entry before it sleeps, or this side sees that it sleeps.
+        // Makes sure that either the consumer sees the entry before it sleeps, or this side sees that it
+        // sleeps.
         fence(Ordering::SeqCst);
         if ring.asleep.0.load(Ordering::Relaxed) != 0 && ring.asleep.0.swap(0, Ordering::Relaxed) != 0 {
             self.bell.ring();
@@ -105,16 +107,16 @@ impl Producer {
     }
 }
 
-/// What the consumer and its slots share.
+/// State shared by the consumer and its slots.
 #[derive(Debug)]
 struct Inbound {
     segment: Arc<Segment>,
     direction: Direction,
-    /// The producer's.
+    /// The producer's doorbell.
     bell: Arc<Doorbell>,
-    /// By slot: it is used here, whatever the peer says of it.
+    /// Whether each slot is used by this side, independent of the flags that the peer can write.
     held: [AtomicBool; SLOTS],
-    /// Large ones of these, and small ones.
+    /// Number of large slots in `held`.
     large: AtomicUsize,
     small: AtomicUsize,
 }
@@ -124,10 +126,10 @@ impl Inbound {
         if slot < SMALL_SLOTS { (&self.small, SMALL_IN_PLACE) } else { (&self.large, LARGE_IN_PLACE) }
     }
 
-    /// Wakes the producer where it waits for what has been given back.
+    /// Wakes the producer if it waits for a slot or entry.
     fn feed(&self) {
         let starved = &self.segment.ring(self.direction).starved.0;
-        // Either the producer sees what was given back, or this side sees that it waits.
+        // Makes sure that either the producer sees what was freed, or this side sees that the producer waits.
         fence(Ordering::SeqCst);
         if starved.load(Ordering::Relaxed) != 0 && starved.swap(0, Ordering::Relaxed) != 0 {
             self.bell.ring();
@@ -135,7 +137,7 @@ impl Inbound {
     }
 }
 
-/// What comes next.
+/// The next entry of the ring.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Entry {
     pub(crate) header: [u8; HEADER],
@@ -150,7 +152,7 @@ pub(crate) struct Consumer {
 }
 
 impl Consumer {
-    /// `bell` is the producer's.
+    /// Creates the consumer of a direction. `bell` is the producer's doorbell.
     pub(crate) fn new(segment: Arc<Segment>, direction: Direction, bell: Arc<Doorbell>) -> Self {
         let held = array::from_fn(|_| AtomicBool::new(false));
         let (large, small) = (AtomicUsize::new(0), AtomicUsize::new(0));
@@ -161,12 +163,13 @@ impl Consumer {
         self.inbound.segment.ring(self.inbound.direction)
     }
 
-    /// Whether there is something.
+    /// Returns whether there is an entry.
     pub(crate) fn has_more(&self) -> bool {
         self.ring().tail.0.load(Ordering::Acquire) != self.head
     }
 
-    /// Says that this side is about to block. False where something has come: then it must not.
+    /// Announces that this side is about to block. Returns false if an entry has arrived: then this side must
+    /// not block.
     pub(crate) fn sleep(&self) -> bool {
         self.ring().asleep.0.store(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
@@ -177,15 +180,15 @@ impl Consumer {
         sleeps
     }
 
-    /// Says that it does not block any more.
+    /// Announces that this side no longer blocks.
     pub(crate) fn wake(&self) {
         self.ring().asleep.0.store(0, Ordering::Relaxed);
     }
 
-    /// What comes next, if it is there.
+    /// Returns the next entry, if there is one.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// If the peer has violated the protocol.
     pub(crate) fn peek(&self) -> Result<Option<Entry>, Fault> {
         let ring = self.ring();
         let waiting = ring.tail.0.load(Ordering::Acquire).wrapping_sub(self.head);
@@ -208,7 +211,7 @@ impl Consumer {
         Ok(Some(Entry { header, slot }))
     }
 
-    /// Whether an entry's slot may be used in place, or is needed by the producer soon.
+    /// Returns whether the payload of an entry may be used in place. If not, the producer needs its slot soon.
     pub(crate) fn stays(&self, entry: &Entry) -> bool {
         entry.slot.is_none_or(|slot| {
             let (count, most) = self.inbound.count(slot);
@@ -216,10 +219,10 @@ impl Consumer {
         })
     }
 
-    /// Takes the entry that was looked at, with `len` bytes of payload.
+    /// Removes the entry returned by `peek`, with `len` bytes of payload.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// If the slot is too short, or still in use by this side.
     pub(crate) fn take(&mut self, entry: &Entry, len: usize) -> Result<Option<Slot>, Fault> {
         let slot = match entry.slot {
             None if len > 0 => return Err(Fault::Length),
@@ -245,34 +248,34 @@ impl Consumer {
     }
 }
 
-/// A slot in use. It goes back to the producer when this is dropped.
+/// A slot in use. Dropping it returns it to the producer.
 pub(crate) struct Slot {
     inbound: Arc<Inbound>,
     index: u32,
 }
 
 impl Slot {
-    /// Its first bytes.
+    /// Returns the first `len` bytes.
     ///
     /// # Panics
-    /// If it is shorter.
+    /// If the slot is shorter.
     pub(crate) fn bytes(&self, len: usize) -> &[u8] {
         let (at, most) = self.inbound.segment.slot(self.inbound.direction, self.index as usize);
         assert!(len <= most, "a slot of {most} bytes");
         // SAFETY: the bytes lie within the mapping, which `inbound` keeps. `held` makes this the only `Slot` of
-        // its index, and the producer leaves a full slot alone. A peer that breaks that is a process of the
-        // same user, which could write anywhere in this one; any bytes are valid.
+        // its index, and the producer does not write to a full slot. A peer that violates this is a process of
+        // the same user, which could write anywhere in this process anyway; any bytes are valid.
         unsafe { std::slice::from_raw_parts(at.as_ptr(), len) }
     }
 
-    /// The same, to be changed.
+    /// Returns the first `len` bytes for writing.
     ///
     /// # Panics
-    /// If it is shorter.
+    /// If the slot is shorter.
     pub(crate) fn bytes_mut(&mut self, len: usize) -> &mut [u8] {
         let (at, most) = self.inbound.segment.slot(self.inbound.direction, self.index as usize);
         assert!(len <= most, "a slot of {most} bytes");
-        // SAFETY: as in `bytes`, and `self` is borrowed alone.
+        // SAFETY: as in `bytes`, and `self` is borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), len) }
     }
 }
@@ -347,7 +350,7 @@ mod tests {
         assert!(!rings(&consumer));
         drop(slots);
         assert!(rings(&consumer) && producer.has_room());
-        // Entries run out where there is no payload.
+        // Entries without a payload need no slots: they are limited by the ring.
         let mut empty = 0;
         while producer.put(&[0; HEADER], &[]) {
             empty += 1;
@@ -377,7 +380,7 @@ mod tests {
         let (.., mut consumer) = lie(&slot(3));
         let entry = consumer.peek().unwrap().unwrap();
         assert_eq!(consumer.take(&entry, SMALL_SLOT + 1).unwrap_err(), Fault::Length);
-        // The same slot twice would be two places that may be written.
+        // Two `Slot`s of one index would be two mutable references to the same memory.
         let (segment, mut producer, mut consumer) = lie(&|_| {});
         let entry = consumer.peek().unwrap().unwrap();
         let held = consumer.take(&entry, 1).unwrap();

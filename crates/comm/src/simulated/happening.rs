@@ -7,40 +7,40 @@ use serde::{Deserialize, Serialize};
 
 use crate::transport::{Channel, Tag};
 
-/// What reached a rank.
+/// Kind of an event that reached a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Reached {
-    /// Its crash.
+    /// The crash of the rank itself.
     Crash,
-    /// A frame: the conversation it belongs to, its length, and a checksum of its bytes.
+    /// A frame: its conversation, its length, and a checksum of its bytes.
     Frame {
-        /// The communicator.
+        /// Id of the communicator.
         context: u64,
-        /// What the number counts, as on the wire.
+        /// Channel of the tag, as its number on the wire.
         channel: u8,
-        /// Of the message or collective.
+        /// Number of the message or collective.
         number: u32,
-        /// Bytes.
+        /// Length of the payload in bytes.
         length: u32,
-        /// CRC-32 of the bytes.
+        /// CRC-32 of the payload.
         crc: u32,
     },
-    /// The news that its sender is gone.
+    /// The report that the sender is gone.
     Gone,
 }
 
-/// Something that reached a rank, and when.
+/// An event that reached a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Happening {
-    /// When.
+    /// Virtual time in ns.
     pub time: u64,
-    /// From whom.
+    /// Rank that sent it; of a crash, the crashed rank.
     pub from: u32,
-    /// The number of what the sender has sent.
+    /// Number of the frame among those of its sender.
     pub sequence: u64,
-    /// Whom.
+    /// Rank that it reached.
     pub to: u32,
-    /// What.
+    /// Kind of the event.
     pub what: Reached,
 }
 

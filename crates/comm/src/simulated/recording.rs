@@ -1,5 +1,6 @@
-//! A run on a simulated network as a file: its links, its faults, and all that reached any rank, so that the
-//! same program can be run on it again and be held to every bit. It knows no program.
+//! A run on a simulated network as a file: its links, its faults, and every event that reached a rank. A
+//! program can be run on the same network again, and the two runs can be compared to the bit. Independent of
+//! the program.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,12 +14,12 @@ use crate::control::Listed;
 use crate::{CommError, WireError};
 
 const MAGIC: [u8; 4] = *b"FFLR";
-/// The newest. A topology without lines of regions is written as version 1, which has none.
+/// Newest version. A topology without shared lines of regions is written as version 1, which has no such lines.
 const VERSION: u8 = 2;
-/// Magic, version, and a checksum of what follows.
+/// Bytes of magic, version, and checksum of the rest.
 const HEADER: usize = 9;
 
-/// What was recorded of a run. Two runs with equal recordings were the same, bit for bit.
+/// The recording of a run. Two runs with equal recordings were equal bit for bit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Recording {
     topology: Topology,
@@ -26,7 +27,7 @@ pub struct Recording {
     happenings: Vec<Happening>,
 }
 
-/// A recording under way.
+/// A recording in progress.
 #[must_use = "finish it when the ranks are done"]
 pub struct Recorder {
     world: Arc<World>,
@@ -40,7 +41,7 @@ impl fmt::Debug for Recorder {
     }
 }
 
-/// A [`cluster_with`](super::cluster_with), all of which is recorded.
+/// Creates a network like [`cluster_with`](super::cluster_with) and records all events.
 pub fn record(topology: &Topology, faults: &Faults) -> (Vec<Arc<Simulated>>, Recorder) {
     let (ranks, world) = build(topology, faults, distances(topology));
     world.record();
@@ -48,45 +49,45 @@ pub fn record(topology: &Topology, faults: &Faults) -> (Vec<Arc<Simulated>>, Rec
 }
 
 impl Recorder {
-    /// What has happened; to be called when all ranks are done.
+    /// Returns the recording. Must be called after all ranks have finished.
     #[must_use]
     pub fn finish(self) -> Recording {
         let mut happenings = self.world.recorded();
-        // Ranks that run side by side are noted in any order.
+        // Ranks that run in parallel record their events in any order.
         happenings.sort_unstable();
         Recording { topology: self.topology, faults: self.faults, happenings }
     }
 }
 
-/// What lies in a file behind the header: the links and ports of all ranks, the faults, the happenings.
+/// Contents of a file after the header: links and ports of all ranks, faults, events.
 type Body = (Listed<Link>, Listed<Port>, Faults, Listed<Happening>);
 
-/// The region of each rank, and the lines that regions share; before all else, in version 2.
+/// The region of each rank, and the shared line of each region. Comes before the body; only in version 2.
 type Lines = (Listed<Option<u32>>, Listed<Port>);
 
 impl Recording {
-    /// The links of the run.
+    /// Returns the links of the run.
     #[must_use]
     pub const fn topology(&self) -> &Topology {
         &self.topology
     }
 
-    /// What reached the ranks, in the order of time.
+    /// Returns the events that reached the ranks, in the order of time.
     #[must_use]
     pub fn happenings(&self) -> &[Happening] {
         &self.happenings
     }
 
-    /// The same network with the same faults again, recorded too: run the program on it, and
-    /// [compare](Recording::compare) what comes of it.
+    /// Creates the same network with the same faults, and records it too. Run the program on it, and
+    /// [compare](Recording::compare) the two recordings.
     pub fn replay(&self) -> (Vec<Arc<Simulated>>, Recorder) {
         record(&self.topology, &self.faults)
     }
 
-    /// Holds another run to this one.
+    /// Compares another run with this one.
     ///
     /// # Errors
-    /// [`CommError::Diverged`] with the first in which they differ.
+    /// [`CommError::Diverged`] with the first event in which they differ.
     pub fn compare(&self, other: &Self) -> Result<(), CommError> {
         let (recorded, seen) = (&self.happenings, &other.happenings);
         let same = recorded.iter().zip(seen).take_while(|(a, b)| a == b).count();
@@ -97,7 +98,7 @@ impl Recording {
         Err(CommError::Diverged { after: same, recorded: at(recorded), seen: at(seen) })
     }
 
-    /// As the bytes of a file.
+    /// Encodes the recording as the bytes of a file.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let ranks = || (0..self.topology.size() as u32).map(Rank);
@@ -123,10 +124,10 @@ impl Recording {
         bytes
     }
 
-    /// Reads the untrusted bytes of a file.
+    /// Decodes a recording from the untrusted bytes of a file.
     ///
     /// # Errors
-    /// What is wrong with them.
+    /// If they are not a valid recording.
     pub fn decode(bytes: &[u8]) -> Result<Self, WireError> {
         const MALFORMED: WireError = WireError::Malformed("recording");
         let (header, body) = bytes.split_first_chunk::<HEADER>().ok_or(MALFORMED)?;

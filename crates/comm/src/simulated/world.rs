@@ -1,42 +1,41 @@
-//! The event queue of a simulated network: what happens in which order, and what may happen while some ranks
-//! still run.
+//! The event queue of a simulated network: the order in which events are processed, and which may be processed
+//! while some ranks still run.
 //!
-//! A *strict* queue lets an event happen only when every rank is blocked. That is right, but ranks that really
-//! compute take turns as soon as their clocks differ by a nanosecond. This queue also lets an event happen when
-//! nothing that the running ranks may still do can come before it. Times and bits are those of the strict
-//! queue:
+//! A *strict* queue processes an event only while every rank is blocked. That is correct, but then ranks that
+//! really compute take turns as soon as their clocks differ by a nanosecond. This queue also processes an event
+//! if no running rank can still cause an earlier one. Times and results are those of the strict queue, bit for
+//! bit:
 //!
-//! 1. What a rank does is a function of its *instants*: when it is woken, and what has arrived by then.
-//!    Operations are clocked by the frames that they take, and it is not told anything while it runs. It is
-//!    woken by frames that one of its operations has looked for in vain, by bad news and by its deadline. At
-//!    other arrivals its operations would find nothing new, so it is not woken: only its last instant moves.
-//! 2. An event belongs to one rank and touches nothing of any other: a departure its sender's uplink, a landing
-//!    its receiver's downlink, an arrival, a deadline and a crash the rank itself. So events of different ranks
-//!    commute, and those of one rank have to happen in the order of their keys.
-//! 3. A running rank `q` causes nothing before its *floor*: the least of its clock (what it starts), the first
-//!    deadline of what it has started, and the first arrival that is kept back because it runs (from which what
-//!    it has started goes on). What it causes reaches rank `r` over links alone, hence not before its floor
-//!    plus the *distance* from `q` to `r`: the least sum of latencies on any way there, and for `r = q` round
-//!    any cycle.
-//! 4. The *bound* of `r` is the least such sum over all running ranks. An event of `r` before it may happen
-//!    when all earlier ones have been looked at: no running rank can put one before it, and neither can an
-//!    event that was passed over at time `t` at rank `p`. That one was passed over because of a running rank
-//!    `q` with `floor(q) + distance(q, p) <= t`, so that `t + distance(p, r) >= floor(q) + distance(q, r) >=
-//!    bound(r)`. A departure of a rank that runs must lie before that rank's floor, too.
-//! 5. Since distances are positive, everything that arrives at `r` in one instant is known before any of it
-//!    happens, and arrives together, as in the strict queue. Where a latency is zero two ranks can wake each
-//!    other again and again within one instant, and who sees what in which round is the strict queue's to say:
-//!    there nothing happens while a rank runs. Nor does anything where regions share lines: there departures of
-//!    different ranks do not commute.
-//! 6. Ranks with equal links are one *group*, and the bound is taken over groups: the least floor of a group
-//!    plus the least distance from any of its ranks. That is at most the bound of 4. And 4 holds for groups as
-//!    it does for ranks: the distance from a group to `r` is at most that to `p` plus the distance from `p` to
-//!    `r`.
+//! 1. What a rank does depends only on its *instants*: the times at which it is woken, and what has arrived by
+//!    then. The clocks of operations advance with the frames that they take, and nothing is delivered to a rank
+//!    while it runs. A rank is woken by frames for which one of its operations waits, by reports of failures,
+//!    and by its deadline. Other arrivals would change nothing for its operations, so they do not wake it; they
+//!    only move its last instant.
+//! 2. An event belongs to one rank and affects no other: a departure only its sender's uplink, a landing only
+//!    its receiver's downlink, an arrival, a deadline or a crash only the rank itself. So events of different
+//!    ranks commute; those of one rank must be processed in the order of their keys.
+//! 3. A running rank `q` causes nothing before its *floor*: the least of its clock (for operations that it
+//!    starts), the first deadline of its started operations, and the first arrival that is held back because
+//!    `q` runs (a started operation may proceed on it). Its effects reach rank `r` only over links, thus not
+//!    before its floor plus the *distance* from `q` to `r`: the least sum of latencies on any path from `q` to
+//!    `r`, or on any cycle if `r = q`.
+//! 4. The *bound* of `r` is the least such sum over all running ranks. An event of `r` before its bound may be
+//!    processed once all earlier events have been checked. No running rank can cause an earlier event at `r`.
+//!    Neither can an event that was held back at time `t` at rank `p`: it was held back because of a running
+//!    rank `q` with `floor(q) + distance(q, p) <= t`, so `t + distance(p, r) >= floor(q) + distance(q, r) >=
+//!    bound(r)`. A departure of a running rank must also be before that rank's floor.
+//! 5. Since distances are positive, everything that arrives at `r` at one instant is known before any of it is
+//!    processed, and arrives together, as in the strict queue. If a latency is zero, two ranks can wake each
+//!    other repeatedly within one instant, and only the strict queue defines what each of them sees in which
+//!    round. In such networks nothing is processed while a rank runs. The same holds if regions share lines,
+//!    because then departures of different ranks do not commute.
+//! 6. Ranks with equal links form a *group*, and the bound is computed over groups: the least floor of a group
+//!    plus the least distance from any of its ranks. That is at most the bound of 4. Point 4 also holds for
+//!    groups: the distance from a group to `r` is at most that to `p` plus the distance from `p` to `r`.
 //!
-//! Events wait in a [`Queue`], floors are kept in [`Lookahead`]. An event is looked at again only when
-//! something has changed for it, so an event costs a time logarithmic in the number of ranks and of events, and
-//! linear in the number of groups: one where all links are equal, one for each region, and at worst one for
-//! each rank.
+//! Events are in a [`Queue`], floors in [`Lookahead`]. An event is checked again only after something relevant
+//! has changed. So the time per event is logarithmic in the number of ranks and of events, and linear in the
+//! number of groups: one if all links are equal, one per region, and at worst one per rank.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -56,10 +55,10 @@ use crate::sizes::HEADER_BYTES;
 use crate::transport::{Channel, Tag};
 use crate::{DownReason, Frame, WireError};
 
-/// Behind every frame that departs with it.
+/// Placeholder tag of reports that a rank is gone, which have no tag.
 const LAST: Tag = Tag { context: u64::MAX, channel: Channel::Abort, number: u32::MAX };
 
-/// What happens to whom: events of one rank's [`Lane`].
+/// Event of a rank's [`Lane`].
 #[derive(Debug)]
 enum Event {
     Crash,
@@ -71,7 +70,7 @@ enum Event {
     Deadline,
 }
 
-/// What is on its way from one rank to another.
+/// A frame or a report on its way from one rank to another.
 #[derive(Debug)]
 struct Parcel {
     to: usize,
@@ -89,17 +88,17 @@ enum Cargo {
 enum Status {
     Running,
     Blocked,
-    /// Running as soon as this instant is over.
+    /// Runs as soon as this instant is over.
     Woken(Wake),
     Gone,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Member {
-    /// Its last instant.
+    /// The rank's last instant.
     now: Nanos,
-    /// While it runs: nothing of what it starts departs before, and what it has started does nothing by itself
-    /// before.
+    /// While the rank runs: the time before which nothing that it starts departs, and what it has started acts
+    /// only on frames.
     floor: Nanos,
     sequence: u64,
     status: Status,
@@ -115,28 +114,30 @@ impl Member {
 struct State {
     links: Network,
     queue: Queue<Event>,
-    /// None where the queue is strict.
+    /// `None` if the queue is strict.
     lookahead: Option<Lookahead>,
     ranks: Vec<Member>,
-    /// How many run, and how many are blocked.
+    /// Number of ranks that run, and number of ranks that are blocked.
     running: usize,
     blocked: usize,
     /// The last instant of any rank.
     latest: Nanos,
-    /// Who was woken in this instant.
+    /// Ranks woken in this instant.
     woken: Vec<usize>,
-    /// By sender and receiver.
+    /// Indexed by `sender * number of ranks + receiver`.
     wires: Vec<Wire>,
-    /// From when on the next frame from one rank to another is spoilt, by the two.
+    /// Times from which the next frame between two ranks is corrupted, by sender and receiver.
     corruptions: BTreeMap<(usize, usize), VecDeque<Nanos>>,
-    /// Senders and receivers between whom nothing passes any more, because something spoilt was sent or has
-    /// come back. Each way is its sender's own, as everything is on which its departures depend.
+    /// Senders and receivers between which nothing passes any more: a corrupted frame was sent, or its receiver
+    /// has closed the connection. Each direction is changed only by events of its sender, because departures
+    /// may depend only on the state of their sender.
     broken: BTreeSet<(usize, usize)>,
-    /// What has reached the ranks, where that is recorded.
+    /// Events that reached the ranks, if they are recorded.
     record: Option<Vec<Happening>>,
 }
 
-/// What has gone from one rank to another: nothing overtakes.
+/// Frames sent so far from one rank to another, and the latest times of their heads and tails. A frame is never
+/// earlier than the one before it.
 #[derive(Debug, Clone, Copy, Default)]
 struct Wire {
     frames: u64,
@@ -144,11 +145,11 @@ struct Wire {
     tail: Nanos,
 }
 
-/// What a rank reads without the lock; written under it.
+/// Copies of a rank's times that it reads without the lock; written under the lock.
 #[derive(Debug, Default)]
 struct Times {
     clock: AtomicU64,
-    /// Its last instant.
+    /// The rank's last instant.
     now: AtomicU64,
 }
 
@@ -169,13 +170,13 @@ impl State {
         self.queue.push(Lane::new(from, What::Up), key, Event::Depart(Parcel { to, tag, cargo }));
     }
 
-    /// Something will happen to a rank itself.
+    /// Adds an event that happens to a rank itself.
     fn await_itself(&mut self, rank: usize, key: Key, event: Event) {
         self.queue.push(Lane::new(rank, What::Itself), key, event);
         self.publish_floor(rank);
     }
 
-    /// A rank's floor: what it does by itself, or goes on with at the first arrival that is kept back.
+    /// Returns a running rank's floor: the least of `Member::floor` and the first arrival that is held back.
     fn floor(&self, rank: usize) -> Nanos {
         let kept_back = self.queue.head(Lane::new(rank, What::Itself));
         kept_back.map_or(Nanos::MAX, |key| key.time).min(self.ranks[rank].floor)
@@ -188,7 +189,8 @@ impl State {
         }
     }
 
-    /// What depends on whether a rank runs is looked at anew.
+    /// Sets a rank's status. If the rank starts or stops running, the lanes that depend on that are checked
+    /// again.
     fn set_status(&mut self, rank: usize, status: Status) {
         let before = std::mem::replace(&mut self.ranks[rank].status, status);
         let counts = |status| match status {
@@ -210,14 +212,14 @@ impl State {
         }
     }
 
-    /// Moves a rank's last instant.
+    /// Moves a rank's last instant forward.
     fn reach(&mut self, rank: usize, at: Nanos) {
         let now = &mut self.ranks[rank].now;
         *now = at.max(*now);
         self.latest = self.latest.max(*now);
     }
 
-    /// Wakes a rank that is blocked.
+    /// Wakes a rank if it is blocked.
     fn wake(&mut self, rank: usize, at: Nanos, wake: Wake) {
         if self.ranks[rank].status != Status::Blocked {
             return;
@@ -228,28 +230,28 @@ impl State {
         self.woken.push(rank);
     }
 
-    /// Tells all others, behind everything that was sent before.
+    /// Sends to all other ranks the report that this rank is gone, after everything that it has sent before.
     fn part(&mut self, rank: usize, at: Nanos, reason: &DownReason) {
         for to in (0..self.ranks.len()).filter(|&to| to != rank) {
             self.push(rank, to, LAST, at, Cargo::Gone(reason.clone()));
         }
     }
 
-    /// Whether the first event of a lane may happen as far as its own rank goes.
+    /// Returns whether the first event of a lane may be processed, as far as the lane's own rank is concerned.
     fn is_in_turn(&self, lane: Lane, key: &Key) -> bool {
         let member = &self.ranks[lane.rank];
         match (lane.what, member.status) {
             (_, Status::Gone) | (What::Down | What::Deadline, _) | (What::Itself, Status::Blocked) => true,
             (What::Up, _) => !member.runs() || key.time < self.floor(lane.rank),
-            // What arrives in the same instant arrives before anyone looks.
+            // All arrivals of one instant are delivered before the woken rank runs.
             (What::Itself, Status::Woken(_)) => member.now == key.time,
             (What::Itself, Status::Running) => false,
         }
     }
 
-    /// Whether the first event of a lane may happen now; puts the lane aside where it may not.
+    /// Returns whether the first event of a lane may be processed now. If not, sets the lane aside.
     fn may_happen(&mut self, lane: Lane, key: &Key) -> bool {
-        // What would happen at the end of time never does.
+        // Events at `Nanos::MAX` are never processed.
         if !self.is_in_turn(lane, key) || key.time == Nanos::MAX {
             self.queue.hold(lane);
             return false;
@@ -310,12 +312,12 @@ impl World {
         }
     }
 
-    /// From now on what reaches the ranks is recorded.
+    /// Starts to record what reaches the ranks.
     pub(super) fn record(&self) {
         self.lock().record = Some(Vec::new());
     }
 
-    /// What was recorded.
+    /// Returns the recorded events and ends the recording.
     pub(super) fn recorded(&self) -> Vec<Happening> {
         self.lock().record.take().unwrap_or_default()
     }
@@ -324,30 +326,31 @@ impl World {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A rank's clock.
+    /// Returns a rank's clock.
     pub(super) fn clock(&self, rank: usize) -> Nanos {
         Nanos(self.times[rank].clock.load(Ordering::Acquire))
     }
 
-    /// A rank's last instant.
+    /// Returns a rank's last instant.
     pub(super) fn instant(&self, rank: usize) -> Nanos {
         Nanos(self.times[rank].now.load(Ordering::Acquire))
     }
 
-    /// Takes a frame that departs at `at`.
+    /// Submits a frame that departs at `at`, or later if `at` is no longer possible.
     pub(super) fn submit(&self, from: usize, to: usize, tag: Tag, at: Nanos, frame: Frame) {
         let mut state = self.lock();
         let member = state.ranks[from];
         if !member.crashed {
-            // The others were promised that nothing departs before the floor, and of a blocked rank nothing at
-            // all: what a thread from outside sends on its behalf is in nobody's past.
+            // Other ranks' events were processed on the assumption that nothing departs before the floor, and
+            // that a blocked rank sends nothing. So a frame that an outside thread sends for a blocked rank
+            // departs no earlier than the latest instant of any rank.
             let earliest = if member.runs() { state.floor(from) } else { state.latest };
             let at = self.rules.thaw(PeerId(from as u32), at.max(earliest));
             state.push(from, to, tag, at, Cargo::Frame(frame));
         }
     }
 
-    /// Moves a running rank's clock. What it has started does nothing by itself before `idle`.
+    /// Moves a running rank's clock. Before the time `idle`, its started operations act only on frames.
     pub(super) fn set_clock(&self, rank: usize, idle: Nanos, clock: impl FnOnce(Nanos) -> Nanos) {
         let mut state = self.lock();
         let clock = clock(self.clock(rank));
@@ -359,8 +362,8 @@ impl World {
         self.fire(state);
     }
 
-    /// Blocks a rank until something that it looks for arrives, or `until`. `moved` says whether something has
-    /// already.
+    /// Blocks a rank until something that its operations ask for arrives, or until the time `until`. Does not
+    /// block if `moved` returns true: something has arrived already.
     pub(super) fn block(&self, rank: usize, until: Nanos, moved: impl FnOnce() -> bool) -> Wake {
         let mut state = self.lock();
         if moved() {
@@ -381,7 +384,7 @@ impl World {
         self.bells.sleep(rank, rung)
     }
 
-    /// Makes a blocked rank look about, from outside of the network's own time.
+    /// Wakes a blocked rank at the latest instant of any rank. Called by threads outside of the simulation.
     pub(super) fn rouse(&self, rank: usize) {
         let mut state = self.lock();
         let at = state.latest;
@@ -389,7 +392,7 @@ impl World {
         self.ring(state);
     }
 
-    /// A rank leaves.
+    /// Marks a rank as gone and reports it to the others.
     pub(super) fn leave(&self, rank: usize) {
         let mut state = self.lock();
         let at = self.clock(rank).max(state.ranks[rank].now);
@@ -400,9 +403,9 @@ impl World {
         self.fire(state);
     }
 
-    /// Lets everything happen that may, and tells the threads of those that it wakes.
+    /// Processes all events that may be processed, and wakes the threads of the ranks that they wake.
     fn fire(&self, mut state: MutexGuard<'_, State>) {
-        // While nobody is blocked nobody would notice.
+        // If no rank is blocked, events can wait: no rank would notice them.
         if state.blocked > 0 {
             if state.lookahead.is_some() {
                 self.fire_ahead(&mut state);
@@ -410,7 +413,7 @@ impl World {
                 self.fire_strictly(&mut state);
             }
             if state.running == 0 {
-                // Only ranks without a deadline are left, and nothing is on its way.
+                // The blocked ranks have no deadline, and no event is left.
                 for rank in 0..state.ranks.len() {
                     state.wake(rank, Nanos::ZERO, Wake::Deadlock);
                 }
@@ -419,7 +422,8 @@ impl World {
         self.ring(state);
     }
 
-    /// Ranks that were woken run. Their threads are told without the lock, which they take next.
+    /// Sets woken ranks to running. Their threads are woken after the lock is released, because they take it
+    /// next.
     fn ring(&self, mut state: MutexGuard<'_, State>) {
         let mut woken = Vec::with_capacity(state.woken.len());
         while let Some(rank) = state.woken.pop() {
@@ -446,7 +450,8 @@ impl World {
         }
     }
 
-    /// One instant after another, until one wakes somebody. Deadlines come behind all that an instant brings.
+    /// Processes one instant after another until one wakes a rank. Deadlines come after all other events of an
+    /// instant.
     fn fire_strictly(&self, state: &mut State) {
         if state.running > 0 {
             return;
@@ -464,7 +469,7 @@ impl World {
         }
     }
 
-    /// The first event of a lane happens.
+    /// Processes the first event of a lane.
     fn happen(&self, state: &mut State, key: Key, lane: Lane) {
         let Key { time, from, .. } = key;
         let event = state.queue.pop(lane).expect("a lane that is looked at has an event");
@@ -503,7 +508,7 @@ impl World {
         let to = parcel.to;
         let peer = |r: usize| PeerId(r as u32);
         let size = match &parcel.cargo {
-            // Nothing leaves a crashed rank but the news.
+            // A crashed rank sends only the report that it is gone.
             Cargo::Frame(_) if state.ranks[from].crashed => return,
             Cargo::Frame(_) if state.broken.contains(&(from, to)) => return,
             Cargo::Frame(frame) => (frame.len() + HEADER_BYTES) as u64,
@@ -528,7 +533,7 @@ impl World {
         }
     }
 
-    /// What has left its rank goes over to the other.
+    /// Passes a frame that has left its sender's uplink on to the receiver's side.
     fn cross(&self, state: &mut State, key: Key, parcel: Parcel, flight: InFlight) {
         let (from, to) = (key.from, parcel.to);
         let flight = state.links.cross(Rank(from as u32), Rank(to as u32), flight);
@@ -550,7 +555,7 @@ impl World {
     fn arrive(&self, state: &mut State, key: Key, Parcel { to, tag, cargo }: Parcel) {
         let Key { time, from, sequence, .. } = key;
         let (peer, there) = (PeerId(from as u32), state.ranks[to].status != Status::Gone);
-        // Who has left sees nothing, at whatever time others get round to that.
+        // A rank that has left receives nothing, no matter when this event is processed.
         if let Some(record) = state.record.as_mut().filter(|_| there) {
             record.push(match &cargo {
                 Cargo::Frame(frame) => Happening::frame(time, from, sequence, to, tag, frame.bytes()),
@@ -564,7 +569,7 @@ impl World {
             }
             Cargo::Gone(reason) => {
                 if there && matches!(reason, DownReason::Protocol(_)) {
-                    // The receiver hangs up.
+                    // The receiver closes the connection.
                     let at = time.saturating_add(Nanos(1));
                     state.push(to, from, LAST, at, Cargo::Gone(DownReason::Ended));
                     state.broken.insert((to, from));

@@ -1,5 +1,5 @@
-//! One socket to one peer, or the memory that both share: frames out of a queue, frames into the inbox, credits
-//! both ways.
+//! One socket to one peer, or the memory shared with it: sends frames from a queue, puts received frames into
+//! the inbox, and exchanges credits in both directions.
 
 mod memory;
 
@@ -25,14 +25,15 @@ use crate::transport::Tag;
 use crate::wire::{self, Header, Kind, NO_TAG};
 use crate::{DownReason, Frame, PathStats, Pool, WireError};
 
-/// Bytes read of one socket before the others have their turn, and what has been read is used while it is in
-/// cache.
+/// Bytes read from one socket before the others have their turn. Small enough that they are used while they are
+/// in cache.
 const TURN: usize = crate::FRAME_BYTES;
-/// What a small frame counts of it.
+/// Bytes of a turn that a small frame counts for.
 const LEAST: usize = TURN / 16;
-/// Frames that one system call writes at most.
+/// Greatest number of frames written by one system call.
 const WRITTEN: usize = 4;
-/// Bytes from which on a checksum is worth remembering for whoever passes the frame on.
+/// Length in bytes from which a received header is kept, so that a rank that forwards the frame need not
+/// compute its checksum.
 const LONG: usize = 4096;
 
 #[derive(Debug)]
@@ -43,48 +44,48 @@ pub(super) struct Link {
     out: Mutex<Out>,
     incoming: Mutex<In>,
     taken: Mutex<Counts>,
-    /// Of the peer's links, those over which it has not said goodbye.
+    /// Number of links to the peer over which it has not said goodbye; shared by these links.
     staying: Arc<AtomicUsize>,
-    /// Until the peer has ended its side, or the socket broke.
+    /// Whether the link is open: the peer has not ended its side, and the socket has not failed.
     open: AtomicBool,
-    /// The queue is not empty.
+    /// Whether the queue is not empty.
     waiting: AtomicBool,
-    /// Too much of it lies unread.
+    /// Whether reading is paused because too many bytes of the peer are unread.
     paused: AtomicBool,
-    /// What this side says goes through shared memory.
+    /// Whether this side sends through shared memory.
     shares: AtomicBool,
-    /// An operation, or a frame, waits for room in it.
+    /// Whether an operation or a frame waits for room in shared memory.
     hungry: AtomicBool,
 }
 
 #[derive(Debug, Default)]
 struct Out {
     queue: VecDeque<([u8; HEADER_BYTES], Option<Frame>)>,
-    /// Bytes of the first that are written.
+    /// Bytes of the first frame in the queue that are written.
     at: usize,
-    /// Frames without a credit.
+    /// Frames for which the peer has sent no credit yet.
     in_flight: Counts,
-    /// Since when the queue is not empty.
+    /// Time since which the queue is not empty; `None` if it is empty.
     waits_since: Option<Nanos>,
-    /// For how long it was not empty before, all times together.
+    /// Total time that the queue was not empty before `waits_since`.
     waited: Nanos,
-    /// Where new frames go instead, once both share memory.
+    /// Where new frames go instead of the queue, once both sides share memory.
     near: Option<NearOut>,
 }
 
 #[derive(Debug)]
 struct In {
     header: [u8; HEADER_BYTES],
-    /// The one after it, which is read along with the payload.
+    /// The next frame's header, which is read together with this frame's payload.
     next: [u8; HEADER_BYTES],
-    /// Bytes of the header, then of the payload and the next header, that have been read.
+    /// Bytes read so far: of the header, then of the payload and the next header.
     have: usize,
     body: Option<(Header, Frame)>,
-    /// The socket gave less than was asked for, or its turn is over.
+    /// Whether the socket returned less than requested, or its turn is over.
     enough: bool,
     said_goodbye: bool,
     negotiation: Negotiation,
-    /// What the peer says through shared memory.
+    /// Frames that the peer sends through shared memory.
     near: Option<Consumer>,
 }
 
@@ -108,7 +109,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Link {
-    /// The links to one peer. `bell` is this endpoint's, where it shares memory with the peer if it can.
+    /// Creates the links to one peer. `bell` is this endpoint's doorbell, if it is to share memory with the
+    /// peer.
     pub(super) fn side_by_side(
         peer: PeerId,
         streams: Vec<Stream>,
@@ -155,17 +157,19 @@ impl Link {
         self.waiting.load(Ordering::Acquire) || self.stream.holds()
     }
 
-    /// Whether what there is to write waits for the socket, not for the rate.
+    /// Returns whether bytes wait for the socket rather than for the rate.
     pub(super) fn waits_for_socket(&self) -> bool {
         self.stream.holds() || self.wants_to_write() && self.pacer.wait(self.peer) == Nanos::ZERO
     }
 
-    /// Whether there is something to be read of which the socket knows nothing any more.
+    /// Returns whether the encrypted session holds bytes to be read, for which the socket does not become
+    /// readable.
     pub(super) fn has_more(&self) -> bool {
         self.stream.has_more()
     }
 
-    /// Whether to read while `held` bytes lie unread.
+    /// Returns whether to read while `held` bytes of the peer are unread, and records whether reading is
+    /// paused.
     pub(super) fn may_read(&self, held: usize) -> bool {
         self.paused.store(held >= HELD, Ordering::Release);
         held < HELD
@@ -180,12 +184,14 @@ impl Link {
         if near.has_room() {
             return true;
         }
-        // First the note, then the last look: whoever is rung up by the peer in between finds the note.
+        // Sets the flag before checking once more, so that a thread that the peer wakes in between sees the
+        // flag.
         self.hungry.store(true, Ordering::SeqCst);
         near.has_room()
     }
 
-    /// The header of a frame with this payload, whose records have tags of their own where they are sealed.
+    /// Returns the header of a frame with this payload: with a checksum, unless the link is sealed, since records
+    /// have tags of their own.
     fn header(&self, kind: Kind, tag: Tag, check: u32, payload: &[u8]) -> [u8; HEADER_BYTES] {
         if self.stream.is_sealed() {
             wire::plain(kind, tag, check, payload.len())
@@ -194,7 +200,7 @@ impl Link {
         }
     }
 
-    /// Queues a frame and writes what the socket takes.
+    /// Queues a frame and writes as much as the socket accepts.
     pub(super) fn push(&self, tag: Tag, frame: Frame) {
         if self.shares() {
             let mut out = lock(&self.out);
@@ -215,7 +221,7 @@ impl Link {
         self.enqueue(&mut out, header, Some(frame));
     }
 
-    /// Writes what the socket takes straight from `bytes`, and queues a copy of the rest.
+    /// Writes as much as the socket accepts directly from `bytes`, and queues a copy of the rest.
     pub(super) fn push_bytes(&self, tag: Tag, check: u32, bytes: &[u8], pool: &Arc<Pool>) {
         if self.shares() {
             let mut out = lock(&self.out);
@@ -242,12 +248,13 @@ impl Link {
                 Ok(0) => break,
                 Ok(count) => {
                     written += count;
-                    // A socket that takes a part takes no more now; a session seals some records at a time.
+                    // A plain socket that accepts a part accepts no more now; an encrypted session accepts some
+                    // records at a time.
                     if !self.stream.is_sealed() {
                         break;
                     }
                 }
-                // A broken socket is found by whoever reads it.
+                // Reading finds out why the socket failed.
                 Err(_) => return,
             }
         }
@@ -261,7 +268,7 @@ impl Link {
         }
     }
 
-    /// Notes whether frames wait.
+    /// Records whether frames wait.
     fn note_waiting(&self, out: &mut Out) {
         let waits = !out.queue.is_empty();
         self.waiting.store(waits, Ordering::Release);
@@ -273,7 +280,7 @@ impl Link {
         }
     }
 
-    /// How the path does, as far as this link is it.
+    /// Returns measurements of this link.
     pub(super) fn path(&self) -> PathStats {
         let (out, held) = (lock(&self.out), self.stream.held());
         let queued: usize =
@@ -298,8 +305,8 @@ impl Link {
         }
     }
 
-    /// A frame of the tag was taken: sends a credit for every eight. Returns whether a paused peer may be read
-    /// again.
+    /// Records that a frame of the tag was taken, and sends the credits that are due. Returns whether reading
+    /// was paused and may continue.
     pub(super) fn taken(&self, tag: Tag, inbox: &Inbox) -> bool {
         let credits = lock(&self.taken).taken(tag);
         for credit in credits {
@@ -309,7 +316,7 @@ impl Link {
         self.paused.load(Ordering::Acquire) && inbox.held(self.peer) < HELD
     }
 
-    /// Says something without a payload.
+    /// Sends a frame without a payload.
     fn say(&self, kind: Kind, tag: Tag, check: u32) {
         let mut out = lock(&self.out);
         if out.near.is_some() {
@@ -324,14 +331,14 @@ impl Link {
     }
 
     pub(super) fn end_writing(&self) {
-        // Where the socket is broken already there is nothing to end.
+        // An error is ignored: a socket that has failed needs no shutdown.
         let _ = self.socket().shutdown(Shutdown::Write);
     }
 
-    /// Writes what the socket takes; returns whether there is room again for operations.
+    /// Writes as much as the socket accepts; returns whether operations have room again.
     pub(super) fn flush(&self) -> bool {
         let mut out = lock(&self.out);
-        // As below, reading finds the reason if it fails.
+        // An error is ignored: reading finds out why the socket failed.
         let _ = self.stream.flush_now();
         self.write(&mut out);
         out.queue.is_empty()
@@ -367,8 +374,8 @@ impl Link {
                     }
                 }
                 Err(_) => {
-                    // What the peer sent before may still lie in the socket, a goodbye perhaps: reading finds
-                    // the reason.
+                    // The socket may still hold data that the peer sent before, perhaps a goodbye. Reading
+                    // finds out why it failed.
                     out.queue.clear();
                     out.at = 0;
                 }
@@ -377,7 +384,7 @@ impl Link {
         self.note_waiting(out);
     }
 
-    /// Writes as much as the socket takes and the rate admits; at most `2 WRITTEN` parts.
+    /// Writes as much as the socket accepts and the rate allows; at most `2 * WRITTEN` parts.
     fn write_some(&self, parts: &[&[u8]]) -> io::Result<usize> {
         let all = parts.iter().map(|part| part.len()).sum();
         self.pacer.write(self.peer, all, |mut admitted| {
@@ -391,7 +398,7 @@ impl Link {
         })
     }
 
-    /// Reads what is there, at most a turn's, into the inbox.
+    /// Reads what has arrived, at most one turn's bytes, into the inbox.
     pub(super) fn read(&self, inbox: &Inbox, pool: &Arc<Pool>) {
         let mut incoming = lock(&self.incoming);
         incoming.enough = false;
@@ -400,8 +407,7 @@ impl Link {
             match self.read_frame(&mut incoming, pool) {
                 Ok(Some((header, frame))) => {
                     bytes += frame.len().max(LEAST);
-                    // What is in hand is still handled: no poll would tell of a frame that has come along
-                    // whole.
+                    // A complete frame that was already read is still handled, because no poll would report it.
                     incoming.enough |= bytes >= TURN;
                     if let Err(e) = self.handle(&mut incoming, &header, frame, inbox, pool) {
                         self.end(inbox, DownReason::Protocol(e));
@@ -445,7 +451,7 @@ impl Link {
         inbox.peer_down(self.peer, reason);
     }
 
-    /// The next whole frame, or none where the socket has no more for now.
+    /// Returns the next complete frame; `None` if the socket has no more for now or the turn is over.
     fn read_frame(&self, incoming: &mut In, pool: &Arc<Pool>) -> Result<Option<(Header, Frame)>, End> {
         loop {
             let In { header, next, have, body, enough, .. } = incoming;
@@ -510,7 +516,7 @@ impl Link {
             }
             Kind::Bye => {
                 let again = std::mem::replace(&mut incoming.said_goodbye, true);
-                // Something may still be on its way over the others.
+                // Frames may still be in flight on the other links to the peer.
                 if !again && self.staying.fetch_sub(1, Ordering::AcqRel) == 1 {
                     inbox.peer_down(self.peer, DownReason::Left);
                 }

@@ -1,4 +1,4 @@
-//! The links of an endpoint, by peer. Peers come at any time and are never replaced.
+//! The links of an endpoint, by peer. Peers may connect at any time, and their links are never replaced.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
@@ -12,21 +12,21 @@ use super::pace::Pacer;
 /// Time between two attempts to write to sockets that have no room.
 const FULL_SOCKET_POLL: Duration = Duration::from_micros(500);
 
-/// By peer, those that it has; none to this endpoint itself, and to whoever has not come.
+/// Links by peer. There are none for this endpoint itself and for peers that have not connected.
 #[derive(Debug)]
 pub(super) struct Links {
     peers: Vec<OnceLock<Vec<Link>>>,
-    /// Those that have come.
+    /// Numbers of the peers that have connected.
     come: Mutex<Arc<[u32]>>,
 }
 
 impl Links {
-    /// To nobody, of at most so many.
+    /// Creates an empty set of links, for at most `size` peers.
     pub(super) fn new(size: usize) -> Self {
         Self { peers: (0..size).map(|_| OnceLock::new()).collect(), come: Mutex::new(Arc::new([])) }
     }
 
-    /// Takes the links to a peer up. False where it has come before.
+    /// Adds the links to a peer. Returns false if the peer has connected before.
     pub(super) fn connect(&self, peer: PeerId, links: Vec<Link>) -> bool {
         let new = self.peers.get(peer.index()).is_some_and(|place| place.set(links).is_ok());
         if new {
@@ -36,22 +36,22 @@ impl Links {
         new
     }
 
-    /// Those to a peer, if it has come.
+    /// Returns the links to a peer, if it has connected.
     pub(super) fn to(&self, peer: PeerId) -> Option<&[Link]> {
         self.peers.get(peer.index())?.get().map(Vec::as_slice)
     }
 
-    /// All of them.
+    /// Returns the links to all peers.
     pub(super) fn all(&self) -> impl Iterator<Item = &Link> {
         let come = Arc::clone(&self.come.lock().unwrap_or_else(PoisonError::into_inner));
         (0..come.len()).flat_map(move |n| self.to(PeerId(come[n])).into_iter().flatten())
     }
 
-    /// Sends what waits for the rates, until the pacer is closed. `wake` makes threads that wait for the
-    /// network look again.
+    /// Sends the frames that wait for the rates, until the pacer is closed. Calls `wake` when operations have
+    /// room again.
     ///
-    /// An operation may be over while its last frame waits for the rates; then no other thread drives the
-    /// sockets.
+    /// Needed because an operation may be complete while its last frame waits for the rates: then no other
+    /// thread drives the sockets.
     pub(super) fn send_paced(&self, pacer: &Pacer, wake: impl Fn()) {
         let mut turn = 0;
         while pacer.wait_for_work() {

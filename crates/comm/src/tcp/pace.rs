@@ -1,4 +1,4 @@
-//! How fast an endpoint sends: a rate in all and one to each peer, as a thread of its own keeps them.
+//! Limits how fast an endpoint sends: a rate in total and one per peer. A thread sends the frames that wait.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,12 +14,12 @@ use crate::rate::{Pace, Rates};
 #[derive(Debug)]
 struct State {
     rates: Rates,
-    /// Something waits to be sent.
+    /// Whether bytes wait to be sent.
     rung: bool,
     closed: bool,
 }
 
-/// The rates of an endpoint, and what of them is used up.
+/// The rates of an endpoint, and how much of them is used.
 #[derive(Debug)]
 pub(super) struct Pacer {
     start: Instant,
@@ -29,7 +29,7 @@ pub(super) struct Pacer {
 }
 
 impl Pacer {
-    /// Without limits, for so many peers.
+    /// Creates a pacer without limits, for `peers` peers.
     pub(super) fn new(peers: usize) -> Self {
         let state = State { rates: Rates::new(Pace::default(), peers), rung: false, closed: false };
         Self {
@@ -44,7 +44,7 @@ impl Pacer {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The time since the endpoint was made.
+    /// Returns the time since the endpoint was created.
     pub(super) fn now(&self) -> Nanos {
         self.start.elapsed().into()
     }
@@ -53,8 +53,8 @@ impl Pacer {
         self.limited.load(Ordering::Acquire)
     }
 
-    /// Keeps these rates from now on. The first limit starts a thread that runs `send`, which sends the frames
-    /// that wait for the rates.
+    /// Sets the rates. The first limit starts a thread that runs `send`, which sends the frames that wait for
+    /// the rates.
     pub(super) fn keep(
         self: &Arc<Self>,
         pace: Pace,
@@ -69,13 +69,14 @@ impl Pacer {
         Ok(())
     }
 
-    /// Ends the thread.
+    /// Makes the thread end.
     pub(super) fn close(&self) {
         self.lock().closed = true;
         self.moved.notify_all();
     }
 
-    /// Has `write` send as many of the bytes to the peer as the rates admit now; it says how many it has sent.
+    /// Calls `write` with the number of bytes to the peer that the rates allow now, at most `wanted`. `write`
+    /// returns how many it has sent. Returns 0 without a call if the rates allow none.
     pub(super) fn write(
         &self,
         peer: PeerId,
@@ -96,7 +97,7 @@ impl Pacer {
         Ok(sent)
     }
 
-    /// How long until something may be sent to the peer.
+    /// Returns the time until something may be sent to the peer.
     pub(super) fn wait(&self, peer: PeerId) -> Nanos {
         if !self.is_limited() {
             return Nanos::ZERO;
@@ -105,7 +106,7 @@ impl Pacer {
         self.lock().rates.wait(now, peer)
     }
 
-    /// Something waits to be sent.
+    /// Wakes the thread, because bytes wait to be sent.
     pub(super) fn ring(&self) {
         if self.is_limited() {
             self.lock().rung = true;
@@ -113,7 +114,7 @@ impl Pacer {
         }
     }
 
-    /// Blocks until there is something to send; returns false once this is closed.
+    /// Blocks until bytes wait to be sent; returns false once the pacer is closed.
     pub(super) fn wait_for_work(&self) -> bool {
         let mut state = self.lock();
         while !state.rung && !state.closed {
@@ -123,7 +124,7 @@ impl Pacer {
         !state.closed
     }
 
-    /// Returns whether the endpoint is closed.
+    /// Returns whether the pacer is closed.
     pub(super) fn is_closed(&self) -> bool {
         self.lock().closed
     }

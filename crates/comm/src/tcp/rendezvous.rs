@@ -1,6 +1,6 @@
-//! How the ranks of a job find each other: all meet at the master's address and get a table of addresses, or
-//! have one from the start; then they connect pairwise, each end naming itself. Everything has a deadline; what
-//! does not belong here is refused with the reason.
+//! Rendezvous: how the ranks of a job find each other. All connect to the master's address and get a table of
+//! addresses, or have such a list from the start. Then they connect pairwise, and each side sends its rank.
+//! Everything has a deadline. A connection that does not belong to the job is refused with the reason.
 
 mod streams;
 
@@ -23,50 +23,52 @@ use crate::wire::{self, Message, Parsed};
 use crate::{CommError, WireError};
 use streams::multiply;
 
-/// To one peer.
+/// Greatest number of streams to one peer.
 const MOST_STREAMS: usize = 16;
-/// Between two looks at the door.
+/// Time between two checks for new connections.
 const PAUSE: Duration = Duration::from_millis(2);
-/// For one attempt to connect, so that one host that swallows packets does not take the time of the others.
+/// Time limit of one attempt to connect, so that a host that drops packets does not use up the time of the
+/// others.
 const ATTEMPT: Duration = Duration::from_secs(2);
 
-/// Who this process is and where the others are.
+/// The rank of this process, and where the other ranks are.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Config {
-    /// This process's rank; rank 0 is the master.
+    /// Rank of this process; rank 0 is the master.
     pub rank: u32,
     /// Number of ranks.
     pub world_size: u32,
-    /// `host:port` (`[::1]:port` for IPv6) at which rank 0 listens: `MASTER_ADDR:MASTER_PORT`; several with
-    /// commas between are tried in turn. Not used with `peers`.
+    /// Address at which rank 0 listens, as `host:port` (`[::1]:port` for IPv6): `MASTER_ADDR:MASTER_PORT`. If
+    /// several are given, separated by commas, they are tried in turn. Not used with `peers`.
     pub master: String,
-    /// Where each rank is reached, in their order, as `host:port`; empty where the master knows. Ranks may have
-    /// different lists, where a peer is reached by different ways.
+    /// Address of each rank, in the order of ranks, as `host:port`; empty if the master distributes the
+    /// addresses. Ranks may have different lists, if they reach a peer by different routes.
     pub peers: Vec<String>,
-    /// Processes of other jobs are refused.
+    /// Name of the job. Processes of other jobs are refused.
     pub job: String,
-    /// The time that the whole rendezvous may take.
+    /// Time limit of the whole rendezvous.
     pub deadline: Duration,
-    /// The address at which this rank listens for its peers; by default the one from which it reaches the
-    /// master, or its own of `peers`, whose port counts in any case.
+    /// Address at which this rank listens for its peers. By default the one from which it reaches the master,
+    /// or its own entry of `peers`. The port is always that of its entry.
     pub listen: Option<IpAddr>,
-    /// Connections to each peer, 1 to 16, the same on all ranks: over a long fat link one connection's window
-    /// may not fill it. Messages go over one or another by their tags, and so do the lanes of a pipelined
-    /// all-reduce. Those beyond the first go to ports that the ranks tell each other, so they need a network
-    /// that lets them.
+    /// Number of connections to each peer, 1 to 16, the same on all ranks. On a link with high bandwidth and
+    /// latency, the window of one connection may be too small to fill it. Each message, and each lane of a
+    /// pipelined all-reduce, uses one of them, chosen by its tag. Connections after the first use ports that
+    /// the ranks send to each other, so the network must not block these.
     pub streams: usize,
-    /// How connections are protected, and who is let in; by default they are not, and everybody is.
+    /// How connections are protected, and who is admitted. By default they are not protected, and every process
+    /// is admitted.
     pub security: Security,
-    /// How fast this rank sends; by default as fast as the sockets take it.
+    /// Limits on how fast this rank sends. By default there are none.
     pub pace: Pace,
-    /// Whether peers of this machine, with one connection each, are reached through shared memory; it is not
-    /// paced. By default they are not.
+    /// Whether peers on this machine are reached through shared memory, if each has one connection. Shared
+    /// memory is not paced. By default it is not used.
     pub shared_memory: SharedMemory,
 }
 
 impl Config {
-    /// A member of the job `farflung` with a minute for everyone to come.
+    /// Returns the configuration of a member of the job `farflung`, with a deadline of one minute.
     #[must_use]
     pub fn new(rank: u32, world_size: u32, master: impl Into<String>) -> Self {
         let (master, job) = (master.into(), "farflung".to_owned());
@@ -85,7 +87,7 @@ impl Config {
         }
     }
 
-    /// The same for ranks that know each other's addresses and need no master.
+    /// Returns the same configuration for ranks that have a list of all addresses and need no master.
     #[must_use]
     pub fn with_peers(rank: u32, peers: Vec<String>) -> Self {
         let first = peers.first().cloned().unwrap_or_default();
@@ -95,10 +97,10 @@ impl Config {
     }
 }
 
-/// Streams to all peers by rank, none to the own.
+/// Streams to all peers, by rank; `None` for this rank itself.
 pub(super) type Streams = Vec<Option<Stream>>;
 
-/// Finds all peers.
+/// Connects to all peers.
 pub(super) fn meet(config: &Config) -> Result<Vec<Vec<Stream>>, CommError> {
     let argument = |what, got, want| Err(CommError::Argument { op: "rendezvous", what, got, want });
     let (rank, size) = (config.rank as usize, config.world_size as usize);
@@ -131,8 +133,7 @@ fn missing(config: &Config, ranks: Vec<Rank>) -> CommError {
     CommError::Missing { master, ranks, after: config.deadline.into() }
 }
 
-/// The addresses of a `host:port`, or of several with commas between; an error only where none of them is
-/// known.
+/// Resolves a `host:port`, or several separated by commas. Fails only if none of them can be resolved.
 pub(super) fn resolve(what: &'static str, address: &str) -> Result<Vec<SocketAddr>, CommError> {
     let mut all = Vec::new();
     let mut wrong = None;
@@ -145,7 +146,8 @@ pub(super) fn resolve(what: &'static str, address: &str) -> Result<Vec<SocketAdd
     wrong.filter(|_| all.is_empty()).map_or(Ok(all), Err)
 }
 
-/// Listens at the master's address; behind a router, which has that address, at all of this machine's.
+/// Listens at the master's address. If that is not an address of this machine, but of a router in front of it,
+/// and connections are encrypted, listens at all addresses of this machine.
 fn listen(config: &Config) -> Result<TcpListener, CommError> {
     let addresses = resolve("master address", &config.master)?;
     let elsewhere =
@@ -163,7 +165,8 @@ fn nobody(config: &Config) -> Streams {
     (0..config.world_size).map(|_| None).collect()
 }
 
-/// Rank 0: lets everyone in, then tells everyone where the others are, and how they know each other.
+/// Runs the rendezvous on rank 0: admits all ranks, then sends each the table of addresses and, if connections
+/// are encrypted, the keys and the secret.
 fn host(config: &mut Config, until: Until) -> Result<Streams, CommError> {
     let listener = listen(config)?;
     let mut streams = nobody(config);
@@ -174,7 +177,7 @@ fn host(config: &mut Config, until: Until) -> Result<Streams, CommError> {
     if let Err(ranks) = come {
         let message = Control::Missing(Listed(ranks.iter().map(|rank| rank.0).collect()));
         for stream in streams.iter().flatten() {
-            // They have deadlines of their own.
+            // An error is ignored: the ranks have their own deadlines.
             let _ = stream.say(&message);
         }
         return Err(missing(config, ranks));
@@ -199,17 +202,17 @@ fn host(config: &mut Config, until: Until) -> Result<Streams, CommError> {
     Ok(streams)
 }
 
-/// What the master answers, and what this rank brings along.
+/// The master's answer, and this rank's own listener.
 struct Asked {
     master: Stream,
     listener: TcpListener,
     own: String,
-    /// Where the ranks between the master and this one are.
+    /// Addresses of the ranks between the master and this one.
     between: Vec<SocketAddr>,
     admission: Option<Admission>,
 }
 
-/// What a table says to the rank that got it; none if it makes no sense.
+/// Reads the master's table on the rank that received it; `None` if it is invalid.
 fn read_table(config: &Config, message: &Control<'_>) -> Option<(Vec<SocketAddr>, Option<Admission>)> {
     let Control::Table { addresses: Listed(addresses), keys: Listed(keys), secret } = message else {
         return None;
@@ -229,7 +232,8 @@ fn read_table(config: &Config, message: &Control<'_>) -> Option<(Vec<SocketAddr>
     (members.len() == size).then_some((between, Some(Admission { members, secret })))
 }
 
-/// Listens, and tells the master where; it tells where the ranks between it and this one are.
+/// Listens, sends the address to the master, and receives the addresses of the ranks between the master and
+/// this one.
 fn ask(config: &Config, addresses: &[SocketAddr], until: Until, patient: Until) -> Result<Asked, CommError> {
     let expected = config.security.host();
     let master = connect(&config.security, addresses, expected, until)?;
@@ -247,10 +251,10 @@ fn ask(config: &Config, addresses: &[SocketAddr], until: Until, patient: Until) 
     Ok(Asked { master, listener, own, between, admission })
 }
 
-/// Every other rank: asks the master, then meets the others where they are.
+/// Runs the rendezvous on another rank: asks the master, then connects to the other ranks.
 fn visit(config: &mut Config, until: Until) -> Result<Streams, CommError> {
     let addresses = resolve("master address", &config.master)?;
-    // The master gives up at its own deadline and then says who is missing; there is a moment for that.
+    // At its own deadline, the master sends which ranks are missing. One second more leaves time for that.
     let patient = until.longer(Duration::from_secs(1));
     let asked = loop {
         match ask(config, &addresses, until, patient) {
@@ -270,7 +274,7 @@ fn visit(config: &mut Config, until: Until) -> Result<Streams, CommError> {
     Ok(streams)
 }
 
-/// Every rank, where all know where all are.
+/// Runs the rendezvous on any rank, if all have a list of all addresses.
 fn by_list(config: &Config, until: Until) -> Result<Streams, CommError> {
     let me = config.rank as usize;
     let own = &config.peers[me];
@@ -287,7 +291,7 @@ fn by_list(config: &Config, until: Until) -> Result<Streams, CommError> {
     pairwise(config, &listener, own, &lower, until)
 }
 
-/// Connects to lower ranks at their addresses and lets the higher ones in, at the same time.
+/// Connects to the lower ranks at their addresses and admits the higher ones, at the same time.
 pub(super) fn pairwise(
     config: &Config,
     listener: &TcpListener,
@@ -319,7 +323,7 @@ pub(super) fn pairwise(
     Ok(streams)
 }
 
-/// Connects to all of them, as they come up and answer; the error names those that did not.
+/// Connects to all of the ranks, as soon as each is up and answers. The error names those that did not answer.
 fn reach(
     config: &Config,
     own: &str,
@@ -344,8 +348,8 @@ fn reach(
                 }
                 Err(e) => return Err(e),
             };
-            // At once, so that it is not missed there while others still are here. If it fails, so does the
-            // answer.
+            // Sent at once, so that the peer does not report this rank as missing while it still waits for
+            // others. If this fails, so does the answer.
             let _ = hello(config, own, |hello| stream.say(hello));
             greeted.push((peer, stream));
         }
@@ -372,8 +376,8 @@ fn reach(
     }
 }
 
-/// Whether the other side ended the connection before it said anything: so does what stands before a peer that
-/// does not listen yet, be it a relay, a tunnel or a forwarded port.
+/// Returns whether the other side ended the connection before it sent anything. A relay, a tunnel or a
+/// forwarded port does that while the peer behind it does not listen yet.
 pub(super) const fn hung_up(error: &CommError) -> bool {
     matches!(
         error,
@@ -387,8 +391,9 @@ pub(super) const fn hung_up(error: &CommError) -> bool {
     )
 }
 
-/// Lets in all ranks above the own, with a welcome unless the answer is a table; strangers are turned away. The
-/// ranks that have not come by the deadline are the error, also where all is given up before.
+/// Admits all ranks above this one and refuses other connections. Sends each a welcome, unless the caller
+/// answers with a table. If the deadline passes or `given_up` is set, the error lists the ranks that have not
+/// connected.
 fn admit(
     config: &Config,
     listener: &TcpListener,
@@ -399,7 +404,7 @@ fn admit(
 ) -> Result<(), Vec<Rank>> {
     let me = config.rank as usize;
     let mut door = Door::new(config.security.clone());
-    // A listener that blocks would only be looked at when somebody comes.
+    // With a blocking listener, the deadline would be checked only when a connection arrives.
     let _ = listener.set_nonblocking(true);
     loop {
         let absent: Vec<Rank> =
@@ -432,7 +437,7 @@ fn admit(
     }
 }
 
-/// The rank that greets, and where it listens.
+/// Checks a hello. Returns the rank that sent it and the address at which that rank listens.
 fn check(
     config: &Config,
     hello: &Control<'_>,
@@ -448,7 +453,8 @@ fn check(
     if world_size != config.world_size {
         return Err(Refusal::WorldSize { want: config.world_size, got: world_size });
     }
-    // The key that it says is the one that it has proven, and the one by which the host knows this rank.
+    // The key in the hello must be the one that the peer has proven, and the one that the host has listed for
+    // this rank.
     let proven = stream.peer_key();
     let known = config.security.member(rank as usize);
     if proven.is_some_and(|proven| key != proven.bytes() || known.is_some_and(|known| known != proven)) {
@@ -456,7 +462,7 @@ fn check(
     }
     match streams.get(rank as usize) {
         None => Err(Refusal::Rank(rank)),
-        // One that comes again takes the place of its dead self.
+        // A rank that connects again replaces its earlier connection, if that is closed.
         Some(before) if rank > config.rank && before.as_ref().is_none_or(is_gone) => {
             Ok((rank as usize, listen.to_owned()))
         }
@@ -464,7 +470,7 @@ fn check(
     }
 }
 
-/// Whether the other side has closed the connection, which nobody reads from at this time.
+/// Returns whether the other side has closed the connection. Nothing else may read from it at this time.
 fn is_gone(stream: &Stream) -> bool {
     let stream = &stream.socket;
     if stream.set_nonblocking(true).is_err() {
@@ -477,7 +483,7 @@ fn is_gone(stream: &Stream) -> bool {
     gone || stream.set_nonblocking(false).is_err()
 }
 
-/// Says hello by `say`.
+/// Passes this rank's hello to `say`.
 pub(super) fn hello<T>(config: &Config, listen: &str, say: impl FnOnce(&Control<'_>) -> T) -> T {
     let key = config.security.own_key();
     let key = key.as_ref().map_or(&[][..], |key| key.bytes());
@@ -485,10 +491,12 @@ pub(super) fn hello<T>(config: &Config, listen: &str, say: impl FnOnce(&Control<
     say(&Control::Hello { rank, world_size, job, listen, epoch: 0, key, digest: &[] })
 }
 
-/// Tries each address once; an encrypted connection is greeted. None where nobody answers.
+/// Tries to connect to each address once. An encrypted connection is greeted. Returns `None` if no address
+/// answers.
 ///
-/// Where nobody listens yet on a port of this machine from which sockets are numbered, the system may give the
-/// socket that very port and connect it to itself: that is nobody's answer, and would hold the port.
+/// If nothing listens yet on a local port in the range of automatically chosen ports, the system may give the
+/// socket that same port and connect it to itself. Such a connection is closed and does not count, because it
+/// would occupy the port.
 pub(super) fn attempt(
     security: &Security,
     addresses: &[SocketAddr],
@@ -506,7 +514,7 @@ pub(super) fn attempt(
     Ok(Some(stream))
 }
 
-/// Tries until the deadline; none if nobody answered by then.
+/// Tries to connect until the deadline. Returns `None` if no address has answered by then.
 pub(super) fn connect(
     security: &Security,
     addresses: &[SocketAddr],
@@ -524,7 +532,7 @@ pub(super) fn connect(
     }
 }
 
-/// Waits for a message that `wanted` takes; refusals and losses become errors.
+/// Waits for a message that `wanted` accepts. Refusals and lost connections are errors.
 pub(super) fn answer<T>(
     config: &Config,
     from: &str,
@@ -543,7 +551,7 @@ pub(super) fn answer<T>(
     if absent.is_empty() { answered } else { Err(missing(config, absent)) }
 }
 
-/// The same, of whoever knows no ranks.
+/// Waits for a message like [`answer`], for callers without a configuration of ranks.
 pub(super) fn answer_of<T>(
     from: &str,
     stream: &Stream,

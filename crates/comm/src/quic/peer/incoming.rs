@@ -1,4 +1,4 @@
-//! What a peer sends: one stream a tag, frame after frame, into the inbox.
+//! Reads the streams of a peer: one stream per tag, whose frames are put into the inbox.
 
 use std::sync::Arc;
 
@@ -9,10 +9,11 @@ use crate::sizes::HEADER_BYTES;
 use crate::wire::{self, Kind};
 use crate::{Pool, WireError};
 
-/// Reads a stream to its end, and ends the other half of it, which tells the peer that all was taken.
+/// Reads a stream to its end, then finishes the other half of it, which tells the peer that everything was
+/// received.
 ///
 /// # Errors
-/// What is wrong with a frame. The end of the connection is no error here: `Peer::listen` notices it.
+/// If a frame is invalid. The end of the connection is not an error here; `Peer::listen` reports it.
 pub(super) async fn read(
     peer: &Peer,
     mut send: SendStream,
@@ -25,7 +26,7 @@ pub(super) async fn read(
         match recv.read_exact(&mut bytes).await {
             Ok(()) => {}
             Err(ReadExactError::FinishedEarly(0)) => {
-                // It may be closed already.
+                // An error is ignored: the stream may be closed already.
                 let _ = send.finish();
                 return Ok(());
             }

@@ -1,9 +1,9 @@
-//! The streams to a peer: one for each tag, and a task that writes it.
+//! The streams to a peer: one per tag, each with a task that writes it.
 //!
-//! Each collective has a tag of its own, and nothing says when a tag is used for the last time. So at most
-//! [`OPEN`] streams stay open while nothing is sent in them; beyond that the stream that was idle for the
-//! longest time is ended. A tag that is used again after that gets a new stream once the peer has taken all
-//! of the old one, so that frames of one (peer, tag) keep their order.
+//! Each collective has its own tag, and nothing tells when a tag is used for the last time. So at most [`OPEN`]
+//! idle streams stay open; beyond that, the stream that was idle for the longest time is ended. If its tag is
+//! used again, it gets a new stream, which is written after the peer has received all of the old one. So frames
+//! of one (peer, tag) keep their order.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -24,9 +24,9 @@ use crate::sizes::HEADER_BYTES;
 use crate::transport::Tag;
 use crate::wire::{self, Kind};
 
-/// Streams that stay open while nothing is sent in them.
+/// Number of open streams above which idle ones are ended.
 const OPEN: usize = 64;
-/// Frames of a tag that may wait to be written.
+/// Greatest number of frames of a tag that may wait to be written.
 const QUEUED: usize = WINDOW / 4;
 
 /// A frame with its header.
@@ -37,24 +37,24 @@ pub(super) struct Outgoing(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
-    /// Frames are not accepted any more.
+    /// Whether frames are no longer accepted.
     finished: bool,
     streams: BTreeMap<Tag, Stream>,
-    /// Streams that were ended, with their numbers, until the peer has taken all of them.
+    /// Streams that were ended, with their numbers, until the peer has received all their frames.
     ending: BTreeMap<Tag, (u64, JoinHandle<()>)>,
-    /// Counts the frames, to find the stream that was idle for the longest time.
+    /// Number of frames pushed, used to find the stream that was idle for the longest time.
     used: u64,
     opened: u64,
     queue: Queue,
 }
 
-/// What waits to be written to all streams of a peer.
+/// Bytes that wait to be written to all streams of a peer, and how long.
 #[derive(Debug, Default)]
 struct Queue {
     bytes: u64,
-    /// Since when something waits.
+    /// Time since which bytes have been waiting; `None` if none wait.
     since: Option<Instant>,
-    /// How long something waited before that.
+    /// Total time that bytes waited before `since`.
     waited: Duration,
 }
 
@@ -72,17 +72,17 @@ impl Queue {
         }
     }
 
-    /// How long something waited up to now.
+    /// Returns the total time that bytes have waited so far.
     fn waiting(&self) -> Duration {
         self.waited + self.since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 }
 
-/// A stream that is open, or will be once the old one of its tag has ended.
+/// A stream that is open, or will be opened once the old one of its tag has ended.
 #[derive(Debug)]
 struct Stream {
     frames: mpsc::UnboundedSender<Framed>,
-    /// Frames that are not written yet.
+    /// Number of frames not written yet.
     queued: Arc<AtomicUsize>,
     writer: JoinHandle<()>,
     number: u64,
@@ -98,7 +98,8 @@ impl Outgoing {
         self.lock().opened
     }
 
-    /// Bytes that wait to be written, and how long any have waited since the connection was made.
+    /// Returns the bytes that wait to be written, and the total time since the connection began during which
+    /// there were any.
     pub(super) fn waiting(&self) -> (Bytes, Nanos) {
         let state = self.lock();
         (Bytes(state.queue.bytes), state.queue.waiting().into())
@@ -129,15 +130,15 @@ impl Outgoing {
         if let Some(stream) = state.streams.get_mut(&tag) {
             stream.used = now;
             stream.queued.fetch_add(1, Ordering::AcqRel);
-            // It fails if the writer has ended, by the loss of the connection. The inbox hears of that
-            // elsewhere.
+            // Fails if the writer has ended because the connection was lost. The inbox gets that from
+            // `Peer::listen`.
             if stream.frames.send((header, frame)).is_ok() {
                 state.queue.add(bytes);
             }
         }
     }
 
-    /// Ends all streams. What it returns ends when the peer has taken all of them.
+    /// Ends all streams. The returned tasks end once the peer has received all frames.
     pub(super) fn finish(&self) -> Vec<JoinHandle<()>> {
         let mut state = self.lock();
         state.finished = true;
@@ -145,7 +146,7 @@ impl Outgoing {
         streams.chain(std::mem::take(&mut state.ending).into_values().map(|(_, writer)| writer)).collect()
     }
 
-    /// The peer has taken all of a stream that was ended.
+    /// Removes a stream that was ended, after the peer has received all its frames.
     fn ended(&self, tag: Tag, number: u64) {
         let mut state = self.lock();
         if state.ending.get(&tag).is_some_and(|(ending, _)| *ending == number) {
@@ -155,7 +156,7 @@ impl Outgoing {
 }
 
 impl State {
-    /// Makes room for another stream.
+    /// Ends the streams that were idle for the longest time, to make room for another.
     fn end_idle(&mut self) {
         while self.streams.len() >= OPEN {
             let is_idle = |stream: &Stream| stream.queued.load(Ordering::Acquire) == 0;
@@ -176,10 +177,10 @@ impl State {
         let (peer, waiting) = (Arc::clone(peer), Arc::clone(&queued));
         let writer = handle.spawn(async move {
             if let Some(before) = before {
-                // It has ended, well or not.
+                // Its result is ignored: the old stream has ended, successfully or not.
                 let _ = before.await;
             }
-            // It fails if the connection is lost, which `Peer::listen` notices.
+            // Fails if the connection is lost, which `Peer::listen` reports.
             let _ = write(&peer, coming, &waiting).await;
             peer.outgoing().ended(tag, number);
         });
@@ -187,7 +188,7 @@ impl State {
     }
 }
 
-/// Writes the frames of one tag until there are no more, and waits until the peer has taken all of them.
+/// Writes the frames of one tag until there are no more, and waits until the peer has received all of them.
 async fn write(
     peer: &Peer,
     mut frames: mpsc::UnboundedReceiver<Framed>,
@@ -199,17 +200,17 @@ async fn write(
             write_paced(peer, &mut send, bytes).await?;
         }
         if queued.fetch_sub(1, Ordering::AcqRel) == QUEUED {
-            // There was no room before this.
+            // The queue was full before this, so an operation may wait for room.
             peer.inbox().signal();
         }
     }
     send.finish().map_err(std::io::Error::other)?;
-    // The other side ends its half when all is in its inbox.
+    // The peer finishes its half once all frames are in its inbox.
     recv.read_to_end(0).await.map_err(std::io::Error::other)?;
     Ok(())
 }
 
-/// Writes bytes as fast as the rates admit.
+/// Writes bytes as fast as the rates allow.
 async fn write_paced(peer: &Peer, send: &mut SendStream, mut bytes: &[u8]) -> std::io::Result<()> {
     while !bytes.is_empty() {
         let (now, later) = bytes.split_at(peer.admitted(bytes.len()).await);

@@ -1,5 +1,5 @@
-//! Further streams between ranks that have met: each round listens afresh and says where on the streams that
-//! are there.
+//! Further streams between ranks that are already connected. In each round every rank opens a new listener and
+//! sends its address over the existing streams.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 
@@ -11,7 +11,8 @@ use crate::CommError;
 use crate::control::Control;
 use crate::until::Until;
 
-/// As many streams to each peer as the config asks for, the one that is there first; none to oneself.
+/// Opens as many streams to each peer as the configuration requires. The existing stream comes first; there are
+/// none to this rank itself.
 pub(super) fn multiply(config: &Config, met: Streams, until: Until) -> Result<Vec<Vec<Stream>>, CommError> {
     let mut rounds = Vec::new();
     for _ in 1..config.streams {
@@ -32,7 +33,7 @@ fn another(config: &Config, met: &Streams, until: Until) -> Result<Streams, Comm
     let listener = TcpListener::bind((at, 0)).map_err(listening)?;
     let own = listener.local_addr().map_err(listening)?.to_string();
     let (lower, higher) = met.split_at(config.rank as usize);
-    // The first of the higher ones is this rank itself, to which there is no stream.
+    // The first entry of `higher` is this rank itself, to which there is no stream.
     for (rank, stream) in (config.rank + 1..).zip(higher.iter().flatten()) {
         hello(config, &own, |hello| stream.say(hello))
             .map_err(|e| CommError::io("hello to", &Rank(rank), &e))?;
@@ -52,7 +53,8 @@ fn another(config: &Config, met: &Streams, until: Until) -> Result<Streams, Comm
     pairwise(config, &listener, &own, &addresses, until)
 }
 
-/// Where all peers reach this rank: at the address that all streams have here, or at any.
+/// Returns the address at which all peers reach this rank: the local address that all streams share, or the
+/// unspecified one if they differ.
 fn common_address(met: &Streams) -> IpAddr {
     let own: Vec<IpAddr> =
         met.iter().flatten().filter_map(|stream| Some(stream.socket.local_addr().ok()?.ip())).collect();
