@@ -181,8 +181,8 @@ impl View {
         Digest::new(*hash.finalize().as_bytes())
     }
 
-    /// Returns whether these members are a majority: more than half of the view's members, where the
-    /// tie-breaker counts one and a half.
+    /// Returns whether these members are a majority: whether they have more than half of all votes, where the
+    /// tie-breaker's vote counts one and a half and every other vote one.
     ///
     /// Any two majorities share a member. Ids that are not in the view do not count.
     #[must_use]
