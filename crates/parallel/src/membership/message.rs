@@ -67,7 +67,7 @@ pub enum Message {
         /// The decided view.
         view: View,
     },
-    /// Answers a sender that is in an older view, or that has restarted a run that still goes on.
+    /// Answers a sender that is in an older view, or in a newer incarnation although the older one still runs.
     Stale {
         /// The answering member's view.
         view: View,
@@ -79,7 +79,7 @@ pub enum Message {
         /// Ids of these members.
         silent: BTreeSet<MemberId>,
     },
-    /// The sender wants to leave and asks for a view without it.
+    /// Asks for a view without the sender, which is about to leave.
     Leaving {
         /// Place of the sender's view.
         at: Place,

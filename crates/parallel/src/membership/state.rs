@@ -1,4 +1,4 @@
-//! The state of one member.
+//! State of one member, the argument of `step`.
 
 use std::collections::{BTreeMap, BTreeSet};
 

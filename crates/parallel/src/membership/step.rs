@@ -218,8 +218,8 @@ impl Step<'_> {
 /// The kind of message that contained a view.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Told {
-    /// [`Message::Decided`].
+    /// A [`Message::Decided`].
     Decision,
-    /// [`Message::Stale`].
+    /// A [`Message::Stale`].
     Answer,
 }

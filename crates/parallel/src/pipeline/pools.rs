@@ -127,7 +127,7 @@ impl Pools {
     /// Source: Ryabinin et al. 2023, "SWARM", algorithm 1. Differs: the routes of a step are fixed by the plan
     /// before it begins, so that each microbatch counts exactly once even if a rank is late.
     ///
-    /// Errors: [`ParallelError::Plan`] for [`Pools::fault`].
+    /// Errors: [`ParallelError::Plan`] with the invalid field if [`Pools::fault`] returns one.
     pub fn routes(&self, microbatches: u32) -> Result<Vec<Vec<Rank>>, ParallelError> {
         if let Some(PoolsFault { field, expected }) = self.fault() {
             let value = format!("{:?}", if field == "sizes" { &self.sizes } else { &self.rates });
@@ -155,7 +155,8 @@ impl Pools {
     /// rank's microbatches. It is doubled if the ranks of a pool differ in speed, because microbatches then
     /// return in another order than they left.
     ///
-    /// Errors: those of [`Pools::routes`]; [`ParallelError::PerStage`]; those of [`ComputeOrder::new`].
+    /// Errors: those of [`Pools::routes`]; [`ParallelError::PerStage`] if the number of costs is neither 1 nor
+    /// the number of stages; those of [`ComputeOrder::new`].
     pub fn order(
         &self,
         microbatches: u32,

@@ -24,8 +24,8 @@ pub struct Lineup {
     pub stages: u32,
     /// Number of members of each stage, if stages are pools of members. Empty if pipelines are whole.
     pub pools: Vec<u32>,
-    /// The member at each rank of the plan, as an index into the view's members. Ranks are numbered `replica *
-    /// stages + position`, or pool by pool.
+    /// The member at each rank of the plan, as an index into the view's members. Ranks are numbered pool by
+    /// pool, or `replica * stages + position`.
     pub ranks: Vec<usize>,
     /// The members without a rank, in the view's order.
     pub spares: Vec<usize>,
@@ -227,7 +227,7 @@ pub struct Needed {
 pub struct Move {
     /// Name of the tensor.
     pub name: String,
-    /// See [`Needed::bytes`].
+    /// Bytes that are sent; see [`Needed::bytes`].
     pub bytes: u64,
     /// Index of the sending member.
     pub from: usize,

@@ -186,6 +186,7 @@ const ALIKE: f64 = 1.1;
 pub struct PoolBalance {
     /// Number of consecutive steps in which new rates would have been worthwhile.
     rerouting: u32,
+    /// The rank and stage of the move that would have been worthwhile, and for how many consecutive steps.
     moving: Option<(u32, u32, u32)>,
 }
 
@@ -355,7 +356,8 @@ mod tests {
     fn newcomers_join_the_pool_that_can_do_least() {
         let members = [at(0, 0), at(1, 0), at(2, 0), None, None, None];
         let next = Lineup::pooled(&members, 3, &pooling(3, &[3.0, 1.0, 2.0, 1.0, 1.0, 1.0]));
-        // 3, 1 and 2; 3, 2 and 2; 3, 3 and 2: ties go to the lower stage.
+        // Throughputs of the pools before each newcomer: 3, 1, 2; then 3, 2, 2; then 3, 3, 2. If equal, the
+        // lower stage is taken.
         assert_eq!(pools(&next), [vec![0], vec![1, 3, 4], vec![2, 5]]);
         // With four times the work, a stage has a quarter of the throughput.
         let heavy = Pooling { work: vec![4.0, 1.0, 1.0], ..pooling(3, &[3.0, 1.0, 2.0, 1.0, 1.0, 1.0]) };

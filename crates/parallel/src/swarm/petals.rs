@@ -154,7 +154,7 @@ mod tests {
         // Equal servers stay, so that no two exchange places forever.
         let even = [server(0, 4.0), server(0, 4.0), server(2, 4.0), server(2, 4.0)];
         assert!((0..4).all(|own| !should_rebalance(&even, own, 4, 0.75, 1)));
-        // A gain of a tenth is not worth a move.
+        // A gain of a tenth is not enough for a move.
         let nearly = [server(0, 5.0), server(0, 5.0), server(2, 4.0), server(2, 5.0)];
         assert!((0..4).all(|own| !should_rebalance(&nearly, own, 4, 0.75, 1)));
         assert!(!should_rebalance(&even, 9, 4, 0.75, 1));

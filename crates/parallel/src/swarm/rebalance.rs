@@ -1,4 +1,4 @@
-//! SWARM's adaptive rebalancing: a peer of the stage with the least load moves to the stage with the most.
+//! SWARM's adaptive rebalancing: a peer of the stage with the lowest load moves to the stage with the highest.
 
 /// Load and rate that a peer publishes.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -89,7 +89,7 @@ mod tests {
 
     #[test]
     fn the_least_loaded_stage_gives_to_the_most_loaded() {
-        // Loads 7, 1, 9.
+        // The loads are 7, 1 and 9.
         let stages = [peers(&[(0, 4), (1, 3)]), peers(&[(2, 0), (3, 1)]), peers(&[(4, 9)])];
         assert_eq!(rebalance(&stages), Some(Migration { peer: 2, from: 1, to: 2 }));
         // Waits of 10 / 5 and 12 / 4 would become 10 / 4 and 12 / 5: 2.5 is not below three quarters of 3.

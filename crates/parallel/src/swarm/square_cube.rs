@@ -32,8 +32,8 @@ pub struct Utilisation {
 }
 
 impl SquareCube {
-    /// Returns the utilisation in the forward pass of a microbatch: `L (24 s h^2 + 4 s^2 h)` operations and `s
-    /// h` transmitted values, for `L` layers, `s` tokens and width `h`. Source: Ryabinin et al. 2023, "SWARM",
+    /// Returns the utilisation in the forward pass of a microbatch. It has `L (24 s h^2 + 4 s^2 h)` operations
+    /// and sends `s h` values, for `L` layers, `s` tokens and width `h`. Source: Ryabinin et al. 2023, "SWARM",
     /// section 3.1.
     #[must_use]
     pub fn utilisation(&self) -> Utilisation {

@@ -176,7 +176,7 @@ mod tests {
     fn the_average_has_no_bias_at_its_start() {
         let once = PeerRate::new(1.0).measured(0.5);
         assert!((once.tasks_per_second() - 2.0).abs() < 1e-12);
-        // (0.9 * 0.1 * 0.5 + 0.1 * 1.0) / (1 - 0.81).
+        // Bias-corrected average: (0.9 * 0.1 * 0.5 + 0.1 * 1.0) / (1 - 0.81) seconds.
         let twice = once.measured(1.0);
         assert!((twice.tasks_per_second() - 0.19 / 0.145).abs() < 1e-12);
         let mut wiring = wiring(&[1.0, 1.0]);

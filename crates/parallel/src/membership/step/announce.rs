@@ -34,7 +34,7 @@ impl Step<'_> {
     }
 
     /// Sends announcements to all members, lost ones included: which members this one considers lost, whether
-    /// it wants to leave, and whether it asks for a view of the same members.
+    /// it is about to leave, and whether it asks for a view of the same members.
     pub(super) fn announce(&mut self) {
         let (Some(at), Some(retry)) = (self.place(), self.state.announcement) else { return };
         if !retry.is_due(self.now) {
