@@ -5,11 +5,11 @@
 //! is one pure function, [`step`]: it takes state, event and time, and returns the new state and actions. The
 //! trainer, the simulator and the replay of a recording all run this function.
 //!
-//! Source: Lamport 2001, "Paxos made simple". Differs: a view names a tie-breaker, a member whose vote counts
-//! one and a half, so that one of two equal halves can continue. Removals and admissions are never in the same
-//! view.
+//! Source: Lamport 2001, "Paxos made simple". Differs: each view names a tie-breaker, a member whose vote
+//! counts one and a half, so that one of two equal halves can continue. One view never both removes and admits
+//! members.
 //!
-//! The module does not depend on sockets, clocks, files, randomness, or on what a member computes.
+//! The module does not depend on sockets, clocks, files, random numbers, or on what a member computes.
 
 mod acceptor;
 pub mod check;

@@ -1,61 +1,61 @@
-//! Votes: what a member has promised and accepted about the view after its own.
+//! Paxos acceptor: the promises and votes of a member about the view after its own.
 
 use serde::{Deserialize, Serialize};
 
 use super::{MemberId, View};
 
-/// The number of one attempt to decide a view. Ballots of different proposers are never equal.
+/// Identifies one attempt to decide a view. Ballots of different proposers are never equal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Ballot {
-    /// Higher than any number that the proposer has seen in the epoch.
+    /// Higher than any ballot number that the proposer has seen in the epoch.
     pub number: u64,
-    /// Who proposes.
+    /// Id of the proposer.
     pub proposer: MemberId,
 }
 
 /// A view that a member has voted for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Accepted {
-    /// In which ballot.
+    /// The ballot of the vote.
     pub ballot: Ballot,
-    /// What it has voted for.
+    /// The view that the member voted for.
     pub view: View,
 }
 
-/// What a member must have on disk before a vote leaves it, and reads again when it restarts.
+/// State that a member must write to disk before it sends a vote, and that it reads again when it restarts.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Kept {
-    /// The view that it is in.
+    /// The member's view.
     pub view: View,
-    /// The highest ballot that it has promised: it votes in no lower one.
+    /// The highest ballot that the member has promised. It does not vote in a lower one.
     pub promised: Option<Ballot>,
-    /// Its newest vote.
+    /// The member's newest vote.
     pub accepted: Option<Accepted>,
 }
 
-/// What becomes of a question or a proposal.
+/// Answer of an acceptor to a request for a promise or a vote.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Vote {
-    /// Yes; `changed` if there is something new to keep.
+    /// The promise or vote is given.
     Yes {
-        /// Whether [`Kept`] differs from before.
+        /// Whether [`Kept`] changed, so that it must be written.
         changed: bool,
     },
-    /// A higher ballot has been promised.
+    /// Not given: a higher ballot was promised.
     No {
-        /// That ballot.
+        /// The higher ballot.
         promised: Ballot,
     },
 }
 
 impl Kept {
-    /// A member that has just entered a view has promised nothing.
+    /// Creates the state of a member that has just entered a view: no promise, no vote.
     #[must_use]
     pub const fn new(view: View) -> Self {
         Self { view, promised: None, accepted: None }
     }
 
-    /// Promises to vote in no lower ballot.
+    /// Promises not to vote in a lower ballot.
     pub(super) fn promise(&mut self, ballot: Ballot) -> Vote {
         match self.promised {
             Some(promised) if promised > ballot => Vote::No { promised },
@@ -70,7 +70,7 @@ impl Kept {
     pub(super) fn accept(&mut self, ballot: Ballot, view: &View) -> Vote {
         match (self.promised, &self.accepted) {
             (Some(promised), _) if promised > ballot => Vote::No { promised },
-            // A second proposal under one ballot: the first stands.
+            // A second request in the same ballot: the first vote stands.
             (_, Some(before)) if before.ballot == ballot => Vote::Yes { changed: false },
             _ => {
                 self.promised = Some(ballot);

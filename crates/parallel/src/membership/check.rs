@@ -1,8 +1,9 @@
-//! Trials of the rules: machines on a simulated network that loses, doubles and delays messages.
+//! Randomised tests of the membership rules: machines on a simulated network that loses, duplicates and delays
+//! messages.
 //!
-//! [`faults`] lets everything go wrong at random, heals the network, and looks whether the run goes on;
-//! [`churn`] lets machines come and go for a day. Both call nothing but [`step`](super::step), in virtual
-//! time, and are a pure function of a seed.
+//! [`faults`] injects random faults, then repairs the network and checks that the run continues. [`churn`]
+//! simulates a day in which machines join and leave. Both call only [`step`](super::step), in virtual time, and
+//! their result depends only on the seed.
 
 mod churn;
 mod draw;

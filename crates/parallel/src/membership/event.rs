@@ -1,110 +1,113 @@
-//! What happens to a member, and what it then does.
+//! Events that a member receives, and actions that it returns.
 
 use farflung_base::Nanos;
 use serde::{Deserialize, Serialize};
 
 use super::{Kept, Member, MemberId, Message, Place, Start, View, ViewFault};
 
-/// What happens to a member. A recording of a run is a list of these with their times.
+/// An input of [`step`](super::step). A recording of a run is a list of events with their times.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(clippy::large_enum_variant, reason = "most events are messages")]
 #[non_exhaustive]
 pub enum Event {
-    /// A message has come from a peer whose id is proven.
+    /// A message arrived from a peer whose id has been authenticated.
     Message {
-        /// The sender.
+        /// Id of the sender.
         from: MemberId,
-        /// What it says.
+        /// The message.
         message: Message,
     },
-    /// A member or newcomer is given up: its deadline has passed, or its connection is broken.
+    /// A member or newcomer is considered lost: its deadline has passed, or its connection is broken.
     ///
-    /// A newcomer is only taken from those that are ready: if a view admits it all the same, say this again.
+    /// A newcomer is only removed from the list of ready newcomers. If a later view admits it anyway, send this
+    /// event again.
     Silent(MemberId),
-    /// A member that was given up works again. A message alone does not say that.
+    /// A member that was considered lost works again. A message from the member does not imply this event.
     Heard(MemberId),
-    /// A member asks to leave: this one, or a peer that said so.
+    /// A member asks to leave: this member, or a peer that said so.
     Leave(MemberId),
-    /// A newcomer has the state and says that it is ready.
+    /// A newcomer has received the state of the run and is ready to be admitted.
     Ready(Member),
-    /// A step was committed: leaves and admissions may be proposed now.
+    /// A training step was committed: leaves and admissions may be proposed now.
     Admit,
-    /// A step has failed although this member hears all others: it asks for a view of the same members, under
-    /// which the step is done again. There is one once all of them ask for it.
+    /// A training step failed although this member hears all others. The member asks for a view of the same
+    /// members, under which the step is repeated. Such a view is proposed once all members have asked for it.
     Repeat,
-    /// What the views that this member proposes from now on say about the run.
+    /// Sets the weights and plan that views proposed by this member name from now on.
     Starts(Start),
-    /// The time of the last [`Action::Wake`] has come.
+    /// The time of the last [`Action::Wake`] has been reached.
     Tick,
 }
 
-/// What a member does, in the order given.
+/// An output of [`step`](super::step). Actions must be executed in the order given.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Action {
     /// Send a message. It may be lost.
     Send {
-        /// To whom.
+        /// Id of the receiver.
         to: MemberId,
-        /// What.
+        /// The message.
         message: Message,
     },
-    /// Write this durably, in the place of what was kept before, before any action after it.
+    /// Write this durably, replacing the state kept before. Later actions may be executed only after the write.
     Keep(Kept),
-    /// The run goes on with this view.
+    /// Continue the run with this view.
     Install(View),
-    /// This member may not go on. Its state ignores every event from now on.
+    /// This member must stop. Its state ignores all later events.
     Stop(Reason),
     /// Send [`Event::Tick`] at this time. A later action of this kind replaces it.
     Wake {
-        /// When.
+        /// Time of the tick.
         at: Nanos,
     },
-    /// A peer sent a view that is not valid. The message was ignored.
+    /// A peer sent an invalid view. The message was ignored.
     Fault {
-        /// The sender.
+        /// Id of the sender.
         peer: MemberId,
-        /// What is wrong.
+        /// The rule that the view breaks.
         fault: ViewFault,
     },
 }
 
-/// Why a member may not go on.
+/// Reason why a member must stop.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Reason {
-    /// Too few members are heard to decide anything.
+    /// Too few members are heard to decide a view.
     #[error(
         "no majority: {heard} of {members} members are heard from, {}",
         if *tie_breaker { "with the tie-breaker" } else { "without the tie-breaker" }
     )]
     NoMajority {
-        /// Members that are heard, this one included.
+        /// Number of members that are heard, this one included.
         heard: usize,
-        /// Members of the view.
+        /// Number of members of the view.
         members: usize,
-        /// Whether the tie-breaker is among those that are heard.
+        /// Whether the tie-breaker is heard.
         tie_breaker: bool,
     },
-    /// The others go on without this member. It may join as a newcomer.
+    /// The other members continue without this member. It may join again as a newcomer.
     #[error("removed from the run by the view of {by}")]
     Removed {
-        /// The view that it is not in.
+        /// Place of the view that does not contain it.
         by: Place,
     },
-    /// It asked to leave, and has left.
+    /// The member asked to leave and has left.
     #[error("left the run")]
     Left,
-    /// It has no majority, and the run was started again from a checkpoint. It may join that as a newcomer.
+    /// The member has no majority, and the run was restarted from a checkpoint. It may join the restarted run
+    /// as a newcomer.
     #[error("the run was started again from a checkpoint as incarnation {incarnation}")]
     Superseded {
-        /// The new incarnation.
+        /// Number of the new incarnation.
         incarnation: u64,
     },
-    /// It started the run again from a checkpoint, but a majority of the older incarnation still trains.
+    /// The member restarted the run from a checkpoint, but a majority of the older incarnation is still
+    /// training.
     #[error("the run still goes on in {older}: join it instead of starting it again")]
     StillRuns {
-        /// The newest view of the older incarnation that is known.
+        /// Place of the newest known view of the older incarnation.
         older: Place,
     },
 }

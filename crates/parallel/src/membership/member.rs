@@ -1,15 +1,16 @@
-//! A member and its name.
+//! Members and their ids.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// What a member is known by: its public key, or in simulations a rank's number.
+/// Id of a member: its public key, or a rank's number in simulations.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct MemberId(pub [u8; 32]);
 
 impl MemberId {
-    /// The id of a simulated member: its number, big endian, in the last bytes, so that ids sort as numbers do.
+    /// Returns the id of a simulated member: its number, big endian, in the last four bytes, so that ids sort
+    /// as numbers do.
     #[must_use]
     pub const fn number(number: u32) -> Self {
         let mut bytes = [0; 32];
@@ -20,7 +21,7 @@ impl MemberId {
 }
 
 impl fmt::Display for MemberId {
-    /// The first 8 bytes in hexadecimal; of a simulated member its number.
+    /// Writes the first 8 bytes in hexadecimal; for a simulated member `#` and its number.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (zeros, number) = self.0.split_at(28);
         if let &[a, b, c, d] = number
@@ -38,20 +39,20 @@ impl fmt::Debug for MemberId {
     }
 }
 
-/// A member of a run, or a newcomer that asks to be one.
+/// A member of a run, or a newcomer that asks to join.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Member {
-    /// Its name.
+    /// Id of the member.
     pub id: MemberId,
-    /// Its endpoint's number in the transport, never given twice in a run: a machine that leaves and joins
-    /// again has the same id and another slot.
+    /// Number of its endpoint in the transport. A run uses each number only once: a machine that leaves and
+    /// joins again keeps its id and gets another slot.
     pub slot: u32,
-    /// The epoch of the first view that it is in; [`View::with`](super::View::with) sets it.
+    /// Epoch of the first view that contains the member. Set by [`View::with`](super::View::with).
     pub joined: u64,
 }
 
 impl Member {
-    /// A machine that is in no view yet.
+    /// Creates a member that is not in a view yet.
     #[must_use]
     pub const fn new(id: MemberId, slot: u32) -> Self {
         Self { id, slot, joined: 0 }

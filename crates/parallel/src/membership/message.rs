@@ -1,4 +1,4 @@
-//! What members tell each other about views.
+//! Messages between members about views.
 
 use std::collections::BTreeSet;
 
@@ -6,106 +6,108 @@ use serde::{Deserialize, Serialize};
 
 use super::{Accepted, Ballot, Member, MemberId, Place, View};
 
-/// A message about views. `at` is the sender's view, which a ballot is about to replace.
+/// A message about views. `at` is the place of the sender's view, which a ballot may replace.
 ///
-/// Every list in it is at most as long as a view ([`View::MOST_MEMBERS`]).
+/// No list in it is longer than [`View::MOST_MEMBERS`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Message {
-    /// The sender's view. It greets, it acknowledges [`Message::Decided`], and it asks for a newer view.
+    /// Tells which view the sender is in: as a greeting, as acknowledgement of [`Message::Decided`], or as a
+    /// request for a newer view.
     ///
-    /// A caller that receives any other frame of a wrong epoch can pass it on as this message.
+    /// A caller that receives any other frame with a wrong epoch can pass it to [`step`](super::step) as this
+    /// message.
     Here {
-        /// The sender's view; zeros of a newcomer that asks whether it is in a view.
+        /// Place of the sender's view; zeros if a newcomer asks whether it is in a view.
         at: Place,
     },
-    /// Asks for a promise to vote in no lower ballot.
+    /// Asks for a promise not to vote in a lower ballot. Paxos phase 1a.
     Prepare {
-        /// The view to be replaced.
+        /// Place of the view to be replaced.
         at: Place,
         /// The proposer's ballot.
         ballot: Ballot,
     },
-    /// The promise, with the sender's newest vote.
+    /// Promises what [`Message::Prepare`] asked for, and reports the sender's newest vote. Paxos phase 1b.
     Promised {
-        /// The view to be replaced.
+        /// Place of the view to be replaced.
         at: Place,
-        /// The ballot of the question.
+        /// The ballot of the request.
         ballot: Ballot,
-        /// What the sender has voted for before.
+        /// The sender's newest vote.
         accepted: Option<Accepted>,
     },
-    /// The sender has promised a higher ballot.
+    /// Rejects a request because the sender has promised a higher ballot.
     Refused {
-        /// The view to be replaced.
+        /// Place of the view to be replaced.
         at: Place,
-        /// The ballot that is refused.
+        /// The rejected ballot.
         ballot: Ballot,
-        /// The ballot that was promised.
+        /// The promised ballot.
         promised: Ballot,
     },
-    /// Asks to vote for a view.
+    /// Asks for a vote for a view. Paxos phase 2a.
     Accept {
-        /// The view to be replaced.
+        /// Place of the view to be replaced.
         at: Place,
         /// The proposer's ballot.
         ballot: Ballot,
-        /// The next view.
+        /// The proposed view.
         view: View,
     },
-    /// The vote.
+    /// Votes for the view of [`Message::Accept`]. Paxos phase 2b.
     Accepted {
-        /// The view to be replaced.
+        /// Place of the view to be replaced.
         at: Place,
-        /// The ballot that the sender has voted in.
+        /// The ballot of the vote.
         ballot: Ballot,
     },
-    /// More than half have voted for this view.
+    /// Announces a decided view: a majority has voted for it.
     Decided {
-        /// The new view.
+        /// The decided view.
         view: View,
     },
-    /// The answer to a sender that is in an older view, or that starts an old run again: the answering
-    /// member's view.
+    /// Answers a sender that is in an older view, or in a newer incarnation although the older one still runs.
     Stale {
         /// The answering member's view.
         view: View,
     },
-    /// Members that the sender hears nothing from; an empty set takes back what it said before.
+    /// Lists the members that the sender considers lost. An empty set withdraws an earlier list.
     Suspects {
-        /// The sender's view.
+        /// Place of the sender's view.
         at: Place,
-        /// Whom it has given up.
+        /// Ids of these members.
         silent: BTreeSet<MemberId>,
     },
-    /// The sender is about to leave, and asks for a view without it.
+    /// Asks for a view without the sender, which is about to leave.
     Leaving {
-        /// The sender's view.
+        /// Place of the sender's view.
         at: Place,
     },
-    /// A newcomer that is ready, passed on to the coordinator.
+    /// Forwards a newcomer that is ready to the coordinator.
     Newcomer {
-        /// The sender's view.
+        /// Place of the sender's view.
         at: Place,
         /// The newcomer.
         member: Member,
     },
-    /// A step has failed although the sender hears all members: it asks for a view of the same.
+    /// Asks for a view of the same members: a training step failed although the sender hears all members.
     Repeat {
-        /// The sender's view.
+        /// Place of the sender's view.
         at: Place,
     },
 }
 
 impl Message {
-    /// The most bytes of a message about views of so many members, as `postcard` writes it: at most 47 a
-    /// member, and what is before them.
+    /// Returns the maximum number of bytes of a message about views of `members` members, encoded by
+    /// `postcard`: at most 47 per member and 288 for the rest.
     #[must_use]
     pub const fn most_bytes(members: usize) -> usize {
         288 + 47 * members
     }
 
-    /// The sender's view; `None` for [`Message::Decided`] and [`Message::Stale`], which carry theirs.
+    /// Returns the place of the sender's view. `None` for [`Message::Decided`] and [`Message::Stale`], which
+    /// contain a view.
     #[must_use]
     pub const fn at(&self) -> Option<Place> {
         match self {

@@ -1,19 +1,18 @@
-//! How long to wait for others before it is time to ask whether they are there.
+//! Adaptive timeout: how long to wait for other members before asking whether they are alive.
 
 use std::collections::VecDeque;
 
 use farflung_base::Nanos;
 
-/// Waits that count.
+/// Number of recent waits that are used.
 const WINDOW: usize = 64;
-/// Fewer say nothing.
+/// With fewer waits than this, the limit is `most`.
 const LEAST: usize = 8;
-/// Deviations above the median.
+/// Number of deviations above the median.
 const DEVIATIONS: u64 = 8;
 
-/// Learns from what waits have taken: the median and eight times the median absolute deviation from it, so
-/// that a few waits that took long change little. Never less than `least`, two round trips say, nor more than
-/// `most`.
+/// An adaptive timeout: the median of recent waits plus eight times their median absolute deviation, so that a
+/// few long waits change little. At least `least`, for example two round trips, and at most `most`.
 ///
 /// ```
 /// use farflung_base::Nanos;
@@ -33,13 +32,13 @@ pub struct Patience {
 }
 
 impl Patience {
-    /// Nothing is known yet.
+    /// Creates a timeout without observed waits, which is `most`.
     #[must_use]
     pub fn new(least: Nanos, most: Nanos) -> Self {
         Self { least, most, waits: VecDeque::new() }
     }
 
-    /// A wait was over.
+    /// Records the length of a finished wait.
     pub fn observe(&mut self, took: Nanos) {
         if self.waits.len() == WINDOW {
             self.waits.pop_front();
@@ -47,7 +46,7 @@ impl Patience {
         self.waits.push_back(took);
     }
 
-    /// How long to wait.
+    /// Returns the present timeout.
     #[must_use]
     pub fn limit(&self) -> Nanos {
         if self.waits.len() < LEAST {
@@ -60,7 +59,7 @@ impl Patience {
     }
 }
 
-/// The middle one; of an even number the higher.
+/// Returns the median; for an even number of values, the higher of the middle two. Panics if there are none.
 fn median(mut values: Vec<u64>) -> u64 {
     let middle = values.len() / 2;
     *values.select_nth_unstable(middle).1

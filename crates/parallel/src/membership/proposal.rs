@@ -1,42 +1,43 @@
-//! A proposal under way.
+//! State of a Paxos proposer.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::retry::Retry;
 use super::{Accepted, Ballot, MemberId, View};
 
-/// A proposal under way.
+/// An unfinished proposal of the next view.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Proposal {
     pub(super) ballot: Ballot,
-    /// Whether a commit has passed since there was something to propose: leaves and admissions may be proposed.
+    /// Whether a training step was committed since the proposal began: if so, leaves and admissions may be
+    /// proposed.
     pub(super) at_commit: bool,
     pub(super) phase: Phase,
     pub(super) retry: Retry,
 }
 
-/// How far it is.
+/// Phase of a proposal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// A higher ballot was in the way: a new one begins when the timer is due.
+    /// A higher ballot was promised elsewhere. A new ballot begins when the timer is due.
     Waiting,
-    /// Asking for promises.
+    /// Requesting promises.
     Preparing {
-        /// Those that have promised, with their newest votes.
+        /// Members that have promised, with their newest votes.
         promises: BTreeMap<MemberId, Option<Accepted>>,
     },
-    /// Asking for votes.
+    /// Requesting votes.
     Accepting {
         view: View,
-        /// Whether the view is this proposer's own, and not one that it found accepted.
+        /// Whether the view is this proposer's own, rather than one that it found among the promises.
         own: bool,
-        /// Those that have voted.
+        /// Members that have voted.
         votes: BTreeSet<MemberId>,
     },
 }
 
 impl Phase {
-    /// Whether a member has answered.
+    /// Returns whether a member has answered the request of this phase.
     pub(super) fn has_answered(&self, id: &MemberId) -> bool {
         match self {
             Self::Waiting => false,
@@ -46,7 +47,7 @@ impl Phase {
     }
 }
 
-/// The newest vote among promises: what must be proposed.
+/// Returns the view of the newest vote among the promises. By the rules of Paxos, it must be proposed.
 pub(super) fn newest(promises: &BTreeMap<MemberId, Option<Accepted>>) -> Option<&View> {
     let accepted = promises.values().flatten();
     accepted.max_by_key(|accepted| accepted.ballot).map(|accepted| &accepted.view)

@@ -1,10 +1,10 @@
-//! When to send again.
+//! Timer for sending messages again.
 
 use farflung_base::Nanos;
 
 use super::Settings;
 
-/// A timer whose waits double up to a limit.
+/// A timer with exponential backoff up to a limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Retry {
     attempt: u32,
@@ -12,12 +12,12 @@ pub(super) struct Retry {
 }
 
 impl Retry {
-    /// Due at once.
+    /// Returns a timer that is due at `now`.
     pub(super) const fn due(now: Nanos) -> Self {
         Self { attempt: 0, at: now }
     }
 
-    /// When it is due.
+    /// Returns the time at which the timer is due.
     pub(super) const fn at(self) -> Nanos {
         self.at
     }
@@ -26,12 +26,12 @@ impl Retry {
         now >= self.at
     }
 
-    /// The next wait: twice the one before.
+    /// Starts the next wait, twice as long as the one before.
     pub(super) fn again(self, now: Nanos, settings: &Settings) -> Self {
         self.later(now, Nanos::ZERO, settings)
     }
 
-    /// The same, and `more` on top.
+    /// Starts the next wait as [`Retry::again`] does, prolonged by `more`.
     pub(super) fn later(self, now: Nanos, more: Nanos, settings: &Settings) -> Self {
         let wait = settings.resend.0.saturating_mul(1 << self.attempt.min(32)).min(settings.slowest_resend.0);
         let at = now.saturating_add(Nanos(wait.max(1))).saturating_add(more);

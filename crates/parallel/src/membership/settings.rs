@@ -1,23 +1,23 @@
-//! Times that the rules of membership depend on.
+//! Timeouts of the membership protocol.
 
 use farflung_base::Nanos;
 
-/// Times that a member's decisions depend on.
+/// Timeouts of a member.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Settings {
-    /// The first wait before a message is sent again: a round trip or more.
+    /// Time before a message is first sent again: at least a round trip.
     pub resend: Nanos,
-    /// Waits double up to this one.
+    /// Maximum time between two sends of a message. The time doubles up to this limit.
     pub slowest_resend: Nanos,
-    /// How long a member without a majority waits for the others.
+    /// Time that a member without a majority waits for the others before it stops.
     pub patience: Nanos,
-    /// How long two members must have been without each other before the coordinator, which hears both,
-    /// removes one.
+    /// Time for which two members must not have heard each other before the coordinator, which hears both,
+    /// removes one of them.
     pub grace: Nanos,
 }
 
 impl Default for Settings {
-    /// For machines on the internet: half a second, 8 s, half a minute, 10 s.
+    /// Returns settings for machines on the internet: 500 ms, 8 s, 30 s and 10 s.
     fn default() -> Self {
         Self {
             resend: Nanos::from_millis(500),

@@ -1,4 +1,4 @@
-//! The state of one member.
+//! State of one member, the argument of `step`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,45 +10,47 @@ use super::suspicion::Suspicion;
 use super::{Kept, Member, MemberId, Reason, Settings, Start, View, ViewFault};
 use crate::plan::Digest;
 
-/// One member: its view and votes, the proposal under way, and what it knows of the others.
+/// State of one member: its view and votes, its unfinished proposal, and what it has heard of the other
+/// members.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct State {
     pub(super) me: Member,
     pub(super) settings: Settings,
-    /// For views that this member proposes.
+    /// Weights and plan named by views that this member proposes.
     pub(super) start: Start,
-    /// `None`: a newcomer that is in no view yet.
+    /// `None` for a newcomer that is not in a view yet.
     pub(super) kept: Option<Kept>,
     pub(super) proposal: Option<Proposal>,
-    /// The highest number of a ballot that was seen in this epoch.
+    /// Highest ballot number seen in this epoch.
     pub(super) highest: u64,
     pub(super) silent: BTreeSet<MemberId>,
     pub(super) leaving: BTreeSet<MemberId>,
     pub(super) ready: BTreeMap<MemberId, Member>,
-    /// Members that ask for a view of the same members.
+    /// Members that have asked for a view of the same members.
     pub(super) repeats: BTreeSet<MemberId>,
     pub(super) suspicions: BTreeMap<MemberId, Suspicion>,
-    /// Members that have not said that they have the view.
+    /// Members that have not yet acknowledged the view.
     pub(super) untold: Round,
-    /// Members of an older incarnation, to be asked whether it still runs.
+    /// Members of an older incarnation that have not answered. The view is sent to them to learn whether that
+    /// incarnation still runs.
     pub(super) former: Round,
-    /// When this member says again whom it has given up, or that it leaves.
+    /// Timer for repeating this member's announcements; see `announce`.
     pub(super) announcement: Option<Retry>,
-    /// Since when too few members are heard.
+    /// Time since when too few members are heard.
     pub(super) alone_since: Option<Nanos>,
-    /// The newest view of an older incarnation whose members refuse this one, and who has.
+    /// Members of an older incarnation that reject this member's incarnation.
     pub(super) refusals: Option<Refusals>,
     pub(super) stopped: Option<Reason>,
-    /// A wrong rule, for tests of `check`: one vote is a majority.
+    /// A deliberate flaw, for tests of `check`: one vote is a majority.
     #[cfg(test)]
     pub(crate) one_vote_is_a_majority: bool,
-    /// Another: votes of earlier proposers are not looked for.
+    /// A deliberate flaw: votes for earlier proposals are ignored.
     #[cfg(test)]
     pub(crate) ignores_votes: bool,
 }
 
-/// Members that the view is sent to again and again, until they answer.
+/// Members to which the view is sent repeatedly until they answer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Round {
     pub(super) to: BTreeSet<MemberId>,
@@ -56,18 +58,18 @@ pub(super) struct Round {
 }
 
 impl Round {
-    /// Begins at the next step.
+    /// Creates a round whose first message is due at the next step.
     pub(super) const fn new(to: BTreeSet<MemberId>) -> Self {
         Self { to, retry: None }
     }
 
-    /// When the next message is due.
+    /// Returns the time at which the next message is due.
     pub(super) fn wake(&self) -> Option<Nanos> {
         self.retry.filter(|_| !self.to.is_empty()).map(Retry::at)
     }
 }
 
-/// Members of an older incarnation that still have a majority, by their own account.
+/// Members of an older incarnation that claim to have a majority, and their view.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Refusals {
     pub(super) view: View,
@@ -75,18 +77,18 @@ pub(super) struct Refusals {
 }
 
 impl State {
-    /// A member of a run's first view.
+    /// Creates the state of a member of a run's first view.
     ///
-    /// [`State::kept`] is to be written before the first step.
+    /// [`State::kept`] must be written to disk before the first step.
     ///
-    /// Errors: the view is not valid, or does not have the member.
+    /// Errors: the view is not valid or does not contain the member.
     pub fn first(me: MemberId, view: View, settings: Settings) -> Result<Self, ViewFault> {
         Self::in_view(me, Kept::new(view), settings)
     }
 
-    /// A member that restarts with its votes.
+    /// Creates the state of a member that restarts with its saved votes.
     ///
-    /// It tells all others its view until they answer: they may be in a newer one.
+    /// The member sends its view to all others until they answer, because they may be in a newer one.
     ///
     /// Errors: as [`State::first`].
     pub fn restored(me: MemberId, kept: Kept, settings: Settings) -> Result<Self, ViewFault> {
@@ -95,11 +97,12 @@ impl State {
         Ok(state)
     }
 
-    /// A host that starts a run again from a checkpoint: `view` has a higher incarnation than the run before.
+    /// Creates the state of a host that restarts a run from a checkpoint. `view` must have a higher incarnation
+    /// than the earlier run.
     ///
-    /// `former` are the members of the newest view that the checkpoint knows. They are told of the new
-    /// incarnation until they answer; if more than half of an older view refuse it, [`step`](super::step)
-    /// stops with [`Reason::StillRuns`].
+    /// `former` are the members of the newest view that the checkpoint names. They are sent the new view until
+    /// they answer. If a majority of an older view rejects it, [`step`](super::step) stops with
+    /// [`Reason::StillRuns`].
     ///
     /// Errors: as [`State::first`].
     pub fn again(
@@ -114,7 +117,7 @@ impl State {
         Ok(state)
     }
 
-    /// A machine that is in no view. It enters the first decided view that has its id and slot.
+    /// Creates the state of a newcomer. It enters the first decided view that contains its id and slot.
     pub fn newcomer(me: Member, settings: Settings) -> Self {
         let zeros = Digest::new([0; 32]);
         Self {
@@ -150,71 +153,71 @@ impl State {
         Ok(Self { start, highest, kept: Some(kept), ..Self::newcomer(me, settings) })
     }
 
-    /// The member itself.
+    /// Returns this member.
     #[must_use]
     pub const fn me(&self) -> &Member {
         &self.me
     }
 
-    /// The view that it is in; `None` for a newcomer.
+    /// Returns the member's view; `None` for a newcomer.
     #[must_use]
     pub fn view(&self) -> Option<&View> {
         self.kept.as_ref().map(|kept| &kept.view)
     }
 
-    /// What must be on disk; `None` for a newcomer.
+    /// Returns the state that must be on disk; `None` for a newcomer.
     #[must_use]
     pub const fn kept(&self) -> Option<&Kept> {
         self.kept.as_ref()
     }
 
-    /// Members that are given up.
+    /// Returns the members that are considered lost.
     #[must_use]
     pub const fn silent(&self) -> &BTreeSet<MemberId> {
         &self.silent
     }
 
-    /// Newcomers that are ready.
+    /// Returns the newcomers that are ready to be admitted.
     pub fn ready(&self) -> impl Iterator<Item = &Member> {
         self.ready.values()
     }
 
-    /// Whether this member is the one that proposes.
+    /// Returns whether this member is the coordinator, which proposes views.
     #[must_use]
     pub fn is_coordinator(&self) -> bool {
         self.view().and_then(|view| view.coordinator(&self.silent)) == Some(&self.me.id)
     }
 
-    /// Whether a change of the view is being decided, as far as this member knows.
+    /// Returns whether this member has an unfinished proposal.
     #[must_use]
     pub fn is_deciding(&self) -> bool {
         self.proposal.is_some()
     }
 
-    /// Why it has stopped.
+    /// Returns why the member has stopped, if it has.
     #[must_use]
     pub const fn stopped(&self) -> Option<&Reason> {
         self.stopped.as_ref()
     }
 
-    /// All other members of the view.
+    /// Returns all other members of the view.
     pub(super) fn others(&self) -> BTreeSet<MemberId> {
         let mut ids = self.view().map(View::ids).unwrap_or_default();
         ids.remove(&self.me.id);
         ids
     }
 
-    /// Members that are not given up, this one included.
+    /// Returns the members that are not considered lost, this one included.
     pub(super) fn heard(&self) -> BTreeSet<MemberId> {
         self.view().map(|view| &view.ids() - &self.silent).unwrap_or_default()
     }
 
-    /// Whether all members ask for a view of the same members.
+    /// Returns whether all members have asked for a view of the same members.
     pub(super) fn all_ask_to_repeat(&self) -> bool {
         self.view().is_some_and(|view| view.ids().is_subset(&self.repeats))
     }
 
-    /// Whether these may decide.
+    /// Returns whether these members are a quorum, which may decide a view.
     pub(super) fn is_quorum(&self, voters: &BTreeSet<MemberId>) -> bool {
         #[cfg(test)]
         if self.one_vote_is_a_majority {

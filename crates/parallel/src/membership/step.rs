@@ -1,4 +1,4 @@
-//! The pure function: what a member does when something happens.
+//! The transition function of a member.
 
 mod announce;
 mod change;
@@ -10,16 +10,16 @@ use farflung_base::Nanos;
 
 use super::{Action, Event, Kept, Member, MemberId, Message, Place, Reason, State, View};
 
-/// What becomes of a member when something happens, and what it does then.
+/// Returns the next state of a member after an event, and the actions to execute. A pure function.
 ///
-/// `now` must not be earlier than in the step before. A state that has stopped stays as it is.
+/// `now` must not be earlier than in the previous call. A stopped state does not change.
 pub fn step(mut state: State, event: Event, now: Nanos) -> (State, Vec<Action>) {
     let actions = state.step(event, now);
     (state, actions)
 }
 
 impl State {
-    /// As [`step`], in place.
+    /// Applies an event as [`step`] does, in place.
     pub fn step(&mut self, event: Event, now: Nanos) -> Vec<Action> {
         let mut step = Step { state: self, now, actions: Vec::new() };
         if step.state.stopped.is_none() {
@@ -30,7 +30,7 @@ impl State {
     }
 }
 
-/// A step under way.
+/// Context of one call of [`step`].
 struct Step<'a> {
     state: &'a mut State,
     now: Nanos,
@@ -38,7 +38,7 @@ struct Step<'a> {
 }
 
 impl Step<'_> {
-    /// Takes up an event. Returns whether it is a moment for leaves and admissions.
+    /// Applies an event to the state. Returns whether leaves and admissions may be proposed now.
     fn take(&mut self, event: Event) -> bool {
         match event {
             Event::Message { from, message } if from != self.state.me.id => self.receive(from, message),
@@ -71,13 +71,13 @@ impl Step<'_> {
         false
     }
 
-    /// Does what is due.
+    /// Sends messages and continues proposals that are due.
     fn advance(&mut self, admit: bool) {
         let Some(mut place) = self.place().filter(|_| self.state.stopped.is_none()) else { return };
-        // Members know the view before they are asked about the next.
+        // The view is sent before requests about the next one.
         self.tell();
         self.pursue(admit);
-        // A member that decides alone may have the next change to propose at once.
+        // A member that is a quorum by itself may have the next change to propose at once.
         while let Some(next) = self.place().filter(|&next| next != place && self.state.stopped.is_none()) {
             place = next;
             self.tell();
@@ -90,7 +90,7 @@ impl Step<'_> {
         self.wake();
     }
 
-    /// A message. What belongs to another view is answered or dropped before anything looks into it.
+    /// Handles a message. A message about another view is answered or dropped here, before its content is used.
     fn receive(&mut self, from: MemberId, message: Message) {
         match message {
             Message::Decided { view } => self.decided(from, view, Told::Decision),
@@ -106,7 +106,7 @@ impl Step<'_> {
                 } else if at < mine {
                     self.send_view(from);
                 } else if at > mine {
-                    // Asks for the view.
+                    // The sender is ahead: requests its view.
                     self.send(from, Message::Here { at: mine });
                 } else if self.view().is_some_and(|view| view.has(&from)) {
                     self.receive_from_member(from, message);
@@ -115,15 +115,15 @@ impl Step<'_> {
         }
     }
 
-    /// A newcomer may be in the sender's view, and the one who decided that may have died: asks for it.
+    /// Requests the sender's view: this newcomer may be in it, and the member that decided it may have died.
     fn ask_for_view(&mut self, from: MemberId, message: &Message) {
-        // Two newcomers would ask each other without end.
+        // Otherwise two newcomers would ask each other forever.
         if !matches!(message, Message::Here { .. }) {
             self.send(from, Message::Here { at: Place { incarnation: 0, epoch: 0 } });
         }
     }
 
-    /// A message of a member of this view, about this view.
+    /// Handles a message about this view from one of its members.
     fn receive_from_member(&mut self, from: MemberId, message: Message) {
         match message {
             Message::Here { .. } => {
@@ -150,7 +150,7 @@ impl Step<'_> {
         }
     }
 
-    /// A member or newcomer is given up.
+    /// Marks a member as lost, or removes a newcomer from those that are ready.
     fn give_up(&mut self, id: MemberId) {
         self.state.ready.remove(&id);
         let is_other = id != self.state.me.id && self.view().is_some_and(|view| view.has(&id));
@@ -159,7 +159,7 @@ impl Step<'_> {
         }
     }
 
-    /// A newcomer is ready.
+    /// Adds a newcomer that is ready.
     fn ready(&mut self, member: Member) {
         let Some(view) = self.view() else { return };
         let is_member = view.members.iter().any(|m| m.id == member.id && m.slot == member.slot);
@@ -176,7 +176,7 @@ impl Step<'_> {
         self.view().map(View::place)
     }
 
-    /// What is kept has changed.
+    /// Requests that the changed [`Kept`] is written.
     fn keep(&mut self) {
         self.actions.extend(self.state.kept.clone().map(Action::Keep));
     }
@@ -189,7 +189,7 @@ impl Step<'_> {
         self.actions.push(Action::Send { to, message });
     }
 
-    /// Answers a peer that is behind.
+    /// Sends the present view to a peer that is behind.
     fn send_view(&mut self, to: MemberId) {
         if let Some(view) = self.view().cloned() {
             self.send(to, Message::Stale { view });
@@ -201,7 +201,7 @@ impl Step<'_> {
         self.actions.push(Action::Stop(reason));
     }
 
-    /// Asks for the next tick.
+    /// Requests the next tick.
     fn wake(&mut self) {
         let state = &self.state;
         let alone = state.alone_since.map(|since| since.saturating_add(state.settings.patience));
@@ -215,11 +215,11 @@ impl Step<'_> {
     }
 }
 
-/// How a view came to be known.
+/// The kind of message that contained a view.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Told {
-    /// [`Message::Decided`].
+    /// A [`Message::Decided`].
     Decision,
-    /// [`Message::Stale`].
+    /// A [`Message::Stale`].
     Answer,
 }

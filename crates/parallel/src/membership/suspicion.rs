@@ -1,4 +1,5 @@
-//! Which members to remove where pairs of members do not hear each other, although the coordinator hears both.
+//! Choice of the members to remove when pairs of members do not hear each other, although the coordinator hears
+//! both.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,17 +7,17 @@ use farflung_base::Nanos;
 
 use super::{MemberId, Settings, View};
 
-/// What a member has said about others.
+/// One member's reports about members that it does not hear.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Suspicion {
-    /// Whom it has given up, and since when it says so.
+    /// Members that it considers lost, with the time of the first report about each.
     since: BTreeMap<MemberId, Nanos>,
-    /// When it last said so.
+    /// Time of its last report.
     said: Nanos,
 }
 
 impl Suspicion {
-    /// Takes up what the member says now. Whom it has named before keeps its time.
+    /// Records a new report. Members that were in the previous report keep their time.
     pub(super) fn update(&mut self, silent: &BTreeSet<MemberId>, now: Nanos) {
         self.since.retain(|id, _| silent.contains(id));
         for id in silent {
@@ -25,7 +26,8 @@ impl Suspicion {
         self.said = now;
     }
 
-    /// Whom it has given up since when; nobody where it has not repeated that for three of its slowest waits.
+    /// Returns the reported members with the times of their first reports. Returns none if the last report is
+    /// older than three times `slowest_resend`.
     pub(super) fn silent(
         &self,
         now: Nanos,
@@ -36,10 +38,10 @@ impl Suspicion {
     }
 }
 
-/// Members to remove so that of those left every pair hears each other: again and again the one in most
-/// broken pairs, ties to the one that joined last, never `spared`.
+/// Returns members to remove so that all remaining pairs hear each other. Greedy: repeatedly removes the member
+/// in the most broken pairs; if equal, the one that joined last. Never removes `spared`.
 ///
-/// `broken` are pairs of members of the view, in any order.
+/// `broken` contains pairs of members of the view, in any order.
 pub(super) fn cover(
     view: &View,
     mut broken: BTreeSet<(MemberId, MemberId)>,
@@ -48,7 +50,7 @@ pub(super) fn cover(
     let mut removed = BTreeSet::new();
     while !broken.is_empty() {
         let pairs_of = |id: &MemberId| broken.iter().filter(|(a, b)| a == id || b == id).count();
-        // The last of equals: members are sorted by when they joined.
+        // `max_by_key` returns the last maximum, and members are sorted by when they joined.
         let worst =
             view.members.iter().map(|member| member.id).filter(|id| id != spared).max_by_key(pairs_of);
         let Some(worst) = worst.filter(|id| pairs_of(id) > 0) else { break };

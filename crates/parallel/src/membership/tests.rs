@@ -1,4 +1,4 @@
-//! Helpers: members by number, and a network that delivers at once.
+//! Helpers for the tests: members by number, and a network that delivers immediately.
 
 mod agreement;
 mod changes;
@@ -28,7 +28,7 @@ pub(super) fn member(number: u32) -> Member {
 
 pub(super) const START: Start = Start { weights: Digest::new([7; 32]), plan: Digest::new([9; 32]) };
 
-/// Epoch 1 of members `0..n`; member 0 is the tie-breaker.
+/// Returns the view of epoch 1 with members `0..n`. Member 0 is the tie-breaker.
 pub(super) fn first(n: u32) -> View {
     let members: Vec<Member> = (0..n).map(member).collect();
     View::first(Place { incarnation: 1, epoch: 1 }, &members, START).unwrap()
@@ -38,23 +38,23 @@ pub(super) fn seconds(seconds: u64) -> Nanos {
     Nanos::from_millis(1000 * seconds)
 }
 
-/// Members with queues between them; nothing is lost unless a test says so.
+/// Members and one message queue. Messages are lost only on links that a test cuts.
 #[derive(Default)]
 pub(super) struct Net {
     pub(super) now: Nanos,
     pub(super) states: BTreeMap<MemberId, State>,
-    /// What each has kept.
+    /// State that each member has written to disk.
     pub(super) disks: BTreeMap<MemberId, Kept>,
     pub(super) stops: BTreeMap<MemberId, Reason>,
     pub(super) installed: Vec<(MemberId, View)>,
     pub(super) queue: VecDeque<(MemberId, MemberId, Message)>,
-    /// Links that lose everything, from and to.
+    /// Links that lose all messages, as (sender, receiver).
     pub(super) cut: BTreeSet<(MemberId, MemberId)>,
     wakes: BTreeMap<MemberId, Nanos>,
 }
 
 impl Net {
-    /// Members `0..n` in their first view.
+    /// Creates members `0..n` in their first view.
     pub(super) fn of(n: u32) -> Self {
         let mut net = Self::default();
         for number in 0..n {
@@ -69,13 +69,13 @@ impl Net {
         self.states.insert(id, state);
     }
 
-    /// A member's process dies without a word.
+    /// Crashes a member's process.
     pub(super) fn kill(&mut self, number: u32) {
         assert!(self.states.remove(&id(number)).is_some());
         self.wakes.remove(&id(number));
     }
 
-    /// One step of a member. What it sends is queued.
+    /// Passes an event to a member and queues the messages that it sends.
     pub(super) fn step(&mut self, who: MemberId, event: Event) {
         let Some(state) = self.states.get_mut(&who) else { return };
         for action in state.step(event, self.now) {
@@ -103,7 +103,7 @@ impl Net {
         self.step(id(number), event);
     }
 
-    /// All of these give up `lost`.
+    /// Tells each of the members `by` that `lost` are silent.
     pub(super) fn give_up(&mut self, by: &[u32], lost: &[u32]) {
         for &by in by {
             for &lost in lost {
@@ -112,14 +112,14 @@ impl Net {
         }
     }
 
-    /// Delivers until nothing is under way.
+    /// Delivers messages until the queue is empty.
     pub(super) fn settle(&mut self) {
         while let Some((from, to, message)) = self.queue.pop_front() {
             self.step(to, Event::Message { from, message });
         }
     }
 
-    /// Settles, and lets so much time pass with all ticks at their times.
+    /// Delivers all messages and advances time by `span`, with all ticks at their times.
     pub(super) fn pass(&mut self, span: Nanos) {
         let end = self.now + span;
         self.settle();
@@ -138,7 +138,7 @@ impl Net {
         self.states[&id(number)].view().unwrap()
     }
 
-    /// The numbers of a member's view, in its order.
+    /// Returns the numbers of the members in a member's view, in the view's order.
     pub(super) fn members(&self, number: u32) -> Vec<u32> {
         let members = self.view(number).members.iter();
         members.map(|member| u32::from_be_bytes(member.id.0[28..].try_into().unwrap())).collect()

@@ -1,4 +1,4 @@
-//! A view: the members of a run in one epoch, and the rules by which one follows another.
+//! Views: the members of a run in one epoch, and the rules by which one view may follow another.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -8,31 +8,31 @@ use serde::{Deserialize, Serialize};
 use super::{Member, MemberId};
 use crate::plan::Digest;
 
-/// The members of a run from one epoch to the next.
+/// The members of a run during one epoch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct View {
-    /// Which view of the run it is: the first has 1.
+    /// Number of the view in the run; the first view has 1.
     pub epoch: u64,
-    /// How often a host has started the run again from a checkpoint.
+    /// Number of the incarnation: it grows each time a host restarts the run from a checkpoint.
     pub incarnation: u64,
-    /// The members, by the epoch in which they joined, then by id.
+    /// The members, sorted by the epoch in which they joined, then by id.
     pub members: Vec<Member>,
-    /// The digest of the view before; zeros for the first.
+    /// Digest of the previous view; zeros for the first.
     pub parent: Digest,
-    /// The digest of the weights at its start.
+    /// Digest of the weights at the start of the view.
     pub weights: Digest,
-    /// The digest of the plan at its start.
+    /// Digest of the plan at the start of the view.
     pub plan: Digest,
-    /// The member that counts one and a half.
+    /// Id of the member whose vote counts one and a half.
     pub tie_breaker: MemberId,
 }
 
-/// Which view of which incarnation: later views compare greater.
+/// Identifies a view within its run. Later views compare greater.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Place {
-    /// As [`View::incarnation`].
+    /// The view's [`View::incarnation`].
     pub incarnation: u64,
-    /// As [`View::epoch`].
+    /// The view's [`View::epoch`].
     pub epoch: u64,
 }
 
@@ -42,80 +42,81 @@ impl fmt::Display for Place {
     }
 }
 
-/// What a view says about the run at its start, besides its members.
+/// The digests that a view contains besides its members.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Start {
-    /// The digest of the weights.
+    /// Digest of the weights.
     pub weights: Digest,
-    /// The digest of the plan.
+    /// Digest of the plan.
     pub plan: Digest,
 }
 
-/// Why a view is not valid, or does not follow another.
+/// Reason why a view is not valid or does not follow another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ViewFault {
-    /// No members.
+    /// The view has no members.
     #[error("a view without members")]
     Empty,
-    /// A member is missing that should be in it.
+    /// This member is missing from the view.
     #[error("{0} is not in the view, or has another slot")]
     NotIn(MemberId),
-    /// Another view of an epoch that is decided. This breaks the promise that there is one: a member has lost
-    /// its votes.
+    /// A different view of an epoch that is already decided. This violates the guarantee of one view per epoch:
+    /// a member has lost its votes.
     #[error("another view of {0}")]
     Another(Place),
-    /// Too many members.
+    /// The view has too many members.
     #[error("a view of {0} members: at most {most}", most = View::MOST_MEMBERS)]
     TooLarge(usize),
-    /// Members are not in order, or one is there twice.
+    /// The members are not sorted, or this member is listed twice.
     #[error("members of a view are not sorted by (joined, id), or {0} is there twice")]
     Unsorted(MemberId),
-    /// A slot is there twice.
+    /// Two members have this slot.
     #[error("two members of a view have slot {0}")]
     SlotTwice(u32),
-    /// A member joins in an epoch after the view's.
+    /// This member joined in an epoch after the view's.
     #[error("{0} joined after its view's epoch")]
     JoinedLater(MemberId),
-    /// The tie-breaker is not a member, or is not the one that follows by the rule.
+    /// The tie-breaker is not a member, or not the one that the rules determine.
     #[error("the tie-breaker {0} is not the one that the rule gives")]
     TieBreaker(MemberId),
-    /// Not the next epoch of the same incarnation.
+    /// The view is not of the next epoch of the same incarnation.
     #[error("{found} does not follow {old}")]
     Place {
-        /// The view before.
+        /// Place of the previous view.
         old: Place,
-        /// The view that is wrong.
+        /// Place of the invalid view.
         found: Place,
     },
-    /// Another parent.
+    /// The view has another parent.
     #[error("a view whose parent is {found}, expected {expected}")]
     Parent {
-        /// The digest of the old view.
+        /// Digest of the previous view.
         expected: Digest,
-        /// The parent that the view names.
+        /// Parent digest in the view.
         found: Digest,
     },
-    /// Members leave and others come.
+    /// The view both removes this member and admits newcomers.
     #[error("a view that removes {0} and admits newcomers")]
     RemovesAndAdmits(MemberId),
-    /// More newcomers than members.
+    /// The view admits more newcomers than the previous view had members.
     #[error("a view that admits {newcomers} newcomers to {members} members")]
     TooManyNewcomers {
-        /// Members that are new.
+        /// Number of newcomers.
         newcomers: usize,
-        /// Members of the old view.
+        /// Number of members of the previous view.
         members: usize,
     },
 }
 
 impl View {
-    /// The most members of a view.
+    /// Maximum number of members of a view.
     pub const MOST_MEMBERS: usize = 2048;
 
-    /// The first view of a run, or of an incarnation of it. The tie-breaker is the first member by id.
+    /// Creates the first view of a run or of an incarnation. The tie-breaker is the first member by id.
     ///
-    /// `epoch` is 1, or for a run that goes on from a checkpoint the epoch after the newest one it knows.
+    /// The epoch in `place` is 1. For a run that continues from a checkpoint, it is the epoch after the newest
+    /// one that the checkpoint names.
     ///
     /// Errors: as [`View::check`].
     pub fn first(place: Place, members: &[Member], start: Start) -> Result<Self, ViewFault> {
@@ -135,31 +136,32 @@ impl View {
         Ok(view)
     }
 
-    /// Where it stands among the views of its run.
+    /// Returns the view's place in its run.
     #[must_use]
     pub const fn place(&self) -> Place {
         Place { incarnation: self.incarnation, epoch: self.epoch }
     }
 
-    /// The member of that name.
+    /// Returns the member with this id.
     #[must_use]
     pub fn member(&self, id: &MemberId) -> Option<&Member> {
         self.members.iter().find(|member| member.id == *id)
     }
 
-    /// Whether it is a member.
+    /// Returns whether the view has a member with this id.
     #[must_use]
     pub fn has(&self, id: &MemberId) -> bool {
         self.member(id).is_some()
     }
 
-    /// The names of all members.
+    /// Returns the ids of all members.
     #[must_use]
     pub fn ids(&self) -> BTreeSet<MemberId> {
         self.members.iter().map(|member| member.id).collect()
     }
 
-    /// The blake3 hash of the view's fields, integers little endian: equal views have equal digests.
+    /// Returns the blake3 hash of the view's fields, with integers in little endian. Equal views have equal
+    /// digests.
     #[must_use]
     pub fn digest(&self) -> Digest {
         let mut hash = blake3::Hasher::new();
@@ -179,16 +181,17 @@ impl View {
         Digest::new(*hash.finalize().as_bytes())
     }
 
-    /// Whether these members are more than half of the view, where the tie-breaker counts one and a half.
+    /// Returns whether these members are a majority: whether they have more than half of all votes, where the
+    /// tie-breaker's vote counts one and a half and every other vote one.
     ///
-    /// Two sets that both are share a member. Names of strangers do not count.
+    /// Any two majorities share a member. Ids that are not in the view do not count.
     #[must_use]
     pub fn has_majority(&self, voters: &BTreeSet<MemberId>) -> bool {
         let halves: usize = voters.iter().map(|id| self.half_votes(id)).sum();
         2 * halves > 2 * self.members.len() + 1
     }
 
-    /// Twice what a member counts: an integer.
+    /// Returns twice the weight of a member's vote, which is an integer.
     fn half_votes(&self, id: &MemberId) -> usize {
         match self.has(id) {
             true if *id == self.tie_breaker => 3,
@@ -197,23 +200,26 @@ impl View {
         }
     }
 
-    /// The member that proposes: of those not silent the one that joined first, ties by id.
+    /// Returns the coordinator, the member that proposes the next view: the first in the view's order that is
+    /// not in `silent`.
     #[must_use]
     pub fn coordinator(&self, silent: &BTreeSet<MemberId>) -> Option<&MemberId> {
         self.members.iter().map(|member| &member.id).find(|id| !silent.contains(id))
     }
 
-    /// The next view without these members; `None` where nobody would be left, or nobody leaves.
+    /// Returns the next view without these members. `None` if no member would remain, or if none of them is in
+    /// the view.
     #[must_use]
     pub fn without(&self, lost: &BTreeSet<MemberId>, start: Start) -> Option<Self> {
         let left: Vec<Member> = self.members.iter().filter(|m| !lost.contains(&m.id)).copied().collect();
         (left.len() < self.members.len()).then(|| self.next(left, start)).flatten()
     }
 
-    /// The next view with these newcomers; `None` where none is new.
+    /// Returns the next view with these newcomers added. `None` if none of them can be added.
     ///
-    /// At most as many come in as there are members, first by id: then the old members alone have a majority
-    /// of the new view, so that newcomers that die cannot stop the run. The others wait for the view after.
+    /// Admits at most as many newcomers as there are members, first by id. The old members alone then have a
+    /// majority of the new view, so newcomers that fail cannot stop the run. The other newcomers must wait for
+    /// a later view.
     #[must_use]
     pub fn with(&self, newcomers: &[Member], start: Start) -> Option<Self> {
         let mut slots: BTreeSet<u32> = self.members.iter().map(|member| member.slot).collect();
@@ -231,13 +237,14 @@ impl View {
         (members.len() > self.members.len()).then(|| self.next(members, start)).flatten()
     }
 
-    /// The next view with the same members, for a step that is done again. `None` where it has no members.
+    /// Returns the next view with the same members, under which a failed step is repeated. `None` if the view
+    /// has no members.
     #[must_use]
     pub fn again(&self, start: Start) -> Option<Self> {
         self.next(self.members.clone(), start)
     }
 
-    /// The next epoch's view of these members, which are sorted.
+    /// Returns the next epoch's view with these members, which must be sorted.
     fn next(&self, members: Vec<Member>, start: Start) -> Option<Self> {
         let tie_breaker = self.next_tie_breaker(&members)?;
         Some(Self {
@@ -251,13 +258,15 @@ impl View {
         })
     }
 
-    /// The tie-breaker stays while it is a member; else the first member takes its place.
+    /// Returns the tie-breaker of the next view: the same one if it is still a member, otherwise the first
+    /// member.
     fn next_tie_breaker(&self, members: &[Member]) -> Option<MemberId> {
         let stays = members.iter().any(|member| member.id == self.tie_breaker);
         if stays { Some(self.tie_breaker) } else { members.first().map(|member| member.id) }
     }
 
-    /// Whether it is a view at all: members in order, each once, the tie-breaker among them.
+    /// Checks the view by itself: members sorted and distinct, slots distinct, the tie-breaker among the
+    /// members.
     ///
     /// Errors: the rule that is broken.
     pub fn check(&self) -> Result<(), ViewFault> {
@@ -285,8 +294,8 @@ impl View {
         if ids.contains(&self.tie_breaker) { Ok(()) } else { Err(ViewFault::TieBreaker(self.tie_breaker)) }
     }
 
-    /// Whether it may follow `old`: the next epoch, without some of its members, with newcomers, or with the
-    /// same members.
+    /// Checks that the view may follow `old`: it is of the next epoch, and it either removes members, admits
+    /// newcomers, or keeps the same members.
     ///
     /// Errors: the rule that is broken.
     pub fn follows(&self, old: &Self) -> Result<(), ViewFault> {
@@ -319,7 +328,7 @@ impl View {
     }
 }
 
-/// What members of a view are sorted by.
+/// Sort key of the members of a view.
 const fn order(member: &Member) -> (u64, MemberId) {
     (member.joined, member.id)
 }

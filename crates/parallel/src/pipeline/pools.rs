@@ -1,4 +1,4 @@
-//! Stages that are pools of ranks: unequally many for each stage, of unequal speeds.
+//! Stages that are pools of ranks. Pools may differ in size, and ranks in speed.
 
 use farflung_base::{Nanos, Rank, StageId};
 
@@ -9,7 +9,8 @@ use crate::swarm::{PeerRate, Wiring};
 
 /// A pipeline in which each stage is held by a pool of ranks. A microbatch passes one rank of each pool.
 ///
-/// Ranks count pool by pool: with sizes 1 and 2, rank 0 holds the first stage, ranks 1 and 2 hold the second.
+/// Ranks are numbered pool by pool: with sizes 1 and 2, rank 0 holds the first stage, ranks 1 and 2 hold the
+/// second.
 ///
 /// ```
 /// use farflung_parallel::pipeline::Pools;
@@ -21,45 +22,45 @@ use crate::swarm::{PeerRate, Wiring};
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pools {
-    /// Ranks of each stage.
+    /// Number of ranks of each stage.
     pub sizes: Vec<u32>,
-    /// How fast each rank is beside the others of its pool: microbatches in the same time.
+    /// Speed of each rank relative to the others of its pool: microbatches in the same time.
     pub rates: Vec<u32>,
 }
 
-/// What has no sense in [`Pools`].
+/// An invalid field of [`Pools`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PoolsFault {
-    /// `sizes` or `rates`.
+    /// Name of the field: `sizes` or `rates`.
     pub field: &'static str,
-    /// What it had to be.
+    /// Description of a valid value.
     pub expected: String,
 }
 
 impl Pools {
-    /// The highest rate.
+    /// Maximum rate.
     pub const MOST: u32 = 1_000_000;
 
-    /// Pools whose ranks are equally fast.
+    /// Creates pools whose ranks all have rate 1.
     #[must_use]
     pub fn equal(sizes: Vec<u32>) -> Self {
         let ranks = sizes.iter().sum::<u32>();
         Self { sizes, rates: vec![1; ranks as usize] }
     }
 
-    /// Number of stages.
+    /// Returns the number of stages.
     #[must_use]
     pub const fn stages(&self) -> u32 {
         self.sizes.len() as u32
     }
 
-    /// Number of ranks, as the sizes have it.
+    /// Returns the number of ranks, the sum of the sizes.
     #[must_use]
     pub fn ranks(&self) -> u32 {
         self.sizes.iter().fold(0, |sum, &size| sum.saturating_add(size))
     }
 
-    /// The first rank of each pool.
+    /// Returns the first rank of each pool.
     #[must_use]
     pub fn firsts(&self) -> Vec<u32> {
         let mut next = 0_u32;
@@ -71,20 +72,22 @@ impl Pools {
         self.sizes.iter().map(first).collect()
     }
 
-    /// The stage that a rank holds.
+    /// Returns the stage of a rank. `None` if there is no such rank.
     #[must_use]
     pub fn stage_of(&self, rank: u32) -> Option<u32> {
         let firsts = self.firsts();
         (rank < self.ranks()).then(|| firsts.iter().filter(|&&first| first <= rank).count() as u32 - 1)
     }
 
-    /// The fewest microbatches of a step: with fewer a rank of the largest pool would have none.
+    /// Returns the minimum number of microbatches of a step. With fewer, a rank of the largest pool would have
+    /// none.
     #[must_use]
     pub fn fewest(&self) -> u32 {
         self.sizes.iter().copied().max().unwrap_or(1)
     }
 
-    /// Relative rates as whole numbers: all 1 where they are equal, else thousandths of the fastest.
+    /// Converts speeds into relative rates: all 1 if the speeds are equal, otherwise thousandths of the
+    /// fastest, at least 1.
     #[must_use]
     pub fn whole_rates(speeds: &[f64]) -> Vec<u32> {
         let fastest = speeds.iter().copied().fold(0.0_f64, f64::max);
@@ -94,7 +97,7 @@ impl Pools {
         speeds.iter().map(|speed| ((1000.0 * speed / fastest).round() as u32).max(1)).collect()
     }
 
-    /// The first thing that cannot be, if any.
+    /// Returns the first invalid field, if any.
     #[must_use]
     pub fn fault(&self) -> Option<PoolsFault> {
         let fault = |field, expected: &str| Some(PoolsFault { field, expected: expected.to_owned() });
@@ -117,13 +120,14 @@ impl Pools {
         None
     }
 
-    /// The rank that each microbatch of a step passes at each stage: in each pool by interleaved weighted round
-    /// robin over the rates. Every rank has a microbatch if there are [`Pools::fewest`].
+    /// Returns the rank that each microbatch passes at each stage, as `routes[microbatch][stage]`. In each
+    /// pool, microbatches are assigned by interleaved weighted round robin over the rates. Every rank has a
+    /// microbatch if there are at least [`Pools::fewest`].
     ///
-    /// Source: Ryabinin et al. 2023, "SWARM", algorithm 1. Differs: all of a step is decided before it begins,
-    /// as part of the plan, so that each microbatch counts once whoever is late.
+    /// Source: Ryabinin et al. 2023, "SWARM", algorithm 1. Differs: the routes of a step are fixed by the plan
+    /// before it begins, so that each microbatch counts exactly once even if a rank is late.
     ///
-    /// Errors: [`ParallelError::Plan`] for [`Pools::fault`].
+    /// Errors: [`ParallelError::Plan`] with the invalid field if [`Pools::fault`] returns one.
     pub fn routes(&self, microbatches: u32) -> Result<Vec<Vec<Rank>>, ParallelError> {
         if let Some(PoolsFault { field, expected }) = self.fault() {
             let value = format!("{:?}", if field == "sizes" { &self.sizes } else { &self.rates });
@@ -143,15 +147,16 @@ impl Pools {
         Ok(routes)
     }
 
-    /// The order of a step's work: a list schedule over the routes.
+    /// Returns the order of a step's work, made by list scheduling over the routes.
     ///
-    /// `cost` is what each stage takes on the slowest rank of its pool, or one cost for all; `hop` what a
-    /// message takes. A rank holds at most `memory` microbatches; unless told as many as keep the ranks of its
-    /// stage and of those behind it busy, messages' way included, shared out by its microbatches. Where a
-    /// pool's ranks are unequally fast it is twice as many: microbatches do not come back in the order in which
-    /// they left.
+    /// `cost` is the cost of each stage on the slowest rank of its pool, or one cost for all stages; `hop` is
+    /// the time of a message. A rank holds at most `memory` microbatches. By default, the limit is enough to
+    /// keep the ranks of its stage and of later stages busy, message times included, in proportion to the
+    /// rank's microbatches. It is doubled if the ranks of a pool differ in speed, because microbatches then
+    /// return in another order than they left.
     ///
-    /// Errors: those of [`Pools::routes`]; [`ParallelError::PerStage`]; those of [`ComputeOrder::new`].
+    /// Errors: those of [`Pools::routes`]; [`ParallelError::PerStage`] if the number of costs is neither 1 nor
+    /// the number of stages; those of [`ComputeOrder::new`].
     pub fn order(
         &self,
         microbatches: u32,
@@ -174,7 +179,7 @@ impl Pools {
         Routed { routes: &routes, times: &times, hops: &hops, held: &held }.order()
     }
 
-    /// Pairs of ranks of which the first may hand microbatches to the second.
+    /// Returns all pairs of ranks of which the first may send microbatches to the second.
     pub fn neighbours(&self) -> impl Iterator<Item = (Rank, Rank)> {
         let pools: Vec<_> = self.pools().collect();
         (1..pools.len()).flat_map(move |next| {
@@ -183,8 +188,8 @@ impl Pools {
         })
     }
 
-    /// What each stage of a placement over these pools takes on its own rank, where `cost` is what it takes on
-    /// the slowest.
+    /// Returns the cost of each stage of a placement on its own rank. `cost` is the cost of each part on the
+    /// slowest rank of its pool.
     #[must_use]
     pub fn own_costs(&self, placement: &Placement, cost: &[StageCost]) -> Vec<StageCost> {
         let times = self.times(cost);
@@ -202,7 +207,7 @@ impl Pools {
             .map(|(first, &size)| first as usize..(first + size) as usize)
     }
 
-    /// What each rank takes, where a stage's cost is that on the slowest rank of the pool.
+    /// Returns the times of each rank. `cost` is the cost of each stage on the slowest rank of its pool.
     fn times(&self, cost: &[StageCost]) -> Vec<RankTimes> {
         let of_pool = |(pool, cost): (std::ops::Range<usize>, &StageCost)| {
             let rates = &self.rates[pool];
@@ -218,14 +223,14 @@ impl Pools {
         self.pools().zip(cost).flat_map(of_pool).collect()
     }
 
-    /// Microbatches that each rank may hold.
+    /// Returns the number of microbatches that each rank may hold by default; see [`Pools::order`].
     fn held(&self, routes: &[Vec<Rank>], times: &[RankTimes], hop: Nanos) -> Vec<u32> {
         let mut counts = vec![0_u128; times.len()];
         for rank in routes.iter().flatten() {
             counts[rank.index()] += 1;
         }
         let all = routes.len().max(1) as u128;
-        // The time of a microbatch in the slowest pool, its work shared out by the routes.
+        // The mean time per microbatch of the busiest rank: its work in the step divided by all microbatches.
         let busy = |rank: usize| {
             let RankTimes { forward, input, weight } = times[rank];
             counts[rank] * u128::from(forward.saturating_add(input).saturating_add(weight).0)
@@ -302,11 +307,11 @@ mod tests {
             simulate(&order, &cost).unwrap().makespan()
         };
         let (one, two) = (makespan(&[1, 1]), makespan(&[1, 2]));
-        // 16 microbatches of 7 ms, or of 3.5 ms with two.
+        // 16 microbatches of 7 ms with one rank, of 3.5 ms with two.
         assert!(one.0 >= 112_000_000 && two.0 < 66_000_000, "{one} {two}");
     }
 
-    /// Six machines of unequal speed in their best pools: the slowest pool hardly waits.
+    /// With six machines of unequal speed in their best pools, the slowest pool hardly waits.
     #[test]
     fn unequal_ranks_keep_the_slowest_pool_busy() {
         let pools = pools(&[1, 2, 3], &[4, 3, 1, 2, 2, 1]);
@@ -325,7 +330,7 @@ mod tests {
                 ..PipelineCost::uniform(&order, StageCost::UNIT, Boundary::latency(hop))
             };
             let took = simulate(&order, &cost).unwrap().makespan();
-            // Pools of four microbatches in three milliseconds.
+            // Each pool can compute four microbatches in three milliseconds.
             let bound = f64::from(microbatches) * 0.75e6;
             assert!(bound / took.0 as f64 >= share, "{microbatches}: {took}");
             assert!(peaks(&order).iter().all(|&peak| peak <= 16), "{:?}", peaks(&order));

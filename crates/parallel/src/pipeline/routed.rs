@@ -1,5 +1,4 @@
-//! An order for microbatches that take different ways through a pipeline's ranks: a list schedule over the
-//! routes.
+//! List scheduling for microbatches that take different routes through the ranks of a pipeline.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -8,21 +7,22 @@ use farflung_base::{Nanos, Rank};
 use super::{Action, ComputeKind, ComputeOrder, Op, Placement};
 use crate::ParallelError;
 
-/// What the list schedule is made from.
+/// Input of the list scheduler.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Routed<'a> {
-    /// The rank that each microbatch passes at each stage. A rank serves one stage, and each has a microbatch.
+    /// The rank that each microbatch passes at each stage, `routes[microbatch][stage]`. A rank serves one stage
+    /// and has at least one microbatch.
     pub(crate) routes: &'a [Vec<Rank>],
-    /// What each rank takes for a microbatch, by rank.
+    /// Times of each rank for a microbatch.
     pub(crate) times: &'a [RankTimes],
-    /// From each stage to the next: activations, and gradients on the way back.
+    /// Message times between each stage and the next.
     pub(crate) hops: &'a [Hop],
-    /// Microbatches that each rank may hold, from their forwards to their weights' gradients; at least 1. By
-    /// rank.
+    /// Maximum number of microbatches that each rank may hold at a time, from the forward pass to the weight
+    /// gradients; at least 1.
     pub(crate) held: &'a [u32],
 }
 
-/// What a rank takes for a microbatch.
+/// Times of a rank for the forward pass, input gradients and weight gradients of a microbatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RankTimes {
     pub(crate) forward: Nanos,
@@ -30,7 +30,7 @@ pub(crate) struct RankTimes {
     pub(crate) weight: Nanos,
 }
 
-/// What a message takes between two stages.
+/// Times of the messages between two stages, in both directions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Hop {
     pub(crate) activation: Nanos,
@@ -38,14 +38,16 @@ pub(crate) struct Hop {
 }
 
 impl Routed<'_> {
-    /// Each rank does what is ready first, and of that gradients before forwards, since other ranks wait for
-    /// them. Backwards are split: `I` as soon as its gradient is there, `W` where the rank would stand still
-    /// otherwise.
+    /// Returns the order. Each rank runs the operation that is ready first; if several are, input gradients go
+    /// before forward passes, because other ranks wait for them. Backward passes are split: `I` (input
+    /// gradient) runs as soon as its output gradient has arrived, `W` (weight gradient) runs when the rank
+    /// would otherwise be idle.
     ///
-    /// Nobody waits for ever: a rank that holds all that it may has handed these microbatches on, and the last
-    /// stage never waits for another with the gradient of what it has.
+    /// The schedule cannot deadlock: a rank that holds its maximum has sent these microbatches on, and the last
+    /// stage computes the gradient of a microbatch without waiting for another rank.
     ///
-    /// Each way through the ranks is a copy of the model in the order's placement, numbered by first use.
+    /// Each distinct route through the ranks is one copy of the model in the order's placement, numbered by
+    /// first use.
     ///
     /// Errors: those of [`Placement::new`] and [`ComputeOrder::new`].
     pub(crate) fn order(self) -> Result<ComputeOrder, ParallelError> {
@@ -67,25 +69,25 @@ impl Routed<'_> {
     }
 }
 
-/// A rank on its way through its work.
+/// Simulation state of one rank.
 #[derive(Debug, Default)]
 struct Worker {
     stage: usize,
     free: Nanos,
     held: u32,
-    /// What waits for a forward, and for the gradient of its input, by arrival.
+    /// Microbatches ready for their forward pass, with arrival times.
     forwards: BTreeSet<(Nanos, usize)>,
     gradients: BTreeSet<(Nanos, usize)>,
-    /// Weights' gradients that wait.
+    /// Microbatches whose weight gradient is pending.
     weights: VecDeque<usize>,
     list: Vec<Op>,
 }
 
-/// What a worker does next, from when on.
+/// The next operation of a worker and its start time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Next {
     start: Nanos,
-    /// Gradients first.
+    /// Gradients sort first.
     kind: Turn,
     microbatch: usize,
 }
@@ -127,7 +129,7 @@ impl<'a> Walk<'a> {
             .then(|| first(&worker.forwards, Turn::Forward))
             .flatten();
         let head = [first(&worker.gradients, Turn::Gradient), forward].into_iter().flatten().min();
-        // Rather than standing still, also where what comes next then begins a little later.
+        // A weight gradient fills idle time, even if it delays the next operation a little.
         let idle = head.is_none_or(|head| head.start > worker.free);
         let weight = worker.weights.front().copied().filter(|_| idle);
         weight.map(|microbatch| Next { start: worker.free, kind: Turn::Weight, microbatch }).or(head)

@@ -1,4 +1,4 @@
-//! Whether a plan can be carried out. Every refusal names the field.
+//! Checks of a plan. Every error names the field.
 
 use std::collections::BTreeSet;
 
@@ -8,13 +8,13 @@ use super::{Level, NO_CODEC, Part, Plan, Recompute, ScheduleSource};
 use crate::pipeline::{ComputeOrder, Pools, PoolsFault, Settings, StageCost, Tie, Updates};
 use crate::{Axis, ParallelError};
 
-/// The refusal of a field.
+/// Returns the error for a field with an invalid value.
 #[expect(clippy::needless_pass_by_value, reason = "values of any kind are named, mostly made for it")]
 fn refuse(field: impl Into<String>, value: impl ToString, expected: impl Into<String>) -> ParallelError {
     ParallelError::Plan { field: field.into(), value: value.to_string(), expected: expected.into() }
 }
 
-/// [`refuse`] unless `good`.
+/// Returns the error of [`refuse`] unless `good`.
 fn ensure(
     good: bool,
     field: impl Into<String>,
@@ -25,12 +25,11 @@ fn ensure(
 }
 
 impl Plan {
-    /// Whether all of the plan can be carried out. Names of codecs and methods of synchronisation are checked
-    /// by the crates that have their tables.
+    /// Checks that the plan can be executed. Does not check the names of codecs and synchronisation methods;
+    /// the crates that have their tables check them.
     ///
-    /// Errors: [`ParallelError::Plan`] with the field that is wrong, [`ParallelError::NotBuilt`] for a mesh
-    /// with other axes than data and pipeline, and what [`Method::order`](crate::pipeline::Method::order)
-    /// refuses.
+    /// Errors: [`ParallelError::Plan`] with the invalid field, [`ParallelError::NotBuilt`] for a mesh with axes
+    /// other than data and pipeline, and the errors of [`Method::order`](crate::pipeline::Method::order).
     pub fn check(&self) -> Result<(), ParallelError> {
         self.check_mesh()?;
         self.check_parts()?;
@@ -150,7 +149,8 @@ impl Plan {
         Ok(())
     }
 
-    /// Whether pools fit the plan: before an order is made, whose routes are as many as the sizes say.
+    /// Checks that the pools fit the plan. Called before an order is made, because an order allocates as many
+    /// routes as the sizes say.
     fn check_pools(&self, pools: &Pools) -> Result<(), ParallelError> {
         if let Some(PoolsFault { field, expected }) = pools.fault() {
             let value = if field == "sizes" { &pools.sizes } else { &pools.rates };
@@ -233,8 +233,8 @@ impl Plan {
         }
     }
 
-    /// Whether the inner level is what a hierarchical average does inside of its groups: the two are one
-    /// average.
+    /// Checks two levels. Together they are one hierarchical average, so the inner level must have the settings
+    /// that a hierarchical average uses inside its groups.
     fn check_two_levels(&self, inner: &Level, outer: &Level) -> Result<(), ParallelError> {
         let field = |name: &str| format!("level[0].{name}");
         let expected = "two groups or more, the regions of the level after it";
@@ -268,11 +268,12 @@ impl Plan {
         ensure(copies == 1, "level", "given 2 times", expected)
     }
 
-    /// The order of a replica's work with so many microbatches, given what stages and hops take; methods that
-    /// do not look at costs give the same order for any.
+    /// Returns the order of one replica's work for this number of microbatches. `cost` is the cost of each
+    /// stage and `hop` the time of a message between stages. Methods that ignore costs return the same order
+    /// for any cost.
     ///
-    /// Errors: as [`Method::order`](crate::pipeline::Method::order); [`ParallelError::Plan`] for lists of the
-    /// author's own that do not fit the plan.
+    /// Errors: those of [`Method::order`](crate::pipeline::Method::order); [`ParallelError::Plan`] for a
+    /// hand-written schedule that does not fit the plan.
     pub fn order_with(
         &self,
         microbatches: u32,
@@ -296,7 +297,7 @@ impl Plan {
         }
     }
 
-    /// What a method is asked for.
+    /// Returns the settings that are passed to a scheduling method.
     #[must_use]
     pub fn settings(&self, microbatches: u32, cost: &[StageCost], hop: Nanos) -> Settings {
         Settings {
@@ -309,7 +310,7 @@ impl Plan {
         }
     }
 
-    /// Whether an author's order fits.
+    /// Checks that a hand-written schedule fits the plan.
     fn check_own(&self, order: &ComputeOrder, microbatches: u32) -> Result<(), ParallelError> {
         let placement = order.placement();
         let field = "pipeline.schedule";

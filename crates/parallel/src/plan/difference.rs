@@ -1,4 +1,4 @@
-//! How two plans differ, field by field, and the digest by which ranks tell that they do not.
+//! The fields in which two plans differ, and the digest by which ranks check that their plans are equal.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,18 +7,18 @@ use serde::{Deserialize, Serialize};
 
 use super::Plan;
 
-/// A blake3 hash of what all ranks must agree on: of a plan's canonical text, a view, weights.
+/// A blake3 hash of something on which all ranks must agree: a plan's canonical text, a view, or weights.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Digest([u8; 32]);
 
 impl Digest {
-    /// A hash that was taken elsewhere.
+    /// Creates a digest from the bytes of a hash.
     #[must_use]
     pub const fn new(bytes: [u8; 32]) -> Self {
         Self(bytes)
     }
 
-    /// The hash.
+    /// Returns the bytes of the hash.
     #[must_use]
     pub const fn bytes(&self) -> &[u8; 32] {
         &self.0
@@ -40,11 +40,11 @@ impl fmt::Debug for Digest {
 /// A field in which two plans differ.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Difference {
-    /// The field, such as `level[0].codec`.
+    /// Name of the field, such as `level[0].codec`.
     pub field: String,
-    /// Its value in the first plan; `None` if that has no such field.
+    /// Value in the first plan. `None` if that plan does not have the field.
     pub left: Option<String>,
-    /// Its value in the second plan.
+    /// Value in the second plan. `None` if that plan does not have the field.
     pub right: Option<String>,
 }
 
@@ -56,13 +56,13 @@ impl fmt::Display for Difference {
 }
 
 impl Plan {
-    /// The blake3 hash of the canonical text, [`Plan`]'s own [`Display`](fmt::Display).
+    /// Returns the blake3 hash of the canonical text, which is the plan's [`Display`](fmt::Display).
     #[must_use]
     pub fn digest(&self) -> Digest {
         Digest(*blake3::hash(self.to_string().as_bytes()).as_bytes())
     }
 
-    /// The fields in which the plans differ, in alphabetical order.
+    /// Returns the fields in which the plans differ, in alphabetical order.
     #[must_use]
     pub fn differences(&self, other: &Self) -> Vec<Difference> {
         let (left, right) = (self.fields(), other.fields());
@@ -77,7 +77,7 @@ impl Plan {
             .collect()
     }
 
-    /// Every field with its value as it stands in the text.
+    /// Returns every field with its value as written in the canonical text.
     #[must_use]
     pub fn fields(&self) -> BTreeMap<String, String> {
         let table: toml::Table = self.to_string().parse().expect("a plan prints TOML");

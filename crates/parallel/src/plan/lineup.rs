@@ -1,41 +1,44 @@
-//! Who takes which place of a run's pipelines when its members change, and which values then move between them.
+//! Assignment of members to the ranks of a plan when the members of a run change, and the values that must then
+//! move between members.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Where a member stands in the plan before.
+/// The place that a member has in a plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Stood {
-    /// Its pipeline.
+    /// Index of its pipeline, or its index in its pool.
     pub replica: u32,
-    /// Its rank in that.
+    /// Its position in the pipeline: the stage.
     pub position: u32,
 }
 
-/// Which members form the pipelines of the next plan, and who is left over.
+/// The assignment of members to the pipelines of the next plan.
 ///
-/// With fewer members than the run's pipelines should have stages, all of them form one pipeline of as many
-/// stages as there are members, so that the model is cut anew. With more, there are as many whole pipelines as
-/// there can be, and the others are spares: members that hold no part until somebody is lost or others come.
-/// Or, where a pipeline is not whole, each stage is the pool of all that hold its part.
+/// If there are fewer members than stages, all members form one pipeline with as many stages as members, and
+/// the model is divided into new parts. Otherwise as many whole pipelines are formed as possible, and the
+/// remaining members are spares: they hold no part until another member is lost or more members join.
+/// Alternatively, if a pipeline is incomplete, each stage can be the pool of all members that hold its part.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lineup {
-    /// Stages of a pipeline.
+    /// Number of stages of a pipeline.
     pub stages: u32,
-    /// Members of each stage, where stages are pools of members; empty where pipelines are whole.
+    /// Number of members of each stage, if stages are pools of members. Empty if pipelines are whole.
     pub pools: Vec<u32>,
-    /// The member at each rank of the plan: rank `replica * stages + position`, or pool by pool. Numbers count
-    /// the members of the view.
+    /// The member at each rank of the plan, as an index into the view's members. Ranks are numbered pool by
+    /// pool, or `replica * stages + position`.
     pub ranks: Vec<usize>,
-    /// The others, in the view's order.
+    /// The members without a rank, in the view's order.
     pub spares: Vec<usize>,
 }
 
 impl Lineup {
-    /// Of a view's members with where each of them stands in a plan of pipelines of `before` stages; `None` of
-    /// one that holds no part. `stages` is what the run's pipelines should have.
+    /// Assigns the members of a view. `members` has the place of each member in a plan whose pipelines have
+    /// `before` stages; `None` for a member that holds no part. `stages` is the number of stages that the run's
+    /// pipelines should have.
     ///
-    /// Pipelines of which most ranks are left stay together, and holes are filled by those that hold that part,
-    /// so that as few values move as can be. A pure function: members that are told the same decide the same.
+    /// The pipelines with the most remaining ranks stay together, and their empty places are filled with
+    /// members that hold the same part, to move few values. The function is pure: members with the same
+    /// arguments compute the same assignment.
     ///
     /// ```
     /// use farflung_parallel::plan::{Lineup, Stood};
@@ -55,7 +58,7 @@ impl Lineup {
         if before == stages {
             keep(members, stages, &mut places, &mut free);
         }
-        // Who holds earlier layers takes an earlier place, so that a part moves as little as it can.
+        // Members with earlier layers take earlier places, so that little of each part moves.
         let mut rest: Vec<usize> = free.into_iter().collect();
         rest.sort_by_key(|&member| {
             let stood = members[member];
@@ -70,12 +73,13 @@ impl Lineup {
         Self { stages, pools: Vec::new(), ranks: places.into_iter().flatten().collect(), spares }
     }
 
-    /// As [`Lineup::new`], but all that hold a part go on with it where whole pipelines would leave some of
-    /// them out: each stage is a pool of members then, which share its microbatches. Members without a part
-    /// fill the places of those that are lost. It ends as soon as there are members enough for whole pipelines,
-    /// and does not begin where the smallest pool would be smaller than the number of whole pipelines.
+    /// Assigns members as [`Lineup::new`] does, but if whole pipelines would leave out members that hold a
+    /// part, each stage becomes a pool of all members that hold its part. The members of a pool share the
+    /// stage's microbatches. Members without a part fill the places of lost members. Whole pipelines are used
+    /// again as soon as there are enough members. They are also used if the smallest pool would have fewer
+    /// members than there would be whole pipelines.
     ///
-    /// Source: Gandhi et al. 2024, "ReCycle": microbatches of a lost worker go to those that hold the same
+    /// Source: Gandhi et al. 2024, "ReCycle": microbatches of a lost worker go to workers that hold the same
     /// stage.
     ///
     /// ```
@@ -112,21 +116,21 @@ impl Lineup {
         }
         let fewest = pools.iter().map(Vec::len).min().unwrap_or(0);
         if fewest == most || fewest < whole.replicas() {
-            // Nobody is left out by whole pipelines, or more of them can be made of those that hold another
-            // part.
+            // Either whole pipelines leave out no member, or moving members to other parts gives more whole
+            // pipelines than pools would have.
             return whole;
         }
         let sizes = pools.iter().map(|pool| pool.len() as u32).collect();
         Self { stages, pools: sizes, ranks: pools.concat(), spares }
     }
 
-    /// The rank of a member; `None` of a spare.
+    /// Returns the rank of a member, or `None` for a spare.
     #[must_use]
     pub fn rank_of(&self, member: usize) -> Option<u32> {
         self.ranks.iter().position(|&other| other == member).map(|rank| rank as u32)
     }
 
-    /// Where a member stands; `None` of a spare.
+    /// Returns the place of a member, or `None` for a spare.
     #[must_use]
     pub fn stands(&self, member: usize) -> Option<Stood> {
         let rank = self.rank_of(member)?;
@@ -136,7 +140,7 @@ impl Lineup {
         Stood::in_pools(&self.pools, rank)
     }
 
-    /// Number of pipelines that are whole.
+    /// Returns the number of whole pipelines; with pools, the size of the smallest pool.
     #[must_use]
     pub fn replicas(&self) -> usize {
         match self.pools.iter().min() {
@@ -147,7 +151,8 @@ impl Lineup {
 }
 
 impl Stood {
-    /// Where a rank of pools of these sizes stands: the stage is its position.
+    /// Returns the place of a rank in pools of these sizes: `position` is the stage and `replica` the index in
+    /// its pool.
     #[must_use]
     pub fn in_pools(pools: &[u32], rank: u32) -> Option<Self> {
         let mut first = 0_u32;
@@ -161,7 +166,7 @@ impl Stood {
     }
 }
 
-/// Gives places to those that hold their part already.
+/// Assigns places to members that already hold the part of the place.
 fn keep(members: &[Option<Stood>], stages: u32, places: &mut [Option<usize>], free: &mut BTreeSet<usize>) {
     let mut pipelines: BTreeMap<u32, Vec<(u32, usize)>> = BTreeMap::new();
     for (member, stood) in members.iter().enumerate() {
@@ -175,7 +180,7 @@ fn keep(members: &[Option<Stood>], stages: u32, places: &mut [Option<usize>], fr
     order.sort_unstable();
     let replicas = places.len() / stages as usize;
     let mut chosen: Vec<u32> = order.iter().take(replicas).map(|(_, replica)| *replica).collect();
-    // Among themselves they keep their order.
+    // The chosen pipelines keep their order.
     chosen.sort_unstable();
     let at = |replica: usize, position: u32| replica * stages as usize + position as usize;
     for (number, replica) in chosen.iter().enumerate() {
@@ -197,43 +202,43 @@ fn keep(members: &[Option<Stood>], stages: u32, places: &mut [Option<usize>], fr
     }
 }
 
-/// Values that a member has, after some steps: of its parts now, or a copy from before.
+/// Tensors that a member holds as of one step: its current parts, or an older copy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Holding {
-    /// Which member of the view.
+    /// Index of the member in the view.
     pub member: usize,
-    /// Steps done when the values were these.
+    /// Number of steps after which the tensors had these values.
     pub step: u64,
-    /// The tensors, by name.
+    /// Names of the tensors.
     pub names: BTreeSet<String>,
 }
 
 /// A tensor that a rank of a plan needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Needed {
-    /// Its name.
+    /// Name of the tensor.
     pub name: String,
-    /// What moves where it does: its values and the optimizer's.
+    /// Bytes that are sent if the tensor moves: its values and its optimizer state.
     pub bytes: u64,
 }
 
-/// A tensor that goes from one member to another.
+/// A tensor that is sent from one member to another.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Move {
-    /// Its name.
+    /// Name of the tensor.
     pub name: String,
-    /// See [`Needed::bytes`].
+    /// Bytes that are sent; see [`Needed::bytes`].
     pub bytes: u64,
-    /// The member that has it.
+    /// Index of the sending member.
     pub from: usize,
-    /// The member that needs it.
+    /// Index of the receiving member.
     pub to: usize,
 }
 
-/// The newest step of which the members together have all of these tensors; otherwise one that nobody has at
-/// the newest step of any.
+/// Returns the newest step for which the members together hold all needed tensors.
 ///
-/// Errors: the name of a tensor that is missing.
+/// Errors: if there is no such step, the name of a tensor that no member holds at the newest step of any
+/// holding.
 pub fn newest_whole<'a>(holdings: &[Holding], needed: &'a [Needed]) -> Result<u64, &'a str> {
     let steps: BTreeSet<u64> = holdings.iter().map(|holding| holding.step).collect();
     let missing_at = |step: u64| {
@@ -251,11 +256,10 @@ pub fn newest_whole<'a>(holdings: &[Holding], needed: &'a [Needed]) -> Result<u6
     Err(missing)
 }
 
-/// What moves so that each member has what it needs at a step: the difference of two plans, in tensors and
-/// bytes. Those that several members have are shared out among them, so that none gives much more than the
-/// others.
+/// Returns the transfers after which each member holds the tensors that it needs at a step. A tensor that
+/// several members hold is sent by the one that has been assigned the fewest bytes so far.
 ///
-/// `needs` are the tensors that each member needs. What nobody has at that step does not move.
+/// `needs` lists the tensors that each member needs. Tensors that no member holds at that step are skipped.
 #[must_use]
 pub fn moves(holdings: &[Holding], step: u64, needs: &[(usize, &[Needed])]) -> Vec<Move> {
     let at: Vec<&Holding> = holdings.iter().filter(|holding| holding.step == step).collect();
@@ -285,7 +289,7 @@ mod tests {
         Stood { replica, position }
     }
 
-    /// So many pipelines of so many stages, in the order of their ranks.
+    /// Members of `replicas` whole pipelines of `stages` stages, in rank order.
     fn whole(replicas: u32, stages: u32) -> Vec<Option<Stood>> {
         (0..replicas)
             .flat_map(|replica| (0..stages).map(move |position| Some(stood(replica, position))))
@@ -302,11 +306,11 @@ mod tests {
             for (rank, &member) in next.ranks.iter().enumerate() {
                 assert_eq!(members[member].unwrap().position as usize, rank, "{lost} is lost");
             }
-            // The pipeline that is whole goes on as it is.
+            // The pipeline without a loss continues unchanged.
             let replica = u32::from(lost < 4);
             assert!(next.ranks.iter().all(|&member| members[member].unwrap().replica == replica));
         }
-        // Two that are lost in different pipelines at different places leave one.
+        // Two members lost in different pipelines, at different positions: one whole pipeline is left.
         let mut members = whole(2, 4);
         members.remove(6);
         members.remove(1);
@@ -317,7 +321,7 @@ mod tests {
 
     #[test]
     fn spares_and_newcomers_fill_the_holes() {
-        // Seven have one pipeline and three spares; with an eighth there are two.
+        // Seven members form one pipeline and have three spares. An eighth member makes two pipelines.
         let members = [
             None,
             Some(stood(0, 0)),
@@ -332,7 +336,7 @@ mod tests {
         assert_eq!(next.ranks, [1, 3, 4, 5, 0, 2, 6, 7]);
         assert!(next.spares.is_empty());
         assert_eq!(next.stands(2), Some(Stood { replica: 1, position: 1 }));
-        // A part whose holder is lost is taken by a spare.
+        // A spare takes the part of a lost member.
         let members = [Some(stood(0, 0)), Some(stood(0, 2)), Some(stood(0, 3)), None];
         assert_eq!(Lineup::new(&members, 4, 4).ranks, [0, 3, 1, 2]);
     }
@@ -342,7 +346,7 @@ mod tests {
         let members = [Some(stood(0, 3)), Some(stood(0, 0)), Some(stood(0, 1))];
         let next = Lineup::new(&members, 4, 4);
         assert_eq!((next.stages, next.ranks), (3, vec![1, 2, 0]));
-        // And it grows again.
+        // A new member makes the pipeline longer again.
         let members = [Some(stood(0, 2)), Some(stood(0, 0)), Some(stood(0, 1)), None];
         let next = Lineup::new(&members, 3, 4);
         assert_eq!((next.stages, next.ranks), (4, vec![1, 2, 0, 3]));
@@ -361,7 +365,7 @@ mod tests {
                 let now = next.stands(member).unwrap();
                 assert_eq!(now.position, stood.unwrap().position, "no part moves");
             }
-            // A newcomer makes all pipelines whole again, and only it takes a part.
+            // A newcomer makes all pipelines whole again. No other member changes its part.
             let mut now: Vec<Option<Stood>> = (0..11).map(|member| next.stands(member)).collect();
             now.push(None);
             let again = Lineup::rerouted(&now, 4, 4);
@@ -374,24 +378,25 @@ mod tests {
 
     #[test]
     fn spares_fill_holes_and_parts_that_are_lost_are_not_rerouted() {
-        // A spare takes the place of the lost one: both pipelines are whole.
+        // A spare takes the lost member's place, so both pipelines are whole.
         let members = [Some(stood(0, 0)), Some(stood(0, 1)), Some(stood(1, 1)), None];
         assert_eq!(Lineup::rerouted(&members, 2, 2), Lineup::new(&members, 2, 2));
-        // Two are lost and one spare is there.
+        // Two members are lost and there is one spare.
         let mut three = whole(3, 2);
         three.remove(4);
         three.remove(2);
         three.push(None);
         let next = Lineup::rerouted(&three, 2, 2);
         assert_eq!((next.pools, next.spares), (vec![2, 3], vec![]));
-        // One is left of the first stage and four of the second: one of these makes a second pipeline.
+        // One member of the first stage and four of the second are left. One of the four moves to make a second
+        // pipeline.
         let mut five: Vec<Option<Stood>> = (0..4).map(|replica| Some(stood(replica, 1))).collect();
         five.push(Some(stood(0, 0)));
         assert_eq!(Lineup::rerouted(&five, 2, 2).replicas(), 2);
-        // Nobody is left of a part: the model is cut or filled as without pools.
+        // No member holds the first part: the assignment is the one without pools.
         let members = [Some(stood(0, 1)), Some(stood(1, 1)), Some(stood(2, 1))];
         assert_eq!(Lineup::rerouted(&members, 2, 2), Lineup::new(&members, 2, 2));
-        // Another cut than before, or newcomers alone that are left over.
+        // The number of stages changes, or only newcomers would be left out.
         let members = [Some(stood(0, 0)), Some(stood(0, 1)), None];
         assert!(Lineup::rerouted(&members, 2, 2).pools.is_empty());
         assert!(Lineup::rerouted(&whole(3, 1), 1, 2).pools.is_empty());
@@ -433,14 +438,14 @@ mod tests {
     #[test]
     fn all_return_to_the_newest_step_that_is_held_for_every_part() {
         let all = needed(&[("a", 1), ("b", 1), ("c", 1)]);
-        // `b` is lost; a copy of it is there after step 6, and the others have theirs of steps 4 and 6.
+        // The newest `b` is lost. Older copies of all tensors exist for steps 4 and 6.
         let mut holdings = vec![held(0, 9, &["a"]), held(1, 9, &["c"])];
         assert_eq!(newest_whole(&holdings, &all), Err("b"));
         holdings.extend([held(0, 4, &["a", "b"]), held(1, 4, &["c"])]);
         assert_eq!(newest_whole(&holdings, &all), Ok(4));
         holdings.extend([held(0, 6, &["a", "b"]), held(1, 6, &["c"])]);
         assert_eq!(newest_whole(&holdings, &all), Ok(6));
-        // One half-sent copy is none.
+        // An incomplete copy is not used.
         holdings.push(held(1, 8, &["a", "c"]));
         assert_eq!(newest_whole(&holdings, &all), Ok(6));
         assert_eq!(newest_whole(&[], &all), Err("a"));

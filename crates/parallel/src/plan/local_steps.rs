@@ -1,4 +1,4 @@
-//! Which replicas take a local step in which step of the run: slower ones may take fewer.
+//! Assignment of local steps to replicas: slower replicas may take fewer local steps.
 
 use std::ops::Range;
 
@@ -6,8 +6,9 @@ use serde::{Deserialize, Serialize};
 
 use super::Plan;
 
-/// Local steps by speed: of every `period` steps of the run, a replica takes so many, spread evenly. In the
-/// others it does nothing, so that machines of unequal speed reach the end of a period together.
+/// Numbers of local steps by speed. In every `period` steps of the run, a replica takes its own number of local
+/// steps, spread evenly. In the other steps it does nothing, so that machines of unequal speed reach the end of
+/// a period at the same time.
 ///
 /// Source: Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", dynamic local updates
 /// (`H_w = H v_w / v_max`). Differs: the numbers are part of the plan.
@@ -23,15 +24,15 @@ use super::Plan;
 #[must_use]
 pub struct LocalSteps {
     period: u32,
-    /// Of each replica in a period.
+    /// Number of local steps of each replica in a period.
     steps: Vec<u32>,
-    /// Of each replica in a local step.
+    /// Number of microbatches of each replica in a local step.
     microbatches: Vec<u32>,
-    /// What its replicas did under the plans before, in the order of these.
+    /// Local steps of these replicas under earlier plans, oldest first.
     earlier: Vec<Earlier>,
 }
 
-/// What replicas did up to a step.
+/// Local steps of the replicas under one earlier plan, which ended after step `until`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Earlier {
     until: u64,
@@ -41,13 +42,14 @@ struct Earlier {
 }
 
 impl Earlier {
-    /// Local steps that a replica has taken after so many steps of the run.
+    /// Returns the number of local steps that a replica takes in the first `steps` steps of the run, if it
+    /// takes `own` in every `period`.
     fn taken(period: u32, own: u32, steps: u64) -> u64 {
         let (period, own) = (u64::from(period), u64::from(own));
         steps / period * own + steps % period * own / period
     }
 
-    /// Microbatches that a replica trained on between two numbers of steps.
+    /// Returns the number of microbatches on which a replica trained in these steps.
     fn microbatches(&self, replica: u32, steps: &Range<u64>) -> u64 {
         let own = self.steps[replica as usize];
         let taken = Self::taken(self.period, own, steps.end) - Self::taken(self.period, own, steps.start);
@@ -56,10 +58,11 @@ impl Earlier {
 }
 
 impl LocalSteps {
-    /// So many `steps` of each replica in a `period`, and so many `microbatches` of each in a step.
+    /// Creates the numbers from each replica's local `steps` in a `period` and its `microbatches` in a local
+    /// step.
     ///
     /// # Panics
-    /// For a period of 0 and for lists of different lengths.
+    /// If the period is 0 or the lists have different lengths.
     pub fn new(period: u32, steps: Vec<u32>, microbatches: Vec<u32>) -> Self {
         assert!(
             period > 0 && steps.len() == microbatches.len(),
@@ -68,10 +71,11 @@ impl LocalSteps {
         Self { period, steps, microbatches, earlier: Vec::new() }
     }
 
-    /// The same after a `step` up to which the replicas did as in `before`, under the plans of other members.
-    /// What lies before `since` is forgotten.
+    /// Adds the history: up to `step`, the replicas followed `before`, under plans with other members. History
+    /// before `since` is dropped.
     ///
-    /// `replicas` has the numbers that these had then; one that has come has none, and did nothing.
+    /// `replicas` has the number of each current replica in `before`; `None` for a new replica, which did no
+    /// local steps then.
     ///
     /// ```
     /// # use farflung_parallel::LocalSteps;
@@ -103,7 +107,8 @@ impl LocalSteps {
         self
     }
 
-    /// Whether its lists are as long as they must be: of what another has sent, all else would panic.
+    /// Returns whether the lists have consistent lengths. Check this for a value received from another rank:
+    /// the other functions panic if it is false.
     #[must_use]
     pub fn is_sound(&self) -> bool {
         let replicas = self.microbatches.len();
@@ -114,31 +119,31 @@ impl LocalSteps {
         sound(self.period, &self.steps, &self.microbatches) && self.earlier.iter().all(earlier)
     }
 
-    /// Steps of the run in a period.
+    /// Returns the number of steps of the run in a period.
     #[must_use]
     pub const fn period(&self) -> u32 {
         self.period
     }
 
-    /// Whether all replicas take all steps.
+    /// Returns whether all replicas take all steps.
     #[must_use]
     pub fn are_equal(&self) -> bool {
         self.steps.iter().all(|&steps| steps == self.period)
     }
 
-    /// Local steps that a replica has taken after so many steps of the run.
+    /// Returns the number of local steps that a replica takes in the first `steps` steps of the run.
     #[must_use]
     pub fn taken(&self, replica: u32, steps: u64) -> u64 {
         Earlier::taken(self.period, self.steps[replica as usize], steps)
     }
 
-    /// Whether a replica takes a local step in a step of the run, counted from 1.
+    /// Returns whether a replica takes a local step in this step of the run. Steps are counted from 1.
     #[must_use]
     pub fn takes(&self, replica: u32, step: u64) -> bool {
         self.taken(replica, step) > self.taken(replica, step.saturating_sub(1))
     }
 
-    /// Microbatches that a replica trains on between two numbers of steps.
+    /// Returns the number of microbatches on which a replica trains in these steps, earlier plans included.
     fn microbatches(&self, replica: u32, steps: &Range<u64>) -> u64 {
         let (mut all, mut start) = (0, steps.start);
         for earlier in &self.earlier {
@@ -150,8 +155,8 @@ impl LocalSteps {
         all + taken * u64::from(self.microbatches[replica as usize])
     }
 
-    /// A replica's part of a mean over all tokens that are trained on between two numbers of steps, where an
-    /// equal part is 1; 0 where nobody trains.
+    /// Returns a replica's weight in a mean over all tokens of these steps. A replica with an average number of
+    /// tokens has weight 1. Returns 0 if no replica trains in these steps.
     #[must_use]
     pub fn weight(&self, replica: u32, steps: Range<u64>) -> f64 {
         let replicas = self.steps.len() as u32;
@@ -160,7 +165,7 @@ impl LocalSteps {
         if all == 0 { 0.0 } else { mine as f64 / all as f64 }
     }
 
-    /// Microbatches of all replicas in the first so many steps.
+    /// Returns the number of microbatches of all replicas in the first `steps` steps.
     #[must_use]
     pub fn all_microbatches(&self, steps: u64) -> u64 {
         (0..self.steps.len() as u32).map(|replica| self.microbatches(replica, &(0..steps))).sum()
@@ -168,7 +173,7 @@ impl LocalSteps {
 }
 
 impl Plan {
-    /// Who takes a local step when.
+    /// Returns the numbers of local steps of the replicas.
     pub fn local_steps(&self) -> LocalSteps {
         let level = self.outermost();
         let fastest = level.steps.iter().max().copied();
@@ -186,8 +191,7 @@ mod tests {
 
     #[test]
     fn what_was_done_before_members_changed_counts_as_it_was_done() {
-        // Three replicas, of which the second is lost after step 3; then the first of those that are left after
-        // 5.
+        // Three replicas. The second is lost after step 3, then the first after step 5.
         let first = LocalSteps::new(4, vec![4, 4, 2], vec![1, 3, 2]);
         let second = LocalSteps::new(4, vec![4, 4], vec![5, 7]).after(3, &first, &[Some(0), Some(2)], 0);
         assert!(second.is_sound());
@@ -200,10 +204,10 @@ mod tests {
         assert_eq!(second.microbatches(1, &(2..4)), 7);
         let third = LocalSteps::new(4, vec![4, 4], vec![1, 1]).after(5, &second, &[Some(1), None], 0);
         assert_eq!(counts(&third, 0), [0, 2, 2, 9, 16, 17]);
-        // One that has come did nothing before.
+        // A new replica did no steps before.
         assert_eq!(counts(&third, 1), [0, 0, 0, 0, 0, 1]);
         assert!((third.weight(0, 4..6) - 2.0 * 8.0 / 9.0).abs() < 1e-12);
-        // What lies before the round is forgotten.
+        // History before `since` is dropped.
         let later = LocalSteps::new(4, vec![4, 4], vec![1, 1]).after(5, &second, &[Some(1), None], 4);
         assert_eq!(later.earlier.len(), 1);
         assert_eq!(later.microbatches(0, &(4..6)), 8);
@@ -221,7 +225,7 @@ mod tests {
                     assert!(steps.takes(0, step));
                     let taken = (1..=step).filter(|&step| steps.takes(1, step)).count() as u64;
                     assert_eq!(steps.taken(1, step), taken);
-                    // Never a whole step ahead of an even pace, nor behind it.
+                    // The count is never ahead of an even pace, and less than one step behind it.
                     let even = step as f64 * f64::from(own) / f64::from(period);
                     assert!((even - taken as f64) < 1.0 && taken as f64 <= even + 1e-9);
                     assert_eq!(steps.all_microbatches(step), 2 * step + 3 * taken);

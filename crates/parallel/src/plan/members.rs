@@ -1,27 +1,26 @@
-//! A plan for other replicas than those it was made for: some have left, others have come.
+//! Changing the replicas of a plan: some have left, others have joined.
 
 use super::{Level, Plan};
 use crate::ParallelError;
 
-/// A replica of a plan that follows another one.
+/// A replica of the next plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Replica {
-    /// The replica that had this number before.
+    /// The replica with this number in the current plan.
     Stays(u32),
-    /// One that has come.
+    /// A replica that has joined.
     New {
-        /// The machine of each of its ranks.
+        /// Name of the machine of each of its ranks.
         machines: Vec<String>,
-        /// Its microbatches in one step.
+        /// Number of its microbatches in one step.
         microbatches: u32,
     },
 }
 
 impl Plan {
-    /// The same plan for these replicas, in this order. Each one that stays keeps its machines, microbatches,
-    /// local steps and region; one that has come takes as many local steps as the fastest, and belongs to the
-    /// last region. A step takes the sequences of all of them together, so that it grows and shrinks with
-    /// their number.
+    /// Returns this plan for other replicas, in this order. A replica that stays keeps its machines,
+    /// microbatches, local steps and region. A new replica takes as many local steps as the fastest one and
+    /// belongs to the last region. The number of sequences in a step grows and shrinks with the replicas.
     ///
     /// ```
     /// # use farflung_parallel::{Plan, plan::Replica};
@@ -36,8 +35,8 @@ impl Plan {
     /// # Ok::<(), farflung_parallel::ParallelError>(())
     /// ```
     ///
-    /// Errors: [`ParallelError::Plan`] for a replica that the plan does not have, and for what
-    /// [`Plan::check`] refuses.
+    /// Errors: [`ParallelError::Plan`] for a replica that the plan does not have, and the errors of
+    /// [`Plan::check`].
     pub fn with_replicas(&self, replicas: &[Replica]) -> Result<Self, ParallelError> {
         let stages = self.stages() as usize;
         let mut next = self.clone();
@@ -65,7 +64,8 @@ impl Plan {
             if let Some(fastest) = level.steps.iter().max().copied() {
                 let steps = |replica| old(replica).map_or(fastest, |old| level.steps[old as usize]);
                 level.steps = replicas.iter().map(steps).collect();
-                // The fastest sets the pace: where it has left, the others take more steps for it.
+                // The period equals the fastest replica's local steps. If the fastest replica has left, the
+                // others take proportionally more local steps.
                 let most = level.steps.iter().max().copied().unwrap_or(fastest);
                 let quicker = |own: u32| (u64::from(own) * u64::from(fastest) / u64::from(most)) as u32;
                 level.steps.iter_mut().for_each(|own| *own = quicker(*own));
@@ -80,7 +80,7 @@ impl Plan {
             level.groups = groups;
         }
         if next.levels.len() == 2 && next.levels[0].groups.len() < 2 {
-            // One region is all there is.
+            // With one region left, the inner level has no purpose.
             next.levels.remove(0);
             let outermost = &mut next.levels[0];
             outermost.algorithm = Level::unless_told(&outermost.codec);
@@ -119,7 +119,7 @@ mod tests {
         assert_eq!(next.machines, ["d", "a", "e"]);
         assert_eq!(next.levels[0].groups, [vec![1], vec![0, 2]]);
         assert_eq!(next.replicas(), 3);
-        // A region that has nobody left is none.
+        // A region without replicas is removed, and so is the level of regions.
         let next = plan.with_replicas(&[Replica::Stays(0), Replica::Stays(1)]).unwrap();
         assert_eq!((next.levels.len(), next.levels[0].groups.len()), (1, 0));
     }

@@ -1,37 +1,39 @@
-//! A part of a model: which layers, and what of them is kept for the backward pass.
+//! A part of a model: its layers, and which activations are kept for the backward pass.
 
 use std::ops::Range;
 
 use farflung_base::Bytes;
 
-/// A range of layers that one stage holds.
+/// A range of layers held by one stage.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Part {
-    /// Its layers. The first part also has the embeddings, the last the head. A part between two others may be
-    /// empty.
+    /// Layers of the part. The first part also has the embeddings, the last part the head. Only a part between
+    /// two others may be empty.
     pub layers: Range<u32>,
-    /// What is computed again for the backward pass.
+    /// Which activations are recomputed for the backward pass.
     pub recompute: Recompute,
-    /// Layers, behind those that are computed again, whose activations wait in the host's memory.
+    /// Number of layers, after the recomputed ones, whose activations are kept in host memory.
     pub offload: u32,
 }
 
-/// What is computed again right before a backward pass, rather than kept from the forward pass.
+/// Which activations are recomputed immediately before a backward pass instead of being kept from the forward
+/// pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Recompute {
-    /// Nothing.
+    /// None: all activations are kept.
     None,
-    /// All of a part, from its input.
+    /// All activations of the part, from its input.
     Full,
-    /// So many of a part's first layers; what the others need is kept.
+    /// Those of this number of the part's first layers. The activations of the other layers are kept.
     Layers(u32),
-    /// What lets the activations that a part holds of a microbatch fit into so many bytes, in the least time:
-    /// the optimum of [`rotor`](crate::recompute::rotor). Where the model is one part.
+    /// Those that make the activations of one microbatch fit into this number of bytes, in the least time: the
+    /// optimum of [`rotor`](crate::recompute::rotor). Valid only if the model is one part.
     Within(Bytes),
 }
 
 impl Recompute {
-    /// Layers that are computed again, of a part that has so many: where memory decides, perhaps all.
+    /// Returns the number of recomputed layers of a part with `layers` layers. For [`Recompute::Within`] this
+    /// is the upper bound, all layers.
     #[must_use]
     pub fn of(self, layers: u32) -> u32 {
         match self {
@@ -42,8 +44,8 @@ impl Recompute {
     }
 }
 
-/// Layers cut into parts as equal as they can be, of which the first and the last have one at least; `None` if
-/// there are fewer than two layers for several parts.
+/// Divides layers into parts of nearly equal size. The first and the last part have at least one layer. Returns
+/// `None` for zero parts, and for several parts with fewer than two layers.
 #[must_use]
 pub fn even_parts(layers: u32, parts: u32) -> Option<Vec<Range<u32>>> {
     if parts == 0 || parts > 1 && layers < 2 {

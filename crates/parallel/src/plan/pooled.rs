@@ -1,40 +1,43 @@
-//! Stages that are pools of members which come and leave: who holds which stage, and which member changes its
-//! stage when one pool is slower than the others.
+//! Stages that are pools of members that join and leave: the assignment of members to stages, and the choice of
+//! a member that changes its stage when one pool is slower than the others.
 
 use farflung_base::Nanos;
 
 use super::{Lineup, Measured, Stood, is_worth_it};
 use crate::pipeline::Pools;
 
-/// What the pools of a view are made for.
+/// Arguments of [`Lineup::pooled`] besides the members.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Pooling {
-    /// Stages that the run should have.
+    /// Number of stages that the run should have.
     pub stages: u32,
-    /// The most members of a pool: microbatches of a step, so that each member has one.
+    /// Maximum number of members of a pool: the number of microbatches of a step, so that each member gets at
+    /// least one.
     pub most: u32,
-    /// Operations of a microbatch in each stage, relative to each other.
+    /// Operations of a microbatch in each stage, in any unit.
     pub work: Vec<f64>,
-    /// How fast each member of the view is, in operations a second of any unit.
+    /// Speed of each member of the view, in operations per second of any unit.
     pub speeds: Vec<f64>,
-    /// The member that changes its stage, and the stage that it goes to.
+    /// A member that changes its stage, by its index in the view, and its new stage.
     pub moving: Option<(usize, u32)>,
 }
 
 impl Pooling {
-    /// What a pool of these members can do: microbatches a second of its stage.
+    /// Returns the throughput of a pool: microbatches per second of its stage.
     fn served(&self, stage: usize, pool: &[usize]) -> f64 {
         let speed: f64 = pool.iter().map(|&member| self.speeds.get(member).copied().unwrap_or(1.0)).sum();
         speed / self.work.get(stage).copied().unwrap_or(1.0).max(f64::MIN_POSITIVE)
     }
 
-    /// The stage whose pool can do least, of those that `admits`; ties to the lower stage.
+    /// Returns the stage whose pool has the lowest throughput among the pools that `admits` accepts; the lower
+    /// stage if equal.
     fn slowest(&self, pools: &[Vec<usize>], admits: impl Fn(&[usize]) -> bool) -> Option<usize> {
         let admitted = (0..pools.len()).filter(|&stage| admits(&pools[stage]));
         admitted.min_by(|&a, &b| self.served(a, &pools[a]).total_cmp(&self.served(b, &pools[b])))
     }
 
-    /// A member for an empty pool: of the pool that can do most and keeps another member, the slowest one.
+    /// Removes and returns a member for an empty pool: the slowest member of the pool with the highest
+    /// throughput among pools with two members or more.
     fn spared(&self, pools: &mut [Vec<usize>]) -> Option<usize> {
         let give = (0..pools.len()).rev().filter(|&stage| pools[stage].len() > 1);
         let from = give.max_by(|&a, &b| self.served(a, &pools[a]).total_cmp(&self.served(b, &pools[b])))?;
@@ -47,15 +50,16 @@ impl Pooling {
 }
 
 impl Lineup {
-    /// As [`Lineup::new`], but each stage is a pool of members, unequally many of them. A member that holds a
-    /// part keeps it. An empty pool gets a member without a part, or one of the pool that can do most; the
-    /// other members without a part go where least can be done. With fewer members than stages all form one
-    /// pipeline of as many stages as there are members.
+    /// Assigns members as [`Lineup::new`] does, but each stage is a pool of members, and pools may have
+    /// different sizes. A member that holds a part keeps it. An empty pool gets a member without a part, or a
+    /// member of the pool with the highest throughput. The other members without a part join the pool with the
+    /// lowest throughput. With fewer members than stages, all members form one pipeline of as many stages as
+    /// members.
     ///
-    /// A pure function: members that are told the same decide the same.
+    /// The function is pure: members with the same arguments compute the same assignment.
     ///
-    /// Source: Ryabinin et al. 2023, "SWARM": a newcomer joins the stage that holds the others up. Differs: all
-    /// members of a view agree on it.
+    /// Source: Ryabinin et al. 2023, "SWARM": a newcomer joins the slowest stage. Differs: all members of a
+    /// view compute the same assignment.
     ///
     /// ```
     /// use farflung_parallel::plan::{Lineup, Pooling, Stood};
@@ -70,7 +74,7 @@ impl Lineup {
     #[must_use]
     pub fn pooled(members: &[Option<Stood>], before: u32, pooling: &Pooling) -> Self {
         let stages = pooling.stages.max(2) as usize;
-        // The earlier part first, so that a cut into other parts moves as little as it can.
+        // Sorted by part, so that little moves when the model is divided into other parts.
         let by_part = |stood: Stood| Stood { replica: 0, position: stood.position };
         if members.len() < stages {
             let parts: Vec<Option<Stood>> = members.iter().map(|stood| stood.map(by_part)).collect();
@@ -115,12 +119,13 @@ impl Lineup {
     }
 }
 
-/// A member's part, its number in the pool of that, and its own number.
+/// Returns a member's stage, its index in the pool of that stage, and its index in the view.
 fn placed((stood, member): (&Option<Stood>, usize)) -> Option<(u32, u32, usize)> {
     stood.map(|Stood { replica, position }| (position, replica, member))
 }
 
-/// Moves a member, unless its pool would be empty or the other one is full.
+/// Moves a member to the pool of another stage, unless its own pool would become empty or the other one is
+/// full.
 fn change_stage(pools: &mut [Vec<usize>], member: usize, to: u32, most: u32) {
     let to = to as usize;
     let Some(from) = pools.iter().position(|pool| pool.contains(&member)) else { return };
@@ -131,37 +136,38 @@ fn change_stage(pools: &mut [Vec<usize>], member: usize, to: u32, most: u32) {
     pools[to].push(member);
 }
 
-/// What follows from what the members of pools take for a microbatch.
+/// Change that [`PoolBalance`] advises.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PoolAdvice {
-    /// All stays as it is.
+    /// No change.
     Stay,
-    /// Other rates: microbatches go other ways, and no part moves.
+    /// New rates. Microbatches take other routes; no part moves.
     Rates(Vec<u32>),
     /// A rank changes its stage.
     Moves {
-        /// The rank.
+        /// Number of the rank.
         rank: u32,
-        /// The stage that it goes to.
+        /// Its new stage.
         to: u32,
     },
 }
 
-/// Routes or pools change after it would have been worth it for so many steps in a row.
+/// Number of consecutive steps in which a change must be worthwhile before it is advised.
 const STEPS: u32 = 5;
-/// Ranks of a pool whose speeds differ by less than this are equally fast.
+/// Ranks of a pool get equal rates if the fastest is less than this factor faster than the slowest.
 const ALIKE: f64 = 1.1;
 
-/// Decides on rates and stages by what ranks measure. A pure function of what it is told: ranks that are told
-/// the same decide the same.
+/// Decides on rates and stage changes from the times that ranks measure. The result depends only on the
+/// arguments of [`PoolBalance::observe`], so all ranks reach the same decision.
 ///
-/// Routes follow the measured rates where that makes the busiest rank's part of a step more than a tenth
-/// shorter, by the times of five steps in a row. Where it does not, and a member of another pool would make the
-/// busiest one so much faster without making its own as slow, it changes its stage: at most one at a time.
+/// Rates are changed to the measured ones if this shortens the busiest rank's work in a step by more than a
+/// tenth, in five consecutive steps. Otherwise, if moving a member of another pool to the busiest one would
+/// shorten it by that much without making the member's old pool as slow, the member changes its stage. At most
+/// one member moves at a time.
 ///
-/// Source: Ryabinin et al. 2023, "SWARM", algorithm 2. Differs: measured times are compared instead of queues,
-/// since a step's microbatches are shared out before it begins; of the members of the other pools the one goes
-/// that helps most; the margin is ours.
+/// Source: Ryabinin et al. 2023, "SWARM", algorithm 2. Differs: compares measured times instead of queue
+/// lengths, because the microbatches of a step are assigned before it begins; moves the member that helps most,
+/// from any other pool; the margin is ours.
 ///
 /// ```
 /// use farflung_base::Nanos;
@@ -178,14 +184,15 @@ const ALIKE: f64 = 1.1;
 /// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PoolBalance {
-    /// What would have been worth it, and for how many steps.
+    /// Number of consecutive steps in which new rates would have been worthwhile.
     rerouting: u32,
+    /// The rank and stage of the move that would have been worthwhile, and for how many consecutive steps.
     moving: Option<(u32, u32, u32)>,
 }
 
 impl PoolBalance {
-    /// After a step of so many microbatches, of which all ranks have told what one takes. `work` are the
-    /// operations of a microbatch in each stage.
+    /// Returns the advice after a step. `measured` has one entry for each rank; `work` has the operations of a
+    /// microbatch in each stage. Returns [`PoolAdvice::Stay`] if a time is not known.
     pub fn observe(
         &mut self,
         pools: &Pools,
@@ -226,7 +233,7 @@ impl PoolBalance {
     }
 }
 
-/// What the busiest rank of each stage computes in a step.
+/// Returns the compute time of the busiest rank of each stage in a step.
 fn busy(pools: &Pools, microbatches: u32, times: &[Nanos]) -> Option<Vec<Nanos>> {
     let mut counts = vec![0_u64; times.len()];
     for rank in pools.routes(microbatches).ok()?.iter().flatten() {
@@ -240,13 +247,13 @@ fn busy(pools: &Pools, microbatches: u32, times: &[Nanos]) -> Option<Vec<Nanos>>
     Some(stages)
 }
 
-/// What the busiest rank of all computes in a step.
+/// Returns the compute time of the busiest rank in a step.
 fn busiest(pools: &Pools, microbatches: u32, times: &[Nanos]) -> Option<Nanos> {
     busy(pools, microbatches, times)?.into_iter().max()
 }
 
-/// The rates of ranks that take so long for a microbatch, beside the others of their pools. Those that are
-/// nearly equal are equal, so that routes do not follow noise.
+/// Returns the rates of ranks, relative to their own pool, from their times for a microbatch. If the speeds of
+/// a pool are nearly equal, all its rates are 1, so that routes do not follow noise.
 #[must_use]
 pub fn rates_of(pools: &Pools, times: &[Nanos]) -> Vec<u32> {
     let mut rates = Vec::with_capacity(times.len());
@@ -262,8 +269,9 @@ pub fn rates_of(pools: &Pools, times: &[Nanos]) -> Vec<u32> {
     rates
 }
 
-/// The move of one rank to the busiest stage after which the busier of the two stages has least to do; what
-/// that is. Of several the slowest rank goes, so that as little as can be changes.
+/// Returns the best move of one rank to the busiest stage, and the time of the busier of the two stages after
+/// it: the move that minimises this time. If moves are equally good, the slowest rank is chosen, to change as
+/// little as possible.
 fn best_move(pools: &Pools, microbatches: u32, times: &[Nanos], work: &[f64]) -> Option<((u32, u32), Nanos)> {
     let firsts = pools.firsts();
     let ranks = |stage: usize| {
@@ -280,7 +288,7 @@ fn best_move(pools: &Pools, microbatches: u32, times: &[Nanos], work: &[f64]) ->
         let mut givers: Vec<usize> = ranks(from).collect();
         givers.sort_by_key(|&rank| std::cmp::Reverse(times[rank]));
         for rank in givers {
-            // Behind the pool that it goes to.
+            // The rank is appended to its new pool.
             let mut order: Vec<Nanos> = Vec::with_capacity(times.len());
             for stage in 0..busy.len() {
                 order.extend(ranks(stage).filter(|&other| other != rank).map(|other| times[other]));
@@ -333,12 +341,12 @@ mod tests {
                 assert!(pool.iter().all(|&member| members[member].unwrap().position == stage as u32));
             }
         }
-        // The pool that can do most gives its slowest member to one that is empty.
+        // An empty pool gets the slowest member of the pool with the highest throughput.
         let mut members = all.to_vec();
         members.remove(2);
         let next = Lineup::pooled(&members, 3, &pooling(3, &[4.0, 2.0, 1.0, 3.0, 3.0]));
         assert_eq!(pools(&next), [vec![0, 1], vec![2], vec![3, 4]]);
-        // Rather than that a member without a part.
+        // A member without a part is preferred.
         members.push(None);
         let next = Lineup::pooled(&members, 3, &pooling(3, &[4.0, 2.0, 1.0, 3.0, 3.0, 9.0]));
         assert_eq!(pools(&next), [vec![0, 1], vec![5], vec![2, 3, 4]]);
@@ -348,12 +356,13 @@ mod tests {
     fn newcomers_join_the_pool_that_can_do_least() {
         let members = [at(0, 0), at(1, 0), at(2, 0), None, None, None];
         let next = Lineup::pooled(&members, 3, &pooling(3, &[3.0, 1.0, 2.0, 1.0, 1.0, 1.0]));
-        // 3, 1 and 2; 3, 2 and 2; 3, 3 and 2: ties go to the lower stage.
+        // Throughputs of the pools before each newcomer: 3, 1, 2; then 3, 2, 2; then 3, 3, 2. If equal, the
+        // lower stage is taken.
         assert_eq!(pools(&next), [vec![0], vec![1, 3, 4], vec![2, 5]]);
-        // A stage of twice the work counts half.
+        // With four times the work, a stage has a quarter of the throughput.
         let heavy = Pooling { work: vec![4.0, 1.0, 1.0], ..pooling(3, &[3.0, 1.0, 2.0, 1.0, 1.0, 1.0]) };
         assert_eq!(pools(&Lineup::pooled(&members, 3, &heavy)), [vec![0, 3, 4], vec![1, 5], vec![2]]);
-        // No pool has more members than a step has microbatches.
+        // No pool gets more members than a step has microbatches.
         let small = Pooling { most: 1, ..pooling(3, &[1.0; 6]) };
         let next = Lineup::pooled(&members, 3, &small);
         assert_eq!((next.pools.clone(), next.spares), (vec![1, 1, 1], vec![3, 4, 5]));
@@ -361,7 +370,7 @@ mod tests {
 
     #[test]
     fn fewer_members_than_stages_are_one_pipeline_that_grows_again() {
-        // Pools of two, one and one lose two members.
+        // Pools of two, one and one members lose two.
         let next = Lineup::pooled(&[at(0, 1), at(2, 0)], 3, &pooling(3, &[1.0; 2]));
         assert_eq!((next.stages, next.pools, next.ranks), (2, vec![], vec![0, 1]));
         let next = Lineup::pooled(&[at(1, 0), at(0, 0), None, None], 2, &pooling(3, &[1.0; 4]));
@@ -378,13 +387,13 @@ mod tests {
         }
     }
 
-    /// Times of microbatches on machines of these speeds in these pools, where every stage has the same work.
+    /// Times of microbatches on machines of these speeds in these pools. Every stage has the same work.
     fn times(pools: &[Vec<f64>]) -> Vec<Measured> {
         let time = |speed: &f64| Measured { microbatch: Nanos((12e6 / speed) as u64), rest: Nanos::ZERO };
         pools.iter().flatten().map(time).collect()
     }
 
-    /// What becomes of pools of machines by all the advice there is; how often one has changed its stage.
+    /// Follows all advice; returns the pools at the end and the number of moves.
     fn settled(mut pools: Vec<Vec<f64>>) -> (Vec<Vec<f64>>, u32) {
         let work = vec![1.0; pools.len()];
         let mut rates = Pools::equal(pools.iter().map(|pool| pool.len() as u32).collect()).rates;
@@ -425,19 +434,19 @@ mod tests {
             assert!(moves > 0 && moves < 10 && least(&after) > least(&pools), "{pools:?} {after:?}");
             assert!(least(&after) >= 0.75 * best, "{pools:?} {after:?}: {moves} moves");
         }
-        // What is the best already stays.
+        // An optimal assignment is kept.
         let (_, moves) = settled(vec![vec![4.0], vec![3.0, 1.0], vec![2.0, 2.0, 1.0]]);
         assert_eq!(moves, 0);
     }
 
     #[test]
     fn the_vectors_of_the_seeds() {
-        // 8, 1, 1, 1, 1 on three stages: machines cannot be divided, and two is the best there is.
+        // Speeds 8, 1, 1, 1, 1 on three stages: machines cannot be divided, so 2 is the optimum.
         let (pools, _) = settled(vec![vec![8.0, 1.0, 1.0], vec![1.0], vec![1.0]]);
         let mut sums: Vec<f64> = pools.iter().map(|pool| pool.iter().sum()).collect();
         sums.sort_by(f64::total_cmp);
         assert_eq!(sums, [2.0, 2.0, 8.0]);
-        // Two, two and one machine: with three and one no step would be shorter, so nobody moves.
+        // Pools of two, two and one machines. Three and one would not shorten a step, so no machine moves.
         assert_eq!(settled(vec![vec![1.0; 2], vec![1.0; 2], vec![1.0]]).1, 0);
     }
 
@@ -455,7 +464,7 @@ mod tests {
         for told in [&none[..], &none[..2], &[]] {
             assert!((0..50).all(|_| balance.observe(&pools, 8, told, &work) == PoolAdvice::Stay));
         }
-        // Speeds that are nearly equal are equal.
+        // Nearly equal speeds give equal rates.
         let near = [10, 21, 20].map(Nanos::from_millis);
         assert_eq!(rates_of(&pools, &near), [1, 1, 1]);
     }

@@ -1,47 +1,47 @@
-//! Shares of a step by the replicas' measured speed: when to change them, and when one replica is so slow
-//! that the others are faster without it.
+//! Shares of a step by the replicas' measured speeds: when to change them, and when a replica is so slow that
+//! the others train faster without it.
 
 use farflung_base::Nanos;
 
 use crate::churn::{self, Pace};
 
-/// What a replica's steps have taken of late.
+/// Recent times of a replica's or a rank's steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Measured {
-    /// Computing one microbatch; zero where it is not known.
+    /// Time to compute one microbatch. Zero: not known.
     pub microbatch: Nanos,
-    /// What a step takes beside computing: it communicates and waits for others.
+    /// Time of a step besides computing: communication and waiting for other ranks.
     pub rest: Nanos,
 }
 
-/// What follows from the measured times.
+/// Change that [`Rebalance`] advises.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Advice {
-    /// Shares stay as they are.
+    /// No change.
     Stay,
-    /// Microbatches of each replica in one step from now on.
+    /// New number of microbatches of each replica in a step.
     Shares(Vec<u32>),
-    /// This replica leaves.
+    /// This replica should leave the run.
     Leave(u32),
 }
 
-/// Shares change where a step would take less than this part of its time.
+/// A change is worthwhile if the step would take less than this part of its present time.
 const WORTH_IT: f64 = 0.9;
-/// They do after so many steps in a row.
+/// Number of consecutive steps in which new shares must be worthwhile.
 const STEPS: u32 = 5;
-/// A replica leaves where the others alone would train so many times as many tokens in the same time.
+/// A replica should leave if the others alone would train at least this many times as many tokens per second.
 const SPEEDUP: f64 = 1.5;
-/// It does after so many steps in a row, which have taken so long.
+/// Number of consecutive slow steps after which a replica should leave, if they also took [`SLOW_FOR`].
 const SLOW_STEPS: u32 = 20;
-/// See [`SLOW_STEPS`].
+/// Minimum total time of those steps.
 const SLOW_FOR: Nanos = Nanos::from_millis(10_000);
 
-/// Decides on shares from what replicas measure. A pure function of what it is told: replicas that are told
-/// the same decide the same.
+/// Decides on shares from the times that replicas measure. The result depends only on the arguments of
+/// [`Rebalance::observe`], so all replicas reach the same decision.
 ///
-/// Shares change only where that makes a step more than a tenth shorter, by the measured times of five steps
-/// in a row: a machine that is busy for a moment keeps its share. A replica leaves only where it holds the
-/// others up even with the smallest share.
+/// Shares change only if this makes a step more than a tenth shorter by the measured times, in five consecutive
+/// steps. A machine that is busy for a moment therefore keeps its share. A replica should leave only if it
+/// slows the others down even with the best shares.
 ///
 /// ```
 /// use farflung_base::Nanos;
@@ -56,9 +56,9 @@ const SLOW_FOR: Nanos = Nanos::from_millis(10_000);
 /// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rebalance {
-    /// For how many steps other shares would have been worth it.
+    /// Number of consecutive steps in which other shares would have been worthwhile.
     uneven: u32,
-    /// Who holds the others up, for how many steps, and how long these took.
+    /// The replica that slows the others down, for how many steps, and the total time of these steps.
     slow: Option<Slow>,
 }
 
@@ -69,10 +69,10 @@ struct Slow {
     time: Nanos,
 }
 
-/// Shares of so many microbatches, one at least for each, whose slowest replica is as fast as it can be; none
-/// for fewer microbatches than replicas, or for a time that is not known.
+/// Returns the shares, of at least one microbatch each, that minimise the compute time of the slowest replica.
+/// Returns `None` if there are fewer microbatches than replicas or a time is not known.
 ///
-/// Exact: see [`churn::shares`].
+/// The optimum is exact; see [`churn::shares`].
 #[must_use]
 pub fn shares_by_speed(microbatches: u32, measured: &[Measured]) -> Option<Vec<u32>> {
     let pace = |measured: &Measured| Pace { first: measured.microbatch, each: measured.microbatch };
@@ -83,23 +83,23 @@ pub fn shares_by_speed(microbatches: u32, measured: &[Measured]) -> Option<Vec<u
     churn::shares(&paces, microbatches)
 }
 
-/// What a step takes with these shares.
+/// Returns the predicted time of a step with these shares.
 #[must_use]
 pub fn step_time(shares: &[u32], measured: &[Measured]) -> Nanos {
     let computes = shares.iter().zip(measured).map(|(&n, m)| Nanos(m.microbatch.0.saturating_mul(n.into())));
-    // Of the slowest this is the part that nobody is waited for in.
+    // The minimum over replicas is communication alone: the slowest replica does not wait for the others.
     let rest = measured.iter().map(|measured| measured.rest).min().unwrap_or_default();
     computes.max().unwrap_or_default().saturating_add(rest)
 }
 
-/// Whether steps that take so long are enough shorter than those of now to change shares for.
+/// Returns whether a step time of `then` is short enough, compared with `now`, to justify a change.
 #[must_use]
 pub fn is_worth_it(now: Nanos, then: Nanos) -> bool {
     then.as_secs_f64() < WORTH_IT * now.as_secs_f64()
 }
 
 impl Rebalance {
-    /// After a step with these shares, of which all replicas have told what it took.
+    /// Returns the advice after a step with these shares. `measured` has one entry for each replica.
     pub fn observe(&mut self, shares: &[u32], measured: &[Measured]) -> Advice {
         let total: u32 = shares.iter().sum();
         let best = (shares.len() == measured.len()).then(|| shares_by_speed(total, measured)).flatten();
@@ -124,7 +124,7 @@ impl Rebalance {
         Advice::Shares(best)
     }
 
-    /// The replica that has held the others up for long enough, with the best shares there are.
+    /// Returns the replica that has slowed the others down for long enough, even with the best shares.
     fn holds_up(&mut self, best: &[u32], measured: &[Measured]) -> Option<u32> {
         let Some((slowest, time)) = slowed_by(best, measured) else {
             self.slow = None;
@@ -138,17 +138,17 @@ impl Rebalance {
     }
 }
 
-/// The slowest replica, where the others alone would be [`SPEEDUP`] times as fast, and what a step takes with
-/// it.
+/// Returns the slowest replica and the time of a step with it, if the others alone would train at least
+/// [`SPEEDUP`] times as fast.
 fn slowed_by(best: &[u32], measured: &[Measured]) -> Option<(u32, Nanos)> {
     let replicas = best.len() as u32;
     let slowest = (0..best.len()).max_by_key(|&replica| (measured[replica].microbatch, replica))?;
-    // What the others wait for it is not theirs to spend without it.
+    // Without it, the others do not wait for it; only communication remains.
     let rest = measured.iter().map(|measured| measured.rest).min()?;
     let others = (0..best.len()).filter(|&other| other != slowest);
     let others: Vec<Measured> = others.map(|other| Measured { rest, ..measured[other] }).collect();
     let total: u32 = best.iter().sum();
-    // Each brings as much to a step as the others.
+    // Each replica contributes the same number of microbatches to a step, so without one there are fewer.
     let without = total / replicas * (replicas - 1);
     let alone = shares_by_speed(without, &others)?;
     let speed = |shares: &[u32], measured: &[Measured]| {
@@ -166,13 +166,13 @@ mod tests {
         ms.map(|ms| Measured { microbatch: Nanos::from_millis(ms), rest: Nanos::ZERO })
     }
 
-    /// The advice that comes first within so many steps, and after how many.
+    /// Returns the first advice other than `Stay` within this many steps, and the number of the step.
     fn first(shares: &[u32], measured: &[Measured], steps: u32) -> Option<(u32, Advice)> {
         let mut rebalance = Rebalance::default();
         (1..=steps).map(|n| (n, rebalance.observe(shares, measured))).find(|(_, said)| *said != Advice::Stay)
     }
 
-    /// The slowest replica's time under the best of all shares, by trying them all.
+    /// Returns the minimum time of the slowest replica, by trying all shares.
     fn exhaustive(total: u32, times: &[u64]) -> u64 {
         match times {
             [] => u64::MAX,
@@ -205,7 +205,7 @@ mod tests {
         assert_eq!(first(&[4, 4], &measured([10, 12]), 100), None);
         let mut rebalance = Rebalance::default();
         for step in 0..100 {
-            // Every fifth step it is as fast as the other.
+            // Every fifth step, the second replica is as fast as the first.
             let slow = if step % 5 == 4 { 10 } else { 60 };
             assert_eq!(rebalance.observe(&[4, 4], &measured([10, slow])), Advice::Stay);
         }
@@ -222,23 +222,23 @@ mod tests {
 
     #[test]
     fn one_that_is_too_slow_for_any_share_leaves() {
-        // Three steps a second with all four, eighty without the last.
+        // The slow replica takes 3 s for a microbatch, the others 100 ms.
         let times = measured([100, 100, 100, 3_000]);
         assert_eq!(first(&[1, 1, 1, 1], &times, 100), Some((20, Advice::Leave(3))));
-        // Of short steps it takes as many as last ten seconds.
+        // With short steps, the steps must together take ten seconds.
         let times = measured([1, 1, 1, 50]);
         assert_eq!(first(&[1, 1, 1, 1], &times, 1_000), Some((200, Advice::Leave(3))));
-        // Where it may have a smaller share it has that first.
+        // A smaller share is tried first.
         let times = measured([100, 100, 100, 400]);
         assert_eq!(first(&[8, 8, 8, 8], &times, 100), Some((5, Advice::Shares(vec![10, 10, 10, 2]))));
         assert_eq!(first(&[10, 10, 10, 2], &times, 100), None);
         assert_eq!(first(&[1], &measured([100]), 100), None);
-        // Whoever waits for it spends the rest of the step.
+        // The other replicas spend the rest of the step waiting.
         let mut times = measured([100, 100, 4_000]);
         times[0].rest = Nanos::from_millis(3_900);
         times[1].rest = Nanos::from_millis(3_900);
         assert_eq!(first(&[1, 1, 1], &times, 100), Some((20, Advice::Leave(2))));
-        // Where steps are spent on the links it does no harm.
+        // If communication dominates a step, a slow replica does no harm.
         let times = times.map(|member| Measured { rest: Nanos::from_millis(100_000), ..member });
         assert_eq!(first(&[1, 1, 1], &times, 100), None);
     }

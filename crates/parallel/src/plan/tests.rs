@@ -1,4 +1,4 @@
-//! Plans as text, what is refused, and what two plans differ in.
+//! Tests of parsing, checks, and differences of plans.
 
 use farflung_base::Bytes;
 use proptest::prelude::*;
@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::pipeline::{BackwardOrder, Settings};
 
-/// Two replicas of two stages over four layers.
+/// A plan of two replicas of two stages over four layers.
 fn plan() -> Plan {
     let part = |layers| Part { layers, recompute: Recompute::None, offload: 0 };
     Plan {
@@ -34,7 +34,7 @@ fn the_canonical_text() {
     insta::assert_snapshot!(plan().to_string());
 }
 
-/// One rank for the first stage, three for the second.
+/// A plan of pools: one rank for the first stage, three for the second.
 fn pooled() -> Plan {
     let pools = Pools { sizes: vec![1, 3], rates: vec![1, 4, 2, 1] };
     Plan {
@@ -59,7 +59,7 @@ fn pools_are_in_the_text_and_in_the_digest() {
     assert_eq!(equal.pools(), Some(&Pools::equal(vec![1, 3])));
     assert_ne!(equal.digest(), plan.digest());
     assert_eq!(plan.differences(&equal)[0].to_string(), "`pools.rates` is [1, 4, 2, 1] and [1, 1, 1, 1]");
-    // A section without the schedule, and the schedule without a section.
+    // The section `[pools]` without the schedule `pools`, and the reverse.
     for wrong in [
         text.replace("\"pools\"", "\"gpipe\""),
         text.replace("[pools]\nsizes = [1, 3]\nrates = [1, 4, 2, 1]", ""),
@@ -185,7 +185,7 @@ fn each_field_is_refused_by_its_name() {
     }
 }
 
-/// A level of regions under one that goes between them.
+/// Two levels: regions, and the average between regions.
 fn two_levels() -> Vec<Level> {
     let inner = Level { groups: vec![vec![0], vec![1]], algorithm: Algorithm::Direct, ..Level::default() };
     let outer = Level { codec: "int8+ef".to_owned(), algorithm: Algorithm::Hierarchical, ..Level::default() };
@@ -286,7 +286,7 @@ prop_compose! {
 }
 
 proptest! {
-    /// Whatever a plan holds, its text reads back as the same plan with the same digest.
+    /// The text of any plan parses back to the same plan with the same digest.
     #[test]
     fn plans_read_back(
         microbatches in proptest::collection::vec(1_u32..9, 1..5), cuts in proptest::collection::vec(1_u32..4, 1..5),
@@ -324,7 +324,7 @@ proptest! {
         prop_assert_eq!(read, plan);
     }
 
-    /// Bytes of any kind are an error, not a panic.
+    /// Any text is parsed or rejected without a panic.
     #[test]
     fn any_text_is_read_or_refused(text in "\\PC*") {
         let _: Result<Plan, ParallelError> = text.parse();

@@ -1,4 +1,4 @@
-//! A plan as TOML: the canonical text that is printed, and the reader.
+//! Plans as TOML: printing the canonical text, and parsing.
 
 use std::fmt::{self, Display};
 use std::ops::Range;
@@ -15,7 +15,7 @@ use crate::cluster::quantity::{MemoryText, bytes};
 use crate::pipeline::{Method, Pools, VersionSync};
 use crate::{Mesh, ParallelError};
 
-/// A value that is written as text, so that its error carries the place in the file.
+/// A value that is parsed from a string, so that a parse error carries its position in the file.
 struct Text<T>(T);
 
 impl<'de, T: FromStr<Err: Display>> Deserialize<'de> for Text<T> {
@@ -24,7 +24,7 @@ impl<'de, T: FromStr<Err: Display>> Deserialize<'de> for Text<T> {
     }
 }
 
-/// Layers as `first..end`.
+/// A range of layers, written `first..end`.
 struct Layers(Range<u32>);
 
 impl FromStr for Layers {
@@ -69,7 +69,7 @@ impl Display for Recompute {
 }
 
 impl VersionSync {
-    /// The name in plans and on command lines.
+    /// Returns the name used in plans and on command lines.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -147,7 +147,8 @@ struct PoolsEntry {
 
 impl PoolsEntry {
     fn pools(self) -> Pools {
-        // Lengths are compared by the check; here no more is made than the text has room for.
+        // [`Plan::check`] compares the lengths. The limit here keeps a small file from allocating a huge vector
+        // of rates.
         let ranks = self.sizes.iter().map(|&size| u64::from(size)).sum::<u64>();
         if self.rates.is_empty() && ranks <= u64::from(Mesh::MAX_RANKS) {
             return Pools::equal(self.sizes);
@@ -178,7 +179,7 @@ struct LevelEntry {
     overlap: Option<bool>,
 }
 
-/// The version alone, so that a text of another one is told apart from one that is wrong.
+/// The version alone. It is read first, so that a file of another version gets its own error.
 #[derive(Deserialize)]
 struct Version {
     version: u32,
@@ -187,8 +188,8 @@ struct Version {
 impl FromStr for Plan {
     type Err = ParallelError;
 
-    /// Reads a plan; fields that are left out have the defaults of [`Pipeline`], [`BoundaryCodecs`] and
-    /// [`Level`]. Only its form is looked at: see [`Plan::check`].
+    /// Parses a plan. Omitted fields get the defaults of [`Pipeline`], [`BoundaryCodecs`] and [`Level`]. Only
+    /// the syntax is checked: call [`Plan::check`] for the rest.
     fn from_str(text: &str) -> Result<Self, ParallelError> {
         let wrong = |e: &toml::de::Error| {
             let at = e.span().map_or(0, |span| span.start.min(text.len()));
@@ -278,13 +279,13 @@ impl File {
     }
 }
 
-/// A string as TOML: in quotes, with what needs it escaped.
+/// Formats a string as TOML: quoted and escaped.
 fn quoted(text: &str) -> String {
     toml::Value::String(text.to_owned()).to_string()
 }
 
 impl Display for Plan {
-    /// The canonical text: every field, in a fixed order and form.
+    /// Writes the canonical text: every field, in a fixed order and form.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let machines: Vec<String> = self.machines.iter().map(|name| quoted(name)).collect();
         writeln!(f, "version = {}", Self::VERSION)?;

@@ -1,24 +1,25 @@
-//! Petals' rules: which run of blocks a new server holds, and when a server moves.
+//! Petals' rules: which consecutive blocks a new server holds, and when a server moves.
 
 use crate::draw::Draw;
 
-/// A server: the blocks that it holds, and its rate.
+/// A server: its blocks and its rate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ServerRate {
-    /// Its first block.
+    /// Index of its first block.
     pub start: usize,
-    /// How many it holds.
+    /// Number of consecutive blocks.
     pub blocks: usize,
-    /// Requests a second through one block.
+    /// Requests per second through one block.
     pub rate: f64,
 }
 
 impl ServerRate {
-    /// The rate of a server from what was measured.
+    /// Returns the rate of a server from measurements.
     ///
-    /// `forward`: blocks a second, shared by the blocks of a request, which enters at a random one. `network`:
-    /// bits a second of the slower direction, over `hidden` values of 16 bits; a fifth of it through a relay.
-    /// Source: Petals, `throughput.py`.
+    /// `forward` is the number of blocks per second. A request enters at a random block of the server, so it
+    /// uses `(blocks + 1) / 2` blocks on average. `network` is the bandwidth of the slower direction in bits
+    /// per second; a request carries `hidden` values of 16 bits. Through a relay, a fifth of the bandwidth is
+    /// used. Source: Petals, `throughput.py`.
     #[must_use]
     pub fn measured(forward: f64, blocks: usize, network: f64, hidden: usize, is_relayed: bool) -> f64 {
         let network = network / (hidden as f64 * 16.0) * if is_relayed { 0.2 } else { 1.0 };
@@ -26,11 +27,11 @@ impl ServerRate {
     }
 }
 
-/// The first block of the run of `count` blocks that is served worst: rates of the run, sorted, compared one by
-/// one; ties to the lower block.
+/// Returns the start of the `count` consecutive blocks that are served worst. The rates of each range are
+/// sorted and compared lexicographically; if equal, the lower start is returned.
 ///
 /// # Panics
-/// If `count` is 0 or more than there are blocks.
+/// If `count` is 0 or exceeds the number of blocks.
 #[must_use]
 pub fn best_start(rates: &[f64], count: usize) -> usize {
     assert!(count > 0 && count <= rates.len(), "{count} of {} blocks", rates.len());
@@ -50,7 +51,7 @@ pub fn best_start(rates: &[f64], count: usize) -> usize {
     best
 }
 
-/// The rate through each block.
+/// Returns the total rate through each block.
 fn through(servers: &[ServerRate], blocks: usize) -> Vec<f64> {
     let mut rates = vec![0.0; blocks];
     for server in servers {
@@ -65,14 +66,15 @@ fn least(rates: &[f64]) -> f64 {
     rates.iter().copied().fold(f64::INFINITY, f64::min)
 }
 
-/// Below this, two rates are the same.
+/// Tolerance, relative to a rate, that keeps servers from moving for equal rates. Petals' `eps`.
 const SAME: f64 = 1e-3;
 
-/// Whether a server should move, where it would be followed by all others until nobody moves: if the least rate
-/// of a block would then be so much higher that the present one is below `quality` (0.75) of it.
+/// Returns whether a server should move. The rule simulates its move and then moves of the other servers until
+/// none moves. The server should move if the lowest rate of a block then is so much higher that the present one
+/// is below `quality` (0.75) of it.
 ///
-/// No if its own blocks would be served by nobody else, or its best place is the one that it has. The others
-/// move in random order, by the seed. Source: Petals, `block_selection.py`.
+/// Returns false if no other server serves some of its blocks, or if it is already at its best place. The other
+/// servers move in an order drawn from the seed. Source: Petals, `block_selection.py`.
 #[must_use]
 pub fn should_rebalance(servers: &[ServerRate], own: usize, blocks: usize, quality: f64, seed: u64) -> bool {
     let Some(server) =
@@ -98,8 +100,7 @@ pub fn should_rebalance(servers: &[ServerRate], own: usize, blocks: usize, quali
     let mut rates = through(&servers, blocks);
     let mut draw = Draw::new(seed, 3);
     let mut order: Vec<usize> = (0..servers.len()).filter(|&other| other != own).collect();
-    // Equal servers may pass a place around for ever: as many rounds as there are servers settle all that
-    // gains.
+    // Equal servers could exchange places forever, so the number of rounds is limited to the number of servers.
     for _ in 0..servers.len() {
         draw.shuffle(&mut order);
         let mut has_moved = false;
@@ -145,15 +146,15 @@ mod tests {
     #[test]
     fn a_server_moves_only_for_a_clear_gain() {
         let server = |start, rate| ServerRate { start, blocks: 2, rate };
-        // Blocks 0 and 1 have three servers, 2 and 3 have one slow one.
+        // Blocks 0 and 1 have three fast servers, blocks 2 and 3 have one slow server.
         let skewed = [server(0, 4.0), server(0, 4.0), server(0, 4.0), server(2, 1.0)];
         assert!(should_rebalance(&skewed, 0, 4, 0.75, 1));
-        // Moving away would leave a hole.
+        // Its blocks would be left without a server.
         assert!(!should_rebalance(&skewed, 3, 4, 0.75, 1));
-        // Equal servers stay, so that no two change places for ever.
+        // Equal servers stay, so that no two exchange places forever.
         let even = [server(0, 4.0), server(0, 4.0), server(2, 4.0), server(2, 4.0)];
         assert!((0..4).all(|own| !should_rebalance(&even, own, 4, 0.75, 1)));
-        // A gain of a tenth is not worth a move.
+        // A gain of a tenth is not enough for a move.
         let nearly = [server(0, 5.0), server(0, 5.0), server(2, 4.0), server(2, 5.0)];
         assert!((0..4).all(|own| !should_rebalance(&nearly, own, 4, 0.75, 1)));
         assert!(!should_rebalance(&even, 9, 4, 0.75, 1));

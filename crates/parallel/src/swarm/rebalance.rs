@@ -1,35 +1,36 @@
-//! SWARM's adaptive rebalancing: a peer of the stage with the least load moves to the stage with the most.
+//! SWARM's adaptive rebalancing: a peer of the stage with the lowest load moves to the stage with the highest.
 
-/// A peer, as it publishes itself.
+/// Load and rate that a peer publishes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct QueuedPeer {
-    /// Its number, unique over all stages.
+    /// Number of the peer, unique over all stages.
     pub id: u32,
-    /// Tasks that wait for it.
+    /// Number of tasks waiting for it.
     pub queue: u64,
-    /// Tasks a second.
+    /// Tasks per second.
     pub rate: f64,
 }
 
-/// A peer that moves to another stage.
+/// A move of a peer to another stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Migration {
-    /// Who.
+    /// Number of the peer.
     pub peer: u32,
-    /// Its stage.
+    /// Its present stage.
     pub from: usize,
-    /// Its next stage, whose weights it downloads.
+    /// Its new stage, whose weights it downloads.
     pub to: usize,
 }
 
-/// At most one move: of the stage with the least load, the peer with the shortest queue (ties to the lower
-/// number) to the stage with the most, where a stage's load is the sum of its queues (ties to the lower stage).
+/// Returns at most one move, from the stage with the lowest load to the stage with the highest. The load of a
+/// stage is the sum of its queue lengths; if equal, the lower stage is taken. The peer with the shortest queue
+/// moves; if equal, the one with the lower number.
 ///
-/// None if a stage would be left without peers. Else it moves if the slower of the two stages becomes faster by
-/// its peers' rates, or if that does not become slower and the longer of their waits (load over rate) falls
-/// below three quarters of what it was: without that margin, peers would move back and forth for the length of
-/// one queue. Source: Ryabinin et al. 2023, "SWARM", algorithm 2. The text of that algorithm was not at hand
-/// and the released code does not have it: the conditions are ours.
+/// Returns `None` if a stage would be left without peers. Otherwise the peer moves in two cases: the rate of
+/// the slower of the two stages increases; or that rate does not decrease and the longer of the two waits (load
+/// / rate) falls below three quarters of its value. Without that margin, peers would move back and forth for a
+/// difference of one queue entry. Source: Ryabinin et al. 2023, "SWARM", algorithm 2. We did not have the text
+/// of that algorithm, and the released code does not contain it: the conditions are ours.
 #[must_use]
 pub fn rebalance(stages: &[Vec<QueuedPeer>]) -> Option<Migration> {
     let load = |stage: usize| stages[stage].iter().map(|peer| peer.queue).sum::<u64>();
@@ -49,12 +50,12 @@ pub fn rebalance(stages: &[Vec<QueuedPeer>]) -> Option<Migration> {
     (gains || relieves).then_some(Migration { peer: moved.id, from, to })
 }
 
-/// How much shorter the longer wait must become where rates say nothing. Petals' balance quality.
+/// The longer wait must fall below this part of its value if the rates do not decide. Petals' balance quality.
 const MARGIN: f64 = 0.75;
 
-/// The most that the slowest of some stages can do with these peers, by trying all assignments.
+/// Returns the highest possible rate of the slowest stage, by trying all assignments of peers to stages.
 ///
-/// For up to 12 peers or so: there are `stages ^ peers` assignments.
+/// Usable up to about 12 peers: there are `stages ^ peers` assignments.
 #[must_use]
 pub fn optimum(rates: &[f64], stages: usize) -> f64 {
     fn assign(rates: &[f64], sums: &mut [f64]) -> f64 {
@@ -72,7 +73,7 @@ pub fn optimum(rates: &[f64], stages: usize) -> f64 {
     if stages == 0 { 0.0 } else { assign(rates, &mut vec![0.0; stages]) }
 }
 
-/// What no assignment exceeds: all rates, shared equally.
+/// Returns an upper bound of [`optimum`]: the sum of all rates divided by the number of stages.
 #[must_use]
 pub fn bound(rates: &[f64], stages: usize) -> f64 {
     rates.iter().sum::<f64>() / stages.max(1) as f64
@@ -88,10 +89,10 @@ mod tests {
 
     #[test]
     fn the_least_loaded_stage_gives_to_the_most_loaded() {
-        // Loads 7, 1, 9.
+        // The loads are 7, 1 and 9.
         let stages = [peers(&[(0, 4), (1, 3)]), peers(&[(2, 0), (3, 1)]), peers(&[(4, 9)])];
         assert_eq!(rebalance(&stages), Some(Migration { peer: 2, from: 1, to: 2 }));
-        // Waits of 10 / 5 and 12 / 4 would become 10 / 4 and 12 / 5: not enough.
+        // Waits of 10 / 5 and 12 / 4 would become 10 / 4 and 12 / 5: 2.5 is not below three quarters of 3.
         let five = peers(&[(0, 2), (1, 2), (2, 2), (3, 2), (4, 2)]);
         assert_eq!(rebalance(&[five, peers(&[(5, 3), (6, 3), (7, 3), (8, 3)])]), None);
         assert_eq!(rebalance(&[peers(&[(0, 0)]), peers(&[(1, 9)])]), None);
@@ -104,7 +105,7 @@ mod tests {
         let rates = [4.0, 3.0, 2.0, 2.0, 1.0, 1.0];
         assert!((optimum(&rates, 3) - 4.0).abs() < 1e-12 && (bound(&rates, 3) - 13.0 / 3.0).abs() < 1e-12);
         assert!((optimum(&[8.0, 1.0, 1.0, 1.0, 1.0], 3) - 2.0).abs() < 1e-12);
-        // All on the first stage but two.
+        // All peers but two start on the first stage.
         let mut stages: Vec<Vec<QueuedPeer>> = vec![Vec::new(); 3];
         for (id, &rate) in (0..).zip(&rates) {
             stages[(id as usize).saturating_sub(3).min(2)].push(QueuedPeer { id, queue: 0, rate });

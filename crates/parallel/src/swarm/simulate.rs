@@ -1,4 +1,5 @@
-//! A swarm under preemptions: stages, peers that are lost and come, and rebalancing every so often.
+//! Simulation of a swarm under preemptions: peers are lost and replaced, and the swarm rebalances at regular
+//! intervals.
 
 use farflung_base::Nanos;
 
@@ -6,62 +7,63 @@ use super::rebalance::{QueuedPeer, bound, rebalance};
 use crate::ParallelError;
 use crate::draw::Draw;
 
-/// What is simulated.
+/// Settings of a simulated swarm.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SwarmRun {
-    /// Stages of the pipeline.
+    /// Number of stages of the pipeline.
     pub stages: usize,
-    /// Peers at the start, shared out equally.
+    /// Number of peers at the start, divided equally over the stages.
     pub peers: u32,
-    /// How they come and go.
+    /// Rates of losses and arrivals.
     pub churn: Churn,
-    /// How long.
+    /// Simulated time.
     pub time: Nanos,
-    /// Time between two rebalancings; `None`: never.
+    /// Time between two rebalancings. `None`: no rebalancing.
     pub every: Option<Nanos>,
-    /// Time without work of a peer that moves: it downloads weights.
+    /// Time for which a peer that joins or moves does no work, because it downloads weights.
     pub download: Nanos,
 }
 
-/// How peers come and go, in steps of a second.
+/// Rates of losses and arrivals. The simulation advances in steps of a second.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Churn {
     /// Mean time until a peer is lost, in seconds.
     pub lifetime: f64,
-    /// Mean time until the place of a lost peer is taken by a new one, in seconds.
+    /// Mean time until a lost peer is replaced, in seconds.
     pub absence: f64,
 }
 
-/// What it did.
+/// Result of a simulation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Goodput {
-    /// Tasks through the slowest stage, over those of all peers shared out perfectly.
+    /// Number of tasks through the slowest stage, divided by the number if all peers were perfectly
+    /// distributed.
     pub share_of_bound: f64,
-    /// The same, in the first hour.
+    /// [`Goodput::share_of_bound`] of the first hour.
     pub first_hour: f64,
-    /// The same, in the last hour.
+    /// [`Goodput::share_of_bound`] of the last hour.
     pub last_hour: f64,
-    /// Peers that moved.
+    /// Number of moves of peers.
     pub moves: u32,
 }
 
-/// A peer of the run.
+/// A peer of the simulation.
 #[derive(Clone, Copy)]
 struct Peer {
     id: u32,
     rate: f64,
-    /// It works from this second on.
+    /// Second from which it works.
     from: u64,
 }
 
-/// Simulates a swarm second by second; peers have rates of 1 and come to stages of chance.
+/// Simulates a swarm second by second. All peers have a rate of 1; new peers join a random stage.
 ///
-/// A loss or an arrival depends on the seed and on time alone, so that runs with different `every` see the same
-/// trace of how many are lost and come. Queues are those of the flow that the slowest stage lets through: a
-/// stage that is near its limit has long ones.
+/// Losses and arrivals depend only on the seed and on time, so runs with different `every` have the same number
+/// of losses and arrivals at each time. Queue lengths follow from the flow, which the slowest stage limits: a
+/// stage near its limit has long queues.
 ///
-/// Errors: [`ParallelError::Zero`] for no stages, no time, mean times that are not positive, or no time between
-/// rebalancings.
+/// Errors: [`ParallelError::Zero`] for no stages, a time below one second, mean times that are not positive and
+/// finite, or less than a second between rebalancings.
 pub fn simulate_swarm(run: &SwarmRun, seed: u64) -> Result<Goodput, ParallelError> {
     let zero = |field| Err(ParallelError::Zero { of: "the swarm".to_owned(), field });
     let seconds = run.time.0 / 1_000_000_000;
@@ -108,7 +110,7 @@ pub fn simulate_swarm(run: &SwarmRun, seed: u64) -> Result<Goodput, ParallelErro
 struct Swarm {
     stages: Vec<Vec<Peer>>,
     next: u32,
-    /// Places whose peer was lost.
+    /// Number of lost peers that have not been replaced.
     empty: u32,
 }
 
@@ -121,7 +123,8 @@ impl Swarm {
         Self { stages, next: run.peers, empty: 0 }
     }
 
-    /// Losses and arrivals of a second. The numbers drawn do not depend on who is where.
+    /// Applies the losses and arrivals of a second. The numbers drawn do not depend on which peer is in which
+    /// stage.
     fn churn(&mut self, run: &SwarmRun, second: u64, draw: &mut Draw) {
         const FINE: usize = 1 << 40;
         let happens = |mean: f64, draw: &mut Draw| (draw.below(FINE) as f64) < FINE as f64 / mean;
@@ -143,7 +146,7 @@ impl Swarm {
         }
     }
 
-    /// The peer with so many lower ids before it is lost.
+    /// Removes the peer with this index in the order of ids.
     fn lose(&mut self, which: usize) {
         let mut ids: Vec<u32> = self.stages.iter().flatten().map(|peer| peer.id).collect();
         ids.sort_unstable();
@@ -157,7 +160,7 @@ impl Swarm {
         stage.iter().filter(|peer| peer.from <= second).map(|peer| peer.rate).sum()
     }
 
-    /// What gets through all stages.
+    /// Returns the rate of the slowest stage.
     fn slowest(&self, second: u64) -> f64 {
         self.stages.iter().map(|stage| Self::rate(stage, second)).fold(f64::INFINITY, f64::min)
     }
@@ -167,10 +170,11 @@ impl Swarm {
         bound(&rates, stages)
     }
 
-    /// Moves one peer where that helps.
+    /// Moves one peer if that helps. Returns whether one moved.
     fn rebalance(&mut self, second: u64, download: Nanos) -> bool {
         let flow = self.slowest(second);
-        // Queues of a stage at a share of its limit; the slowest has the longest.
+        // The queue length follows from the share of the stage's rate that is in use; the slowest stage has the
+        // longest queues.
         let queued = |stage: &Vec<Peer>| -> Vec<QueuedPeer> {
             let rate: f64 = stage.iter().map(|peer| peer.rate).sum();
             let used = if rate > 0.0 { flow / rate } else { 1.0 };
@@ -178,7 +182,7 @@ impl Swarm {
             stage.iter().map(|peer| QueuedPeer { id: peer.id, queue: each as u64, rate: peer.rate }).collect()
         };
         let mut stages: Vec<Vec<QueuedPeer>> = self.stages.iter().map(queued).collect();
-        // A stage without peers has everybody waiting; it has no queue of its own to say so.
+        // A stage without peers has no queue, so it gets a placeholder peer with a very long one.
         if let Some(empty) = stages.iter().position(Vec::is_empty) {
             stages[empty].push(QueuedPeer { id: u32::MAX, queue: u64::MAX / 1024, rate: 0.0 });
         }

@@ -1,39 +1,40 @@
-//! The square-cube law of pipelines: a layer's computing grows with the square of its width, its traffic with
-//! the width.
+//! The square-cube law of pipelines: the computation of a layer grows with the square of its width, its traffic
+//! only linearly.
 
-/// A stage and the line of its device.
+/// A stage, its device and its network connection.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SquareCube {
     /// Width of the model.
     pub hidden: u64,
-    /// Layers of the stage.
+    /// Number of layers of the stage.
     pub layers: u64,
-    /// Tokens of a microbatch: one sequence.
+    /// Number of tokens of a microbatch, which is one sequence.
     pub tokens: u64,
-    /// Bits that a value travels in.
+    /// Number of bits of a transmitted value.
     pub bits: u64,
-    /// Operations a second that the device sustains.
+    /// Operations per second that the device sustains.
     pub flops: f64,
-    /// Bits a second of its line.
+    /// Bandwidth in bits per second.
     pub bandwidth: f64,
-    /// Seconds of a round trip.
+    /// Round-trip time in seconds.
     pub round_trip: f64,
 }
 
-/// How much of the time the device computes.
+/// Part of the time in which the device computes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Utilisation {
-    /// Seconds of computing.
+    /// Time of computation, in seconds.
     pub compute: f64,
-    /// Seconds on the line.
+    /// Time of transmission, in seconds.
     pub line: f64,
     /// `compute / (max(compute, line) + round trip)`.
     pub share: f64,
 }
 
 impl SquareCube {
-    /// Forward of a microbatch: `L (24 s h^2 + 4 s^2 h)` operations, and `s h` values sent, one behind the
-    /// other. Source: Ryabinin et al. 2023, "SWARM", section 3.1.
+    /// Returns the utilisation in the forward pass of a microbatch. It has `L (24 s h^2 + 4 s^2 h)` operations
+    /// and sends `s h` values, for `L` layers, `s` tokens and width `h`. Source: Ryabinin et al. 2023, "SWARM",
+    /// section 3.1.
     #[must_use]
     pub fn utilisation(&self) -> Utilisation {
         let (s, h) = (self.tokens as f64, self.hidden as f64);

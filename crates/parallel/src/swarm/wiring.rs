@@ -2,30 +2,30 @@
 
 use crate::ParallelError;
 
-/// Tasks of a backward pass take this many times a forward's.
+/// Time of a backward task relative to a forward task.
 const BACKWARD: f64 = 2.5;
 
-/// How much of a new measurement an average takes.
+/// Weight of a new measurement in the exponential average.
 const SMOOTHING: f64 = 0.1;
 
-/// A measured rate: an exponential average of seconds a task, without the bias of its start.
+/// The measured rate of a peer: a bias-corrected exponential average of the seconds per task.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PeerRate {
     average: f64,
-    /// What is left of the start's weight.
+    /// Remaining weight of the initial value 0 of `average`, for bias correction.
     bias: f64,
-    /// Tasks a second before anything was measured.
+    /// Tasks per second assumed before the first measurement.
     initial: f64,
 }
 
 impl PeerRate {
-    /// Before anything was measured.
+    /// Creates a rate without measurements, which is `initial` tasks per second.
     #[must_use]
     pub const fn new(initial: f64) -> Self {
         Self { average: 0.0, bias: 1.0, initial }
     }
 
-    /// Takes up that a task took so many seconds.
+    /// Returns the rate after another task that took this many seconds.
     #[must_use]
     pub fn measured(mut self, seconds: f64) -> Self {
         self.average = (1.0 - SMOOTHING) * self.average + SMOOTHING * seconds;
@@ -33,14 +33,14 @@ impl PeerRate {
         self
     }
 
-    /// Tasks a second.
+    /// Returns the rate in tasks per second.
     #[must_use]
     pub fn tasks_per_second(&self) -> f64 {
         if self.bias < 1.0 && self.average > 0.0 { (1.0 - self.bias) / self.average } else { self.initial }
     }
 }
 
-/// What a trainer knows of the peers of one stage.
+/// A trainer's state about the peers of one stage: their measured rates and the work assigned to them.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Wiring {
     peers: Vec<Peer>,
@@ -48,16 +48,16 @@ pub struct Wiring {
 
 #[derive(Debug, Clone, PartialEq)]
 struct Peer {
-    /// Work that it was given, in seconds of its own.
+    /// Work assigned to the peer, in seconds at its own rate.
     load: f64,
     rate: PeerRate,
-    /// Whether it failed and has not been heard of since.
+    /// Whether the peer failed and has not been renewed since.
     is_banned: bool,
 }
 
 impl Wiring {
-    /// Adds a peer; gives its number. It starts at the least load of the others: at 0 it would get all tasks
-    /// until it has caught up with them.
+    /// Adds a peer and returns its number. It starts with the lowest load of the other peers: with 0 it would
+    /// get all tasks until its load had caught up.
     ///
     /// Errors: [`ParallelError::Zero`] for a rate that is not positive.
     pub fn join(&mut self, rate: PeerRate) -> Result<usize, ParallelError> {
@@ -75,15 +75,17 @@ impl Wiring {
         self.peers.iter().filter(|peer| !peer.is_banned).map(|peer| peer.load)
     }
 
-    /// The peer for a forward task of a size in samples: the one of the least load, ties to the lower number.
-    /// Its load grows by the time that the task takes it. `None` where all are banned.
+    /// Assigns a forward task of `samples` samples to the peer with the lowest load and returns its number; the
+    /// lower number if equal. The peer's load grows by the time that the task takes on it. Returns `None` if
+    /// all peers are banned.
     ///
-    /// Source: Ryabinin et al. 2023, "SWARM", algorithm 1, as released; there ties are decided by chance.
+    /// Source: Ryabinin et al. 2023, "SWARM", algorithm 1, as released. Differs: the released code breaks ties
+    /// at random.
     pub fn forward(&mut self, samples: f64) -> Option<usize> {
         self.give(samples)
     }
 
-    /// The same for a backward task, which takes 2.5 times as long.
+    /// Assigns a backward task as [`Wiring::forward`] does. It takes 2.5 times as long as a forward task.
     pub fn backward(&mut self, samples: f64) -> Option<usize> {
         self.give(BACKWARD * samples)
     }
@@ -96,22 +98,22 @@ impl Wiring {
         Some(number)
     }
 
-    /// Takes up what a task took.
+    /// Records the time of a task on a peer, in seconds.
     pub fn measured(&mut self, peer: usize, seconds: f64) {
         if let Some(peer) = self.peers.get_mut(peer) {
             peer.rate = peer.rate.measured(seconds);
         }
     }
 
-    /// A peer failed: it gets nothing until it is renewed.
+    /// Bans a failed peer: it gets no tasks until [`Wiring::renew`].
     pub fn ban(&mut self, peer: usize) {
         if let Some(peer) = self.peers.get_mut(peer) {
             peer.is_banned = true;
         }
     }
 
-    /// A banned peer was heard of again: it goes on at the least load of the others, or its own if that is
-    /// more.
+    /// Ends the ban of a peer. It continues with its own load or the lowest load of the other peers, whichever
+    /// is higher.
     pub fn renew(&mut self, peer: usize) {
         let least = self.loads().fold(f64::INFINITY, f64::min);
         if let Some(peer) = self.peers.get_mut(peer).filter(|peer| peer.is_banned) {
@@ -174,7 +176,7 @@ mod tests {
     fn the_average_has_no_bias_at_its_start() {
         let once = PeerRate::new(1.0).measured(0.5);
         assert!((once.tasks_per_second() - 2.0).abs() < 1e-12);
-        // (0.9 * 0.1 * 0.5 + 0.1 * 1.0) / (1 - 0.81).
+        // Bias-corrected average: (0.9 * 0.1 * 0.5 + 0.1 * 1.0) / (1 - 0.81) seconds.
         let twice = once.measured(1.0);
         assert!((twice.tasks_per_second() - 0.19 / 0.145).abs() < 1e-12);
         let mut wiring = wiring(&[1.0, 1.0]);

@@ -1,4 +1,4 @@
-//! Machines come and go for a day.
+//! Simulation of a day in which machines join and leave.
 
 use std::collections::BTreeMap;
 
@@ -10,34 +10,36 @@ use super::history::Breach;
 use super::world::{Weather, World};
 use crate::plan::Digest;
 
-/// A day of machines that come and go.
+/// Settings of the simulation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Churn {
-    /// Machines at the start; each that ends is replaced.
+    /// Number of machines at the start. Each machine that ends is replaced.
     pub machines: u32,
-    /// The mean time until a machine ends.
+    /// Mean time until a machine ends.
     pub life: Nanos,
-    /// How many of a hundred leave politely; the others die.
+    /// Percentage of machines that ask to leave; the others crash.
     pub polite: u64,
-    /// The mean time until a machine that ended is replaced.
+    /// Mean time until a machine that ended is replaced.
     pub absence: Nanos,
-    /// How long a newcomer fetches the state.
+    /// Time in which a newcomer fetches the state.
     pub fetch: Nanos,
-    /// How long members work between two commits.
+    /// Time of the members' work between two commits.
     pub round: Nanos,
-    /// From the end of a round until a member whose connection broke, or that says nothing, is given up.
+    /// Time from the end of a round until a lost member is noticed: if its connection broke, and if it is only
+    /// silent.
     pub noticed: [Nanos; 2],
-    /// How long it goes on.
+    /// Simulated time.
     pub span: Nanos,
-    /// Of everything random.
+    /// Seed of all random numbers.
     pub seed: u64,
 }
 
 impl Churn {
-    /// 16 machines with a mean life of 2 hours, rounds of a minute, for 24 hours.
+    /// Returns settings for 24 hours with 16 machines, a mean life of 2 hours, and rounds of a minute.
     ///
-    /// A broken connection is noticed after a second, silence after 10: half of those that die do either. A
-    /// third leaves politely. Another machine comes after 5 minutes on average and fetches the state in one.
+    /// A broken connection is noticed after 1 s, silence after 10 s; each happens in half of the rounds with a
+    /// crash. A third of the machines leave politely. A replacement comes after 5 minutes on average and
+    /// fetches the state in one minute.
     #[must_use]
     pub const fn day(seed: u64) -> Self {
         const MINUTE: u64 = 60_000;
@@ -55,69 +57,69 @@ impl Churn {
     }
 }
 
-/// What a day comes to.
+/// Result of a simulated day.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ChurnOutcome {
-    /// Rounds that were committed.
+    /// Number of committed rounds.
     pub rounds: u32,
-    /// Views after the first.
+    /// Number of views after the first.
     pub views: u32,
-    /// Members that died, and that left.
+    /// Number of machines that crashed, newcomers included.
     pub died: u32,
-    /// Members that left politely.
+    /// Number of members that left politely.
     pub left: u32,
-    /// Newcomers that became members.
+    /// Number of newcomers that became members.
     pub admitted: u32,
-    /// The longest wait of one that was ready.
+    /// Longest time that a ready newcomer waited for admission.
     pub longest_wait: Nanos,
-    /// The longest time between two commits.
+    /// Longest time between two commits.
     pub longest_gap: Nanos,
-    /// The longest time from giving a member up to the view without it.
+    /// Longest time from noticing a lost member to the view without it.
     pub slowest_view: Nanos,
-    /// Committed member-rounds over what all machines that were alive could have done meanwhile.
+    /// Committed member-rounds, divided by the rounds that all living machines could have done.
     pub goodput: f64,
-    /// The same over what so many machines as at the start could have done.
+    /// Committed member-rounds, divided by the rounds that the initial number of machines could have done.
     pub of_all: f64,
-    /// Promises that were broken.
+    /// Violated guarantees.
     pub breaches: Vec<Breach>,
-    /// Who was a member from when to when.
+    /// Intervals of membership.
     pub stays: Vec<Stay>,
 }
 
-/// A membership.
+/// An interval in which a machine was a member.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stay {
-    /// The machine.
+    /// Id of the machine.
     pub who: MemberId,
-    /// When the first view with it was installed.
+    /// Time when the first view with it was seen.
     pub from: Nanos,
-    /// When the first view without it was, or when the day ended.
+    /// Time when the first view without it was seen, or the end of the day.
     pub to: Nanos,
 }
 
-/// What the trial plans.
+/// Events that the simulation schedules.
 #[derive(Debug, Clone, Copy)]
 enum Own {
-    /// A machine ends.
+    /// A machine leaves or crashes.
     Ends(MemberId),
-    /// Another machine comes.
+    /// A replacement machine starts.
     Comes,
     /// A newcomer has fetched the state.
     Fetched(MemberId),
     /// The members' work of this round is done.
     Done { round: u32 },
-    /// Members that do not answer are given up.
+    /// Members that do not answer are noticed.
     Notice { round: u32 },
-    /// Looks whether members agree, so that the round can be committed.
+    /// Checks whether members agree on a view, so that the round can be committed.
     Look { round: u32 },
 }
 
-/// Between two looks while the members decide.
+/// Time between two checks while the members decide.
 const LOOK: Nanos = Nanos::from_millis(20);
-/// A day without a commit for so long has failed.
+/// Maximum time between commits; the day has failed if it is exceeded.
 const STUCK: Nanos = Nanos::from_millis(1_800_000);
 
-/// Runs a day.
+/// Simulates a day.
 #[must_use]
 pub fn churn(churn: &Churn) -> ChurnOutcome {
     let mut day = Day::new(*churn);
@@ -131,20 +133,20 @@ struct Day {
     churn: Churn,
     world: World<Own>,
     outcome: ChurnOutcome,
-    /// When machines came.
+    /// Start times of the living machines.
     since: BTreeMap<MemberId, Nanos>,
-    /// Newcomers that have the state, and since when.
+    /// Newcomers that have fetched the state, with the time when they did.
     ready: BTreeMap<MemberId, Nanos>,
-    /// Members, and since when.
+    /// Members, with the time when they became members.
     members: BTreeMap<MemberId, Nanos>,
     round: u32,
     begun: Nanos,
-    /// When members were given up in this round.
+    /// Time when lost members were noticed in this round.
     noticed: Option<Nanos>,
     machines: u32,
-    /// Nanoseconds that machines were alive.
+    /// Total lifetime of all machines that ended, in nanoseconds.
     alive: f64,
-    /// Member-rounds that were committed.
+    /// Number of committed member-rounds.
     done: u64,
 }
 
@@ -182,7 +184,7 @@ impl Day {
         day
     }
 
-    /// A machine is there from now on, for a while.
+    /// Records the start of a machine and schedules its end.
     fn begins(&mut self, who: MemberId) {
         let now = self.world.now;
         self.since.insert(who, now);
@@ -221,7 +223,7 @@ impl Day {
         }
     }
 
-    /// A machine ends: a member politely at times.
+    /// Ends a machine. A member leaves politely in some cases.
     fn ends(&mut self, who: MemberId) {
         if self.world.view(who).is_some() && self.world.draw.percent(self.churn.polite) {
             self.world.step(who, Event::Leave(who));
@@ -234,7 +236,7 @@ impl Day {
         }
     }
 
-    /// A machine is gone; another one comes later.
+    /// Records the end of a machine and schedules its replacement.
     fn gone(&mut self, who: MemberId) {
         let now = self.world.now;
         self.ready.remove(&who);
@@ -245,12 +247,12 @@ impl Day {
         }
     }
 
-    /// Members that run.
+    /// Returns the members whose process runs.
     fn living(&self) -> Vec<MemberId> {
         self.members.keys().copied().filter(|id| self.world.state(*id).is_some()).collect()
     }
 
-    /// All that live give up those that do not answer.
+    /// Tells all living members which members do not answer.
     fn notice(&mut self) {
         let dead: Vec<MemberId> =
             self.members.keys().copied().filter(|id| self.world.state(*id).is_none()).collect();
@@ -264,7 +266,8 @@ impl Day {
         }
     }
 
-    /// Commits where all members of the newest view live and have it; else looks again.
+    /// Commits the round if all members of the newest view live and are in it; otherwise schedules another
+    /// check.
     fn look(&mut self) {
         let now = self.world.now;
         self.take_up_views();
@@ -279,7 +282,7 @@ impl Day {
             self.commit();
             return;
         }
-        // One that died since is given up, too, after its deadline.
+        // A member that crashed in the meantime is noticed after its deadline.
         let silent = |id: &MemberId| self.world.state(*id).is_none();
         let known = |id: &MemberId| {
             living.iter().all(|who| self.world.state(*who).is_some_and(|state| state.silent().contains(id)))
@@ -288,7 +291,7 @@ impl Day {
         if self.members.keys().any(|id| silent(id) && !known(id)) {
             self.world.plan(now.saturating_add(self.churn.noticed[1]), Own::Notice { round });
         } else {
-            // A member that missed the view sends a frame of the training.
+            // Training frames carry the sender's epoch. They bring the view to members that missed it.
             if let (Some(one), Some(other)) =
                 (self.world.draw.one_of(&living), self.world.draw.one_of(&living))
                 && let Some(at) = self.world.view(one).map(View::place)
@@ -299,7 +302,7 @@ impl Day {
         }
     }
 
-    /// Newcomers that a view admits, and members that none has any more.
+    /// Updates `members` and the statistics to the newest view.
     fn take_up_views(&mut self) {
         let now = self.world.now;
         let newest = self.world.running().into_iter().filter_map(|id| self.world.view(id));
@@ -334,7 +337,7 @@ impl Day {
         }
     }
 
-    /// The round counts. Leaves and admissions are proposed; the next round begins.
+    /// Commits the round, lets leaves and admissions be proposed, and begins the next round.
     fn commit(&mut self) {
         let now = self.world.now;
         self.outcome.rounds += 1;

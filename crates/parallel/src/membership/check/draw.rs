@@ -1,8 +1,8 @@
-//! Random numbers of a trial.
+//! Random numbers of a simulation.
 
 use farflung_base::{Nanos, Philox};
 
-/// Numbers from a counter.
+/// A counter-based random number generator.
 #[derive(Debug)]
 pub(super) struct Draw {
     philox: Philox,
@@ -14,30 +14,30 @@ impl Draw {
         Self { philox: Philox::new(seed, stream), at: 0 }
     }
 
-    /// Uniform in `0..bound`; 0 where `bound` is 0.
+    /// Draws uniformly from `0..bound`; returns 0 if `bound` is 0.
     pub(super) fn below(&mut self, bound: u64) -> u64 {
         self.at += 1;
         (u64::from(self.philox.word(self.at)) * bound.min(1 << 32)) >> 32
     }
 
-    /// Whether something happens that does so many times of a hundred.
+    /// Returns true with a probability of `percent` percent.
     pub(super) fn percent(&mut self, percent: u64) -> bool {
         self.below(100) < percent
     }
 
-    /// Uniform from `low` to `high`.
+    /// Draws uniformly from `low` to `high`.
     pub(super) fn between(&mut self, low: Nanos, high: Nanos) -> Nanos {
-        // In microseconds: 32 random bits are enough for an hour.
+        // Drawn in microseconds: 32 random bits are enough for an hour.
         low.saturating_add(Nanos(1000 * self.below(1 + high.saturating_sub(low).0 / 1000)))
     }
 
-    /// Exponential with this mean.
+    /// Draws from the exponential distribution with this mean.
     pub(super) fn exponential(&mut self, mean: Nanos) -> Nanos {
         let uniform = (self.below(1 << 32) as f64 + 1.0) / (1_u64 << 32) as f64;
         Nanos((-uniform.ln() * mean.0 as f64) as u64)
     }
 
-    /// One of these.
+    /// Draws one of these; `None` if there are none.
     pub(super) fn one_of<T: Copy>(&mut self, of: &[T]) -> Option<T> {
         let at = self.below(of.len() as u64);
         of.get(at as usize).copied()

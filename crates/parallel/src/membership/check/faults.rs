@@ -1,4 +1,4 @@
-//! Everything goes wrong at random; then the network heals.
+//! Simulation of random faults, after which the network is repaired.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,80 +11,80 @@ use super::history::Breach;
 use super::world::{Machine, Weather, World};
 use crate::plan::Digest;
 
-/// A trial of the rules under faults.
+/// Settings of the simulation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Faults {
-    /// Members of the first view.
+    /// Number of members of the first view.
     pub members: u32,
-    /// Of everything random.
+    /// Seed of all random numbers.
     pub seed: u64,
-    /// Something that is wrong on purpose, so that the trial can be seen to fail.
+    /// A deliberate flaw, by which tests check that the simulation detects it.
     pub flaw: Option<Flaw>,
 }
 
-/// What happened in a trial.
+/// Result of a simulation.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct FaultsOutcome {
-    /// Views after the first.
+    /// Number of views after the first.
     pub views: u32,
-    /// How often links were cut.
+    /// Number of times that links were cut.
     pub cuts: u32,
-    /// Processes that died between two actions.
+    /// Number of processes that crashed between two actions.
     pub crashes: u32,
-    /// Processes that started again with their votes.
+    /// Number of processes that restarted with their votes.
     pub restarts: u32,
-    /// Machines that came, those that came again included.
+    /// Number of machines that started as newcomers, including those that returned.
     pub newcomers: u32,
-    /// Members that asked to leave.
+    /// Number of requests to leave.
     pub leaves: u32,
-    /// Members that stopped because they had no majority.
+    /// Number of members that stopped because they had no majority.
     pub stops: u32,
-    /// How often members asked to do a step again under the same members.
+    /// Number of times that members asked to repeat a step under the same members.
     pub repeats: u32,
-    /// Events that processes took up.
+    /// Number of events that processes handled.
     pub steps: u64,
-    /// Whether enough members live after healing to go on.
+    /// Whether enough members live after the repair to continue.
     pub can_go_on: bool,
-    /// From healing until all that live had the same view of exactly them.
+    /// Time from the repair until all living processes had the same view, consisting of exactly them.
     pub recovery: Option<Nanos>,
-    /// Promises that were broken.
+    /// Violated guarantees.
     pub breaches: Vec<Breach>,
 }
 
 impl FaultsOutcome {
-    /// How many views there were of an epoch that had one already.
+    /// Returns the number of views of an epoch that already had another view.
     #[must_use]
     pub fn forks(&self) -> usize {
         self.breaches.iter().filter(|breach| matches!(breach, Breach::Fork { .. })).count()
     }
 }
 
-/// What the trial plans.
+/// Events that the simulation schedules.
 #[derive(Debug, Clone, Copy)]
 enum Own {
-    /// A process looks who answers.
+    /// A process checks which other members answer.
     Look { who: MemberId, life: u32 },
-    /// Something goes wrong.
+    /// A random fault is injected.
     Fault,
 }
 
-/// Faults happen for so long.
+/// Duration of the faults.
 const STORM: Nanos = Nanos::from_millis(30_000);
-/// Messages of the storm are under way for at most so long after it.
+/// Time after the faults in which messages sent before arrive. Their longest delay is 2 s.
 const AFTERMATH: Nanos = Nanos::from_millis(3_000);
-/// By then all that live must have the same view.
+/// Time after the repair within which all living processes must have the same view.
 const LIMIT: Nanos = Nanos::from_millis(90_000);
-/// The view must then stay for so long.
+/// Time for which this view must then stay unchanged.
 const STAYS: Nanos = Nanos::from_millis(15_000);
-/// Between two looks of a process.
+/// Bounds of the time between two checks of a process.
 const LOOK: (Nanos, Nanos) = (Nanos::from_millis(700), Nanos::from_millis(1_300));
 
-/// Runs a trial: half a minute of faults, then what follows.
+/// Runs a simulation: 30 s of faults, then the repair and the recovery.
 ///
-/// Members crash between any two actions, restart with their votes or as newcomers, leave, are given up
-/// wrongly; newcomers come and die; the network is cut into parts and loses, doubles and delays messages.
-/// Then it heals, and some of the machines come back: at least so many, where there are, that a majority
-/// lives.
+/// Members crash between any two actions, restart with their votes or as newcomers, leave, or are wrongly
+/// considered lost. Newcomers start and crash. The network is partitioned, and it loses, duplicates and delays
+/// messages. Then the network is repaired, and some of the machines restart: if possible, at least as many as
+/// are needed for a majority to be alive.
 #[must_use]
 pub fn faults(trial: &Faults) -> FaultsOutcome {
     let mut storm = Storm::new(trial);
@@ -96,10 +96,10 @@ pub fn faults(trial: &Faults) -> FaultsOutcome {
 
 struct Storm {
     world: World<Own>,
-    /// Members that did not answer at a process's last look.
+    /// Members that did not answer at each process's last check.
     missed: BTreeMap<MemberId, BTreeSet<MemberId>>,
     outcome: FaultsOutcome,
-    /// The network is well, and processes that end start again.
+    /// Whether the network is repaired. From then on, processes that stop restart.
     is_healed: bool,
     most_machines: u32,
 }
@@ -140,7 +140,7 @@ impl Storm {
         storm
     }
 
-    /// Faults, and what they lead to.
+    /// Runs the phase of faults.
     fn rage(&mut self) {
         self.world.plan(Nanos::from_millis(500), Own::Fault);
         while let Some(own) = self.world.next(STORM) {
@@ -155,7 +155,7 @@ impl Storm {
         }
     }
 
-    /// A process looks who answers, from now on again and again.
+    /// Schedules the regular checks of a process.
     fn begin_looking(&mut self, who: MemberId) {
         self.missed.remove(&who);
         let life = self.world.machines.get(&who).map_or(0, |machine| machine.life);
@@ -163,7 +163,8 @@ impl Storm {
         self.world.plan(self.world.now.saturating_add(pause), Own::Look { who, life });
     }
 
-    /// What a process sees: who answers, who asks to come in, and sometimes that a step was committed.
+    /// Runs one check of a process: it learns which members answer, a newcomer asks to be admitted, and
+    /// sometimes a step is committed.
     fn look(&mut self, who: MemberId, life: u32) {
         if self.world.machines.get(&who).is_none_or(|machine| machine.life != life) {
             return;
@@ -200,8 +201,8 @@ impl Storm {
             }
         }
         self.missed.insert(who, missed);
-        // A frame of the training has the sender's epoch. Whoever hears too few knows of others, too: the
-        // ticket names some.
+        // Training frames carry the sender's epoch. A process that hears too few members also knows other
+        // machines, because its ticket names some.
         let known = if hears_enough { members } else { self.world.running() };
         if let Some(other) = self.world.draw.one_of(&known) {
             self.world.send(who, other, Message::Here { at });
@@ -211,7 +212,7 @@ impl Storm {
         }
     }
 
-    /// A newcomer tells a member that it is ready.
+    /// Tells a random member that a newcomer is ready.
     fn ask_in(&mut self, me: Member) {
         let mut hosts = self.world.running();
         hosts.retain(|id| self.world.view(*id).is_some());
@@ -222,14 +223,14 @@ impl Storm {
         }
     }
 
-    /// A machine whose process has ended starts another: with its votes, unless the others go on without it.
+    /// Restarts the process of a machine: with its votes, or as a newcomer if the others continue without it.
     fn begin_again(&mut self, who: MemberId) {
         let is_out = |reason: &Reason| matches!(reason, Reason::Removed { .. } | Reason::Superseded { .. });
         let ended = self.world.machines.get(&who).and_then(|machine| machine.ended.as_ref());
         if ended.is_some_and(is_out) { self.come(who) } else { self.restart(who) }
     }
 
-    /// With its votes; without any as a newcomer.
+    /// Restarts a process with its votes, or as a newcomer if it has none.
     fn restart(&mut self, who: MemberId) {
         if self.world.restore(who) {
             self.outcome.restarts += 1;
@@ -239,14 +240,14 @@ impl Storm {
         }
     }
 
-    /// As a newcomer.
+    /// Starts a process as a newcomer.
     fn come(&mut self, who: MemberId) {
         self.world.start_newcomer(who);
         self.outcome.newcomers += 1;
         self.begin_looking(who);
     }
 
-    /// One of the things that go wrong.
+    /// Injects one random fault.
     fn fault(&mut self) {
         let running = self.world.running();
         let Some(one) = self.world.draw.one_of(&running) else {
@@ -257,7 +258,7 @@ impl Storm {
             0..18 => self.cut(),
             18..26 => self.world.cut.clear(),
             26..44 => {
-                // Between any two of its next actions.
+                // The process crashes between any two of its next actions.
                 let actions = self.world.draw.below(8);
                 if let Some(machine) = self.world.machines.get_mut(&one) {
                     machine.dies_in = Some(actions);
@@ -276,7 +277,7 @@ impl Storm {
                 self.world.step(one, Event::Leave(one));
             }
             78..88 => {
-                // Given up although it answers.
+                // Considered lost although it may answer.
                 if let Some(other) = self.world.draw.one_of(&running) {
                     self.world.step(one, Event::Silent(other));
                 }
@@ -293,7 +294,8 @@ impl Storm {
         }
     }
 
-    /// A step fails although all are heard: some of the members of a view, or all, ask to do it again.
+    /// Lets some or all members of a view ask to repeat a step, as if it had failed although all members are
+    /// heard.
     fn repeat(&mut self, one: MemberId, running: &[MemberId]) {
         let Some(view) = self.world.view(one) else { return };
         let of = view.ids();
@@ -305,7 +307,7 @@ impl Storm {
         }
     }
 
-    /// A machine without a process gets one again: mostly with its votes.
+    /// Restarts a process on a machine without one, mostly with its votes.
     fn start_one(&mut self) {
         let is_down = |machine: &Machine| machine.state.is_none() && machine.ended != Some(Reason::Left);
         let down = self.world.machines.iter().filter(|(_, machine)| is_down(machine));
@@ -318,7 +320,7 @@ impl Storm {
         if removed || self.world.draw.percent(10) { self.come(one) } else { self.restart(one) }
     }
 
-    /// Cuts the network: into parts, or single links in one direction or both.
+    /// Partitions the network, or cuts single links in one direction or both.
     fn cut(&mut self) {
         self.outcome.cuts += 1;
         let ids: Vec<MemberId> = self.world.machines.keys().copied().collect();
@@ -345,14 +347,14 @@ impl Storm {
         self.world.cut = cut;
     }
 
-    /// The network is well from now on; some machines come back.
+    /// Repairs the network and restarts some machines.
     fn heal(&mut self) {
         self.world.cut.clear();
         self.world.weather = CALM;
         for machine in self.world.machines.values_mut() {
             machine.dies_in = None;
         }
-        // What is under way arrives.
+        // Messages that are under way arrive first.
         while let Some(own) = self.world.next(STORM.saturating_add(AFTERMATH)) {
             if let Own::Look { who, life } = own {
                 self.look(who, life);
@@ -374,8 +376,8 @@ impl Storm {
         }
     }
 
-    /// Whether those that live are a majority of the newest view that one of them has, and of every view that
-    /// may follow.
+    /// Returns whether the living processes are a majority of the newest view that one of them has, and of
+    /// every view that may follow.
     fn can_go_on(&self) -> bool {
         let world = &self.world;
         let states = || world.machines.values().filter_map(|machine| machine.state.as_ref());
@@ -383,7 +385,8 @@ impl Storm {
             return false;
         };
         let is_majority = |view: &View| {
-            // Whoever is about to leave does not count: if all others are dead, the run ends with it.
+            // A process that is about to leave does not count: if all others are dead, the run ends when it
+            // leaves.
             let living = view
                 .members
                 .iter()
@@ -391,7 +394,7 @@ impl Storm {
             view.has_majority(&living.map(|member| member.id).collect())
         };
         let accepted = states().filter_map(|state| state.kept()?.accepted.as_ref()).map(|vote| &vote.view);
-        // Newcomers that died may still be admitted.
+        // Newcomers that have crashed may still be admitted.
         let dead: Vec<Member> =
             states().flat_map(State::ready).filter(|new| !world.lives(new)).copied().collect();
         let start = Start { weights: newest.weights, plan: newest.plan };
@@ -401,7 +404,7 @@ impl Storm {
         is_majority(newest) && later.all(is_majority) && with_dead.as_ref().is_none_or(is_majority)
     }
 
-    /// Waits until all that live have the same view of exactly them, and whether it stays.
+    /// Runs until all living processes have the same view of exactly them, then checks that the view stays.
     fn settle(&mut self) {
         let healed = self.world.now;
         let end = healed.saturating_add(LIMIT);
@@ -425,7 +428,8 @@ impl Storm {
         }
     }
 
-    /// Whether all that live have the same view of exactly them, and nobody is about to start again.
+    /// Returns whether all living processes have the same view of exactly them, and no process is about to
+    /// restart.
     fn is_settled(&self) -> bool {
         let running = self.world.running();
         let Some(view) = running.first().and_then(|first| self.world.view(*first)) else { return false };

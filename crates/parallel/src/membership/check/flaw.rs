@@ -1,25 +1,25 @@
-//! Rules that members break on purpose, so that a test can see that breaking them is found.
+//! Deliberate violations of the rules, by which tests check that the simulation detects them.
 
 #[cfg(test)]
 use super::super::State;
 
-/// A rule that members break on purpose.
+/// A deliberate violation of a rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Flaw {
-    /// What a member has promised and voted for is gone when it restarts.
+    /// A member that restarts has lost its promises and votes.
     ForgetsVotes,
-    /// One vote decides.
+    /// One vote decides a view.
     #[cfg(test)]
     OneVoteDecides,
-    /// A proposer does not look for votes of earlier proposers.
+    /// A proposer ignores votes for earlier proposals.
     #[cfg(test)]
     ProposesAnew,
 }
 
 #[cfg(test)]
 impl Flaw {
-    /// A state that follows the rules but for one.
+    /// Puts the flaw, if any, into a state.
     pub(super) const fn put_into(flaw: Option<Self>, mut state: State) -> State {
         state.one_vote_is_a_majority = matches!(flaw, Some(Self::OneVoteDecides));
         state.ignores_votes = matches!(flaw, Some(Self::ProposesAnew));

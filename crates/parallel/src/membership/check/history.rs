@@ -1,66 +1,66 @@
-//! What was installed anywhere, and whether it breaks a promise.
+//! History of all views of a simulation, and the guarantees that they violate.
 
 use std::collections::BTreeMap;
 
 use super::super::{MemberId, Place, View, ViewFault};
 
-/// A promise that was broken.
+/// A violated guarantee.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Breach {
-    /// Two views of one epoch.
+    /// Two different views of one epoch.
     #[error("two views of {at}: {first:?} and {second:?}")]
     Fork {
-        /// Which epoch.
+        /// Place of both views.
         at: Place,
-        /// The members of the view that was seen first.
+        /// Members of the view that was seen first.
         first: Vec<MemberId>,
-        /// Those of the other.
+        /// Members of the other view.
         second: Vec<MemberId>,
     },
-    /// A view that does not follow the one before.
+    /// A view that does not follow the previous one.
     #[error("the view of {at} does not follow the one before: {fault}")]
     Chain {
-        /// Which epoch.
+        /// Place of the view.
         at: Place,
-        /// The rule that is broken.
+        /// The rule that the view breaks.
         fault: ViewFault,
     },
-    /// A member went back to an older view.
+    /// A member returned to an older view.
     #[error("{who} went from {from} back to {to}")]
     Backwards {
-        /// The member.
+        /// Id of the member.
         who: MemberId,
-        /// Its view before.
+        /// Place of its newer view.
         from: Place,
-        /// Its view after.
+        /// Place of the older view to which it returned.
         to: Place,
     },
-    /// A member blames another, although all follow the rules.
+    /// A member reported a fault of another, although all members follow the rules.
     #[error("{who} blames {peer}: {fault}")]
     Blames {
-        /// Who blames.
+        /// Id of the reporting member.
         who: MemberId,
-        /// Whom.
+        /// Id of the accused member.
         peer: MemberId,
-        /// For what.
+        /// The reported fault.
         fault: ViewFault,
     },
-    /// The run does not go on, although a majority is alive and hears each other.
+    /// The run does not continue although a majority is alive and its members hear each other.
     #[error("no view of all that live within the limit")]
     Stuck,
 }
 
-/// All views that were installed or kept anywhere.
+/// All views that any member installed or kept.
 #[derive(Debug, Default)]
 pub(super) struct History {
     views: BTreeMap<Place, View>,
-    /// What was broken, in order.
+    /// Violated guarantees, in order of detection.
     pub(super) breaches: Vec<Breach>,
 }
 
 impl History {
-    /// A member has this view.
+    /// Records a member's view and checks it.
     pub(super) fn record(&mut self, view: &View) {
         let at = view.place();
         if let Some(known) = self.views.get(&at) {
@@ -79,12 +79,12 @@ impl History {
         self.views.insert(at, view.clone());
     }
 
-    /// How many views there were after the first.
+    /// Returns the number of views after the first.
     pub(super) fn decided(&self) -> usize {
         self.views.len().saturating_sub(1)
     }
 
-    /// The view of this place and all later ones.
+    /// Returns the view of this place and all later ones.
     pub(super) fn since(&self, place: Place) -> impl Iterator<Item = &View> {
         self.views.range(place..).map(|(_, view)| view)
     }

@@ -1,4 +1,4 @@
-//! Machines, their disks, and the network between them, in virtual time.
+//! Simulated machines, their disks, and the network between them, in virtual time.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,35 +9,35 @@ use super::draw::Draw;
 use super::history::{Breach, History};
 use crate::plan::Digest;
 
-/// How the network treats messages.
+/// Properties of the simulated network.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Weather {
-    /// How many of a hundred are lost.
+    /// Percentage of messages that are lost.
     pub(super) loss: u64,
-    /// How many of a hundred arrive twice.
+    /// Percentage of messages that are duplicated.
     pub(super) twice: u64,
-    /// The longest delay. The shortest is a millisecond: messages overtake each other.
+    /// Maximum delay. The minimum is 1 ms. Delays are random, so messages overtake each other.
     pub(super) delay: Nanos,
 }
 
-/// A machine and the process on it.
+/// A machine and its process.
 #[derive(Debug, Default)]
 pub(super) struct Machine {
-    /// `None` where no process runs.
+    /// State of the process; `None` if no process runs.
     pub(super) state: Option<State>,
-    /// What its process has kept.
+    /// State that the process has written to disk.
     pub(super) disk: Option<Kept>,
-    /// Counts its processes.
+    /// Number of processes started on the machine so far.
     pub(super) life: u32,
-    /// The tick that the process has asked for.
+    /// Time of the tick that the process has requested.
     wake: Option<Nanos>,
-    /// The process dies once it has done so many actions.
+    /// Number of further actions after which the process crashes.
     pub(super) dies_in: Option<u64>,
-    /// Why its last process ended by itself.
+    /// Reason for which its last process stopped by itself.
     pub(super) ended: Option<Reason>,
 }
 
-/// What is due at some time.
+/// An event in the queue.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "most are messages")]
 enum Due<T> {
@@ -46,23 +46,23 @@ enum Due<T> {
     Own(T),
 }
 
-/// Everything in a trial. `T` is what the trial itself has planned.
+/// State of a simulation. `T` is the type of the events that a kind of simulation schedules itself.
 #[derive(Debug)]
 pub(super) struct World<T> {
     pub(super) now: Nanos,
     pub(super) draw: Draw,
     pub(super) weather: Weather,
-    /// Links that lose everything, from and to.
+    /// Links that lose all messages, as (sender, receiver).
     pub(super) cut: BTreeSet<(MemberId, MemberId)>,
     pub(super) machines: BTreeMap<MemberId, Machine>,
-    /// Processes that have asked to leave.
+    /// Ids of processes that have asked to leave.
     pub(super) leaves: BTreeSet<MemberId>,
     pub(super) history: History,
-    /// How many events processes took up.
+    /// Number of events that processes handled.
     pub(super) steps: u64,
     pub(super) settings: Settings,
     pub(super) crashes: u32,
-    /// Members that stopped because they had no majority.
+    /// Number of members that stopped because they had no majority.
     pub(super) stops: u32,
     pub(super) flaw: Option<super::Flaw>,
     slots: u32,
@@ -91,13 +91,13 @@ impl<T> World<T> {
         }
     }
 
-    /// A slot that nobody has had.
+    /// Returns an unused slot.
     pub(super) fn slot(&mut self) -> u32 {
         self.slots += 1;
         self.slots
     }
 
-    /// Plans something of the trial's own.
+    /// Schedules an event of the simulation's own.
     pub(super) fn plan(&mut self, at: Nanos, own: T) {
         self.queue(at, Due::Own(own));
     }
@@ -107,7 +107,8 @@ impl<T> World<T> {
         self.due.insert((at.max(self.now), self.planned), due);
     }
 
-    /// Lets messages and ticks happen up to the next thing that the trial has planned, at most until `end`.
+    /// Delivers messages and ticks up to the next own event of the simulation, which is returned; `None` if
+    /// there is none until `end`.
     pub(super) fn next(&mut self, end: Nanos) -> Option<T> {
         while let Some(entry) = self.due.first_entry() {
             if entry.key().0 > end {
@@ -148,18 +149,19 @@ impl<T> World<T> {
         machine.dies_in = None;
         machine.ended = None;
         self.leaves.remove(&id);
-        // Views that two members propose differ even where their members do not.
+        // The weights' digest is the member's id, so that views proposed by two members differ even if they
+        // have the same members.
         let weights = Digest::new(id.0);
         self.step(id, Event::Starts(Start { weights, plan: weights }));
     }
 
-    /// Starts a process that is in no view.
+    /// Starts a process as a newcomer.
     pub(super) fn start_newcomer(&mut self, id: MemberId) {
         let slot = self.slot();
         self.start(State::newcomer(Member::new(id, slot), self.settings));
     }
 
-    /// Starts a process with what the one before has kept. Returns whether there was something.
+    /// Starts a process from the state on the machine's disk. Returns whether there was one.
     pub(super) fn restore(&mut self, id: MemberId) -> bool {
         let Some(mut kept) = self.machines.get(&id).and_then(|machine| machine.disk.clone()) else {
             return false;
@@ -174,7 +176,7 @@ impl<T> World<T> {
         })
     }
 
-    /// A process dies without a word.
+    /// Crashes a process; it sends no messages about it.
     pub(super) fn crash(&mut self, id: MemberId) {
         if let Some(machine) = self.machines.get_mut(&id)
             && machine.state.take().is_some()
@@ -183,7 +185,7 @@ impl<T> World<T> {
         }
     }
 
-    /// One step of a process.
+    /// Passes an event to a process and executes its actions.
     pub(super) fn step(&mut self, who: MemberId, event: Event) {
         let Some(state) = self.machines.get_mut(&who).and_then(|machine| machine.state.as_mut()) else {
             return;
@@ -233,7 +235,7 @@ impl<T> World<T> {
         }
     }
 
-    /// Sends a message, which may be lost.
+    /// Sends a message, which may be lost or duplicated.
     pub(super) fn send(&mut self, from: MemberId, to: MemberId, message: Message) {
         if self.cut.contains(&(from, to)) || self.draw.percent(self.weather.loss) {
             return;
@@ -249,28 +251,28 @@ impl<T> World<T> {
         self.queue(self.now.saturating_add(delay), Due::Deliver { from, to, message });
     }
 
-    /// Machines with a process.
+    /// Returns the machines with a running process.
     pub(super) fn running(&self) -> Vec<MemberId> {
         let running = self.machines.iter().filter(|(_, machine)| machine.state.is_some());
         running.map(|(id, _)| *id).collect()
     }
 
-    /// The state of a machine's process.
+    /// Returns the state of a machine's process.
     pub(super) fn state(&self, id: MemberId) -> Option<&State> {
         self.machines.get(&id)?.state.as_ref()
     }
 
-    /// The view of a machine's process.
+    /// Returns the view of a machine's process.
     pub(super) fn view(&self, id: MemberId) -> Option<&View> {
         self.state(id)?.view()
     }
 
-    /// Whether the process of a member runs: not only another one on its machine.
+    /// Returns whether the member's own process runs, rather than a later one on the same machine.
     pub(super) fn lives(&self, member: &Member) -> bool {
         self.state(member.id).is_some_and(|state| state.me().slot == member.slot)
     }
 
-    /// Whether a question of the one is answered by the other.
+    /// Returns whether a request from `from` would be answered by `to`.
     pub(super) fn reaches(&self, from: MemberId, to: &Member) -> bool {
         self.lives(to) && !self.cut.contains(&(from, to.id)) && !self.cut.contains(&(to.id, from))
     }

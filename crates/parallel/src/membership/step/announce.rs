@@ -1,4 +1,4 @@
-//! What a member says again until it is answered.
+//! Messages that a member repeats until they are answered.
 
 use super::super::retry::Retry;
 use super::super::state::Round;
@@ -6,7 +6,7 @@ use super::super::{MemberId, Message};
 use super::Step;
 
 impl Step<'_> {
-    /// Sends the view to those that do not have it.
+    /// Sends the view to members that have not acknowledged it.
     pub(super) fn tell(&mut self) {
         let untold = std::mem::take(&mut self.state.untold);
         self.state.untold = self.tell_round(untold);
@@ -28,13 +28,13 @@ impl Step<'_> {
         round
     }
 
-    /// What there is to announce has changed.
+    /// Schedules an announcement for now, because its content changed.
     pub(super) fn announce_now(&mut self) {
         self.state.announcement = Some(Retry::due(self.now));
     }
 
-    /// Says whom this member has given up, whether it leaves, and whether it asks for the same members, to all:
-    /// also to those that it does not hear.
+    /// Sends announcements to all members, lost ones included: which members this one considers lost, whether
+    /// it is about to leave, and whether it asks for a view of the same members.
     pub(super) fn announce(&mut self) {
         let (Some(at), Some(retry)) = (self.place(), self.state.announcement) else { return };
         if !retry.is_due(self.now) {
@@ -51,12 +51,12 @@ impl Step<'_> {
                 self.send(id, Message::Repeat { at });
             }
         }
-        // Taking back is said once: what is not repeated is forgotten.
+        // An empty list is sent only once: receivers drop reports that are not repeated.
         let more = leaving || !silent.is_empty() || repeats;
         self.state.announcement = more.then(|| retry.again(self.now, &self.state.settings));
     }
 
-    /// Tells the coordinator of newcomers.
+    /// Forwards the newcomers that are ready to the coordinator.
     pub(super) fn pass_on_newcomers(&mut self) {
         let coordinator: Option<MemberId> =
             self.view().and_then(|view| view.coordinator(&self.state.silent)).copied();

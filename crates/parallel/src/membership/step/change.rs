@@ -1,4 +1,4 @@
-//! From one view to the next.
+//! The change from one view to the next.
 
 use std::collections::BTreeSet;
 
@@ -7,12 +7,13 @@ use super::super::{Action, Kept, MemberId, Message, Reason, View, ViewFault};
 use super::{Step, Told};
 
 impl Step<'_> {
-    /// More than half have voted for `view`: tells all.
+    /// Announces a decided view to all members and enters it.
     pub(super) fn decide(&mut self, view: View) {
         let others = self.state.others();
         let mut members = view.ids();
         members.remove(&self.state.me.id);
-        // Those that it removes are told once: whoever misses it is answered when it next says something.
+        // Removed members are notified once. One that misses the message gets an answer when it next sends
+        // something.
         let stays = view.has(&self.state.me.id);
         for id in if stays { &others - &members } else { others } {
             self.send(id, Message::Decided { view: view.clone() });
@@ -23,7 +24,7 @@ impl Step<'_> {
         }
     }
 
-    /// A peer says that a view is decided.
+    /// Handles a view that a peer reports as decided.
     pub(super) fn decided(&mut self, from: MemberId, view: View, told: Told) {
         if let Err(fault) = view.check() {
             self.actions.push(Action::Fault { peer: from, fault });
@@ -57,14 +58,14 @@ impl Step<'_> {
         }
     }
 
-    /// Says that the view has arrived.
+    /// Acknowledges the view.
     fn acknowledge(&mut self, to: MemberId) {
         if let (Some(at), None) = (self.place(), &self.state.stopped) {
             self.send(to, Message::Here { at });
         }
     }
 
-    /// Goes on with a view, or stops if it does not have this member.
+    /// Enters a view, or stops if the view does not contain this member.
     fn enter(&mut self, view: View) {
         let me = self.state.me;
         let Some(&me) = view.members.iter().find(|m| m.id == me.id && m.slot == me.slot) else {
@@ -93,7 +94,7 @@ impl Step<'_> {
         }
     }
 
-    /// Stops if it asked to leave and is the only member.
+    /// Stops if this member asked to leave and is the only member. Returns whether it has stopped.
     pub(super) fn has_left(&mut self) -> bool {
         let me = self.state.me.id;
         let alone = self.view().is_some_and(|view| view.members.len() == 1);
@@ -103,7 +104,7 @@ impl Step<'_> {
         self.state.stopped.is_some()
     }
 
-    /// Stops if too few members have been heard for too long.
+    /// Stops if too few members have been heard for `Settings::patience`. Returns whether it has stopped.
     pub(super) fn has_waited_in_vain(&mut self) -> bool {
         let heard: BTreeSet<MemberId> = self.state.heard();
         if self.state.is_quorum(&heard) {

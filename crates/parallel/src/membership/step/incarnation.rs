@@ -1,4 +1,4 @@
-//! A run that was started again from a checkpoint, beside one that still goes on.
+//! Two incarnations of a run: one was restarted from a checkpoint while the older one may still run.
 
 use std::collections::BTreeSet;
 
@@ -7,7 +7,7 @@ use super::super::{MemberId, Place, Reason, View};
 use super::{Step, Told};
 
 impl Step<'_> {
-    /// A peer is in another incarnation.
+    /// Handles a message from a peer in another incarnation.
     pub(super) fn meet_incarnation(&mut self, from: MemberId, theirs: Place) {
         let Some(mine) = self.place() else { return };
         if theirs.incarnation > mine.incarnation {
@@ -17,7 +17,7 @@ impl Step<'_> {
         }
     }
 
-    /// A peer sends a view of another incarnation.
+    /// Handles a view of another incarnation.
     pub(super) fn meet_view(&mut self, from: MemberId, view: View, told: Told) {
         let Some(mine) = self.place() else { return };
         if view.incarnation > mine.incarnation {
@@ -29,7 +29,8 @@ impl Step<'_> {
         }
     }
 
-    /// Refuses a newer incarnation while the members that are heard are a majority without the sender.
+    /// Rejects a newer incarnation if the members that are heard, without the sender, are a majority. Stops
+    /// otherwise.
     fn meet_newer(&mut self, from: MemberId, incarnation: u64) {
         let mut heard = self.state.heard();
         heard.remove(&from);
@@ -40,7 +41,8 @@ impl Step<'_> {
         }
     }
 
-    /// A member of an older incarnation refuses this one. One alone may only believe that it has a majority.
+    /// Records that a member of an older incarnation rejects this one. A single member may believe wrongly that
+    /// it has a majority, so this member stops only if a majority rejects it.
     fn count_refusal(&mut self, from: MemberId, view: View) {
         let older = view.place();
         let refusals = match self.state.refusals.take() {

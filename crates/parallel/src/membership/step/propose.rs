@@ -1,4 +1,4 @@
-//! Proposing the next view.
+//! Paxos proposer: proposing the next view.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -26,7 +26,7 @@ impl Step<'_> {
         match &proposal.phase {
             Phase::Waiting if due && wanted => self.begin(at_commit, retry),
             Phase::Waiting if due => {}
-            // Nothing can have been accepted in this ballot.
+            // The proposal is dropped. No member can have voted in this ballot.
             Phase::Preparing { .. } if !wanted => {}
             Phase::Accepting { view, own: true, .. } if self.is_late(view) => self.begin(at_commit, retry),
             Phase::Preparing { .. } | Phase::Accepting { .. } if due => {
@@ -39,22 +39,23 @@ impl Step<'_> {
         }
     }
 
-    /// Whether this member is the coordinator and hears enough members.
+    /// Returns whether this member is the coordinator and hears a quorum.
     fn may_propose(&self) -> bool {
         let gone = self.gone();
         let coordinator = self.view().and_then(|view| view.coordinator(&gone));
         coordinator == Some(&self.state.me.id) && self.state.is_quorum(&self.state.heard())
     }
 
-    /// Whether someone is to be removed whom this proposal keeps.
+    /// Returns whether the proposed view contains a member that should now be removed.
     fn is_late(&self, view: &View) -> bool {
         let members = view.members.iter().map(|member| member.id);
         let kept: BTreeSet<MemberId> = members.collect();
         self.may_propose() && self.lost().iter().any(|id| kept.contains(id))
     }
 
-    /// The next view as things stand: removals first; leaves and admissions only at a commit, or beside
-    /// removals. Where a step has failed and nobody is lost, the same members.
+    /// Returns the view to propose, if any. Removals come first. Leaves are included only at a commit or
+    /// together with removals, newcomers only at a commit. If all members ask to repeat a step and there is no
+    /// other change, the view has the same members.
     fn wanted(&self, at_commit: bool) -> Option<View> {
         let view = self.view()?;
         let mut remove = self.lost();
@@ -62,7 +63,7 @@ impl Step<'_> {
             remove.extend(self.state.leaving.iter().filter(|id| view.has(id)));
         }
         if remove.len() == view.members.len() {
-            // All others go first.
+            // This member leaves last.
             remove.remove(&self.state.me.id);
         }
         if !remove.is_empty() {
@@ -73,13 +74,14 @@ impl Step<'_> {
         grown.or_else(|| self.state.all_ask_to_repeat().then(|| view.again(self.state.start)).flatten())
     }
 
-    /// Members that are given up, and those whose machine asks to join anew.
+    /// Returns the members that are considered lost, and those whose machine asks to join as a newcomer.
     fn gone(&self) -> BTreeSet<MemberId> {
         let replaced = self.state.ready.keys().filter(|id| self.view().is_some_and(|view| view.has(id)));
         self.state.silent.iter().chain(replaced).copied().collect()
     }
 
-    /// Members to remove.
+    /// Returns the members to remove: lost ones, and those that [`cover`] selects because pairs do not hear
+    /// each other.
     fn lost(&self) -> BTreeSet<MemberId> {
         let gone = self.gone();
         let Some(view) = self.view() else { return gone };
@@ -95,7 +97,7 @@ impl Step<'_> {
         &gone | &cover(view, broken, &self.state.me.id)
     }
 
-    /// When the next suspicion becomes old enough to act on.
+    /// Returns when the next suspicion becomes older than the grace period.
     pub(super) fn next_grace(&self) -> Option<Nanos> {
         let settings = &self.state.settings;
         let said = self.state.suspicions.values().flat_map(|said| said.silent(self.now, settings));
@@ -103,14 +105,15 @@ impl Step<'_> {
         due.filter(|&at| at > self.now).min()
     }
 
-    /// Begins a ballot.
+    /// Begins a new ballot.
     fn begin(&mut self, at_commit: bool, retry: Retry) {
         let me = self.state.me.id;
         let Some(kept) = self.state.kept.as_mut() else { return };
         let promised = kept.promised.map_or(0, |ballot| ballot.number);
         let number = self.state.highest.max(promised).saturating_add(1);
         let ballot = Ballot { number, proposer: me };
-        // Its own promise is kept before the question leaves: after a restart it uses no ballot twice.
+        // The proposer's own promise is written before requests are sent, so that it uses no ballot twice after
+        // a restart.
         if matches!(kept.promise(ballot), Vote::No { .. }) {
             return;
         }
@@ -123,7 +126,7 @@ impl Step<'_> {
         self.count_promises(true);
     }
 
-    /// Sends the question of a proposal's phase to all that have not answered.
+    /// Sends the request of the proposal's phase to all members that have not answered.
     fn ask(&mut self, proposal: &Proposal) {
         let Some(at) = self.place() else { return };
         let ballot = proposal.ballot;
@@ -139,7 +142,7 @@ impl Step<'_> {
         }
     }
 
-    /// A promise has come.
+    /// Records a promise.
     pub(super) fn promised(&mut self, from: MemberId, ballot: Ballot, accepted: Option<Accepted>) {
         if let (Some(accepted), Some(view)) = (&accepted, self.view())
             && let Err(fault) = accepted.view.follows(view)
@@ -156,10 +159,11 @@ impl Step<'_> {
         }
     }
 
-    /// With enough promises, asks for votes.
+    /// Requests votes if a quorum has promised.
     ///
-    /// Where it depends on members that are heard whether a late view must be proposed again, they are waited
-    /// for, once.
+    /// If the promises name a view that contains lost members, it must be proposed again only if it may have
+    /// been decided. The answers of the other heard members can rule that out, so with `waits` the proposer
+    /// waits for them once.
     fn count_promises(&mut self, waits: bool) {
         let me = self.state.me.id;
         let Some(mut proposal) = self.state.proposal.take() else { return };
@@ -176,7 +180,7 @@ impl Step<'_> {
         }
         let found = found.cloned();
         let own = found.is_none();
-        // Without anything to propose the proposal is dropped.
+        // If there is nothing to propose, the proposal is dropped.
         let Some(view) = found.or_else(|| self.wanted(proposal.at_commit)) else { return };
         if own && !self.can_go_on(&view, promises) {
             self.state.proposal = Some(proposal);
@@ -200,8 +204,8 @@ impl Step<'_> {
         }
     }
 
-    /// Whether those that have promised, with newcomers that are ready, may decide what follows this view:
-    /// else members that are there could be removed by a view of members that are not.
+    /// Returns whether the members that have promised and the newcomers that are ready are a majority of the
+    /// proposed view. If not, the view could remove members that are alive and depend on members that are not.
     fn can_go_on(&self, view: &View, promises: &BTreeMap<MemberId, Option<Accepted>>) -> bool {
         let is_there = |id: &MemberId| promises.contains_key(id) || self.state.ready.contains_key(id);
         let mut there = view.ids();
@@ -209,10 +213,10 @@ impl Step<'_> {
         view.has_majority(&there)
     }
 
-    /// The view that may have been decided: the newest one with a vote.
+    /// Returns the view that may have been decided: the one with the newest vote.
     ///
-    /// `None` where those that have voted, with those that have not answered, are no majority: who has
-    /// promised without a vote never voted in this epoch, so that no view can have been decided.
+    /// `None` if the members that reported a vote and those that have not answered are not a majority. A member
+    /// that promised without a vote has not voted in this epoch, so no view can have been decided.
     fn may_be_decided<'a>(&self, promises: &'a BTreeMap<MemberId, Option<Accepted>>) -> Option<&'a View> {
         #[cfg(test)]
         if self.state.ignores_votes {
@@ -223,7 +227,7 @@ impl Step<'_> {
         if self.state.is_quorum(&voters) { newest(promises) } else { None }
     }
 
-    /// A vote has come.
+    /// Records a vote.
     pub(super) fn accepted(&mut self, from: MemberId, ballot: Ballot) {
         if let Some(Proposal { ballot: mine, phase: Phase::Accepting { votes, .. }, .. }) =
             &mut self.state.proposal
@@ -234,7 +238,7 @@ impl Step<'_> {
         }
     }
 
-    /// With enough votes, the view is decided.
+    /// Decides the view if a quorum has voted.
     fn count_votes(&mut self) {
         if let Some(Proposal { phase: Phase::Accepting { view, votes, .. }, .. }) = &self.state.proposal
             && self.state.is_quorum(votes)
@@ -244,7 +248,8 @@ impl Step<'_> {
         }
     }
 
-    /// A higher ballot is in the way: waits, longer each time, and the members one after another.
+    /// Handles a rejection because of a higher ballot: the proposal waits, longer each time. The wait also
+    /// depends on the member's position in the view, so that two proposers do not retry at the same time.
     pub(super) fn refused(&mut self, ballot: Ballot, promised: Ballot) {
         self.state.highest = self.state.highest.max(promised.number);
         let (settings, me) = (self.state.settings, self.state.me.id);

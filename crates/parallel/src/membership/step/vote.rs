@@ -1,11 +1,11 @@
-//! Answering proposers.
+//! Paxos acceptor: answers to proposers.
 
 use super::super::acceptor::Vote;
 use super::super::{Action, Ballot, MemberId, Message, View};
 use super::Step;
 
 impl Step<'_> {
-    /// A proposer asks for a promise.
+    /// Answers a request for a promise.
     pub(super) fn prepare(&mut self, from: MemberId, ballot: Ballot) {
         let (Some(at), true) = (self.place(), ballot.proposer == from) else { return };
         let Some(kept) = self.kept() else { return };
@@ -19,7 +19,7 @@ impl Step<'_> {
         }
     }
 
-    /// A proposer asks for a vote.
+    /// Answers a request for a vote.
     pub(super) fn accept(&mut self, from: MemberId, ballot: Ballot, view: &View) {
         let (Some(at), true) = (self.place(), ballot.proposer == from) else { return };
         let Some(kept) = self.kept() else { return };
@@ -36,7 +36,7 @@ impl Step<'_> {
         }
     }
 
-    /// What is kept has changed by a ballot.
+    /// Notes the ballot's number, and requests a write if `Kept` has changed.
     pub(super) fn keep_if(&mut self, changed: bool, ballot: Ballot) {
         self.state.highest = self.state.highest.max(ballot.number);
         if changed {

@@ -1,8 +1,8 @@
-//! Trials under faults, and that they find what is wrong.
+//! Simulations under faults, and checks that they detect deliberate flaws.
 
 use super::super::check::{Breach, Faults, FaultsOutcome, Flaw, faults};
 
-/// Trials of one size after another.
+/// Runs simulations with `members` members and different seeds.
 fn trials(members: u32, seeds: u64, flaw: Option<Flaw>) -> impl Iterator<Item = (Faults, FaultsOutcome)> {
     let trials = (0..seeds).map(move |seed| Faults { members, seed, flaw });
     trials.map(|trial| (trial, faults(&trial)))
@@ -26,7 +26,7 @@ fn one_view_of_each_epoch_and_all_go_on_after_healing() {
             sum.stops += outcome.stops;
             sum.repeats += outcome.repeats;
         }
-        // The trials must not be so hard that nothing follows from them, nor so easy.
+        // The faults must be neither so severe that the run rarely continues, nor so mild that little happens.
         assert!(can_go_on >= 30, "{members} members: {can_go_on} of 60");
         let counts = [
             sum.views,
@@ -49,7 +49,7 @@ fn a_trial_is_a_function_of_its_seed() {
     assert_ne!(faults(&trial), faults(&Faults { seed: 78, ..trial }));
 }
 
-/// Whether one of so many trials of three members finds a fork.
+/// Returns whether one of `seeds` simulations with three members finds a fork.
 fn is_found(flaw: Flaw, seeds: u64) -> bool {
     trials(3, seeds, Some(flaw)).any(|(_, outcome)| outcome.forks() > 0)
 }

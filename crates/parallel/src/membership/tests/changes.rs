@@ -1,11 +1,11 @@
-//! The rules of views, without messages.
+//! Tests of the rules for views, without messages.
 
 use super::*;
 use crate::membership::ViewFault;
 
 #[test]
 fn more_than_half_with_a_tie_breaker_of_one_and_a_half() {
-    // Members of the view, voters, whether they are a majority. Member 0 is the tie-breaker.
+    // (number of members, voters, whether they are a majority). Member 0 is the tie-breaker.
     let table: &[(u32, &[u32], bool)] = &[
         (1, &[0], true),
         (1, &[], false),
@@ -26,7 +26,7 @@ fn more_than_half_with_a_tie_breaker_of_one_and_a_half() {
         (6, &[3, 4, 5], false),
         (8, &[0, 1, 2, 3], true),
         (8, &[4, 5, 6, 7], false),
-        // Strangers do not count.
+        // Ids that are not in the view do not count.
         (3, &[0, 8, 9], false),
     ];
     for (n, voters, decided) in table {
@@ -45,14 +45,14 @@ fn of_a_set_and_the_rest_never_both_and_always_one() {
     }
 }
 
-/// Every set of `0..n`, as bits.
+/// Returns all subsets of `0..n`.
 fn sets(n: u32) -> Vec<BTreeSet<MemberId>> {
     (0..1_u32 << n).map(|set| (0..n).filter(|i| set >> i & 1 == 1).map(id).collect()).collect()
 }
 
 #[test]
 fn the_fewest_that_are_a_majority() {
-    // Members of the view, the fewest with the tie-breaker, the fewest without.
+    // (number of members, smallest majority with the tie-breaker, smallest majority without it).
     let table =
         [(2, 1, None), (3, 2, Some(2)), (4, 2, Some(3)), (5, 3, Some(3)), (6, 3, Some(4)), (7, 4, Some(4))];
     for (n, with, without) in table {
@@ -87,7 +87,7 @@ fn the_tie_breaker_stays_or_the_first_member_takes_its_place() {
     assert_eq!(view.without(&ids(&[2]), START).unwrap().tie_breaker, id(0));
     let next = view.without(&ids(&[0]), START).unwrap();
     assert_eq!((next.tie_breaker, next.epoch, next.parent), (id(1), 2, view.digest()));
-    // 0 joins again: 1 stays the tie-breaker, and joined before it.
+    // Member 0 joins again. Member 1 remains the tie-breaker and is sorted before 0, which joined later.
     let again = next.with(&[member(0)], START).unwrap();
     assert_eq!((again.tie_breaker, again.members[3].id, again.members[3].joined), (id(1), id(0), 3));
     for (next, old) in [(&next, &view), (&again, &next)] {
@@ -110,10 +110,10 @@ fn at_most_as_many_come_in_as_there_are() {
     let newcomers: Vec<Member> = (10..15).rev().map(member).collect();
     let view = first(2).with(&newcomers, START).unwrap();
     assert_eq!(view.ids(), ids(&[0, 1, 10, 11]));
-    // So the old members alone can remove them again.
+    // The old members alone can remove the newcomers again.
     assert!(view.has_majority(&ids(&[0, 1])));
     assert_eq!(view.with(&newcomers, START).unwrap().members.len(), 7);
-    // Whoever is a member, or takes a slot that is taken, is no newcomer.
+    // A present member is not a newcomer, and neither is one whose slot is taken.
     assert_eq!(first(2).with(&[member(1), Member::new(id(8), 0)], START), None);
     let twice = [Member::new(id(8), 5), Member::new(id(9), 5), Member::new(id(8), 6)];
     assert_eq!(first(3).with(&twice, START).unwrap().members.len(), 4);

@@ -1,4 +1,4 @@
-//! A day of machines that come and go.
+//! Simulations of a day in which machines join and leave.
 
 use farflung_base::Nanos;
 

@@ -1,4 +1,4 @@
-//! Deciding views, message by message.
+//! Tests of how views are decided, message by message.
 
 use super::*;
 use crate::membership::{Ballot, ViewFault};
@@ -7,7 +7,7 @@ fn ready(number: u32) -> Event {
     Event::Ready(member(number))
 }
 
-/// A newcomer's process.
+/// Starts a newcomer's process.
 fn newcomer(net: &mut Net, number: u32) {
     net.add(State::newcomer(member(number), Settings::default()));
 }
@@ -64,7 +64,7 @@ fn a_late_question_is_asked_for_those_that_are_left() {
     let mut net = Net::of(7);
     net.kill(6);
     net.give_up(&[0], &[6]);
-    // The question is under way when another falls silent.
+    // The requests for promises are under way when member 5 is lost as well.
     net.kill(5);
     net.give_up(&[0], &[5]);
     net.settle();
@@ -76,7 +76,7 @@ fn a_late_proposal_is_made_again_without_those_who_fell_silent() {
     let mut net = Net::of(7);
     net.kill(6);
     net.event(0, Event::Silent(id(6)));
-    // The promises arrive, and no vote.
+    // The promises arrive; the requests for votes are lost.
     while let Some((from, to, message)) = net.queue.pop_front() {
         if !matches!(message, Message::Accept { .. }) {
             net.step(to, Event::Message { from, message });
@@ -86,7 +86,8 @@ fn a_late_proposal_is_made_again_without_those_who_fell_silent() {
     net.kill(5);
     net.event(0, Event::Silent(id(5)));
     net.settle();
-    // 0 has voted for a view with 5, and 5 and 6 may have: with 0 as the tie-breaker 3.5 of 7.
+    // Member 0 has voted for a view that contains 5. Only 5 and 6 may have voted for it, too. With 0 as
+    // tie-breaker these are 3.5 of 7.5 votes, not a majority, so another view may be proposed.
     assert_eq!((net.members(0), net.view(0).epoch), (vec![0, 1, 2, 3, 4], 2));
     assert!(net.installed.iter().all(|(_, view)| !view.has(&id(5))));
 }
@@ -96,7 +97,8 @@ fn a_proposal_that_may_have_been_decided_is_made_again_as_it_was() {
     let mut net = Net::of(5);
     net.kill(4);
     net.event(0, Event::Silent(id(4)));
-    // 1 votes and its vote is lost; then 0 dies. 1 and 0 with its half are not 2.5 of 5, with 4 they are.
+    // Member 1 votes, but its vote is lost; then member 0 crashes. Members 0 and 1 have 2.5 of 5.5 votes, not a
+    // majority. If member 4 voted as well, the view was decided, so it must be proposed again.
     while let Some((from, to, message)) = net.queue.pop_front() {
         let is_lost = match message {
             Message::Accept { .. } => to != id(1),
@@ -122,7 +124,7 @@ fn votes_survive_a_restart() {
     let mut net = Net::of(3);
     net.kill(2);
     net.event(0, Event::Silent(id(2)));
-    // 0 and 1 vote; 0 dies before it hears of it.
+    // Members 0 and 1 vote. Member 0 crashes before the vote of 1 arrives.
     while let Some((from, to, message)) = net.queue.pop_front() {
         if to != id(0) || !matches!(message, Message::Accepted { .. }) {
             net.step(to, Event::Message { from, message });
@@ -132,14 +134,15 @@ fn votes_survive_a_restart() {
     assert_eq!((voted.view.ids(), voted.ballot), (ids(&[0, 1]), Ballot { number: 1, proposer: id(0) }));
     net.kill(0);
     net.kill(1);
-    // 1 and 2 restart: 2 knows nothing of the view that removes it.
+    // Members 1 and 2 restart. Member 2 does not know the view that removes it.
     for number in [1, 2] {
         let kept = net.disks[&id(number)].clone();
         net.add(State::restored(id(number), kept, Settings::default()).unwrap());
     }
     net.give_up(&[1, 2], &[0]);
     net.settle();
-    // What 0 and 1 may have decided is decided: 2 is removed, and 1 without the tie-breaker waits for 0.
+    // The view that 0 and 1 may have decided is proposed again and decided: it removes 2. Member 1 has no
+    // majority without the tie-breaker, so it waits for 0.
     assert_eq!(net.installed, [(id(1), voted.view.clone())]);
     assert_eq!(net.stops[&id(2)], Reason::Removed { by: voted.view.place() });
     net.add(State::restored(id(0), net.disks[&id(0)].clone(), Settings::default()).unwrap());
@@ -216,7 +219,8 @@ fn a_newcomer_whose_decider_died_asks_for_its_view() {
     let mut net = Net::of(2);
     newcomer(&mut net, 9);
     net.event(0, ready(9));
-    // 0 tells 1, and dies before it tells the newcomer: 1 alone may not remove 0.
+    // Member 0 sends the view to 1 and crashes before it sends it to the newcomer. Member 1 alone is no
+    // majority, so it cannot remove 0.
     net.cut.insert((id(0), id(9)));
     net.event(0, Event::Admit);
     net.settle();
@@ -231,7 +235,7 @@ fn a_newcomer_whose_decider_died_asks_for_its_view() {
 fn a_machine_that_joins_again_takes_its_old_place() {
     let mut net = Net::of(3);
     net.kill(2);
-    // It has restarted without its votes before anybody noticed.
+    // The machine restarts without its votes before its crash is noticed.
     let again = Member::new(id(2), 12);
     net.add(State::newcomer(again, Settings::default()));
     net.event(1, Event::Ready(again));
@@ -249,7 +253,7 @@ fn a_machine_that_joins_again_takes_its_old_place() {
 #[test]
 fn a_member_that_wakes_is_told_the_view_and_stops() {
     let mut net = Net::of(3);
-    // 2 is cut off and hears nothing of its removal.
+    // Member 2 is cut off and does not receive the view that removes it.
     net.cut.extend([(id(0), id(2)), (id(1), id(2))]);
     net.give_up(&[0, 1], &[2]);
     net.pass(seconds(60));
@@ -262,7 +266,7 @@ fn a_member_that_wakes_is_told_the_view_and_stops() {
     let by = net.view(0).place();
     assert_eq!(net.stops, BTreeMap::from([(id(2), Reason::Removed { by })]));
     assert_eq!(net.stops[&id(2)].to_string(), "removed from the run by the view of epoch 2 of incarnation 1");
-    // It ignores everything from now on, and joins as a newcomer.
+    // The stopped member ignores all events. Its machine joins as a newcomer.
     net.event(2, Event::Silent(id(0)));
     assert!(net.queue.is_empty());
     let again = Member::new(id(2), 7);
@@ -301,7 +305,7 @@ fn the_last_member_leaves_alone() {
 
 #[test]
 fn of_members_that_do_not_hear_each_other_one_is_removed_after_the_grace() {
-    // 0 hears all. 1 and 2, 2 and 3 do not hear each other: without 2 all pairs do.
+    // Member 0 hears all members. The pairs (1, 2) and (2, 3) do not hear each other. Without 2, all pairs do.
     let mut net = Net::of(5);
     for (a, b) in [(1, 2), (2, 3)] {
         net.cut.extend([(id(a), id(b)), (id(b), id(a))]);
@@ -312,13 +316,13 @@ fn of_members_that_do_not_hear_each_other_one_is_removed_after_the_grace() {
     assert!(net.installed.is_empty());
     net.pass(seconds(3));
     assert_eq!((net.members(0), net.members(4)), (vec![0, 1, 3, 4], vec![0, 1, 3, 4]));
-    // 2 hears 0 and 4, who tell it.
+    // Member 2 hears 0 and 4, so it learns that it is removed.
     assert!(matches!(net.stops[&id(2)], Reason::Removed { .. }));
 }
 
 #[test]
 fn a_ring_of_broken_pairs_keeps_as_many_as_can_hear_each_other() {
-    // Among 1..=5 each hears only the two that are not beside it in a ring: two of them hear each other.
+    // Members 1..=5 form a ring in which neighbours do not hear each other. At most two of them can remain.
     let mut net = Net::of(6);
     for a in 1..=5 {
         let b = a % 5 + 1;
@@ -344,7 +348,7 @@ fn who_hears_each_other_again_within_the_grace_stays() {
     assert!(net.installed.is_empty());
 }
 
-/// Member 0 restarts the run from a checkpoint as incarnation 2.
+/// Restarts the run from a checkpoint on member 0, as incarnation 2.
 fn start_again(net: &mut Net, former: &[u32]) {
     net.states.remove(&id(0));
     let view = View::first(Place { incarnation: 2, epoch: 5 }, &[Member::new(id(0), 0)], START).unwrap();
@@ -376,7 +380,8 @@ fn a_host_that_starts_again_is_refused_while_the_others_have_a_majority() {
 fn one_member_alone_does_not_refuse_a_host_that_starts_again() {
     let mut net = Net::of(3);
     net.kill(1);
-    // 2 has not noticed that 1 is dead: it refuses, and is not believed.
+    // Member 2 has not noticed that 1 is dead and rejects the new incarnation. It is not a majority, so the
+    // host continues.
     start_again(&mut net, &[1, 2]);
     net.pass(seconds(5));
     assert!(net.stops.is_empty());
@@ -404,10 +409,10 @@ fn what_is_not_a_view_is_reported_and_ignored() {
         assert_eq!(actions[0], Action::Fault { peer: id(0), fault });
         assert_eq!((state.view(), state.kept()), (before.view(), before.kept()));
     }
-    // A ballot of another than the sender is not answered.
+    // A ballot whose proposer is not the sender is not answered.
     let forged = Message::Prepare { at, ballot: Ballot { number: 9, proposer: id(2) } };
     assert_eq!(state.step(Event::Message { from: id(0), message: forged }, Nanos(6)), []);
-    // Nor is a stranger that is in no view.
+    // A sender that is not in the view is not answered.
     let message = Message::Prepare { at, ballot: Ballot { number: 9, proposer: id(9) } };
     assert_eq!(state.step(Event::Message { from: id(9), message }, Nanos(7)), []);
     assert_eq!(state.kept().unwrap().promised, None);
@@ -424,7 +429,7 @@ fn a_vote_is_kept_before_it_is_sent() {
         assert_eq!(actions[0], Action::Keep(state.kept().unwrap().clone()));
         assert!(matches!(actions[1], Action::Send { .. }));
     }
-    // A lower ballot is refused, with the one that was promised.
+    // A lower ballot is rejected; the answer contains the promised ballot.
     let low = Ballot { number: 2, proposer: id(2) };
     let actions =
         state.step(Event::Message { from: id(2), message: Message::Prepare { at, ballot: low } }, Nanos(1));
@@ -445,7 +450,7 @@ fn newcomers_do_not_ask_each_other_without_end() {
 
 #[test]
 fn members_that_answer_are_not_removed_for_members_that_do_not() {
-    // 0 has given up 1 and 2, wrongly; 3 and 4 are dead, and 0 has not noticed.
+    // Member 0 wrongly considers 1 and 2 lost. Members 3 and 4 are dead, and 0 has not noticed.
     let mut net = Net::of(5);
     net.kill(3);
     net.kill(4);

@@ -1,4 +1,5 @@
-//! A step that failed although nobody is silent: the next view has the same members.
+//! Tests of repeated steps: a step failed although all members are heard, and the next view has the same
+//! members.
 
 use super::*;
 
@@ -18,7 +19,7 @@ fn once_all_members_ask_the_next_view_has_the_same() {
         assert_eq!(net.view(member).place(), next.place());
         assert_eq!(net.members(member), [0, 1, 2, 3]);
     }
-    // What was asked is over: nothing follows by itself.
+    // The new view clears the requests: no further view follows.
     net.installed.clear();
     net.pass(seconds(60));
     assert!(net.installed.is_empty() && net.stops.is_empty());

@@ -1,4 +1,4 @@
-//! Digests and sizes.
+//! Tests of digests and message sizes.
 
 use super::*;
 use crate::membership::{Accepted, Ballot};
@@ -6,7 +6,8 @@ use crate::membership::{Accepted, Ballot};
 #[test]
 fn the_digest_is_of_every_field() {
     let view = first(3).with(&[member(7)], START).unwrap();
-    // Pinned: members of different versions must not disagree. By Python's `blake3` over the documented bytes.
+    // Pinned, because members of different versions must compute equal digests. Computed with Python's `blake3`
+    // over the documented bytes.
     assert_eq!(first(2).digest().to_string()[..16], *"4b723bfa8bb5358d");
     let changes: [&dyn Fn(&mut View); 10] = [
         &|view| view.epoch += 1,
@@ -60,7 +61,7 @@ fn messages_are_read_back_and_their_sizes_are_bounded() {
             assert!(postcard::from_bytes::<Message>(&bytes[..short]).is_err(), "{message:?} cut at {short}");
         }
     }
-    // A list that claims to be longer than the message is an error.
+    // A list whose length field exceeds the message is an error.
     let mut bytes = postcard::to_stdvec(&Message::Suspects { at, silent: BTreeSet::new() }).unwrap();
     bytes.pop();
     bytes.extend([0xff, 0xff, 0xff, 0xff, 0x0f]);
