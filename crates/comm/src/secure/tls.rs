@@ -111,7 +111,7 @@ impl Tls {
 }
 
 /// Returns ring's cryptography with the cipher suites that use SHA-256. AES is preferred if this processor has
-/// instructions for it, else ChaCha20.
+/// instructions for it, else `ChaCha20`.
 fn crypto() -> CryptoProvider {
     let (aes, chacha) = (
         provider::cipher_suite::TLS13_AES_128_GCM_SHA256,

@@ -463,7 +463,7 @@ pub(crate) const DECOUPLED: Arm = arm(
     "outer steps of more than half of the workers, whichever come first",
 );
 
-/// HALoS: asynchronous local steps on two levels of servers.
+/// `HALoS`: asynchronous local steps on two levels of servers.
 pub(crate) const HALOS: Arm = arm(
     "HALoS H=10, by speed",
     "--sync halos --sync-every 10 --local-steps by-speed",

@@ -130,13 +130,12 @@ pub(in crate::train) fn work(
     {
         events.write(trainer.steps_done(), What::ended(error));
     }
-    let first_loss = done?;
-    let Steps { job, record, clock, last_loss, .. } = steps;
+    let losses = (done?, steps.last_loss);
+    let Steps { job, record, clock, .. } = steps;
     let totals = clock.totals(trainer.comm());
     let Some((stage, params)) = trainer.gathered() else { return Ok(None) };
     let text = sample(&job, stage, params)?;
     let hash = hash(stage, params)?.to_hex().to_string();
-    let losses = (first_loss, last_loss);
     let mut report = Report::new(&job, (simulated, link), losses, record.rows, totals, hash, text)?;
     if !founds {
         // Count only the tokens since it joined.

@@ -148,7 +148,9 @@ impl Trainer {
             .iter()
             .max_by_key(|other| other.step)
             .map_or((step, squares), |other| (other.step, other.squares));
-        standing.iter_mut().for_each(|other| other.settle(newest));
+        for other in &mut standing {
+            other.settle(newest);
+        }
         if open {
             if own.settled(newest) {
                 self.settle_vote(newest)?;
