@@ -105,7 +105,6 @@ const TO_CUT: &[(&str, &[&str])] = &[
         ],
     ),
     ("farflung-comm", &["secure/certificates", "secure/tls"]),
-    ("farflung-comm", &["secure/records", "secure/session"]),
 ];
 
 pub(crate) fn main(args: &[String]) -> Result<ExitCode> {

@@ -13,6 +13,7 @@ mod room;
 mod secret;
 mod security;
 mod session;
+mod session_error;
 mod ticket;
 mod tls;
 mod word;
@@ -26,7 +27,8 @@ pub(crate) use relay::{AnyCertificate, self_signed};
 pub use secret::{JoinSecret, SECRET_BYTES};
 pub use security::Security;
 pub(crate) use security::{Admission, Role};
-pub(crate) use session::{Session, SessionError};
+pub(crate) use session::Session;
+pub(crate) use session_error::SessionError;
 pub use ticket::{ADDRESSES, Ticket, TicketError};
 
 pub use clock::unix_seconds;

@@ -72,8 +72,8 @@ pub(crate) fn checksum(header: &[u8; HEADER_BYTES], payload: &[u8]) -> u32 {
     hasher.finalize()
 }
 
-/// Decodes a header from untrusted bytes. The caller must compare the checksum once it has the payload; under TLS
-/// there is none.
+/// Decodes a header from untrusted bytes. The caller must compare the checksum once it has the payload; under
+/// TLS there is none.
 pub(crate) fn decode(h: &[u8; HEADER_BYTES]) -> Result<Header, WireError> {
     let word = |at: usize| u32::from_le_bytes([h[at], h[at + 1], h[at + 2], h[at + 3]]);
     if h[..4] != MAGIC {

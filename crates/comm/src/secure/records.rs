@@ -9,7 +9,7 @@ use rustls::kernel::KernelConnection;
 use rustls::server::ServerConnectionData;
 use rustls::{AlertDescription, ConnectionTrafficSecrets, ExtractedSecrets};
 
-use super::session::SessionError;
+use super::session_error::SessionError;
 
 /// Length of a record's header in bytes.
 pub(super) const HEAD: usize = 5;

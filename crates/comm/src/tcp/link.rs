@@ -190,8 +190,8 @@ impl Link {
         near.has_room()
     }
 
-    /// Returns the header of a frame with this payload: with a checksum, unless the link is sealed, since records
-    /// have tags of their own.
+    /// Returns the header of a frame with this payload: with a checksum, unless the link is sealed, since
+    /// records have tags of their own.
     fn header(&self, kind: Kind, tag: Tag, check: u32, payload: &[u8]) -> [u8; HEADER_BYTES] {
         if self.stream.is_sealed() {
             wire::plain(kind, tag, check, payload.len())

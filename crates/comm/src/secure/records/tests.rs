@@ -8,7 +8,8 @@ use rustls::crypto::{CryptoProvider, ring as provider};
 use rustls::{ClientConnection, Connection, ServerConnection};
 
 use super::super::identity::Identity;
-use super::super::session::{Session, SessionError};
+use super::super::session::Session;
+use super::super::session_error::SessionError;
 use super::super::tls::{self, Tls};
 use super::*;
 
