@@ -6,8 +6,7 @@ use std::time::Instant;
 use farflung_base::{Nanos, PeerId};
 
 use crate::endpoint::{Driver, Endpoint, Wake};
-use crate::inbox::BlockedFor;
-use crate::inbox::{Inbox, WINDOW};
+use crate::inbox::{BlockedFor, Inbox, WINDOW};
 use crate::transport::Tag;
 use crate::{DownReason, Frame, Pool};
 

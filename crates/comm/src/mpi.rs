@@ -20,8 +20,7 @@ use std::time::{Duration, Instant};
 use farflung_base::{Nanos, PeerId};
 
 use crate::endpoint::{Driver, Endpoint, Wake};
-use crate::inbox::BlockedFor;
-use crate::inbox::{Inbox, WINDOW};
+use crate::inbox::{BlockedFor, Inbox, WINDOW};
 use crate::memory::real_start;
 use crate::tcp::HELD;
 use crate::transport::{MPI_IS_FIXED, Tag};

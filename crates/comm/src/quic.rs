@@ -26,8 +26,7 @@ use farflung_base::{Nanos, PeerId};
 use tokio::runtime::{Builder, Handle, Runtime};
 
 use crate::endpoint::{Driver, Endpoint, Wake};
-use crate::inbox::BlockedFor;
-use crate::inbox::Inbox;
+use crate::inbox::{BlockedFor, Inbox};
 use crate::memory::real_start;
 use crate::secure::Security;
 use crate::tcp::Pace;

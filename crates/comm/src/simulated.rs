@@ -25,8 +25,7 @@ use std::sync::Arc;
 use farflung_base::{Nanos, PeerId, Topology};
 
 use crate::endpoint::{Driver, Endpoint, Wake};
-use crate::inbox::BlockedFor;
-use crate::inbox::Inbox;
+use crate::inbox::{BlockedFor, Inbox};
 use crate::transport::Tag;
 use crate::{Frame, Pool};
 pub use faults::{At, Faults, Weather};

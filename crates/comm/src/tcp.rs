@@ -30,8 +30,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt;
 
 use crate::endpoint::{Driver, Endpoint, Wake};
-use crate::inbox::BlockedFor;
-use crate::inbox::{Inbox, WINDOW};
+use crate::inbox::{BlockedFor, Inbox, WINDOW};
 use crate::memory::real_start;
 pub use crate::rate::{Pace, SLOWEST};
 use crate::shared::Doorbell;

@@ -144,8 +144,8 @@ impl<Q: Quantizer<BITS>, const BITS: u32> Block<Q, BITS> {
         }
     }
 
-    /// Finds what is wrong in the bytes of one block and returns the error. `block` is its index, `count` its
-    /// number of elements, and `at` the index of its first element.
+    /// Returns the error that explains why the bytes of one block are invalid. `block` is its index, `count`
+    /// its number of elements, and `at` the index of its first element.
     fn culprit(block: usize, at: usize, count: usize, bytes: &[u8]) -> CompressError {
         let (header, codes) = bytes.split_at(Q::HEADER);
         let zero = is_zero::<Q, BITS>(header);

@@ -80,7 +80,7 @@ impl Identity {
         self.public
     }
 
-    /// Returns the private key. Write it only to a file that nobody but its owner can read.
+    /// Returns the private key. Write it only to a file that other users cannot read.
     #[must_use]
     pub const fn seed(&self) -> &Zeroizing<[u8; 32]> {
         &self.seed

@@ -98,7 +98,7 @@ pub(crate) struct Admission {
 
 impl Security {
     /// Makes a setting without encryption that accepts every peer: for the loopback interface, and for networks
-    /// that nobody else can reach.
+    /// that only the processes of the job can reach.
     #[must_use]
     pub fn clear() -> Self {
         Self::default()

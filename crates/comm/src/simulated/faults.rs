@@ -116,7 +116,8 @@ impl Rules {
         spans.is_some_and(|spans| spans.iter().any(|&(from, until)| (from..until).contains(&time)))
     }
 
-    /// Returns the time at which a peer does what is due at `time`: the end of its freeze, if it is frozen.
+    /// Returns when an action of `peer` that is due at `time` happens: at the end of its freeze, if it is
+    /// frozen.
     pub(super) fn thaw(&self, peer: PeerId, time: Nanos) -> Nanos {
         let Some(spans) = self.freezes.get(&peer) else { return time };
         spans.iter().fold(

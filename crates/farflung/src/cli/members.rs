@@ -28,7 +28,7 @@ const HOST_EXAMPLES: &str = "Examples:
   farflung host --listen 127.0.0.1:0 --steps 200 --out runs/shared --ticket-out run.ticket
 A member that leaves (Ctrl-C) or is lost costs the others the step in flight at most. The host may leave, too.
 With --stages, members form pipelines: as many whole ones as there can be, and the others are spares.
-With --pooled too, each stage is a pool of unequally many members, and nobody is left over.
+With --pooled true, each stage is a pool of members, and there are no spares.
 ";
 
 /// Start a run that other machines may join and leave, and train.

@@ -44,8 +44,8 @@ pub fn is_planned(name: &str) -> bool {
 }
 
 impl TrainConfig {
-    /// Returns whether a shared setting changes what is trained, rather than what is measured or saved; `name`
-    /// is its key in a file.
+    /// Returns whether the shared setting with the key `name` changes the training itself. `false` if it
+    /// changes only measurements or checkpoints.
     #[must_use]
     pub fn is_training(&self, name: &str) -> bool {
         let measured = |heading: &str| heading == "Evaluation and checkpoints";

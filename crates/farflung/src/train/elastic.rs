@@ -30,6 +30,7 @@ mod shelf;
 mod spare;
 mod status;
 mod team;
+mod tell_all;
 mod view;
 mod watchman;
 mod welcome;

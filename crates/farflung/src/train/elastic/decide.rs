@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::keeper::Outcome;
 use super::place::Place;
 use super::ready::{Admission, Cost};
+use super::tell_all::tell_all;
 use crate::train::blame::{Evidence, evidence};
 use crate::train::trainer::StateBytes;
 use crate::{Error, Result};
@@ -215,15 +216,7 @@ impl Place {
         let here = self.ready_newcomers().iter().map(|peer| (peer.peer.0, peer.id.0)).collect();
         let silent = silent.iter().map(|id| id.0).collect();
         let standing = Standing { leaves, silent, here, state };
-        let mine = postcard::to_stdvec(&standing).expect("numbers are plain data");
-        let told = comm.all_gather_bytes(mine)?;
-        let read = |bytes: &Vec<u8>| {
-            postcard::from_bytes(bytes).map_err(|_| Error::Message {
-                message: "a member's requests between two steps".to_owned(),
-                problem: "cannot be decoded",
-            })
-        };
-        let told: Vec<Standing> = told.iter().map(read).collect::<Result<_>>()?;
+        let told = tell_all(comm, &standing)?;
         let leaving = working.iter().zip(&told).filter(|(_, told)| told.leaves);
         let mut events: Vec<Event> = leaving.map(|(&id, _)| Event::Leave(id)).collect();
         // A member without a part is needed by no step, so its loss must be reported here.

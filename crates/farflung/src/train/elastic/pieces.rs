@@ -9,7 +9,7 @@ use farflung_parallel::plan::Move;
 use super::fetch::{Part, fetch};
 use super::fetching::{Store, Wanted};
 use super::shelf::{Label, Shelf};
-use super::team::tell_all;
+use super::tell_all::tell_all;
 use crate::train::floats::floats;
 use crate::train::trainer::Pieces;
 use crate::{Error, Result};

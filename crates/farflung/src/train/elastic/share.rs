@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::fetch::{Part, fetch};
 use super::fetching::{Store, Wanted};
 use super::shelf::{Label, Shelf};
-use super::team::tell_all;
+use super::tell_all::tell_all;
 use crate::train::fault::FaultyValue;
 use crate::train::job::Job;
 use crate::train::trainer::{Progress, Snapshot, Trainer};

@@ -16,7 +16,6 @@ use farflung_parallel::Plan;
 use farflung_parallel::membership::{MemberId, View};
 use farflung_parallel::pipeline::Pools;
 use farflung_parallel::plan::{Holding, Lineup, Needed, Pooling, Stood, moves, newest_whole};
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::fetching::Store;
@@ -24,6 +23,7 @@ use super::pieces::{exchange, offered};
 use super::pools::{self, Moving, PoolSpeeds};
 use super::saved::{self, Whole};
 use super::share::spoils;
+use super::tell_all::tell_all;
 use crate::config::pools::Numbers;
 use crate::train::combination;
 use crate::train::job::{Base, Job};
@@ -168,13 +168,6 @@ pub(super) struct Formed {
     pub(super) from_checkpoints: bool,
     /// With pools: the speeds of the members, the same on all members.
     pub(super) speeds: BTreeMap<u32, f64>,
-}
-
-/// Sends a value to all members, and returns the values of all, by rank.
-pub(super) fn tell_all<T: Serialize + DeserializeOwned>(all: &Communicator, mine: &T) -> Result<Vec<T>> {
-    let bytes = postcard::to_stdvec(mine).expect("numbers and texts are plain data");
-    let told = all.all_gather_bytes(bytes)?;
-    told.iter().map(|bytes| postcard::from_bytes(bytes).map_err(|_| wrong("does not read as that"))).collect()
 }
 
 fn wrong(problem: &'static str) -> Error {
