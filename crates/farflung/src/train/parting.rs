@@ -8,12 +8,13 @@ use farflung_base::{Nanos, Rank};
 
 use super::checkpoint::{self, Totals};
 use super::job::Job;
+use super::steps::{Clock, Record};
 use super::trainer::{Thoroughness, Trainer};
 use crate::checkpoint::folder;
 use crate::events::{EventLog, What, causes};
 use crate::peer_counters::PeerCountersLog;
 use crate::step_times::StepTimesLog;
-use crate::{Error, Result, RunDir};
+use crate::{Error, PeerCounters, Result, RunDir};
 
 /// Time for which ranks on real links wait for each other's answer. A rank that is stopped or cut off does not
 /// answer, and the others must be done within 2 s. A rank that is only far away answers in time; otherwise each
@@ -66,6 +67,8 @@ pub(super) struct Kept {
     pub(super) begun: bool,
     /// Resources used up to the newest step.
     pub(super) totals: Totals,
+    /// The start of this part of the run. `None` before it has begun.
+    clock: Option<Clock>,
     /// Log of how the time of its steps was spent.
     pub(super) times: StepTimesLog,
     /// Log of the exchange with its peers, on ranks that write no metrics.
@@ -74,11 +77,11 @@ pub(super) struct Kept {
 
 impl Kept {
     /// Makes the record of a run that begins, or continues, after `step` steps.
-    pub(super) fn at(step: u64, run: Option<&RunDir>, totals: Totals) -> Self {
+    pub(super) fn at(step: u64, run: Option<&RunDir>, totals: Totals, clock: Clock) -> Self {
         let path = run.map(|run| run.path().join(folder(step))).filter(|path| path.exists());
         let folder = run.map(RunDir::path);
         let (times, peers) = (StepTimesLog::new(folder), PeerCountersLog::new(folder));
-        Self { saved: path.map(|path| (step, path)), begun: true, totals, times, peers }
+        Self { saved: path.map(|path| (step, path)), begun: true, totals, clock: Some(clock), times, peers }
     }
 }
 
@@ -110,7 +113,7 @@ pub(super) fn part(
     let reached = trainer.steps_done();
     // A second signal asks for an immediate end.
     if kept.begun && !matches!(error, Error::Stopped(_)) && job.stop.cancelled().is_none() {
-        match save(job, trainer, run, &kept) {
+        match save(job, trainer, run, &mut kept) {
             Ok(Some(path)) => {
                 let step = trainer.steps_done();
                 events.write(step, What::Saved { path: path.display().to_string() });
@@ -122,7 +125,9 @@ pub(super) fn part(
     }
     let resume = Some(resume_line(job));
     let step = trainer.steps_done();
-    let left = Leftover { step, dropped: reached - step, saved: kept.saved, problem, resume };
+    // The retreat may also have committed a step that another rank had committed.
+    let dropped = reached.saturating_sub(step);
+    let left = Leftover { step, dropped, saved: kept.saved, problem, resume };
     let left = Box::new(left);
     match (stops, by) {
         (Some(signal), _) => Error::StoppedAt { signal, left },
@@ -132,10 +137,11 @@ pub(super) fn part(
 }
 
 /// Saves the newest step that all answering ranks have done. `None` if it is saved already.
-fn save(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &Kept) -> Result<Option<PathBuf>> {
+fn save(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &mut Kept) -> Result<Option<PathBuf>> {
     let deadline = job.config.deadline;
     let answer = if job.processes > 1 { ANSWER.min(deadline) } else { deadline };
     let missing = trainer.retreat(job, answer)?;
+    record_settled(job, trainer, run, kept)?;
     let step = trainer.steps_done();
     if step == 0 || kept.saved.as_ref().is_some_and(|(saved, _)| *saved == step) {
         return Ok(None);
@@ -149,6 +155,20 @@ fn save(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &Kept) -> Result<O
     }
     trainer.with_common(|trainer| trainer.verify(Thoroughness::All))?;
     checkpoint::save_without(trainer, job, run, kept.totals, &missing).map(Some)
+}
+
+/// Records a step that the retreat has committed: its row on rank 0, and the resources used up to it.
+fn record_settled(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &mut Kept) -> Result<()> {
+    let (Some(done), Some(clock)) = (trainer.take_settled(), kept.clock) else { return Ok(()) };
+    let time_s = kept.totals.time_s;
+    kept.totals = clock.totals(trainer.comm());
+    if trainer.rank() == Rank(0) {
+        let metrics = Some(run.metrics(done.step - 1)?);
+        let mut record = Record { link: None, metrics, watch: None, rows: Vec::new(), told: 0, time_s };
+        let peers = PeerCounters::all(trainer.comm().transport().as_ref());
+        record.step(job, &done, None, None, &kept.totals, peers)?;
+    }
+    Ok(())
 }
 
 /// Returns the command line that continues the run.

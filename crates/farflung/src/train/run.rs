@@ -269,7 +269,7 @@ fn train(
     }
     let metrics = run.filter(|_| first).map(|run| run.metrics(begun)).transpose()?;
     let clock = Clock::new(trainer.comm(), before, trials);
-    *kept = Kept::at(begun, run, before);
+    *kept = Kept::at(begun, run, before, clock);
     if run.is_some() {
         trainer.mark()?;
     }

@@ -18,6 +18,7 @@ use crate::peer_counters::PeerCountersLine;
 use crate::{Error, MetricsWriter, PeerCounters, Result, RunDir, Signal, StepMetrics, StepTimes};
 
 /// The start of this part of the run, and the resources used before.
+#[derive(Debug, Clone, Copy)]
 pub(super) struct Clock {
     before: Totals,
     start: Nanos,
@@ -161,6 +162,16 @@ pub(super) enum Next {
 }
 
 impl Steps<'_, '_> {
+    /// Records the last step if it was committed without a call of [`Trainer::step`] that returned it.
+    ///
+    /// Errors: [`Error::Io`].
+    pub(super) fn record_settled(&mut self, trainer: &mut Trainer) -> Result<()> {
+        let Some(done) = trainer.take_settled().filter(|_| self.tells) else { return Ok(()) };
+        let totals = self.clock.totals(trainer.comm());
+        let peers = PeerCounters::all(trainer.comm().transport().as_ref());
+        self.record.step(&self.job, &done, None, None, &totals, peers)
+    }
+
     /// Trains a step, and then checks, evaluates and saves if that is due.
     ///
     /// Errors: [`Error::Stopped`] after a step at which all ranks agreed to stop; the errors of a step.

@@ -20,6 +20,7 @@ mod retreat;
 mod snapshot;
 mod speed;
 mod state;
+mod step_done;
 #[cfg(test)]
 mod tests;
 mod undecided;
@@ -53,6 +54,8 @@ pub(super) use pieces::{Counted, Pieces, needs};
 use retreat::Mark;
 pub(super) use snapshot::{Progress, Snapshot, StateBytes};
 use speed::Speedometer;
+pub use step_done::{StepDone, Synced};
+pub(super) use undecided::Committed;
 use undecided::Undecided;
 pub use verify::Thoroughness;
 
@@ -133,37 +136,6 @@ struct Told {
 
 /// Number of attempts of a step whose gradients are not finite: a transient fault passes.
 const TRIES: u32 = 3;
-
-/// Whether all replicas have the same parameters after a step.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Synced {
-    /// They have.
-    Yes,
-    /// They have trained apart since they last had.
-    No,
-}
-
-/// Result of a step.
-#[derive(Debug, Clone, PartialEq)]
-pub struct StepDone {
-    /// Number of steps done, including this one.
-    pub step: u64,
-    /// Mean loss of the step's tokens in nats: of all replicas if they are equal now, else of this one.
-    pub loss: f64,
-    /// When replicas meet: mean losses over all replicas, of the oldest steps not reported yet. The last one is
-    /// this step's, unless the method lets averages and votes take several steps.
-    pub losses: Vec<f64>,
-    /// Whether all replicas have the same parameters now.
-    pub synced: Synced,
-    /// Whether any rank requests a stop; valid if all ranks agreed.
-    pub stop: bool,
-    /// Whether any rank requests a change of members; valid if all ranks agreed.
-    pub change: bool,
-    /// The distance between copies of parameters, if they were compared.
-    pub drift: Option<Drift>,
-    /// Number of times that the step's gradients overflowed and it was computed again.
-    pub skipped: u32,
-}
 
 impl Trainer {
     /// Returns the number of steps done.
@@ -335,7 +307,7 @@ impl Trainer {
         self.scale.taken();
         self.step += 1;
         self.half_done = false;
-        self.undecided.committed(vote.squares, vote.wish.copies);
+        self.undecided.committed(vote.loss, vote.squares, vote.wish.copies);
         self.tell_speeds(&vote.speeds);
         self.reach(Moment::Committed, self.step)?;
         self.suffer(FaultyValue::Parameters, self.step)?;

@@ -14,7 +14,7 @@ use super::tell_all::tell_all;
 use crate::train::job::Job;
 use crate::train::links;
 use crate::train::steps::Last;
-use crate::train::trainer::{Counted, Pieces, Trainer};
+use crate::train::trainer::{Committed, Counted, Pieces, Trainer};
 use crate::{Error, Result};
 
 /// A member that has a place in a view, with all that it needs to continue.
@@ -144,8 +144,8 @@ impl Member<'_> {
         let done = (|| {
             // If one member has committed the step, all that voted on it must commit it, too.
             let committed = trainer.as_deref().map(Trainer::committed);
-            let told: Vec<Option<(u64, Option<f64>)>> = tell_all(&all, &committed)?;
-            let newest = told.into_iter().flatten().max_by_key(|(step, _)| *step);
+            let told: Vec<Option<Committed>> = tell_all(&all, &committed)?;
+            let newest = told.into_iter().flatten().max_by_key(|committed| committed.step);
             if let (Some(trainer), Some(newest)) = (trainer.as_deref_mut(), newest) {
                 trainer.settle_vote(newest)?;
             }

@@ -105,7 +105,7 @@ pub(in crate::train) fn work(
     }
     let metrics = run.as_ref().map(|run| run.metrics(begun)).transpose()?;
     let clock = Clock::new(trainer.comm(), before, Stats::default());
-    let mut kept = Kept::at(begun, run.as_ref(), before);
+    let mut kept = Kept::at(begun, run.as_ref(), before, clock);
     job.stop.begin();
     events.time_s = before.time_s;
     if let Some(watch) = watch.as_deref_mut() {
@@ -396,11 +396,12 @@ fn parted(
 /// Errors: [`Error::Io`].
 fn note(
     member: &mut Member<'_>,
-    trainer: &Trainer,
+    trainer: &mut Trainer,
     steps: &mut Steps<'_, '_>,
     events: &mut EventLog,
     changed: &Changed,
 ) -> Result<()> {
+    steps.record_settled(trainer)?;
     let behind = || steps.record.rows.last().is_some_and(|row| row.step < changed.step);
     // A step whose average is still missing gets its row after the average.
     if changed.caught_up || !trainer.is_unmet() && behind() {

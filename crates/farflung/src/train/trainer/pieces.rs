@@ -207,6 +207,7 @@ impl Trainer {
         let device = (self.plain.clone(), self.executor.interrupt.clone());
         let mut next = Self::on(job, comm, device)?;
         next.take_pieces(counted, get)?;
+        next.undecided.carry(self.undecided);
         Ok(next)
     }
 }

@@ -8,6 +8,7 @@ use farflung_optim::Average;
 use farflung_parallel::pipeline::Updates;
 use farflung_tensor::{Device, Tensor};
 
+use super::undecided::Committed;
 use super::Trainer;
 use crate::train::executor::Pass;
 use crate::train::hearing::{Word, start_to_tell};
@@ -140,14 +141,11 @@ impl Trainer {
         let telling = if job.processes > 1 { start_to_tell(&comm, &Word::Stopped) } else { Vec::new() };
         let comm = comm.shrink()?;
         drop(telling);
-        let (step, squares) = self.committed();
-        let own = Standing { rank: self.rank(), step, open, squares };
+        let own = Standing { rank: self.rank(), open, committed: self.committed() };
         let told = comm.all_gather_bytes(own.to_bytes())?;
         let mut standing: Vec<_> = told.iter().filter_map(|bytes| Standing::of_bytes(bytes)).collect();
-        let newest = standing
-            .iter()
-            .max_by_key(|other| other.step)
-            .map_or((step, squares), |other| (other.step, other.squares));
+        let all = standing.iter().map(|other| other.committed);
+        let newest = all.max_by_key(|committed| committed.step).unwrap_or(own.committed);
         for other in &mut standing {
             other.settle(newest);
         }
@@ -158,13 +156,13 @@ impl Trainer {
             }
             self.drop_in_flight()?;
         }
-        let newest = newest.0;
+        let newest = newest.step;
         // Some ranks may have committed a step whose vote never arrives at others, because it passed through a
         // rank that no longer answers. Ranks at different steps are separated, and each group saves its state.
         let behind = u32::try_from(newest - self.step.min(newest)).unwrap_or(u32::MAX);
         let comm = comm.split(behind, self.rank().0)?;
         self.members =
-            standing.iter().filter(|other| other.step == self.step).map(|other| other.rank).collect();
+            standing.iter().filter(|other| other.committed.step == self.step).map(|other| other.rank).collect();
         self.executor.comm = comm.with_deadline(job.config.deadline);
         Ok(missing(world, &self.members))
     }
@@ -187,37 +185,36 @@ impl Trainer {
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Standing {
     rank: Rank,
-    /// Last step that this rank has committed.
-    step: u64,
     /// Whether this rank has voted on the next step and has not received the result.
     open: bool,
-    /// Sum of the squares of all gradients in its last committed step, if the vote contained it.
-    squares: Option<f64>,
+    committed: Committed,
 }
 
 impl Standing {
-    const BYTES: usize = 21;
+    const BYTES: usize = 29;
 
     /// Returns whether the newest step that any rank has committed is the one on which this rank has voted.
     ///
     /// A rank commits a step only after it has received every rank's vote, and a rank votes only once its
     /// gradients are averaged. So every rank can still commit that step.
-    fn settled(&self, (newest, squares): (u64, Option<f64>)) -> bool {
-        self.open && newest == self.step + 1 && squares.is_some()
+    fn settled(&self, newest: Committed) -> bool {
+        self.open && newest.step == self.committed.step + 1 && newest.squares.is_some()
     }
 
     /// Moves to the newest step, if this rank has voted on that step.
-    fn settle(&mut self, newest: (u64, Option<f64>)) {
+    fn settle(&mut self, newest: Committed) {
         if self.settled(newest) {
-            *self = Self { step: newest.0, open: false, squares: newest.1, ..*self };
+            *self = Self { open: false, committed: newest, ..*self };
         }
     }
 
     fn to_bytes(self) -> Vec<u8> {
+        let Committed { step, loss, squares } = self.committed;
         let mut bytes = self.rank.0.to_le_bytes().to_vec();
-        bytes.extend(self.step.to_le_bytes());
         bytes.push(u8::from(self.open));
-        bytes.extend(self.squares.unwrap_or(f64::NAN).to_le_bytes());
+        bytes.extend(step.to_le_bytes());
+        bytes.extend(loss.to_le_bytes());
+        bytes.extend(squares.unwrap_or(f64::NAN).to_le_bytes());
         bytes
     }
 
@@ -225,14 +222,18 @@ impl Standing {
     fn of_bytes(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; Self::BYTES] = bytes.try_into().ok()?;
         let (rank, rest) = bytes.split_first_chunk::<4>()?;
-        let (step, rest) = rest.split_first_chunk::<8>()?;
         let (open, rest) = rest.split_first()?;
+        let (step, rest) = rest.split_first_chunk::<8>()?;
+        let (loss, rest) = rest.split_first_chunk::<8>()?;
         let squares = f64::from_le_bytes(rest.try_into().ok()?);
         Some(Self {
             rank: Rank(u32::from_le_bytes(*rank)),
-            step: u64::from_le_bytes(*step),
             open: *open == 1,
-            squares: squares.is_finite().then_some(squares),
+            committed: Committed {
+                step: u64::from_le_bytes(*step),
+                loss: f64::from_le_bytes(*loss),
+                squares: squares.is_finite().then_some(squares),
+            },
         })
     }
 }
@@ -244,7 +245,8 @@ mod tests {
     #[test]
     fn what_ranks_tell_is_read_again_and_other_lengths_are_not() {
         for (open, squares) in [(true, None), (false, Some(2.5))] {
-            let told = Standing { rank: Rank(3), step: 1 << 40, open, squares };
+            let committed = Committed { step: 1 << 40, loss: 5.25, squares };
+            let told = Standing { rank: Rank(3), open, committed };
             assert_eq!(Standing::of_bytes(&told.to_bytes()), Some(told));
             assert_eq!(Standing::of_bytes(&told.to_bytes()[1..]), None);
         }
@@ -253,16 +255,20 @@ mod tests {
 
     #[test]
     fn an_open_vote_is_settled_by_the_step_that_it_was_about() {
-        let voted = Standing { rank: Rank(0), step: 6, open: true, squares: Some(1.0) };
-        for (newest, expected) in
-            [((7, Some(4.0)), 7), ((6, Some(1.0)), 6), ((8, Some(4.0)), 6), ((7, None), 6)]
-        {
+        let committed = |step, squares| Committed { step, loss: 5.0, squares };
+        let voted = Standing { rank: Rank(0), open: true, committed: committed(6, Some(1.0)) };
+        for (newest, expected) in [
+            (committed(7, Some(4.0)), 7),
+            (committed(6, Some(1.0)), 6),
+            (committed(8, Some(4.0)), 6),
+            (committed(7, None), 6),
+        ] {
             let mut settled = voted;
             settled.settle(newest);
-            assert_eq!(settled.step, expected);
+            assert_eq!(settled.committed.step, expected);
             let mut closed = Standing { open: false, ..voted };
             closed.settle(newest);
-            assert_eq!(closed.step, 6);
+            assert_eq!(closed.committed.step, 6);
         }
     }
 }

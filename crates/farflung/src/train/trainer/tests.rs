@@ -1,5 +1,7 @@
 //! Tests of copies of parameters that differ, on ranks that are treated as unlike devices.
 
+mod settled;
+
 use farflung_parallel::pipeline::Method;
 
 use super::*;

@@ -6,16 +6,32 @@
 
 use farflung_optim::Prepared;
 use farflung_parallel::pipeline::Updates;
+use serde::{Deserialize, Serialize};
 
 use super::Trainer;
+use super::step_done::{StepDone, Synced};
 use crate::Result;
 use crate::train::part::Part;
+
+/// The last step that a rank has committed, as sent to the other ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub(in crate::train) struct Committed {
+    pub(in crate::train) step: u64,
+    /// Mean loss of its tokens.
+    pub(in crate::train) loss: f64,
+    /// Sum of the squares of all its gradients, if the vote contained it.
+    pub(in crate::train) squares: Option<f64>,
+}
 
 /// State of the votes on a rank's last step and on the step in flight.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct Undecided {
+    /// Mean loss of the last committed step.
+    loss: f64,
     /// Sum of the squares of all gradients in the last committed step, if its vote contained it.
     squares: Option<f64>,
+    /// Whether the last step was committed because of what another rank has reported, and is not recorded yet.
+    settled: bool,
     /// Whether the vote on the step in flight was sent and its result has not been received.
     open: bool,
     /// Whether a copy of a part was being transferred to any rank at the vote on the last step.
@@ -33,9 +49,15 @@ impl Undecided {
         self.open = true;
     }
 
-    /// Records that the step was committed, with the squares and the copies of its vote.
-    pub(super) const fn committed(&mut self, squares: Option<f64>, copies: bool) {
-        *self = Self { squares, open: false, copies };
+    /// Records that the step was committed, with the loss, the squares and the copies of its vote.
+    pub(super) const fn committed(&mut self, loss: f64, squares: Option<f64>, copies: bool) {
+        *self = Self { loss, squares, settled: false, open: false, copies };
+    }
+
+    /// Takes over a step that the rank has not recorded before it moved to another plan.
+    pub(super) const fn carry(&mut self, before: Self) {
+        self.loss = before.loss;
+        self.settled = before.settled;
     }
 
     pub(super) const fn is_open(self) -> bool {
@@ -44,10 +66,26 @@ impl Undecided {
 }
 
 impl Trainer {
-    /// Returns the last committed step, and the sum of the squares of all its gradients if its vote contained
-    /// it.
-    pub(in crate::train) const fn committed(&self) -> (u64, Option<f64>) {
-        (self.step, self.undecided.squares)
+    /// Returns the last committed step.
+    pub(in crate::train) const fn committed(&self) -> Committed {
+        Committed { step: self.step, loss: self.undecided.loss, squares: self.undecided.squares }
+    }
+
+    /// Returns the last step if [`Trainer::settle_vote`] has committed it since the last call: no call of
+    /// [`Trainer::step`] has returned it.
+    pub(in crate::train) fn take_settled(&mut self) -> Option<StepDone> {
+        let settled = std::mem::take(&mut self.undecided.settled);
+        let (step, loss) = (self.step, self.undecided.loss);
+        settled.then(|| StepDone {
+            step,
+            loss,
+            losses: vec![loss],
+            synced: Synced::Yes,
+            stop: false,
+            change: false,
+            drift: None,
+            skipped: 0,
+        })
     }
 
     /// Sets what this rank reports with the next vote: whether a copy of a part is still being received here.
@@ -60,16 +98,16 @@ impl Trainer {
         !self.undecided.copies
     }
 
-    /// Resolves an open vote by what the other ranks report: the newest step that any of them has committed,
-    /// with its sum of squares. The step in flight is committed if it is that step, and dropped otherwise.
+    /// Resolves an open vote by what the other ranks report: the newest step that any of them has committed.
+    /// The step in flight is committed if it is that step, and dropped otherwise.
     ///
     /// Errors: those of the optimizer.
-    pub(in crate::train) fn settle_vote(&mut self, newest: (u64, Option<f64>)) -> Result<()> {
+    pub(in crate::train) fn settle_vote(&mut self, newest: Committed) -> Result<()> {
         if !self.undecided.is_open() {
             return Ok(());
         }
         match newest {
-            (step, Some(squares)) if step == self.step + 1 => {
+            Committed { step, loss, squares: Some(squares) } if step == self.step + 1 => {
                 if self.schedule.updates() == Updates::Flush {
                     let prepared = Prepared::with_norm(squares.sqrt())?;
                     for part in self.executor.parts.values_mut() {
@@ -80,7 +118,8 @@ impl Trainer {
                 self.scale.taken();
                 self.step += 1;
                 self.half_done = false;
-                self.undecided.committed(Some(squares), self.undecided.copies);
+                self.undecided.committed(loss, Some(squares), self.undecided.copies);
+                self.undecided.settled = true;
             }
             _ => {
                 self.undecided.begin();

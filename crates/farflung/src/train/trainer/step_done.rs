@@ -1,0 +1,34 @@
+//! Result of a training step.
+
+use crate::train::resync::Drift;
+
+/// Whether all replicas have the same parameters after a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Synced {
+    /// They have.
+    Yes,
+    /// They have trained apart since they last had.
+    No,
+}
+
+/// Result of a step.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepDone {
+    /// Number of steps done, including this one.
+    pub step: u64,
+    /// Mean loss of the step's tokens in nats: of all replicas if they are equal now, else of this one.
+    pub loss: f64,
+    /// When replicas meet: mean losses over all replicas, of the oldest steps not reported yet. The last one is
+    /// this step's, unless the method lets averages and votes take several steps.
+    pub losses: Vec<f64>,
+    /// Whether all replicas have the same parameters now.
+    pub synced: Synced,
+    /// Whether any rank requests a stop; valid if all ranks agreed.
+    pub stop: bool,
+    /// Whether any rank requests a change of members; valid if all ranks agreed.
+    pub change: bool,
+    /// The distance between copies of parameters, if they were compared.
+    pub drift: Option<Drift>,
+    /// Number of times that the step's gradients overflowed and it was computed again.
+    pub skipped: u32,
+}

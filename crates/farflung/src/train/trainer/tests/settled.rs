@@ -1,0 +1,67 @@
+//! Test of a stop in a step that one rank has committed, while another has voted and lacks the result.
+
+use farflung_comm::Stats;
+use farflung_tensor::TensorError;
+
+use super::*;
+use crate::events::EventLog;
+use crate::train::checkpoint::{Totals, folder};
+use crate::train::parting::{self, Kept};
+use crate::train::steps::Clock;
+use crate::{Existing, RunDir, Signal, metrics};
+
+/// Trains two steps and the third one up to its vote. The rank `lacking` throws the result away.
+fn stopped_in_the_third_step(job: &Job, out: &std::path::Path, lacking: u32) -> Vec<(Error, Values)> {
+    on_all(job, |mut rank| {
+        let mut done = None;
+        for _ in 0..2 {
+            done = Some(rank.step(false).unwrap());
+        }
+        rank.mark().unwrap();
+        let run = RunDir::open(&folder(out, rank.rank()), Existing::Continue).unwrap();
+        if rank.rank() == Rank(0) {
+            run.metrics(0).unwrap();
+        }
+        let clock = Clock::new(rank.comm(), Totals::default(), Stats::default());
+        if rank.rank() == Rank(lacking) {
+            rank.undecided.begin();
+            rank.pass(false).unwrap();
+            rank.undecided.voted();
+        } else {
+            let third = rank.step(false).unwrap();
+            assert!(third.loss != done.unwrap().loss);
+            rank.mark().unwrap();
+        }
+        job.stop.request(Signal::Terminate);
+        let kept = Kept::at(2, Some(&run), Totals::default(), clock);
+        let mut events = EventLog::new(Some(run.path()));
+        let error = Error::Tensor(TensorError::Interrupted);
+        let error = parting::part(job, &mut rank, Some(&run), &mut events, kept, None, error);
+        (error, values(&rank))
+    })
+}
+
+#[test]
+fn a_step_that_another_rank_has_committed_is_committed_saved_and_recorded() {
+    for (schedule, lacking) in [(Method::OneFOneB, 1), (Method::OneFOneB, 0), (Method::PipeDream, 0)] {
+        let job = job(schedule, 2, 2);
+        let whole = on_all(&job, |mut rank| {
+            let losses: Vec<_> = (0..3).map(|_| rank.step(false).unwrap().loss).collect();
+            (losses[2], values(&rank))
+        });
+        let out = tempfile::tempdir().unwrap();
+        let job = Job { out: Some(out.path().to_owned()), ..job };
+        let stopped = stopped_in_the_third_step(&job, out.path(), lacking);
+        for ((error, values), (_, expected)) in stopped.into_iter().zip(&whole) {
+            let Error::StoppedAt { left, .. } = error else { panic!("{error}") };
+            assert_eq!((left.step, left.dropped, left.problem), (3, 0, None), "{schedule} {lacking}");
+            assert_eq!(left.saved.unwrap().0, 3);
+            assert_eq!(&values, expected, "{schedule} {lacking}");
+        }
+        let rows = metrics::read(&out.path().join("metrics.jsonl")).unwrap();
+        let rows: Vec<_> = rows.iter().map(|row| (row.step, row.train_loss)).collect();
+        // A rank that has the result records the step after `Trainer::step`, which this test leaves out.
+        let expected = if lacking == 0 { vec![(3, whole[0].0)] } else { Vec::new() };
+        assert_eq!(rows, expected, "{schedule} {lacking}");
+    }
+}
