@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 
 use crate::workspace::Workspace;
-use crate::{bench, browser, deps, examples, features, setup, shell, test, tidy};
+use crate::{bench, browser, deps, examples, features, packages, setup, shell, test, tidy};
 
 pub(crate) const HELP: &str = "\
 Run every check of the project, in order, and stop at the first that fails.
@@ -51,8 +51,13 @@ const STEPS: &[Step] = &[
         run: iroh,
     },
     Step {
+        name: "packages",
+        what: "each crate built and tested from its own package, with both licences and its metadata",
+        run: packages::check,
+    },
+    Step {
         name: "examples",
-        what: "the projects under examples/, built, run and tested",
+        what: "the projects under examples/, built from the packages alone, run and tested",
         run: examples::check,
     },
     Step {

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
+use crate::packages::Unpacked;
 use crate::shell;
-use crate::workspace::Workspace;
 
 /// Returns the manifests of all examples, sorted. Empty if there is no folder `examples/`.
 pub(crate) fn manifests(root: &Path) -> Result<Vec<PathBuf>> {
@@ -25,15 +25,19 @@ pub(crate) fn manifests(root: &Path) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Runs every example in release mode, fails if it prints nothing, and runs its tests, if any.
+/// Copies every example, so that it uses the crates' packages and no other file of this project. Runs it in
+/// release mode, fails if it prints nothing, and runs its tests, if any.
 pub(crate) fn check() -> Result<()> {
     let manifests = manifests(&shell::root())?;
     if manifests.is_empty() {
         println!("examples: there is none yet");
     }
-    let target = Workspace::load()?.target_directory.join("examples");
+    let packages = Unpacked::new()?;
+    let target = packages.folder.join("target-of-examples");
     let target = target.to_str().context("the target folder's path is not UTF-8")?;
     for manifest in &manifests {
+        let original = manifest.parent().expect("a manifest lies in a folder");
+        let manifest = packages.project(original).with_context(|| original.display().to_string())?;
         let folder = manifest.parent().expect("a manifest lies in a folder");
         let path = manifest.to_str().context("an example's path is not UTF-8")?;
         let cargo =

@@ -15,6 +15,7 @@ mod deps;
 mod examples;
 mod features;
 mod files;
+mod packages;
 mod setup;
 mod test;
 mod tidy;
@@ -35,6 +36,7 @@ const COMMANDS: &[Command] = &[
     Command { name: "bench", help: bench::HELP, run: bench::main },
     Command { name: "deps", help: deps::HELP, run: deps::main },
     Command { name: "tidy", help: tidy::HELP, run: tidy::main },
+    Command { name: "packages", help: packages::HELP, run: packages::main },
     Command { name: "setup", help: setup::HELP, run: setup::main },
 ];
 
@@ -62,7 +64,7 @@ fn overview() -> String {
     let mut text = String::from("Usage: cargo xtask COMMAND [ARGS]\n\nCommands:\n");
     for command in COMMANDS {
         let summary = command.help.lines().next().unwrap_or_default();
-        text.push_str(&format_args!("  {:<6} {summary}\n", command.name).to_string());
+        text.push_str(&format_args!("  {:<8} {summary}\n", command.name).to_string());
     }
     text.push_str("\n`cargo xtask COMMAND --help` explains one of them, with examples.\n");
     text

@@ -118,9 +118,16 @@ impl Plan {
 }
 
 fn units(plan: &Plan, tally: &mut Tally) -> Result<()> {
+    let [units, _] = runners();
+    run(units, plan, tally)
+}
+
+/// Returns cargo's arguments for the unit and integration tests, with cargo-nextest if it is installed, and
+/// those for the doc tests.
+pub(crate) fn runners() -> [&'static [&'static str]; 2] {
     let nextest = shell::succeeds(&mut shell::cargo(&["nextest", "--version"]));
-    let runner: &[&str] = if nextest { &["nextest", "run"] } else { &["test", "--all-targets"] };
-    run(runner, plan, tally)
+    let units: &[&str] = if nextest { &["nextest", "run"] } else { &["test", "--all-targets"] };
+    [units, &["test", "--doc"]]
 }
 
 fn docs(plan: &Plan, tally: &mut Tally) -> Result<()> {
@@ -130,7 +137,8 @@ fn docs(plan: &Plan, tally: &mut Tally) -> Result<()> {
         eprintln!("no library among {}: no doc tests", plan.packages.join(", "));
         return Ok(());
     }
-    run(&["test", "--doc"], plan, tally)
+    let [_, docs] = runners();
+    run(docs, plan, tally)
 }
 
 fn run(runner: &[&str], plan: &Plan, tally: &mut Tally) -> Result<()> {

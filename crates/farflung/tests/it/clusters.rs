@@ -12,7 +12,7 @@ use farflung::launch_env;
 
 /// Returns the code blocks of a language, in the page's order.
 fn blocks(language: &str) -> Vec<String> {
-    let page = include_str!("../../../../docs/clusters.md");
+    let page = include_str!("../../docs/clusters.md");
     let begin = format!("```{language}\n");
     let after = page.split(begin.as_str()).skip(1);
     after.map(|rest| rest.split("```").next().unwrap().to_owned()).collect()

@@ -133,7 +133,7 @@ mod with_mpi {
 
     #[test]
     fn the_line_of_the_page_on_clusters_trains() {
-        let page = include_str!("../../../../docs/clusters.md");
+        let page = include_str!("../../docs/clusters.md");
         let line = page
             .lines()
             .find(|line| line.starts_with("mpirun -n 4 farflung train --transport mpi "))

@@ -201,7 +201,7 @@ mod tests {
     use super::*;
     use crate::train::PipelineSizes;
 
-    const UNEVEN: &str = include_str!("../../../../parallel/examples/uneven.toml");
+    const UNEVEN: &str = include_str!("../../../tests/uneven.toml");
 
     fn drafts(cluster: &Cluster, model: &GptConfig) -> Vec<Draft> {
         let sizes = PipelineSizes { batch: 1, microbatches: 4 };
