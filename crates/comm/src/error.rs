@@ -203,7 +203,7 @@ pub enum CommError {
         peer: PeerId,
     },
     /// A peer is gone.
-    #[error("{op}: {peer} was lost: {reason}")]
+    #[error("{op}: {peer} can no longer be reached: {reason}")]
     PeerDown {
         /// Operation that needed the peer.
         op: &'static str,
