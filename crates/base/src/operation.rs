@@ -84,7 +84,7 @@ impl Operation {
         let side = |side: &Side| Side { lanes: side.lanes.iter().map(lane).collect(), window: side.window };
         let sides: BTreeMap<Rank, Side> =
             self.sides.iter().map(|(&rank, of)| (place(rank), side(of))).collect();
-        assert_eq!(sides.len(), self.sides.len(), "a rank stands for two");
+        assert_eq!(sides.len(), self.sides.len(), "two ranks are mapped to the same rank");
         Self { sides, frame: self.frame }
     }
 }

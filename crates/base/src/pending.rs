@@ -55,7 +55,7 @@ impl<T> Pending<T> {
     /// If it has already returned its value as a future.
     pub fn wait(self) -> T {
         match self.0 {
-            State::Ready(value) => value.expect("a Pending gives its value once"),
+            State::Ready(value) => value.expect("a Pending returns its value only once"),
             State::Running(op) => op.wait(),
         }
     }
@@ -65,7 +65,7 @@ impl<T: 'static> Pending<T> {
     /// Applies `f` to the value when it is ready.
     pub fn map<U>(self, f: impl FnOnce(T) -> U + Send + 'static) -> Pending<U> {
         match self.0 {
-            State::Ready(value) => Pending::ready(f(value.expect("a Pending gives its value once"))),
+            State::Ready(value) => Pending::ready(f(value.expect("a Pending returns its value only once"))),
             State::Running(op) => Pending::new(Map { op: Some(op), f: Some(f) }),
         }
     }
@@ -76,7 +76,7 @@ impl<T: Unpin> Future for Pending<T> {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<T> {
         match &mut self.0 {
-            State::Ready(value) => Poll::Ready(value.take().expect("a Pending gives its value once")),
+            State::Ready(value) => Poll::Ready(value.take().expect("a Pending returns its value only once")),
             State::Running(op) => {
                 let value = std::task::ready!(op.poll(cx));
                 self.0 = State::Ready(None);

@@ -205,7 +205,11 @@ impl Topology {
     /// If a rank is not below [`Topology::size`].
     #[must_use]
     pub fn link(&self, from: Rank, to: Rank) -> Link {
-        assert!(from.index() < self.size && to.index() < self.size, "{from} to {to} of {}", self.size);
+        assert!(
+            from.index() < self.size && to.index() < self.size,
+            "no link from {from} to {to}: the topology has {} ranks",
+            self.size
+        );
         match &self.links {
             _ if from == to => Link::FREE,
             Links::Equal(link) => *link,
@@ -345,13 +349,16 @@ impl TryFrom<Tables> for Topology {
     fn try_from(Tables { size, links, ports, regions, lines }: Tables) -> Result<Self, String> {
         if size.checked_mul(size) != Some(links.len()) || ports.len() != size {
             let (links, ports) = (links.len(), ports.len());
-            return Err(format!("a topology of {size} ranks with {links} links and {ports} ports"));
+            return Err(format!(
+                "a topology of {size} ranks has {links} links and {ports} ports, expected ranks x ranks \
+                 links and a port for each rank"
+            ));
         }
         if !regions.is_empty() && regions.len() != size {
-            return Err(format!("a topology of {size} ranks with regions for {}", regions.len()));
+            return Err(format!("a topology of {size} ranks gives the regions of {} ranks", regions.len()));
         }
         if let Some(region) = regions.iter().flatten().find(|region| **region >= lines.len()) {
-            return Err(format!("a topology with {} lines and a rank in region {region}", lines.len()));
+            return Err(format!("a topology has {} regions, but a rank is in region {region}", lines.len()));
         }
         let lines = Arc::new(Lines { of: regions, ports: lines });
         Ok(Self { size, links: Links::Each(Arc::new(links)), ports: Arc::new(ports), lines })

@@ -217,7 +217,8 @@ impl FromStr for Bandwidth {
         };
         parse().ok_or_else(|| ParseUnitError {
             text: text.to_owned(),
-            expected: "a bandwidth such as `100mbit` (units: bit, kbit, mbit, gbit, kbyte, mbyte, gbyte; a second)",
+            expected: "a bandwidth such as `100mbit` (units per second: bit, kbit, mbit, gbit, kbyte, mbyte, \
+                       gbyte)",
         })
     }
 }

@@ -139,7 +139,9 @@ fn cheapest<'a>(
     if ways.len() == 1 {
         return ways.remove(0);
     }
-    ways.into_iter().min_by_key(|way| price(way, bytes, topology)).expect("every algorithm has a way")
+    ways.into_iter()
+        .min_by_key(|way| price(way, bytes, topology))
+        .expect("each algorithm has at least one way to run")
 }
 
 /// Returns the ways to run `algorithm`: numbers of chunks, and windows of how many run at a time.

@@ -144,7 +144,12 @@ impl CodedValues for CodedSlice {
     fn decode_plain(&mut self, range: Range<usize>, bytes: &[u8], merge: Merge) -> Result<(), CoderError> {
         let values = &mut self.data[range];
         if bytes.len() != size_of_val(values) {
-            return Err(format!("{} plain bytes for {} values", bytes.len(), values.len()).into());
+            return Err(format!(
+                "{} uncompressed bytes do not match {} f32 values",
+                bytes.len(),
+                values.len()
+            )
+            .into());
         }
         match merge {
             Merge::Copy => bytemuck::cast_slice_mut(values).copy_from_slice(bytes),

@@ -12,7 +12,7 @@ const LEAST: usize = 16 << 10;
 /// # Panics
 /// If the lengths differ.
 pub(crate) fn copy_part(into: &mut [u8], from: &[u8], whole: usize) {
-    assert_eq!(into.len(), from.len(), "a copy between lengths");
+    assert_eq!(into.len(), from.len(), "the source and the target of a copy have different lengths");
     #[cfg(target_arch = "x86_64")]
     if whole >= COLD && into.len() >= LEAST && is_x86_feature_detected!("avx") {
         // SAFETY: the processor has AVX.
@@ -37,7 +37,7 @@ fn streamed(into: &mut [u8], from: &[u8]) {
     first.copy_from_slice(start);
     for (word, source) in words.iter_mut().zip(sources) {
         // SAFETY: a reference is aligned and may be written.
-        #[expect(unsafe_code, reason = "stores past the caches go through pointers")]
+        #[expect(unsafe_code, reason = "stores that bypass the caches take pointers")]
         unsafe {
             _mm256_stream_si256(word, bytemuck::cast(*source));
         }

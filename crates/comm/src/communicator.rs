@@ -166,7 +166,7 @@ where
             Poll::Pending => return Poll::Pending,
             Poll::Ready(Ok(())) => {
                 self.count(port.now(), false);
-                let body = self.body.take().expect("it was there");
+                let body = self.body.take().expect("the body is present until the task ends");
                 put(&self.slot, Ok(body.finish()));
             }
             Poll::Ready(Err(error)) => self.fail(error, port),
@@ -254,10 +254,20 @@ impl Communicator {
         const OP: &str = "communicator";
         let (me, size) = (transport.me(), transport.size());
         if let Some(unknown) = members.iter().find(|member| member.index() >= size) {
-            return Err(CommError::Argument { op: OP, what: "member", got: unknown.index(), want: size });
+            return Err(CommError::Argument {
+                op: OP,
+                what: "member (must be below the number of endpoints)",
+                got: unknown.index(),
+                want: size,
+            });
         }
         let Some(me) = members.iter().position(|&member| member == me) else {
-            return Err(CommError::Argument { op: OP, what: "members with this one", got: 0, want: 1 });
+            return Err(CommError::Argument {
+                op: OP,
+                what: "number of members that are this endpoint",
+                got: 0,
+                want: 1,
+            });
         };
         let context = mix(mix(0, DECLARED), context);
         Ok(Self::of(transport, me, members.into(), context, Nanos::from_millis(60_000)))
@@ -331,7 +341,12 @@ impl Communicator {
     pub fn with_topology(self, topology: Topology) -> Result<Self, CommError> {
         if topology.size() != self.size() {
             let (got, want) = (topology.size(), self.size());
-            return Err(CommError::Argument { op: "communicator", what: "topology size", got, want });
+            return Err(CommError::Argument {
+                op: "communicator",
+                what: "number of ranks of the topology",
+                got,
+                want,
+            });
         }
         let plans = self.plans.with_topology(topology);
         Ok(Self { plans: Arc::new(plans), ..self })
@@ -348,7 +363,12 @@ impl Communicator {
         members.sort_unstable();
         if !members.iter().copied().eq(0..self.size()) || regions.iter().any(Vec::is_empty) {
             let (got, want) = (members.len(), self.size());
-            return Err(CommError::Argument { op: "communicator", what: "ranks in regions", got, want });
+            return Err(CommError::Argument {
+                op: "communicator",
+                what: "number of ranks in the regions (each rank once, no empty region)",
+                got,
+                want,
+            });
         }
         let plans = self.plans.with_regions(regions);
         Ok(Self { plans: Arc::new(plans), ..self })
@@ -511,7 +531,10 @@ impl Communicator {
 
     /// Creates a communicator of these ranks, in this order. This rank must be one of them.
     fn among(&self, ranks: &[usize], context: u64) -> Self {
-        let me = ranks.iter().position(|&rank| rank == self.group.me).expect("this rank is among them");
+        let me = ranks
+            .iter()
+            .position(|&rank| rank == self.group.me)
+            .expect("this rank is one of the new communicator's ranks");
         let members = ranks.iter().map(|&rank| self.group.members[rank]).collect();
         let declared = self.plans.topology();
         let ranks: Vec<Rank> = ranks.iter().map(|&rank| Rank(rank as u32)).collect();

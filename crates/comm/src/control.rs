@@ -148,7 +148,7 @@ impl<'a> Control<'a> {
     /// Returns the encoded message.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
-        postcard::to_stdvec(self).expect("messages are plain data, and memory takes all of it")
+        postcard::to_stdvec(self).expect("a message can always be serialized into memory")
     }
 
     /// Decodes a message from untrusted bytes, all of which it must use.

@@ -162,7 +162,9 @@ macro_rules! float {
                     | ReduceOp::Xor
                     | ReduceOp::LogicalAnd
                     | ReduceOp::LogicalOr
-                    | ReduceOp::LogicalXor => unreachable!("`supports` refuses bits of floats"),
+                    | ReduceOp::LogicalXor => {
+                        unreachable!("`supports` rejects bitwise and logical reductions of floats")
+                    }
                 }
             }
             fn divide(x: &mut [Self], n: usize) {
@@ -211,7 +213,7 @@ macro_rules! integer {
                 }
             }
             fn divide(_: &mut [Self], _: usize) {
-                unreachable!("`supports` refuses means of integers")
+                unreachable!("`supports` rejects means of integers")
             }
             fn supports(op: ReduceOp, name: &'static str) -> Result<(), CommError> {
                 match op {

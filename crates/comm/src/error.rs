@@ -18,16 +18,16 @@ pub enum DownReason {
     #[error("the connection broke: {0}")]
     Broken(io::ErrorKind),
     /// The connection ended without a goodbye.
-    #[error("the connection ended without a goodbye")]
+    #[error("the connection closed without its goodbye message")]
     Ended,
     /// It sent bytes that are not valid in our protocol; the connection was closed.
-    #[error("it broke the protocol: {0}")]
+    #[error("it sent invalid bytes: {0}")]
     Protocol(WireError),
     /// A fault of the simulated network ended it.
     #[error("it crashed")]
     Crashed,
     /// Its encrypted session is broken; the connection was closed.
-    #[error("its encrypted session is broken: {0}")]
+    #[error("its encrypted session failed: {0}")]
     Sealed(String),
 }
 
@@ -36,10 +36,10 @@ pub enum DownReason {
 #[non_exhaustive]
 pub enum WireError {
     /// Not a frame of this protocol.
-    #[error("frame does not start with the magic bytes")]
+    #[error("the bytes do not start with the expected magic bytes")]
     Magic,
     /// A frame of another version of the protocol.
-    #[error("protocol version {got}, this side speaks {want}")]
+    #[error("version {got} is not supported, this side uses version {want}")]
     Version {
         /// This side's version.
         want: u8,
@@ -53,7 +53,7 @@ pub enum WireError {
     #[error("unknown channel {0}")]
     Channel(u8),
     /// A frame of another epoch of the membership.
-    #[error("a frame of epoch {got} (modulo 256), this link has {want}")]
+    #[error("the frame's epoch is {got} (modulo 256), expected {want}")]
     Epoch {
         /// Epoch of this side, modulo 256.
         want: u8,
@@ -61,7 +61,7 @@ pub enum WireError {
         got: u8,
     },
     /// A payload that is longer than allowed.
-    #[error("a payload of {got} bytes, at most {max} are allowed")]
+    #[error("the payload has {got} bytes, expected at most {max}")]
     Length {
         /// Greatest length in bytes.
         max: usize,
@@ -72,7 +72,7 @@ pub enum WireError {
     #[error("checksum mismatch")]
     Checksum,
     /// A control message with invalid content.
-    #[error("malformed {0}")]
+    #[error("invalid {0}")]
     Malformed(&'static str),
 }
 
@@ -82,7 +82,7 @@ pub enum WireError {
 #[non_exhaustive]
 pub enum Refusal {
     /// It expects a different number of ranks.
-    #[error("world size {got}, but the job has {want}")]
+    #[error("the world size is {got}, expected {want}")]
     WorldSize {
         /// The size that the master was given.
         want: u32,
@@ -90,16 +90,16 @@ pub enum Refusal {
         got: u32,
     },
     /// It belongs to a different job.
-    #[error("another job id")]
+    #[error("the job id differs")]
     Job,
     /// Its rank is not below the world size.
-    #[error("rank {0} does not exist")]
+    #[error("rank {0} is not below the world size")]
     Rank(u32),
     /// A process with this rank has joined already.
     #[error("rank {0} has joined already")]
     Taken(u32),
     /// It uses a different version of the protocol.
-    #[error("protocol version {got}, the job speaks {want}")]
+    #[error("the protocol version is {got}, expected {want}")]
     Version {
         /// The master's version.
         want: u8,
@@ -107,14 +107,18 @@ pub enum Refusal {
         got: u8,
     },
     /// Its public key is not the one expected here, or is not in the allow list.
-    #[error("a key that is not known here, or not in the allow list")]
+    #[error("the public key is not the expected one, or not in the allow list")]
     Key,
     /// It does not prove that it has the join secret.
-    #[error("no proof of the join secret: a ticket or secret of another run, or one from before `--rotate`")]
+    #[error(
+        "the join secret was not proven: the ticket or secret belongs to another run, or was made before \
+         `--rotate`"
+    )]
     Secret,
     /// Its ticket has expired.
     #[error(
-        "an expired ticket: {} by this clock; `farflung ticket` on the host makes a new one",
+        "the ticket expired {} by the clock of the side that refused it; make a new one with \
+         `farflung ticket` on the host",
         ago(*.expiry, *.clock)
     )]
     Expired {
@@ -125,15 +129,16 @@ pub enum Refusal {
     },
     /// One side uses encryption and the other does not.
     #[error(
-        "one side is encrypted and the other is not: give both the ticket or the secret, or --insecure to both"
+        "one side uses encryption and the other does not: give both sides the ticket or the secret, or give \
+         both --insecure"
     )]
     Clear,
     /// Both connected to each other at the same time: only the connection of the greater number is kept.
-    #[error("both connect at the same time")]
+    #[error("both sides connected at the same time")]
     Crossed,
     /// Another rank has the same key. Sent over QUIC only, where keys identify peers. Older processes use TCP
     /// only, so adding this variant did not change the version of the protocol.
-    #[error("another rank has this key: give each process a key of its own, by --key-file or FARFLUNG_HOME")]
+    #[error("another rank has the same key: give each process its own key, with --key-file or FARFLUNG_HOME")]
     SameKey,
 }
 
@@ -190,7 +195,7 @@ pub enum CommError {
         after: Nanos,
     },
     /// Every rank waits, and no event is left that could wake one (simulated network only).
-    #[error("{op}: deadlock: every rank waits and nothing is on its way; this one waits for {peer}")]
+    #[error("{op}: deadlock: every rank waits and no message is in flight; this rank waits for {peer}")]
     Deadlock {
         /// Operation that waited.
         op: &'static str,
@@ -198,7 +203,7 @@ pub enum CommError {
         peer: PeerId,
     },
     /// A peer is gone.
-    #[error("{op}: {peer} is gone: {reason}")]
+    #[error("{op}: {peer} can no longer be reached: {reason}")]
     PeerDown {
         /// Operation that needed the peer.
         op: &'static str,
@@ -208,7 +213,7 @@ pub enum CommError {
         reason: DownReason,
     },
     /// Another rank's part of this communicator failed.
-    #[error("{op}: {by} gave up because of {culprit}")]
+    #[error("{op}: {by} reported a failure of {culprit}")]
     Aborted {
         /// Operation that was interrupted.
         op: &'static str,
@@ -219,7 +224,8 @@ pub enum CommError {
     },
     /// A peer runs another collective, or the same one with another length, type or operation.
     #[error(
-        "{op}: {peer} is in another collective or has another length ({got} bytes where {want} were due)"
+        "{op}: {peer} runs another collective, or the same one with another length, type or operation \
+         (received {got} bytes, expected {want})"
     )]
     Mismatch {
         /// Collective of this side.
@@ -232,7 +238,7 @@ pub enum CommError {
         got: usize,
     },
     /// An earlier failure, given here, has poisoned this communicator.
-    #[error("the communicator has failed before: {0}")]
+    #[error("the communicator cannot be used after an earlier failure: {0}")]
     Poisoned(Arc<Self>),
     /// Cancelled on this rank: its [`Cancel`](crate::Cancel) was used, its pending value was dropped before it
     /// completed, or its communicator was [aborted](crate::Communicator::abort). If a collective is cancelled,
@@ -270,7 +276,7 @@ pub enum CommError {
         want: usize,
     },
     /// The all-reduce algorithm has no coded form.
-    #[error("`{algorithm}` has no form that travels through a codec; {} have", coded_names())]
+    #[error("algorithm `{algorithm}` cannot be used with a codec; these can: {}", coded_names())]
     NoCodedForm {
         /// The requested algorithm.
         algorithm: farflung_base::Algorithm,
@@ -294,7 +300,7 @@ pub enum CommError {
         reduction: &'static str,
     },
     /// A message of bytes is longer than [`MAX_MESSAGE`](crate::MAX_MESSAGE).
-    #[error("{op}: a message from {peer} is longer than {max} bytes")]
+    #[error("{op}: a message from or to {peer} is longer than {max} bytes")]
     TooLong {
         /// Operation that failed.
         op: &'static str,
@@ -323,7 +329,12 @@ pub enum CommError {
         after: Nanos,
     },
     /// A run that had to repeat a recorded one differed from it.
-    #[error("the run left the recording after {after} happenings: recorded is {}, seen was {}", or_end(.recorded.as_deref()), or_end(.seen.as_deref()))]
+    #[error(
+        "the run differs from the recording after {after} equal events: the next event of the recording is {}, \
+         that of the run is {}",
+        or_end(.recorded.as_deref()),
+        or_end(.seen.as_deref())
+    )]
     Diverged {
         /// Number of events that were the same.
         after: usize,
@@ -333,7 +344,7 @@ pub enum CommError {
         seen: Option<Box<Happening>>,
     },
     /// Keys of a store had no value within the time limit.
-    #[error("store at {store}: after {after} still without a value: {}", .keys.join(", "))]
+    #[error("store at {store}: these keys have no value after {after}: {}", .keys.join(", "))]
     Absent {
         /// Address of the store.
         store: String,
@@ -343,7 +354,7 @@ pub enum CommError {
         after: Nanos,
     },
     /// A store rejected a request: it is full, or the value is not a number.
-    #[error("{op} of `{key}` in the store: it is full, or the value is no number")]
+    #[error("{op} of `{key}`: the store is full, or the value is not a number")]
     Denied {
         /// Function that was called.
         op: &'static str,
@@ -351,7 +362,7 @@ pub enum CommError {
         key: String,
     },
     /// The other side refused this process.
-    #[error("{peer} refused: {reason}")]
+    #[error("{peer} refused this process: {reason}")]
     Refused {
         /// Address of the other side.
         peer: String,
@@ -371,7 +382,7 @@ pub enum CommError {
         message: String,
     },
     /// The other side has not the expected key, or does not prove that it belongs to the job.
-    #[error("{peer} is not let near this process: {reason}")]
+    #[error("this process rejected {peer}: {reason}")]
     Unproven {
         /// Address of the other side.
         peer: String,
@@ -387,7 +398,7 @@ pub enum CommError {
         reason: &'static str,
     },
     /// This process has no MPI, or not one that can be used.
-    #[error("no MPI: {reason}; {advice}")]
+    #[error("MPI cannot be used: {reason}; {advice}")]
     Mpi {
         /// What is wrong.
         reason: String,
@@ -396,8 +407,8 @@ pub enum CommError {
     },
     /// A peer does not share memory with this process, although it must.
     #[error(
-        "no shared memory with {peer}: it is not on this machine and of this user, or has another transport; \
-         `--transport auto` shares memory where that is possible, and takes sockets elsewhere"
+        "no shared memory with {peer}: it is on another machine, belongs to another user, or uses another \
+         transport; `--transport auto` uses shared memory where that is possible, and sockets elsewhere"
     )]
     Apart {
         /// The peer that does not share memory.
@@ -413,8 +424,8 @@ pub enum CommError {
     },
     /// The clocks of two machines differ, so that a ticket has expired on one of them only.
     #[error(
-        "{peer} refused: the ticket has expired by its clock, which is {} this one: set the clocks, or make \
-         a new ticket",
+        "{peer} refused this process: the ticket has expired by its clock, which is {} this one: set the \
+         clocks, or make a new ticket",
         skew(*.host, *.own)
     )]
     Clocks {
@@ -426,7 +437,7 @@ pub enum CommError {
         own: u64,
     },
     /// The other side of a handshake sent bytes that are not valid in our protocol.
-    #[error("handshake with {peer}: {source}")]
+    #[error("handshake with {peer} failed: {source}")]
     Handshake {
         /// Address of the other side.
         peer: String,

@@ -40,7 +40,7 @@ impl Pool {
     /// If `len` is more than [`FRAME_BYTES`].
     #[must_use]
     pub fn lease(self: &Arc<Self>, len: usize) -> Frame {
-        assert!(len <= FRAME_BYTES, "a frame of {len} bytes");
+        assert!(len <= FRAME_BYTES, "a frame of {len} bytes is too long");
         let mut lines = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default();
         // A buffer is never made smaller, so in a steady state nothing is allocated or cleared here.
         if lines.len() * size_of::<Line>() < len {

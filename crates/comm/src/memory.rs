@@ -39,7 +39,7 @@ pub fn cluster(n: usize) -> Vec<Arc<Memory>> {
 }
 
 /// Returns the start of a real transport's clock.
-#[expect(clippy::disallowed_methods, reason = "real transports are where real time comes from")]
+#[expect(clippy::disallowed_methods, reason = "real transports use the real clock")]
 pub(crate) fn real_start() -> Instant {
     Instant::now()
 }

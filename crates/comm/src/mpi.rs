@@ -103,7 +103,7 @@ pub fn join(rank: u32, size: u32) -> Result<Arc<Mpi>, CommError> {
     let (beginning, found) = life::begin()?;
     if (found.rank, found.size) != (rank, size) {
         return Err(missing(format!(
-            "this process is rank {} of {} to it, and not rank {rank} of {size}",
+            "it gave this process rank {} of {}, expected rank {rank} of {size}",
             found.rank, found.size
         )));
     }

@@ -217,7 +217,7 @@ impl Plans {
             (0..self.topology.size() as u32).map(|rank| program(Rank(rank))).collect()
         };
         let price = |program: &&&dyn Fn(Rank) -> Program| cost(&all(program), bytes, &self.topology);
-        let best = candidates.iter().min_by_key(price).expect("there are candidates");
+        let best = candidates.iter().min_by_key(price).expect("the list of candidates is not empty");
         best(self.rank)
     }
 }

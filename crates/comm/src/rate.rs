@@ -36,7 +36,7 @@ impl Pace {
             None => Ok(()),
             Some(rate) => {
                 let (got, want) = (rate.0 as usize, SLOWEST.0 as usize);
-                Err(CommError::Argument { op: "pace", what: "bits a second", got, want })
+                Err(CommError::Argument { op: "pace", what: "rate in bits per second (minimum)", got, want })
             }
         }
     }

@@ -86,7 +86,8 @@ pub fn join(config: &Config) -> Result<Arc<Tcp>, CommError> {
         .count();
     let crowded = std::thread::available_parallelism().is_ok_and(|cores| near >= cores.get());
     let shares = config.shared_memory;
-    let tcp = open(PeerId(config.rank), streams.len(), crowded, shares).map_err(io("wake-up event for"))?;
+    let tcp =
+        open(PeerId(config.rank), streams.len(), crowded, shares).map_err(io("make a wake-up event for"))?;
     tcp.keep_pace(config.pace)?;
     for (peer, streams) in (0..).map(PeerId).zip(streams).filter(|(_, streams)| !streams.is_empty()) {
         tcp.driver().connect(peer, streams, crowded).map_err(io("socket of"))?;
@@ -111,7 +112,7 @@ impl Tcp {
             ring(&inbox, &bell);
         };
         let send = move |pacer: &Pacer| links.send_paced(pacer, wake);
-        pacer.keep(pace, send).map_err(|e| CommError::io("thread that paces", &self.me(), &e))
+        pacer.keep(pace, send).map_err(|e| CommError::io("start the pacing thread of", &self.me(), &e))
     }
 }
 

@@ -13,8 +13,8 @@ use crate::started::Started;
 use crate::{CommError, DownReason, Frame, PathStats};
 
 /// Reason why the members of an MPI job cannot change.
-pub const MPI_IS_FIXED: &str = "MPI ends all processes of a job when one of them is lost, and takes no new ones in; \
-                                members come and go over --transport tcp";
+pub const MPI_IS_FIXED: &str = "MPI ends all processes of a job when one of them is lost, and does not admit \
+                                new ones; use --transport tcp for members that join and leave";
 
 /// Meaning of a tag's number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -225,7 +225,12 @@ pub trait Transport: Debug + Send + Sync {
             Source::Any(peers) => peers,
         };
         if from.is_empty() {
-            return Pending::ready(Err(CommError::Argument { op: "recv", what: "sources", got: 0, want: 1 }));
+            return Pending::ready(Err(CommError::Argument {
+                op: "recv",
+                what: "number of sources (minimum)",
+                got: 0,
+                want: 1,
+            }));
         }
         let task = RecvFrame { from, tag, limit, slot: Arc::clone(&slot) };
         pending(self.spawn(Box::new(task)), slot)
@@ -254,7 +259,7 @@ pub(crate) fn get<T>(slot: &Slot<T>) -> Result<T, CommError> {
     slot.lock()
         .unwrap_or_else(PoisonError::into_inner)
         .take()
-        .expect("a task leaves its result when it is over")
+        .expect("a task stores its result before it ends")
 }
 
 /// Creates the pending value of a spawned task.

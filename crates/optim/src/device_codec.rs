@@ -352,7 +352,7 @@ mod tests {
             device::VectorDevice::codec(&Vectors::on(cpu.clone()), "sign".parse().unwrap()).unwrap();
         let (x, mut out) = (cpu.empty(DType::U32, 3).unwrap(), Payload::new());
         let error = codec.compress(&x, None, RoundKey::default(), &mut out).unwrap_err();
-        assert_eq!(error.to_string(), "codec: takes f32, not u32");
+        assert_eq!(error.to_string(), "codec: expected type f32, found u32");
     }
 
     #[cfg(feature = "wgpu")]

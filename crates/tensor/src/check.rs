@@ -102,7 +102,7 @@ impl Check<'_> {
 
 impl Op<'_> {
     /// Checks that all operands are on `device` and have the types and shapes that the op requires.
-    #[expect(clippy::too_many_lines, reason = "one arm an op")]
+    #[expect(clippy::too_many_lines, reason = "one arm per op")]
     pub(crate) fn check(&self, device: &Device) -> Result<()> {
         let c = Check { device, op: self.name() };
         match self {
@@ -235,9 +235,9 @@ impl Op<'_> {
             }
             Self::Map { program, scalars, reads, writes } => {
                 for (what, index, count) in [
-                    ("scalar", scalars.len(), program.scalars()),
-                    ("read buffer", reads.len(), program.reads()),
-                    ("rewritten buffer", writes.len(), program.writes()),
+                    ("number of scalars", scalars.len(), program.scalars()),
+                    ("number of read buffers", reads.len(), program.reads()),
+                    ("number of rewritten buffers", writes.len(), program.writes()),
                 ] {
                     if index != count {
                         return Err(TensorError::BadProgram { what, index, count });

@@ -45,7 +45,7 @@ impl FromStr for DeviceName {
             ("cuda", Some(n)) => Ok(Self::Cuda(n)),
             _ => Err(TensorError::NoSuchDevice {
                 name: text.to_owned(),
-                reason: "a device is auto, cpu, wgpu[:n] or cuda[:n]".to_owned(),
+                reason: "expected auto, cpu, wgpu[:n] or cuda[:n]".to_owned(),
             }),
         }
     }
@@ -126,7 +126,7 @@ fn cuda() -> Vec<Found> {
             let driver = driver.unwrap_or_else(|| "driver of unknown version".to_owned());
             (0..count).map(|n| about(DeviceName::Cuda(n).to_string(), &driver)).collect()
         }
-        (Ok(_), Some(driver)) => missing("cuda", format!("{driver} shows no GPU")),
+        (Ok(_), Some(driver)) => missing("cuda", format!("{driver} reports no GPU")),
         (Ok(_), None) => missing("cuda", "there is no NVIDIA driver".to_owned()),
         (Err(reason), _) => missing("cuda", reason),
     }

@@ -7,7 +7,7 @@ use crate::{DType, Shape};
 #[non_exhaustive]
 pub enum TensorError {
     /// The shape has too many dimensions.
-    #[error("a shape of {count} dimensions, and {most} are the most")]
+    #[error("the shape has {count} dimensions, expected at most {most}")]
     Dimensions {
         /// Number of dimensions given.
         count: usize,
@@ -15,7 +15,7 @@ pub enum TensorError {
         most: usize,
     },
     /// Two shapes do not match.
-    #[error("{op}: shapes {lhs} and {rhs} do not fit")]
+    #[error("{op}: shapes {lhs} and {rhs} do not match")]
     ShapeMismatch {
         /// Name of the op and of the operand.
         op: &'static str,
@@ -25,7 +25,7 @@ pub enum TensorError {
         rhs: Shape,
     },
     /// The element type of an operand is wrong.
-    #[error("{op}: takes {expected}, not {found}")]
+    #[error("{op}: expected type {expected}, found {found}")]
     DTypeMismatch {
         /// Name of the op and of the operand.
         op: &'static str,
@@ -35,7 +35,7 @@ pub enum TensorError {
         found: DType,
     },
     /// The operand is on another device.
-    #[error("{op}: an operand lives on {found}, the op runs on {expected}")]
+    #[error("{op}: an operand is on {found}, but the op runs on {expected}")]
     DeviceMismatch {
         /// Name of the op.
         op: &'static str,
@@ -57,7 +57,7 @@ pub enum TensorError {
         bound: usize,
     },
     /// A range is beyond the end of its tensor.
-    #[error("{op}: elements {start}..{end} of a tensor of {len}")]
+    #[error("{op}: range {start}..{end} is out of bounds, the length is {len}")]
     OutOfBounds {
         /// Name of the op.
         op: &'static str,
@@ -69,7 +69,7 @@ pub enum TensorError {
         len: usize,
     },
     /// The device cannot allocate a buffer.
-    #[error("{device}: no memory for {bytes} bytes")]
+    #[error("{device}: cannot allocate {bytes} bytes of memory")]
     OutOfMemory {
         /// Name of the device.
         device: String,
@@ -112,7 +112,7 @@ pub enum TensorError {
         name: String,
     },
     /// A map program refers to a register, input or output that does not exist.
-    #[error("map program: {what} {index} of {count}")]
+    #[error("map program: {what} is {index}, expected {count}")]
     BadProgram {
         /// Kind of the reference.
         what: &'static str,

@@ -156,13 +156,13 @@ impl ParamLayout {
         let mut at = 0;
         Ok(std::array::from_fn(|i| {
             let p = &params[i];
-            let view = rest.take().expect("put back below");
+            let view = rest.take().expect("each turn puts the rest back");
             let fits = "the buffer is as long as the layout";
             let (_, tail) = view.split_at(p.start - at).expect(fits);
             let (view, tail) = tail.split_at(p.shape.len()).expect(fits);
             at = p.start + p.shape.len();
             rest = Some(tail);
-            view.reshape(p.shape).expect("split at this shape's length")
+            view.reshape(p.shape).expect("the view has this shape's length")
         }))
     }
 }
@@ -216,11 +216,11 @@ mod tests {
         assert_eq!(layout.pack(&back).unwrap(), packed);
         for wrong in [0, 80, 191, 193] {
             let error = layout.pack(&vec![0.0; wrong]).unwrap_err().to_string();
-            assert_eq!(error, format!("pack: shapes [{wrong}] and [192] do not fit"));
+            assert_eq!(error, format!("pack: shapes [{wrong}] and [192] do not match"));
         }
         for wrong in [0, 79, 81, 192] {
             let error = layout.unpack(&vec![0.0; wrong]).unwrap_err().to_string();
-            assert_eq!(error, format!("unpack: shapes [{wrong}] and [80] do not fit"));
+            assert_eq!(error, format!("unpack: shapes [{wrong}] and [80] do not match"));
         }
         let empty = ParamLayout::default();
         assert!(empty.pack(&[]).unwrap().is_empty() && empty.unpack(&[]).unwrap().is_empty());

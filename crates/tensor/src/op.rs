@@ -39,7 +39,7 @@ pub enum Fuse<'a> {
 /// One operation. Outputs are exclusive views, so an op's inputs and outputs do not overlap unless its doc says
 /// so.
 #[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "an op lives for one call")]
+#[expect(clippy::large_enum_variant, reason = "an op exists for one call only")]
 pub enum Op<'a> {
     /// Sets all elements of `y` to `value`.
     Fill {

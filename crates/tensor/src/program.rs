@@ -209,7 +209,7 @@ impl ProgramBuilder {
         let stored = self.stores.iter().map(|(_, to)| usize::from(*to) + 1).max().unwrap_or(0);
         if self.instrs.len() > MAX_INSTRS {
             return Err(TensorError::BadProgram {
-                what: "instruction",
+                what: "number of instructions (maximum)",
                 index: self.instrs.len(),
                 count: MAX_INSTRS,
             });
@@ -220,11 +220,17 @@ impl ProgramBuilder {
         let stores = self.stores.iter().map(|&(from, _)| (from, self.instrs.len()));
         for (j, count) in operands.chain(stores) {
             if usize::from(j) >= count {
-                return Err(TensorError::BadProgram { what: "operand", index: usize::from(j), count });
+                return Err(TensorError::BadProgram {
+                    what: "index of an operand (must be smaller)",
+                    index: usize::from(j),
+                    count,
+                });
             }
         }
         let writes = loads.max(stored);
-        for (what, index) in [("read buffer", reads), ("rewritten buffer", writes)] {
+        for (what, index) in
+            [("number of read buffers (maximum)", reads), ("number of rewritten buffers (maximum)", writes)]
+        {
             if index > MAX_BUFFERS {
                 return Err(TensorError::BadProgram { what, index, count: MAX_BUFFERS });
             }
@@ -305,19 +311,19 @@ impl Program {
 }
 
 #[inline(always)]
-#[expect(clippy::inline_always, reason = "one select inside vectorised loops")]
+#[expect(clippy::inline_always, reason = "one select instruction in vectorised loops")]
 pub(crate) fn larger(a: f32, b: f32) -> f32 {
     if b > a { b } else { a }
 }
 
 #[inline(always)]
-#[expect(clippy::inline_always, reason = "one select inside vectorised loops")]
+#[expect(clippy::inline_always, reason = "one select instruction in vectorised loops")]
 pub(crate) fn smaller(a: f32, b: f32) -> f32 {
     if b < a { b } else { a }
 }
 
 #[inline(always)]
-#[expect(clippy::inline_always, reason = "one select inside vectorised loops")]
+#[expect(clippy::inline_always, reason = "one select instruction in vectorised loops")]
 pub(crate) fn sign(a: f32) -> f32 {
     if a == 0.0 || a.is_nan() { a } else { 1.0_f32.copysign(a) }
 }

@@ -25,7 +25,7 @@ impl Shape {
     ///
     /// assert_eq!(Shape::new(&[2, 3])?, Shape::from([2, 3]));
     /// let error = Shape::new(&[1, 2, 3, 4, 5]).unwrap_err();
-    /// assert_eq!(error.to_string(), "a shape of 5 dimensions, and 4 are the most");
+    /// assert_eq!(error.to_string(), "the shape has 5 dimensions, expected at most 4");
     /// # Ok::<(), farflung_tensor::TensorError>(())
     /// ```
     pub fn new(dims: &[usize]) -> Result<Self> {

@@ -23,7 +23,7 @@ impl Tensor {
     }
 
     fn storage(&self) -> &dyn Storage {
-        self.storage.as_deref().expect("present until drop")
+        self.storage.as_deref().expect("the storage is present until drop")
     }
 
     /// Returns the tensor's device.
@@ -53,7 +53,7 @@ impl Tensor {
     /// Returns a mutable view of the whole tensor.
     #[must_use]
     pub fn view_mut(&mut self) -> ViewMut<'_> {
-        let storage = self.storage.as_deref().expect("present until drop");
+        let storage = self.storage.as_deref().expect("the storage is present until drop");
         ViewMut::of(&self.device, storage, self.dtype, self.shape)
     }
 

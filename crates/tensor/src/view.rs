@@ -222,7 +222,7 @@ impl<'a> ViewMut<'a> {
     /// Returns the bytes in place for writing if the device's memory is host memory.
     pub(crate) fn into_bytes(self) -> Option<&'a mut [u8]> {
         let part = Part { storage: self.storage, range: self.range() };
-        #[expect(unsafe_code, reason = "a view that may write hands out its elements")]
+        #[expect(unsafe_code, reason = "a mutable view gives access to its elements")]
         // SAFETY: no other view of these elements exists for 'a: this view was created from a `&mut Tensor` or
         // by splitting one, and it is consumed here.
         unsafe {

@@ -20,7 +20,7 @@ pub enum ZooError {
         expected: &'static str,
     },
     /// A stage was called with the wrong kind of input.
-    #[error("the stage takes {expected}")]
+    #[error("stage: expected {expected}")]
     StageInput {
         /// The expected input.
         expected: &'static str,
@@ -37,19 +37,22 @@ pub enum ZooError {
     #[error(transparent)]
     Tensor(#[from] farflung_tensor::TensorError),
     /// No preset has this name.
-    #[error("no model preset `{name}`; there are {}", join(PRESETS.iter().map(|(name, _)| *name)))]
+    #[error("unknown model preset `{name}`, expected one of {}", join(PRESETS.iter().map(|(name, _)| *name)))]
     UnknownPreset {
         /// The name requested.
         name: String,
     },
     /// No tokenizer has this name.
-    #[error("no tokenizer `{name}`; there are {}", join(NAMES.iter().copied()))]
+    #[error("unknown tokenizer `{name}`, expected one of {}", join(NAMES.iter().copied()))]
     UnknownTokenizer {
         /// The name requested.
         name: String,
     },
     /// A token id is not in the vocabulary.
-    #[error("token {token} at position {position}{} is not below the vocabulary of {vocab}", of(path.as_ref()))]
+    #[error(
+        "token {token} at position {position}{} is not below the vocabulary size {vocab}",
+        of(path.as_ref())
+    )]
     TokenOutOfRange {
         /// File that contains the token, if any.
         path: Option<PathBuf>,
@@ -71,7 +74,7 @@ pub enum ZooError {
         source: std::io::Error,
     },
     /// The file or folder contains no data.
-    #[error("`{}` holds no data", path.display())]
+    #[error("`{}` contains no data", path.display())]
     EmptyCorpus {
         /// Path of the file or folder.
         path: PathBuf,
@@ -97,7 +100,7 @@ pub enum ZooError {
         expected: u64,
     },
     /// A split is too short for one sequence with its targets.
-    #[error("{split} split has {tokens} tokens, a context needs at least {needed}")]
+    #[error("the {split} split has {tokens} tokens, expected at least {needed} (context + 1)")]
     TooShort {
         /// `training` or `held-out`.
         split: &'static str,
@@ -108,8 +111,8 @@ pub enum ZooError {
     },
     /// The text has fewer parts than there are replicas, so not every replica gets one.
     #[error(
-        "the training data have {found} parts of more than {context} tokens as `{kind}` cuts them, and \
-         {replicas} replicas need one each"
+        "the training data has {found} parts of more than {context} tokens when it is divided by `{kind}`, \
+         expected at least one for each of the {replicas} replicas"
     )]
     Shards {
         /// How the text is divided.
@@ -123,7 +126,8 @@ pub enum ZooError {
     },
     /// The held-out share is invalid, or leaves no training data.
     #[error(
-        "hold-out of {found} of {tokens} tokens, expected a share in [0, 1) or fewer tokens than there are"
+        "the hold-out is {found} of {tokens} tokens, expected a fraction in [0, 1), or fewer tokens than \
+         there are"
     )]
     HoldOut {
         /// Fraction or number of tokens requested.
@@ -142,7 +146,7 @@ pub enum ZooError {
         expected: String,
     },
     /// The recorded list of offsets has no row for this step.
-    #[error("no recorded offsets for step {step}, the list has {steps}")]
+    #[error("no recorded offsets for step {step}, the list has {steps} steps")]
     StepNotRecorded {
         /// The step requested.
         step: u64,
@@ -150,7 +154,7 @@ pub enum ZooError {
         steps: u64,
     },
     /// A recorded offset is too close to the end of the text for a sequence.
-    #[error("recorded offset {offset} at index {index} is above {last}, the last that leaves room")]
+    #[error("recorded offset {offset} at index {index} is out of range, expected 0 to {last}")]
     OffsetOutOfRange {
         /// Index of the offset in the list.
         index: usize,

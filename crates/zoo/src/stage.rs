@@ -104,7 +104,7 @@ impl Stage {
             return Err(ZooError::Config {
                 field: "layers",
                 value: layers.end,
-                expected: "a range within the model's layers, at least one long at either end",
+                expected: "a range within the model's layers, empty only between two layers",
             });
         }
         let (first, last) = (layers.start == 0, layers.end == config.layers);
@@ -223,7 +223,7 @@ impl Stage {
             return Err(ZooError::Config {
                 field: "layers",
                 value: self.blocks.len(),
-                expected: "all of the model's, since a folder of weights holds a whole model",
+                expected: "all layers of the model, because a folder of weights contains a whole model",
             });
         }
         let (lhs, rhs) = (params.shape(), Shape::from(self.layout.len()));
@@ -455,7 +455,7 @@ impl Stage {
             block.backward_weight(&cx, saved, grads)?;
         }
         if let (Some(embedding), Some(tokens)) = (&self.embedding, saved.tokens) {
-            let dx = saved.dx.expect("backward_input runs before backward_weight");
+            let dx = saved.dx.expect("`backward_input` is called before `backward_weight`");
             embedding.backward(&cx, &tokens, saved.positions.start, &dx, grads, has_head)?;
         }
         Ok(())
@@ -465,7 +465,7 @@ impl Stage {
         if saved.blocks.len() == self.blocks.len() {
             return Ok(());
         }
-        Err(ZooError::StageInput { expected: "what was let go of, computed again" })
+        Err(ZooError::StageInput { expected: "saved values that were recomputed after they were dropped" })
     }
 
     /// Returns the ranges of the flat gradients in the order in which [`Stage::backward`] completes them.
@@ -497,7 +497,8 @@ impl Stage {
         for block in &self.blocks {
             x = block.forward(&cx, x)?.0;
         }
-        let head = self.head.as_ref().ok_or(ZooError::StageInput { expected: "the whole model" })?;
+        let head =
+            self.head.as_ref().ok_or(ZooError::StageInput { expected: "a stage with the whole model" })?;
         Ok(head.losses(&cx, &x, targets)?)
     }
 
@@ -508,7 +509,8 @@ impl Stage {
         for block in &self.blocks {
             x = block.forward(&cx, x)?.0;
         }
-        let head = self.head.as_ref().ok_or(ZooError::StageInput { expected: "the whole model" })?;
+        let head =
+            self.head.as_ref().ok_or(ZooError::StageInput { expected: "a stage with the whole model" })?;
         Ok(head.logits(&cx, &x)?)
     }
 
@@ -540,7 +542,8 @@ impl Stage {
             x = block.decode(&cx, &x, cache.len, seen)?;
         }
         cache.len += new;
-        let head = self.head.as_ref().ok_or(ZooError::StageInput { expected: "the whole model" })?;
+        let head =
+            self.head.as_ref().ok_or(ZooError::StageInput { expected: "a stage with the whole model" })?;
         Ok(head.logits(&cx, &x)?)
     }
 }

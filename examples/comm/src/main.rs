@@ -13,7 +13,10 @@ const RANKS: usize = 4;
 const LEN: usize = 1_000_000;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    println!("{} of f32, averaged over {RANKS} ranks; nobody sleeps in virtual time", Bytes(4 * LEN as u64));
+    println!(
+        "{} of f32, averaged over {RANKS} ranks in virtual time, without real waiting",
+        Bytes(4 * LEN as u64)
+    );
     println!("link        algorithm        predicted  simulated  with 200ms of compute  sent by a rank");
     for (name, ..) in Link::NAMED {
         let topology = Topology::uniform(RANKS, name.parse()?);
@@ -29,12 +32,12 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
     }
 
-    println!("\nThe same call over TCP, each rank a thread with sockets of its own:");
+    println!("\nThe same call over TCP; each rank is a thread with its own sockets:");
     for (rank, mean, sent) in over_tcp()? {
         println!("{rank}: mean {mean}, sent {sent}");
     }
 
-    println!("\nMean and variance of all ranks' samples, by a reduction of one's own:");
+    println!("\nMean and variance of all ranks' samples, by a user-defined reduction:");
     for (rank, first, mean, variance) in statistics()? {
         println!("{rank}: samples from {first} on; mean {mean:.3}, variance {variance:.3}");
     }
@@ -59,7 +62,7 @@ fn statistics() -> Result<Vec<(Rank, u64, f64, f64)>, CommError> {
             first = [0];
         }
         let samples = (first[0]..first[0] + count).map(|i| [1.0, (i as f64 * 0.37).sin(), 0.0]);
-        let mut all = [samples.reduce(merge).expect("there are samples")];
+        let mut all = [samples.reduce(merge).expect("each rank has samples")];
         comm.all_reduce(&mut all, UserOp::commutative("mean and variance", merge))?;
         let [[n, mean, squares]] = all;
         Ok((comm.rank(), first[0], mean, squares / n))
@@ -81,7 +84,7 @@ fn all_reduce(
         assert_eq!(mean[LEN - 1], 1.5);
         Ok((comm.now(), comm.stats().sent.payload))
     })?;
-    Ok(ranks.into_iter().max().expect("there are ranks"))
+    Ok(ranks.into_iter().max().expect("there is at least one rank"))
 }
 
 /// What would be four processes on four machines; only `tcp::join` differs from above.

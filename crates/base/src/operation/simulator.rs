@@ -242,7 +242,7 @@ impl<'a> NetworkSimulator<'a> {
     /// # Panics
     /// If there is no such operation, or the rank has no part in it.
     pub fn begin(&mut self, operation: usize, rank: Rank, at: Nanos) {
-        let number = self.slot(operation, rank).expect("the rank has a side of the operation");
+        let number = self.slot(operation, rank).expect("the rank takes part in the operation");
         let &Slot { side, first_cursor, left, .. } = &self.slots[number];
         for (lane, cursor) in self.cursors[first_cursor..][..left].iter_mut().enumerate() {
             cursor.clock = at;

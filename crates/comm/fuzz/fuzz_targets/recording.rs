@@ -6,7 +6,7 @@ use farflung_comm::simulated::Recording;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     if let Ok(recording) = Recording::decode(bytes) {
-        let again = Recording::decode(&recording.encode()).expect("what was written is read");
-        recording.compare(&again).expect("and is the same");
+        let again = Recording::decode(&recording.encode()).expect("an encoded recording can be decoded");
+        recording.compare(&again).expect("the decoded recording is equal to the original");
     }
 });

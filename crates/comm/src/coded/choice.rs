@@ -76,7 +76,7 @@ impl CodedAllReduce for Algorithm {
             Self::Auto => {
                 let price = |form: &Self| cheapest(*form, buffer).1;
                 let once = Self::CODED.into_iter().filter(|form| *form != Self::Ring);
-                Ok(once.min_by_key(price).expect("there are coded forms"))
+                Ok(once.min_by_key(price).expect("at least one algorithm besides the ring has a coded form"))
             }
             form if Self::CODED.contains(&form) => Ok(form),
             algorithm => Err(CommError::NoCodedForm { algorithm }),
@@ -115,7 +115,7 @@ fn cheapest(form: Algorithm, buffer: &CodedBuffer<'_>) -> (Way, Nanos) {
         (way, cost)
     };
     let priced = ways(form, buffer).into_iter().map(price);
-    priced.min_by_key(|(_, cost)| *cost).expect("every form has a way")
+    priced.min_by_key(|(_, cost)| *cost).expect("each form has at least one way to run")
 }
 
 /// Returns the ways to run a form: they differ in the number of chunks.

@@ -107,7 +107,9 @@ impl<V: CodedValues> Messages<V> {
 
     /// Returns the bytes of a message that this step or the one before encoded or received.
     fn bytes(&self, number: usize) -> Arc<Vec<u8>> {
-        Arc::clone(self.held[number].as_ref().expect("a program uses messages that it has"))
+        Arc::clone(
+            self.held[number].as_ref().expect("a program uses only messages that it has encoded or received"),
+        )
     }
 
     /// Encodes the step's messages, and prepares its sends and receives.

@@ -31,11 +31,16 @@ impl Communicator {
         let whole = Self::new(transport);
         if size > whole.size() {
             let (got, want) = (size, whole.size());
-            return Err(CommError::Argument { op: OP, what: "size", got, want });
+            return Err(CommError::Argument {
+                op: OP,
+                what: "size (must be at most the number of endpoints)",
+                got,
+                want,
+            });
         }
         if whole.group.me >= size {
             let (got, want) = (whole.group.me, size);
-            return Err(CommError::Argument { op: OP, what: "rank", got, want });
+            return Err(CommError::Argument { op: OP, what: "rank (must be below the size)", got, want });
         }
         let ranks: Vec<usize> = (0..size).collect();
         Ok(whole.among(&ranks, mix(0, size as u64)))
@@ -60,7 +65,12 @@ impl Communicator {
         for &peer in newcomers {
             if members.contains(&peer) || peer.index() >= self.transport.size() {
                 let (got, want) = (peer.index(), self.transport.size());
-                return Err(CommError::Argument { op: OP, what: "newcomer", got, want });
+                return Err(CommError::Argument {
+                    op: OP,
+                    what: "newcomer (must not be a member, and be below the number of endpoints)",
+                    got,
+                    want,
+                });
             }
             members.push(peer);
         }
@@ -70,7 +80,7 @@ impl Communicator {
         let context = mix(self.group.context, names);
         if self.group.me == 0 {
             let invitation: Invitation = (context, Listed(members.iter().map(|peer| peer.0).collect()));
-            let bytes = postcard::to_stdvec(&invitation).expect("numbers are plain data");
+            let bytes = postcard::to_stdvec(&invitation).expect("numbers can always be serialized");
             for &peer in newcomers {
                 let mut frame = self.transport.lease(bytes.len());
                 frame.bytes_mut().copy_from_slice(&bytes);

@@ -47,7 +47,7 @@ impl Communicator {
         self.counts(NAME, counts, len)?;
         if own.len() != counts[self.group.me] {
             let (got, want) = (own.len(), counts[self.group.me]);
-            return Err(CommError::Argument { op: NAME, what: "length", got, want });
+            return Err(CommError::Argument { op: NAME, what: "number of elements of this rank", got, want });
         }
         let program = direct_gather(self.rank(), self.size(), root);
         if self.rank() != root {
@@ -128,7 +128,7 @@ impl Communicator {
         if !len.is_multiple_of(n) {
             return Err(CommError::Argument {
                 op: NAME,
-                what: "length beyond whole parts",
+                what: "remainder of the length divided by the number of ranks",
                 got: len % n,
                 want: 0,
             });
@@ -160,7 +160,12 @@ impl Communicator {
         self.counts(NAME, received, len)?;
         if sent[self.group.me] != received[self.group.me] {
             let (got, want) = (received[self.group.me], sent[self.group.me]);
-            return Err(CommError::Argument { op: NAME, what: "own count", got, want });
+            return Err(CommError::Argument {
+                op: NAME,
+                what: "number of elements that this rank receives from itself",
+                got,
+                want,
+            });
         }
         let mut buffer = data.to_vec();
         buffer.resize(data.len() + len, T::zeroed());
@@ -195,7 +200,12 @@ impl Communicator {
             self.member(NAME, rank)?;
             if rank == self.rank() || neighbors[..i].contains(&rank) {
                 let (got, want) = (rank.index(), self.size());
-                return Err(CommError::Argument { op: NAME, what: "neighbor named twice", got, want });
+                return Err(CommError::Argument {
+                    op: NAME,
+                    what: "neighbor that is this rank itself or is listed twice",
+                    got,
+                    want,
+                });
             }
         }
         let (len, parts) = (data.len(), neighbors.len() + 1);

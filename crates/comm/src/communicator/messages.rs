@@ -123,7 +123,12 @@ impl Communicator {
 
     pub(super) fn member(&self, op: &'static str, rank: Rank) -> Result<PeerId, CommError> {
         let members = &self.group.members;
-        let argument = CommError::Argument { op, what: "rank", got: rank.index(), want: members.len() };
+        let argument = CommError::Argument {
+            op,
+            what: "rank (must be below the number of ranks)",
+            got: rank.index(),
+            want: members.len(),
+        };
         members.get(rank.index()).copied().ok_or(argument)
     }
 
@@ -189,7 +194,7 @@ impl Communicator {
     fn incoming_any(&self, from: &[Rank], tag: u32) -> Result<RecvAny, CommError> {
         const NAME: &str = "recv_any";
         if from.is_empty() {
-            return Err(CommError::Argument { op: NAME, what: "number of ranks", got: 0, want: 1 });
+            return Err(CommError::Argument { op: NAME, what: "number of ranks (minimum)", got: 0, want: 1 });
         }
         let member = |&rank| Ok((rank, self.member(NAME, rank)?));
         let from = from.iter().map(member).collect::<Result<Vec<_>, CommError>>()?;

@@ -14,7 +14,10 @@ where
     const NAME: &'static str = T::NAME;
     const CODE: u8 = T::CODE;
     const WIDTH: usize = {
-        assert!(size_of::<T>() * N > 0 && size_of::<T>() * N <= crate::FRAME_BYTES, "1 byte to a frame");
+        assert!(
+            size_of::<T>() * N > 0 && size_of::<T>() * N <= crate::FRAME_BYTES,
+            "an array has at least 1 byte and at most `FRAME_BYTES`"
+        );
         T::WIDTH * N
     };
     const INVALID: Self = [T::INVALID; N];

@@ -37,12 +37,15 @@ pub struct Located<V, P> {
 /// `$is_nan` checks whether a value is NaN.
 macro_rules! located {
     ($value:ident, $place:ident, $code:literal, $name:literal, $is_nan:expr) => {
-        const _: () = assert!(size_of::<$value>() == size_of::<$place>(), "there is no padding");
+        const _: () = assert!(
+            size_of::<$value>() == size_of::<$place>(),
+            "value and place have the same size, so that there is no padding"
+        );
 
-        #[expect(unsafe_code, reason = "bytemuck derives nothing for types with parameters")]
+        #[expect(unsafe_code, reason = "bytemuck cannot derive its traits for generic types")]
         // SAFETY: Two numbers of one size and alignment: all bit patterns of both are values.
         unsafe impl bytemuck::Zeroable for Located<$value, $place> {}
-        #[expect(unsafe_code, reason = "bytemuck derives nothing for types with parameters")]
+        #[expect(unsafe_code, reason = "bytemuck cannot derive its traits for generic types")]
         // SAFETY: Two numbers of one size and alignment in the layout of C: no padding, and all bit patterns
         // are values.
         unsafe impl bytemuck::Pod for Located<$value, $place> {}
@@ -58,7 +61,7 @@ macro_rules! located {
                 let wins = |a: $value, b: $value| match op {
                     ReduceOp::Max => a > b,
                     ReduceOp::Min => a < b,
-                    _ => unreachable!("`supports` refuses all others"),
+                    _ => unreachable!("`supports` rejects all reductions except max and min"),
                 };
                 each(into, x, first, |a, b| match (is_nan(a.value), is_nan(b.value)) {
                     (true, false) => a,
@@ -70,7 +73,7 @@ macro_rules! located {
                 });
             }
             fn divide(_: &mut [Self], _: usize) {
-                unreachable!("`supports` refuses means of located values")
+                unreachable!("`supports` rejects means of located values")
             }
             fn supports(op: ReduceOp, name: &'static str) -> Result<(), CommError> {
                 match op {

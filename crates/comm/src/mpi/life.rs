@@ -1,5 +1,5 @@
 //! Initialisation and end of MPI, both on the same thread, as MPI requires.
-#![expect(unsafe_code, reason = "it says from when on MPI may be called")]
+#![expect(unsafe_code, reason = "declares that MPI is initialised and may be called")]
 
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use super::{Job, missing};
 use crate::CommError;
 
 /// The error if MPI was initialised before.
-pub(super) const TWICE: &str = "it has begun in this process before, and does so once";
+pub(super) const TWICE: &str = "this process initialised it before, which is possible only once";
 
 /// Facts about this process from MPI.
 #[derive(Debug)]
@@ -61,8 +61,8 @@ pub(super) fn begin() -> Result<(Beginning, Found), CommError> {
         }
     };
     let thread = std::thread::Builder::new().name("farflung-mpi".to_owned()).spawn(live);
-    let thread = thread.map_err(|e| CommError::io("thread that keeps", &"MPI", &e))?;
-    let found = told.recv().map_err(|_| missing("it has failed to begin"))??;
+    let thread = thread.map_err(|e| CommError::io("start the thread of", &"MPI", &e))?;
+    let found = told.recv().map_err(|_| missing("its initialisation failed"))??;
     Ok((Beginning { thread, job }, found))
 }
 
@@ -72,7 +72,7 @@ fn begin_here() -> Result<(Universe, Found), CommError> {
     if threading < Threading::Serialized {
         // Other ranks may have more threads, so MPI is not ended here.
         std::mem::forget(universe);
-        return Err(missing(format!("it allows calls of one thread only ({threading:?})")));
+        return Err(missing(format!("it allows calls from one thread only ({threading:?})")));
     }
     let all = universe.world();
     let near = all.split_shared(all.rank()).size();

@@ -1,7 +1,7 @@
 //! MPI messages: sends and receives of buffers. Independent of the format of frames.
 #![expect(
     unsafe_code,
-    reason = "MPI is a C library, and its requests use memory beyond the call that starts them"
+    reason = "MPI is a C library, and its requests use buffers after the call that starts them"
 )]
 
 use std::ffi::{c_int, c_void};
@@ -77,7 +77,7 @@ unsafe impl Send for Transfer {}
 
 /// Returns the length as MPI's integer. A buffer is at most as long as a frame.
 fn count(bytes: &[u8]) -> c_int {
-    c_int::try_from(bytes.len()).expect("a frame is far shorter")
+    c_int::try_from(bytes.len()).expect("a frame's length fits in a C int")
 }
 
 impl Transfer {

@@ -114,7 +114,9 @@ impl Peer {
 
 /// Parses a message: a header, and its payload if that is short.
 fn read(message: &[u8], pool: &Arc<Pool>) -> Result<(Header, Option<Frame>), WireError> {
-    let (head, payload) = message.split_first_chunk().ok_or(WireError::Malformed("message of MPI"))?;
+    let (head, payload) = message
+        .split_first_chunk()
+        .ok_or(WireError::Malformed("MPI message: it is shorter than a header"))?;
     let header = wire::decode(head)?;
     let is_short = HEADER_BYTES + header.length <= SHORT;
     let expected = if is_short { header.length } else { 0 };

@@ -77,7 +77,7 @@ impl Places {
     pub(super) fn of(&self, key: PublicKey, direct: bool) -> Result<EndpointAddr, CommError> {
         let id = ::iroh::PublicKey::from_bytes(key.bytes()).map_err(|_| CommError::Unsealed {
             peer: key.to_string(),
-            reason: "its key is no point of the curve".to_owned(),
+            reason: "its key is not a valid ed25519 public key".to_owned(),
         })?;
         let sockets = self.sockets.iter().filter(|_| direct).copied().map(TransportAddr::Ip);
         let relays = self.relays.iter().cloned().map(TransportAddr::Relay);

@@ -49,7 +49,7 @@ impl Door {
             let places = Arc::new(Semaphore::new(MOST));
             while let Some(incoming) = endpoint.accept().await {
                 let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
-                    let limit = format_args!("{MOST} connections may wait");
+                    let limit = format_args!("at most {MOST} connections may wait");
                     security.refused().note(None, "too many", &limit);
                     incoming.refuse();
                     continue;
@@ -126,7 +126,7 @@ async fn hear(security: &Security, incoming: Incoming) -> Option<Guest> {
         Ok(greeting) if matches!(control(&greeting, &name), Ok(Control::Hello { .. })) => {
             Some(Guest { line, greeting, expiry })
         }
-        Ok(_) => note("no greeting", &"another message came first"),
+        Ok(_) => note("no greeting", &"another message arrived before the greeting"),
         Err(error) => note("garbage", &error),
     }
 }

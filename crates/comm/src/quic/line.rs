@@ -48,11 +48,12 @@ impl Line {
         opened: Result<(SendStream, RecvStream), ::iroh::endpoint::ConnectionError>,
     ) -> Result<Self, CommError> {
         let name = || key_of(connection.remote_id()).to_string();
-        let (send, recv) = opened.map_err(|e| CommError::io("stream to", &name(), &io::Error::from(e)))?;
+        let (send, recv) =
+            opened.map_err(|e| CommError::io("open a stream to", &name(), &io::Error::from(e)))?;
         let mut exporter = Zeroizing::new([0; 32]);
         connection.export_keying_material(&mut *exporter, LABEL, &[]).map_err(|_| CommError::Unsealed {
             peer: name(),
-            reason: "the session has no exporter".to_owned(),
+            reason: "the session provides no key material for the proof".to_owned(),
         })?;
         Ok(Self { connection, send, recv, exporter })
     }
@@ -76,7 +77,8 @@ impl Line {
         expiry: Option<u64>,
     ) -> io::Result<()> {
         let proof = security.prove_by(role, &self.exporter, expiry);
-        let proof = proof.ok_or_else(|| io::Error::other("there is no secret to prove"))?;
+        let proof =
+            proof.ok_or_else(|| io::Error::other("this process has no valid join secret to prove"))?;
         Ok(self.send.write_all(&wire::framed_bytes(&proof)).await?)
     }
 
@@ -119,18 +121,18 @@ impl Line {
             };
             let late = || {
                 let error = io::Error::new(ErrorKind::TimedOut, format!("waited for {:?}", until.limit()));
-                CommError::io("no answer in time of", &from, &error)
+                CommError::io("no answer in time from", &from, &error)
             };
             let left = until.left().ok_or_else(late)?;
             let place = &mut buffer[..(want - bytes.len()).min(4096)];
             let read = tokio::time::timeout(left, self.recv.read(place)).await.map_err(|_| late())?;
             if let Some(count) =
-                read.map_err(|e: ReadError| CommError::io("answer of", &from, &io::Error::from(e)))?
+                read.map_err(|e: ReadError| CommError::io("answer from", &from, &io::Error::from(e)))?
             {
                 bytes.extend_from_slice(&buffer[..count]);
             } else {
                 let end = io::Error::from(ErrorKind::UnexpectedEof);
-                return Err(CommError::io("answer of", &from, &end));
+                return Err(CommError::io("answer from", &from, &end));
             }
         }
     }

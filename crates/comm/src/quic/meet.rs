@@ -42,25 +42,29 @@ pub(super) fn check(config: &Config) -> Result<(), CommError> {
     config.pace.check()?;
     let argument = |what, got, want| Err(CommError::Argument { op: "rendezvous", what, got, want });
     if config.rank >= config.world_size {
-        return argument("rank", config.rank as usize, config.world_size as usize);
+        return argument(
+            "rank (must be below the world size)",
+            config.rank as usize,
+            config.world_size as usize,
+        );
     }
     if config.job.len() > 64 {
-        return argument("length of the job id", config.job.len(), 64);
+        return argument("length of the job id in bytes (maximum)", config.job.len(), 64);
     }
     let patience = config.patience.as_secs() as usize;
     if !(1..=30).contains(&patience) {
-        return argument("seconds of patience", patience, 30);
+        return argument("patience in seconds (from 1 to the maximum)", patience, 30);
     }
     let unsealed =
         |reason: &str| Err(CommError::Unsealed { peer: "rank 0".to_owned(), reason: reason.to_owned() });
     if config.world_size > 1 && config.security.identity().is_none() {
-        return unsealed("peers are named by their keys here: all ranks need a ticket of rank 0");
+        return unsealed("QUIC identifies peers by their keys, so all ranks need a ticket of rank 0");
     }
     if config.rank > 0 && config.security.host() == config.security.own_key() && config.world_size > 1 {
         return Err(CommError::Refused { peer: "rank 0".to_owned(), reason: Refusal::SameKey });
     }
     if config.rank > 0 && config.security.host().is_none() {
-        return unsealed("it is reached by its key, which a ticket has and a secret alone has not");
+        return unsealed("it is reached by its key, which a ticket contains and a secret alone does not");
     }
     Ok(())
 }
@@ -142,7 +146,7 @@ pub(super) async fn open(config: &Config) -> Result<Endpoint, CommError> {
 
 fn transport(config: &Config) -> Result<QuicTransportConfig, CommError> {
     let patience = IdleTimeout::try_from(config.patience)
-        .map_err(|e| CommError::io("patience of", &"QUIC", &std::io::Error::other(e)))?;
+        .map_err(|e| CommError::io("idle timeout of", &"QUIC", &std::io::Error::other(e)))?;
     Ok(QuicTransportConfig::builder()
         // These limits apply until the peer has proven that it belongs to the job; `trust` raises them.
         .max_concurrent_bidi_streams(VarInt::from_u32(1))
@@ -288,7 +292,7 @@ async fn host(config: &Config, endpoint: &Endpoint, until: Until) -> Result<Conn
     let own = config.security.own_key().into_iter();
     let members: Vec<PublicKey> = own.chain(come.iter().flatten().map(|come| come.line.key())).collect();
     let admission = config.security.admission(members)?;
-    let admission = admission.expect("it was checked that connections are encrypted");
+    let admission = admission.expect("`check` requires encrypted connections");
     let listen: Vec<String> =
         come.iter().map(|come| come.as_ref().map_or_else(String::new, |come| come.listen.clone())).collect();
     let table = Control::Table {
@@ -298,7 +302,9 @@ async fn host(config: &Config, endpoint: &Endpoint, until: Until) -> Result<Conn
     };
     for (rank, come) in come.iter_mut().enumerate() {
         if let Some(Come { line, .. }) = come {
-            line.say(&table).await.map_err(|e| CommError::io("table to", &Rank(rank as u32), &e))?;
+            line.say(&table)
+                .await
+                .map_err(|e| CommError::io("send the table of addresses to", &Rank(rank as u32), &e))?;
         }
     }
     Ok(come.into_iter().map(|come| Some(come?.line.connection)).collect())
@@ -382,7 +388,7 @@ async fn reach<T>(
         };
         match reached.await {
             Err(CommError::Io { what, kind, message, .. }) => {
-                tracing::debug!(rank, what, ?kind, message, "a peer is not reached yet");
+                tracing::debug!(rank, what, ?kind, message, "a peer cannot be reached yet");
                 if until.left().is_none() {
                     return Err(missing(config, vec![Rank(rank)]));
                 }
@@ -411,7 +417,7 @@ fn read_table(config: &Config, message: &Control<'_>) -> Option<(Vec<(u32, Place
 /// Runs the side of every other rank: gets the table from rank 0, then connects to the ranks below its own and
 /// accepts those above.
 async fn visit(config: &Config, endpoint: &Endpoint, until: Until) -> Result<Connections, CommError> {
-    let host = config.security.host().expect("it was checked");
+    let host = config.security.host().expect("`check` requires the key of rank 0");
     let to = (places(config)?.of(host, config.direct)?, host);
     // At its deadline, rank 0 sends the list of missing ranks. This side waits a second longer to receive it.
     let patient = until.longer(Duration::from_secs(1));

@@ -49,8 +49,8 @@ impl AccessControl for Allowed {
         let key = key_of(request.endpoint_id());
         match &self.0 {
             Some(keys) if !keys.contains(&key) => {
-                tracing::warn!(%key, "the relay turned away a key that is not in its list");
-                Access::Deny { reason: Some("this key is not in the relay's list".to_owned()) }
+                tracing::warn!(%key, "the relay refused a key that is not in its allow list");
+                Access::Deny { reason: Some("this key is not in the relay's allow list".to_owned()) }
             }
             _ => Access::Allow,
         }

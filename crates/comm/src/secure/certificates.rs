@@ -66,11 +66,13 @@ impl Certificates {
             roots.add(authority).map_err(|e| fault("authority")(e.to_string()))?;
         }
         if roots.is_empty() {
-            return Err(fault("authority")("no certificate in it".to_owned()));
+            return Err(fault("authority")("it contains no certificate".to_owned()));
         }
         let chain = all(chain).map_err(|e| fault("certificate")(e.to_string()))?;
-        let first = chain.first().ok_or_else(|| fault("certificate")("no certificate in it".to_owned()))?;
-        key_of(first).ok_or_else(|| fault("certificate")("it does not read as X.509".to_owned()))?;
+        let first =
+            chain.first().ok_or_else(|| fault("certificate")("it contains no certificate".to_owned()))?;
+        key_of(first)
+            .ok_or_else(|| fault("certificate")("it is not a valid X.509 certificate".to_owned()))?;
         let key = PrivateKeyDer::from_pem_slice(key).map_err(|e| fault("key")(e.to_string()))?;
         let common: [u8; 32] = hash.finish().as_ref().try_into().expect("SHA-256 has 32 bytes");
         let own = Self { roots: Arc::new(roots), chain, key, common: JoinSecret::new(common) };
@@ -81,7 +83,7 @@ impl Certificates {
     /// Returns the key by which peers identify this process.
     #[must_use]
     pub fn own_key(&self) -> PublicKey {
-        self.chain.first().and_then(key_of).expect("it was read before")
+        self.chain.first().and_then(key_of).expect("`from_pem` has parsed this certificate")
     }
 
     /// Returns the secret that all processes of the site can prove. It proves nothing beyond their

@@ -7,7 +7,7 @@ use std::time::UNIX_EPOCH;
 pub fn unix_seconds() -> u64 {
     #[expect(
         clippy::disallowed_methods,
-        reason = "an expiry is a time of the calendar, on real networks only"
+        reason = "the expiry of a ticket is a calendar time; it is checked on real networks only"
     )]
     let now = std::time::SystemTime::now();
     now.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())

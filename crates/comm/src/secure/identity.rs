@@ -61,7 +61,7 @@ impl Identity {
     /// Makes the key pair of a private key in the encoding of RFC 8032 (the seed of 32 bytes).
     #[must_use]
     pub fn from_seed(seed: [u8; 32]) -> Self {
-        let pair = Ed25519KeyPair::from_seed_unchecked(&seed).expect("a seed has 32 bytes, and any will do");
+        let pair = Ed25519KeyPair::from_seed_unchecked(&seed).expect("a seed is any 32 bytes");
         let public = pair.public_key().as_ref().try_into().expect("public keys have 32 bytes");
         Self { seed: Zeroizing::new(seed), public: PublicKey(public) }
     }
@@ -96,10 +96,10 @@ impl fmt::Debug for Identity {
 /// Returns 32 bytes from the system's random number generator.
 pub(super) fn random() -> Result<Zeroizing<[u8; 32]>, CommError> {
     let mut bytes = Zeroizing::new([0; 32]);
-    let none = std::io::Error::other("the system gives no random bytes");
+    let none = std::io::Error::other("the random number generator failed");
     SystemRandom::new()
         .fill(&mut *bytes)
-        .map_err(|_| CommError::io("randomness of", &"the system", &none))?;
+        .map_err(|_| CommError::io("read random bytes from", &"the system", &none))?;
     Ok(bytes)
 }
 

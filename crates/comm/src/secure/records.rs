@@ -80,7 +80,7 @@ struct Half {
 
 impl Half {
     fn new((next, secrets): Secrets) -> Result<Self, SessionError> {
-        let other = || SessionError::Malformed("another cipher".to_owned());
+        let other = || SessionError::Malformed("unexpected cipher suite".to_owned());
         let (algorithm, key, iv) = match &secrets {
             ConnectionTrafficSecrets::Aes128Gcm { key, iv } => (&AES_128_GCM, key, iv),
             ConnectionTrafficSecrets::Chacha20Poly1305 { key, iv } => (&CHACHA20_POLY1305, key, iv),
@@ -198,11 +198,13 @@ impl Records {
     pub(super) fn whole(held: &[u8]) -> Result<Option<usize>, SessionError> {
         let Some(&[kind, _, _, high, low]) = held.first_chunk() else { return Ok(None) };
         if kind != DATA {
-            return Err(SessionError::Malformed(format!("a record of kind {kind} after the handshake")));
+            return Err(SessionError::Malformed(format!(
+                "unexpected record of kind {kind} after the handshake"
+            )));
         }
         let sealed = usize::from(u16::from_be_bytes([high, low]));
         if sealed > MOST_SEALED {
-            return Err(SessionError::Malformed(format!("a record of {sealed} bytes")));
+            return Err(SessionError::Malformed(format!("a record of {sealed} bytes is too long")));
         }
         Ok((held.len() >= HEAD + sealed).then_some(HEAD + sealed))
     }
@@ -220,9 +222,12 @@ impl Records {
         let opened = self.rx.key.open_in_place_separate_tag(nonce, Aad::from(*head), tag, sealed, 0..);
         let inner = opened.map_err(|_| foreign)?;
         let plain = inner.iter().rposition(|&byte| byte != 0);
-        let plain = plain.ok_or_else(|| SessionError::Malformed("a record without a kind".to_owned()))?;
+        let plain =
+            plain.ok_or_else(|| SessionError::Malformed("a record has no content type".to_owned()))?;
         if plain > MOST_PLAIN {
-            return Err(SessionError::Malformed(format!("a record of {plain} plain bytes")));
+            return Err(SessionError::Malformed(format!(
+                "a record of {plain} bytes after decryption is too long"
+            )));
         }
         let (kind, plain) = (inner[plain], &inner[..plain]);
         match (kind, plain) {
@@ -239,7 +244,10 @@ impl Records {
                 other => return Err(SessionError::Alert(format!("{other:?}"))),
             },
             (kind, plain) => {
-                let what = format!("a message of kind {kind} and {} bytes after the handshake", plain.len());
+                let what = format!(
+                    "unexpected message of kind {kind} and {} bytes after the handshake",
+                    plain.len()
+                );
                 return Err(SessionError::Malformed(what));
             }
         }

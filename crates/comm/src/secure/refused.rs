@@ -69,7 +69,10 @@ mod tests {
         let now = unix_seconds();
         let said = |clock: u64| refused("a:1", Refusal::Expired { expiry: clock - 7300, clock }).to_string();
         let near = said(now + 10);
-        assert!(near.contains("an expired ticket: 2 h ago by this clock"), "{near}");
+        assert!(
+            near.contains("the ticket expired 2 h ago by the clock of the side that refused it"),
+            "{near}"
+        );
         let far = said(now + 5 * 3600 + 10);
         assert!(far.contains("which is 5 h ahead of this one: set the clocks"), "{far}");
         assert!(said(now - 3 * 86_400).contains("3 days behind"));

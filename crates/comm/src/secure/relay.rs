@@ -62,7 +62,7 @@ impl ServerCertVerifier for AnyCertificate {
 /// [`CommError::Io`] if the certificate cannot be made.
 pub(crate) fn self_signed() -> Result<ServerConfig, CommError> {
     let wrong = |e: &dyn std::fmt::Display| {
-        CommError::io("certificate of", &"a relay", &std::io::Error::other(e.to_string()))
+        CommError::io("make a certificate for", &"a relay", &std::io::Error::other(e.to_string()))
     };
     let made = rcgen::generate_simple_self_signed(["farflung-relay".to_owned()]).map_err(|e| wrong(&e))?;
     let key = PrivatePkcs8KeyDer::from(made.signing_key.serialize_der());

@@ -25,7 +25,7 @@ impl JoinSecret {
     pub fn from_text(text: &[u8]) -> Result<Self, CommError> {
         let end = text.iter().rposition(|b| !matches!(b, b'\r' | b'\n')).map_or(0, |at| at + 1);
         if end < SECRET_BYTES {
-            let what = "bytes of the join secret (at least)";
+            let what = "length of the join secret in bytes (minimum)";
             return Err(CommError::Argument { op: "join", what, got: end, want: SECRET_BYTES });
         }
         Ok(Self::derived(b"farflung/secret/1", &[&text[..end]]))
@@ -119,6 +119,6 @@ mod tests {
         let one = JoinSecret::from_text(b"correct horse battery\r\n").unwrap();
         assert_eq!(one.bytes(), JoinSecret::from_text(b"correct horse battery").unwrap().bytes());
         let short = JoinSecret::from_text(b"hunter2\n").unwrap_err().to_string();
-        assert_eq!(short, "join: bytes of the join secret (at least) is 7, expected 16");
+        assert_eq!(short, "join: length of the join secret in bytes (minimum) is 7, expected 16");
     }
 }

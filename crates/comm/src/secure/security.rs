@@ -126,7 +126,8 @@ impl Security {
     /// is already known.
     #[must_use]
     pub fn by_certificates(own: &Certificates, secret: Option<&JoinSecret>, places: Vec<String>) -> Self {
-        let tls = Tls::by_certificates(own).expect("certificates were tried when they were read");
+        let tls =
+            Tls::by_certificates(own).expect("`from_pem` has checked that the certificates can be used");
         let secret = secret.unwrap_or(own.common()).clone();
         let own = Own::Certificate(own.own_key());
         Self::sealed_by(tls, own, secret, 0, None, places)

@@ -335,7 +335,9 @@ impl Session {
             Side::Client(conn) => act(conn.process_tls_records(held), outgoing, plain),
             Side::Server(conn) => act(conn.process_tls_records(held), outgoing, plain),
             Side::Established(_) => return Ok(Turn::Established),
-            Side::Failed => return Err(SessionError::Malformed("it could not be established".to_owned())),
+            Side::Failed => {
+                return Err(SessionError::Malformed("the session could not be established".to_owned()));
+            }
         };
         self.from += used;
         let turn = turn?;
@@ -352,7 +354,7 @@ impl Session {
         // exporter, so both are set as early as possible.
         if self.exporter.is_none() {
             self.peer = tls::key_of(certificates);
-            let none = || SessionError::Malformed("no exporter".to_owned());
+            let none = || SessionError::Malformed("the session has no exporter secret".to_owned());
             self.exporter = Some(self.secret.export(LABEL, &[]).ok_or_else(none)?);
         }
         if turn != Turn::Established {
@@ -431,7 +433,7 @@ fn act<D>(
         Ok(ConnectionState::WriteTraffic(_)) => Ok(Turn::Established),
         Ok(ConnectionState::BlockedHandshake) => Ok(Turn::Waits),
         Ok(ConnectionState::PeerClosed | ConnectionState::Closed) => Ok(Turn::Ended),
-        Ok(_) => Err(SessionError::Malformed("early data".to_owned())),
+        Ok(_) => Err(SessionError::Malformed("unexpected early data".to_owned())),
     };
     (status.discard, turn)
 }

@@ -10,13 +10,13 @@ pub(crate) enum SessionError {
     #[error("the other side is not encrypted: give it the ticket or the secret too, or --insecure to both")]
     Clear,
     /// The other side uses another protocol.
-    #[error("the other side does not speak TLS")]
+    #[error("the other side does not use TLS")]
     NotTls,
     /// The other side offers only protocol versions or keys that are less secure than required.
     #[error("the other side offers no TLS 1.3 with raw ed25519 keys")]
     Downgrade,
     /// A received record does not belong to this session.
-    #[error("a record does not belong to this session: replayed or changed on its way")]
+    #[error("a record does not belong to this session: it was replayed or changed in transit")]
     Foreign,
     /// The other side ended the session.
     #[error("the other side ended the session: {0}")]
@@ -30,10 +30,10 @@ pub(crate) enum SessionError {
         detail: String,
     },
     /// The other side sent more bytes than allowed before its proof.
-    #[error("more than {0} bytes before any proof")]
+    #[error("the other side sent more than {0} bytes before its proof")]
     TooMuch(usize),
     /// Any other violation of the protocol.
-    #[error("malformed handshake: {0}")]
+    #[error("violation of the TLS protocol: {0}")]
     Malformed(String),
 }
 
@@ -76,7 +76,7 @@ const fn certificate_fault(fault: &CertificateError) -> Option<&'static str> {
     match fault {
         E::UnknownIssuer => Some("certificate of another authority"),
         E::Expired | E::ExpiredContext { .. } => Some("expired certificate"),
-        E::NotValidYet | E::NotValidYetContext { .. } => Some("certificate of the future"),
+        E::NotValidYet | E::NotValidYetContext { .. } => Some("certificate not valid yet"),
         E::NotValidForName | E::NotValidForNameContext { .. } => Some("certificate of another name"),
         E::InvalidPurpose | E::InvalidPurposeContext { .. } => Some("certificate for another purpose"),
         _ => None,

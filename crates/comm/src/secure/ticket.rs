@@ -30,15 +30,15 @@ const CHECKSUM: usize = 4;
 #[non_exhaustive]
 pub enum TicketError {
     /// The word does not begin with a ticket's prefix.
-    #[error("it is no ticket: tickets begin with `fft`, a digit and no space between")]
+    #[error("it is not a ticket: tickets begin with `fft` and a digit, without a space")]
     Prefix,
     /// A ticket of another version.
     #[error(
-        "it is a ticket of version {0}, this farflung reads version 1: use the same farflung on both machines"
+        "it is a ticket of version {0}, expected version 1: use the same version of farflung on both machines"
     )]
     Version(char),
     /// The word is longer than any ticket.
-    #[error("it is {got} characters long, tickets are at most {max}")]
+    #[error("it is {got} characters long, expected at most {max}")]
     Long {
         /// Length of the longest ticket, in characters.
         max: usize,
@@ -52,7 +52,7 @@ pub enum TicketError {
     #[error("it is damaged or cut short (its checksum does not match): copy all of it")]
     Checksum,
     /// A field is invalid.
-    #[error("its {0} makes no sense")]
+    #[error("its {0} is invalid")]
     Malformed(&'static str),
 }
 

@@ -139,7 +139,7 @@ const fn has_aes() -> bool {
 /// Returns a placeholder for the server name that rustls requires. It is not checked: servers are identified by
 /// their keys.
 pub(super) fn nobody() -> ServerName<'static> {
-    ServerName::try_from("farflung").expect("it is a name")
+    ServerName::try_from("farflung").expect("`farflung` is a valid server name")
 }
 
 fn spki(key: PublicKey) -> Vec<u8> {

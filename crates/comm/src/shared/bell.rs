@@ -24,7 +24,7 @@ impl Doorbell {
         if fcntl_getfl(&fd)?.contains(OFlags::NONBLOCK) {
             Ok(Self(fd))
         } else {
-            Err(io::Error::new(io::ErrorKind::InvalidData, "a doorbell that may block"))
+            Err(io::Error::new(io::ErrorKind::InvalidData, "writes to the peer's event descriptor may block"))
         }
     }
 

@@ -30,7 +30,7 @@ fn unfit(what: &'static str) -> io::Error {
 
 fn address(name: &[u8; KEY]) -> io::Result<SocketAddr> {
     let text = name.iter().fold("farflung-".to_owned(), |mut text, byte| {
-        write!(text, "{byte:02x}").expect("a string takes everything");
+        write!(text, "{byte:02x}").expect("writing to a string cannot fail");
         text
     });
     SocketAddr::from_abstract_name(text)
@@ -54,7 +54,7 @@ impl Offer {
         let mut keys = [[0; KEY]; 2];
         let random = SystemRandom::new();
         for key in &mut keys {
-            random.fill(key).map_err(|_| io::Error::other("the system has no random bytes"))?;
+            random.fill(key).map_err(|_| io::Error::other("the system's random number generator failed"))?;
         }
         let [name, token] = keys;
         let listener = UnixListener::bind_addr(&address(&name)?)?;
@@ -78,7 +78,7 @@ impl Offer {
                 return Ok((stream, Segment::of_peer(file.as_fd())?, Doorbell::of_peer(bell)?));
             }
         }
-        Err(unfit("none but strangers at the socket"))
+        Err(unfit("too many connections to the socket without the token"))
     }
 }
 
@@ -94,7 +94,7 @@ pub(crate) fn hand(
     let stream = UnixStream::connect_addr(&address(name)?)?;
     stream.set_nonblocking(true)?;
     if !is_own(&stream) {
-        return Err(unfit("a socket of another user"));
+        return Err(unfit("the socket belongs to another user"));
     }
     let (segment, file) = Segment::new()?;
     send(&stream, token, &[file.as_fd(), bell.as_fd()])?;
@@ -110,7 +110,7 @@ pub(crate) fn give_bell(stream: &UnixStream, bell: &Doorbell) -> io::Result<()> 
 pub(crate) fn take_bell(stream: &UnixStream) -> io::Result<Doorbell> {
     match receive(stream, &mut [0; KEY])? {
         [Some(bell), None] => Doorbell::of_peer(bell),
-        _ => Err(unfit("not one doorbell")),
+        _ => Err(unfit("expected exactly one event descriptor")),
     }
 }
 
@@ -118,7 +118,7 @@ fn send(stream: &UnixStream, bytes: &[u8; KEY], fds: &[BorrowedFd<'_>]) -> io::R
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !control.push(SendAncillaryMessage::ScmRights(fds)) {
-        return Err(unfit("more descriptors than fit"));
+        return Err(unfit("the descriptors do not fit in a message"));
     }
     let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
     match sendmsg(stream, &[IoSlice::new(bytes)], &mut control, flags)? {

@@ -115,10 +115,10 @@ impl Segment {
     /// If the file is not sealed or has a different size.
     pub(crate) fn of_peer(file: BorrowedFd<'_>) -> io::Result<Self> {
         if !rustix::fs::fcntl_get_seals(file)?.contains(SEALS) {
-            return Err(unfit("a memory file that is not sealed"));
+            return Err(unfit("the memory file is not sealed"));
         }
         if u64::try_from(rustix::fs::fstat(file)?.st_size) != Ok(SEGMENT_BYTES as u64) {
-            return Err(unfit("a memory file of another size"));
+            return Err(unfit("the memory file has a wrong size"));
         }
         // Allocates memory for holes that the maker left, so that no later access can fail.
         rustix::fs::fallocate(file, FallocateFlags::KEEP_SIZE, 0, SEGMENT_BYTES as u64)?;
@@ -131,7 +131,9 @@ impl Segment {
         // SAFETY: the system chooses the address, so no existing mapping is replaced.
         let base =
             unsafe { rustix::mm::mmap(std::ptr::null_mut(), SEGMENT_BYTES, protection, flags, file, 0) }?;
-        Ok(Self { base: NonNull::new(base.cast()).ok_or_else(|| unfit("a mapping at address 0"))? })
+        Ok(Self {
+            base: NonNull::new(base.cast()).ok_or_else(|| unfit("the memory was mapped at address 0"))?,
+        })
     }
 
     /// Returns the positions and entries of a direction.
@@ -146,7 +148,7 @@ impl Segment {
     /// # Panics
     /// If there is no such slot.
     pub(super) fn slot(&self, direction: Direction, slot: usize) -> (NonNull<u8>, usize) {
-        assert!(slot < SLOTS, "slot {slot}");
+        assert!(slot < SLOTS, "slot {slot} does not exist");
         let slots = direction.offset() + RING_BYTES;
         let (at, len) = match slot.checked_sub(SMALL_SLOTS) {
             None => (slots + slot * SMALL_SLOT, SMALL_SLOT),
@@ -162,7 +164,7 @@ impl Segment {
     /// If there is no such slot, or it is too short.
     pub(super) fn write(&self, direction: Direction, slot: usize, bytes: &[u8]) {
         let (to, len) = self.slot(direction, slot);
-        assert!(bytes.len() <= len, "a slot of {len} bytes");
+        assert!(bytes.len() <= len, "the slot has only {len} bytes");
         // SAFETY: the slot is long enough and within the mapping. `bytes` is memory of this process and does
         // not overlap a free slot. The consumer does not read a free slot.
         unsafe { to.as_ptr().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) }

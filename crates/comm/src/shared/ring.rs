@@ -261,7 +261,7 @@ impl Slot {
     /// If the slot is shorter.
     pub(crate) fn bytes(&self, len: usize) -> &[u8] {
         let (at, most) = self.inbound.segment.slot(self.inbound.direction, self.index as usize);
-        assert!(len <= most, "a slot of {most} bytes");
+        assert!(len <= most, "the slot has only {most} bytes");
         // SAFETY: the bytes lie within the mapping, which `inbound` keeps. `held` makes this the only `Slot` of
         // its index, and the producer does not write to a full slot. A peer that violates this is a process of
         // the same user, which could write anywhere in this process anyway; any bytes are valid.
@@ -274,7 +274,7 @@ impl Slot {
     /// If the slot is shorter.
     pub(crate) fn bytes_mut(&mut self, len: usize) -> &mut [u8] {
         let (at, most) = self.inbound.segment.slot(self.inbound.direction, self.index as usize);
-        assert!(len <= most, "a slot of {most} bytes");
+        assert!(len <= most, "the slot has only {most} bytes");
         // SAFETY: as in `bytes`, and `self` is borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), len) }
     }

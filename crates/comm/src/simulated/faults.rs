@@ -49,7 +49,7 @@ impl Weather {
 
 /// A time to which a fault must be added.
 #[derive(Debug)]
-#[must_use = "name a fault"]
+#[must_use = "call a method that adds a fault at this time"]
 pub struct At(Faults, Nanos);
 
 impl Faults {

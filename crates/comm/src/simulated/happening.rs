@@ -66,7 +66,7 @@ impl fmt::Display for Happening {
         let (time, from, to) = (Nanos(self.time), PeerId(self.from), PeerId(self.to));
         match self.what {
             Reached::Crash => write!(f, "the crash of {to} at {time}"),
-            Reached::Gone => write!(f, "at {time} at {to} the news that {from} is gone"),
+            Reached::Gone => write!(f, "at {time} at {to} the report that {from} can no longer be reached"),
             Reached::Frame { context, channel, number, length, crc } => {
                 let what = match channel {
                     c if c == Channel::User as u8 => "message",

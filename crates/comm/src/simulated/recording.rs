@@ -28,7 +28,7 @@ pub struct Recording {
 }
 
 /// A recording in progress.
-#[must_use = "finish it when the ranks are done"]
+#[must_use = "call `finish` when the ranks are done"]
 pub struct Recorder {
     world: Arc<World>,
     topology: Topology,
@@ -105,7 +105,7 @@ impl Recording {
         let links = ranks().flat_map(|a| ranks().map(move |b| self.topology.link(a, b))).collect();
         let ports = ranks().map(|rank| self.topology.port(rank)).collect();
         let body: Body = (Listed(links), Listed(ports), self.faults.clone(), Listed(self.happenings.clone()));
-        let plain = "numbers are plain data";
+        let plain = "numbers can always be serialized";
         let mut body = postcard::to_stdvec(&body).expect(plain);
         let mut version = 1;
         if self.topology.regions() > 0 {

@@ -472,7 +472,7 @@ impl World {
     /// Processes the first event of a lane.
     fn happen(&self, state: &mut State, key: Key, lane: Lane) {
         let Key { time, from, .. } = key;
-        let event = state.queue.pop(lane).expect("a lane that is looked at has an event");
+        let event = state.queue.pop(lane).expect("the caller has found an event in this lane");
         match event {
             Event::Depart(parcel) => self.depart(state, key, parcel),
             Event::Cross(parcel, flight) => self.cross(state, key, parcel, flight),

@@ -110,12 +110,14 @@ impl Door {
         }
         let mut all = self.waiting.len();
         self.waiting.retain(|waiting| {
-            let count = of_address.get_mut(&waiting.from.ip()).expect("each was counted");
+            let count = of_address.get_mut(&waiting.from.ip()).expect("all addresses were counted above");
             let stays = *count <= MOST_OF_ONE && all <= MOST;
             if !stays {
                 *count -= 1;
                 all -= 1;
-                let limits = format_args!("{MOST_OF_ONE} connections of an address, {MOST} in all, may wait");
+                let limits = format_args!(
+                    "at most {MOST_OF_ONE} connections of one address and {MOST} in all may wait"
+                );
                 refused.note(Some(waiting.from), "too many", &limits);
             }
             stays
@@ -151,7 +153,7 @@ impl Door {
                         bytes.clear();
                         continue;
                     }
-                    _ => return note("no greeting", &"another message came first"),
+                    _ => return note("no greeting", &"another message arrived before the greeting"),
                 },
                 Err(WireError::Version { got, .. }) => {
                     self.refuse(stream, Refusal::Version { want: VERSION, got });
@@ -162,11 +164,15 @@ impl Door {
                     return Heard::End;
                 }
                 Err(error) => return note("garbage", &error),
-                Ok(_) => return note("no greeting", &"a frame that is none"),
+                Ok(_) => {
+                    return note("no greeting", &"a frame that is not a greeting, or is too long for one");
+                }
             };
             match stream.read_now(&mut buffer[..(want - bytes.len()).min(512)], &mut []) {
-                Ok(0) if bytes.is_empty() => return note("silent", &"it came and went"),
-                Ok(0) => return note("gave up", &"it ended within its greeting"),
+                Ok(0) if bytes.is_empty() => {
+                    return note("silent", &"it closed the connection without sending anything");
+                }
+                Ok(0) => return note("gave up", &"it closed the connection within its greeting"),
                 Ok(n) => bytes.extend_from_slice(&buffer[..n]),
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e) if e.kind() == ErrorKind::WouldBlock => return Heard::Nothing,

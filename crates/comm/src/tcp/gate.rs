@@ -219,7 +219,12 @@ impl Gate {
     pub fn set_welcome(&self, bytes: Vec<u8>) -> Result<(), CommError> {
         let (got, want) = (bytes.len(), FRAME_BYTES / 2);
         if got > want {
-            return Err(CommError::Argument { op: "gate", what: "length of the welcome", got, want });
+            return Err(CommError::Argument {
+                op: "gate",
+                what: "length of the welcome in bytes (maximum)",
+                got,
+                want,
+            });
         }
         *lock(&self.shared.welcome) = bytes;
         Ok(())
@@ -237,7 +242,7 @@ impl Gate {
         for member in asked.members.iter().filter(|member| !self.shared.is_here(member)) {
             // A member that cannot be reached is tried again at the next call.
             if let Err(error) = self.shared.reach(member, until) {
-                tracing::debug!(peer = member.peer.0, %error, "not met");
+                tracing::debug!(peer = member.peer.0, %error, "could not connect to a member");
             }
         }
         Ok(())
@@ -312,7 +317,7 @@ pub struct Asked {
 
 impl Asked {
     fn at(config: &GateConfig, name: &str, stream: &Stream, until: Until) -> Result<Self, CommError> {
-        let io = |e: std::io::Error| CommError::io("question to", &name, &e);
+        let io = |e: std::io::Error| CommError::io("send the request to", &name, &e);
         stream.say(&Control::Ask(&config.job)).map_err(io)?;
         let told = answer_of(name, stream, until, |message| Self::read(config, message))?;
         Ok(Self { seen: stream.socket.local_addr().ok().map(|at| at.ip()), ..told })
@@ -380,7 +385,12 @@ impl Asked {
             }
         }
         let (got, want) = (taken.len(), config.slots as usize);
-        Err(CommError::Argument { op: "gate", what: "endpoints so far", got, want })
+        Err(CommError::Argument {
+            op: "gate",
+            what: "number of members (no free number was found)",
+            got,
+            want,
+        })
     }
 
     fn reach_all(&self, gate: &Gate) -> Result<(), CommError> {
@@ -454,7 +464,7 @@ impl Shared {
             std::thread::sleep(LOOK);
         }
         let stream = found.ok_or_else(missing)?;
-        let io = |e: std::io::Error| CommError::io("hello to", &member.address, &e);
+        let io = |e: std::io::Error| CommError::io("send the greeting to", &member.address, &e);
         let key = self.security.own_key();
         let key = key.as_ref().map_or(&[][..], |key| key.bytes());
         let (job, listen, world_size) = (&*self.job, &*self.address, self.slots);

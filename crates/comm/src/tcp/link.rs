@@ -463,7 +463,7 @@ impl Link {
                 }
                 Some((decoded, _)) if *have >= decoded.length => {
                     *have -= decoded.length;
-                    let (decoded, mut frame) = body.take().expect("it was matched");
+                    let (decoded, mut frame) = body.take().expect("the match has found a header");
                     let is_sealed = self.stream.is_sealed();
                     if !is_sealed && wire::checksum(header, frame.bytes()) != decoded.crc {
                         return Err(End::Wire(WireError::Checksum));
@@ -523,7 +523,9 @@ impl Link {
             }
             Kind::Control => {
                 let Control::Near(near) = Control::decode(frame.bytes())? else {
-                    return Err(WireError::Malformed("control message on a link"));
+                    return Err(WireError::Malformed(
+                        "control message: only messages about shared memory are allowed on a link",
+                    ));
                 };
                 self.approach(incoming, near, pool)?;
                 inbox.signal();

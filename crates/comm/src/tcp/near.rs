@@ -153,7 +153,7 @@ impl Negotiation {
 }
 
 fn declined(what: &'static str, error: &std::io::Error) {
-    tracing::debug!(what, %error, "no shared memory with a peer of this machine");
+    tracing::debug!(what, %error, "cannot share memory with a peer on this machine");
 }
 
 /// Sender of frames through shared memory, with a queue of the frames that found no room.

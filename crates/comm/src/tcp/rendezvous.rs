@@ -105,16 +105,16 @@ pub(super) fn meet(config: &Config) -> Result<Vec<Vec<Stream>>, CommError> {
     let argument = |what, got, want| Err(CommError::Argument { op: "rendezvous", what, got, want });
     let (rank, size) = (config.rank as usize, config.world_size as usize);
     if rank >= size {
-        return argument("rank", rank, size);
+        return argument("rank (must be below the world size)", rank, size);
     }
     if config.job.len() > 512 {
-        return argument("length of the job id", config.job.len(), 512);
+        return argument("length of the job id in bytes (maximum)", config.job.len(), 512);
     }
     if !config.peers.is_empty() && config.peers.len() != size {
         return argument("number of peers", config.peers.len(), size);
     }
     if !(1..=MOST_STREAMS).contains(&config.streams) {
-        return argument("streams", config.streams, MOST_STREAMS);
+        return argument("number of streams (from 1 to the maximum)", config.streams, MOST_STREAMS);
     }
     let until = Until::after(config.deadline);
     let mut config = config.clone();
@@ -193,7 +193,9 @@ fn host(config: &mut Config, until: Until) -> Result<Streams, CommError> {
     };
     for (rank, stream) in streams.iter().enumerate() {
         if let Some(stream) = stream {
-            stream.say(&message).map_err(|e| CommError::io("table to", &Rank(rank as u32), &e))?;
+            stream
+                .say(&message)
+                .map_err(|e| CommError::io("send the table of addresses to", &Rank(rank as u32), &e))?;
         }
     }
     if let Some(admission) = admission {
@@ -245,7 +247,7 @@ fn ask(config: &Config, addresses: &[SocketAddr], until: Until, patient: Until) 
     };
     let listener = TcpListener::bind((local, 0)).map_err(|e| CommError::io("listen at", &local, &e))?;
     let own = listener.local_addr().map_err(|e| CommError::io("listen at", &local, &e))?.to_string();
-    hello(config, &own, |hello| master.say(hello)).map_err(io("hello to"))?;
+    hello(config, &own, |hello| master.say(hello)).map_err(io("send the greeting to"))?;
     let table = answer(config, &config.master, &master, patient, |message| read_table(config, message));
     let (between, admission) = table?;
     Ok(Asked { master, listener, own, between, admission })
@@ -306,7 +308,7 @@ pub(super) fn pairwise(
             reach(config, own, lower, until).inspect_err(|_| given_up.store(true, Ordering::Relaxed))
         });
         let come = admit(config, listener, until, (&given_up, true), &mut streams, |_, _| {});
-        (come, reaching.join().expect("nothing in it panics"))
+        (come, reaching.join().expect("the connecting thread does not panic"))
     });
     let (mut absent, found) = match reached {
         Ok(found) => (Vec::new(), found),

@@ -187,7 +187,7 @@ impl Shared {
 
     fn serve(&self, stream: &Stream) -> Result<(), CommError> {
         const CLIENT: &str = "a client of the store";
-        let io = |e: std::io::Error| CommError::io("answer to", &CLIENT, &e);
+        let io = |e: std::io::Error| CommError::io("send the answer to", &CLIENT, &e);
         stream.say(&Control::Done(true)).map_err(io)?;
         loop {
             let request = stream.read_message(CLIENT, Until::never())?;
@@ -354,7 +354,7 @@ impl Store {
             let got = key.len() + value.len();
             return Err(CommError::Argument {
                 op: "put",
-                what: "length of key and value",
+                what: "length of key and value in bytes (maximum)",
                 got,
                 want: VALUE_BYTES,
             });

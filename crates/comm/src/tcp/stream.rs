@@ -307,7 +307,7 @@ impl Stream {
             };
             let io = |e: &io::Error| connection_error(from, e);
             let late = || CommError::Io {
-                what: "no answer in time of",
+                what: "no answer in time from",
                 address: from.to_owned(),
                 kind: ErrorKind::TimedOut,
                 message: format!("waited for {:?}", until.limit()),
@@ -336,7 +336,7 @@ impl Stream {
 fn connection_error(from: &str, error: &io::Error) -> CommError {
     match session_error(error) {
         Some(reason) => CommError::Unsealed { peer: from.to_owned(), reason: reason.to_string() },
-        None => CommError::io("answer of", &from, error),
+        None => CommError::io("answer from", &from, error),
     }
 }
 

@@ -156,7 +156,13 @@ fn nobody_has_a_number_twice_and_a_full_network_says_so() {
     assert_eq!(peer(&second).0 + peer(&third).0, 3);
     drop((second, third));
     let error = join().unwrap_err();
-    assert!(matches!(error, CommError::Argument { what: "endpoints so far", want: 3, .. }), "{error}");
+    assert!(
+        matches!(
+            error,
+            CommError::Argument { what: "number of members (no free number was found)", want: 3, .. }
+        ),
+        "{error}"
+    );
 }
 
 #[test]

@@ -212,7 +212,10 @@ fn a_rate_in_all_is_shared_by_peers_and_one_to_each_is_not() {
     let mut slow = Job::new(2).config(0);
     slow.pace = Pace { all: Bandwidth(100), ..Pace::default() };
     let error = quic::join(&slow).unwrap_err();
-    assert!(matches!(error, CommError::Argument { what: "bits a second", got: 100, .. }), "{error}");
+    assert!(
+        matches!(error, CommError::Argument { what: "rate in bits per second (minimum)", got: 100, .. }),
+        "{error}"
+    );
 }
 
 #[test]

@@ -114,7 +114,13 @@ fn a_newcomer_that_does_not_come_costs_its_deadline_and_nothing_else() {
             assert_eq!(error.peer(), Some(PeerId(2)), "{name}: {error}");
             assert_eq!(sum(&pair, 1.0), 2.0, "{name}");
             for wrong in [PeerId(1), PeerId(3)] {
-                assert!(matches!(pair.admit(&[wrong]), Err(CommError::Argument { what: "newcomer", .. })));
+                assert!(matches!(
+                    pair.admit(&[wrong]),
+                    Err(CommError::Argument {
+                        what: "newcomer (must not be a member, and be below the number of endpoints)",
+                        ..
+                    })
+                ));
             }
             if pair.rank().0 == 0 {
                 comm.send(Rank(2), 1, b"done").unwrap();

@@ -99,7 +99,10 @@ fn a_rate_to_each_peer_is_not_shared_and_one_in_all_is() {
 fn a_rate_that_nothing_gets_through_is_refused() {
     let slow = Pace { all: Bandwidth(100), ..Pace::default() };
     let error = tcp_error(slow);
-    assert!(matches!(error, CommError::Argument { what: "bits a second", got: 100, .. }), "{error}");
+    assert!(
+        matches!(error, CommError::Argument { what: "rate in bits per second (minimum)", got: 100, .. }),
+        "{error}"
+    );
 }
 
 fn tcp_error(pace: Pace) -> CommError {

@@ -133,7 +133,7 @@ fn whoever_does_not_belong_is_turned_away_by_name() {
     let other = Security::by_secret(&identity(2), &JoinSecret::generate().unwrap());
     let error = refused(&host, &other, &by_secret(2));
     assert_eq!(reason(&error), Some(Refusal::Secret), "{error}");
-    assert!(error.to_string().contains("of another run"), "{error}");
+    assert!(error.to_string().contains("belongs to another run"), "{error}");
     assert_eq!(host.refused().counts()["wrong secret"], 1);
 
     // A stranger without encryption, if the host uses it.

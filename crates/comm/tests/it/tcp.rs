@@ -111,7 +111,13 @@ fn a_port_in_use_and_a_bad_address_are_told() {
     let error = join(&Config::new(0, 1, "nonsense")).unwrap_err();
     assert!(matches!(error, CommError::Io { what: "master address", .. }), "{error}");
     let error = join(&config(3, 2, port)).unwrap_err();
-    assert!(matches!(error, CommError::Argument { what: "rank", got: 3, want: 2, .. }), "{error}");
+    assert!(
+        matches!(
+            error,
+            CommError::Argument { what: "rank (must be below the world size)", got: 3, want: 2, .. }
+        ),
+        "{error}"
+    );
 }
 
 #[test]
@@ -314,7 +320,10 @@ fn the_number_of_streams_is_bounded_and_the_same_on_all_ranks() {
         let mut config = config(0, 2, 0);
         config.streams = streams;
         let error = join(&config).unwrap_err();
-        assert!(matches!(error, CommError::Argument { what: "streams", .. }), "{error}");
+        assert!(
+            matches!(error, CommError::Argument { what: "number of streams (from 1 to the maximum)", .. }),
+            "{error}"
+        );
     }
     let port = free_port();
     let disagreeing = |(rank, streams): (u32, usize)| {

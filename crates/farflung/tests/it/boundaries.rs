@@ -137,7 +137,7 @@ fn what_no_boundary_can_be_is_refused_with_the_reason() {
         ("--stages 2 --boundary aqsgd:5", "needs bits: 2, 3, 4 or 8"),
         ("--stages 2 --boundary int8+ef", "has no place on a boundary"),
         ("--stages 2 --boundary nonsense", "aqsgd:BITS"),
-        ("--workers 1 --sampling epochs --batch 8000", "the windows of 16 tokens that the data has"),
+        ("--workers 1 --sampling epochs --batch 8000", "the number of windows of 16 tokens in the data"),
     ] {
         let output = run.farflung(&[], "refused", args);
         let message = String::from_utf8_lossy(&output.stderr);

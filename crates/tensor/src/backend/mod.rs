@@ -128,13 +128,13 @@ impl<'a> Part<'a> {
         let (base, len) = self.storage.host()?;
         assert!(
             self.range.start <= self.range.end && self.range.end <= len,
-            "views stay within their buffer"
+            "a view must lie within its buffer"
         );
         Some((base.as_ptr().wrapping_add(self.range.start), self.range.len()))
     }
 
     /// Returns the bytes in place if they are in host memory.
-    #[expect(unsafe_code, reason = "buffers are raw memory; views guard them")]
+    #[expect(unsafe_code, reason = "buffers are raw memory; they are accessed only through views")]
     pub(crate) fn host(&self) -> Option<&'a [u8]> {
         let (pointer, len) = self.pointer()?;
         // SAFETY: the range is within the buffer, whose memory is initialised and valid for 'a. Parts are read
@@ -146,7 +146,7 @@ impl<'a> Part<'a> {
     ///
     /// # Safety
     /// The caller must hold the only view of these bytes for 'a.
-    #[expect(unsafe_code, reason = "buffers are raw memory; views guard them")]
+    #[expect(unsafe_code, reason = "buffers are raw memory; they are accessed only through views")]
     pub(crate) unsafe fn host_mut(&self) -> Option<&'a mut [u8]> {
         let (pointer, len) = self.pointer()?;
         // SAFETY: the range is within the buffer, whose memory is initialised and valid for 'a. The caller

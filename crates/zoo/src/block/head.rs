@@ -126,7 +126,7 @@ impl Head {
     /// If [`Head::backward_input`] was not called before.
     pub fn backward_weight(&self, cx: &Cx<'_>, saved: HeadSaved, grads: &mut Grads<'_>) -> Result<()> {
         let accumulate = grads.accumulate;
-        let d_norm = saved.d_norm.expect("backward_input runs before backward_weight");
+        let d_norm = saved.d_norm.expect("`backward_input` is called before `backward_weight`");
         let [wte] = cx.layout.views_mut(grads.flat, self.table)?;
         cx.device.run(Op::MatMul {
             a: saved.d_logits.view(),

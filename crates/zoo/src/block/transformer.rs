@@ -272,7 +272,7 @@ impl Transformer {
         let accumulate = grads.accumulate;
         let run = |op: Op<'_>| cx.device.run(op);
         let s = saved;
-        let back = s.back.expect("backward_input runs before backward_weight");
+        let back = s.back.expect("`backward_input` is called before `backward_weight`");
 
         for (x, dy, dw, db) in [
             (&s.act, &back.dy, w_out, b_out),

@@ -42,7 +42,7 @@ impl Shard {
             }
             Self { batch: 0, .. } => wrong("batch", 0, "at least 1"),
             Self { batch, world, .. } if batch.checked_mul(world).is_none() => {
-                wrong("batch", batch, "a product with `world` that fits the machine's words")
+                wrong("batch", batch, "a number whose product with `world` fits in a machine word")
             }
             _ => Ok(()),
         }
@@ -73,7 +73,8 @@ impl Offsets {
         let row = columns as u64 * 8;
         let rest = bytes.len() as u64 % row.max(1);
         if rest != 0 {
-            let (path, field) = (path.to_owned(), "length in bytes, modulo a row");
+            let (path, field) =
+                (path.to_owned(), "remainder of the length in bytes divided by that of a row");
             return Err(ZooError::TokenFile { path, field, found: rest, expected: 0 });
         }
         offsets
@@ -207,7 +208,7 @@ impl Sampler {
         context: usize,
     ) -> Result<Self, ZooError> {
         let end = ranges.iter().map(|range| range.end).max().unwrap_or(0);
-        assert!(end <= split.len(), "a range ends at {end} of {}", split.len());
+        assert!(end <= split.len(), "a range ends at token {end} of a split of {} tokens", split.len());
         let mut sampler = Self::new(split, shard, context, Source::Random(Philox::new(seed, STREAM)))?;
         let within = Within::new(ranges, context);
         if within.count() == 0 {
@@ -239,7 +240,8 @@ impl Sampler {
         let windows = (sampler.split.len() as u64 - 1) / context as u64;
         let Some(epochs) = Epochs::new(seed, lanes, windows) else {
             let value = usize::try_from(lanes).unwrap_or(usize::MAX);
-            let expected = format!("at most {windows}, the windows of {context} tokens that the data has");
+            let expected =
+                format!("at most {windows}, the number of windows of {context} tokens in the data");
             return Err(ZooError::Sampler { field: "sequences of a step", value, expected });
         };
         sampler.source = Source::Epochs(epochs);
@@ -253,7 +255,7 @@ impl Sampler {
         let sampler = Self::new(split, shard, context, Source::Recorded(offsets))?;
         let Source::Recorded(offsets) = &sampler.source else { return Ok(sampler) };
         if offsets.columns != shard.global_batch() {
-            let expected = format!("{}, the offsets in a row", offsets.columns);
+            let expected = format!("{}, the number of offsets in a row", offsets.columns);
             let value = shard.global_batch();
             return Err(ZooError::Sampler { field: "world x batch", value, expected });
         }

@@ -47,6 +47,6 @@ pub(super) fn read<'a>(path: &Path, bytes: &'a [u8]) -> Result<Box<dyn Iterator<
     if width == 4 {
         return Ok(Box::new(body.as_chunks().0.iter().map(|&four| u32::from_le_bytes(four))));
     }
-    expect(path, "length in bytes, modulo 2", body.len() as u64 % 2, 0)?;
+    expect(path, "remainder of the length in bytes divided by 2", body.len() as u64 % 2, 0)?;
     Ok(Box::new(body.as_chunks().0.iter().map(|&two| u32::from(u16::from_le_bytes(two)))))
 }

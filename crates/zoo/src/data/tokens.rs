@@ -120,7 +120,7 @@ impl Split {
     pub fn append_to(&self, offset: usize, count: usize, out: &mut Vec<u32>) {
         assert!(
             offset <= self.len() && count <= self.len() - offset,
-            "{count} tokens at {offset} of {}",
+            "{count} tokens at {offset} are out of bounds of a split of {} tokens",
             self.len()
         );
         let start = self.range.start + offset;

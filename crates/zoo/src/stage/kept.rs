@@ -92,17 +92,18 @@ impl Chain {
             let step = self.steps.get(self.at).expect("each block has a backward step");
             match *step {
                 ChainStep::Forward(i) | ChainStep::ForwardAll(i) => {
-                    let x = self
-                        .x
-                        .take()
-                        .expect("a block runs on the output of the one before, or on a kept input");
+                    let x = self.x.take().expect(
+                        "a forward step follows that of the block before, or the restoring of an input",
+                    );
                     let (y, saved) = forward(i as usize, x)?;
                     blocks[i as usize] = Kept::by(&self.steps[self.at..], saved);
                     self.x = Some(y);
                 }
                 ChainStep::Restore(i) => {
                     let kept = std::mem::replace(&mut blocks[i as usize], Kept::Nothing);
-                    let Kept::Input(x) = kept else { unreachable!("a kept input is gone back to") };
+                    let Kept::Input(x) = kept else {
+                        unreachable!("only inputs that were kept are restored")
+                    };
                     self.x = Some(x);
                 }
                 // The later steps show whether an input is restored.
@@ -113,7 +114,10 @@ impl Chain {
                     match kept {
                         Kept::Here(saved) if i as usize == block => return Ok(saved),
                         _ => {
-                            unreachable!("blocks go backward from the last to the first, with all they need")
+                            unreachable!(
+                                "backward steps go from the last block to the first, each with all saved \
+                                 values"
+                            )
                         }
                     }
                 }
@@ -131,7 +135,7 @@ pub(super) fn bring_last(
 ) -> Result<TransformerSaved> {
     let last = blocks.len() - 1;
     let saved = chain.as_mut().map(|chain| chain.bring(last, blocks, &mut forward)).transpose()?;
-    let kept = blocks.pop().expect("it has a last one");
+    let kept = blocks.pop().expect("there is a block left");
     match saved {
         Some(saved) => Ok(saved),
         None => kept.bring(|x| forward(last, x)),
@@ -165,10 +169,12 @@ impl Kept {
         match self {
             Self::Here(saved) => Ok(saved),
             Self::Input(x) => Ok(again(x)?.1),
-            Self::Nothing => unreachable!("only steps keep nothing, and they bring it back themselves"),
+            Self::Nothing => unreachable!("only with `steps` is nothing kept, and then they recompute it"),
             Self::Away(tensors) => {
                 let tensors: Vec<_> = tensors.into_iter().map(Offloaded::restore).collect::<Result<_>>()?;
-                Ok(TransformerSaved::from_tensors(tensors.try_into().expect("as many as went away")))
+                Ok(TransformerSaved::from_tensors(
+                    tensors.try_into().expect("all tensors that were offloaded are restored"),
+                ))
             }
         }
     }

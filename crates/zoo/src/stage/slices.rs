@@ -26,7 +26,7 @@ impl Slices {
     fn seen_before(&mut self, start: usize) -> Result<&mut Cache, ZooError> {
         if start > self.seen.len {
             return Err(ZooError::StageInput {
-                expected: "a microbatch's slices from the first to the last",
+                expected: "the slices of a microbatch in order, from the first to the last",
             });
         }
         Ok(&mut self.seen)
@@ -41,14 +41,14 @@ impl Slices {
         let complete = self.gradients.as_ref().map_or(self.seen.len, |gradients| gradients.len);
         if slice.end != complete {
             return Err(ZooError::StageInput {
-                expected: "a microbatch's slices back from the last to the first",
+                expected: "the slices of a microbatch in reverse order, from the last to the first",
             });
         }
         if self.gradients.is_none() {
             let shape = [self.batch, stage.config.context, stage.config.dim];
             self.gradients = Some(stage.cache_of(|| Ok(stage.device.zeros(shape)?))?);
         }
-        Ok((&self.seen, self.gradients.as_mut().expect("made above")))
+        Ok((&self.seen, self.gradients.as_mut().expect("created above")))
     }
 }
 

@@ -46,7 +46,7 @@ pub(super) fn read(path: &Path) -> Result<GptConfig, ZooError> {
     };
     let context = number(if get("n_positions").is_some() { "n_positions" } else { "n_ctx" })?;
     if get("n_ctx").is_some() && number("n_ctx")? != context {
-        return Err(wrong("n_ctx", format!("`n_positions`, {context}")));
+        return Err(wrong("n_ctx", format!("{context}, the value of `n_positions`")));
     }
     let dim = number("n_embd")?;
     let config = GptConfig::new(number("n_layer")?, number("n_head")?, dim, context, number("vocab_size")?)?;

@@ -105,12 +105,14 @@ impl TensorFile {
         file.read_exact(&mut eight).map_err(ZooError::io("read", path))?;
         let claimed = u64::from_le_bytes(eight);
         if claimed > (length - 8).min(LONGEST_HEADER) {
-            return Err(header(format!("claims {claimed} bytes, the file has {length}")));
+            return Err(header(format!(
+                "claims {claimed} bytes, more than allowed or than fit in the file ({length} bytes)"
+            )));
         }
         let mut text = vec![0; claimed as usize];
         file.read_exact(&mut text).map_err(ZooError::io("read", path))?;
-        let raw: RawHeader =
-            serde_json::from_slice(&text).map_err(|e| header(format!("is not JSON of tensors: {e}")))?;
+        let raw: RawHeader = serde_json::from_slice(&text)
+            .map_err(|e| header(format!("is not a JSON object of tensors: {e}")))?;
         let (tensors, metadata) = entries(path, raw)?;
         let this = Self { path: path.to_owned(), file, data_start: 8 + claimed, tensors, metadata };
         this.check_layout(length - this.data_start)?;
@@ -126,23 +128,26 @@ impl TensorFile {
             let wrong = |problem: String| Err(self.entry_error(name, problem));
             let (from, to) = info.data_offsets;
             if to < from || to > data {
-                return wrong(format!("claims bytes {from} to {to} of {data}"));
+                return wrong(format!("has invalid offsets, {from} to {to} of {data} bytes of data"));
             }
             if from != end {
-                return wrong(format!("begins at byte {from}, the one before it ends at {end}"));
+                return wrong(format!("begins at byte {from}, but the tensor before it ends at {end}"));
             }
             end = to;
             let Some(element) = element_bytes(&info.dtype) else { continue };
             let count = info.shape.iter().try_fold(element, |n, &dim| n.checked_mul(dim as u64));
             if count != Some(to - from) {
                 let (shape, dtype) = (&info.shape, &info.dtype);
-                return wrong(format!("is {shape:?} of {dtype}, but has {} bytes", to - from));
+                return wrong(format!(
+                    "has shape {shape:?} and type {dtype}, but {} bytes of data",
+                    to - from
+                ));
             }
         }
         if end != data {
             return Err(ZooError::Header {
                 path: self.path.clone(),
-                problem: format!("accounts for {end} of {data} bytes of data"),
+                problem: format!("describes {end} of {data} bytes of data"),
             });
         }
         Ok(())
@@ -243,10 +248,12 @@ fn entries(path: &Path, raw: RawHeader) -> Result<Entries, ZooError> {
         let wrong =
             |problem: String| ZooError::TensorEntry { path: path.to_owned(), tensor: name.clone(), problem };
         if name == "__metadata__" {
-            metadata = serde_json::from_value(value).map_err(|e| wrong(format!("is not text: {e}")))?;
+            metadata = serde_json::from_value(value)
+                .map_err(|e| wrong(format!("is not an object of strings: {e}")))?;
             continue;
         }
-        let info = serde_json::from_value(value).map_err(|e| wrong(format!("is not a tensor: {e}")))?;
+        let info = serde_json::from_value(value)
+            .map_err(|e| wrong(format!("is not a valid description of a tensor: {e}")))?;
         if tensors.contains_key(&name) {
             return Err(wrong("occurs twice".to_owned()));
         }
@@ -295,7 +302,7 @@ pub fn write_tensors(
         };
         let count = t.data.kind().1;
         if t.shape.iter().try_fold(1_usize, |n, &dim| n.checked_mul(dim)) != Some(count) {
-            return wrong(format!("is {:?}, but has {count} values", t.shape));
+            return wrong(format!("has shape {:?}, but {count} values", t.shape));
         }
         if !names.insert(t.name) {
             return wrong("occurs twice or has a reserved name".to_owned());

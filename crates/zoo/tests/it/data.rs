@@ -87,7 +87,7 @@ fn token_files() {
         (llm_c(&[1, 2])[..500].to_vec(), "length in bytes is 500"),
         (long, "length in bytes is 1029"),
         (version, "version is 2"),
-        (vec![1, 0, 2], "modulo 2"),
+        (vec![1, 0, 2], "divided by 2 is 1"),
         (vec![1, 0, 0, 1], "token 256 at position 1"),
     ];
     for (bytes, expected) in cases {

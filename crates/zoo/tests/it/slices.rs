@@ -147,7 +147,7 @@ fn slices_out_of_order_are_refused() {
     let Err(error) = stage.backward_input_slice(p, &mut first, None, &mut slices) else {
         panic!("the slice behind it is not back yet")
     };
-    assert!(error.to_string().contains("back from the last to the first"), "{error}");
+    assert!(error.to_string().contains("in reverse order, from the last to the first"), "{error}");
     stage.backward_input_slice(p, &mut second, None, &mut slices).unwrap();
     assert!(stage.backward_input_slice(p, &mut second, None, &mut slices).is_err());
     stage.backward_input_slice(p, &mut first, None, &mut slices).unwrap();

@@ -285,21 +285,21 @@ fn headers_that_lie_are_named() {
     let two = r#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"x":{"dtype":"U8","shape":[4],"data_offsets":[2,6]}}"#;
     let same = r#"{"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#;
     let cases = [
-        (try_header(None, &one("F32", "[2]", 0, 8), 7), "`x` claims bytes"),
-        (try_header(None, &one("F32", "[3]", 0, 8), 8), "`x` is [3] of F32"),
-        (try_header(None, &one("F16", "[2]", 0, 8), 8), "`x` is [2] of F16"),
-        (try_header(None, &one("F32", "[2]", 8, 0), 8), "`x` claims bytes"),
-        (try_header(None, &one("F32", "[4611686018427387904,4]", 0, 8), 8), "`x` is"),
-        (try_header(None, &one("F32", "[2]", 0, u64::MAX), 8), "`x` claims bytes"),
-        (try_header(None, &one("F32", "[-1]", 0, 8), 8), "`x` is not a tensor"),
-        (try_header(None, &one("F32", "[2]", 0, 8), 9), "accounts for 8 of 9"),
+        (try_header(None, &one("F32", "[2]", 0, 8), 7), "`x` has invalid offsets"),
+        (try_header(None, &one("F32", "[3]", 0, 8), 8), "`x` has shape [3] and type F32"),
+        (try_header(None, &one("F16", "[2]", 0, 8), 8), "`x` has shape [2] and type F16"),
+        (try_header(None, &one("F32", "[2]", 8, 0), 8), "`x` has invalid offsets"),
+        (try_header(None, &one("F32", "[4611686018427387904,4]", 0, 8), 8), "`x` has shape"),
+        (try_header(None, &one("F32", "[2]", 0, u64::MAX), 8), "`x` has invalid offsets"),
+        (try_header(None, &one("F32", "[-1]", 0, 8), 8), "`x` is not a valid description of a tensor"),
+        (try_header(None, &one("F32", "[2]", 0, 8), 9), "describes 8 of 9"),
         (try_header(None, &one("F32", "[1]", 4, 8), 8), "`x` begins at byte 4"),
         (try_header(None, two, 6), "`x` begins at byte 2"),
         (try_header(None, same, 0), "`x` occurs twice"),
         (try_header(Some(u64::MAX), "{}", 0), "claims 18446744073709551615 bytes"),
         (try_header(Some(3), "{}", 0), "claims 3 bytes"),
-        (try_header(None, "[1]", 0), "is not JSON"),
-        (try_header(None, &"[".repeat(100_000), 0), "is not JSON"),
+        (try_header(None, "[1]", 0), "is not a JSON object"),
+        (try_header(None, &"[".repeat(100_000), 0), "is not a JSON object"),
     ];
     for (result, expected) in cases {
         let message = result.unwrap_err().to_string();

@@ -30,7 +30,9 @@ pub(super) async fn read(
                 let _ = send.finish();
                 return Ok(());
             }
-            Err(ReadExactError::FinishedEarly(_)) => return Err(WireError::Malformed("end within a header")),
+            Err(ReadExactError::FinishedEarly(_)) => {
+                return Err(WireError::Malformed("header: the stream ended within it"));
+            }
             Err(ReadExactError::ReadError(_)) => return Ok(()),
         }
         let header = wire::decode(&bytes)?;
@@ -38,13 +40,13 @@ pub(super) async fn read(
             return Err(WireError::Kind(header.kind as u8));
         }
         if *tag.get_or_insert(header.tag) != header.tag {
-            return Err(WireError::Malformed("tag in the stream of another"));
+            return Err(WireError::Malformed("tag: the stream carries frames of another tag"));
         }
         let mut frame = pool.lease(header.length);
         match recv.read_exact(frame.bytes_mut()).await {
             Ok(()) => {}
             Err(ReadExactError::FinishedEarly(_)) => {
-                return Err(WireError::Malformed("end within a payload"));
+                return Err(WireError::Malformed("payload: the stream ended within it"));
             }
             Err(ReadExactError::ReadError(_)) => return Ok(()),
         }

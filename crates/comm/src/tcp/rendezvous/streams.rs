@@ -36,7 +36,7 @@ fn another(config: &Config, met: &Streams, until: Until) -> Result<Streams, Comm
     // The first entry of `higher` is this rank itself, to which there is no stream.
     for (rank, stream) in (config.rank + 1..).zip(higher.iter().flatten()) {
         hello(config, &own, |hello| stream.say(hello))
-            .map_err(|e| CommError::io("hello to", &Rank(rank), &e))?;
+            .map_err(|e| CommError::io("send the greeting to", &Rank(rank), &e))?;
     }
     let mut addresses = Vec::new();
     for (rank, stream) in lower.iter().flatten().enumerate() {

@@ -88,7 +88,7 @@ unsafe fn group<L: Vector>(x: *mut f32, bias: *const f32, slope: Option<*mut f32
 pub(super) unsafe fn bias_gelu<L: Vector>(x: &mut [f32], bias: &[f32], mut slope: Option<&mut [f32]>) {
     let bias = &bias[..x.len()];
     if let Some(slope) = &slope {
-        assert_eq!(slope.len(), x.len(), "a slope for each value");
+        assert_eq!(slope.len(), x.len(), "there must be a slope for each value");
     }
     let whole = x.len() / GROUP * GROUP;
     for at in (0..whole).step_by(GROUP) {

@@ -98,7 +98,7 @@ impl Epilogue for BiasGeluSlope<'_> {
     #[inline(always)]
     fn row<L: Vector>(&self, row: usize, col: usize, c: &mut [f32]) {
         let start = row * self.cols + col;
-        assert!(start + c.len() <= self.len, "slope is as large as the result");
+        assert!(start + c.len() <= self.len, "the slope must be as large as the result");
         #[expect(unsafe_code, reason = "tasks of one product write disjoint segments of a second matrix")]
         // SAFETY: in bounds, as just checked; segments of different calls do not overlap.
         let slope = unsafe { std::slice::from_raw_parts_mut(self.slope.add(start), c.len()) };

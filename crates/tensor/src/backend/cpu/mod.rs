@@ -103,7 +103,7 @@ impl Backend for Cpu {
         self.buffers.memory()
     }
 
-    #[expect(clippy::too_many_lines, reason = "one arm an op")]
+    #[expect(clippy::too_many_lines, reason = "one arm per op")]
     fn run(&self, op: Op<'_>, precision: Precision) -> Result<()> {
         let pool = &self.pool;
         let name = op.name();

@@ -33,7 +33,7 @@ impl Pool {
         });
         let count = |c: &Chunks<'_>| if c.chunk == 0 { 0 } else { c.len.div_ceil(c.chunk) };
         let tasks = all.first().map_or(0, count);
-        assert!(all.iter().all(|c| count(c) == tasks), "slices are cut into equally many chunks");
+        assert!(all.iter().all(|c| count(c) == tasks), "all slices must have the same number of chunks");
         let all = &all;
         self.run(tasks, |i| {
             let parts = std::array::from_fn(|j| {

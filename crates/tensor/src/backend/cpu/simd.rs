@@ -39,7 +39,7 @@ impl Isa {
 
     /// Returns the best instruction set of this machine.
     pub(crate) fn detect() -> Self {
-        Self::available().next().expect("the portable one is always there")
+        Self::available().next().expect("the portable instruction set is always available")
     }
 
     /// Returns the tag to match on.
@@ -79,7 +79,10 @@ impl Level for Portable {
 #[cfg(target_arch = "x86_64")]
 impl Level for Avx2 {
     #[inline(always)]
-    #[expect(clippy::inline_always, reason = "only inlined into a function with FMA is it one instruction")]
+    #[expect(
+        clippy::inline_always,
+        reason = "it is one instruction only if it is inlined into a function with FMA"
+    )]
     fn mul_add(a: f32, b: f32, c: f32) -> f32 {
         a.mul_add(b, c)
     }

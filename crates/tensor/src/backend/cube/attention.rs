@@ -8,7 +8,7 @@
 #![expect(
     clippy::trivially_copy_pass_by_ref,
     clippy::range_plus_one,
-    reason = "kernels know rows of a unit's own by reference, and ranges without their end"
+    reason = "CubeCL kernels take a unit's own rows by reference, and do not support inclusive ranges"
 )]
 
 use cubecl::prelude::*;

@@ -3,7 +3,7 @@
 
 #![expect(
     clippy::manual_is_multiple_of,
-    reason = "kernels know operators, not the standard library's methods"
+    reason = "CubeCL kernels support operators, but not methods of the standard library"
 )]
 
 use cubecl::prelude::*;

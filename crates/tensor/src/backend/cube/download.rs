@@ -55,7 +55,11 @@ impl Download {
         let words =
             read.map_err(|e| failed(said(&e)))?.pop().unwrap_or_else(|| Bytes::from_bytes_vec(Vec::new()));
         if words.len() < self.range.end {
-            return Err(failed(format!("{} bytes came, not {}", words.len(), self.range.end)));
+            return Err(failed(format!(
+                "received {} bytes, expected at least {}",
+                words.len(),
+                self.range.end
+            )));
         }
         Ok(Box::new(Words(words, self.range.clone())))
     }

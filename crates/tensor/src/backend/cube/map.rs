@@ -1,6 +1,9 @@
 //! Elementwise programs: one generated kernel per program.
 
-#![expect(clippy::needless_pass_by_value, reason = "what a kernel is specialised on is part of its name")]
+#![expect(
+    clippy::needless_pass_by_value,
+    reason = "values that a kernel is specialised for are passed by value"
+)]
 
 use cubecl::prelude::*;
 

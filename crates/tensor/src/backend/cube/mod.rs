@@ -101,7 +101,7 @@ impl Cube {
 
     fn buffer<'a>(part: &Part<'a>) -> &'a Buffer {
         let any: &dyn Any = part.storage;
-        any.downcast_ref().expect("operands were checked to live on this device")
+        any.downcast_ref().expect("operands were checked to be on this device")
     }
 
     /// Allocates a temporary buffer for one op.

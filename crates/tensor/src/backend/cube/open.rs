@@ -31,7 +31,7 @@ pub(crate) mod adapters {
     }
 
     /// Error message if there is no adapter.
-    pub(crate) const NONE: &str = "no driver for Vulkan, Metal or DirectX 12 shows an adapter";
+    pub(crate) const NONE: &str = "no driver for Vulkan, Metal or DirectX 12 reports an adapter";
 
     /// Lists the adapters of the first graphics API that has any: Vulkan, Metal, DirectX 12.
     pub(crate) fn list() -> Vec<Adapter> {
@@ -85,7 +85,7 @@ pub(crate) mod adapters {
         let Some(adapter) = found.get(index) else {
             let reason = match found.len() {
                 0 => NONE.to_owned(),
-                n => format!("there are {n} adapters, from wgpu:0 on"),
+                n => format!("this machine has {n} adapters, numbered from wgpu:0"),
             };
             return Err(TensorError::NoSuchDevice { name, reason });
         };
@@ -103,7 +103,7 @@ pub(crate) fn cuda(index: usize) -> Result<Cube> {
     let name = format!("cuda:{index}");
     let no = |reason| TensorError::NoSuchDevice { name: name.clone(), reason };
     let device = match cuda_count() {
-        Ok(0) => return Err(no("CUDA's driver is missing, or shows no GPU".to_owned())),
+        Ok(0) => return Err(no("the CUDA driver is missing, or reports no GPU".to_owned())),
         Ok(_) => cubecl::Device::cuda(index).map_err(|e| no(e.to_string()))?,
         Err(reason) => return Err(no(reason)),
     };
@@ -116,7 +116,7 @@ pub(crate) fn cuda_count() -> std::result::Result<usize, String> {
     use cubecl::device::DeviceUnavailable;
     // Opening an index that no machine has returns an error that contains the number of devices.
     match cubecl::Device::cuda(usize::from(u16::MAX)) {
-        Ok(_) => Err("CUDA claims 65536 devices".to_owned()),
+        Ok(_) => Err("CUDA reports 65536 devices".to_owned()),
         Err(DeviceUnavailable::NoSuchDevice { available, .. }) => Ok(available),
         Err(e) => Err(e.to_string()),
     }

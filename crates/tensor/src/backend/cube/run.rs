@@ -73,7 +73,7 @@ impl Cube {
                 let (count, dim) = self.each(len);
                 bytes::widen::launch(&self.client, count, dim, from.arg(), to.arg(), u32_of(len), bf16(half));
             }
-            _ => unreachable!("the check lets nothing else pass"),
+            _ => unreachable!("`Op::check` accepts no other pair of types"),
         }
         self.settle([from, to]);
         Ok(())
@@ -161,7 +161,7 @@ impl Cube {
 }
 
 /// Launches the kernels of an op. An op without output elements launches none.
-#[expect(clippy::too_many_lines, reason = "one arm an op")]
+#[expect(clippy::too_many_lines, reason = "one arm per op")]
 pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
     let name = op.name();
     let client = &cube.client;

@@ -42,7 +42,7 @@ impl Layout {
     /// Creates the layout of an output of shape `[B, T, C]`. `heads` must divide `C`.
     pub(super) fn packed(y: Shape, heads: usize) -> Self {
         let (rows, cols) = (y.rows(), y.cols());
-        let tokens = *y.dims().get(1).expect("an output is [B, T, C]");
+        let tokens = *y.dims().get(1).expect("the output has shape [B, T, C]");
         Self {
             batch: rows.checked_div(tokens).unwrap_or(0),
             tokens,
@@ -124,7 +124,7 @@ impl<'a> Output<'a> {
     /// No other code may use these rows during their lifetime.
     #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
     unsafe fn rows(&self, place: Place, l: Layout, (b, h): (usize, usize)) -> RowsMut<'a> {
-        assert!(place.end(l) <= self.len, "heads lie within their buffers");
+        assert!(place.end(l) <= self.len, "heads must lie within their buffers");
         let start = place.of(l, b, h);
         // SAFETY: within the buffer, which is borrowed exclusively for `'a`; the caller guarantees that the
         // rows are not shared.
@@ -137,7 +137,7 @@ impl<'a> Output<'a> {
     /// No other code may use these floats during their lifetime.
     #[expect(unsafe_code, reason = "tasks write disjoint parts of one buffer")]
     unsafe fn part(&self, start: usize, len: usize) -> &'a mut [f32] {
-        assert!(start <= self.len && len <= self.len - start, "the part lies within the buffer");
+        assert!(start <= self.len && len <= self.len - start, "the part must lie within the buffer");
         // SAFETY: within the buffer, which is borrowed exclusively for `'a`; the caller guarantees that the
         // part is not shared.
         unsafe { std::slice::from_raw_parts_mut(self.pointer.add(start), len) }
@@ -172,9 +172,9 @@ impl Forward<'_> {
             (self.v.0.len(), self.v.1),
             (y.len(), place),
         ] {
-            assert!(place.end(l) <= len, "heads lie within their buffers");
+            assert!(place.end(l) <= len, "heads must lie within their buffers");
         }
-        assert!(self.keys >= l.tokens, "every query has a key");
+        assert!(self.keys >= l.tokens, "every query must have a key");
         let y = Output::new(y);
         let lse = lse.map(Output::new);
         let (y, lse) = (&y, &lse);
@@ -225,9 +225,9 @@ impl Backward<'_> {
             (self.v.0.len(), self.v.1),
             (self.y.len().min(self.dy.len()), out),
         ] {
-            assert!(place.end(l) <= len, "heads lie within their buffers");
+            assert!(place.end(l) <= len, "heads must lie within their buffers");
         }
-        assert!(self.keys >= l.tokens, "every query has a key");
+        assert!(self.keys >= l.tokens, "every query must have a key");
         let gradients = &gradients;
         let reads = |task| {
             [self.q, self.k, self.v, (self.y, out), (self.dy, out)]
@@ -336,7 +336,7 @@ fn forward_over(
     y: &mut [f32],
     lse: Option<&mut [f32]>,
 ) {
-    assert!(cache.past + l.tokens <= cache.capacity, "the cache has room");
+    assert!(cache.past + l.tokens <= cache.capacity, "the cache must have room for the new tokens");
     let c = l.width();
     for (from, to) in cache.rows(l) {
         keys[to..to + c].copy_from_slice(&qkv[from + c..][..c]);

@@ -40,11 +40,14 @@ pub(super) struct Size {
 /// Computes `A B`, one row of tiles, and updates C. Panics if an operand is too short.
 pub(super) fn multiply(isa: Isa, size: Size, a: Left<'_>, b: Right<'_>, c: RowsMut<'_>, update: Update<'_>) {
     let (full, Size { rows, depth, columns }) = (isa.tile(), size);
-    assert!((1..=full.rows).contains(&rows) && depth > 0 && columns > 0, "a product has a size");
+    assert!(
+        (1..=full.rows).contains(&rows) && depth > 0 && columns > 0,
+        "a product must have 1 to a tile's number of rows, and a depth and columns above 0"
+    );
     assert!((rows - 1) * a.row + (depth - 1) * a.col < a.data.len(), "A is too short");
     let panels = columns.div_ceil(full.columns);
     assert!((panels - 1) * b.panel + depth * full.columns <= b.data.len(), "B is too short");
-    assert!(a.row == 1 || a.col == 1, "A is contiguous in one direction");
+    assert!(a.row == 1 || a.col == 1, "A must be contiguous in one direction");
     let by_columns = a.col != 1;
     let (c, c_stride) = { c }.span(rows, columns);
     let b_at = b.data.as_ptr().cast_mut();
@@ -82,7 +85,7 @@ simd! {
     ) {
         let Rows { stride, width, .. } = from;
         let src = from.span(rows);
-        assert!(wide.is_multiple_of(LANES), "panels are as wide as some vectors");
+        assert!(wide.is_multiple_of(LANES), "panels must be a whole number of vectors wide");
         assert!((width.div_ceil(wide) - 1) * panel + rows.len() * wide <= panels.len(), "the panels are too short");
         let dst = panels.as_mut_ptr();
         for t in 0..rows.len() {
@@ -114,7 +117,7 @@ simd! {
         let Rows { stride, width, .. } = from;
         let src = from.span(rows);
         let panel = &mut panel[..width * wide];
-        assert!(wide.is_multiple_of(LANES), "panels are as wide as some vectors");
+        assert!(wide.is_multiple_of(LANES), "panels must be a whole number of vectors wide");
         for t in (0..wide).step_by(LANES) {
             let here = rows.len().saturating_sub(t).min(LANES);
             for i in 0..LANES {

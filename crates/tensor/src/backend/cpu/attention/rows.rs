@@ -66,14 +66,14 @@ impl<'a> RowsMut<'a> {
     /// Returns the rows from `t` on.
     pub(super) fn from(&mut self, t: usize) -> RowsMut<'_> {
         let skip = t * self.stride;
-        let len = self.len.checked_sub(skip).expect("the row is there");
+        let len = self.len.checked_sub(skip).expect("the buffer contains the row");
         RowsMut { data: self.data.wrapping_add(skip), len, stride: self.stride, owner: PhantomData }
     }
 
     /// Returns a pointer to the first row, and the stride. Panics unless `rows` rows of `width` floats are in
     /// bounds.
     pub(super) fn span(&mut self, rows: usize, width: usize) -> (*mut f32, usize) {
-        assert!((rows - 1) * self.stride + width <= self.len, "rows lie within their buffer");
+        assert!((rows - 1) * self.stride + width <= self.len, "rows must lie within their buffer");
         (self.data, self.stride)
     }
 }

@@ -26,7 +26,7 @@ pub(super) struct Block<'a> {
 
 impl Block<'_> {
     fn check(&self, rows: usize) {
-        assert!((1..=MOST_ROWS).contains(&rows), "a block has a size");
+        assert!((1..=MOST_ROWS).contains(&rows), "a block must have 1 to `MOST_ROWS` rows");
         assert!(
             (rows - 1) * self.pitch + self.meeting.padded <= self.products.len(),
             "the block is too short"
@@ -150,7 +150,7 @@ simd! {
     pub(super) fn dots<L: Level + Vector>(a: Rows<'_>, b: Rows<'_>, rows: &Range<usize>, out: &mut [f32]) {
         let (whole, width) = (a.width / LANES * LANES, a.width);
         let (x, y) = (a.span(rows), b.span(rows));
-        assert!(a.width == b.width, "rows have one width");
+        assert!(a.width == b.width, "the rows of both matrices must have the same width");
         for (t, out) in out[..rows.len()].iter_mut().enumerate() {
             // SAFETY: the rows are in bounds; this function is compiled for the level.
             unsafe {

@@ -223,7 +223,11 @@ fn gemm_with<E: Epilogue>(
     let MatMut { data: c, rows: m, cols: n, ld } = c;
     let k = a.cols;
     assert!(a.rows == m && b.cols == n && b.rows == k, "shapes of a product do not match");
-    let count = batch.count.0.checked_mul(batch.count.1).expect("a batch is smaller than memory");
+    let count = batch
+        .count
+        .0
+        .checked_mul(batch.count.1)
+        .expect("the number of products in a batch fits in a `usize`");
     if m == 0 || n == 0 || count == 0 {
         return;
     }
@@ -282,7 +286,7 @@ fn check_batch(batch: &Batch, a: &Mat<'_>, b: &Mat<'_>, (c_len, m, n, ld): (usiz
     dims.sort_unstable_by_key(|&(count, stride)| (count > 1, stride));
     for i in 0..dims.len() {
         let (count, stride) = dims[i];
-        let inner = span(&dims[..i]).expect("it fits its data");
+        let inner = span(&dims[..i]).expect("C was checked to fit in its data");
         assert!(count == 1 || stride >= inner, "elements of C overlap");
     }
 }

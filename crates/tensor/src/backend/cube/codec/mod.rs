@@ -5,7 +5,7 @@
     clippy::manual_range_contains,
     clippy::manual_div_ceil,
     clippy::float_cmp,
-    reason = "kernels know neither ranges nor methods of integers; ties are exact"
+    reason = "CubeCL kernels support neither ranges nor methods of integers; ties are exact"
 )]
 
 mod exact;
