@@ -29,7 +29,7 @@ pub(crate) fn manifests(root: &Path) -> Result<Vec<PathBuf>> {
 pub(crate) fn check() -> Result<()> {
     let manifests = manifests(&shell::root())?;
     if manifests.is_empty() {
-        println!("examples: there is none yet");
+        println!("examples: there are none");
     }
     let target = Workspace::load()?.target_directory.join("examples");
     let target = target.to_str().context("the target folder's path is not UTF-8")?;

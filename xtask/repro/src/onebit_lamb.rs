@@ -35,7 +35,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         ),
         setting: lab.setting().command(&arms::ONEBIT_LAMB),
         holds: above.mean <= MOST,
-        note: "the model is small, and neither is tuned to it: the learning rate is AdamW's",
+        note: "the model is small, and neither optimizer is tuned for it: the learning rate is AdamW's",
     }
     .record(report);
     Ok(())

@@ -10,7 +10,7 @@ use crate::machine::now;
 pub(crate) const BENCH: Bench = Bench {
     name: "simulate-scale",
     claim: "1,024 stages and 4,096 microbatches are simulated in under 2 s",
-    source: "own",
+    source: "ours",
     seed: 0,
     run,
 };
