@@ -34,7 +34,7 @@ pub(crate) fn check() -> Result<()> {
     let target = Workspace::load()?.target_directory.join("examples");
     let target = target.to_str().context("the target folder's path is not UTF-8")?;
     for manifest in &manifests {
-        let folder = manifest.parent().expect("a manifest lies in a folder");
+        let folder = manifest.parent().expect("a manifest is in a folder");
         let path = manifest.to_str().context("an example's path is not UTF-8")?;
         let cargo =
             |verb| shell::cargo(&[verb, "--release", "--manifest-path", path, "--target-dir", target]);

@@ -77,7 +77,7 @@ const MPI: &[Need] = &[
     Need {
         package: "libclang-dev",
         probe: &["sh", "-c", "ls /usr/lib/llvm-*/lib/libclang*.so* || ls /usr/lib*/libclang*.so*"],
-        what_for: "its binding, which is made of MPI's headers",
+        what_for: "the Rust binding of MPI, generated from its headers",
     },
 ];
 

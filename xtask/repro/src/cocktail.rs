@@ -55,7 +55,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let gap = |outcome: &Outcome| outcome.gap(&f32).mean;
     Published {
         what: "loss of fine-tuning with CocktailSGD compared with averaging gradients at each step",
-        paper: "no loss at 117 times fewer bytes (up to 20B parameters)",
+        paper: "no higher loss at 117 times fewer bytes (up to 20B parameters)",
         ours: format!(
             "{:+.2} % at {ratio:.0} times fewer bytes; {:+.2} % in 4 bits without selections, {:+.2} % \
              without compression, {:+.2} % with the largest elements only, {:+.2} % with elements in turn \

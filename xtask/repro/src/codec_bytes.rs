@@ -61,7 +61,7 @@ fn cases() -> Vec<Case> {
         case("f16 by a ring", boxed(Ok(F16::new())), SHARD, shards, 0, 3_145_728),
         case("bf16 by a ring", boxed(Ok(Bf16::new())), SHARD, shards, 0, 3_145_728),
         case(
-            "int8 scattered, 32 B a chunk (ByteGrad)",
+            "int8 scattered, 32 B per chunk (ByteGrad)",
             boxed(MinMaxUint8::new(SHARD as u32)),
             SHARD,
             shards,

@@ -248,9 +248,9 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row("programs", programs().len() as f64, "1", Mark::None)?;
     report.row("collectives checked on every rank", cases as f64, "1", Mark::None)?;
     report.row("results that break a law", broken as f64, "1", Mark::AtMost(0.0))?;
-    report.row("ranks with other bits than rank 0", unlike as f64, "1", Mark::AtMost(0.0))?;
+    report.row("ranks whose bits differ from rank 0's", unlike as f64, "1", Mark::AtMost(0.0))?;
     report.row(
-        "ranks with other bits over tcp or simulated links",
+        "ranks whose bits differ over tcp or simulated links",
         elsewhere as f64,
         "1",
         Mark::AtMost(0.0),

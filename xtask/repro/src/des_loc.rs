@@ -37,10 +37,10 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     )?;
     Published {
         what: "bytes and loss of DES-LOC compared with local Adam",
-        paper: "2 times less than local Adam at a perplexity that matches (135M to 1.7B parameters)",
+        paper: "2 times fewer bytes than local Adam at an equal perplexity (135M to 1.7B parameters)",
         ours: format!(
-            "{fewer:.2} times less at a loss {:+.2} % above (standard deviation {:.2} %); with moments that stay \
-             local {:+.2} % at 3 times less",
+            "{fewer:.2} times fewer bytes at a loss {:+.2} % above (standard deviation {:.2} %); with \
+             moments that stay local {:+.2} % at 3 times fewer",
             above.mean, above.sigma, alone.mean
         ),
         setting: lab.setting().command(&arms::DES_LOC),

@@ -223,7 +223,7 @@ fn cost(report: &mut Report<'_>, data: &Job, options: &Options) -> Result<()> {
     let nano = TrainConfig { threads: 1, workers: 2, seed: data.config.seed, ..TrainConfig::default() };
     let job = job(crate::workers::with_transport(nano, Over::Memory), Over::Memory)?;
     let (steps, checks) = if options.quick { (2, 4) } else { (10, 20) };
-    #[expect(clippy::disallowed_methods, reason = "real time is what is measured")]
+    #[expect(clippy::disallowed_methods, reason = "a bench measures real time")]
     let measured = on_all(&job, |trainer| {
         trainer.step(false)?;
         let begun = Instant::now();

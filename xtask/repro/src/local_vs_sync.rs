@@ -95,7 +95,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         |arm: &Arm| said.iter().find(|(name, ..)| *name == arm.name).map_or(f64::NAN, |(_, gap, _)| *gap);
     Published {
         what: "volume and overhead of averages every 50 steps, at 1 Gbit/s",
-        paper: "633 TB become 12.7 TB a machine (49.8x), about 30 % overhead (GPT-JT, 6B, four machines)",
+        paper: "633 TB become 12.7 TB per machine (49.8x), about 30 % overhead (GPT-JT, 6B, four machines)",
         ours: format!("{volume:.1}x, {with:.0} % where averages at each step add {without:.0} %; loss {:+.2} %", gap(&arms::LOCAL_50)),
         setting: lab.setting().command(&arms::LOCAL_50),
         holds: with <= OVERHEAD && (volume / 50.0 - 1.0).abs() <= 0.05 && gap(&arms::LOCAL_50) <= 3.0,

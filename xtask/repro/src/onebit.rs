@@ -32,8 +32,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         what: "loss and volume of 1-bit Adam with a warm-up of 15 %",
         paper: "the loss of Adam at 5 times less volume than in 16 bits (BERT, up to 256 GPUs)",
         ours: format!(
-            "{:+.2} % (standard deviation {:.2} %) at {ratio:.2} times less than in f32; QAdam {:+.2} %; 1-bit \
-             gradients into AdamW {:+.2} %",
+            "{:+.2} % (standard deviation {:.2} %) at {ratio:.2} times fewer bytes than in f32; QAdam {:+.2} \
+             %; 1-bit gradients into AdamW {:+.2} %",
             gap.mean,
             gap.sigma,
             qadam.gap(&f32).mean,

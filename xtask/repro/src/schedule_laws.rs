@@ -55,10 +55,10 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let rows = [
         ("orders that were made", count.orders, Mark::AtLeast(f64::from(rounds * 10))),
         ("sizes rejected with the reason", count.refused, Mark::None),
-        ("over the stated memory", count.over_peak, Mark::AtMost(0.0)),
-        ("not read back as printed", count.not_read_back, Mark::AtMost(0.0)),
-        ("faster than the lower bound", count.below_bound, Mark::AtMost(0.0)),
-        ("bubble different from the closed form", count.off_closed_form, Mark::AtMost(0.0)),
+        ("orders over the stated memory", count.over_peak, Mark::AtMost(0.0)),
+        ("orders not read back as printed", count.not_read_back, Mark::AtMost(0.0)),
+        ("orders faster than the lower bound", count.below_bound, Mark::AtMost(0.0)),
+        ("orders with a bubble different from the closed form", count.off_closed_form, Mark::AtMost(0.0)),
     ];
     for (metric, value, mark) in rows {
         report.row(metric, f64::from(value), "orders", mark)?;

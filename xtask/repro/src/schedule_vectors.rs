@@ -127,10 +127,7 @@ fn gpipe_7_by_12(report: &mut Report<'_>) -> Result<()> {
     Ok(())
 }
 
-#[expect(
-    clippy::redundant_closure_for_method_calls,
-    reason = "the method's path stands for one lifetime only"
-)]
+#[expect(clippy::redundant_closure_for_method_calls, reason = "a path to the method has only one lifetime")]
 fn chimera_and_hanayo(report: &mut Report<'_>) -> Result<()> {
     let halves = StageCost { input: Nanos(UNIT / 2), weight: Nanos(UNIT / 2), ..StageCost::UNIT };
     for (p, m, slots) in [(4, 4, 10.0), (4, 8, 18.0), (8, 8, 22.0)] {

@@ -39,7 +39,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         }
         let events: usize = order.lists().iter().map(Vec::len).sum();
         let chunks = order.placement().stages() / p;
-        let name = format!("{method}, {p} ranks of {chunks}, {m} microbatches");
+        let name = format!("{method}, {p} ranks of {chunks} chunks, {m} microbatches");
         report.row(&format!("{name}: makespan"), makespan.as_secs_f64() * 1e3, "units", Mark::None)?;
         report.row(&format!("{name}: ordered and checked"), made.as_secs_f64(), "s", Mark::None)?;
         report.row(&format!("{name}: simulated"), taken, "s", Mark::AtMost(2.0))?;

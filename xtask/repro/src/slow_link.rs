@@ -95,7 +95,10 @@ fn slope(report: &mut Report<'_>) -> Result<()> {
             let settings = Settings { cost: vec![stage(10)], hop: tenths(hop), ..Settings::new(p, m) };
             let bound = f64::from(m) * 3.0 + f64::from(p - 1) * (3.0 + 2.0 * hop as f64 / 10.0);
             off += (makespan(Method::OneFOneBSlope, &settings, stage(10), tenths(hop))? - bound).abs();
-            let most = peaks(&Method::OneFOneBSlope.order(&settings)?).into_iter().max().context("a rank")?;
+            let most = peaks(&Method::OneFOneBSlope.order(&settings)?)
+                .into_iter()
+                .max()
+                .context("the order has no ranks")?;
             held = held.max(f64::from(most));
         }
         let metric = format!("1f1b-mu {p}x128, c = .5, 1, 3: makespans, difference from mT+(p-1)(T+2c)");
@@ -117,7 +120,7 @@ fn chosen(report: &mut Report<'_>) -> Result<()> {
     for (name, ranks, microbatches, boundary, memory) in [
         ("c = 0", 4, 32, latency(0), None),
         ("c = 0, memory of 1f1b", 4, 32, latency(0), Some(4)),
-        ("c = 0, half of that", 4, 32, latency(0), Some(2)),
+        ("c = 0, half the memory of 1f1b", 4, 32, latency(0), Some(2)),
         ("c = 1", 8, 64, latency(10), None),
         ("c = 1, 24 activations", 8, 64, latency(10), Some(24)),
         ("c = 4, 24 activations", 8, 64, latency(40), Some(24)),

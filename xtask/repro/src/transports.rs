@@ -96,7 +96,12 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
             report.row(&name, broken(&found), "1", Mark::AtMost(0.0))?;
             others += found.iter().zip(memory).filter(|(a, b)| a.bits != b.bits).count();
         }
-        report.row(&format!("{}: ranks with other bits", way.name), others as f64, "1", Mark::AtMost(0.0))?;
+        report.row(
+            &format!("{}: ranks whose bits differ from those over memory", way.name),
+            others as f64,
+            "1",
+            Mark::AtMost(0.0),
+        )?;
     }
     if cfg!(not(feature = "mpi")) {
         return report.progress("no rows for MPI: `cargo xtask setup mpi` installs what they need");
@@ -111,6 +116,11 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
             others += other_bits(&found, memory);
         }
     }
-    report.row("mpi: ranks with other bits", others as f64, "1", Mark::AtMost(0.0))?;
+    report.row(
+        "mpi: ranks whose bits differ from those over memory",
+        others as f64,
+        "1",
+        Mark::AtMost(0.0),
+    )?;
     Ok(())
 }

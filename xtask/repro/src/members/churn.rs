@@ -116,7 +116,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             none,
         )?;
         report.row(&format!("{name}: runs whose survivors differ"), f64::from(all.apart), "1", none)?;
-        let metric = format!("{name}: runs with other bits than allowed");
+        let metric = format!("{name}: runs whose bits are not among the allowed ones");
         report.row(&metric, f64::from(all.other_bits), "1", none)?;
         let metric =
             format!("{name}: runs with a step that has the sequences of neither five nor four members");

@@ -92,7 +92,7 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         Ok(allowed.iter().any(|(other, hashes)| *other == member && hashes.contains(&left.hash)))
     };
     let seen = strike(&job, two, 4, moments, &mut same)?;
-    rows(report, "2 pipelines of 4", &seen, "runs with other bits than allowed")?;
+    rows(report, "2 pipelines of 4", &seen, "runs whose bits are not among the allowed ones")?;
 
     let job = pipelines(report.seed(), STAGES, 16)?;
     let calm = run_once(&job, STAGES, &[], &Faults::new())?;
