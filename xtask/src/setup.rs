@@ -16,8 +16,8 @@ Usage: cargo xtask setup [wgpu] [cuda] [ssh] [mpi] [slurm] [nat] [browser] [--dr
   wgpu        also a software Vulkan device, for the tests of the GPU kernels
   cuda        also LLVM 22, where the build with the feature `cuda` looks for it; otherwise it downloads an LLVM
   ssh         also an sshd, for the tests of `launch --hosts`; each starts its own on the loopback interface
-  mpi         also OpenMPI with its compiler, and libclang, for the feature `mpi`, `cargo xtask ci --only mpi` and the
-              benches `engines`, `transports` and `shared-memory`
+  mpi         also OpenMPI with its compiler, and libclang, for the feature `mpi`, `cargo xtask ci --only mpi` and
+              the benches `engines`, `transports` and `shared-memory`
   slurm       also Slurm's daemons, for the bench `engines`, which starts its own on the loopback interface
   nat         also nft and ip, for `cargo xtask bench nat`, which makes its networks with them
   browser     also Chromium and a font, for `cargo xtask ci --only browser`

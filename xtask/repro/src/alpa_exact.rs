@@ -16,7 +16,8 @@ pub(crate) const BENCH: Bench = Bench {
             machines in a fixed order with limited memory, Alpa's submeshes, PipeDream's replicas, Piper's \
             shapes, Galvatron's strategies, DAPPLE's placed replicas; so do the integer programs for Alpa's \
             operators, with and without a memory limit",
-    source: "Zheng et al. 2022; Narayanan et al. 2019; Tarnawski et al. 2021; Miao et al. 2022; Fan et al. 2021",
+    source: "Zheng et al. 2022; Narayanan et al. 2019; Tarnawski et al. 2021; Miao et al. 2022; Fan et al. \
+             2021",
     seed: 33,
     run,
 };

@@ -9,8 +9,8 @@ pub(crate) const BENCH: Bench = Bench {
     name: "async",
     claim: "with one slow worker, methods whose workers take local steps according to their speed, or do not \
             wait for each other, train on more tokens per hour and reach a lower loss in the same time",
-    source: "Gan et al. 2021, BAGUA; Liu et al. 2024, asynchronous local SGD; Ho et al. 2013, bounded staleness; \
-             Douillard et al. 2026",
+    source: "Gan et al. 2021, BAGUA; Liu et al. 2024, asynchronous local SGD; Ho et al. 2013, bounded \
+             staleness; Douillard et al. 2026",
     seed: 1337,
     run,
 };
@@ -93,8 +93,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Published {
         what: "training with one worker three times slower: tokens per hour, and loss after the same time, \
                compared with averaging at each step",
-        paper: "asynchronous local SGD matches synchronous DiLoCo per step and beats it in wall-clock time (Liu et \
-                al. 2024)",
+        paper: "asynchronous local SGD matches synchronous DiLoCo per step and beats it in wall-clock time \
+                (Liu et al. 2024)",
         ours: said.join("; "),
         setting: free.setting().command(&arms::ASYNC),
         holds: best <= 0.0,

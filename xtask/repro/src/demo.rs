@@ -59,7 +59,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let gap = many.gap(&f32);
     Published {
         what: "loss of DeMo with 32 of 4096 coefficients compared with AdamW",
-        paper: "at or below AdamW's at 300M and 1B; the authors' models of 50M and 300M converged worse with DisTrO",
+        paper: "at or below AdamW's at 300M and 1B; the authors' models of 50M and 300M converged worse with \
+                DisTrO",
         ours: format!(
             "{:+.2} % with k=32 (standard deviation {:.2} %), {:+.2} % with k=4 in one bit, {:+.2} % for Signum with \
              whole gradients",

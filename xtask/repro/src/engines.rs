@@ -20,7 +20,8 @@ pub(crate) const BENCH: Bench = Bench {
     name: "engines",
     claim: "a job that mpirun, Slurm, ssh or Kubernetes starts trains to the same bits as one that `farflung \
             launch` starts over TCP, and so does one that exchanges MPI's own messages",
-    source: "the real mpirun, srun and sshd (`cargo xtask setup mpi slurm ssh`); the variables of an indexed Job",
+    source: "the real mpirun, srun and sshd (`cargo xtask setup mpi slurm ssh`); the variables of an indexed \
+             Job",
     seed: 0,
     run,
 };

@@ -8,7 +8,8 @@ use crate::machine::{fma_peak, median, now};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "gemm",
-    claim: "f32 matrix products, square and in the shapes of nano, baby and GPT-2, run near the machine's FMA peak",
+    claim: "f32 matrix products, square and in the shapes of nano, baby and GPT-2, run near the machine's \
+            FMA peak",
     source: "Goto and van de Geijn 2008, Anatomy of High-Performance Matrix Multiplication",
     seed: 0,
     run,

@@ -62,8 +62,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Published {
         what: "training in two regions with one worker three times slower: tokens per hour, and loss, \
                compared with averaging at each step of the slowest worker",
-        paper: "up to 7.5 times faster convergence than synchronous baselines, up to 2.1 times faster than asynchronous \
-                ones (Pythia-70M to 1B, simulated regions)",
+        paper: "up to 7.5 times faster convergence than synchronous baselines, up to 2.1 times faster than \
+                asynchronous ones (Pythia-70M to 1B, simulated regions)",
         ours: format!(
             "{:.1}x the tokens per hour, loss {:+.2} %; {over:.2}x those of async on one level, loss {:+.2} %",
             two_levels.rate, two_levels.gap.mean, one_level.gap.mean

@@ -18,7 +18,8 @@ pub(crate) const BENCH: Bench = Bench {
     name: "hostile-frames",
     claim: "no mutated frame, greeting, length or control message makes its reader panic, or allocate more \
             than the received bytes justify; the memory for a peer that floods stays within its bound",
-    source: "the streams in crates/comm/tests/corpus, written after the README's WIRE section, mutated by a seeded driver",
+    source: "the streams in crates/comm/tests/corpus, written after the README's WIRE section, mutated by a \
+             seeded driver",
     seed: 0x05ee_d0f1,
     run,
 };

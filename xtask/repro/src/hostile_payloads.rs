@@ -15,8 +15,8 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "hostile-payloads",
-    claim: "no mutated payload makes a decoder panic, write outside of its output, allocate above its bound, or accept \
-            an index out of range",
+    claim: "no mutated payload makes a decoder panic, write outside of its output, allocate above its bound, \
+            or accept an index out of range",
     source: "crates/compress/tests/corpus: a payload of 40 values for each decoder, mutated by a seeded driver",
     seed: 0x05ee_d0f0,
     run,

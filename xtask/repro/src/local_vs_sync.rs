@@ -10,8 +10,8 @@ pub(crate) const BENCH: Bench = Bench {
     name: "local-vs-sync",
     claim: "H local steps divide by H the bytes that are sent and the time that averages add to a step; \
             outer steps, eager or not, end near the loss of averaging at each step",
-    source: "Lin et al. 2020, local SGD; Together 2022, GPT-JT; Kale et al. 2025, eager updates; Ghosh et al. 2021, \
-             EventGraD",
+    source: "Lin et al. 2020, local SGD; Together 2022, GPT-JT; Kale et al. 2025, eager updates; Ghosh et \
+             al. 2021, EventGraD",
     seed: 1337,
     run,
 };
@@ -99,7 +99,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         ours: format!("{volume:.1}x, {with:.0} % where averages at each step add {without:.0} %; loss {:+.2} %", gap(&arms::LOCAL_50)),
         setting: lab.setting().command(&arms::LOCAL_50),
         holds: with <= OVERHEAD && (volume / 50.0 - 1.0).abs() <= 0.05 && gap(&arms::LOCAL_50) <= 3.0,
-        note: "a link on which an average takes 14.5 times as long as a step's computing, as in the published run",
+        note: "a link on which an average takes 14.5 times as long as a step's computing, as in the \
+               published run",
     }
     .record(report);
     Published {

@@ -14,7 +14,8 @@ pub(crate) const BENCH: Bench = Bench {
     name: "schedule-vectors",
     claim: "every schedule equals the published list and has the published makespans, bubbles and peaks, and \
             TeraPipe's slices are optimal",
-    source: "the papers named at each method in farflung-parallel; lists of PyTorch, zbpp and DualPipe's repositories",
+    source: "the papers named at each method in farflung-parallel; lists of PyTorch, zbpp and DualPipe's \
+             repositories",
     seed: 0,
     run,
 };

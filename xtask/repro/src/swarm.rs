@@ -20,7 +20,8 @@ pub(crate) const BENCH: Bench = Bench {
             pool computes for at least 90% of a pass, and a pass takes less time than in whole pipelines of \
             the same machines, with the same losses; how the use of a stage depends on its width follows the \
             square-cube law",
-    source: "Ryabinin et al. 2023, SWARM: less than 200 Mbit/s between preemptible devices, 8 bits, square-cube law",
+    source: "Ryabinin et al. 2023, SWARM: less than 200 Mbit/s between preemptible devices, 8 bits, \
+             square-cube law",
     seed: 1337,
     run,
 };

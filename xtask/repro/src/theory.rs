@@ -14,7 +14,8 @@ pub(crate) const BENCH: Bench = Bench {
     claim: "codecs of boundaries lose less than AQ-SGD's condition allows; on a noisy quadratic, the cost of \
             compression with feedback, of staleness and of gossip falls as 1/T, faster than the 1/sqrt(nT) \
             of exact averages",
-    source: "Wang et al. 2022, AQ-SGD, Theorem 3.1; Stich and Karimireddy 2020 (feedback, delays); Lian et al. 2017",
+    source: "Wang et al. 2022, AQ-SGD, Theorem 3.1; Stich and Karimireddy 2020 (feedback, delays); Lian et \
+             al. 2017",
     seed: 1337,
     run,
 };

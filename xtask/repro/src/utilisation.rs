@@ -168,7 +168,8 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     }
     Published {
         what: "share of the time that machines on several continents spend computing with DiLoCo",
-        paper: "90 to 95 % (1.1 B, H=500, f16, two continents); 83 to 96 % (10 B, H=100, int8, three continents)",
+        paper: "90 to 95 % (1.1 B, H=500, f16, two continents); 83 to 96 % (10 B, H=100, int8, three \
+                continents)",
         ours: said.join("; "),
         setting: format!(
             "farflung train --layers 2 --heads 2 --dim 64 --context 32 --batch 1 --workers {WORKERS} --transport simulated \

@@ -17,10 +17,11 @@ use crate::workers::{Over, again, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "wan-step",
-    claim: "a method whose averages arrive a step late takes no longer for a step than the longer of computing and \
-            sending",
-    source: "Wang et al. 2023, CocktailSGD; Koloskova et al. 2019, CHOCO-SGD; Douillard et al. 2025; the hooks of PyTorch's \
-             DDP: `ddp_link.sh 100:10 \"none fp16 powersgd4 q8\" 6`, its lines with --against",
+    claim: "a method whose averages arrive a step late takes no longer for a step than the longer of \
+            computing and sending",
+    source: "Wang et al. 2023, CocktailSGD; Koloskova et al. 2019, CHOCO-SGD; Douillard et al. 2025; the \
+             hooks of PyTorch's DDP: `ddp_link.sh 100:10 \"none fp16 powersgd4 q8\" 6`, its lines with \
+             --against",
     seed: 1337,
     run,
 };

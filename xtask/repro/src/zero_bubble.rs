@@ -10,8 +10,8 @@ pub(crate) const BENCH: Bench = Bench {
     name: "zero-bubble",
     claim: "with equal F, I and W on 8 ranks and 24 microbatches, ZB-H2 trains 1.29 times as fast as 1F1B \
             over consecutive steps; the V schedules hold 1, a half and a third of the activations of 1F1B",
-    source: "Qi et al. 2023, Zero Bubble Pipeline Parallelism; Qi et al. 2024, Pipeline Parallelism with Controllable \
-             Memory",
+    source: "Qi et al. 2023, Zero Bubble Pipeline Parallelism; Qi et al. 2024, Pipeline Parallelism with \
+             Controllable Memory",
     seed: 0,
     run,
 };
