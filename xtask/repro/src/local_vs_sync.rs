@@ -96,7 +96,10 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Published {
         what: "volume and overhead of averages every 50 steps, at 1 Gbit/s",
         paper: "633 TB become 12.7 TB per machine (49.8x), about 30 % overhead (GPT-JT, 6B, four machines)",
-        ours: format!("{volume:.1}x, {with:.0} % where averages at each step add {without:.0} %; loss {:+.2} %", gap(&arms::LOCAL_50)),
+        ours: format!(
+            "{volume:.1}x, {with:.0} % where averages at each step add {without:.0} %; loss {:+.2} %",
+            gap(&arms::LOCAL_50)
+        ),
         setting: lab.setting().command(&arms::LOCAL_50),
         holds: with <= OVERHEAD && (volume / 50.0 - 1.0).abs() <= 0.05 && gap(&arms::LOCAL_50) <= 3.0,
         note: "a link on which an average takes 14.5 times as long as a step's computing, as in the \
