@@ -7,31 +7,34 @@ use anyhow::{Context, Result, ensure};
 use crate::{setup, shell};
 
 pub(crate) const HELP: &str = "\
-Run the reproductions of xtask/repro in release: every claim that we make, measured.
+Run the benches of xtask/repro in release mode. Each bench measures one claim.
 
 Usage: cargo xtask bench [NAME... | --all] [--quick | --long] [--json] [--report] [--against PEERS.jsonl]
                          [--beside COMMAND]
        cargo xtask bench --list
 
-  NAME...         only these benches; all of them without a name
-  --all           all of them, said aloud
-  --report        write what they measured to docs/: the records, reproductions.md, choosing.md and two
-                  charts; benches that did not run keep their records
-  --quick         shorter runs: at most a minute a bench instead of 5
-  --long          as long as a bench wants, as `diloco` with H=500
-  --json          an object a line: bench, metric, value, unit, mark, pass, claim, seed
-  --against FILE  the JSON lines that the peers' scripts print; adds the ratio rows
+  NAME...         run only these benches; without a name, all of them
+  --all           run all of them, as without a name
+  --report        write the results to docs/: the records, reproductions.md, choosing.md and two charts;
+                  the records of benches that did not run are kept
+  --quick         shorter runs: at most one minute per bench instead of 5
+  --long          runs without a time limit, as `diloco-500` needs for its 10,000 steps
+  --json          print one JSON object per line: bench, metric, value, unit, mark, pass, claim, seed
+  --against FILE  a file of the JSON lines that the scripts of other systems print; adds the rows that
+                  compare with these systems
   --beside COMMAND
-                  gpt-step: a peer's command, run by `sh` before each turn with the model in $CONFIG and the threads in
-                  $THREADS; what it prints joins FILE, so that both sides have the same minutes
-  --cuda          build with CUDA, which devices' benches then run on
-  --iroh          build with the transport iroh, which `transports` and `collective-laws` then have, too; `nat`
-                  implies it
-  --list          the benches, with their claims and sources
+                  for gpt-step: a command that measures another system. `sh` runs it before each turn, with
+                  the model in $CONFIG and the number of threads in $THREADS. The lines that it prints are
+                  added to FILE, so that both systems are measured in the same minutes
+  --cuda          build with CUDA, on which the benches of devices then run
+  --iroh          build with the transport iroh, which `transports` and `collective-laws` then include;
+                  `nat` implies it
+  --list          list the benches, with their claims and sources
 
-Without a name, those run that need no GPU's interface. device-parity, device-train and gpu are built with the feature `wgpu`
-when they are named; with `--cuda` also with `cuda` (`cargo xtask setup cuda` first), and run on the first NVIDIA GPU.
-engines and transports are built with the feature `mpi` when they are named and MPI is here (`cargo xtask setup mpi`).
+Without a name, the benches run that need no GPU interface. device-parity, device-train and gpu are built with
+the feature `wgpu` when they are named; with `--cuda` also with `cuda` (first run `cargo xtask setup cuda`), and
+then run on the first NVIDIA GPU. engines and transports are built with the feature `mpi` when they are named
+and MPI is installed (`cargo xtask setup mpi`).
 
 Exit code: 0, 1 if a marked row fails or a bench cannot run, 2 for a wrong command line.
 

@@ -102,7 +102,7 @@ pub(crate) fn check() -> Result<()> {
     browser.wait_for("the page shows a step", "Number(document.body?.dataset.step) > 0", PATIENCE)?;
     let step = browser.value("Number(document.body.dataset.step)")?;
     browser.wait_for(
-        "it shows a later one",
+        "the page shows a later step",
         &format!("Number(document.body.dataset.step) > {step}"),
         PATIENCE,
     )?;
@@ -129,11 +129,14 @@ pub(crate) fn check() -> Result<()> {
     let heard = &browser.heard;
     ensure!(heard.errors.is_empty(), "the console has errors:\n  {}", heard.errors.join("\n  "));
     let outside = heard.requests.iter().find(|url| !url.starts_with(&address) && !url.starts_with("data:"));
-    ensure!(outside.is_none(), "the page asked {outside:?}");
-    println!("browser: {} requests, all of the page's own; no error in the console", heard.requests.len());
+    ensure!(outside.is_none(), "the page requested {outside:?}, which is not its own server");
+    println!(
+        "browser: {} requests, all to the page's own server; no error in the console",
+        heard.requests.len()
+    );
     drop(watching);
     let said = "!document.getElementById('connection').hidden";
-    browser.wait_for("it says that nobody answers any more", said, PATIENCE)?;
+    browser.wait_for("the page says that the server no longer answers", said, PATIENCE)?;
 
     ensure!(picture.len() < LARGEST, "the picture has {} bytes, at most {LARGEST}", picture.len());
     let documented = shell::root().join("docs/watch.png");
@@ -166,9 +169,12 @@ fn watch(binary: &Path, run: &Path) -> Result<(Process, String)> {
         .stdout(Stdio::piped());
     let mut child = command.spawn().context("failed to start farflung watch")?;
     let mut line = String::new();
-    let stdout = child.stdout.take().context("its output is a pipe")?;
+    let stdout = child.stdout.take().context("stdout is not piped")?;
     BufReader::new(stdout).read_line(&mut line)?;
-    ensure!(line.starts_with("http://127.0.0.1:"), "farflung watch said {line:?}");
+    ensure!(
+        line.starts_with("http://127.0.0.1:"),
+        "farflung watch printed {line:?}, expected the page's address"
+    );
     Ok((Process(child), line.trim().to_owned()))
 }
 
@@ -224,17 +230,20 @@ fn an_event_appears(browser: &mut Browser, run: &Path) -> Result<()> {
     browser.wait_for("an event appears", &format!("{newest}.startsWith({expected})"), PATIENCE)?;
     file.write_all(b"\xff not an event\n")?;
     let problem = "document.getElementById('problems').textContent.includes('events.jsonl: 1 line left out')";
-    browser.wait_for("the garbage is counted", problem, PATIENCE)?;
+    browser.wait_for("the invalid line is counted", problem, PATIENCE)?;
     let taken = browser.value("document.querySelectorAll('img, #events script').length + document.title")?;
     if taken != "0homes · farflung" {
-        bail!("a text of a file became markup: {taken}");
+        bail!("text from a file was treated as markup: {taken}");
     }
     // Restore the file for the screenshots that follow.
     let text = fs::read(&path)?;
-    let kept = text.windows(line.len()).position(|window| window == line.as_bytes()).context("the event")?;
+    let kept = text
+        .windows(line.len())
+        .position(|window| window == line.as_bytes())
+        .context("events.jsonl no longer has the event")?;
     fs::write(&path, &text[..kept])?;
-    browser.wait_for("the file is read anew", "document.getElementById('problems').hidden", PATIENCE)?;
-    println!("browser: an event appeared when its line was whole; its text stayed text");
+    browser.wait_for("the file is read again", "document.getElementById('problems').hidden", PATIENCE)?;
+    println!("browser: an event appeared when its line was complete; its text was not treated as markup");
     Ok(())
 }
 
@@ -245,7 +254,7 @@ fn it_fits(browser: &mut Browser, folder: &Path) -> Result<()> {
         let wide = browser.value("document.documentElement.scrollWidth")?;
         ensure!(
             wide.as_u64().is_some_and(|wide| wide <= width.into()),
-            "the page is {wide} wide on a screen of {width}"
+            "the page is {wide} pixels wide on a screen of {width}"
         );
         let path = folder.join(format!("{width}-{scheme}.png"));
         fs::write(path, browser.picture()?)?;

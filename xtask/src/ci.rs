@@ -15,8 +15,8 @@ Usage: cargo xtask ci [--from STEP | --only STEP[,STEP...]]
        cargo xtask ci --list
 
   --from STEP    begin at this step
-  --only STEPS   only these steps
-  --list         the steps, with what each does
+  --only STEPS   run only these steps
+  --list         list the steps, with what each checks
 
 Examples:
   cargo xtask ci
@@ -42,7 +42,7 @@ const STEPS: &[Step] = &[
     Step { name: "doc", what: "the documentation, warnings as errors", run: doc },
     Step {
         name: "features",
-        what: "each crate with no feature and with each light one alone",
+        what: "each crate without features, and with each light feature alone",
         run: features::check,
     },
     Step {
@@ -62,21 +62,30 @@ const STEPS: &[Step] = &[
     },
     Step {
         name: "bench",
-        what: "the short benches whose marks no clock of this machine decides",
+        what: "the short form of the benches whose marks do not depend on this machine's clock",
         run: bench::check,
     },
     Step {
         name: "browser",
-        what: "the page of `farflung watch` in headless Chromium, which is installed where it is missing",
+        what: "the page of `farflung watch` in headless Chromium, which is installed if it is missing",
         run: browser::check,
     },
     Step {
         name: "mpi",
-        what: "the feature `mpi`: lints, tests and the bench `transports` under mpirun, which is installed where it is missing",
+        what: "the feature `mpi`: lints, tests and the bench `transports` under mpirun, which is installed \
+               if it is missing",
         run: mpi,
     },
-    Step { name: "deps", what: "the arrows between the crates", run: deps::check },
-    Step { name: "tidy", what: "what no compiler checks: headers, sizes, stubs, paths", run: tidy::check },
+    Step {
+        name: "deps",
+        what: "the allowed dependencies between crates, and circles between files",
+        run: deps::check,
+    },
+    Step {
+        name: "tidy",
+        what: "rules that no compiler checks: headers, sizes, stubs, paths",
+        run: tidy::check,
+    },
 ];
 
 pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
@@ -92,7 +101,10 @@ pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
         let start = now();
         (step.run)().with_context(|| {
             let name = step.name;
-            format!("step {name} failed; repeat it: cargo xtask ci --only {name}; go on: cargo xtask ci --from {name}")
+            format!(
+                "step {name} failed; to repeat it: cargo xtask ci --only {name}; to continue: cargo \
+                     xtask ci --from {name}"
+            )
         })?;
         let taken = now() - start;
         println!("== {}: ok in {}\n", step.name, seconds(taken));
@@ -123,11 +135,11 @@ fn choose(args: &[String]) -> Result<Vec<&'static Step>> {
             chosen.dedup();
             Ok(chosen.into_iter().map(|i| &STEPS[i]).collect())
         }
-        _ => Err(crate::Usage(format!("cannot make sense of `{}`", args.join(" "))).into()),
+        _ => Err(crate::Usage(format!("invalid arguments `{}`", args.join(" "))).into()),
     }
 }
 
-#[expect(clippy::disallowed_methods, reason = "a binary that tells people how long its steps took")]
+#[expect(clippy::disallowed_methods, reason = "the time of each step is printed")]
 fn now() -> Instant {
     Instant::now()
 }

@@ -10,19 +10,18 @@ use crate::files::{Circle, Files};
 use crate::workspace::{Dependency, Kind, Package, Workspace};
 
 pub(crate) const HELP: &str = "\
-Check that crates depend on each other only along the allowed arrows, and that no files do in a circle; print the graph of
-crates.
+Check the dependencies between crates, and that no files depend on each other in a circle; print the graph.
 
 Usage: cargo xtask deps
 
-Checked for normal and build dependencies, also optional ones:
-  - every edge between crates of the workspace is one of the arrows;
-  - optim names comm only behind its feature `sync`;
-  - base depends on nothing but, behind a feature, serde;
-  - cubecl, cubek and wgpu are named by tensor alone, and sockets and async runtimes by comm and farflung alone.
-  - no files of a library depend on each other in a circle: what both need goes into a file below them. A module may use
-    the files of its own folder, and error.rs the values that errors carry.
-A dev-dependency may name any crate of a lower layer:
+Checked for normal and build dependencies, including optional ones:
+  - every dependency between crates of the workspace is in the table ARROWS;
+  - optim depends on comm only with its feature `sync`;
+  - base depends only on serde, with a feature;
+  - only tensor depends on cubecl, cubek and wgpu; only comm and farflung on sockets and async runtimes.
+No files of a library may depend on each other in a circle: what both need goes into a file below them. A module
+may use the files of its own folder, and error.rs the values that errors carry.
+A dev-dependency may be any crate of a lower layer:
   base < tensor, comm, parallel, compress < optim, zoo < farflung < farflung-repro
 
 Examples:
@@ -118,7 +117,7 @@ pub(crate) fn check() -> Result<()> {
     if !violations.is_empty() {
         bail!("{} dependencies are not allowed:\n  {}", violations.len(), violations.join("\n  "));
     }
-    println!("deps: {} packages, every arrow allowed", packages.len());
+    println!("deps: {} packages, all dependencies allowed", packages.len());
     check_files(&packages)
 }
 
@@ -136,13 +135,13 @@ fn check_files(packages: &[Package]) -> Result<()> {
     let new = found.iter().filter(|circle| !TO_CUT.iter().any(|line| is(circle, line)));
     let mut wrong: Vec<_> = new.map(|(name, circle)| format!("{name}:\n    {circle}")).collect();
     let gone = TO_CUT.iter().filter(|line| !found.iter().any(|circle| is(circle, line)));
-    wrong.extend(
-        gone.map(|(name, files)| format!("{name}: no circle of {}: take it out of TO_CUT", files.join(", "))),
-    );
+    wrong.extend(gone.map(|(name, files)| {
+        format!("{name}: there is no circle of {} any more: remove it from TO_CUT", files.join(", "))
+    }));
     if !wrong.is_empty() {
         bail!("{} circles between files:\n  {}", wrong.len(), wrong.join("\n  "));
     }
-    println!("deps: no circle between files but {} that are still to be cut", TO_CUT.len());
+    println!("deps: no circles between files, except {} that are still to be removed", TO_CUT.len());
     Ok(())
 }
 
@@ -167,7 +166,7 @@ fn graph(packages: &[Package]) -> String {
         for (label, kinds, inside) in [
             (" -> ", &[Kind::Normal, Kind::Build][..], true),
             (" | dev: ", &[Kind::Dev], true),
-            (" | foreign: ", &[Kind::Normal, Kind::Build], false),
+            (" | external: ", &[Kind::Normal, Kind::Build], false),
         ] {
             let names = list(package, kinds, inside);
             if !names.is_empty() {
@@ -208,7 +207,7 @@ fn edge(package: &Package, from: &Arrow, dependency: &Dependency) -> Option<Stri
     }
     if !from.to.contains(&to.as_str()) {
         let optional = if dependency.optional { " (optional)" } else { "" };
-        return Some(format!("{name} -> {to}{optional}: no such arrow"));
+        return Some(format!("{name} -> {to}{optional}: not among the allowed dependencies"));
     }
     let (.., gate) = GATED.iter().find(|(a, b, _)| a == name && b == to)?;
     if !dependency.optional {
@@ -217,7 +216,9 @@ fn edge(package: &Package, from: &Arrow, dependency: &Dependency) -> Option<Stri
     let other = package.features.iter().find(|(feature, enables)| {
         feature != gate && enables.iter().any(|item| turns_on(item, &dependency.alias))
     });
-    other.map(|(feature, _)| format!("{name} -> {to}: feature `{feature}` turns it on, only `{gate}` may"))
+    other.map(|(feature, _)| {
+        format!("{name} -> {to}: enabled by feature `{feature}`, only `{gate}` may enable it")
+    })
 }
 
 /// Returns whether an entry of a feature enables the optional dependency (`name?/feature` does not).
@@ -230,11 +231,11 @@ fn turns_on(item: &str, alias: &str) -> bool {
 fn foreign(package: &Package, dependency: &Dependency) -> Option<String> {
     let (name, to) = (&package.name, &dependency.name);
     if name == "farflung-base" && !(to == "serde" && dependency.optional) {
-        return Some(format!("{name} -> {to}: base depends on nothing but an optional serde"));
+        return Some(format!("{name} -> {to}: base may depend only on an optional serde"));
     }
     let (prefix, allowed) = CONFINED.iter().find(|(prefix, _)| to.starts_with(prefix))?;
     let confined = !allowed.contains(&name.as_str());
-    confined.then(|| format!("{name} -> {to}: `{prefix}` is for {} alone", allowed.join(" and ")))
+    confined.then(|| format!("{name} -> {to}: `{prefix}` may be used only by {}", allowed.join(" and ")))
 }
 
 #[cfg(test)]
@@ -306,21 +307,24 @@ mod tests {
     fn an_edge_that_is_no_arrow_is_refused() {
         refused(
             package("farflung-compress", &["farflung-tensor"], &[]),
-            "farflung-compress -> farflung-tensor: no such arrow",
+            "farflung-compress -> farflung-tensor: not among the allowed dependencies",
         );
         refused(
             package("farflung-comm", &["farflung-compress?"], &[]),
-            "farflung-comm -> farflung-compress (optional): no such arrow",
+            "farflung-comm -> farflung-compress (optional): not among the allowed dependencies",
         );
         refused(
             package("farflung-zoo", &["build:farflung-optim"], &[]),
-            "farflung-zoo -> farflung-optim: no such arrow",
+            "farflung-zoo -> farflung-optim: not among the allowed dependencies",
         );
         refused(
             package("farflung-repro", &["farflung", "farflung-comm"], &[]),
-            "farflung-repro -> farflung-comm: no such arrow",
+            "farflung-repro -> farflung-comm: not among the allowed dependencies",
         );
-        refused(package("xtask", &["farflung-base"], &[]), "xtask -> farflung-base: no such arrow");
+        refused(
+            package("xtask", &["farflung-base"], &[]),
+            "xtask -> farflung-base: not among the allowed dependencies",
+        );
     }
 
     #[test]
@@ -346,7 +350,7 @@ mod tests {
         for item in ["dep:farflung-comm", "farflung-comm", "farflung-comm/tcp"] {
             refused(
                 package("farflung-optim", &["farflung-comm?"], &[("zero", &[item])]),
-                "farflung-optim -> farflung-comm: feature `zero` turns it on, only `sync` may",
+                "farflung-optim -> farflung-comm: enabled by feature `zero`, only `sync` may enable it",
             );
         }
         let weak = package("farflung-optim", &["farflung-comm?"], &[("tcp", &["farflung-comm?/tcp"])]);
@@ -355,7 +359,7 @@ mod tests {
 
     #[test]
     fn base_stands_on_std_alone() {
-        let expected = |to| format!("farflung-base -> {to}: base depends on nothing but an optional serde");
+        let expected = |to| format!("farflung-base -> {to}: base may depend only on an optional serde");
         refused(package("farflung-base", &["thiserror"], &[]), &expected("thiserror"));
         refused(package("farflung-base", &["serde"], &[]), &expected("serde"));
         refused(package("farflung-base", &["build:cc"], &[]), &expected("cc"));
@@ -365,11 +369,11 @@ mod tests {
     fn devices_and_sockets_stay_where_they_belong() {
         refused(
             package("farflung-zoo", &["cubecl-core?"], &[]),
-            "farflung-zoo -> cubecl-core: `cubecl` is for farflung-tensor alone",
+            "farflung-zoo -> cubecl-core: `cubecl` may be used only by farflung-tensor",
         );
         refused(
             package("farflung-tensor", &["tokio"], &[]),
-            "farflung-tensor -> tokio: `tokio` is for farflung-comm and farflung alone",
+            "farflung-tensor -> tokio: `tokio` may be used only by farflung-comm and farflung",
         );
     }
 
@@ -389,8 +393,8 @@ mod tests {
         ];
         assert_eq!(
             graph(&packages),
-            "farflung-base      | foreign: serde?\n\
-             farflung-comm      -> farflung-base | dev: farflung-base | foreign: rustix\n"
+            "farflung-base      | external: serde?\n\
+             farflung-comm      -> farflung-base | dev: farflung-base | external: rustix\n"
         );
     }
 }

@@ -30,15 +30,15 @@ pub(crate) fn manifests(root: &Path) -> Result<Vec<PathBuf>> {
 pub(crate) fn check() -> Result<()> {
     let manifests = manifests(&shell::root())?;
     if manifests.is_empty() {
-        println!("examples: there is none yet");
+        println!("examples: there are none");
     }
     let packages = Unpacked::new()?;
     let target = packages.folder.join("target-of-examples");
     let target = target.to_str().context("the target folder's path is not UTF-8")?;
     for manifest in &manifests {
-        let original = manifest.parent().expect("a manifest lies in a folder");
+        let original = manifest.parent().expect("a manifest is in a folder");
         let manifest = packages.project(original).with_context(|| original.display().to_string())?;
-        let folder = manifest.parent().expect("a manifest lies in a folder");
+        let folder = manifest.parent().expect("a manifest is in a folder");
         let path = manifest.to_str().context("an example's path is not UTF-8")?;
         let cargo =
             |verb| shell::cargo(&[verb, "--release", "--manifest-path", path, "--target-dir", target]);

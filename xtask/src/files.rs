@@ -45,7 +45,7 @@ impl Files {
     }
 
     fn read_folder(&mut self, folder: &Path, module: &[String]) -> Result<()> {
-        let entries = fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;
+        let entries = fs::read_dir(folder).with_context(|| format!("failed to read {}", folder.display()))?;
         for entry in entries {
             let path = entry?.path();
             let name = path.file_stem().and_then(|name| name.to_str()).unwrap_or_default().to_owned();
@@ -59,8 +59,8 @@ impl Files {
             if path.is_dir() {
                 self.read_folder(&path, &own)?;
             } else if path.extension().is_some_and(|extension| extension == "rs") {
-                let text =
-                    fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+                let text = fs::read_to_string(&path)
+                    .with_context(|| format!("failed to read {}", path.display()))?;
                 self.codes.insert(own, Code::read(&text));
             }
         }

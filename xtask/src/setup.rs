@@ -8,22 +8,23 @@ use anyhow::{Context, Result, bail};
 use crate::shell;
 
 pub(crate) const HELP: &str = "\
-Install what builds and tests need on a Debian machine, where it is missing.
+Install the packages that builds and tests need on a Debian machine, if they are missing.
 
 Usage: cargo xtask setup [wgpu] [cuda] [ssh] [mpi] [slurm] [nat] [browser] [--dry-run]
 
   (nothing)   a C compiler (for zstd) and git (for `cargo xtask tidy`)
   wgpu        also a software Vulkan device, for the tests of the GPU kernels
-  cuda        also LLVM 22 where the feature `cuda` looks for its LLVM, which it would download otherwise
-  ssh         also an sshd, for the tests of `launch --hosts`; each starts its own on the loopback
-  mpi         also OpenMPI with its compiler, and libclang, for the feature `mpi`, `cargo xtask ci --only mpi` and the
-              benches `engines`, `transports` and `shared-memory`
-  slurm       also Slurm's daemons, for the same; it starts its own on the loopback
-  nat         also nft, for `cargo xtask bench nat`, which makes routers with it
+  cuda        also LLVM 22, where the build with the feature `cuda` looks for it; otherwise it downloads an LLVM
+  ssh         also an sshd, for the tests of `launch --hosts`; each starts its own on the loopback interface
+  mpi         also OpenMPI with its compiler, and libclang, for the feature `mpi`, `cargo xtask ci --only mpi` and
+              the benches `engines`, `transports` and `shared-memory`
+  slurm       also Slurm's daemons, for the bench `engines`, which starts its own on the loopback interface
+  nat         also nft and ip, for `cargo xtask bench nat`, which makes its networks with them
   browser     also Chromium and a font, for `cargo xtask ci --only browser`
-  --dry-run   say what is missing, install nothing, and fail if anything is
+  --dry-run   print what is missing, install nothing, and fail if something is missing
 
-rustfmt and clippy come with the toolchain, cargo-nextest is used where it is there: neither is installed here.
+rustfmt and clippy come with the toolchain; cargo-nextest is used if it is installed. This command installs
+none of them.
 
 Examples:
   cargo xtask setup
@@ -40,7 +41,11 @@ struct Need {
 
 const BASE: &[Need] = &[
     Need { package: "gcc", probe: &["cc", "--version"], what_for: "the C code of zstd" },
-    Need { package: "libc6-dev", probe: &["test", "-e", "/usr/include/stdio.h"], what_for: "its headers" },
+    Need {
+        package: "libc6-dev",
+        probe: &["test", "-e", "/usr/include/stdio.h"],
+        what_for: "the headers of the C library",
+    },
     Need { package: "git", probe: &["git", "--version"], what_for: "the list of files that tidy reads" },
 ];
 
@@ -55,7 +60,11 @@ const WGPU: &[Need] = &[
 
 const SSH: &[Need] = &[
     Need { package: "openssh-client", probe: &["test", "-x", "/usr/bin/ssh"], what_for: "launch --hosts" },
-    Need { package: "openssh-server", probe: &["test", "-x", "/usr/sbin/sshd"], what_for: "its tests" },
+    Need {
+        package: "openssh-server",
+        probe: &["test", "-x", "/usr/sbin/sshd"],
+        what_for: "the tests of `launch --hosts`",
+    },
 ];
 
 const MPI: &[Need] = &[
@@ -68,7 +77,7 @@ const MPI: &[Need] = &[
     Need {
         package: "libclang-dev",
         probe: &["sh", "-c", "ls /usr/lib/llvm-*/lib/libclang*.so* || ls /usr/lib*/libclang*.so*"],
-        what_for: "its binding, which is made of MPI's headers",
+        what_for: "the Rust binding of MPI, generated from its headers",
     },
 ];
 
@@ -91,7 +100,7 @@ const BROWSER: &[Need] = &[
     Need {
         package: "fonts-inter",
         probe: &["dpkg", "-s", "fonts-inter"],
-        what_for: "its letters in pictures",
+        what_for: "the font of the page's screenshots",
     },
 ];
 
@@ -102,11 +111,27 @@ const CUDA: &[Need] = &[
         probe: &["dpkg", "-s", "llvm-22-dev"],
         what_for: "the compiler of kernels",
     },
-    Need { package: "libpolly-22-dev", probe: &["dpkg", "-s", "libpolly-22-dev"], what_for: "a part of it" },
-    Need { package: "libz3-dev", probe: &["dpkg", "-s", "libz3-dev"], what_for: "what it links" },
-    Need { package: "libzstd-dev", probe: &["dpkg", "-s", "libzstd-dev"], what_for: "likewise" },
-    Need { package: "libxml2-dev", probe: &["dpkg", "-s", "libxml2-dev"], what_for: "likewise" },
-    Need { package: "zlib1g-dev", probe: &["dpkg", "-s", "zlib1g-dev"], what_for: "likewise" },
+    Need {
+        package: "libpolly-22-dev",
+        probe: &["dpkg", "-s", "libpolly-22-dev"],
+        what_for: "a library that LLVM needs",
+    },
+    Need { package: "libz3-dev", probe: &["dpkg", "-s", "libz3-dev"], what_for: "a library that LLVM needs" },
+    Need {
+        package: "libzstd-dev",
+        probe: &["dpkg", "-s", "libzstd-dev"],
+        what_for: "a library that LLVM needs",
+    },
+    Need {
+        package: "libxml2-dev",
+        probe: &["dpkg", "-s", "libxml2-dev"],
+        what_for: "a library that LLVM needs",
+    },
+    Need {
+        package: "zlib1g-dev",
+        probe: &["dpkg", "-s", "zlib1g-dev"],
+        what_for: "a library that LLVM needs",
+    },
 ];
 
 /// Folder in which cubecl's build looks for an LLVM before it downloads one, relative to the user's data
@@ -158,7 +183,10 @@ pub(crate) fn vulkan() -> Result<()> {
     if !cfg!(target_os = "linux") || driver && libraries.contains("libvulkan.so.1") {
         return Ok(());
     }
-    println!("there is no Vulkan driver: installing a software one (`--no-wgpu` goes without)");
+    println!(
+        "there is no Vulkan driver: installing a software one (`--no-wgpu` leaves out the tests that \
+              need it)"
+    );
     install(&WGPU.iter().collect::<Vec<_>>(), false)
 }
 
@@ -187,7 +215,7 @@ fn install(needs: &[&Need], dry_run: bool) -> Result<()> {
     let mut missing = Vec::new();
     for need in needs {
         let there = need.is_there();
-        println!("{:<20} {:<8} {}", need.package, if there { "there" } else { "missing" }, need.what_for);
+        println!("{:<20} {:<8} {}", need.package, if there { "present" } else { "missing" }, need.what_for);
         if !there {
             missing.push(need.package);
         }
@@ -217,22 +245,22 @@ fn llvm_folder(dry_run: bool) -> Result<()> {
     let folder = data.or_else(home).context("neither XDG_DATA_HOME nor HOME is set")?.join(LLVM_FOLDER);
     let mark = folder.join(".tracel-llvm-installed");
     if mark.is_file() {
-        println!("setup: {} is there", folder.display());
+        println!("setup: {} exists", folder.display());
         return Ok(());
     }
     if dry_run {
-        bail!("missing: {}; `cargo xtask setup cuda` makes it", folder.display());
+        bail!("missing: {}; `cargo xtask setup cuda` creates it", folder.display());
     }
     let config = folder.join("bin/llvm-config");
     std::fs::create_dir_all(folder.join("bin"))
-        .with_context(|| format!("failed to make {}", folder.display()))?;
+        .with_context(|| format!("failed to create {}", folder.display()))?;
     std::fs::write(&config, LLVM_CONFIG).with_context(|| format!("failed to write {}", config.display()))?;
     let path = config.to_string_lossy();
     shell::run(&mut shell::command("chmod", &["+x", &path]))?;
     shell::run(&mut shell::command(&path, &["--version"]))?;
     // Written last: the build ignores the folder without this file.
     std::fs::write(&mark, "").with_context(|| format!("failed to write {}", mark.display()))?;
-    println!("setup: {} stands in for the LLVM that would be downloaded", folder.display());
+    println!("setup: {} replaces the LLVM that would be downloaded", folder.display());
     Ok(())
 }
 

@@ -12,14 +12,14 @@ Run the tests of every crate, then the doc tests.
 
 Usage: cargo xtask test [--doc] [--no-wgpu] [ARGS...]
 
-  --doc      only the doc tests
-  --no-wgpu  leave out the tests of the GPU kernels, which take a Vulkan driver; a software one will do, and is
-             installed where there is none (`cargo xtask setup wgpu`)
-  -p NAME    only this crate's tests and doc tests (may be repeated)
-  ARGS       anything else goes to the runner (cargo-nextest where it is installed, else `cargo test`);
-             the doc tests are left out then
+  --doc      run only the doc tests
+  --no-wgpu  leave out the tests of the GPU kernels. They need a Vulkan driver; if there is none, a software
+             driver is installed (`cargo xtask setup wgpu`)
+  -p NAME    run only this crate's tests and doc tests (may be repeated)
+  ARGS       all other arguments are passed to the test runner (cargo-nextest if it is installed, otherwise
+             `cargo test`); the doc tests do not run then
 
-Without -p, every light feature of every crate is on, and wgpu.
+Without -p, every light feature of every crate is enabled, and wgpu.
 The last line counts everything that ran: `tests: 120 passed, 0 failed, 0 skipped`.
 
 Examples:
@@ -134,7 +134,7 @@ fn docs(plan: &Plan, tally: &mut Tally) -> Result<()> {
     let workspace = Workspace::load()?;
     let has_library = |name: &String| workspace.package(name).is_none_or(|p| p.has_library);
     if !plan.packages.is_empty() && !plan.packages.iter().any(has_library) {
-        eprintln!("no library among {}: no doc tests", plan.packages.join(", "));
+        eprintln!("no doc tests: there is no library among {}", plan.packages.join(", "));
         return Ok(());
     }
     let [_, docs] = runners();

@@ -9,19 +9,19 @@ use anyhow::{Context, Result, bail};
 use crate::shell;
 
 pub(crate) const HELP: &str = "\
-Check what no compiler checks, and print each finding as file:line.
+Check rules that no compiler checks, and print each finding as file:line.
 
 Usage: cargo xtask tidy
 
   - a Rust file under crates/ or xtask/ begins with `//!` and has at most 600 lines;
-  - no stub, no skipped test, no debugging macro, no tab, no blank at a line's end;
-  - no comment line beyond column 112, which the formatter leaves alone;
-  - no file named after nothing (utils, helpers, misc);
+  - no stub, no skipped test, no debugging macro, no tab, no whitespace at the end of a line;
+  - no comment line is longer than 112 columns (rustfmt does not check comments);
+  - no file has a name that says nothing (utils, helpers, misc);
   - every crate has a README.md with a code block; the licences are there;
   - only the workspace's manifest states a rust-version;
-  - no text file has an absolute path of somebody's machine or the host of a package registry (Cargo.lock may).
+  - no text file except Cargo.lock has an absolute path of somebody's machine or the host of a package registry.
 
-It reads the files that git tracks or would track.
+It reads all files that git tracks, and new files that git does not ignore.
 
 Examples:
   cargo xtask tidy
@@ -127,11 +127,11 @@ fn file(path: &str, text: &str) -> Vec<Finding> {
         }
         let lines = text.lines().count();
         if lines > MAX_LINES {
-            add(lines, format!("{lines} lines, at most {MAX_LINES}: is it still one concept?"));
+            add(lines, format!("{lines} lines, at most {MAX_LINES}: split the file by concept"));
         }
     }
     if is_rust && NAMELESS.contains(&name) {
-        add(0, "named after nothing: name the file after what it holds".to_owned());
+        add(0, "the name says nothing: name the file after its content".to_owned());
     }
     if name == "README.md" && path.starts_with("crates/") && text.matches("```").count() < 2 {
         add(0, "has no code block".to_owned());
@@ -152,7 +152,7 @@ fn in_line(path: &str, name: &str, is_rust: bool, content: &str) -> Vec<String> 
             found.push("a tab".to_owned());
         }
         if content.ends_with(char::is_whitespace) {
-            found.push("blanks at the end of the line".to_owned());
+            found.push("whitespace at the end of the line".to_owned());
         }
         let columns = content.chars().count();
         if content.trim_start().starts_with("//") && columns > MAX_COLUMNS {
@@ -160,7 +160,7 @@ fn in_line(path: &str, name: &str, is_rust: bool, content: &str) -> Vec<String> 
         }
     }
     if name == "Cargo.toml" && path != "Cargo.toml" && content.replace(' ', "").starts_with("rust-version=") {
-        found.push("rust-version belongs to the workspace's manifest alone".to_owned());
+        found.push("rust-version may only be set in the workspace's manifest".to_owned());
     }
     if name != "Cargo.lock" {
         let hosts = REGISTRIES.iter().filter(|host| content.contains(**host));
@@ -217,7 +217,7 @@ mod tests {
         assert!(found("xtask/src/a.rs", &lines(600)).is_empty());
         assert_eq!(
             found("xtask/src/a.rs", &lines(601)),
-            ["xtask/src/a.rs:601: 601 lines, at most 600: is it still one concept?"]
+            ["xtask/src/a.rs:601: 601 lines, at most 600: split the file by concept"]
         );
     }
 
@@ -234,7 +234,7 @@ mod tests {
     fn tabs_and_blanks_at_the_end_are_found() {
         assert_eq!(
             found("xtask/src/a.rs", "//! Docs. \n\tx\n"),
-            ["xtask/src/a.rs:1: blanks at the end of the line", "xtask/src/a.rs:2: a tab"]
+            ["xtask/src/a.rs:1: whitespace at the end of the line", "xtask/src/a.rs:2: a tab"]
         );
         assert!(found("README.md", "a line break  \nand on\n").is_empty());
     }

@@ -51,7 +51,7 @@ impl Workspace {
     pub(crate) fn load() -> Result<Self> {
         let args = ["metadata", "--offline", "--no-deps", "--format-version", "1"];
         let json = shell::output(&mut shell::cargo(&args))?;
-        Self::parse(&json).context("failed to read the answer of `cargo metadata`")
+        Self::parse(&json).context("failed to parse the output of `cargo metadata`")
     }
 
     pub(crate) fn parse(json: &[u8]) -> Result<Self> {

@@ -39,7 +39,7 @@ fn count(freed: usize, allocated: usize) {
     let _ = COUNT.try_with(|count| count.set(count.get().map(step)));
 }
 
-#[expect(unsafe_code, reason = "an allocator is one by the language's unsafe trait")]
+#[expect(unsafe_code, reason = "`GlobalAlloc` is an unsafe trait")]
 // SAFETY: every call goes to the system allocator. Counting neither allocates nor panics.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {

@@ -11,8 +11,8 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "aqsgd-cache",
-    claim: "both ends of an AQ-SGD link hold the same bits over ten epochs, on disk of the stated size, \
-            read and written or mapped, in 16, 8 and 4 bits, through a crash",
+    claim: "both ends of an AQ-SGD link store the same bits over ten epochs and after a crash, in files of \
+            the stated size, accessed by reads and writes or memory-mapped, with 16, 8 and 4 bits per value",
     source: "Wang et al. 2022, AQ-SGD, Alg. 1",
     seed: 4,
     run,
@@ -46,7 +46,10 @@ fn at_an_offset(path: &Path, samples: Samples) -> Result<Box<dyn Store>> {
     Ok(Box::new(FileStore::open(path, samples, SAMPLES)?))
 }
 
-#[expect(unsafe_code, reason = "nobody else writes to a mapped file: it is in the bench's own folder")]
+#[expect(
+    unsafe_code,
+    reason = "no other process writes to the mapped file, which is in the bench's own folder"
+)]
 fn mapped(path: &Path, samples: Samples) -> Result<Box<dyn Store>> {
     // SAFETY: each end has its own file, in a folder made for this run, and closes it before it opens it again.
     Ok(Box::new(unsafe { MappedStore::open(path, samples, SAMPLES) }?))
@@ -102,13 +105,23 @@ fn one(
     row("epochs after which the two ends differ", f64::from(differ), "", Mark::AtMost(0.0))?;
     let size = std::fs::metadata(path("sender"))?.len();
     let formula = 16 + SAMPLES * (4 + bytes as u64);
-    row("bytes of a file", size as f64, "B", Mark::None)?;
-    row("off the formula by", size.abs_diff(formula) as f64, "B", Mark::AtMost(0.0))?;
+    row("size of a file", size as f64, "B", Mark::None)?;
+    row(
+        "size of a file: difference from the formula",
+        size.abs_diff(formula) as f64,
+        "B",
+        Mark::AtMost(0.0),
+    )?;
     row("crashes", f64::from(recovered), "", Mark::AtLeast(1.0))?;
-    row("crashes that were not found and mended", f64::from(recovered - found), "", Mark::AtMost(0.0))?;
-    let last = *errors.last().context("there is an epoch")?;
-    row("relative error, first epoch with changes", errors[1], "", Mark::None)?;
-    row("relative error, last epoch, over the first", last / errors[1], "", Mark::AtMost(0.5))
+    row("crashes that were not detected and repaired", f64::from(recovered - found), "", Mark::AtMost(0.0))?;
+    let last = *errors.last().context("expected at least one epoch")?;
+    row("relative error of the first epoch with changes", errors[1], "", Mark::None)?;
+    row(
+        "relative error of the last epoch, relative to the first with changes",
+        last / errors[1],
+        "",
+        Mark::AtMost(0.5),
+    )
 }
 
 /// Returns an activation of a sample that changes less in each epoch.

@@ -8,9 +8,9 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "arithmetic",
-    claim: "what is said of sizes: 350 GB of GPT-3, 16 TB of a trillion parameters with Adam, 24 MB for a \
-        thousand tokens at a boundary of GPT-3, 915 TB sent while 6 billion parameters are fine-tuned, 64 ranks \
-        as 4 x 4 x 4, 76% of linear for Megatron",
+    claim: "sizes that papers and talks quote: 350 GB for GPT-3, 16 TB for a trillion parameters with Adam, \
+            24 MB for a thousand tokens at a boundary of GPT-3, 915 TB sent while 6 billion parameters are \
+            fine-tuned, 64 ranks as 4 x 4 x 4, 76% of linear scaling for Megatron",
     source: "Narayanan et al. 2021; Rajbhandari et al. 2020; Wang et al. 2023; Shoeybi et al. 2019",
     seed: 0,
     run,
@@ -54,7 +54,7 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
             unit: "MB",
         },
         Figure {
-            metric: "sent by each machine while GPT-J learns from 10 billion tokens, in 16 bits",
+            metric: "sent by each machine while GPT-J trains on 10 billion tokens, in 16 bits",
             seen: fine_tuned() / 1e12,
             quoted: 915.0,
             off: 1.0,
@@ -68,21 +68,21 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
             unit: "ranks",
         },
         Figure {
-            metric: "Megatron, 15.1 PFLOP/s on 512 devices of 39 TFLOP/s, of linear",
+            metric: "Megatron, 15.1 PFLOP/s on 512 devices of 39 TFLOP/s: share of linear scaling",
             seen: 100.0 * 15.1e15 / (512.0 * 39e12),
             quoted: 76.0,
             off: 0.5,
             unit: "%",
         },
         Figure {
-            metric: "Megatron, 8 tensor ranks over links that were fitted to this, of linear",
+            metric: "Megatron, 8 tensor ranks over links fitted to the quoted figure: share of linear scaling",
             seen: 100.0 * megatron(),
             quoted: 77.0,
             off: 1.0,
             unit: "%",
         },
         Figure {
-            metric: "full recompute, of a step's operations",
+            metric: "full recompute: share of a step's operations",
             seen: 100.0 * ActivationMethod::Full.repeated(&gpt3),
             quoted: 33.3,
             off: 0.5,
@@ -92,7 +92,7 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     for Figure { metric, seen, quoted, off, unit } in rows {
         report.row(metric, seen, unit, Mark::None)?;
         report.row(
-            &format!("{metric}: off {quoted}"),
+            &format!("{metric}: difference from the quoted {quoted}"),
             (seen - quoted).abs(),
             unit,
             Mark::AtMost(off + 1e-9),

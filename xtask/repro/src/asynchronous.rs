@@ -7,10 +7,10 @@ use crate::lab::{Arm, Found, Lab, Marks, Published, Setting, Unequal, arms, rate
 
 pub(crate) const BENCH: Bench = Bench {
     name: "async",
-    claim: "with a straggler, workers that take local steps by their speed or wait for nobody train on more tokens an \
-            hour, and to a lower loss in the same time",
-    source: "Gan et al. 2021, BAGUA; Liu et al. 2024, asynchronous local SGD; Ho et al. 2013, bounded staleness; \
-             Douillard et al. 2026",
+    claim: "with one slow worker, methods whose workers take local steps according to their speed, or do not \
+            wait for each other, train on more tokens per hour and reach a lower loss in the same time",
+    source: "Gan et al. 2021, BAGUA; Liu et al. 2024, asynchronous local SGD; Ho et al. 2013, bounded \
+             staleness; Douillard et al. 2026",
     seed: 1337,
     run,
 };
@@ -47,7 +47,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     // does.
     let bound = (WORKERS - 1.0 + SLOW) / (WORKERS * SLOW);
     report.row(
-        "tokens an hour over the straggler's pace: what computing alone allows",
+        "tokens per hour relative to the slowest worker's pace: limit by computing alone",
         bound,
         "x",
         Mark::None,
@@ -72,13 +72,13 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         if let Some((loss, sent)) = plain.filter(|_| name == arms::ASYNC_INT8.name) {
             let mark = |most| if options.quick { Mark::None } else { Mark::AtMost(most) };
             report.row(
-                &format!("{name}: loss above that of changes as f32"),
+                &format!("{name}: loss above that with changes as f32"),
                 gap.mean - loss,
                 "points",
                 mark(CODED_MOST),
             )?;
             report.row(
-                &format!("{name}: payload of f32 over its own"),
+                &format!("{name}: payload, times smaller than with changes as f32"),
                 sent / payload,
                 "x",
                 Mark::AtLeast(1.0),
@@ -91,26 +91,28 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         }
     }
     Published {
-        what: "training with a worker three times slower: tokens an hour, and loss after the same time, against \
-               averaging at each step",
-        paper: "asynchronous local SGD matches synchronous DiLoCo per step and beats it in wall-clock time (Liu et \
-                al. 2024)",
+        what: "training with one worker three times slower: tokens per hour, and loss after the same time, \
+               compared with averaging at each step",
+        paper: "asynchronous local SGD matches synchronous DiLoCo per step and beats it in wall-clock time \
+                (Liu et al. 2024)",
         ours: said.join("; "),
         setting: free.setting().command(&arms::ASYNC),
         holds: best <= 0.0,
-        note: "eight workers, one three times slower; the arms that wait for it have a third of the steps",
+        note: "eight workers, one of them three times slower; methods that wait for it take a third of the \
+               steps",
     }
     .record(report);
     if let Some((rate, above)) = averaged {
         Published {
-            what: "asynchronous model averaging with a worker three times slower: tokens an hour, and loss after \
-                   the same time, against averaging at each step",
-            paper: "workers need not be at the same iteration, so that nobody waits for a straggler (BAGUA's tutorials)",
-            ours: format!("{rate:.2}x the tokens an hour, loss {above:+.2} %"),
+            what: "asynchronous model averaging with one worker three times slower: tokens per hour, and \
+                   loss after the same time, compared with averaging at each step",
+            paper: "workers need not be at the same iteration, so no worker waits for a slow one (BAGUA's \
+                    tutorials)",
+            ours: format!("{rate:.2}x the tokens per hour, loss {above:+.2} %"),
             setting: free.setting().command(&arms::ASYNC_AVERAGE),
             holds: above <= 0.0,
-            note: "each worker's AdamW sees its own 256 tokens a step, and means of parameters have no outer momentum, \
-                   as with local SGD (bench local-vs-sync)",
+            note: "each worker's AdamW gets the gradient of its own 256 tokens per step, and averages of \
+                   parameters have no outer momentum, as with local SGD (bench local-vs-sync)",
         }
         .record(report);
     }

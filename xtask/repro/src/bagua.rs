@@ -13,9 +13,10 @@ use crate::workers::{Over, again, config, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "bagua",
-    claim: "gradients in 16, 8 and 1 bits speed a step up by (1 + rho) / (1 + rho / r), where rho is \
-            communication over computation in f32 and r the ratio of bytes; 8 bits with feedback end within \
-            1% of f32's loss; the published gain is 1.95 x",
+    claim: "gradients in 16, 8 and 1 bits speed up a step by (1 + rho) / (1 + rho / r), where rho is the \
+            time of communication in f32 divided by that of computation, and r is how many times fewer bytes \
+            are sent; training with 8 bits and error feedback ends within 1% of f32's loss; the published \
+            gain is 1.95 x",
     source: "Gan et al. 2021, BAGUA (PVLDB 2022)",
     seed: 1337,
     run,
@@ -64,7 +65,7 @@ fn losses(report: &mut Report<'_>, options: &Options) -> Result<()> {
     .record(report);
     let (with, without) = (sign.gap(&f32), control.gap(&f32));
     Published {
-        what: "loss with gradients in 1 bit straight into AdamW, a control",
+        what: "loss with gradients in 1 bit used directly by AdamW, a control",
         paper: "does not converge to Adam's loss (1-bit Adam, section 3): its moments must be compressed \
                 instead",
         ours: format!("{:+.2} % with feedback, {:+.2} % without", with.mean, without.mean),
@@ -111,10 +112,10 @@ fn sweep(report: &mut Report<'_>, options: &Options) -> Result<()> {
             )?;
         }
     }
-    report.row("speed-ups off the closed form, at most", worst, "%", Mark::AtMost(2.0))?;
+    report.row("speed-ups: largest difference from the closed form", worst, "%", Mark::AtMost(2.0))?;
     Published {
-        what: "speed-up of coded gradients over f32 where communication takes twice the computation's time",
-        paper: "no figure at this point; the formula is what its measurements would follow without overlap",
+        what: "speed-up of coded gradients over f32 where communication takes twice as long as computation",
+        paper: "no figure at this point; its measurements would follow the formula if nothing overlapped",
         ours: format!("within {worst:.2} % of (1 + rho) / (1 + rho / r) for rho from 0.1 to 10"),
         setting: "8 simulated workers, nano, 100 Mbit/s, no overlap".to_owned(),
         holds: worst <= 2.0,
@@ -137,7 +138,7 @@ fn step_time(job: &Job) -> Result<f64> {
         rank.step(false)?;
         let begun = rank.comm().now();
         let done = rank.step(false)?;
-        anyhow::ensure!(done.synced == Synced::Yes, "replicas of ddp are the same after a step");
+        anyhow::ensure!(done.synced == Synced::Yes, "replicas of ddp were not synchronised in the step");
         Ok(rank.comm().now().saturating_sub(begun).as_secs_f64())
     })?;
     Ok(times.into_iter().fold(0.0, f64::max))

@@ -13,7 +13,7 @@ pub(crate) fn farflung(args: &[&str]) -> Result<Command> {
     let binary = here.with_file_name(format!("farflung{}", std::env::consts::EXE_SUFFIX));
     anyhow::ensure!(
         binary.is_file(),
-        "{} is not there: run `cargo xtask bench`, or first `cargo build --release -p farflung`",
+        "{} does not exist: run `cargo xtask bench`, or first `cargo build --release -p farflung`",
         binary.display()
     );
     let mut command = Command::new(binary);

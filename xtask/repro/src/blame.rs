@@ -16,9 +16,10 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "blame",
-    claim: "each rank of ddp, DiLoCo and pipelines under `launch` is killed, stopped, or loses its connections: every \
-            survivor names it, also one that never waited for it, it says itself that it was cut off, the launcher \
-            names it where it is dead or stopped, and all end with 75",
+    claim: "each rank of ddp, DiLoCo and pipelines under `launch` is killed, stopped, or loses its \
+            connections: every survivor names that rank, even if it never waited for it; a rank that was cut \
+            off reports this itself; the launcher names a rank that was killed or stopped; and all exit with \
+            code 75",
     source: "ours",
     seed: 1337,
     run,
@@ -75,10 +76,15 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             }
             let of = format!("{}, {blow:?}", case.name).to_lowercase();
             report.row(&format!("{of}: survivors"), f64::from(survivors), "1", Mark::None)?;
-            report.row(&format!("{of}: that name another"), f64::from(wrong), "1", Mark::AtMost(0.0))?;
+            report.row(
+                &format!("{of}: survivors that name another rank"),
+                f64::from(wrong),
+                "1",
+                Mark::AtMost(0.0),
+            )?;
             report.row(&format!("{of}: wrong exit codes"), f64::from(codes), "1", Mark::AtMost(0.0))?;
             if blow != Blow::Cut {
-                let metric = format!("{of}: launcher names another");
+                let metric = format!("{of}: runs in which the launcher names another rank");
                 report.row(&metric, f64::from(launcher), "1", Mark::AtMost(0.0))?;
             }
         }
@@ -145,7 +151,7 @@ fn tracing_of(case: &Case, blow: Blow, victim: usize, rank: usize, error: &str, 
     let all: Vec<&str> =
         said.lines().filter(|line| line.contains("error") || line.contains("cause")).collect();
     farflung::terminal::say(format!(
-        "{}, {blow:?} of rank {victim}: rank {rank} says `{error}`\n{}\n",
+        "{}, {blow:?} of rank {victim}: rank {rank} reports `{error}`\n{}\n",
         case.name,
         all.join("\n")
     ));
@@ -182,18 +188,18 @@ impl Job {
                 return Ok(());
             }
             if let Some(status) = self.0.try_wait()? {
-                anyhow::bail!("it ended too early: {status}");
+                anyhow::bail!("the job ended too early: {status}");
             }
             thread::sleep(Duration::from_millis(1));
         }
-        anyhow::bail!("it does not get on")
+        anyhow::bail!("timed out: the job made no progress")
     }
 
     /// Returns the processes of its ranks, in order of rank.
     fn ranks(&self) -> Result<Vec<Pid>> {
         let id = self.0.id();
         let text = fs::read_to_string(format!("/proc/{id}/task/{id}/children"))?;
-        let pid = |word: &str| word.parse().ok().and_then(Pid::from_raw).context("a process has a number");
+        let pid = |word: &str| word.parse().ok().and_then(Pid::from_raw).context("invalid process id");
         text.split_whitespace().map(pid).collect()
     }
 

@@ -7,7 +7,8 @@ use crate::lab::{LINKS, Lab, Outcome, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "cocktail",
-    claim: "CocktailSGD goes on from trained weights with 117 times fewer bytes and costs no time",
+    claim: "CocktailSGD continues from trained weights with 117 times fewer bytes, and its communication \
+            takes no additional time",
     source: "Wang et al. 2023, CocktailSGD",
     seed: 1337,
     run,
@@ -36,23 +37,29 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let top = lab.compare(report, &arms::TOP_TWO, &f32, Mark::None)?;
     let mask = lab.compare(report, &arms::MASK, &f32, Mark::None)?;
     let ratio = f32.payload() / cocktail.payload();
-    report.row("CocktailSGD: f32's payload over it", ratio, "x", judged(Mark::AtLeast(MEASURED_RATIO)))?;
+    report.row(
+        "CocktailSGD: payload, times smaller than f32's",
+        ratio,
+        "x",
+        judged(Mark::AtLeast(MEASURED_RATIO)),
+    )?;
     let link = LINKS[0];
     let alone = lab.step_time(report, &arms::ALONE, link.parse()?)?;
     let slowdown = lab.step_time(report, &arms::COCKTAIL, link.parse()?)? / alone;
     report.row(
-        "CocktailSGD: step over one that sends nothing, at 100 Mbit/s",
+        "CocktailSGD: step time relative to a step without communication, at 100 Mbit/s",
         slowdown,
         "x",
         Mark::AtMost(SLOWDOWN),
     )?;
     let gap = |outcome: &Outcome| outcome.gap(&f32).mean;
     Published {
-        what: "loss of fine-tuning with CocktailSGD against averaging gradients at each step",
-        paper: "no loss at 117 times fewer bytes (up to 20B parameters)",
+        what: "loss of fine-tuning with CocktailSGD compared with averaging gradients at each step",
+        paper: "no higher loss at 117 times fewer bytes (up to 20B parameters)",
         ours: format!(
-            "{:+.2} % at {ratio:.0} times fewer; {:+.2} % in 4 bits without selections, {:+.2} % without loss, \
-             {:+.2} % by the largest alone, {:+.2} % in turn alone",
+            "{:+.2} % at {ratio:.0} times fewer bytes; {:+.2} % in 4 bits without selections, {:+.2} % \
+             without compression, {:+.2} % with the largest elements only, {:+.2} % with elements in turn \
+             only",
             gap(&cocktail),
             gap(&int4),
             gap(&late),
@@ -61,19 +68,20 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         ),
         setting: lab.setting().command(&arms::COCKTAIL),
         holds: gap(&cocktail) <= MOST && ratio >= LEAST,
-        note: "without any loss a step late costs 4 % here: each worker's AdamW sees its own 256 tokens a \
-               step, not the mean gradient. A third of each message of a model of 34 thousand parameters is \
-               headers and scales; what is not sent waits in residuals, theirs in the worker's parameters",
+        note: "even without compression, averages that arrive one step late cost 4 % here, because each \
+               worker's AdamW gets the gradient of its own 256 tokens per step, not the mean gradient. With \
+               34 thousand parameters, a third of each message is headers and scales. What is not sent stays \
+               in residuals here, and in the worker's parameters in the paper",
     }
     .record(report);
     Published {
-        what: "slowdown at 100 Mbit/s against no communication at all",
+        what: "slowdown at 100 Mbit/s compared with no communication",
         paper: "at most 1.2 at 500 Mbit/s",
         ours: format!("{slowdown:.3}"),
         setting: lab.setting().command(&arms::COCKTAIL),
         holds: slowdown <= SLOWDOWN,
-        note: "on the virtual clock, where bytes and operations are to each other as for 256 thousand tokens a \
-               step on 50 TFLOP/s",
+        note: "on the virtual clock, with the ratio of bytes to operations of 256 thousand tokens per step \
+               at 50 TFLOP/s",
     }
     .record(report);
     Ok(())

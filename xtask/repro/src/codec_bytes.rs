@@ -12,7 +12,7 @@ use crate::normal::values;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "codec-bytes",
-    claim: "payloads of one 1024 x 1024 tensor on 4 ranks have the bytes that the methods' formulas give",
+    claim: "payloads of one 1024 x 1024 tensor on 4 ranks have the sizes that the methods' formulas give",
     source: "Tang 2021, Wang 2023, Lin 2018, Peng 2024, Sarfi 2025, Wang 2022, Gan 2022, Wang 2024 (ZeRO++)",
     seed: 1,
     run,
@@ -61,7 +61,7 @@ fn cases() -> Vec<Case> {
         case("f16 by a ring", boxed(Ok(F16::new())), SHARD, shards, 0, 3_145_728),
         case("bf16 by a ring", boxed(Ok(Bf16::new())), SHARD, shards, 0, 3_145_728),
         case(
-            "int8 scattered, 32 B a chunk (ByteGrad)",
+            "int8 scattered, 32 B per chunk (ByteGrad)",
             boxed(MinMaxUint8::new(SHARD as u32)),
             SHARD,
             shards,
@@ -124,5 +124,10 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
 
 fn rows(report: &mut Report<'_>, name: &str, bytes: usize, golden: usize) -> Result<()> {
     report.row(name, bytes as f64, "B", Mark::None)?;
-    report.row(&format!("{name}: off by"), bytes.abs_diff(golden) as f64, "B", Mark::AtMost(0.0))
+    report.row(
+        &format!("{name}: difference from the formula"),
+        bytes.abs_diff(golden) as f64,
+        "B",
+        Mark::AtMost(0.0),
+    )
 }

@@ -12,8 +12,9 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "codec-laws",
-    claim: "unbiased codecs are, errors and variances are within their bounds, feedback loses nothing, every odd input has its \
-            stated result, also at the edge of f32, threads change no byte",
+    claim: "codecs that are said to be unbiased are unbiased, errors and variances are within their bounds, \
+            error feedback loses nothing, unusual inputs and values near the limits of f32 have the \
+            documented result, and the number of threads changes no byte",
     source: "Alistarh 2017, Wen 2017, Stich 2018, Horvath 2019, Karimireddy 2019; the codecs' documentation",
     seed: 3,
     run,
@@ -48,11 +49,16 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     }
     for (name, block, bound) in BOUNDS {
         let worst = worst_error(name, block, bound, report.seed())?;
-        report.row(&format!("{name}: largest error over its bound"), worst, "", Mark::AtMost(1.0))?;
+        report.row(&format!("{name}: largest error relative to its bound"), worst, "", Mark::AtMost(1.0))?;
     }
     for (name, bound) in MEAN_SQUARES {
         let share = mean_square(name, draws, report.seed())? / bound;
-        report.row(&format!("{name}: mean square error over its bound"), share, "", Mark::AtMost(1.0))?;
+        report.row(
+            &format!("{name}: mean square error relative to its bound"),
+            share,
+            "",
+            Mark::AtMost(1.0),
+        )?;
     }
     let all = names();
     let (mut telescope, mut odd, mut beyond) = (0.0_f64, 0, 0);
@@ -67,15 +73,20 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         odd += odd_inputs(name).with_context(|| name.clone())?;
     }
     report.row("codecs", all.len() as f64, "", Mark::None)?;
-    report.row("feedback: largest gap of the sums, in roundings of f32", telescope, "", Mark::AtMost(1.0))?;
     report.row(
-        "odd inputs with another result than the stated one",
+        "error feedback: largest difference of the sums, relative to the allowed rounding of f32",
+        telescope,
+        "",
+        Mark::AtMost(1.0),
+    )?;
+    report.row(
+        "unusual inputs with a result other than the documented one",
         f64::from(odd),
         "",
         Mark::AtMost(0.0),
     )?;
     report.row(
-        "finite vectors at the edge of f32 that are neither decoded nor refused by index",
+        "finite vectors near the limits of f32 that are neither decoded nor rejected with an element's index",
         f64::from(beyond),
         "",
         Mark::AtMost(0.0),

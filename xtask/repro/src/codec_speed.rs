@@ -11,7 +11,8 @@ use crate::normal::values;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "codec-speed",
-    claim: "codecs run near the speed of the memory on one core, and several times faster than PyTorch's, numpy's and others",
+    claim: "on one core, codecs run near the speed of memory, and several times faster than those of \
+            PyTorch, numpy and others",
     source: "PyTorch 2.15, numpy 2.4, bitsandbytes, hivemind: compress_bench.py with tuned malloc",
     seed: 5,
     run,
@@ -97,20 +98,20 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let mark = |bound: Option<f64>| bound.map_or(Mark::None, Mark::AtLeast);
         if !theirs.is_empty() {
             report.ratio(
-                &format!("{name}: encode over the best of theirs"),
+                &format!("{name}: encode, speed relative to the best of the others"),
                 rate,
                 best("enc_gbs"),
                 mark(encode),
             )?;
             report.ratio(
-                &format!("{name}: decode over the best of theirs"),
+                &format!("{name}: decode, speed relative to the best of the others"),
                 decoded,
                 best("dec_gbs"),
                 mark(decode),
             )?;
         }
         let bound = if near { Mark::AtLeast(0.6) } else { Mark::None };
-        report.row(&format!("{name}: the memory's time over the encoder's"), median(shares), "", bound)?;
+        report.row(&format!("{name}: encode, speed relative to the memory's"), median(shares), "", bound)?;
     }
     let Memory { reads, writes, .. } = memory;
     report.row("memory: read, one core", 1e-9 / median(reads), "GB/s", Mark::None)?;
@@ -149,7 +150,12 @@ fn low_rank(report: &mut Report<'_>, options: &Options, rounds: u64) -> Result<(
         report.row(&format!("PowerSGD rank 4: {what}"), rate, "GB/s", Mark::None)?;
         let keys = [("name", "PowerSGD rank4 (4096x4096)"), ("malloc", "tuned")];
         let theirs = options.peers.best("compress", &keys, field);
-        report.ratio(&format!("PowerSGD rank 4: {what} over theirs"), rate, theirs, Mark::AtLeast(1.0))?;
+        report.ratio(
+            &format!("PowerSGD rank 4: {what}, speed relative to the other implementation"),
+            rate,
+            theirs,
+            Mark::AtLeast(1.0),
+        )?;
     }
     Ok(())
 }

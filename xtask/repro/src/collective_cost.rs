@@ -9,7 +9,8 @@ use crate::ranks::{on_ranks, over_links};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "collective-cost",
-    claim: "every all-reduce takes its closed form on 8 ranks at 10 ms and 1 Gbit/s, and its price by `cost`",
+    claim: "on 8 ranks with links of 10 ms and 1 Gbit/s, every all-reduce takes the time of its closed form \
+            and the time that `cost` computes",
     source: "Thakur et al. 2005; Patarasuk and Yuan 2009; Sanders et al. 2009",
     seed: 0,
     run,
@@ -43,7 +44,7 @@ fn simulated(topology: &Topology, bytes: usize, program: &(dyn Fn(Rank) -> Progr
     let times = on_ranks(over_links(topology), |comm| {
         let mut x = vec![1.0_f32; bytes / 4];
         comm.all_reduce_by(program(comm.rank()), &mut x, ReduceOp::Sum)?;
-        assert!(x.iter().all(|&v| v.to_bits() == (N as f32).to_bits()), "a wrong sum");
+        assert!(x.iter().all(|&v| v.to_bits() == (N as f32).to_bits()), "the sum is wrong");
         Ok(comm.now())
     })?;
     Ok(times.into_iter().max().unwrap_or(Nanos::ZERO).as_secs_f64())
@@ -65,14 +66,14 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             report.row(&name, time, "s", Mark::None)?;
             if let Some(want) = closed_form(algorithm, bytes as f64) {
                 report.row(
-                    &format!("{name}: off its closed form"),
+                    &format!("{name}: difference from the closed form"),
                     off(time, want),
                     "%",
                     Mark::AtMost(2.0),
                 )?;
             }
             report.row(
-                &format!("{name}: off its price"),
+                &format!("{name}: difference from the time by `cost`"),
                 off(time, priced(&program)),
                 "%",
                 Mark::AtMost(2.0),
@@ -83,12 +84,17 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let chunks = (bytes / 400_000).clamp(1, 64);
         let program = |rank| double_tree(rank, N, chunks);
         let time = simulated(&topology, bytes, &program)?;
-        let name = format!("DoubleTree in {chunks}, {bytes} B");
+        let name = format!("DoubleTree in {chunks} chunks, {bytes} B");
         report.row(&name, time, "s", Mark::None)?;
-        report.row(&format!("{name}: off its price"), off(time, priced(&program)), "%", Mark::AtMost(2.0))?;
+        report.row(
+            &format!("{name}: difference from the time by `cost`"),
+            off(time, priced(&program)),
+            "%",
+            Mark::AtMost(2.0),
+        )?;
         let ideal = 6.0 * ALPHA + 2.0 * bytes as f64 * BETA;
         report.row(
-            &format!("{name}: over 2 lg n latencies and 2 buffers"),
+            &format!("{name}: time relative to 2 lg n latencies and 2 buffers"),
             time / ideal,
             "x",
             Mark::AtMost(1.35),

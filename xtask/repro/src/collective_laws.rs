@@ -14,10 +14,11 @@ use crate::ranks::{Cluster, WAYS, on_ranks, over_links, over_memory, over_tcp};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "collective-laws",
-    claim: "every collective, operation, type and root gives what one process computes, blocking or not; every \
-            all-reduce of every type is exact on whole numbers, within n - 1 rounding steps of the true sum else, and \
-            the same bits on every rank and every transport; small integers wrap, a NaN wins in min and max, 16-bit \
-            floats are rounded once a reduction, and a user's reduction keeps the order of ranks",
+    claim: "every collective, operation, type and root gives the result of one process, blocking or not; \
+            every all-reduce of every type is exact on whole numbers, otherwise within n - 1 rounding steps \
+            of the true sum, and has the same bits on every rank and every transport; small integers wrap, \
+            min and max return NaN if an input is NaN, 16-bit floats are rounded once per reduction, and a \
+            user's reduction is applied in the order of ranks",
     source: "the rules in the README of farflung-comm",
     seed: 11,
     run,
@@ -247,16 +248,26 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row("programs", programs().len() as f64, "1", Mark::None)?;
     report.row("collectives checked on every rank", cases as f64, "1", Mark::None)?;
     report.row("results that break a law", broken as f64, "1", Mark::AtMost(0.0))?;
-    report.row("ranks with other bits than rank 0", unlike as f64, "1", Mark::AtMost(0.0))?;
+    report.row("ranks whose bits differ from rank 0's", unlike as f64, "1", Mark::AtMost(0.0))?;
     report.row(
-        "ranks with other bits over tcp or simulated links",
+        "ranks whose bits differ over tcp or simulated links",
         elsewhere as f64,
         "1",
         Mark::AtMost(0.0),
     )?;
-    report.row("results of every collective, both forms", every.cases as f64, "1", Mark::None)?;
-    report.row("of these not what one process computes", every.broken as f64, "1", Mark::AtMost(0.0))?;
-    report.row("ranks with others over any other transport", every.elsewhere as f64, "1", Mark::AtMost(0.0))
+    report.row("results of every collective, blocking and not", every.cases as f64, "1", Mark::None)?;
+    report.row(
+        "results of collectives that differ from those of one process",
+        every.broken as f64,
+        "1",
+        Mark::AtMost(0.0),
+    )?;
+    report.row(
+        "ranks whose results differ over another transport",
+        every.elsewhere as f64,
+        "1",
+        Mark::AtMost(0.0),
+    )
 }
 
 /// Sums of the results of every collective.

@@ -8,8 +8,8 @@ use crate::lab::{Lab, Outcome, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "combo",
-    claim: "local steps and compression multiply: a payload thousands of times smaller than gradients in 16 bits, \
-            at a loss of percents",
+    claim: "the savings of local steps and of compression multiply: a payload thousands of times smaller \
+            than gradients in 16 bits, at a loss that is a few percent higher",
     source: "Sarfi et al. 2025, SparseLoCo; Therien et al. 2025, MuLoCo; Jaghouar et al. 2024, INTELLECT-1",
     seed: 1337,
     run,
@@ -53,36 +53,39 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row("SparseLoCo: how much better than without feedback", worse, "%", above)?;
     let of_sparse = ratio("topk:64of4096/meanstd2", 30.0)?;
     let of_muloco = ratio("meanstd2", 30.0)?;
-    let metric = "SparseLoCo H=30: gradients in 16 bits over its payload, 16.8 million parameters";
+    let metric = "SparseLoCo H=30: payload, times smaller than gradients in 16 bits, 16.8 million parameters";
     report.row(metric, of_sparse, "x", Mark::AtLeast(LEAST))?;
-    let metric = "MuLoCo H=30: gradients in 16 bits over its payload, 16.8 million parameters";
+    let metric = "MuLoCo H=30: payload, times smaller than gradients in 16 bits, 16.8 million parameters";
     report.row(metric, of_muloco, "x", Mark::None)?;
     let sent = f32.payload() / diloco.payload();
     let least = if options.quick { Mark::None } else { Mark::AtLeast(LEAST_DILOCO) };
-    report.row("DiLoCo H=100, int8: f32's bytes over its own", sent, "x", least)?;
+    report.row("DiLoCo H=100, int8: bytes, times fewer than f32's", sent, "x", least)?;
     Published {
-        what: "loss of SparseLoCo against averaging at each step, 64 of 4096 elements in 2 bits every 30 steps",
+        what: "loss of SparseLoCo, with 64 of 4096 elements in 2 bits every 30 steps, compared with \
+               averaging at each step",
         paper: "below DiLoCo's in f32 (512M parameters)",
         ours: format!(
-            "{:+.2} % with AdamW, {:+.2} % with Muon inside, {:+.2} % without feedback; payload {of_sparse:.0} times \
-             smaller than gradients in 16 bits",
+            "{:+.2} % with AdamW, {:+.2} % with Muon as the inner optimizer, {:+.2} % without feedback; \
+             payload {of_sparse:.0} times smaller than gradients in 16 bits",
             gap(&sparse),
             gap(&muon),
             gap(&alone)
         ),
         setting: lab.setting().command(&arms::SPARSE_MUON),
         holds: gap(&sparse).min(gap(&muon)) <= MOST,
-        note: "66 rounds of a small model: an element waits 64 rounds for its turn. The mean is over all workers, \
-               where the paper divides by those that sent an element, so the outer learning rate is 2",
+        note: "there are only 66 rounds, and an element waits 64 rounds for its turn. The mean is over all \
+               workers; the paper divides by the number of workers that sent the element, so the outer \
+               learning rate is 2 here",
     }
     .record(report);
     Published {
-        what: "loss of MuLoCo in 2 bits against averaging AdamW's gradients at each step",
-        paper: "2 bits without loss, 8 times fewer bytes than DiLoCo in f32",
+        what: "loss of MuLoCo in 2 bits compared with averaging AdamW's gradients at each step",
+        paper: "no higher loss with 2 bits, 8 times fewer bytes than DiLoCo in f32",
         ours: format!("{:+.2} % with H=30, {:+.2} % with H=100", gap(&muloco), gap(&rarely)),
         setting: lab.setting().command(&arms::MULOCO),
         holds: gap(&muloco) <= 1.0,
-        note: "what workers send goes to all others: rounding the mean to 2 bits once more ends 4 % higher",
+        note: "each worker sends its change to all others, because rounding the mean to 2 bits a second time \
+               makes the loss 4 % higher",
     }
     .record(report);
     Ok(())

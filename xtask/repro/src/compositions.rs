@@ -13,8 +13,9 @@ use farflung::transports::SIMULATED;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "compositions",
-    claim: "every pair of schedule, codec, boundary, method, optimizer, precision, recompute, sampling, algorithm and transport \
-            trains three steps to finite losses with equal replicas, or is refused with the reason that the table gives",
+    claim: "every pair of schedule, codec, boundary, method, optimizer, precision, recompute, sampling, \
+            algorithm and transport trains three steps to finite losses with equal replicas, or is rejected \
+            with the reason that the table gives",
     source: "ours; covering arrays: Cohen et al. 1997, AETG",
     seed: 1337,
     run,
@@ -60,17 +61,22 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let said = made(&whole, config).err().map(|error| error.to_string());
         wrong += u32::from(said.is_none() || said != reason);
     }
-    report.row("pairs of choices that go together", found.pairs as f64, "", Mark::None)?;
-    report.row("runs that have them all", found.runs.len() as f64, "", Mark::None)?;
+    report.row("pairs of choices that can be combined", found.pairs as f64, "", Mark::None)?;
+    report.row("runs that together contain all of these pairs", found.runs.len() as f64, "", Mark::None)?;
     report.row("runs that trained here", f64::from(runs), "", Mark::None)?;
     report.row(
-        "runs that failed, or ended with unlike replicas",
+        "runs that failed, or ended with different replicas",
         f64::from(failed),
         "",
         Mark::AtMost(0.0),
     )?;
-    report.row("pairs that are refused", found.refused.len() as f64, "", Mark::None)?;
-    report.row("pairs that were refused for another reason, or not", f64::from(wrong), "", Mark::AtMost(0.0))
+    report.row("pairs that must be rejected", found.refused.len() as f64, "", Mark::None)?;
+    report.row(
+        "pairs that were rejected for another reason, or accepted",
+        f64::from(wrong),
+        "",
+        Mark::AtMost(0.0),
+    )
 }
 
 /// Returns a job of two replicas with some choices.

@@ -10,7 +10,8 @@ use crate::workers::{Over, again, config, farthest, job, on_all, relative_l2};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "ddp-exact",
-    claim: "4 workers train as 1 worker on the 4-fold batch; replicas are equal, over every transport bit for bit",
+    claim: "4 workers train like 1 worker with a batch 4 times as large; replicas are equal, and their bits \
+            are the same over every transport",
     source: "Li et al. 2020, PyTorch Distributed, section 3.2",
     seed: 1337,
     run,
@@ -74,7 +75,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let reference = reference.get_or_insert_with(|| traces[0].hashes.clone());
         let other = reference.iter().zip(&traces[0].hashes).filter(|(a, b)| a != b).count();
         if over != Over::Memory {
-            let metric = format!("{name}: steps whose bits differ from memory's");
+            let metric = format!("{name}: steps after which bits differ from those over memory");
             report.row(&metric, other as f64, "steps", Mark::AtMost(0.0))?;
         }
     }

@@ -7,7 +7,8 @@ use crate::lab::{Lab, arms};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "demo-parts",
-    claim: "DeMo ends lower than without its transform, and far lower than without its momentum",
+    claim: "DeMo ends at a lower loss than without its transform, and at a far lower loss than without its \
+            momentum",
     source: "Peng et al. 2024, DeMo",
     seed: 1337,
     run,

@@ -29,27 +29,32 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let alone = params.gap(&local);
     report.row("moments that stay local: loss above local Adam's", alone.mean, "%", Mark::None)?;
     let fewer = local.payload() / desynced.payload();
-    report.row("local Adam's payload over DES-LOC's", fewer, "x", judged(Mark::AtLeast(1.99)))?;
+    report.row(
+        "DES-LOC: payload, times smaller than local Adam's",
+        fewer,
+        "x",
+        judged(Mark::AtLeast(1.99)),
+    )?;
     Published {
-        what: "bytes and loss of DES-LOC against local Adam",
-        paper: "2 times less than local Adam at a perplexity that matches (135M to 1.7B parameters)",
+        what: "bytes and loss of DES-LOC compared with local Adam",
+        paper: "2 times fewer bytes than local Adam at an equal perplexity (135M to 1.7B parameters)",
         ours: format!(
-            "{fewer:.2} times less at a loss {:+.2} % above (standard deviation {:.2} %); with moments that stay \
-             local {:+.2} % at 3 times less",
+            "{fewer:.2} times fewer bytes at a loss {:+.2} % above (standard deviation {:.2} %); with \
+             moments that stay local {:+.2} % at 3 times fewer",
             above.mean, above.sigma, alone.mean
         ),
         setting: lab.setting().command(&arms::DES_LOC),
         holds: above.mean <= MOST && fewer >= 1.99,
-        note: "eight workers; against f32 see the table of loss in docs/choosing.md",
+        note: "eight workers; for the loss compared with f32 see the table in docs/choosing.md",
     }
     .record(report);
     Published {
-        what: "bytes of averaging gradients at each step over those of DES-LOC",
+        what: "bytes of DES-LOC: times fewer than averaging gradients at each step",
         paper: "170 with parameters every 256 steps",
         ours: format!("{:.2} with parameters every 10 steps", f32.payload() / desynced.payload()),
         setting: lab.setting().command(&arms::DES_LOC),
         holds: (f32.payload() / desynced.payload() / (10.0 / 1.5) - 1.0).abs() <= 0.02,
-        note: "both are H / 1.5: the formula is the mark",
+        note: "both ratios are H / 1.5, and the mark is this formula",
     }
     .record(report);
     Ok(())

@@ -19,8 +19,9 @@ mod parity;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "device-parity",
-    claim: "each op and a training step on a device are within 1e-5 of the cpu (2e-2 in bf16, 2e-3 in f16), integers and codecs are equal, and all is the same twice",
-    source: "the cpu backend, which finite differences and PyTorch guard",
+    claim: "each op and a training step on a device are within 1e-5 of the cpu (2e-2 in bf16, 2e-3 in f16), \
+            integers and codecs are equal, and a second run gives the same bits",
+    source: "the cpu backend, which is tested against finite differences and PyTorch",
     seed: 1,
     run,
 };
@@ -68,8 +69,10 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         }
     }
     for (op, found) in &all {
-        let metric =
-            format!("{op}, {} cases on {name}: relative l2 from cpu, worst at {}", found.cases, found.at);
+        let metric = format!(
+            "{op}, {} cases on {name}: relative l2 distance from the cpu, worst case {}",
+            found.cases, found.at
+        );
         report.row(&metric, found.worst, "1", Mark::AtMost(1e-5))?;
     }
     let total = |f: fn(&Found) -> usize| all.values().map(f).sum::<usize>() as f64;
@@ -79,7 +82,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         "1",
         Mark::AtMost(0.0),
     )?;
-    report.row("cases with other bits the second time", total(|f| f.changed), "1", Mark::AtMost(0.0))?;
+    report.row("cases with different bits in a second run", total(|f| f.changed), "1", Mark::AtMost(0.0))?;
 
     for ((precision, most), [from_f32, from_cpu]) in HALVES.into_iter().zip(halves) {
         let metric = format!("matmul in {precision}: relative l2 from the cpu in f32");
@@ -97,7 +100,7 @@ fn codecs(report: &mut Report<'_>, device: &Device) -> Result<()> {
     let equal = |name: &&str| name.parse().is_ok_and(|spec| matches!(check(&vectors, spec), Ok(true)));
     let unequal = KERNELS.iter().filter(|name| !equal(name)).count();
     report.row(
-        "codecs whose bytes, residuals, values or refusals are not the host's",
+        "codecs whose bytes, residuals, values or errors differ from the host's",
         unequal as f64,
         "1",
         Mark::AtMost(0.0),
@@ -153,5 +156,10 @@ fn training(report: &mut Report<'_>, name: &str) -> Result<()> {
         Mark::AtMost(1e-5),
     )?;
     let changed = theirs.2.iter().zip(&twice.2).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
-    report.row("training: parameters with other bits the second time", changed as f64, "1", Mark::AtMost(0.0))
+    report.row(
+        "training: parameters with different bits in a second run",
+        changed as f64,
+        "1",
+        Mark::AtMost(0.0),
+    )
 }

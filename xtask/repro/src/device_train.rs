@@ -11,8 +11,9 @@ use crate::workers::{Over, again, config, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "device-train",
-    claim: "nano on wgpu reaches the cpu's loss within 0.02; so do jobs of one cpu and one wgpu rank, as two replicas and as a \
-            pipeline of two stages: how far their copies of parameters drift is measured and ended",
+    claim: "nano on wgpu ends within 0.02 of the cpu's loss; so do jobs of one cpu rank and one wgpu rank, \
+            as two replicas and as a pipeline of two stages; the drift between their copies of parameters is \
+            measured and removed",
     source: "the cpu backend",
     seed: 1337,
     run,
@@ -51,7 +52,7 @@ fn trace<R>(
 
 /// Returns the hash of the token table on a rank that has a user of it.
 fn table(rank: &Trainer) -> Result<blake3::Hash> {
-    let (stage, params) = rank.parts().next().context("a rank has a part of the model")?;
+    let (stage, params) = rank.parts().next().context("the rank has no part of the model")?;
     let layout = stage.layout();
     let table = layout.view(params, layout.find("wte.weight")?)?.to_vec::<f32>()?;
     let bytes: Vec<u8> = table.iter().flat_map(|v| v.to_le_bytes()).collect();
@@ -64,7 +65,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let (seed, steps) = (report.seed(), if options.quick { 6 } else { 60 });
     let first = job(config(seed, true), Over::Memory)?;
     let train = |devices: &str, workers: usize, stages: usize| {
-        let device = Devices::parse(devices).context("devices have these names")?;
+        let device = Devices::parse(devices).context("failed to parse the names of devices")?;
         // With two microbatches per step both stages compute at the same time.
         let microbatches = (stages > 1).then_some(2);
         let config = TrainConfig {
@@ -94,7 +95,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let found = &mixed[0];
         report.row(&format!("{what}: loss after {steps} steps on cpu"), cpu.loss, "nats", Mark::None)?;
         report.row(
-            &format!("{what}: loss on {devices}, away from that"),
+            &format!("{what}: loss on {devices}, difference from that on cpu"),
             (found.loss - cpu.loss).abs(),
             "nats",
             Mark::AtMost(0.02),
@@ -116,7 +117,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                 Mark::AtMost(1e-5),
             )?;
             report.row(
-                &format!("{what}: bytes of comparing and sending again"),
+                &format!("{what}: bytes sent by comparisons and copies"),
                 bytes,
                 "B",
                 Mark::AtLeast(1.0),

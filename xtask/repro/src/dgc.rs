@@ -7,8 +7,8 @@ use crate::lab::{Lab, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "dgc",
-    claim: "a hundredth of the gradients with momentum correction, or with feedback, trains far better than \
-            without either; in this setting it does not reach the loss of all of them",
+    claim: "a hundredth of the gradients trains far better with momentum correction or with feedback than \
+            with neither; in this setting it does not reach the loss of training with all gradients",
     source: "Lin et al. 2018, Deep Gradient Compression; Stich et al. 2018 (feedback)",
     seed: 1337,
     run,

@@ -7,8 +7,8 @@ use crate::lab::{Lab, Outcome, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "diloco",
-    claim: "DiLoCo with 8 workers sends exactly H times less than ddp (4 H in 8 bits), ends near its loss \
-            and far below one worker's",
+    claim: "DiLoCo with 8 workers sends exactly H times fewer bytes than ddp (4 H times fewer in 8 bits) and \
+            ends near ddp's loss, far below one worker's",
     source: "Douillard et al. 2023, DiLoCo; Jaghouar et al. 2024, INTELLECT-1 (int8)",
     seed: 1337,
     run,
@@ -35,33 +35,33 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let kmeans = lab.compare(report, &arms::DILOCO_KMEANS, &f32, judged(MOST_KMEANS))?;
     // Scales and headers of the codec take slightly more than one percent.
     report.row(
-        "DiLoCo H=50, int8: f32's payload over it, 4 H = 200",
+        "DiLoCo H=50, int8: payload, times smaller than f32's, 4 H = 200",
         times(&f32, &int8),
         "x",
         Mark::AtLeast(196.0),
     )?;
     let gain = alone.loss() / fifty.loss();
     let beats = if options.quick { Mark::None } else { Mark::AtLeast(1.0) };
-    report.row("one worker's loss over DiLoCo's with H=50", gain, "x", beats)?;
+    report.row("one worker's loss relative to DiLoCo's with H=50", gain, "x", beats)?;
     let gap = fifty.gap(&f32);
     Published {
-        what: "loss of DiLoCo against averaging at each step, on the same tokens",
+        what: "loss of DiLoCo compared with averaging at each step, on the same tokens",
         paper: "perplexity 15.02 with H=500 and 15.30 with an 8 times larger batch (8 workers, 150M, C4)",
         ours: format!("loss {:+.2} % with H=50 (standard deviation {:.2} %)", gap.mean, gap.sigma),
         setting: lab.setting().command(&arms::DILOCO_50),
         holds: gap.mean <= MOST_50,
-        note: "40 averages after 1000 steps of pretraining; the paper has 128 after 24000. The setting was \
-               chosen after others: 200 thousand parameters for 500 steps from scratch ended 16 % above f32 \
+        note: "40 averages after 1000 steps of pretraining; the paper has 128 after 24000. Other settings \
+               were tried before: 200 thousand parameters for 500 steps from scratch ended 16 % above f32 \
                with H=50 (one seed), above one worker's loss",
     }
     .record(report);
     Published {
-        what: "bytes of averaging at each step over DiLoCo's",
+        what: "bytes of DiLoCo: times fewer than averaging at each step",
         paper: "500 with H=500; 400 with H=100 and int8 (INTELLECT-1)",
         ours: format!("{:.2} with H=50; {:.1} in 8 bits", times(&f32, &fifty), times(&f32, &int8)),
         setting: lab.setting().command(&arms::DILOCO_INT8),
         holds: (times(&f32, &fifty) / 50.0 - 1.0).abs() < 1e-3,
-        note: "int8 has a scale of 16 bits for each 256 values: 1.5 % below 4 H",
+        note: "int8 has a scale of 16 bits for each 256 values, so the ratio is 1.5 % below 4 H",
     }
     .record(report);
     let (even, by_files, by_kmeans) = (fifty.gap(&f32).mean, files.gap(&f32).mean, kmeans.gap(&f32).mean);
@@ -73,7 +73,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         ),
         setting: lab.setting().command(&arms::DILOCO_KMEANS),
         holds: by_kmeans <= MOST_50,
-        note: "clusters are of histograms of bytes, the paper's of a model's features",
+        note: "clusters are built from histograms of bytes; the paper's from a model's features",
     }
     .record(report);
     Ok(())
@@ -86,5 +86,10 @@ fn times(f32: &Outcome, other: &Outcome) -> f64 {
 /// Reports how far the ratio of payloads, `f32` to `arm`, is from `expected`.
 pub(super) fn ratio(report: &mut Report<'_>, f32: &Outcome, arm: &Outcome, expected: f64) -> Result<()> {
     let off = (times(f32, arm) / expected - 1.0).abs() * 100.0;
-    report.row(&format!("{}: ratio off {expected}", arm.name), off, "%", Mark::AtMost(1.0))
+    report.row(
+        &format!("{}: ratio of payloads, difference from {expected}", arm.name),
+        off,
+        "%",
+        Mark::AtMost(1.0),
+    )
 }

@@ -8,8 +8,8 @@ use crate::lab::{Lab, Published, Setting, arms};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "diloco-500",
-    claim: "DiLoCo with 8 workers and 500 steps between averages sends 500 times less than ddp and ends near its \
-            loss",
+    claim: "DiLoCo with 8 workers and 500 steps between averages sends 500 times fewer bytes than ddp and \
+            ends near its loss",
     source: "Douillard et al. 2023, DiLoCo",
     seed: 1337,
     run,
@@ -38,7 +38,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     ratio(report, &f32, &long, 500.0)?;
     let (gap, less_often) = (long.gap(&f32), fifty.gap(&f32));
     Published {
-        what: "loss of DiLoCo with H=500 against averaging at each step, on the same tokens",
+        what: "loss of DiLoCo with H=500 compared with averaging at each step, on the same tokens",
         paper: "perplexity 15.02 with H=500 and 15.30 with an 8 times larger batch (8 workers, 150M, C4)",
         ours: format!(
             "loss {:+.2} % with H=500 (standard deviation {:.2} %), {:+.2} % with H=50, after {steps} steps",

@@ -13,7 +13,8 @@ use crate::workers::{Over, again, config, job, on_all, plain_sgd, relative_l2};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "diloco-exact",
-    claim: "DiLoCo with H=1, SGD inside, outer rate 1 and no momentum is ddp; with H it sends exactly H times less",
+    claim: "DiLoCo with H=1, SGD as the inner optimizer, outer learning rate 1 and no momentum equals ddp; \
+            with H inner steps it sends exactly H times fewer bytes",
     source: "Douillard et al. 2023, DiLoCo, algorithm 1",
     seed: 1337,
     run,
@@ -75,14 +76,14 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             // by as much, relative to their size.
             let pairs = both().flat_map(|(a, b)| a.losses.iter().zip(&b.losses));
             let losses = pairs.map(|(a, b)| (a - b).abs() / b).fold(0.0, f64::max);
-            let metric = "H=1: parameters after 20 steps against ddp, relative l2";
+            let metric = "H=1: parameters after 20 steps compared with ddp, relative l2";
             report.row(metric, params, "", Mark::AtMost(1e-6))?;
             let metric = "H=1: largest relative difference of 20 losses from ddp";
             report.row(metric, losses, "", Mark::AtMost(1e-6))?;
         }
         let off = traces.iter().zip(&by_ddp).filter(|(a, b)| a.sent.0 * every != b.sent.0).count();
         let ratio = by_ddp[0].sent.0 as f64 / traces[0].sent.0 as f64;
-        report.row(&format!("H={every}: payload of ddp over DiLoCo's"), ratio, "x", Mark::None)?;
+        report.row(&format!("H={every}: payload, times smaller than ddp's"), ratio, "x", Mark::None)?;
         let metric = format!("H={every}: ranks whose ratio is not exactly H");
         report.row(&metric, off as f64, "ranks", Mark::AtMost(0.0))?;
     }

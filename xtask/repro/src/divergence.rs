@@ -16,8 +16,8 @@ use crate::workers::{Over, again, config, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "divergence",
-    claim: "a bit changed on one replica ends the run before the next checkpoint is committed, and the replica is named \
-            where there is a majority",
+    claim: "if a bit changes on one replica, the run ends before the next checkpoint is committed, and the \
+            replica is named if the others are a majority",
     source: "ours",
     seed: 1337,
     run,
@@ -74,7 +74,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let tries = if options.quick { 4 } else { 24 };
     for (index, case) in (0..).zip(&CASES) {
         let job = again(&data, (case.config)(base.clone()), Over::Memory);
-        let clean = trained(&job, None)?.context("rank 0 reports")?.hash;
+        let clean = trained(&job, None)?.context("rank 0 has no report")?.hash;
         let random = Philox::new(seed, index);
         let (mut found, mut harmless, mut missed, mut named) = (0_u32, 0_u32, 0_u32, 0_u32);
         for (try_, &value) in (0..tries).flat_map(|t| case.values.iter().map(move |v| (t, v))) {
@@ -112,11 +112,16 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let name = case.name;
         let placed = found + harmless + missed;
         report.row(&format!("{name}: bits changed"), f64::from(placed), "", Mark::AtLeast(1.0))?;
-        report.row(&format!("{name}: without effect, to the bit"), f64::from(harmless), "", Mark::None)?;
-        let metric = format!("{name}: not found before the next checkpoint");
+        report.row(
+            &format!("{name}: changes without effect on any bit"),
+            f64::from(harmless),
+            "",
+            Mark::None,
+        )?;
+        let metric = format!("{name}: changes not detected before the next checkpoint");
         report.row(&metric, f64::from(missed), "", Mark::AtMost(0.0))?;
         report.row(
-            &format!("{name}: found and not named"),
+            &format!("{name}: changes detected without naming the replica"),
             f64::from(found - named),
             "",
             Mark::AtMost(0.0),
@@ -162,15 +167,20 @@ fn in_checkpoints(report: &mut Report<'_>, job: &Job, tries: u64) -> Result<()> 
             _ => missed += 1,
         }
         rewrite(&own, name, |bytes| *bytes = good)?;
-        ensure!(newest(&own) == STEPS, "the run went on from a checkpoint that is wrong");
+        ensure!(newest(&own) == STEPS, "the run continued from a corrupted checkpoint");
     }
     report.row(
-        "bits changed in a checkpoint whose manifest is mended",
+        "bits changed in a checkpoint, with its manifest updated to match",
         tries as f64,
         "",
         Mark::AtLeast(1.0),
     )?;
-    report.row("that are not found before the first step", f64::from(missed), "", Mark::AtMost(0.0))
+    report.row(
+        "bits changed in a checkpoint that are not detected before the first step",
+        f64::from(missed),
+        "",
+        Mark::AtMost(0.0),
+    )
 }
 
 /// Changes a file of a rank's newest checkpoint and updates the manifest. Returns the file's old content.
@@ -213,7 +223,7 @@ fn cost(report: &mut Report<'_>, data: &Job, options: &Options) -> Result<()> {
     let nano = TrainConfig { threads: 1, workers: 2, seed: data.config.seed, ..TrainConfig::default() };
     let job = job(crate::workers::with_transport(nano, Over::Memory), Over::Memory)?;
     let (steps, checks) = if options.quick { (2, 4) } else { (10, 20) };
-    #[expect(clippy::disallowed_methods, reason = "real time is what is measured")]
+    #[expect(clippy::disallowed_methods, reason = "a bench measures real time")]
     let measured = on_all(&job, |trainer| {
         trainer.step(false)?;
         let begun = Instant::now();
@@ -231,5 +241,5 @@ fn cost(report: &mut Report<'_>, data: &Job, options: &Options) -> Result<()> {
     report.row("nano: a step", step * 1e3, "ms", Mark::None)?;
     report.row("nano: a comparison", check * 1e3, "ms", Mark::None)?;
     let share = 100.0 * check / default.check_every as f64 / step;
-    report.row("nano: comparisons, of a step's time", share, "%", Mark::AtMost(0.5))
+    report.row("nano: comparisons, share of a step's time", share, "%", Mark::AtMost(0.5))
 }

@@ -18,9 +18,10 @@ use daemons::{Slurm, Sshd};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "engines",
-    claim: "a job that mpirun, Slurm, ssh or Kubernetes starts trains with the bits of one that `farflung launch` \
-            starts over TCP, and so does one over MPI's own messages",
-    source: "the real mpirun, srun and sshd (`cargo xtask setup mpi slurm ssh`); the variables of an indexed Job",
+    claim: "a job that mpirun, Slurm, ssh or Kubernetes starts trains to the same bits as one that `farflung \
+            launch` starts over TCP, and so does one that exchanges MPI's own messages",
+    source: "the real mpirun, srun and sshd (`cargo xtask setup mpi slurm ssh`); the variables of an indexed \
+             Job",
     seed: 0,
     run,
 };
@@ -125,7 +126,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             let said = || fs::read_to_string(job.said(&out)).unwrap_or_default();
             ensure!(status.success(), "under {name}: {status}\n{}", said());
         }
-        report.row(&format!("{name}: all of it"), began.elapsed().as_secs_f64(), "s", Mark::None)?;
+        report.row(&format!("{name}: total time"), began.elapsed().as_secs_f64(), "s", Mark::None)?;
         Trained::read(&folder.path().join(&out))
     };
     let one =
@@ -158,14 +159,16 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let over_mpi = ran("mpirun over mpi", &|out| one(out, job.over_mpi(&mpirun, out)))?;
         found.push(("mpirun over mpi", over_mpi));
     }
-    report.row("losses of each", wanted.losses.len() as f64, "1", Mark::None)?;
+    report.row("losses of each run", wanted.losses.len() as f64, "1", Mark::None)?;
     for (name, trained) in found {
-        let name = format!("{name}: losses or weights with other bits than launch");
+        let name = format!("{name}: losses or weights with bits other than those of launch");
         report.row(&name, f64::from(u8::from(trained != wanted)), "1", Mark::AtMost(0.0))?;
     }
     if !has_mpi {
-        report
-            .progress("no row of --transport mpi: it is there with `cargo build --release --features mpi`")?;
+        report.progress(
+            "no row for --transport mpi: this needs a `farflung` built with `cargo build --release \
+                       --features mpi`",
+        )?;
     }
     Ok(())
 }

@@ -8,7 +8,8 @@ use crate::machine::{fma_peak, median, now};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "gemm",
-    claim: "f32 matrix products, square and in the shapes of nano, baby and GPT-2, run near the machine's FMA peak",
+    claim: "f32 matrix products, square and in the shapes of nano, baby and GPT-2, run near the machine's \
+            FMA peak",
     source: "Goto and van de Geijn 2008, Anatomy of High-Performance Matrix Multiplication",
     seed: 0,
     run,
@@ -47,7 +48,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             let rate = rate(&cpu, [n, n, n], false, samples, stretch)?;
             let keys = [("n", &*n.to_string()), ("threads", &*threads.to_string())];
             let theirs = options.peers.best("gemm_f32", &keys, "gflops_med");
-            report.ratio(&format!("{n}, {on}: over PyTorch's"), rate, theirs, Mark::None)?;
+            report.ratio(&format!("{n}, {on}: speed relative to PyTorch's"), rate, theirs, Mark::None)?;
             rates.push((format!("{n}, {on}"), rate));
         }
         for (name, shape) in SHAPES {
@@ -60,7 +61,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         report.row(&format!("FMA peak, {on}"), peak, "GFLOP/s", Mark::None)?;
         for (name, rate) in rates {
             report.row(&name, rate, "GFLOP/s", Mark::None)?;
-            report.row(&format!("{name}: of the peak"), rate / peak, "", Mark::None)?;
+            report.row(&format!("{name}: share of the peak"), rate / peak, "", Mark::None)?;
         }
     }
     Ok(())

@@ -7,7 +7,8 @@ use crate::lab::{Lab, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "gossip",
-    claim: "decentralised training ends near averaging at each step, in less time where latency is what counts",
+    claim: "decentralised training ends near the loss of averaging at each step, and takes less time where \
+            latency dominates",
     source: "Lian et al. 2017, D-PSGD; Gan et al. 2021, BAGUA; Ying et al. 2021, exponential graphs; \
              Assran et al. 2019, SGP",
     seed: 1337,
@@ -37,23 +38,24 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     }
     let noloco = lab.compare(report, &arms::NOLOCO, &f32, Mark::None)?;
     Published {
-        what: "loss of NoLoCo against averaging at each step",
+        what: "loss of NoLoCo compared with averaging at each step",
         paper: "up to 4 % faster convergence than DiLoCo (125M to 6.8B parameters)",
         ours: format!("{:+.2} % with H=50 (DiLoCo: bench diloco)", noloco.gap(&f32).mean),
         setting: lab.setting().command(&arms::NOLOCO),
         holds: noloco.gap(&f32).mean <= MOST,
-        note: "39 outer steps of eight workers: with so few, copies are still apart where each has met only some of \
-               the others",
+        note: "there are only 39 outer steps of eight workers: copies still differ at the end, because each \
+               was averaged with only some of the others",
     }
     .record(report);
     Published {
-        what: "loss of the mean model of decentralised training against averaging at each step",
+        what: "loss of the mean model of decentralised training compared with averaging at each step",
         paper: "the same convergence as centralised training (D-PSGD; BAGUA's Transformer on 64 GPUs)",
         ours: said.iter().map(|(_, text)| text.as_str()).collect::<Vec<_>>().join(", "),
         setting: lab.setting().command(&arms::D_PSGD),
         holds: said.iter().all(|(gap, _)| *gap <= MOST),
-        note: "eight workers; each one's AdamW sees its own 256 tokens a step, not the mean gradient, which \
-               costs as much with an exact mean of all parameters (bench cocktail, a step late)",
+        note: "eight workers; each worker's AdamW gets the gradient of its own 256 tokens per step, not the \
+               mean gradient; this costs as much with an exact mean of all parameters (bench cocktail, a \
+               step late)",
     }
     .record(report);
     Ok(())

@@ -8,8 +8,8 @@ use crate::lab::{Lab, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "gossip-packed",
-    claim: "decentralised training in 8 bits and in one ends as near averaging at each step as in f32, in less time where \
-            latency is what counts",
+    claim: "decentralised training in 8 bits and in 1 bit ends as near the loss of averaging at each step as \
+            in f32, and takes less time where latency dominates",
     source: "Gan et al. 2021, BAGUA; Koloskova et al. 2019, CHOCO-SGD; Lu and De Sa 2020, Moniqua",
     seed: 1337,
     run,
@@ -31,7 +31,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let moniqua = lab.compare(report, &arms::MONIQUA_8, &f32, judged)?;
     let one_bit = lab.compare(report, &arms::MONIQUA_1, &f32, Mark::None)?;
     Published {
-        what: "loss of Moniqua against averaging at each step",
+        what: "loss of Moniqua compared with averaging at each step",
         paper: "the rate of D-PSGD without extra memory, down to one bit (ResNet-20 and -110 on CIFAR-10)",
         ours: format!(
             "{:+.2} % in 8 bits at {:.1} times fewer bytes than f32, {:+.2} % in one bit at {:.1} times fewer",
@@ -42,17 +42,18 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         ),
         setting: lab.setting().command(&arms::MONIQUA_8),
         holds: moniqua.gap(&f32).mean <= MOST,
-        note: "with one bit the error of each message is about theta, so that --consensus-rate must be small, \
-               and copies hardly mix",
+        note: "with one bit the error of each message is about theta, so --consensus-rate must be small and \
+               copies mix very slowly",
     }
     .record(report);
     Published {
-        what: "loss of the mean model of decentralised training in few bits against averaging at each step",
+        what: "loss of the mean model of decentralised training in few bits compared with averaging at each \
+               step",
         paper: "the same convergence as centralised training (BAGUA's low-precision ring; CHOCO-SGD)",
         ours: said.iter().map(|(_, text)| text.as_str()).collect::<Vec<_>>().join(", "),
         setting: lab.setting().command(&arms::LOW_PRECISION),
         holds: said.iter().all(|(gap, _)| *gap <= MOST),
-        note: "as far above as in f32 (bench gossip): the bits cost next to nothing",
+        note: "as far above as in f32 (bench gossip): sending fewer bits costs almost nothing",
     }
     .record(report);
     Ok(())

@@ -17,8 +17,8 @@ use crate::peers::Peers;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "gpt-step",
-    claim: "a training step (forward, loss, backward, clip, AdamW) is faster than PyTorch's, burn's and candle's, in \
-            less memory than PyTorch's",
+    claim: "a training step (forward, loss, backward, clip, AdamW) is faster than PyTorch's, burn's and \
+            candle's, and needs less memory than PyTorch's",
     source: "Karpathy, nanoGPT; Vaswani et al. 2017",
     seed: 1337,
     run,
@@ -84,7 +84,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         };
 
         let name = format!("{}, {threads} thread{}", case.name, if threads == 1 { "" } else { "s" });
-        let tokens_per_s = median(figures("tok_s").context("no tok_s")?);
+        let tokens_per_s = median(figures("tok_s").context("the figures have no tok_s")?);
         let flops = model.flops_per_token(model.context) as f64;
         let gflops = tokens_per_s * flops / 1e9;
         let tokens = (case.batch * model.context) as f64;
@@ -92,9 +92,9 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             + BYTES_PER_PARAMETER * model.parameters() as f64 / (bandwidths[threads - 1] * 1e9);
         report.row(&format!("{name}: speed"), tokens_per_s, "tok/s", Mark::None)?;
         report.row(&format!("{name}: arithmetic"), gflops, "GFLOP/s", Mark::None)?;
-        report.row(&format!("{name}: of the FMA peak"), gflops / peak, "", Mark::None)?;
+        report.row(&format!("{name}: arithmetic, share of the FMA peak"), gflops / peak, "", Mark::None)?;
         let of_roofline = least * tokens_per_s / tokens;
-        report.row(&format!("{name}: of the roofline"), of_roofline, "", Mark::None)?;
+        report.row(&format!("{name}: speed, share of the roofline"), of_roofline, "", Mark::None)?;
         let memory = figures("memory").map(|bytes| median(bytes) / f64::from(1 << 20));
         if let Some(memory) = memory {
             report.row(&format!("{name}: memory for the model"), memory, "MiB", Mark::None)?;
@@ -122,14 +122,19 @@ fn against(
     let keys = [("config", case.name), ("threads", &threads)];
     let best = |bench: &str| peers.best(bench, &keys, "tok_s");
     let torch = best("gpt_step");
-    report.ratio(&format!("{name}: speed over PyTorch's"), tokens_per_s, torch, Mark::AtLeast(case.mark))?;
+    report.ratio(
+        &format!("{name}: speed relative to PyTorch's"),
+        tokens_per_s,
+        torch,
+        Mark::AtLeast(case.mark),
+    )?;
     let burn = best("burn_flex_step");
-    report.ratio(&format!("{name}: speed over burn's"), tokens_per_s, burn, Mark::AtLeast(2.0))?;
+    report.ratio(&format!("{name}: speed relative to burn's"), tokens_per_s, burn, Mark::AtLeast(2.0))?;
     let candle = best("candle_step");
-    report.ratio(&format!("{name}: speed over candle's"), tokens_per_s, candle, Mark::AtLeast(2.0))?;
+    report.ratio(&format!("{name}: speed relative to candle's"), tokens_per_s, candle, Mark::AtLeast(2.0))?;
     let Some(memory) = memory else { return Ok(()) };
     let theirs = torch_memory(peers, &keys, parameters);
-    report.ratio(&format!("{name}: memory over PyTorch's"), memory, theirs, Mark::AtMost(1.0))
+    report.ratio(&format!("{name}: memory relative to PyTorch's"), memory, theirs, Mark::AtMost(1.0))
 }
 
 /// Returns PyTorch's memory for the model and a step in MiB, in the better of its modes. It is the peak minus
@@ -157,7 +162,7 @@ fn in_child(case: &Case, threads: usize, seconds: f64, seed: u64) -> Result<Valu
 
 /// Trains one case for some seconds and prints its figures. The arguments are name, threads, seconds and seed.
 pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
-    let [name, threads, seconds, seed] = args else { bail!("four arguments wanted") };
+    let [name, threads, seconds, seed] = args else { bail!("expected four arguments") };
     let case = CASES.iter().find(|c| c.name == name).context("no such model")?;
     let (threads, seconds, seed): (usize, f64, u64) = (threads.parse()?, seconds.parse()?, seed.parse()?);
     let model = case.model()?;

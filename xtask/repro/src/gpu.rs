@@ -16,8 +16,8 @@ use crate::peers::Peers;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "gpu",
-    claim: "on an NVIDIA GPU products in bf16 reach 0.6 of PyTorch's, a training step of gpt2-124M half of its eager mode, in \
-            no more memory",
+    claim: "on an NVIDIA GPU, matrix products in bf16 reach 0.6 times PyTorch's speed, and a training step \
+            of gpt2-124M reaches half the speed of its eager mode, in no more memory",
     source: "PyTorch with its fused attention and AdamW, on the same card",
     seed: 1337,
     run,
@@ -56,7 +56,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let found = found.with_context(|| format!("no GPU that this build can use ({})", why()))?;
     ensure!(
         found.gpu || options.quick,
-        "{} ({}) is no GPU but the processor under another interface, where only --quick runs",
+        "{} ({}) is not a GPU but this machine's processor, on which only --quick runs",
         found.name,
         found.about
     );
@@ -69,24 +69,39 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row("training step in bf16", tokens, "tok/s", Mark::None)?;
     report.row("training step in bf16: memory", memory / f64::from(1 << 20), "MiB", Mark::None)?;
     let torch = |field: &str| theirs.best("gpu_step", &[("mode", "eager")], field);
-    report.ratio("training step: speed over PyTorch's", tokens, torch("tok_s"), Mark::AtLeast(0.5))?;
-    report.ratio("training step: memory over PyTorch's", memory, torch("peak_bytes"), Mark::AtMost(1.0))?;
+    report.ratio("training step: speed relative to PyTorch's", tokens, torch("tok_s"), Mark::AtLeast(0.5))?;
+    report.ratio(
+        "training step: memory relative to PyTorch's",
+        memory,
+        torch("peak_bytes"),
+        Mark::AtMost(1.0),
+    )?;
     let bandwidth = copying(&device, &sizes)?;
-    report.row(&format!("{} ({}): copying", found.name, found.about), bandwidth / 1e9, "GB/s", Mark::None)?;
+    report.row(
+        &format!("{} ({}): copies within the device", found.name, found.about),
+        bandwidth / 1e9,
+        "GB/s",
+        Mark::None,
+    )?;
     for &n in sizes.products {
         for (precision, mark) in [(Precision::Bf16, Mark::AtLeast(0.6)), (Precision::F32, Mark::None)] {
             let tflops = product(&device.with_precision(precision), n, &sizes)?;
             report.row(&format!("matmul {n} in {precision}"), tflops, "TFLOP/s", Mark::None)?;
             let keys = [("n", &*n.to_string()), ("dtype", &precision.to_string())];
             let torch = theirs.best("gpu_gemm", &keys, "tflops");
-            report.ratio(&format!("matmul {n} in {precision}: over PyTorch's"), tflops, torch, mark)?;
+            report.ratio(
+                &format!("matmul {n} in {precision}: speed relative to PyTorch's"),
+                tflops,
+                torch,
+                mark,
+            )?;
         }
     }
     for (name, code) in [("sign", Code::SignL1), ("int8", Code::Int8), ("int4", Code::Int4)] {
-        let codec = BlockCodec::new(code, 256).context("a block's size")?;
+        let codec = BlockCodec::new(code, 256).context("invalid block size")?;
         let rate = encoding(&device, codec, &sizes)?;
         report.row(
-            &format!("{name} with feedback: bytes moved over copying"),
+            &format!("{name} with feedback: bytes moved per second, relative to copies"),
             rate / bandwidth,
             "x",
             Mark::None,
@@ -160,7 +175,7 @@ fn encoding(device: &Device, codec: BlockCodec, sizes: &Sizes) -> Result<f64> {
     let (x, before) = (device.tensor(&values, n)?, device.zeros(n)?);
     let mut after = device.empty(DType::F32, n)?;
     let mut out = device.empty(DType::U32, 1 + codec.words(n))?;
-    let codecs = device.codecs().context("a GPU has codecs")?;
+    let codecs = device.codecs().context("the device has no codecs")?;
     let took = seconds(device, sizes.repeats, || {
         let (before, after) = (Some(before.view()), Some(after.view_mut()));
         Ok(codecs.encode(codec, x.view(), before, after, out.view_mut())?)

@@ -7,9 +7,9 @@ use crate::lab::{Arm, Lab, Marks, Published, Setting, Unequal, arms, rate};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "halos",
-    claim: "between two regions, of which one has a straggler, asynchronous servers on two levels train on more tokens an \
-            hour than servers on one level and than averages at each step, to a loss no higher than that of these after as many \
-            steps of the slowest",
+    claim: "in two regions with one slow worker, asynchronous servers on two levels train on more tokens per \
+            hour than servers on one level and than averaging at each step, and their loss is no higher than \
+            that of averaging at each step after as many steps of the slowest worker",
     source: "Kim et al. 2025, HALoS",
     seed: 1337,
     run,
@@ -54,24 +54,24 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let [_, _, one_level, two_levels] = found[..] else { return Ok(()) };
     let over = two_levels.rate / one_level.rate;
     report.row(
-        "HALoS over servers on one level: tokens an hour",
+        "HALoS: tokens per hour relative to servers on one level",
         over,
         "x",
         judged(Mark::AtLeast(OVER_ONE_LEVEL)),
     )?;
     Published {
-        what: "training in two regions with a worker three times slower: tokens an hour, and loss, against averages at each \
-               step of the slowest",
-        paper: "up to 7.5 times faster convergence than synchronous baselines, up to 2.1 times faster than asynchronous \
-                ones (Pythia-70M to 1B, simulated regions)",
+        what: "training in two regions with one worker three times slower: tokens per hour, and loss, \
+               compared with averaging at each step of the slowest worker",
+        paper: "up to 7.5 times faster convergence than synchronous baselines, up to 2.1 times faster than \
+                asynchronous ones (Pythia-70M to 1B, simulated regions)",
         ours: format!(
-            "{:.1}x the tokens an hour, loss {:+.2} %; {over:.2}x those of async on one level, loss {:+.2} %",
+            "{:.1}x the tokens per hour, loss {:+.2} %; {over:.2}x those of async on one level, loss {:+.2} %",
             two_levels.rate, two_levels.gap.mean, one_level.gap.mean
         ),
         setting: free.setting().command(&arms::HALOS),
         holds: two_levels.gap.mean <= 0.0 && over >= 1.0,
-        note: "f32 takes a third of the steps, as many as the straggler takes meanwhile; one message between regions takes \
-               a few steps, as in the paper",
+        note: "f32 takes a third of the steps, as many as the slow worker takes in the same time; a message \
+               between regions takes as long as a few steps, as in the paper",
     }
     .record(report);
     Ok(())

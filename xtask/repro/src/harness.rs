@@ -21,8 +21,9 @@ Usage: cargo xtask bench [NAME...] [--all] [--quick] [--long] [--json] [--report
 
 /// Explains how to get the file for `--against`.
 const NO_PEERS: &str = "\
-note: without --against FILE there are no ratio rows. FILE holds the JSON lines that the peers' scripts print
-note: (run_all.sh, candle_run.sh, burn_run.sh with ANCHORS_OUT=FILE, or their output): measure them on this machine.
+note: without --against FILE there are no rows that compare with other systems. FILE has the JSON lines that
+note: their scripts print (run_all.sh, candle_run.sh, burn_run.sh with ANCHORS_OUT=FILE, or their output).
+note: Measure them on this machine.
 ";
 
 /// A claim, and the function that measures it.
@@ -229,13 +230,13 @@ impl Request {
             }
         }
         if request.quick && request.long {
-            return Err("--quick and --long exclude each other".to_owned());
+            return Err("--quick and --long cannot be combined".to_owned());
         }
         if request.all && !request.names.is_empty() {
-            return Err("--all takes no names of benches".to_owned());
+            return Err("--all cannot be combined with names of benches".to_owned());
         }
         if request.report.is_some() && request.quick {
-            return Err("--report records full runs, not those of --quick".to_owned());
+            return Err("--report cannot be combined with --quick: only full runs are recorded".to_owned());
         }
         Ok(request)
     }
@@ -282,7 +283,7 @@ fn serve(
         .filter(|b| request.names.is_empty() || request.names.iter().any(|n| n == b.name))
         .collect();
     if chosen.is_empty() {
-        writeln!(err, "error: there is no bench yet")?;
+        writeln!(err, "error: there are no benches")?;
         return Ok(2);
     }
     let peers = match request.against.as_deref().map(Peers::load).transpose() {
@@ -383,7 +384,7 @@ fn run_one(
     }
     let limit = if options.quick { Duration::from_mins(1) } else { Duration::from_mins(5) };
     let slow = if taken > limit && !options.long {
-        format!(", over the {} s it may take", limit.as_secs())
+        format!(", longer than the allowed {} s", limit.as_secs())
     } else {
         String::new()
     };

@@ -16,9 +16,10 @@ use crate::mutate::mutate;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "hostile-frames",
-    claim: "no mutated frame, greeting, length or control message makes its reader panic, or allocate more than what \
-            is there asks for; a peer that floods is held to its bound",
-    source: "the streams in crates/comm/tests/corpus, written after the README's WIRE section, mutated by a seeded driver",
+    claim: "no mutated frame, greeting, length or control message makes its reader panic, or allocate more \
+            than the received bytes justify; the memory for a peer that floods stays within its bound",
+    source: "the streams in crates/comm/tests/corpus, written after the README's WIRE section, mutated by a \
+             seeded driver",
     seed: 0x05ee_d0f1,
     run,
 };
@@ -234,7 +235,7 @@ fn tickets(seed: u64, cases: u64) -> Result<(u64, f64)> {
         greed = greed.max(count.total as f64 / text.len().max(64) as f64);
         // Upper case and surrounding spaces give the same ticket.
         let same = text.trim().eq_ignore_ascii_case(&good);
-        anyhow::ensure!(parsed.is_ok() <= same, "a spoilt ticket was read: {text}");
+        anyhow::ensure!(parsed.is_ok() <= same, "a mutated ticket was accepted: {text}");
         read += u64::from(parsed.is_ok());
     }
     Ok((read, greed))
@@ -305,20 +306,15 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let sum = |field: fn(&Tally) -> u64| halves.iter().map(field).sum::<u64>() as f64;
     let inputs = sum(|t| t.inputs);
     report.row("inputs", inputs, "", Mark::AtLeast(cases as f64))?;
-    report.row(
-        "frames that were taken, for each input",
-        sum(|t| t.frames) / inputs,
-        "",
-        Mark::AtLeast(0.3),
-    )?;
-    report.row("control messages among them", sum(|t| t.control), "", Mark::None)?;
-    report.row("inputs that were refused: share", sum(|t| t.refused) / inputs, "", Mark::None)?;
+    report.row("accepted frames per input", sum(|t| t.frames) / inputs, "", Mark::AtLeast(0.3))?;
+    report.row("control messages among the accepted frames", sum(|t| t.control), "", Mark::None)?;
+    report.row("share of inputs that were rejected", sum(|t| t.refused) / inputs, "", Mark::None)?;
     let greed = halves.iter().map(|t| t.greed).fold(0.0, f64::max);
-    report.row("most allocated over 64 bytes a byte", greed, "", Mark::AtMost(1.0))?;
+    report.row("largest allocation, relative to 64 bytes per received byte", greed, "", Mark::AtMost(1.0))?;
     for len in [0, 1, 4096] {
         let peak = flood(len, 1 << 20) as f64 / HELD as f64;
         report.row(
-            &format!("held of a flood of frames of {len} bytes, over the bound"),
+            &format!("bytes held in a flood of frames of {len} bytes, relative to the bound"),
             peak,
             "",
             Mark::AtMost(1.5),
@@ -329,19 +325,29 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     for case in 0..sessions {
         bad += u32::from(!session(&rng, case)?);
     }
-    report.row("jobs over sockets with strangers and a liar", sessions as f64, "", Mark::None)?;
-    report.row("jobs that did not keep their senses", f64::from(bad), "", Mark::AtMost(0.0))?;
+    report.row("jobs over sockets with strangers and a malicious rank", sessions as f64, "", Mark::None)?;
+    report.row(
+        "jobs over sockets that did not admit their second rank or did not end in time",
+        f64::from(bad),
+        "",
+        Mark::AtMost(0.0),
+    )?;
     let (read, greed) = tickets(report.seed(), cases / 20)?;
     report.row("mutated tickets", (cases / 20) as f64, "", Mark::None)?;
-    report.row("of them read, all the same word", read as f64, "", Mark::None)?;
-    report.row("bytes allocated for a byte of a ticket", greed, "", Mark::AtMost(8.0))?;
+    report.row(
+        "mutated tickets that were accepted: equal to the original but for case",
+        read as f64,
+        "",
+        Mark::None,
+    )?;
+    report.row("bytes allocated per byte of a ticket", greed, "", Mark::AtMost(8.0))?;
     let hello = client_hello()?;
     let (rng, mut bad) = (Philox::new(report.seed(), 4), 0);
     for case in 0..sessions {
         bad += u32::from(!handshakes(&rng, case, &hello)?);
     }
-    report.row("encrypted jobs with strangers at the door", sessions as f64, "", Mark::None)?;
-    report.row("of them without their second rank", f64::from(bad), "", Mark::AtMost(0.0))
+    report.row("encrypted jobs to which strangers connect", sessions as f64, "", Mark::None)?;
+    report.row("encrypted jobs whose second rank could not join", f64::from(bad), "", Mark::AtMost(0.0))
 }
 
 #[cfg(test)]

@@ -15,8 +15,8 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "hostile-payloads",
-    claim: "no mutated payload makes a decoder panic, write outside of its output, allocate above its bound, or accept \
-            an index out of range",
+    claim: "no mutated payload makes a decoder panic, write outside of its output, allocate above its bound, \
+            or accept an index out of range",
     source: "crates/compress/tests/corpus: a payload of 40 values for each decoder, mutated by a seeded driver",
     seed: 0x05ee_d0f0,
     run,
@@ -83,22 +83,47 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         Ok(sum)
     })?;
     let total = all.total as f64;
-    report.row("decoders, each by its payloads of the corpus", decoders as f64, "", Mark::AtLeast(30.0))?;
-    report.row("payloads for each", total / decoders as f64, "", Mark::AtLeast(cases as f64))?;
+    report.row("decoders, each with its payloads of the corpus", decoders as f64, "", Mark::AtLeast(30.0))?;
+    report.row("payloads per decoder", total / decoders as f64, "", Mark::AtLeast(cases as f64))?;
     report.row("panics", all.panics as f64, "", Mark::AtMost(0.0))?;
-    report.row("reached a decoder: share", all.reached as f64 / total, "", Mark::AtLeast(0.3))?;
-    report.row("accepted as another valid payload: share", all.accepted as f64 / total, "", Mark::None)?;
-    report.row("accepted with a value that is not finite", all.not_finite as f64, "", Mark::AtMost(0.0))?;
-    report.row("wrote outside of the output", all.outside as f64, "", Mark::AtMost(0.0))?;
     report.row(
-        "most bytes allocated by a decoder, over max_payload",
+        "share of payloads that reached a decoder",
+        all.reached as f64 / total,
+        "",
+        Mark::AtLeast(0.3),
+    )?;
+    report.row(
+        "share of payloads accepted as another valid payload",
+        all.accepted as f64 / total,
+        "",
+        Mark::None,
+    )?;
+    report.row(
+        "payloads accepted with a value that is not finite",
+        all.not_finite as f64,
+        "",
+        Mark::AtMost(0.0),
+    )?;
+    report.row(
+        "payloads for which a decoder wrote outside of the output",
+        all.outside as f64,
+        "",
+        Mark::AtMost(0.0),
+    )?;
+    report.row(
+        "largest allocation by a decoder, relative to max_payload",
         all.allocated,
         "",
         Mark::AtMost(1.0),
     )?;
     let (forged, taken) = out_of_range(&files)?;
     report.row("payloads with an index out of range", f64::from(forged), "", Mark::AtLeast(100.0))?;
-    report.row("of these accepted", f64::from(taken), "", Mark::AtMost(0.0))
+    report.row(
+        "payloads with an index out of range that were accepted",
+        f64::from(taken),
+        "",
+        Mark::AtMost(0.0),
+    )
 }
 
 fn corpus() -> PathBuf {
@@ -107,7 +132,7 @@ fn corpus() -> PathBuf {
 
 /// Returns the name and the codec of a file of the corpus, and its bytes.
 fn open(path: &Path) -> Result<(String, Box<dyn Compressor>, Vec<u8>)> {
-    let stem = path.file_stem().and_then(|stem| stem.to_str()).context("a file without a name")?;
+    let stem = path.file_stem().and_then(|stem| stem.to_str()).context("a file of the corpus has no name")?;
     let name = stem.replace('=', ":").replace(',', "/");
     let codec = parse(name.split_once('@').map_or(&*name, |(name, _)| name))?;
     Ok((name, codec, std::fs::read(path)?))
@@ -197,7 +222,7 @@ fn out_of_range(files: &[PathBuf]) -> Result<(u32, u32)> {
         }
         let mut out = [0.0; LEN];
         codec.decompress(PayloadRef::parse(&good)?, &mut out)?;
-        let last = out.iter().rposition(|v| *v != 0.0).context("something was kept")?;
+        let last = out.iter().rposition(|v| *v != 0.0).context("the payload keeps no element")?;
         for count in 1..=last {
             let mut bytes = good.clone();
             bytes[8..16].copy_from_slice(&(count as u64).to_le_bytes());

@@ -15,7 +15,7 @@ use crate::normal::values;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "instructions",
-    claim: "no hot codec takes more instructions for an element than were recorded",
+    claim: "no frequently used codec takes more instructions per element than were recorded",
     source: "valgrind's callgrind; records/instructions.txt, on x86-64 with AVX2",
     seed: 6,
     run,
@@ -41,8 +41,9 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         .filter(|line| !line.starts_with('#'))
         .map(|line| {
             let mut fields = line.split_whitespace();
-            let name = fields.next().context("a line without a codec")?;
-            let mut figure = || -> Result<f64> { Ok(fields.next().context("a figure is missing")?.parse()?) };
+            let name = fields.next().context("a line has no codec")?;
+            let mut figure =
+                || -> Result<f64> { Ok(fields.next().context("a line has too few figures")?.parse()?) };
             Ok((name, [figure()?, figure()?]))
         })
         .collect::<Result<_>>()
@@ -56,9 +57,15 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let counted = count(&names)?;
     for (name, marks) in recorded.iter().filter(|(name, _)| names.contains(name)) {
         for (what, mark) in ["encode", "decode"].into_iter().zip(marks) {
-            let found =
-                *counted.get(&format!("{name} {what}")).with_context(|| format!("no figure of {name}"))?;
-            report.row(&format!("{name}: {what}, an element"), found, "", Mark::AtMost(mark * TOLERANCE))?;
+            let found = *counted
+                .get(&format!("{name} {what}"))
+                .with_context(|| format!("valgrind counted nothing for {name}"))?;
+            report.row(
+                &format!("{name}: {what}, instructions per element"),
+                found,
+                "",
+                Mark::AtMost(mark * TOLERANCE),
+            )?;
         }
     }
     Ok(())
@@ -83,13 +90,19 @@ fn count(names: &[&str]) -> Result<BTreeMap<String, f64>> {
         .args(names)
         .stdin(Stdio::null());
     let run = valgrind.output().context(INSTALL)?;
-    ensure!(run.status.success(), "the codecs under valgrind: {}", String::from_utf8_lossy(&run.stderr));
+    ensure!(
+        run.status.success(),
+        "running the codecs under valgrind failed: {}",
+        String::from_utf8_lossy(&run.stderr)
+    );
     let steps = String::from_utf8(run.stdout)?;
     let mut counted = BTreeMap::new();
     for (i, step) in steps.lines().enumerate() {
         let path = out.with_extension((i + 1).to_string());
-        let text = std::fs::read_to_string(&path).with_context(|| format!("no file of {step}"))?;
-        let total = text.lines().find_map(|line| line.strip_prefix("totals: ")).context("no total")?;
+        let text =
+            std::fs::read_to_string(&path).with_context(|| format!("valgrind wrote no file for {step}"))?;
+        let total =
+            text.lines().find_map(|line| line.strip_prefix("totals: ")).context("the file has no total")?;
         counted.insert(step.to_owned(), total.trim().parse::<f64>()? / LEN as f64);
     }
     Ok(counted)

@@ -105,7 +105,7 @@ impl Lab {
         if let Some(form) = arm.sent {
             let form = form(&self.sizes(arm)?);
             let off = (outcome.payload() / form - 1.0).abs() * 100.0;
-            let metric = format!("{}: payload off its closed form", arm.name);
+            let metric = format!("{}: payload, difference from the closed form", arm.name);
             report.row(&metric, off, "%", crate::harness::Mark::AtMost(1.0))?;
         }
         report.add("arms", outcome.record(&self.setting, arm, reference, &step_times));

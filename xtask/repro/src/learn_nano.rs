@@ -64,7 +64,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         Ok((before, last.iter().sum::<f64>() / last.len() as f64, worker.evaluate()?))
     })?;
     let (before, training, after) = found.remove(0);
-    report.row("validation loss before", before, "nats", Mark::None)?;
+    report.row("validation loss before training", before, "nats", Mark::None)?;
     report.row("training loss, mean of the last 50 steps", training, "nats", Mark::None)?;
     report.row(
         &format!("validation loss after {steps} steps"),
@@ -72,6 +72,6 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         "nats",
         Mark::AtMost(theirs + 0.02),
     )?;
-    report.row("PyTorch's", theirs, "nats", Mark::None)?;
-    report.row("above PyTorch's", after - theirs, "nats", Mark::AtMost(0.02))
+    report.row("PyTorch's validation loss", theirs, "nats", Mark::None)?;
+    report.row("validation loss above PyTorch's", after - theirs, "nats", Mark::AtMost(0.02))
 }

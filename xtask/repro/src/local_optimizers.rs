@@ -31,8 +31,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let device = Device::cpu(1)?;
     for (name, chain) in chains() {
         let [first, last] = errors(&device, name, chain)?;
-        report.row(&format!("{name}: off after 1 step"), first, "", Mark::AtMost(MOST[0]))?;
-        report.row(&format!("{name}: off after {STEPS} steps"), last, "", Mark::AtMost(MOST[1]))?;
+        report.row(&format!("{name}: error after 1 step"), first, "", Mark::AtMost(MOST[0]))?;
+        report.row(&format!("{name}: error after {STEPS} steps"), last, "", Mark::AtMost(MOST[1]))?;
     }
     // These losses have no marks: they use one learning rate for most optimizers, and none was tuned.
     let steps = TEXT_STEPS[usize::from(options.quick)];

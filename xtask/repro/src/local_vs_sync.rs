@@ -8,10 +8,10 @@ use crate::lab::{Arm, Lab, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "local-vs-sync",
-    claim: "H local steps divide what is sent by H and what averages add to a step by H; outer steps, eager or not, \
-            end near averaging at each step",
-    source: "Lin et al. 2020, local SGD; Together 2022, GPT-JT; Kale et al. 2025, eager updates; Ghosh et al. 2021, \
-             EventGraD",
+    claim: "H local steps divide by H the bytes that are sent and the time that averages add to a step; \
+            outer steps, eager or not, end near the loss of averaging at each step",
+    source: "Lin et al. 2020, local SGD; Together 2022, GPT-JT; Kale et al. 2025, eager updates; Ghosh et \
+             al. 2021, EventGraD",
     seed: 1337,
     run,
 };
@@ -61,22 +61,32 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let average = (five - fifty) / (1.0 / 5.0 - 1.0 / 50.0);
     let compute = fifty - average / 50.0;
     let off = (ten / (compute + average / 10.0) - 1.0).abs() * 100.0;
-    clock.report.row("step with H=10 off compute + average / H", off, "%", Mark::AtMost(2.0))?;
+    clock.report.row(
+        "step time with H=10: difference from compute + average / H",
+        off,
+        "%",
+        Mark::AtMost(2.0),
+    )?;
     // A link on which averaging takes as long, relative to computing, as in the published run.
     let bits = 100e6 * average / (SYNC_OVER_COMPUTE * compute);
     let (often, seldom) = (clock.step(&arms::F32, link(bits))?, clock.step(&arms::LOCAL_50, link(bits))?);
     let (without, with) = ((often / compute - 1.0) * 100.0, (seldom / compute - 1.0) * 100.0);
     report.row(
-        "averages at each step add to computing, where they take 14.5 times as long",
+        "time added to computing by averages at each step, where an average takes 14.5 times as long",
         without,
         "%",
         Mark::None,
     )?;
-    report.row("averages every 50 steps add there", with, "%", Mark::AtMost(OVERHEAD))?;
+    report.row(
+        "time added to computing by averages every 50 steps, on the same link",
+        with,
+        "%",
+        Mark::AtMost(OVERHEAD),
+    )?;
     let volume =
         said.iter().find(|(name, ..)| *name == arms::LOCAL_50.name).map_or(0.0, |(.., ratio)| *ratio);
     report.row(
-        "payload at each step over that of every 50 steps, off 50",
+        "payload of averages at each step relative to every 50 steps: difference from 50",
         (volume / 50.0 - 1.0).abs() * 100.0,
         "%",
         Mark::AtMost(5.0),
@@ -85,15 +95,20 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         |arm: &Arm| said.iter().find(|(name, ..)| *name == arm.name).map_or(f64::NAN, |(_, gap, _)| *gap);
     Published {
         what: "volume and overhead of averages every 50 steps, at 1 Gbit/s",
-        paper: "633 TB become 12.7 TB a machine (49.8x), about 30 % overhead (GPT-JT, 6B, four machines)",
-        ours: format!("{volume:.1}x, {with:.0} % where averages at each step add {without:.0} %; loss {:+.2} %", gap(&arms::LOCAL_50)),
+        paper: "633 TB become 12.7 TB per machine (49.8x), about 30 % overhead (GPT-JT, 6B, four machines)",
+        ours: format!(
+            "{volume:.1}x, {with:.0} % where averages at each step add {without:.0} %; loss {:+.2} %",
+            gap(&arms::LOCAL_50)
+        ),
         setting: lab.setting().command(&arms::LOCAL_50),
         holds: with <= OVERHEAD && (volume / 50.0 - 1.0).abs() <= 0.05 && gap(&arms::LOCAL_50) <= 3.0,
-        note: "a link on which an average takes 14.5 times as long as a step's computing, as in the published run",
+        note: "a link on which an average takes 14.5 times as long as a step's computing, as in the \
+               published run",
     }
     .record(report);
     Published {
-        what: "loss of eager updates, whose averages have a round to arrive, against averaging at each step",
+        what: "loss of eager updates, whose averages may take a whole round to arrive, compared with \
+               averaging at each step",
         paper: "close to DiLoCo at equal tokens (up to 1B parameters)",
         ours: format!("H=10 {:+.2} %, H=50 {:+.2} %", gap(&arms::EAGER_10), gap(&arms::EAGER_50)),
         setting: lab.setting().command(&arms::EAGER_50),

@@ -121,9 +121,9 @@ fn after_leaving(job: &Job, member: u32, steps: std::ops::RangeInclusive<u64>) -
         let ended = run(&job, job.world, &[], &Faults::new())?;
         anyhow::ensure!(
             matches!(ended[member as usize], Err(Error::StoppedAt { .. })),
-            "member {member} stayed"
+            "member {member} did not leave"
         );
-        let left = ended.iter().find_map(report).context("nobody is left")?;
+        let left = ended.iter().find_map(report).context("no member is left")?;
         hashes.insert(left.hash.clone());
     }
     Ok(hashes)

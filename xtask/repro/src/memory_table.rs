@@ -10,8 +10,9 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "memory-table",
-    claim: "activations per method, state per ZeRO stage, parameters and operations are those of the \
-        published formulas, and what a rank of our trainer holds is what was predicted of its plan",
+    claim: "activations per method, state per ZeRO stage, parameters and operations equal those of the \
+            published formulas, and the memory that a rank of our trainer holds is what was predicted for \
+            its plan",
     source: "Korthikanti et al. 2022, table 2; Rajbhandari et al. 2020; Narayanan et al. 2021",
     seed: 0,
     run,
@@ -53,7 +54,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             // The tolerance is half of the last printed digit, or 0.01.
             let close = if expected >= 10.0 { 0.0501 } else { 0.01 };
             let off = (bytes / GIB - expected).abs();
-            let row = format!("{name}, {} over {tensor}: off {expected} GiB", method.name());
+            let row =
+                format!("{name}, {} on {tensor} tensor ranks: difference from {expected} GiB", method.name());
             report.row(&row, off, "GiB", Mark::AtMost(close))?;
         }
     }
@@ -73,15 +75,20 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     ];
     for (name, each, stage, expected) in state {
         let seen = StateBytes::new(1.0, each, stage, data, false).total();
-        let row = format!("{name}, 64 replicas: off {expected} B a parameter");
+        let row = format!("{name}, 64 replicas: difference from {expected} B per parameter");
         report.row(&row, (seen - expected).abs(), "B", Mark::AtMost(1e-9))?;
     }
     let gpt3 = model(96, 12_288, 96);
     let off = gpt3.parameters().abs_diff(174_604_259_328) as f64;
-    report.row("GPT-3: off its parameters", off, "", Mark::AtMost(0.0))?;
+    report.row("GPT-3: difference from its number of parameters", off, "", Mark::AtMost(0.0))?;
     let xl = model(24, 2048, 16);
     let off = (xl.operations(512) as f64 / 9.514e15 - 1.0).abs();
-    report.row("XL, 512 sequences: off 9.514e15 operations", off, "", Mark::AtMost(1e-4))?;
+    report.row(
+        "XL, 512 sequences: relative difference from 9.514e15 operations",
+        off,
+        "",
+        Mark::AtMost(1e-4),
+    )?;
     let half = BytesPerParameter::DEEPSPEED.weights as f64 * 175e9;
     report.row("weights of 175e9 parameters in 16 bits", half / 1e9, "GB", Mark::None)?;
     let adam = StateBytes::new(1e12, BytesPerParameter::DEEPSPEED, ZeroStage::None, 1, false).total();

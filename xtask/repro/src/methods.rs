@@ -21,10 +21,10 @@ use crate::workers::{Over, again, job, on_all, relative_l2};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "methods",
-    claim: "each method of synchronisation and each recipe is another one in its degenerate case, weighs \
-            replicas by their tokens, has the same bits over every transport, goes on from a checkpoint with \
-            the same bits, and without a lost member is the method of those that are left, or is not taken \
-            where members come and leave",
+    claim: "each method of synchronisation and each recipe equals another one in a special case, weights \
+            replicas by their tokens, gives the same bits over every transport and after it is resumed from \
+            a checkpoint, and after the loss of a member equals the same method on the remaining members, or \
+            is rejected where members join and leave",
     source: "ours",
     seed: 1337,
     run,
@@ -270,7 +270,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         // Arrival times are reproducible only on the virtual clock.
         let over = if timed(flags) { Over::Simulated(Link::FREE) } else { Over::Memory };
         let off = relative_l2(&trained(flags, over)?[0], &trained(other, over)?[0]);
-        let metric = format!("{flags}: parameters after {STEPS} steps against {other}");
+        let metric = format!("{flags}: parameters after {STEPS} steps compared with {other}");
         report.row(&metric, off, "", Mark::AtMost(*within))?;
     }
     weighted::rows(report, &base, &shared)?;
@@ -290,7 +290,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             continue;
         }
         let memory = trained(flags, Over::Memory)?;
-        ensure!(memory[0].iter().all(|value| value.is_finite()), "{flags}: parameters that are not finite");
+        ensure!(memory[0].iter().all(|value| value.is_finite()), "{flags}: a parameter is not finite");
         // Quick runs test each method on one of the transports in turn.
         let over = if options.quick { &transports[i % transports.len()..][..1] } else { &transports[..] };
         for (name, over) in over {
@@ -304,7 +304,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let flags = flags.iter().enumerate().filter(|(i, _)| !options.quick || i % 4 == 1);
     for (i, flags) in flags {
         let differing = goes_on(flags, &shared, &folder.path().join(i.to_string()))?;
-        let metric = format!("{flags}: files that differ in a run that goes on from a checkpoint");
+        let metric = format!("{flags}: files that differ in a run that is resumed from a checkpoint");
         report.row(&metric, differing as f64, "files", Mark::AtMost(0.0))?;
     }
     Ok(())
@@ -323,7 +323,7 @@ fn goes_on(flags: &str, shared: &Shared<'_>, folder: &Path) -> Result<usize> {
     };
     let settings = folder.join("run.toml");
     std::fs::write(&settings, config.to_toml()).context("failed to write settings")?;
-    let path = |path: &Path| path.to_str().map(str::to_owned).context("the folder's path is no text");
+    let path = |path: &Path| path.to_str().map(str::to_owned).context("the folder's path is not UTF-8");
     let (whole, rest) = (folder.join("whole"), folder.join("rest"));
     let train = |out: &Path, more: &[&str]| -> Result<()> {
         let (settings, out) = (path(&settings)?, path(out)?);

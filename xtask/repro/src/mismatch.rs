@@ -14,8 +14,8 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "mismatch",
-    claim: "a setting changed on one of three ranks changes no result, or is refused on all ranks by its name with exit \
-            code 2",
+    claim: "a setting that differs on one of three ranks changes no result, or all ranks reject it by name \
+            and exit with code 2",
     source: "ours",
     seed: 1337,
     run,
@@ -56,9 +56,19 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         for line in &wrong {
             report.row(&format!("{name}: {}", line.trim_end()), 1.0, "", Mark::AtMost(0.0))?;
         }
-        report.row(&format!("{name}: settings changed alone"), f64::from(tried), "", Mark::AtLeast(65.0))?;
-        report.row(&format!("{name}: refused by name"), f64::from(refused), "", Mark::AtLeast(40.0))?;
-        let metric = format!("{name}: neither refused on all ranks nor without effect");
+        report.row(
+            &format!("{name}: settings that were changed, one at a time"),
+            f64::from(tried),
+            "",
+            Mark::AtLeast(65.0),
+        )?;
+        report.row(
+            &format!("{name}: settings rejected by name"),
+            f64::from(refused),
+            "",
+            Mark::AtLeast(40.0),
+        )?;
+        let metric = format!("{name}: settings neither rejected on all ranks nor without effect");
         report.row(&metric, wrong.len() as f64, "settings", Mark::AtMost(0.0))?;
     }
     Ok(())

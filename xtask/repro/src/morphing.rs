@@ -15,8 +15,9 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "morphing",
-    claim: "under one trace of preemptions Varuna's morphing, Oobleck's templates, ReCycle's re-routing and \
-        Parcae's liveput each do more than restarting from checkpoints at Daly's interval",
+    claim: "under the same trace of preemptions, Varuna's morphing, Oobleck's templates, ReCycle's \
+            re-routing and Parcae's liveput each get more work done than restarting from checkpoints at \
+            Daly's interval",
     source: "Athlur et al. 2022; Jang et al. 2023; Gandhi et al. 2024; Duan et al. 2024; Young 1974; Daly 2006",
     seed: 21,
     run,
@@ -62,10 +63,10 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row("traces", traces as f64, "", Mark::None)?;
     report.row("losses of a machine", losses as f64, "", Mark::None)?;
     for (at, row) in POLICIES.iter().enumerate() {
-        let name = format!("{}: of what changes in no time would bring", row.name);
+        let name = format!("{}: work done, relative to changes that take no time", row.name);
         report.row(&name, shares[at], "", Mark::AtMost(1.0))?;
         if at > 0 {
-            let name = format!("{} over restarting, least of all traces", row.name);
+            let name = format!("{}: work done, relative to restarting, lowest of all traces", row.name);
             report.row(&name, least[at], "x", Mark::AtLeast(1.0))?;
         }
     }
@@ -82,24 +83,34 @@ fn intervals(report: &mut Report<'_>, options: &Options) -> Result<()> {
         report.row(&format!("{name}: Daly's interval"), job.every, "s", Mark::None)?;
         report.row(&format!("{name}: goodput"), expected.work, "", Mark::None)?;
         let off = (expected.work / seen.work - 1.0).abs() * 100.0;
-        report.row(&format!("{name}: closed form off the simulation"), off, "%", Mark::AtMost(0.2))?;
+        report.row(
+            &format!("{name}: difference of the closed form from the simulation"),
+            off,
+            "%",
+            Mark::AtMost(0.2),
+        )?;
         let best = job.best().expected().work;
         let of = |every: f64| Checkpoints { every, ..job }.expected().work / best;
         report.row(
-            &format!("{name}: Daly over the best interval"),
+            &format!("{name}: goodput at Daly's interval, relative to the best interval"),
             of(job.every),
             "x",
             Mark::AtLeast(0.999),
         )?;
         report.row(
-            &format!("{name}: Young over the best"),
+            &format!("{name}: goodput at Young's interval, relative to the best interval"),
             of(young(save, between)),
             "x",
             Mark::AtLeast(0.99),
         )?;
     }
     // Two copies of 8 stages. A machine is lost after two hours on average, and replaced after ten minutes.
-    report.row("2 copies of 8 stages: whole", alive(8, 2, 7200.0, 600.0), "", Mark::None)
+    report.row(
+        "2 copies of 8 stages: probability that each stage has a copy",
+        alive(8, 2, 7200.0, 600.0),
+        "",
+        Mark::None,
+    )
 }
 
 /// Checks Oobleck's mixes of templates of 2 to 5 machines.
@@ -107,7 +118,7 @@ fn templates(report: &mut Report<'_>) -> Result<()> {
     let published = [(13, 10), (12, 10), (11, 7), (10, 7), (9, 5), (8, 5), (7, 3), (6, 3), (5, 2), (4, 2)];
     let off = published.iter().filter(|&&(machines, count)| mixes(&[2, 3, 4, 5], machines).len() != count);
     report.row(
-        "mixes of templates 2 to 5 for 4 to 13 machines: not as listed",
+        "mixes of templates 2 to 5 for 4 to 13 machines that differ from the list",
         off.count() as f64,
         "",
         Mark::AtMost(0.0),
@@ -133,14 +144,24 @@ fn rerouted(report: &mut Report<'_>) -> Result<()> {
         Method::OneFOneB.order(&Settings::new(stages, (microbatches * pipelines).div_ceil(pipelines - 1)))?;
     let dropped = simulate(&fewer, &cost)?.makespan().as_secs_f64();
     report.row(
-        "ReCycle, 1 of 8 x 4 lost: work on a machine of another stage",
+        "ReCycle, 1 of 8 x 4 machines lost: work on a machine of another stage",
         wrong as f64,
         "",
         Mark::AtMost(0.0),
     )?;
-    report.row("ReCycle, 1 of 8 x 4 lost: pass over 1F1B without losses", worst / whole, "x", Mark::None)?;
-    report.row("dropping the pipeline: the same", dropped / whole, "x", Mark::None)?;
-    report.row("ReCycle over dropping the pipeline", dropped / worst, "x", Mark::AtLeast(1.0))
+    report.row(
+        "ReCycle, 1 of 8 x 4 machines lost: time of a pass, relative to 1F1B without losses",
+        worst / whole,
+        "x",
+        Mark::None,
+    )?;
+    report.row(
+        "dropping the pipeline: time of a pass, relative to 1F1B without losses",
+        dropped / whole,
+        "x",
+        Mark::None,
+    )?;
+    report.row("ReCycle: speed relative to dropping the pipeline", dropped / worst, "x", Mark::AtLeast(1.0))
 }
 
 /// Compares the probabilities of remaining pipelines with a count over all sets of lost machines.
@@ -158,5 +179,10 @@ fn liveput(report: &mut Report<'_>) -> Result<()> {
             most = most.max((found - count / all).abs());
         }
     }
-    report.row("Parcae: chance of pipelines left, off counting all losses", most, "", Mark::AtMost(1e-9))
+    report.row(
+        "Parcae: probabilities of remaining pipelines, difference from counting all losses",
+        most,
+        "",
+        Mark::AtMost(1e-9),
+    )
 }

@@ -20,9 +20,9 @@ use world::{OPEN, Translation, World};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "nat",
-    claim: "two machines behind address translation train together, with the bits of a run over TCP; with a \
-            direct path the relay's death costs nothing, and without one its death and return cost at most the \
-            step in flight",
+    claim: "two machines behind address translation train together, with the same bits as a run over TCP; \
+            with a direct path the end of the relay costs nothing, and without one its end and restart cost \
+            at most the step in progress",
     source: "network namespaces with nft (`cargo xtask setup nat`), iroh's relay server, no service outside",
     seed: 0,
     run,
@@ -83,7 +83,7 @@ impl Job<'_> {
         let mut args: Vec<String> = ["launch", "-n", "2", "--"].map(str::to_owned).to_vec();
         args.extend(self.args(&out));
         let said = self.command(&args)?.stderr(Stdio::piped()).output()?;
-        ensure!(said.status.success(), "over TCP: {}", String::from_utf8_lossy(&said.stderr));
+        ensure!(said.status.success(), "the run over TCP failed: {}", String::from_utf8_lossy(&said.stderr));
         Trained::read(&out)
     }
 
@@ -93,10 +93,10 @@ impl Job<'_> {
         let relay = self.command(&["relay", "--listen", &listen].map(str::to_owned))?;
         let mut started =
             Running(world.in_the_open(&relay).stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?);
-        let said = started.0.stdout.as_mut().context("it has an output")?;
+        let said = started.0.stdout.as_mut().context("stdout is not piped")?;
         let mut line = String::new();
         BufReader::new(said).read_line(&mut line)?;
-        ensure!(line.starts_with("http://"), "the relay said `{line}`");
+        ensure!(line.starts_with("http://"), "the relay printed `{line}`, expected its address");
         Ok(started)
     }
 
@@ -123,7 +123,7 @@ impl Job<'_> {
         let (address, out) = (format!("http://{OPEN}:{PORT}"), path.display().to_string());
         let args = ["ticket", "--address", &address, "--out", &out].map(str::to_owned);
         let said = self.command(&args)?.env("FARFLUNG_HOME", self.home(0)).stderr(Stdio::piped()).output()?;
-        ensure!(said.status.success(), "ticket: {}", String::from_utf8_lossy(&said.stderr));
+        ensure!(said.status.success(), "`farflung ticket` failed: {}", String::from_utf8_lossy(&said.stderr));
         Ok(path)
     }
 
@@ -197,12 +197,14 @@ fn rows(out: &Path) -> Vec<Row> {
 
 /// Ends a relay with SIGTERM. Its last line has the bytes that it passed on.
 fn carried(mut relay: Running) -> Result<f64> {
-    let pid = Pid::from_raw(relay.0.id().cast_signed()).context("a process has a number")?;
+    let pid = Pid::from_raw(relay.0.id().cast_signed()).context("invalid process id")?;
     kill_process(pid, Signal::TERM)?;
     let mut said = String::new();
-    relay.0.stdout.take().context("it has an output")?.read_to_string(&mut said)?;
+    relay.0.stdout.take().context("stdout is not piped")?.read_to_string(&mut said)?;
     let bytes = said.lines().find_map(|line| line.strip_suffix(" bytes carried"));
-    Ok(bytes.with_context(|| format!("the relay said `{said}`"))?.parse()?)
+    Ok(bytes
+        .with_context(|| format!("the relay printed `{said}`, expected the bytes that it carried"))?
+        .parse()?)
 }
 
 /// Returns the longest time between the ends of two consecutive steps, and how many such times are longer than
@@ -219,21 +221,26 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let half = job.steps as usize / 2;
     report.row("steps of each run", f64::from(job.steps), "1", Mark::None)?;
     let runs = [
-        ("ports kept, the relay dies", Translation::Kept, Some(half), false),
+        ("ports kept, relay killed", Translation::Kept, Some(half), false),
         ("ports random", Translation::Random, None, false),
-        ("ports random, the relay dies and comes back", Translation::Random, Some(half), true),
+        ("ports random, relay killed and restarted", Translation::Random, Some(half), true),
     ];
     for (index, (name, by, dies, returns)) in runs.into_iter().enumerate() {
         let ran = job.over_quic(&format!("run-{index}"), by, dies, returns)?;
         let unlike = f64::from(u8::from(ran.trained != wanted));
-        report.row(&format!("{name}: losses or weights with other bits"), unlike, "1", Mark::AtMost(0.0))?;
+        report.row(
+            &format!("{name}: losses or weights with bits other than over TCP"),
+            unlike,
+            "1",
+            Mark::AtMost(0.0),
+        )?;
         let share = ran.carried / ran.sent;
         match (by, returns) {
             // A killed relay prints no count.
             (Translation::Kept, _) => {}
             (Translation::Random, false) => {
                 report.row(
-                    &format!("{name}: bytes relayed over bytes sent"),
+                    &format!("{name}: bytes relayed, relative to bytes sent"),
                     share,
                     "1",
                     Mark::AtLeast(1.0),
@@ -241,7 +248,12 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             }
             (Translation::Random, true) => {
                 let after = Mark::AtLeast(0.2);
-                report.row(&format!("{name}: bytes relayed afterwards over all sent"), share, "1", after)?;
+                report.row(
+                    &format!("{name}: bytes relayed after the restart, relative to all bytes sent"),
+                    share,
+                    "1",
+                    after,
+                )?;
             }
         }
         let (longest, late) = waits(&ran.done, 0.8 * AWAY.as_secs_f64());

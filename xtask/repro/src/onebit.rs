@@ -32,8 +32,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         what: "loss and volume of 1-bit Adam with a warm-up of 15 %",
         paper: "the loss of Adam at 5 times less volume than in 16 bits (BERT, up to 256 GPUs)",
         ours: format!(
-            "{:+.2} % (standard deviation {:.2} %) at {ratio:.2} times less than in f32; QAdam {:+.2} %; 1-bit \
-             gradients into AdamW {:+.2} %",
+            "{:+.2} % (standard deviation {:.2} %) at {ratio:.2} times fewer bytes than in f32; QAdam {:+.2} \
+             %; 1-bit gradients into AdamW {:+.2} %",
             gap.mean,
             gap.sigma,
             qadam.gap(&f32).mean,
@@ -41,18 +41,18 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         ),
         setting: lab.setting().command(&arms::ONEBIT_ADAM),
         holds: gap.mean <= MOST,
-        note: "the warm-up travels as f32 here and in 16 bits there: 1 / (0.15 + 0.85 / 32) = 5.66 against \
-               1 / (0.15 + 0.85 / 16) = 4.92",
+        note: "the warm-up is sent as f32 here and in 16 bits in the paper: 1 / (0.15 + 0.85 / 32) = 5.66 \
+               against 1 / (0.15 + 0.85 / 16) = 4.92",
     }
     .record(report);
     Published {
-        what: "volume of 0/1 Adam below that of 1-bit Adam",
+        what: "volume of 0/1 Adam compared with 1-bit Adam",
         paper: "up to 87 % less volume than 1-bit Adam, and up to 54 % fewer rounds (BERT, GPT-2)",
         ours: format!("{fewer:.1} % less at a loss {:+.2} % above f32's", zero_one.gap(&f32).mean),
         setting: lab.setting().command(&arms::ZERO_ONE_ADAM),
         holds: fewer > 0.0 && zero_one.gap(&f32).mean <= MOST,
-        note: "most of what is saved is the warm-up, which 1-bit Adam sends as f32: the variance changes in \
-               few of its steps",
+        note: "most of the saving is in the warm-up, which 1-bit Adam sends as f32; in 0/1 Adam the variance \
+               changes in few of these steps",
     }
     .record(report);
     Ok(())

@@ -28,14 +28,14 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         what: "loss of 1-bit LAMB above LAMB's",
         paper: "LAMB's loss at up to 4.6 times less volume (BERT-Large)",
         ours: format!(
-            "{:+.2} % (standard deviation {:.2} %) at {:.2} times less than in f32",
+            "{:+.2} % (standard deviation {:.2} %) at {:.2} times fewer bytes than in f32",
             above.mean,
             above.sigma,
             f32.payload() / onebit_lamb.payload()
         ),
         setting: lab.setting().command(&arms::ONEBIT_LAMB),
         holds: above.mean <= MOST,
-        note: "the model is small, and neither is tuned to it: the learning rate is AdamW's",
+        note: "the model is small, and neither optimizer is tuned for it: the learning rate is AdamW's",
     }
     .record(report);
     Ok(())

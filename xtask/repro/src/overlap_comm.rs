@@ -13,8 +13,8 @@ use crate::ranks::{on_ranks, over_links};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "overlap-comm",
-    claim: "start, compute, wait takes the longer of compute and communication, not their sum; and simulated ranks \
-            really compute side by side",
+    claim: "starting communication, computing, and then waiting takes the longer of compute and \
+            communication, not their sum; and simulated ranks compute in parallel",
     source: "the contract of `Pending`",
     seed: 0,
     run,
@@ -48,7 +48,9 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             let compute = alone * ratio;
             let both = time(&topology, algorithm, len, compute)?;
             let off = (both / compute.max(alone) - 1.0).abs() * 100.0;
-            let name = format!("{algorithm:?}, compute {ratio}x communication: off the longer of the two");
+            let name = format!(
+                "{algorithm:?}, compute {ratio}x communication: difference from the longer of the two"
+            );
             report.row(&name, off, "%", Mark::AtMost(2.0))?;
         }
     }
@@ -78,7 +80,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         ranks += start.elapsed().as_secs_f64();
     }
     report.row(
-        "real work of 4 simulated ranks, of the speed of 4 threads",
+        "computing on 4 simulated ranks, speed relative to 4 threads",
         threads / ranks,
         "x",
         Mark::AtLeast(0.8),

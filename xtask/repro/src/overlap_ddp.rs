@@ -13,10 +13,11 @@ use crate::workers::{Over, again, config, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "overlap-ddp",
-    claim: "a ddp step over a link takes the longer of compute and communication, not their sum. Gradients travel \
-            during the backward pass, so communication hides wholly up to two thirds of compute; past that a step is \
-            the forward pass and then the longer of backward and communication. The embeddings' gradient is ready \
-            last and cannot hide: the model has a small vocabulary",
+    claim: "a ddp step over a link takes the longer of compute and communication, not their sum. Gradients \
+            are sent during the backward pass, so communication is completely hidden up to two thirds of \
+            compute; beyond that a step takes the forward pass and then the longer of backward and \
+            communication. The embeddings' gradient is final last and cannot be hidden, so the model has a \
+            small vocabulary",
     source: "Li et al. 2020, PyTorch Distributed, section 3.2.3",
     seed: 1337,
     run,
@@ -81,13 +82,13 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         // as the longer of the two.
         let reachable = law / longer < 1.04;
         let mark = if reachable { Mark::AtMost(5.0) } else { Mark::None };
-        let metric = format!("{name}: off max(compute, communication)");
+        let metric = format!("{name}: difference from max(compute, communication)");
         report.row(&metric, off(overlapped, longer), "%", mark)?;
-        let metric = format!("{name}: off forward + max(backward, communication)");
+        let metric = format!("{name}: difference from forward + max(backward, communication)");
         report.row(&metric, off(overlapped, law), "%", Mark::AtMost(5.0))?;
-        let metric = format!("{name}: without overlap, off the sum");
+        let metric = format!("{name}: without overlap, difference from the sum");
         report.row(&metric, off(after, compute + communication), "%", Mark::AtMost(5.0))?;
-        let metric = format!("{name}: off what `simulate_replicas` predicts");
+        let metric = format!("{name}: difference from the prediction of `simulate_replicas`");
         let predicted = predicted(&first, link, steps)?;
         report.row(&metric, off(overlapped, predicted), "%", Mark::AtMost(5.0))?;
     }

@@ -11,8 +11,8 @@ use crate::ranks::{on_ranks, over_sockets};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "pacing",
-    claim: "a rank holds the rate that --up gives it within 5%, and an all-reduce then takes what each rank sends over \
-            the rate, to 5%, with the bits of one without a limit",
+    claim: "a rank sends at the rate given by --up, within 5%; an all-reduce then takes the bytes that each \
+            rank sends divided by the rate, within 5%, and gives the same bits as without a limit",
     source: "the closed form of the ring: 2 (n-1)/n buffers out of each rank",
     seed: 0,
     run,
@@ -64,12 +64,17 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                     (held - 1.0).abs()
                 });
                 let held = Mark::AtMost(if options.quick { 0.25 } else { 0.05 });
-                report.row(&format!("{name}: off the rate"), off.fold(0.0, f64::max), "1", held)?;
+                report.row(
+                    &format!("{name}: difference from the rate"),
+                    off.fold(0.0, f64::max),
+                    "1",
+                    held,
+                )?;
                 let over = slow.iter().map(|rank| (rank.seconds / closed - 1.0).abs()).fold(0.0, f64::max);
-                report.row(&format!("{name}: off the closed form"), over, "1", held)?;
+                report.row(&format!("{name}: difference from the closed form"), over, "1", held)?;
                 let unlike = slow.iter().filter(|rank| rank.bits != free[0].bits).count();
                 report.row(
-                    &format!("{name}: ranks with other bits"),
+                    &format!("{name}: ranks whose bits differ from those without a limit"),
                     unlike as f64,
                     "1",
                     Mark::AtMost(0.0),

@@ -34,7 +34,7 @@ impl Peers {
     pub fn parse(text: &str) -> Result<Self> {
         let mut peers = Self::default();
         peers.add(text)?;
-        ensure!(!peers.is_empty(), "no JSON object in it");
+        ensure!(!peers.is_empty(), "there is no JSON object");
         Ok(peers)
     }
 
@@ -199,7 +199,7 @@ mod tests {
     fn broken_files_name_the_line() {
         let error = Peers::parse("{\"a\": 1}\n{\"a\": }\n").unwrap_err();
         assert!(format!("{error:#}").starts_with("line 2: "), "{error:#}");
-        assert_eq!(Peers::parse("nothing here\n").unwrap_err().to_string(), "no JSON object in it");
+        assert_eq!(Peers::parse("nothing here\n").unwrap_err().to_string(), "there is no JSON object");
         let error = Peers::load(Path::new("no/such/file")).unwrap_err();
         assert!(error.to_string().contains("no/such/file"));
     }

@@ -13,8 +13,9 @@ use crate::workers::{Over, again, config, farthest, job, on_all, plain_sgd, rela
 
 pub(crate) const BENCH: Bench = Bench {
     name: "pipeline-exact",
-    claim: "each synchronous schedule trains as one process, to the bit where gradients are summed in the same order; \
-            PipeDream and 2BW train as one process that uses the same stale weights",
+    claim: "each synchronous schedule gives the results of one process, with the same bits where gradients \
+            are summed in the same order; PipeDream and 2BW give the results of one process that uses the \
+            same stale weights",
     source: "Huang et al. 2019; Narayanan et al. 2019 and 2021; Qi et al. 2023 and 2024",
     seed: 1337,
     run,
@@ -50,7 +51,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                 schedule,
                 Method::GPipe | Method::BreadthFirst | Method::Chimera | Method::DualPipe | Method::TeraPipe
             );
-            compare(report, &format!("{schedule} on {stages}"), (&piped, &alone), in_order, &first)?;
+            compare(report, &format!("{schedule} on {stages} stages"), (&piped, &alone), in_order, &first)?;
         }
     }
     for (schedule, updates) in [
@@ -72,7 +73,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         };
         let job = again(&first, config, Over::Memory);
         let (piped, stale) = (piped_trace(&job, steps)?, stale_trace(&job, updates, steps)?);
-        let name = format!("{schedule} on {LAYERS}, {updates}");
+        let name = format!("{schedule} on {LAYERS} stages, {updates}");
         report.row(
             &format!("{name}: largest difference of losses"),
             farthest(&piped.losses, &stale.losses),
@@ -108,7 +109,7 @@ fn compare(
     let pairs = piped.first_grads.iter().zip(&alone.first_grads).skip(table);
     let differing = pairs.filter(|(a, b)| a.to_bits() != b.to_bits()).count();
     let mark = if in_order { Mark::AtMost(0.0) } else { Mark::None };
-    let metric = format!("{name}: first gradient but the token table's, numbers whose bits differ");
+    let metric = format!("{name}: first gradient except the token table's, values whose bits differ");
     report.row(&metric, differing as f64, "", mark)
 }
 
@@ -140,7 +141,7 @@ fn piped_trace(job: &Job, steps: u64) -> Result<Trace> {
         let (Some(grads), Some(params)) = (first_grads, rank.gather_params()?) else { return Ok(None) };
         Ok(Some(Trace { losses, first_grads: grads.to_vec()?, params: params.to_vec()? }))
     };
-    on_all(job, trace)?.into_iter().flatten().next().context("rank 0 has the model")
+    on_all(job, trace)?.into_iter().flatten().next().context("no rank has the model")
 }
 
 /// Trains in one process, with one layer per part. Each part uses the version of its weights that the update
@@ -211,7 +212,7 @@ fn backward(
     for (k, (part, p)) in parts.iter().zip(params).enumerate() {
         let input = match hidden.take() {
             Some(x) => Input::Hidden(x),
-            None => Input::Tokens(tokens.take().context("the first part alone takes tokens")?),
+            None => Input::Tokens(tokens.take().context("only the first part takes tokens")?),
         };
         let targets = (k + 1 == parts.len()).then_some((&targets, scale));
         let (output, saved) = part.forward(p, input, targets)?;

@@ -16,8 +16,9 @@ use crate::workers::{Over, config, farthest, job, on_all, with_transport};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "plan-exact",
-    claim: "plans of any mesh, with unequal shares and layers, in one level or two, under any schedule and over any transport, \
-            have the losses of one process, and its bits where gradients are summed in the same order",
+    claim: "plans of any mesh, with unequal shares and layers, in one level or two, under any schedule and \
+            over any transport, give the losses of one process, and its bits where gradients are summed in \
+            the same order",
     source: "ours",
     seed: 1337,
     run,
@@ -191,7 +192,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             other => format!(", recompute {other}"),
         };
         let name = format!(
-            "{:?} microbatches, layers {lens:?} on {}, {}{again}{levels}",
+            "{:?} microbatches, layers {lens:?} on {} stages, {}{again}{levels}",
             shape.microbatches, shape.stages, shape.method
         );
         // Quick runs test each shape on one of the transports in turn.

@@ -12,8 +12,8 @@ use crate::workers::{Over, config, job, on_all, with_transport};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "plan-run",
-    claim: "the plan that is chosen for uneven machines takes what was predicted, and no plan of equal \
-        shares in the file's order, of pure data parallelism or of a pipeline alone is faster",
+    claim: "the plan that is chosen for unequal machines takes the predicted time, and no plan with equal \
+            shares in the file's order, with data parallelism alone or with a pipeline alone is faster",
     source: "ours",
     seed: 1337,
     run,
@@ -122,18 +122,28 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let there = whole.with_config(config, machines)?;
         let wanted = Wanted { only: None, keep: 1, each_kind: true };
         let candidates = auto("small", &whole.model, &cluster, sizes, wanted)?.candidates;
-        let chosen = candidates.first().context("there is a plan")?;
+        let chosen = candidates.first().context("no plan was found")?;
         let took = timed(&there, &chosen.plan)?;
         let row = |what: &str| format!("{}: {what}", network.name);
         report.row(&row(&chosen.what), took, "s", Mark::None)?;
         let off = (chosen.step.as_secs_f64() / took - 1.0).abs();
-        report.row(&row("predicted off that"), off, "", Mark::AtMost(0.03))?;
+        report.row(
+            &row("relative difference of the prediction from the measured time"),
+            off,
+            "",
+            Mark::AtMost(0.03),
+        )?;
         let mut fastest = f64::INFINITY;
         for other in alternatives(&candidates) {
             fastest = fastest.min(timed(&there, &other.plan)?);
         }
         if fastest.is_finite() {
-            report.row(&row("best alternative over that"), fastest / took, "x", Mark::AtLeast(0.9999))?;
+            report.row(
+                &row("best alternative, time relative to the chosen plan"),
+                fastest / took,
+                "x",
+                Mark::AtLeast(0.9999),
+            )?;
         }
     }
     Ok(())

@@ -16,7 +16,8 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "plan-text",
-    claim: "plans print, read back and keep their digest; a field changed on one rank is refused by its name on all",
+    claim: "plans can be printed and read back, and keep their digest; a field that differs on one rank is \
+            rejected by name on all ranks",
     source: "ours",
     seed: 1337,
     run,
@@ -140,12 +141,17 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     }
     report.row("random plans", count as f64, "plans", Mark::None)?;
     report.row(
-        "that do not read back, or with another digest",
+        "random plans that cannot be read back, or have another digest then",
         f64::from(wrong),
         "plans",
         Mark::AtMost(0.0),
     )?;
-    report.row("that are refused for what they combine", f64::from(refused), "plans", Mark::None)?;
+    report.row(
+        "random plans that are rejected because of what they combine",
+        f64::from(refused),
+        "plans",
+        Mark::None,
+    )?;
 
     let plan = staged.ok_or_else(|| anyhow!("no plan with stages was drawn"))?;
     let named: std::collections::BTreeSet<&str> = changes().iter().map(|(field, _)| *field).collect();
@@ -153,7 +159,12 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         plan.fields().into_keys().filter(|f| !f.contains("[1]") && !f.contains("[2]")).collect();
     let without =
         fields.iter().filter(|f| !f.contains("[3]") && *f != "version" && !named.contains(f.as_str()));
-    report.row("fields that no change below is of", without.count() as f64, "fields", Mark::AtMost(0.0))?;
+    report.row(
+        "fields that none of the changes below covers",
+        without.count() as f64,
+        "fields",
+        Mark::AtMost(0.0),
+    )?;
     let mut silent = 0;
     for (field, change) in changes() {
         let mut other = plan.clone();
@@ -163,8 +174,18 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             said.iter().all(|message| message.as_ref().is_some_and(|m| m.contains(&format!("`{field}`"))));
         silent += u32::from(!good);
     }
-    report.row("fields changed alone", changes().len() as f64, "fields", Mark::AtLeast(25.0))?;
-    report.row("that are not refused by name on all ranks", f64::from(silent), "fields", Mark::AtMost(0.0))
+    report.row(
+        "fields that were changed, one at a time",
+        changes().len() as f64,
+        "fields",
+        Mark::AtLeast(25.0),
+    )?;
+    report.row(
+        "changed fields that are not rejected by name on all ranks",
+        f64::from(silent),
+        "fields",
+        Mark::AtMost(0.0),
+    )
 }
 
 /// Returns the errors of three ranks that compare plans, when the second rank has another plan.

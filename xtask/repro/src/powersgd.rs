@@ -7,7 +7,7 @@ use crate::lab::{Lab, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "powersgd",
-    claim: "gradients as products of rank 4 with feedback end near f32's loss",
+    claim: "training with gradients as products of rank 4 and error feedback ends near f32's loss",
     source: "Vogels et al. 2019, PowerSGD",
     seed: 1337,
     run,
@@ -27,7 +27,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let (gap, ratio) = (four.gap(&f32), f32.payload() / four.payload());
     Published {
         what: "loss and bytes with rank 4",
-        paper: "perplexity 91 as without, at 64 MB instead of 7730 MB an epoch (LSTM on WikiText-2)",
+        paper: "perplexity 91, the same as without compression, at 64 MB instead of 7730 MB per epoch (LSTM \
+                on WikiText-2)",
         ours: format!(
             "{:+.2} % (standard deviation {:.2} %) at {ratio:.1} times fewer bytes; rank 1 {:+.2} %",
             gap.mean,
@@ -36,7 +37,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         ),
         setting: lab.setting().command(&arms::POWER_SGD_4),
         holds: gap.mean <= MOST,
-        note: "matrices of 32 rows leave little to gain; AdamW behind it, where the paper has SGD with \
+        note: "matrices of 32 rows leave little to gain; the optimizer is AdamW, in the paper SGD with \
                momentum",
     }
     .record(report);

@@ -7,7 +7,7 @@ use crate::lab::{Lab, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "precision",
-    claim: "matrix products of bf16 and f16 operands end within 1% of f32's loss",
+    claim: "training with matrix products of bf16 or f16 operands ends within 1% of f32's loss",
     source: "Micikevicius et al. 2018, Mixed Precision Training",
     seed: 1337,
     run,

@@ -18,8 +18,9 @@ use crate::ranks::{on_ranks, over_links};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "regions",
-    claim: "between two regions of four machines with one line of 50 Mbit/s and 30 ms, each average takes the bytes and the time \
-            of its closed form; plain inside and coded between is the cheapest, and `auto` takes it",
+    claim: "between two regions of four machines with one line of 50 Mbit/s and 30 ms, each average takes \
+            the bytes and the time of its closed form; averages that are plain inside regions and coded \
+            between them are the cheapest, and `auto` chooses them",
     source: "ours; Thakur et al. 2005 for the rings",
     seed: 5,
     run,
@@ -99,7 +100,7 @@ fn coded(topology: &Topology, len: usize, algorithm: Algorithm) -> Result<Taken>
         average.commit();
         let mean = flat.to_vec::<f32>()?[0];
         // The mean of the first values, -50 to -43, with two rounding errors of half a step of 50 / 127.
-        assert!((mean + 46.5).abs() < 0.8, "a wrong mean: {mean}");
+        assert!((mean + 46.5).abs() < 0.8, "the mean is wrong: {mean}");
         Ok(())
     };
     measure(topology, |comm| match round(comm) {
@@ -114,7 +115,7 @@ fn plain(topology: &Topology, len: usize, program: impl Fn(Rank) -> Program + Sy
     measure(topology, |comm| {
         let mut x = vec![1.0_f32; len];
         comm.all_reduce_by(program(comm.rank()), &mut x, ReduceOp::Sum)?;
-        assert!(x.iter().all(|&v| v.to_bits() == (RANKS as f32).to_bits()), "a wrong sum");
+        assert!(x.iter().all(|&v| v.to_bits() == (RANKS as f32).to_bits()), "the sum is wrong");
         Ok(())
     })
 }
@@ -152,23 +153,33 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         report.row(&format!("{name}: time"), taken.seconds, "s", Mark::None)?;
         let mark = Mark::AtMost(3.0);
         report.row(
-            &format!("{name}: time off its closed form"),
+            &format!("{name}: time, difference from the closed form"),
             off(taken.seconds, form.seconds),
             "%",
             mark,
         )?;
-        report.row(&format!("{name}: over the line each way"), taken.crossed, "B", Mark::None)?;
         report.row(
-            &format!("{name}: bytes off their closed form"),
+            &format!("{name}: bytes over the line in the busier direction"),
+            taken.crossed,
+            "B",
+            Mark::None,
+        )?;
+        report.row(
+            &format!("{name}: bytes, difference from the closed form"),
             off(taken.crossed, form.crossed),
             "%",
             mark,
         )?;
     }
     let [(_, two, _), (_, flat, _), (_, grouped, _), _] = &seen;
-    report.row("flat over two levels: time", flat.seconds / two.seconds, "x", Mark::AtLeast(2.5))?;
     report.row(
-        "f32 by regions over two levels: time",
+        "int8, flat: time relative to two levels",
+        flat.seconds / two.seconds,
+        "x",
+        Mark::AtLeast(2.5),
+    )?;
+    report.row(
+        "f32, by regions: time relative to int8 in two levels",
         grouped.seconds / two.seconds,
         "x",
         Mark::AtLeast(2.5),
@@ -186,10 +197,15 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let auto = coded(&topology, len, Algorithm::Auto)?;
     let taken = Algorithm::Auto.resolve_coded(&buffer)?;
     report.row(
-        &format!("auto, which is {taken}, over the least price"),
+        &format!("auto, which is {taken}: price relative to the lowest"),
         price(taken)? / least,
         "x",
         Mark::AtMost(1.0),
     )?;
-    report.row("auto: time off that price", off(auto.seconds, least), "%", Mark::AtMost(3.0))
+    report.row(
+        "auto: time, difference from the lowest price",
+        off(auto.seconds, least),
+        "%",
+        Mark::AtMost(3.0),
+    )
 }

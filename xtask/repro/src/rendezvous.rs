@@ -18,8 +18,8 @@ use crate::machine::now;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "rendezvous",
-    claim: "ranks that are late, early, killed and started again or started twice, strangers and 1,000 idle connections: \
-            the right job forms and trains within its deadline, and nobody else does",
+    claim: "with ranks that are late, early, killed and restarted or started twice, with strangers and with \
+            1,000 idle connections, the right job forms and trains within its deadline, and no other job does",
     source: "ours",
     seed: 1337,
     run,
@@ -54,8 +54,8 @@ impl Trouble {
     const fn name(self) -> &'static str {
         match self {
             Self::Late => "late and early ranks",
-            Self::Restart => "a rank is started again",
-            Self::MasterRestarts => "the master is started again",
+            Self::Restart => "a rank is restarted",
+            Self::MasterRestarts => "the master is restarted",
             Self::Twice => "a rank is started twice",
             Self::Strangers => "strangers",
             Self::Idle => "1,000 idle connections",
@@ -85,7 +85,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         }
         let name = trouble.name();
         report.row(&format!("{name}: jobs that did not form"), f64::from(failed), "1", Mark::AtMost(0.0))?;
-        let metric = format!("{name}: slowest");
+        let metric = format!("{name}: slowest job");
         report.row(&metric, slowest, "s", Mark::AtMost(DEADLINE.as_secs_f64()))?;
     }
     Ok(())

@@ -12,8 +12,8 @@ use crate::workers::{farthest, relative_l2};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "replan",
-    claim: "weights and optimizer states are kept by the names of tensors: a run goes on under any other plan with the losses \
-            of one process",
+    claim: "weights and optimizer states are stored by tensor name, so a run continues under any other plan \
+            with the losses of one process",
     source: "ours",
     seed: 1337,
     run,
@@ -52,11 +52,11 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let name = format!("{} -> {}", plans[from].0, plans[to].0);
         let off = farthest(&seen, &losses);
         let missing = (seen.len() as f64 - losses.len() as f64).abs();
-        report.row(&format!("{name}: steps more or less"), missing, "steps", Mark::AtMost(0.0))?;
+        report.row(&format!("{name}: missing or additional steps"), missing, "steps", Mark::AtMost(0.0))?;
         report.row(&format!("{name}: largest difference of losses"), off, "nats", Mark::AtMost(1e-5))?;
         let ended = weights(&whole, &folder.path().join("run"), 2 * HALF)?;
         report.row(
-            &format!("{name}: parameters off those of one process"),
+            &format!("{name}: parameters, difference from those of one process"),
             relative_l2(&ended, &params),
             "",
             Mark::AtMost(1e-5),
@@ -67,7 +67,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 
 /// Runs a job to its last step and returns its losses.
 fn finish(job: &Job) -> Result<Vec<f64>> {
-    let report = run_job(job, seats(job, None)?, &mut Quiet)?.context("rank 0 reports")?;
+    let report = run_job(job, seats(job, None)?, &mut Quiet)?.context("rank 0 has no report")?;
     Ok(report.rows.iter().map(|row| row.train_loss).collect())
 }
 

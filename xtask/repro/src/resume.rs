@@ -13,8 +13,9 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "resume",
-    claim: "a run killed with SIGKILL at random moments and resumed ends with the same bits as one never killed; lost and \
-            swapped folders, a finished run, changed settings and another number of workers are each dealt with",
+    claim: "a run killed with SIGKILL at random moments and resumed ends with the same bits as one never \
+            killed; lost and swapped folders, a finished run, changed settings and another number of workers \
+            are handled",
     source: "ours",
     seed: 1337,
     run,
@@ -107,7 +108,7 @@ fn other_ways(report: &mut Report<'_>, options: &Options, folder: &Path) -> Resu
     let (code, text) = said(&mut train(&run, &["--steps", "20"])?)?;
     let refused = code == Some(2) && text.contains("expected one of rank");
     report.row(
-        "swapped folders: refused, with whose they are",
+        "swapped folders: rejected, with the rank that owns them",
         f64::from(u8::from(refused)),
         "",
         Mark::AtLeast(1.0),
@@ -120,25 +121,25 @@ fn other_ways(report: &mut Report<'_>, options: &Options, folder: &Path) -> Resu
         && text.contains("nothing was done")
         && std::fs::read(run.join("report.json"))? == before;
     report.row(
-        "a finished run: left alone, and said so",
+        "a finished run: not changed, and reported",
         f64::from(u8::from(left)),
         "",
         Mark::AtLeast(1.0),
     )?;
     let (code, text) = said(&mut train(&run, &["--steps", "5"])?)?;
     let named = code == Some(2) && text.contains(&run.join(format!("step-{HALF:08}")).display().to_string());
-    report.row("fewer steps than are done: refused", f64::from(u8::from(named)), "", Mark::AtLeast(1.0))?;
+    report.row("fewer steps than are done: rejected", f64::from(u8::from(named)), "", Mark::AtLeast(1.0))?;
 
     let shapes = [("--heads", "4"), ("--dim", "32"), ("--context", "16"), ("--layers", "3")];
     for (flag, value) in shapes.into_iter().take(if options.quick { 1 } else { 4 }) {
         let (code, text) = said(&mut train(&copy(&flag[2..])?, &["--steps", "20", flag, value])?)?;
         let refused = code == Some(2) && text.contains(&format!("`{}`", &flag[2..]));
-        let metric = format!("{flag} changed: refused by name");
+        let metric = format!("{flag} changed: rejected by name");
         report.row(&metric, f64::from(u8::from(refused)), "", Mark::AtLeast(1.0))?;
     }
     let (code, text) = said(&mut train(&copy("beta2")?, &["--steps", "20", "--beta2", "0.5"])?)?;
     let told = code == Some(0) && text.contains("warning: ") && text.contains("`beta2` is 0.5, was 0.95");
-    report.row("--beta2 changed: told", f64::from(u8::from(told)), "", Mark::AtLeast(1.0))?;
+    report.row("--beta2 changed: reported", f64::from(u8::from(told)), "", Mark::AtLeast(1.0))?;
 
     let run = copy("workers")?;
     finish(&mut train(&run, &["--steps", "20", "--workers", "2", "--batch", "8"])?)?;
@@ -192,7 +193,7 @@ fn finish(command: &mut Command) -> Result<()> {
 fn kill_after(command: &mut Command, out: &Path, step: u64, late: Duration) -> Result<u64> {
     let mut child = command.stderr(Stdio::null()).spawn().context("failed to start `farflung`")?;
     while last_step(out) < step {
-        if let Some(status) = child.try_wait().context("failed to ask for `farflung`")? {
+        if let Some(status) = child.try_wait().context("failed to check whether `farflung` has ended")? {
             anyhow::bail!("`farflung train` ended before step {step}: {status}");
         }
         std::thread::sleep(Duration::from_millis(1));
@@ -201,7 +202,7 @@ fn kill_after(command: &mut Command, out: &Path, step: u64, late: Duration) -> R
     // This is SIGKILL on Unix.
     child.kill().context("failed to kill `farflung`")?;
     let status = child.wait().context("failed to wait for `farflung`")?;
-    ensure!(!status.success(), "the run was over before it was killed");
+    ensure!(!status.success(), "the run ended before it was killed");
     Ok(last_step(out))
 }
 

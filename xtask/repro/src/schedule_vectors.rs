@@ -12,9 +12,10 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "schedule-vectors",
-    claim: "every schedule is the published list, with the published makespans, bubbles and peaks, and TeraPipe's \
-            slices are optimal",
-    source: "the papers named at each method in farflung-parallel; lists of PyTorch, zbpp and DualPipe's repositories",
+    claim: "every schedule equals the published list and has the published makespans, bubbles and peaks, and \
+            TeraPipe's slices are optimal",
+    source: "the papers named at each method in farflung-parallel; lists of PyTorch, zbpp and DualPipe's \
+             repositories",
     seed: 0,
     run,
 };
@@ -72,7 +73,7 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     for (method, m, list) in LISTS {
         wrong += u32::from(method.order(&Settings::new(4, m))?.to_string() != list);
     }
-    report.row("lists of 11 that differ", f64::from(wrong), "lists", Mark::AtMost(0.0))?;
+    report.row("lists that differ, of 11", f64::from(wrong), "lists", Mark::AtMost(0.0))?;
     let csv = vector!("dualpipev_4rank_10mb.csv");
     let ours = Method::DualPipeV.order(&Settings::new(4, 10))?;
     let differs = ours.to_csv() != csv || ComputeOrder::from_csv(csv)? != ours;
@@ -94,7 +95,7 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
             + found.iter().zip(bubbles).map(|(a, b)| (a - b as f64).abs()).sum::<f64>()
             + peaks.iter().zip(held).map(|(&a, b)| f64::from(a.abs_diff(b))).sum::<f64>();
         report.row(
-            &format!("{method} 4x8: makespan, bubbles and peaks off by"),
+            &format!("{method} 4x8: difference of makespan, bubbles and peaks"),
             off,
             "",
             Mark::AtMost(0.0),
@@ -117,32 +118,29 @@ fn gpipe_7_by_12(report: &mut Report<'_>) -> Result<()> {
         (units(last[11].end), units(last[12].start) + 1.0, units(s.makespan()), fraction)
     })?;
     for (metric, found, expected) in [
-        ("gpipe 7x12: forwards end, off by", forwards, 18.0),
-        ("gpipe 7x12: the first backward's step, off by", turn, 19.0),
-        ("gpipe 7x12: makespan, off by", makespan, 36.0),
-        ("gpipe 7x12: bubble, off by", bubble, 1.0 / 3.0),
+        ("gpipe 7x12: end of the forwards, difference", forwards, 18.0),
+        ("gpipe 7x12: step of the first backward, difference", turn, 19.0),
+        ("gpipe 7x12: makespan, difference", makespan, 36.0),
+        ("gpipe 7x12: bubble, difference", bubble, 1.0 / 3.0),
     ] {
         report.row(metric, (found - expected).abs(), "", Mark::AtMost(1e-12))?;
     }
     Ok(())
 }
 
-#[expect(
-    clippy::redundant_closure_for_method_calls,
-    reason = "the method's path stands for one lifetime only"
-)]
+#[expect(clippy::redundant_closure_for_method_calls, reason = "a path to the method has only one lifetime")]
 fn chimera_and_hanayo(report: &mut Report<'_>) -> Result<()> {
     let halves = StageCost { input: Nanos(UNIT / 2), weight: Nanos(UNIT / 2), ..StageCost::UNIT };
     for (p, m, slots) in [(4, 4, 10.0), (4, 8, 18.0), (8, 8, 22.0)] {
         let order = Method::Chimera.order(&Settings::new(p, m))?;
         let off = (with(&order, halves, |s| units(s.makespan()))? - slots).abs();
-        report.row(&format!("chimera {p}x{m}: slots off by"), off, "", Mark::AtMost(0.0))?;
+        report.row(&format!("chimera {p}x{m}: slots, difference"), off, "", Mark::AtMost(0.0))?;
     }
     for (waves, ratio) in [(1, 0.368), (2, 0.238), (4, 0.135)] {
         let settings = Settings { chunks: Some(2 * waves), ..Settings::new(8, 8) };
         let order = Method::Hanayo.order(&settings)?;
         let off = (with(&order, StageCost::UNIT, |s| s.bubble_fraction())? - ratio).abs();
-        report.row(&format!("hanayo 8x8, {waves} waves: bubble off by"), off, "", Mark::AtMost(5e-4))?;
+        report.row(&format!("hanayo 8x8, {waves} waves: bubble, difference"), off, "", Mark::AtMost(5e-4))?;
     }
     Ok(())
 }
@@ -163,11 +161,16 @@ fn closed_forms(report: &mut Report<'_>) -> Result<()> {
             off += (most.unwrap_or_default() as f64 - expected as f64).abs();
         }
     }
-    report.row("1f1b, zb-h1, zb-h2 at unequal F, I, W: closed forms off by", off, "", Mark::AtMost(0.0))?;
+    report.row(
+        "1f1b, zb-h1, zb-h2 at unequal F, I, W: difference from the closed forms",
+        off,
+        "",
+        Mark::AtMost(0.0),
+    )?;
     let order = Method::DualPipe.order(&Settings::new(8, 20))?;
     let most = with(&order, StageCost::UNIT, |s| (0..8).map(|r| s.span_bubble(Rank(r)).0).max())?;
     let off = (units(Nanos(most.unwrap_or_default())) - 6.0).abs();
-    report.row("dualpipe 8x20: span bubble off (p/2-1)(F&B+B-3W) by", off, "", Mark::AtMost(0.0))
+    report.row("dualpipe 8x20: span bubble, difference from (p/2-1)(F&B+B-3W)", off, "", Mark::AtMost(0.0))
 }
 
 fn tera_pipe(report: &mut Report<'_>) -> Result<()> {
@@ -184,7 +187,7 @@ fn tera_pipe(report: &mut Report<'_>) -> Result<()> {
         let differs = f64::from(u8::from(found.lengths != lengths));
         report.row(&format!("{name}: slices differ"), differs, "", Mark::AtMost(0.0))?;
         let off = (units(found.total) - total).abs();
-        report.row(&format!("{name}: total off by"), off, "", Mark::AtMost(1e-9))?;
+        report.row(&format!("{name}: total, difference"), off, "", Mark::AtMost(1e-9))?;
     }
     Ok(())
 }

@@ -25,9 +25,9 @@ use crate::machine::now;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "signals",
-    claim: "SIGINT, SIGTERM and SIGHUP at 100 random moments, with stderr a terminal, a file, a closed pipe and a full \
-            device in turn, and within long steps, beside a rank that stands still and while data loads: no checkpoint \
-            is lost, and each run ends within 2 s with the right exit code",
+    claim: "SIGINT, SIGTERM and SIGHUP at 100 random moments, with stderr a terminal, a file, a closed pipe \
+            and a full device in turn, and also within long steps, with a stopped rank and while data loads: \
+            no checkpoint is lost, and each run ends within 2 s with the right exit code",
     source: "ours",
     seed: 1337,
     run,
@@ -73,7 +73,8 @@ impl Terminal {
         let outer = pty::openpt(flags).context("failed to open a terminal")?;
         pty::grantpt(&outer)?;
         pty::unlockpt(&outer)?;
-        let name = pty::ptsname(&outer, Vec::new())?.into_string().context("a terminal's name is text")?;
+        let name =
+            pty::ptsname(&outer, Vec::new())?.into_string().context("the terminal's name is not UTF-8")?;
         let flags = OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC;
         let inner = rustix::fs::open(&name, flags, Mode::empty());
         let inner = inner.with_context(|| format!("failed to open {name}"))?;
@@ -121,7 +122,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row("checkpoints lost", f64::from(lost), "1", Mark::AtMost(0.0))?;
     report.row("wrong exit codes", f64::from(wrong), "1", Mark::AtMost(0.0))?;
     for (stderr, slowest) in Stderr::ALL.into_iter().zip(slowest) {
-        let metric = format!("slowest to end, stderr a {}", stderr.name());
+        let metric = format!("longest time to end, stderr a {}", stderr.name());
         report.row(&metric, slowest, "s", Mark::AtMost(2.0))?;
     }
     within::run(report, options, &text)
@@ -208,16 +209,15 @@ impl Running {
                 return Ok(());
             }
             if let Some(status) = self.0.try_wait()? {
-                anyhow::bail!("it ended before it was signalled: {status}");
+                anyhow::bail!("the run ended before it got the signal: {status}");
             }
             thread::sleep(Duration::from_millis(1));
         }
-        anyhow::bail!("it does not start")
+        anyhow::bail!("timed out: the run did not start")
     }
 
     fn signal(&self, signal: Signal) -> Result<()> {
-        let pid =
-            i32::try_from(self.0.id()).ok().and_then(Pid::from_raw).context("a process has a number")?;
+        let pid = i32::try_from(self.0.id()).ok().and_then(Pid::from_raw).context("invalid process id")?;
         Ok(kill_process(pid, signal)?)
     }
 

@@ -14,8 +14,9 @@ use crate::workers::{Over, config, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "sim-scale",
-    claim: "a message on simulated links takes at most 2.5 times as long with 256 workers as with 16; six steps of nano with 128 \
-            workers take a quarter of the 54 s that they took when the next event was searched for",
+    claim: "a message on simulated links takes at most 2.5 times as long with 256 workers as with 16; six \
+            steps of nano with 128 workers take at most a quarter of the 54 s that they took when every \
+            event was found by a search",
     source: "ours",
     seed: 1337,
     run,
@@ -40,7 +41,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     }
     let last = sizes.len() - 1;
     let mark = if options.quick { Mark::None } else { Mark::AtMost(2.5) };
-    let metric = format!("a message with {} workers over one with 16", sizes[last]);
+    let metric = format!("a message with {} workers, time relative to 16 workers", sizes[last]);
     report.row(&metric, each[last] / each[0], "x", mark)?;
 
     let workers = if options.quick { 16 } else { 128 };
@@ -48,9 +49,9 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let (_, again, same) = six_steps(workers, report.seed())?;
     let mark = if options.quick { Mark::None } else { Mark::AtMost(54.0 / 4.0) };
     report.row(&format!("{workers} workers: six steps of nano"), took, "s", mark)?;
-    report.row(&format!("{workers} workers: the virtual clock then"), clock, "s", Mark::None)?;
+    report.row(&format!("{workers} workers: virtual clock after these steps"), clock, "s", Mark::None)?;
     let differ = f64::from(u8::from(clock.to_bits() != again.to_bits() || hash != same));
-    report.row("a second run with another clock or other bits", differ, "", Mark::AtMost(0.0))
+    report.row("second runs with another virtual clock or other bits", differ, "", Mark::AtMost(0.0))
 }
 
 /// Returns the seconds of real time per message of all-reduces by a ring.
@@ -80,6 +81,6 @@ fn six_steps(workers: usize, seed: u64) -> Result<(f64, f64, blake3::Hash)> {
         Ok((rank.comm().now().as_secs_f64(), rank.hash()?))
     })?;
     let took = begun.elapsed().as_secs_f64();
-    let (clock, hash) = ranks.into_iter().next().context("a job has ranks")?;
+    let (clock, hash) = ranks.into_iter().next().context("the job has no ranks")?;
     Ok((took, clock, hash))
 }

@@ -10,7 +10,7 @@ use crate::machine::now;
 pub(crate) const BENCH: Bench = Bench {
     name: "simulate-scale",
     claim: "1,024 stages and 4,096 microbatches are simulated in under 2 s",
-    source: "own",
+    source: "ours",
     seed: 0,
     run,
 };
@@ -39,7 +39,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         }
         let events: usize = order.lists().iter().map(Vec::len).sum();
         let chunks = order.placement().stages() / p;
-        let name = format!("{method}, {p} ranks of {chunks}, {m} microbatches");
+        let name = format!("{method}, {p} ranks of {chunks} chunks, {m} microbatches");
         report.row(&format!("{name}: makespan"), makespan.as_secs_f64() * 1e3, "units", Mark::None)?;
         report.row(&format!("{name}: ordered and checked"), made.as_secs_f64(), "s", Mark::None)?;
         report.row(&format!("{name}: simulated"), taken, "s", Mark::AtMost(2.0))?;

@@ -10,10 +10,10 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "slow-link",
-    claim: "over a link of latency c, steady 1F1B takes T+2c(p-1)/p a microbatch; a warm-up of slope 1+ceil(2c/T) \
-            takes GPipe's makespan with a fraction of its memory; and the schedule is chosen by simulation, with its \
-            gap to a lower bound",
-    source: "own, from the dependencies of 1F1B (Narayanan et al. 2021)",
+    claim: "over a link of latency c, steady 1F1B takes T+2c(p-1)/p per microbatch; with a warm-up of slope \
+            1+ceil(2c/T) it has GPipe's makespan with a fraction of its memory; and the schedule is chosen \
+            by simulation, which reports its gap to a lower bound",
+    source: "ours, from the dependencies of 1F1B (Narayanan et al. 2021)",
     seed: 0,
     run,
 };
@@ -56,7 +56,7 @@ fn table(report: &mut Report<'_>) -> Result<()> {
         for (hop, expected) in hops.into_iter().zip(expected) {
             off += (makespan(method, &Settings::new(4, 8), stage(third), tenths(hop))? - expected).abs();
         }
-        let metric = format!("{method} 4x8, c = 0, .5, 1, 2, 4: makespans off by");
+        let metric = format!("{method} 4x8, c = 0, .5, 1, 2, 4: makespans, difference");
         report.row(&metric, off, "", Mark::AtMost(0.0))?;
     }
     Ok(())
@@ -71,7 +71,7 @@ fn law(report: &mut Report<'_>) -> Result<()> {
             let law = 3.0 + 2.0 * hop as f64 / 10.0 * f64::from(p - 1) / f64::from(p);
             worst = worst.max((period - law).abs());
         }
-        let metric = format!("1f1b on {p} ranks, c = .5, 1, 3: period off T+2c(p-1)/p by");
+        let metric = format!("1f1b on {p} ranks, c = .5, 1, 3: period, difference from T+2c(p-1)/p");
         report.row(&metric, worst, "", Mark::AtMost(1e-9))?;
     }
     Ok(())
@@ -83,7 +83,7 @@ fn slope(report: &mut Report<'_>) -> Result<()> {
         let settings = Settings { slope: Some(mu), ..Settings::new(p, m) };
         let off = (makespan(Method::OneFOneBSlope, &settings, stage(10), tenths(hop))? - expected).abs();
         report.row(
-            &format!("1f1b-mu 8x128, c = 3, slope {mu}: makespan off by"),
+            &format!("1f1b-mu 8x128, c = 3, slope {mu}: makespan, difference"),
             off,
             "",
             Mark::AtMost(0.0),
@@ -95,12 +95,15 @@ fn slope(report: &mut Report<'_>) -> Result<()> {
             let settings = Settings { cost: vec![stage(10)], hop: tenths(hop), ..Settings::new(p, m) };
             let bound = f64::from(m) * 3.0 + f64::from(p - 1) * (3.0 + 2.0 * hop as f64 / 10.0);
             off += (makespan(Method::OneFOneBSlope, &settings, stage(10), tenths(hop))? - bound).abs();
-            let most = peaks(&Method::OneFOneBSlope.order(&settings)?).into_iter().max().context("a rank")?;
+            let most = peaks(&Method::OneFOneBSlope.order(&settings)?)
+                .into_iter()
+                .max()
+                .context("the order has no ranks")?;
             held = held.max(f64::from(most));
         }
-        let metric = format!("1f1b-mu {p}x128, c = .5, 1, 3: makespans off mT+(p-1)(T+2c) by");
+        let metric = format!("1f1b-mu {p}x128, c = .5, 1, 3: makespans, difference from mT+(p-1)(T+2c)");
         report.row(&metric, off, "", Mark::AtMost(1e-9))?;
-        let metric = format!("1f1b-mu {p}x128: the most activations, GPipe's are 128");
+        let metric = format!("1f1b-mu {p}x128: most activations on a rank, with GPipe 128");
         report.row(&metric, held, "", Mark::AtMost(f64::from(3 * (p - 1) + 1)))?;
     }
     Ok(())
@@ -117,7 +120,7 @@ fn chosen(report: &mut Report<'_>) -> Result<()> {
     for (name, ranks, microbatches, boundary, memory) in [
         ("c = 0", 4, 32, latency(0), None),
         ("c = 0, memory of 1f1b", 4, 32, latency(0), Some(4)),
-        ("c = 0, half of that", 4, 32, latency(0), Some(2)),
+        ("c = 0, half the memory of 1f1b", 4, 32, latency(0), Some(2)),
         ("c = 1", 8, 64, latency(10), None),
         ("c = 1, 24 activations", 8, 64, latency(10), Some(24)),
         ("c = 4, 24 activations", 8, 64, latency(40), Some(24)),
@@ -130,7 +133,7 @@ fn chosen(report: &mut Report<'_>) -> Result<()> {
         let comparison =
             Comparison { ranks, microbatches, slices: 1, cost, boundaries, memory, overlap_percent: 0 };
         let compared = comparison.run()?;
-        let (method, figures) = compared.best().context("some schedule fits")?;
+        let (method, figures) = compared.best().context("no schedule fits")?;
         let gap = (figures.makespan.0 as f64 / figures.bound.0 as f64 - 1.0) * 100.0;
         report.row(
             &format!("{ranks}x{microbatches}, {name}: {method}, gap to the bound"),
@@ -140,7 +143,7 @@ fn chosen(report: &mut Report<'_>) -> Result<()> {
         )?;
         let plain = comparison.order(Method::OneFOneB)?;
         let ratio = simulate(&plain.0, &plain.1)?.makespan().0 as f64 / figures.makespan.0 as f64;
-        let metric = format!("{ranks}x{microbatches}, {name}: {method} over 1f1b");
+        let metric = format!("{ranks}x{microbatches}, {name}: {method}, speed relative to 1f1b");
         // 1F1B fits all of these memory limits except the half.
         report.row(&metric, ratio, "x", if memory == Some(2) { Mark::None } else { Mark::AtLeast(1.0) })?;
     }

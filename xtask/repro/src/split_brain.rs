@@ -10,9 +10,10 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "split-brain",
-    claim: "2 to 7 members, cut in all ways, messages lost, doubled and delayed, members and newcomers that crash between \
-            any two actions, restart with old promises and leave: never two views of one epoch, and after healing all \
-            that live have one view, wherever enough of them live",
+    claim: "2 to 7 members, with all kinds of network partitions, with lost, duplicated and delayed \
+            messages, and with members and newcomers that crash between any two actions, restart with their \
+            old promises, and leave: an epoch never has two views, and once the network is healed all living \
+            members have the same view, if enough of them live",
     source: "Lamport 2001, \"Paxos made simple\"",
     seed: 0,
     run,
@@ -101,7 +102,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             ("newcomers", sum.newcomers),
             ("leaves", sum.leaves),
             ("members without a majority that stopped", sum.stops),
-            ("trials in which enough live to go on", sum.can_go_on),
+            ("trials in which enough members live to continue", sum.can_go_on),
         ];
         for (metric, count) in counts {
             report.row(&format!("{members} members: {metric}"), f64::from(count), "", Mark::None)?;
@@ -112,19 +113,19 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     }
     let rows = [
         ("second views of an epoch", all.forks),
-        ("trials that do not go on", all.stuck),
-        ("broken promises in all", all.breaches),
+        ("trials that do not continue", all.stuck),
+        ("violated rules in total", all.breaches),
     ];
     for (metric, count) in rows {
         report.row(metric, count as f64, "", Mark::AtMost(0.0))?;
     }
     let share = f64::from(all.can_go_on) / f64::from(all.trials);
-    report.row("trials in which enough live to go on", 100.0 * share, "%", Mark::AtLeast(60.0))?;
+    report.row("trials in which enough members live to continue", 100.0 * share, "%", Mark::AtLeast(60.0))?;
 
     // A control that must fail: members that restart without their votes.
     let seeds = if options.quick { 1_200 } else { 5_000 };
     let flawed = trials(3, 0..seeds, Some(Flaw::ForgetsVotes))?;
-    let metric = "second views of an epoch, where votes are forgotten";
+    let metric = "second views of an epoch, if members forget their votes";
     report.row(metric, flawed.forks as f64, "", Mark::AtLeast(1.0))
 }
 

@@ -21,8 +21,8 @@ use crate::machine::{now, resident};
 pub(crate) const BENCH: Bench = Bench {
     name: "strangers",
     claim: "10,000 hostile connections (garbage, half-open, slow, replayed, wrong keys and secrets, expired \
-            tickets, floods) cost a running job no step and no bit, and each a bounded time; each is refused by \
-            name, and whoever belongs there comes in beside them",
+            tickets, floods) cost a running job no step and no bit, and a bounded time each; each is \
+            rejected with a named reason, and legitimate clients can connect at the same time",
     source: "each step's sum against its closed form; the job's CPU time with and without them",
     seed: 0x57a9,
     run,
@@ -57,7 +57,8 @@ fn friend() -> Result<Security> {
 /// Returns the seconds of processor time that this process has used.
 fn used() -> Result<f64> {
     let text = std::fs::read_to_string("/proc/self/stat")?;
-    let fields: Vec<&str> = text.rsplit_once(')').context("malformed stat")?.1.split_whitespace().collect();
+    let fields: Vec<&str> =
+        text.rsplit_once(')').context("failed to parse /proc/self/stat")?.1.split_whitespace().collect();
     // User and system time, in hundredths of a second on Linux.
     Ok(fields[11..13].iter().map(|ticks| ticks.parse::<f64>().unwrap_or(0.0)).sum::<f64>() / 100.0)
 }
@@ -89,7 +90,7 @@ fn steps(comm: &Communicator, over: &AtomicBool) -> Result<[u64; 2], CommError> 
 /// Runs the job. It prints the address of its store, takes steps until its input ends, and prints its results,
 /// one per line.
 pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
-    ensure!(args.is_empty(), "no arguments wanted");
+    ensure!(args.is_empty(), "expected no arguments");
     let security = member()?;
     let host = StoreHost::bind("127.0.0.1:0", JOB, &security)?;
     let master = TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
@@ -141,7 +142,7 @@ impl Running {
         let mut command = Command::new(std::env::current_exe()?);
         command.arg(CHILD).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::inherit());
         let mut child = command.spawn()?;
-        let mut said = BufReader::new(child.stdout.take().context("it has an output")?);
+        let mut said = BufReader::new(child.stdout.take().context("stdout is not piped")?);
         let mut line = String::new();
         said.read_line(&mut line)?;
         Ok(Self { child, said, store: line.trim().parse()? })
@@ -160,7 +161,7 @@ impl Running {
                 (Some(name), Some(value), None) => {
                     told.numbers.insert(name.to_owned(), value.parse()?);
                 }
-                _ => bail!("the job said `{line}`"),
+                _ => bail!("the job printed an unexpected line: `{line}`"),
             }
         }
         let status = self.child.wait()?;
@@ -257,7 +258,7 @@ impl Attack {
                 let security = &self.by_others[kind as usize - 4];
                 let limit = Duration::from_secs(2);
                 let refused = Store::connect(&self.store.to_string(), JOB, security, limit);
-                assert!(refused.is_err(), "a stranger came in: {}", KINDS[kind as usize].0);
+                assert!(refused.is_err(), "a hostile connection was accepted: {}", KINDS[kind as usize].0);
             }
             _ => {
                 let record = [&[0x16, 3, 1, 0x3F, 0][..], &vec![1; 60_000]].concat();
@@ -307,27 +308,32 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 
     let number = |told: &Told, name: &str| told.numbers.get(name).copied().unwrap_or(f64::NAN);
     report.row("hostile connections", hostile as f64, "", Mark::AtLeast(hostile as f64))?;
-    report.row("steps meanwhile", number(&under_fire, "steps"), "", Mark::AtLeast(10.0))?;
-    report.row("steps in as much peace", number(&in_peace, "steps"), "", Mark::None)?;
+    report.row("steps during the attack", number(&under_fire, "steps"), "", Mark::AtLeast(10.0))?;
+    report.row("steps in the same time without an attack", number(&in_peace, "steps"), "", Mark::None)?;
     report.row("steps with a wrong bit", number(&under_fire, "wrong"), "", Mark::AtMost(0.0))?;
-    report.row("clients that belong there and came in", friends as f64, "", Mark::AtLeast(1.0))?;
-    report.row("the slowest of them", slowest, "s", Mark::AtMost(10.0))?;
+    report.row("legitimate clients that connected", friends as f64, "", Mark::AtLeast(1.0))?;
+    report.row("slowest legitimate client", slowest, "s", Mark::AtMost(10.0))?;
     // Compared per step, since each step costs CPU time too and the numbers of steps differ.
     let each = number(&in_peace, "cpu") / number(&in_peace, "steps").max(1.0);
     let cost = number(&under_fire, "cpu") - each * number(&under_fire, "steps");
     report.row("CPU time of a hostile connection", cost / hostile as f64 * 1e3, "ms", Mark::AtMost(5.0))?;
     let more = number(&under_fire, "memory") - number(&in_peace, "memory");
-    report.row("memory more than in peace, at most", more / 1e6, "MB", Mark::AtMost(64.0))?;
+    report.row("memory above that without an attack", more / 1e6, "MB", Mark::AtMost(64.0))?;
     report.row("bytes that a connection may send before its proof", 4096.0, "", Mark::None)?;
     let refused: u64 = under_fire.refused.values().sum();
-    report.row("refused by name", refused as f64, "", Mark::AtLeast(0.9 * hostile as f64))?;
+    report.row(
+        "connections rejected with a named reason",
+        refused as f64,
+        "",
+        Mark::AtLeast(0.9 * hostile as f64),
+    )?;
     for (name, count) in &under_fire.refused {
-        report.row(&format!("refused: {name}"), *count as f64, "", Mark::None)?;
+        report.row(&format!("rejected: {name}"), *count as f64, "", Mark::None)?;
     }
     for (kind, names) in KINDS {
         let known: u64 = names.iter().filter_map(|name| under_fire.refused.get(*name)).sum();
         report.row(
-            &format!("{kind}: known as {}", names.join(", ")),
+            &format!("{kind}: rejected as {}", names.join(", ")),
             known as f64,
             "",
             Mark::AtLeast(1.0),

@@ -7,7 +7,7 @@ use crate::lab::{LINKS, Lab, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "streaming",
-    claim: "streaming DiLoCo ends at DiLoCo's loss, in 4 bits, and its averages cost no time",
+    claim: "streaming DiLoCo in 4 bits ends at DiLoCo's loss, and its averages take no additional time",
     source: "Douillard et al. 2025, Streaming DiLoCo",
     seed: 1337,
     run,
@@ -39,7 +39,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     for (arm, mark) in [(&arms::DILOCO_50, Mark::None), (&arms::STREAMING_F32, Mark::AtMost(1.0))] {
         let slower = (lab.step_time(report, arm, link.parse()?)? / alone - 1.0) * 100.0;
         report.row(
-            &format!("{}: step above one that sends nothing, at {link}", arm.name),
+            &format!("{}: step time above that without communication, at {link}", arm.name),
             slower,
             "%",
             mark,
@@ -47,7 +47,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     }
     let gap = coded.gap(&diloco);
     Published {
-        what: "loss of streaming DiLoCo in 4 bits against plain DiLoCo's",
+        what: "loss of streaming DiLoCo in 4 bits compared with plain DiLoCo's",
         paper: "3.53 against 3.54 at 35M parameters, 2.48 against 2.49 at 1B (H=30)",
         ours: format!(
             "{:+.2} % with H=50 (standard deviation {:.2} %); mixed by half and six steps late {:+.2} %",
@@ -57,12 +57,13 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         ),
         setting: lab.setting().command(&arms::STREAMING),
         holds: gap.mean <= MOST,
-        note: "not mixed, as torchft does it. The paper's half costs more here: 40 averages of a small model \
-               at a high learning rate, where replicas are far apart as they mix",
+        note: "without mixing, as in torchft. Mixing by half, as in the paper, costs more here: there are 40 \
+               averages of a small model at a high learning rate, so replicas are far apart when they are \
+               mixed",
     }
     .record(report);
     Published {
-        what: "bytes of averaging at each step over those of streaming in 4 bits",
+        what: "bytes of streaming DiLoCo in 4 bits: times fewer than averaging at each step",
         paper: "400 with H=100 (1B on Dolma)",
         ours: format!("{:.1} with H=50", f32.payload() / coded.payload()),
         setting: lab.setting().command(&arms::STREAMING),

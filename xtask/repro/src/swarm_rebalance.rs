@@ -8,8 +8,9 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "swarm-rebalance",
-    claim: "under preemptions a swarm that rebalances every minute does more than one that does every five, \
-        and that more than one that never does; wide layers hide their traffic",
+    claim: "under preemptions, a swarm that rebalances every minute gets more work done than one that \
+            rebalances every five minutes, and that one more than one that never does; wide layers hide \
+            their communication",
     source: "Ryabinin et al. 2023, SWARM: 82.7%, 95.8%, 97.6% of the optimum",
     seed: 0,
     run,
@@ -47,11 +48,31 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     }
     report.row("traces", traces as f64, "", Mark::None)?;
     for (arm, &(name, _)) in arms.iter().enumerate() {
-        report.row(&format!("{name}: share of all rates shared equally"), shares[arm], "", Mark::None)?;
-        report.row(&format!("{name}: the same in the last hour"), last[arm], "", Mark::None)?;
+        report.row(
+            &format!("{name}: work done, relative to a perfectly equal division"),
+            shares[arm],
+            "",
+            Mark::None,
+        )?;
+        report.row(
+            &format!("{name}: work done in the last hour, relative to a perfectly equal division"),
+            last[arm],
+            "",
+            Mark::None,
+        )?;
     }
-    report.row("every 300 s over never, least of all traces", least_never, "x", Mark::AtLeast(1.0 + 1e-6))?;
-    report.row("every 60 s over every 300 s, least of all traces", least_seldom, "x", Mark::AtLeast(1.0))?;
+    report.row(
+        "every 300 s relative to never, lowest of all traces",
+        least_never,
+        "x",
+        Mark::AtLeast(1.0 + 1e-6),
+    )?;
+    report.row(
+        "every 60 s relative to every 300 s, lowest of all traces",
+        least_seldom,
+        "x",
+        Mark::AtLeast(1.0),
+    )?;
     square_cube(report)
 }
 
@@ -77,7 +98,7 @@ fn square_cube(report: &mut Report<'_>) -> Result<()> {
         }
     }
     report.row(
-        "utilisation not falling with distance or not rising with width",
+        "cases in which utilisation does not fall with distance or rise with width",
         f64::from(falls),
         "",
         Mark::AtMost(0.0),

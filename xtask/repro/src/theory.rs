@@ -11,9 +11,11 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "theory",
-    claim: "codecs of boundaries lose less than AQ-SGD's condition allows; on a noisy quadratic what compression with \
-            feedback, staleness and gossip cost falls as 1/T, below the 1/sqrt(nT) of exact averages",
-    source: "Wang et al. 2022, AQ-SGD, Theorem 3.1; Stich and Karimireddy 2020 (feedback, delays); Lian et al. 2017",
+    claim: "codecs of boundaries lose less than AQ-SGD's condition allows; on a noisy quadratic, the cost of \
+            compression with feedback, of staleness and of gossip falls as 1/T, faster than the 1/sqrt(nT) \
+            of exact averages",
+    source: "Wang et al. 2022, AQ-SGD, Theorem 3.1; Stich and Karimireddy 2020 (feedback, delays); Lian et \
+             al. 2017",
     seed: 1337,
     run,
 };
@@ -58,11 +60,16 @@ fn contraction(report: &mut Report<'_>) -> Result<()> {
         link.encode(&[0], &x, RoundKey::default(), &mut payload)?;
         link.decode(&[0], payload.view(), &mut out)?;
         let lost = crate::workers::relative_l2(&out, &x);
-        report.row(&format!("{name}: c_Q, which AQ-SGD asks to be below 0.7071"), lost, "", most)?;
+        report.row(&format!("{name}: c_Q, which AQ-SGD requires to be below 0.7071"), lost, "", most)?;
         if name == "sign" {
             // The scale is the mean of |x|, so a fraction 1 - 2 / pi of the square is lost.
             let off = (lost / (1.0 - std::f64::consts::FRAC_2_PI).sqrt() - 1.0).abs() * 100.0;
-            report.row("sign: c_Q off its closed form sqrt(1 - 2/pi)", off, "%", Mark::AtMost(2.0))?;
+            report.row(
+                "sign: c_Q, difference from the closed form sqrt(1 - 2/pi)",
+                off,
+                "%",
+                Mark::AtMost(2.0),
+            )?;
         }
     }
     Ok(())
@@ -183,19 +190,29 @@ fn rates(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let last = steps.len() - 1;
     let many = steps[last];
     report.row(&format!("exact means: squared gradient at T = {many}"), exact[last], "", Mark::None)?;
-    report.row("exact means: exponent of T, -1/2", exponent(steps, &exact), "", Mark::AtMost(-0.45))?;
+    report.row(
+        "exact means: exponent of T, in theory -1/2",
+        exponent(steps, &exact),
+        "",
+        Mark::AtMost(-0.45),
+    )?;
     for (name, found) in cases {
         let excess: Vec<f64> =
             found.iter().zip(&exact).map(|(a, b)| (a - b).max(f64::MIN_POSITIVE)).collect();
         let share = excess[last] / exact[last] * 100.0;
-        report.row(&format!("{name}: more than exact means at T = {many}"), share, "%", Mark::None)?;
+        report.row(
+            &format!("{name}: squared gradient above that of exact means at T = {many}"),
+            share,
+            "%",
+            Mark::None,
+        )?;
         // The excess is of higher order: it falls faster than the error of exact averages.
-        let metric = format!("{name}: exponent of T of that, -1");
+        let metric = format!("{name}: exponent of T of the excess over exact means, in theory -1");
         report.row(&metric, exponent(steps, &excess), "", Mark::AtMost(-0.75))?;
     }
     let worse = (control[last] / exact[last] - 1.0) * 100.0;
     report.row(
-        &format!("top 10 % without feedback: more than exact means at T = {many}"),
+        &format!("top 10 % without feedback: squared gradient above that of exact means at T = {many}"),
         worse,
         "%",
         Mark::None,

@@ -16,8 +16,8 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "trainer-cost",
-    claim: "one trainer for all plans takes at most 2% more instructions than the two before it, no more bytes, and has \
-            the same losses",
+    claim: "the one trainer for all plans takes at most 2% more instructions than the two earlier trainers, \
+            sends no more bytes, and has the same losses",
     source: "valgrind's callgrind; records/trainer.txt, on x86-64 with AVX2",
     seed: 1337,
     run,
@@ -47,7 +47,7 @@ fn recorded(name: &str) -> Result<&'static str> {
 }
 
 fn figure(name: &str) -> Result<f64> {
-    recorded(name)?.parse().context("a figure of the record")
+    recorded(name)?.parse().context("a figure of the record is not a number")
 }
 
 /// Checks whether this processor has the instructions with which the model was recorded.
@@ -62,38 +62,44 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let data = folder.path().join("text.txt");
     std::fs::write(&data, "the quick brown fox jumps over the lazy dog. ".repeat(2000))?;
-    let data = data.to_str().context("a folder's name is text")?;
+    let data = data.to_str().context("the folder's path is not UTF-8")?;
     // Measures bytes and losses of four workers behind slow links: the default run, but smaller.
     let out = folder.path().join("four");
     let told = train(data, &out, &["--steps", "6"])?;
     let sent: Vec<u64> =
         metrics::read(&out.join("metrics.jsonl"))?.iter().map(|row| row.bytes_sent).collect();
-    let most = sent.windows(2).take(4).map(|two| two[1] - two[0]).max().context("no rows")?;
+    let most =
+        sent.windows(2).take(4).map(|two| two[1] - two[0]).max().context("the metrics have no rows")?;
     // The last step is left out: it sends more, because copies are compared before the model is saved.
     report.row("bytes of a step of 4 workers", most as f64, "B", Mark::AtMost(figure("bytes of a step")?))?;
-    let loss = told["val_loss"].as_f64().context("a report without a loss")?;
+    let loss = told["val_loss"].as_f64().context("the report has no loss")?;
     report.row("validation loss after 6 steps", loss, "nats", Mark::None)?;
     let off = (loss - figure("validation loss")?).abs();
-    report.row("off the record", off, "nats", Mark::AtMost(1e-6))?;
+    report.row("validation loss, difference from the record", off, "nats", Mark::AtMost(1e-6))?;
     let other = f64::from(u8::from(told["hash"].as_str() != Some(recorded("model")?)));
     // Processors without AVX2 add in another order.
     let mark = if vectors() { Mark::AtMost(0.0) } else { Mark::None };
-    report.row("a model of other bits than recorded", other, "", mark)?;
+    report.row("a model with bits other than recorded", other, "", mark)?;
     if options.quick {
         return Ok(());
     }
     let counted = instructions(folder.path(), data)?;
     report.row("instructions of 2 steps of one worker", counted, "", Mark::None)?;
-    report.row("over those before", counted / figure("instructions")?, "x", Mark::AtMost(1.02))
+    report.row(
+        "instructions relative to the earlier trainers",
+        counted / figure("instructions")?,
+        "x",
+        Mark::AtMost(1.02),
+    )
 }
 
 /// Runs the command and returns its report.
 fn train(data: &str, out: &Path, more: &[&str]) -> Result<Value> {
-    let out_text = out.to_str().context("a folder's name is text")?;
+    let out_text = out.to_str().context("the folder's path is not UTF-8")?;
     let status = farflung(&SHORT)?.args(["--data", data, "--out", out_text]).args(more).status()?;
     ensure!(status.success(), "the run ended with {status}");
-    let text = std::fs::read_to_string(out.join("report.json")).context("no report")?;
-    serde_json::from_str(&text).context("the report")
+    let text = std::fs::read_to_string(out.join("report.json")).context("failed to read the report")?;
+    serde_json::from_str(&text).context("failed to parse the report")
 }
 
 /// Returns the number of instructions of a whole run of two steps.
@@ -105,8 +111,11 @@ fn instructions(folder: &Path, data: &str) -> Result<f64> {
     valgrind.arg(plain.get_program()).args(plain.get_args());
     valgrind.args(["--steps", "2", "--workers", "1", "--data", data, "--out"]).arg(out);
     let ran = valgrind.output().context("failed to run valgrind: install it (apt-get install valgrind)")?;
-    ensure!(ran.status.success(), "the run under valgrind: {}", String::from_utf8_lossy(&ran.stderr));
-    let text = std::fs::read_to_string(counts).context("no counts")?;
-    let total = text.lines().find_map(|line| line.strip_prefix("totals: ")).context("no total")?;
+    ensure!(ran.status.success(), "the run under valgrind failed: {}", String::from_utf8_lossy(&ran.stderr));
+    let text = std::fs::read_to_string(counts).context("failed to read valgrind's counts")?;
+    let total = text
+        .lines()
+        .find_map(|line| line.strip_prefix("totals: "))
+        .context("valgrind's counts have no total")?;
     Ok(total.trim().parse()?)
 }

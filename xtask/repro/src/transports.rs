@@ -15,8 +15,9 @@ use laws::{Among, Found, LAWS, Law};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "transports",
-    claim: "collectives, order, deadlines, cancelling, shrinking, admitting and the loss of a peer are the same on \
-            every transport, and so are the bits; over MPI shrinking and admitting are refused, with the reason",
+    claim: "collectives, order of messages, deadlines, cancelling, shrinking, admitting and the loss of a \
+            peer behave the same on every transport, with the same bits; over MPI shrinking and admitting \
+            are rejected, with the reason",
     source: "the rules in the README of farflung-comm; the memory transport's bits; the real mpirun",
     seed: 0,
     run,
@@ -27,7 +28,7 @@ pub(crate) const CHILD: &str = "--contract-rank";
 
 /// Runs one rank under `mpirun`. The argument is the name of its law. It prints its result.
 pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
-    let [name] = args else { bail!("one argument wanted") };
+    let [name] = args else { bail!("expected one argument") };
     let law = Law::named(name).context("no such law")?;
     let number = |name| -> Result<u32> { Ok(std::env::var(name).context(name)?.parse()?) };
     let found = over_mpi(law, number("OMPI_COMM_WORLD_RANK")?, number("OMPI_COMM_WORLD_SIZE")?)?;
@@ -62,7 +63,7 @@ fn under_mpirun(law: &Law) -> Result<Vec<Found>> {
         String::from_utf8_lossy(&output.stdout).lines().filter_map(|line| line.parse().ok()).collect();
     ensure!(
         found.len() == law.ranks,
-        "under mpirun: {}: {} of {} ranks found anything",
+        "under mpirun: {}: {} of {} ranks printed a result",
         law.name,
         found.len(),
         law.ranks
@@ -91,25 +92,35 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
         let mut others = 0;
         for (law, memory) in LAWS.iter().zip(&memory) {
             let found = over((way.open)(law.ranks)?, law)?;
-            let name = format!("{}: {}: broken", way.name, law.name);
+            let name = format!("{}: {}: violations", way.name, law.name);
             report.row(&name, broken(&found), "1", Mark::AtMost(0.0))?;
             others += found.iter().zip(memory).filter(|(a, b)| a.bits != b.bits).count();
         }
-        report.row(&format!("{}: ranks with other bits", way.name), others as f64, "1", Mark::AtMost(0.0))?;
+        report.row(
+            &format!("{}: ranks whose bits differ from those over memory", way.name),
+            others as f64,
+            "1",
+            Mark::AtMost(0.0),
+        )?;
     }
     if cfg!(not(feature = "mpi")) {
-        return report.progress("no row of MPI: `cargo xtask setup mpi` installs what it needs");
+        return report.progress("no rows for MPI: `cargo xtask setup mpi` installs what they need");
     }
     let mut others = 0;
     for (law, memory) in LAWS.iter().zip(&memory) {
         let found = under_mpirun(law)?;
-        let what = if law.refusal.is_some() { "refused: broken" } else { "broken" };
+        let what = if law.refusal.is_some() { "rejected: violations" } else { "violations" };
         report.row(&format!("mpi: {}: {what}", law.name), broken(&found), "1", Mark::AtMost(0.0))?;
         // A law that is rejected there gives no bits to compare.
         if law.refusal.is_none() {
             others += other_bits(&found, memory);
         }
     }
-    report.row("mpi: ranks with other bits", others as f64, "1", Mark::AtMost(0.0))?;
+    report.row(
+        "mpi: ranks whose bits differ from those over memory",
+        others as f64,
+        "1",
+        Mark::AtMost(0.0),
+    )?;
     Ok(())
 }

@@ -12,8 +12,9 @@ use crate::workers::{Over, again, config, in_seats, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "tune",
-    claim: "--tune finds buckets and an algorithm within 5 % of the best of all, where latency bounds a \
-            step and where bandwidth does, and a run with the plan that it writes has the same bits",
+    claim: "--tune finds a bucket size and an algorithm whose step is within 5 % of the best of all, where \
+            latency limits a step and where bandwidth does, and a run with the plan that it writes has the \
+            same bits",
     source: "Gan et al. 2021, BAGUA's autotune service",
     seed: 1337,
     run,
@@ -39,10 +40,10 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
         let job = again(&first, config, Over::Simulated(link.parse()?));
         let name = format!("{bound} ({link}), {codec}");
         let tuned = in_seats(&job, |seat| {
-            let tuned = tune(&job, &seat.comm, 1)?.context("there is something to tune")?;
+            let tuned = tune(&job, &seat.comm, 1)?.context("there is nothing to tune")?;
             Ok((tuned.chosen(), tuned.tried.len(), tuned.job))
         })?;
-        ensure!(tuned.iter().all(|(chosen, ..)| *chosen == tuned[0].0), "ranks chose apart");
+        ensure!(tuned.iter().all(|(chosen, ..)| *chosen == tuned[0].0), "ranks chose different candidates");
         let (chosen, tried, chosen_job) = &tuned[0];
         let (mut best, mut worst) = ((Nanos::MAX, *chosen), Nanos::ZERO);
         let grid = job.grid();
@@ -54,12 +55,17 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
                 worst = worst.max(time);
             }
         }
-        let took = time(&job, *chosen)?.context("it was tried")?;
+        let took = time(&job, *chosen)?.context("the chosen candidate is not possible")?;
         let ratio = |a: Nanos, b: Nanos| a.as_secs_f64() / b.as_secs_f64();
         report.row(&format!("{name}: a step with {chosen}"), took.as_secs_f64() * 1e3, "ms", Mark::None)?;
-        let metric = format!("{name}: that over the best of {}, {}", grid.len(), best.1);
+        let metric = format!("{name}: chosen step time relative to the best of {}, {}", grid.len(), best.1);
         report.row(&metric, ratio(took, best.0), "x", Mark::AtMost(1.05))?;
-        report.row(&format!("{name}: the worst over the best"), ratio(worst, best.0), "x", Mark::None)?;
+        report.row(
+            &format!("{name}: worst step time relative to the best"),
+            ratio(worst, best.0),
+            "x",
+            Mark::None,
+        )?;
         report.row(&format!("{name}: candidates tried"), *tried as f64, "", Mark::None)?;
         let bits = |job: &Job| {
             let ends = on_all(job, |rank| {

@@ -14,8 +14,8 @@ use crate::workers::{Over, again, config, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "utilisation",
-    claim: "machines on several continents that average every 500 steps in 16 bits, or every 100 steps in 8 bits, compute \
-            for 83 to 96% of the time, as published; the share is its closed form",
+    claim: "machines on several continents that average every 500 steps in 16 bits, or every 100 steps in 8 \
+            bits, compute for 83 to 96% of the time, as published; the share agrees with its closed form",
     source: "Jaghouar et al. 2024, OpenDiLoCo; Jaghouar et al. 2024, INTELLECT-1",
     seed: 1337,
     run,
@@ -135,13 +135,13 @@ fn alone(job: &Job) -> Result<f64> {
         }
         Ok(rank.comm().now().saturating_sub(begun).as_secs_f64() / ALONE as f64)
     })?;
-    times.into_iter().reduce(f64::max).context("there are workers")
+    times.into_iter().reduce(f64::max).context("the job has no workers")
 }
 
 /// Returns the seconds from the start of the run to the end of the first average, for the slowest machine.
 fn period(job: &Job) -> Result<f64> {
     let times = on_all(job, |rank| Ok(to_meeting(rank)?.as_secs_f64()))?;
-    times.into_iter().reduce(f64::max).context("there are workers")
+    times.into_iter().reduce(f64::max).context("the job has no workers")
 }
 
 fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
@@ -155,15 +155,21 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
         let period = period(&again(&first, settings, Over::Simulated(link)))?;
         let share = large.every as f64 * step / period;
         let mark = large.least.map_or(Mark::None, Mark::AtLeast);
-        report.row(&format!("{}: share of the time that is computed", large.name), share, "", mark)?;
+        report.row(&format!("{}: share of the time spent computing", large.name), share, "", mark)?;
         let off = (share / large.share() - 1.0).abs() * 100.0;
-        report.row(&format!("{}: that off its closed form", large.name), off, "%", Mark::AtMost(2.0))?;
+        report.row(
+            &format!("{}: share, difference from the closed form", large.name),
+            off,
+            "%",
+            Mark::AtMost(2.0),
+        )?;
         holds &= large.least.is_none_or(|least| share >= least);
         said.push(format!("{} {:.1} %", large.name, share * 100.0));
     }
     Published {
-        what: "share of the time that machines on several continents compute with DiLoCo",
-        paper: "90 to 95 % (1.1 B, H=500, f16, two continents); 83 to 96 % (10 B, H=100, int8, three continents)",
+        what: "share of the time that machines on several continents spend computing with DiLoCo",
+        paper: "90 to 95 % (1.1 B, H=500, f16, two continents); 83 to 96 % (10 B, H=100, int8, three \
+                continents)",
         ours: said.join("; "),
         setting: format!(
             "farflung train --layers 2 --heads 2 --dim 64 --context 32 --batch 1 --workers {WORKERS} --transport simulated \
@@ -174,8 +180,9 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
             LARGE[0].every + 1
         ),
         holds,
-        note: "machines 60 ms apart; a step of 8 s and lines of 127 Mbit/s (1.1 B), of 23 s and 500 Mbit/s (10 B), which are our \
-               choice. A small model is trained over lines that are scaled alike",
+        note: "machines are 60 ms apart; a step takes 8 s on lines of 127 Mbit/s (1.1 B), or 23 s on lines \
+               of 500 Mbit/s (10 B), which are our choice. The trained model is small, and its lines are \
+               scaled in proportion",
     }
     .record(report);
     Ok(())

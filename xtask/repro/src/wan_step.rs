@@ -17,10 +17,11 @@ use crate::workers::{Over, again, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "wan-step",
-    claim: "a method whose averages arrive a step late takes no longer for a step than the longer of computing and \
-            sending",
-    source: "Wang et al. 2023, CocktailSGD; Koloskova et al. 2019, CHOCO-SGD; Douillard et al. 2025; the hooks of PyTorch's \
-             DDP: `ddp_link.sh 100:10 \"none fp16 powersgd4 q8\" 6`, its lines with --against",
+    claim: "a method whose averages arrive a step late takes no longer for a step than the longer of \
+            computing and sending",
+    source: "Wang et al. 2023, CocktailSGD; Koloskova et al. 2019, CHOCO-SGD; Douillard et al. 2025; the \
+             hooks of PyTorch's DDP: `ddp_link.sh 100:10 \"none fp16 powersgd4 q8\" 6`, its lines with \
+             --against",
     seed: 1337,
     run,
 };
@@ -113,7 +114,7 @@ fn steps(job: &Job, count: u64) -> Result<Took> {
     let reach = [vec![own[0].clone(), second.1.clone()], vec![first.1.clone(), own[1].clone()]];
     let work = |rank: usize| -> Result<Took> {
         let met = tcp::join(&tcp::Config::with_peers(rank as u32, reach[rank].clone()))?;
-        let seat = seats(job, Some(Communicator::new(met)))?.pop().context("a process has one seat")?;
+        let seat = seats(job, Some(Communicator::new(met)))?.pop().context("the process has no seat")?;
         let mut trainer = Trainer::new(job, seat.comm, job.config.threads)?;
         let (mut start, mut before) = (now(), 0);
         for step in 0..WARM + count {
@@ -136,7 +137,7 @@ fn steps(job: &Job, count: u64) -> Result<Took> {
         for rank in ranks {
             took.push(rank.join().map_err(|_| anyhow!("a worker panicked"))??);
         }
-        took.pop().context("two workers")
+        took.pop().context("no worker has a result")
     })
 }
 
@@ -151,7 +152,7 @@ fn loss_then(job: &Job, base: &str, flags: &str, step: f64) -> Result<f64> {
         }
         Ok(trainer.evaluate()?)
     })?;
-    losses.first().copied().context("there are two workers")
+    losses.first().copied().context("no worker has a result")
 }
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
@@ -171,16 +172,16 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         }
         let wire = sent * 8.0 / RATE.0 as f64;
         report.row(&format!("{name}: step"), step * 1e3, "ms", Mark::None)?;
-        report.row(&format!("{name}: sent a step"), sent, "B", Mark::None)?;
+        report.row(&format!("{name}: sent per step"), sent, "B", Mark::None)?;
         let mark = if late && !options.quick { Mark::AtMost(MOST) } else { Mark::None };
         report.row(
-            &format!("{name}: step over the longer of computing and sending"),
+            &format!("{name}: step time relative to the longer of computing and sending"),
             step / compute.max(wire),
             "x",
             mark,
         )?;
         let ahead = if late { Mark::AtMost(1.0) } else { Mark::None };
-        let metric = format!("{name}: step over that of PyTorch's fastest hook");
+        let metric = format!("{name}: step time relative to PyTorch's fastest hook");
         report.ratio(&metric, step * 1e3, theirs.fastest(), ahead)?;
     }
     let Some(((flags, step), hook)) = compared.zip(theirs.fastest()).filter(|_| !options.quick) else {
@@ -192,13 +193,18 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let late = loss_then(&first, base, flags, step)?;
     let then = format!("after {EQUAL} s");
     report.row(
-        &format!("f32 in the steps of PyTorch's fastest hook: held-out loss {then}"),
+        &format!("f32 with as many steps as PyTorch's fastest hook takes: held-out loss {then}"),
         plain,
         "nats",
         Mark::None,
     )?;
     report.row(&format!("{COMPARED}: held-out loss {then}"), late, "nats", Mark::None)?;
-    report.row(&format!("{COMPARED}: that loss over f32's"), late / plain, "x", Mark::AtMost(LOSS_MOST))
+    report.row(
+        &format!("{COMPARED}: held-out loss relative to f32's"),
+        late / plain,
+        "x",
+        Mark::AtMost(LOSS_MOST),
+    )
 }
 
 #[cfg(test)]

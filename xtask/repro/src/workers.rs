@@ -73,7 +73,7 @@ pub(crate) fn job(config: TrainConfig, over: Over) -> Result<Job> {
 pub(crate) fn again(job: &Job, config: TrainConfig, over: Over) -> Job {
     let config = with_transport(config, over);
     let world = config.workers;
-    job.with_config(config, world).expect("a bench's settings go together")
+    job.with_config(config, world).expect("the settings of a bench can be combined")
 }
 
 pub(crate) fn with_transport(mut config: TrainConfig, over: Over) -> TrainConfig {
@@ -128,7 +128,7 @@ fn join(job: &Job, rank: usize, port: u16) -> Result<Seat> {
         more_addresses: Vec::new(),
         security: farflung::comm::secure::Security::clear(),
     };
-    seats(job, Some(farflung::train::join(&job.config, &env)?))?.pop().context("a process has one seat")
+    seats(job, Some(farflung::train::join(&job.config, &env)?))?.pop().context("the process has no seat")
 }
 
 /// Returns `|a - b| / |b|` over whole buffers, in f64.

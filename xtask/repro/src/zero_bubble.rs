@@ -8,10 +8,10 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "zero-bubble",
-    claim: "with equal F, I and W on 8 ranks and 24 microbatches, ZB-H2 trains 1.29 times as fast as 1F1B, step after \
-            step; the V schedules hold 1, a half and a third of what 1F1B holds",
-    source: "Qi et al. 2023, Zero Bubble Pipeline Parallelism; Qi et al. 2024, Pipeline Parallelism with Controllable \
-             Memory",
+    claim: "with equal F, I and W on 8 ranks and 24 microbatches, ZB-H2 trains 1.29 times as fast as 1F1B \
+            over consecutive steps; the V schedules hold 1, a half and a third of the activations of 1F1B",
+    source: "Qi et al. 2023, Zero Bubble Pipeline Parallelism; Qi et al. 2024, Pipeline Parallelism with \
+             Controllable Memory",
     seed: 0,
     run,
 };
@@ -25,7 +25,7 @@ fn figures(method: Method, p: u32, m: u32) -> Result<(f64, f64)> {
     let time = Nanos(1_000_000 / chunks);
     let stage = StageCost { forward: time, input: time, weight: time, ..StageCost::UNIT };
     let cost = PipelineCost::uniform(&order, stage, Boundary::latency(Nanos::ZERO));
-    let most = peaks(&order).into_iter().max().context("an order has ranks")?;
+    let most = peaks(&order).into_iter().max().context("the order has no ranks")?;
     let span = simulate(&order, &cost)?.span();
     Ok((span.0 as f64 / 1e6, f64::from(most) / chunks as f64))
 }
@@ -34,12 +34,12 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     let (p, m) = (8, 24);
     let (plain, held) = figures(Method::OneFOneB, p, m)?;
     report.row("1f1b 8x24: span of a step", plain, "units", Mark::None)?;
-    report.row("1f1b 8x24: off 3(m+p-1)", (plain - 93.0).abs(), "units", Mark::AtMost(0.0))?;
+    report.row("1f1b 8x24: difference from 3(m+p-1)", (plain - 93.0).abs(), "units", Mark::AtMost(0.0))?;
     let (h1, _) = figures(Method::ZbH1, p, m)?;
-    report.row("zb-h1 8x24: speed over 1f1b", plain / h1, "x", Mark::AtLeast(1.17))?;
+    report.row("zb-h1 8x24: speed relative to 1f1b", plain / h1, "x", Mark::AtLeast(1.17))?;
     report.row("zb-h1, the paper's best measured gain over 1f1b in equal memory", 1.23, "x", Mark::None)?;
     let (h2, _) = figures(Method::ZbH2, p, m)?;
-    report.row("zb-h2 8x24: speed over 1f1b", plain / h2, "x", Mark::AtLeast(1.29))?;
+    report.row("zb-h2 8x24: speed relative to 1f1b", plain / h2, "x", Mark::AtLeast(1.29))?;
     report.row(
         "zb-h2, the paper's best measured gain over 1f1b in twice the memory",
         1.31,
@@ -47,7 +47,7 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
         Mark::None,
     )?;
     let (v, _) = figures(Method::ZbV, p, m)?;
-    report.row("zbv 8x24: speed over 1f1b", plain / v, "x", Mark::AtLeast(1.29))?;
+    report.row("zbv 8x24: speed relative to 1f1b", plain / v, "x", Mark::AtLeast(1.29))?;
 
     // Number of chunks of half a stage that the fullest rank holds, by closed form. The fractions in the paper
     // are the limits for many ranks.
@@ -62,10 +62,15 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
             (Method::VMin, 2 * ((p + 1) / 3) + 2),
         ] {
             let (_, held) = figures(method, p, 4 * p)?;
-            let metric = format!("{method} on {p} ranks: memory over 1f1b");
+            let metric = format!("{method} on {p} ranks: memory relative to 1f1b");
             report.row(&metric, held / whole, "x", Mark::None)?;
             let off = (held / whole - f64::from(chunks) / f64::from(2 * p)).abs();
-            report.row(&format!("{metric}, off its closed form"), off, "x", Mark::AtMost(1e-12))?;
+            report.row(
+                &format!("{metric}, difference from the closed form"),
+                off,
+                "x",
+                Mark::AtMost(1e-12),
+            )?;
         }
     }
     report.row("1f1b 8x24: activations held", held, "", Mark::AtMost(8.0))

@@ -47,8 +47,8 @@ impl Browser {
         let mut command = Command::new("sh");
         command.args(["-c", script]).arg(folder.join("profile")).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut process = command.spawn().context("failed to start Chromium")?;
-        let to = process.stdin.take().context("its input is a pipe")?;
-        let answers = process.stdout.take().context("its output is a pipe")?;
+        let to = process.stdin.take().context("stdin is not piped")?;
+        let answers = process.stdout.take().context("stdout is not piped")?;
         let (told, from) = channel();
         thread::spawn(move || {
             for message in BufReader::new(answers).split(0).map_while(Result::ok) {
@@ -112,7 +112,7 @@ impl Browser {
             }
             thread::sleep(pause);
         }
-        bail!("waited in vain until {what}: `{expression}`")
+        bail!("timed out waiting until {what}: `{expression}`")
     }
 
     /// Sets the page's width, the number of device pixels per CSS pixel, and the colour scheme (`light` or
@@ -132,7 +132,7 @@ impl Browser {
     pub(crate) fn picture(&mut self) -> Result<Vec<u8>> {
         let params = json!({ "format": "png", "captureBeyondViewport": true, "optimizeForSpeed": false });
         let answer = self.call("Page.captureScreenshot", &params)?;
-        from_base64(answer["data"].as_str().context("no picture")?)
+        from_base64(answer["data"].as_str().context("the answer has no picture")?)
     }
 }
 

@@ -172,7 +172,7 @@ pub(crate) fn by_rank<T>(ranks: usize, work: impl FnOnce() -> T) -> (T, Vec<Rank
     let made = table().take();
     assert!(
         made.as_ref().is_none_or(|table| !table.full),
-        "more allocations at once than the table has places"
+        "more allocations at one time than the table has slots"
     );
     let mut counts = made.map_or_else(Vec::new, |table| table.counts);
     counts.rotate_left(1);

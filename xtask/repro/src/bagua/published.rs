@@ -69,10 +69,12 @@ pub(super) fn rows(report: &mut Report<'_>) -> Result<()> {
                 let time = |codec: &str| step(model, codec, gbit, overlap);
                 *gain = time("none")?.min(time("f16")?) / time(model.codec)?;
                 let with = if overlap { "overlapped" } else { "no overlap" };
-                let metric = format!("{}, {gbit} Gbit/s, {with}: {} over 16", model.name, model.bits);
+                let metric =
+                    format!("{}, {gbit} Gbit/s, {with}: speed-up of {} over 16 bits", model.name, model.bits);
                 report.row(&metric, *gain, "x", Mark::None)?;
             }
-            let metric = format!("{}, {gbit} Gbit/s: published, over the best other system", model.name);
+            let metric =
+                format!("{}, {gbit} Gbit/s: published speed-up over the best other system", model.name);
             report.row(&metric, published, "x", Mark::None)?;
             let [plain, overlapped] = gains;
             let bits = model.bits;
@@ -85,8 +87,8 @@ pub(super) fn rows(report: &mut Report<'_>) -> Result<()> {
                 ours: format!("{overlapped:.2} overlapped, {plain:.2} without overlap, over 16 bits"),
                 setting: "16 machines on the virtual clock, computing at a V100's f32 peak".to_owned(),
                 holds: (overlapped.min(plain) * 0.9..=overlapped.max(plain) * 1.1).contains(&published),
-                note: "holds where the published figure is between the two, or within a tenth of one: the \
-                       paper does not say how long a step computes",
+                note: "the claim holds if the published figure is between our two or within 10 % of one of \
+                       them, because the paper does not say how long the computation of a step takes",
             }
             .record(report);
         }

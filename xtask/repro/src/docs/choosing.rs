@@ -14,13 +14,13 @@ const HEAD: &str = "\
 Written by `cargo xtask bench --all --report` from the records in `reproductions/`; do not edit.
 
 Eight workers train a model of 34 thousand parameters, each method on the same tokens from the same pretrained
-weights. A worker has 256 tokens a step and computes 50 GFLOP/s on a virtual clock. Bytes and operations are to
-each other as for workers with 256 thousand tokens a step and 50 TFLOP/s each, whatever the model's size: read
-the step times as relative to each other. Latency is left out; with 25 ms, methods that meet at each step lose
-more than the table shows.
+weights. A worker has 256 tokens per step and computes 50 GFLOP/s on a virtual clock. The ratio of bytes to
+operations is that of workers with 256 thousand tokens per step and 50 TFLOP/s each, whatever the model's size:
+compare the step times only with each other. Latency is left out; with 25 ms, methods that communicate in each
+step are slower than the table shows.
 
 - **loss** is the held-out loss above that of f32, in percent, with the standard deviation over seeds.
-- **bytes** are what a worker sends in a step, without frames, and how many times fewer than f32.
+- **bytes** are what a worker sends per step, without frames; **fewer** is how many times fewer than with f32.
 - **step** is the time of a step on links of 100 Mbit/s, 1 Gbit/s and 10 Gbit/s.
 ";
 
@@ -82,13 +82,14 @@ fn machines(unequal: &[UnequalRecord]) -> String {
     }
     if !kinds.is_empty() {
         text.push_str(
-            "\n## Unequal machines\n\nTokens an hour of the virtual clock over those of f32, and the loss above f32's. f32 \
-             and other arms that\nwait for the slowest machine have a third of the steps of those that do not.\n",
+            "\n## Unequal machines\n\nTokens per hour of the virtual clock relative to f32, and the loss \
+             above f32's. f32 and other methods that\nwait for the slowest machine take a third as many \
+             steps as those that do not wait.\n",
         );
     }
     for kind in kinds {
-        let _ = writeln!(text, "\n**Of {kind}:**\n");
-        text.push_str("| method | tokens an hour | loss, % | bytes | what it does |\n|-|-|-|-|-|\n");
+        let _ = writeln!(text, "\n**Machines: {kind}**\n");
+        text.push_str("| method | tokens per hour | loss, % | bytes | what it does |\n|-|-|-|-|-|\n");
         for arm in unequal.iter().filter(|arm| arm.machines == kind) {
             let (name, what) = (cell(&arm.name), cell(&arm.what));
             let (rate, [gap, sigma], payload) = (arm.rate, arm.gap, arm.payload);
@@ -113,9 +114,10 @@ fn members() -> String {
         }
     }
     let mut text = format!(
-        "\n## Members that come and leave\n\nWhere a member may be lost while the others go on (`farflung host` and \
-         `farflung join`), `--sync` is one of {}: a round without a member is the mean of those that are left, by \
-         their tokens. The other methods are not taken there, for these reasons (bench methods):\n\n",
+        "\n## Members that join and leave\n\nIn runs whose members join and leave (`farflung host` and \
+         `farflung join`), `--sync` is one of {}: a round after a loss is the mean over the remaining \
+         members, weighted by their tokens. The other methods are rejected there, for these reasons (bench \
+         methods):\n\n",
         goes_on.join(", ")
     );
     for (reason, names) in reasons {

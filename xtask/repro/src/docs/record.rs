@@ -47,7 +47,7 @@ impl Record {
     /// Errors: the file cannot be written.
     pub(crate) fn save(&self, folder: &Path) -> Result<()> {
         let path = Self::path(folder, &self.name);
-        fs::create_dir_all(folder.join("reproductions")).context("failed to make the folder of records")?;
+        fs::create_dir_all(folder.join("reproductions")).context("failed to create the folder of records")?;
         let Self { name, claim, source, rows, added } = self;
         let value = json!({ "name": name, "claim": claim, "source": source, "rows": rows, "added": added });
         let text = serde_json::to_string_pretty(&value)? + "\n";
@@ -67,12 +67,12 @@ impl Record {
     fn read(path: &Path) -> Result<Self> {
         let value: Value = serde_json::from_slice(&fs::read(path)?)?;
         let row = |row: &Value| -> Result<[String; 5]> {
-            let cells = row.as_array().context("a row is a list")?;
+            let cells = row.as_array().context("a row is not a list")?;
             let cells: Vec<String> = cells.iter().filter_map(Value::as_str).map(str::to_owned).collect();
-            cells.try_into().ok().context("a row has five texts")
+            cells.try_into().ok().context("a row does not have five texts")
         };
-        let rows = value["rows"].as_array().context("`rows` is a list")?.iter().map(row);
-        let added = value["added"].as_object().context("`added` is an object")?.clone();
+        let rows = value["rows"].as_array().context("`rows` is not a list")?.iter().map(row);
+        let added = value["added"].as_object().context("`added` is not an object")?.clone();
         Ok(Self {
             name: text(&value, "name")?,
             claim: text(&value, "claim")?,
@@ -90,16 +90,18 @@ impl Record {
 
 /// Returns a text field of an object.
 pub(super) fn text(value: &Value, name: &str) -> Result<String> {
-    Ok(value[name].as_str().with_context(|| format!("`{name}` is a text"))?.to_owned())
+    Ok(value[name].as_str().with_context(|| format!("`{name}` is not a text"))?.to_owned())
 }
 
 fn number(value: &Value, name: &str) -> Result<f64> {
-    value[name].as_f64().with_context(|| format!("`{name}` is a number"))
+    value[name].as_f64().with_context(|| format!("`{name}` is not a number"))
 }
 
 fn numbers(value: &Value, name: &str) -> Result<Vec<f64>> {
-    let list = value.as_array().with_context(|| format!("`{name}` is a list"))?;
-    list.iter().map(|x| x.as_f64().with_context(|| format!("`{name}` has numbers"))).collect()
+    let list = value.as_array().with_context(|| format!("`{name}` is not a list"))?;
+    list.iter()
+        .map(|x| x.as_f64().with_context(|| format!("`{name}` has a value that is not a number")))
+        .collect()
 }
 
 /// The results of an arm on unequal machines.
@@ -147,14 +149,14 @@ pub(super) fn arms(records: &[Record]) -> Result<Vec<ArmRecord>> {
             continue;
         }
         let point = |point: &Value| -> Result<[f64; 4]> {
-            numbers(point, "curve")?.try_into().ok().context("a point of `curve` has four numbers")
+            numbers(point, "curve")?.try_into().ok().context("a point of `curve` does not have four numbers")
         };
-        let curve = value["curve"].as_array().context("`curve` is a list")?.iter().map(point);
+        let curve = value["curve"].as_array().context("`curve` is not a list")?.iter().map(point);
         found.push(ArmRecord {
             name,
             what: text(value, "what")?,
             command: text(value, "command")?,
-            seeds: value["seeds"].as_u64().context("`seeds` is a number")?,
+            seeds: value["seeds"].as_u64().context("`seeds` is not a number")?,
             gap: [number(value, "gap")?, number(value, "gap_sigma")?],
             payload: number(value, "payload")?,
             sent: number(value, "sent")?,

@@ -11,8 +11,8 @@ const HEAD: &str = "\
 
 Written by `cargo xtask bench --all --report` from the records in `reproductions/`; do not edit. Each claim has
 its paper's figure, ours, the setting, and whether it holds in that setting. Times are those of a virtual clock,
-bytes those that the transport counted. What was trained is small (34 thousand parameters, see the commands), so
-losses say how methods compare with each other, not how good a model is.
+bytes are as counted by the transport. The trained model is small (34 thousand parameters, see the commands), so
+losses show how methods compare with each other, not how good a model is.
 
 ![Held-out loss against bytes sent](loss-by-bytes.svg)
 ![Held-out loss against simulated time](loss-by-time.svg)

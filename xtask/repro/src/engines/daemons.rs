@@ -21,9 +21,9 @@ impl Daemon {
         let mut command = Command::new(program);
         command.args(args).env(set.0, set.1).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let started = command.spawn();
-        started
-            .map(Self)
-            .with_context(|| format!("no {program}: `cargo xtask setup mpi slurm ssh` installs it"))
+        started.map(Self).with_context(|| {
+            format!("failed to start {program}: `cargo xtask setup mpi slurm ssh` installs it")
+        })
     }
 }
 

@@ -25,7 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 /// prints `ready`, and later its observations: seconds of the call that failed, the culprit, whether a result
 /// was half-reduced, and whether it continued with the others.
 pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
-    let [rank, peers, algorithm] = args else { bail!("three arguments wanted") };
+    let [rank, peers, algorithm] = args else { bail!("expected three arguments") };
     let algorithm: usize = algorithm.parse()?;
     let peers = peers.split(',').map(str::to_owned).collect();
     let comm = Communicator::new(tcp::join(&tcp::Config::with_peers(rank.parse()?, peers))?)
@@ -113,7 +113,7 @@ fn strike(blow: Blow, algorithm: usize, after: Duration) -> Result<Vec<Option<Sa
         .iter_mut()
         .map(|rank| {
             let (sender, receiver) = std::sync::mpsc::channel();
-            let out = BufReader::new(rank.0.stdout.take().context("stdout is piped")?);
+            let out = BufReader::new(rank.0.stdout.take().context("stdout is not piped")?);
             std::thread::spawn(move || {
                 // Ends when the rank ends, or when the receiver is dropped.
                 out.lines().map_while(Result::ok).try_for_each(|line| sender.send(line))
@@ -122,7 +122,10 @@ fn strike(blow: Blow, algorithm: usize, after: Duration) -> Result<Vec<Option<Sa
         })
         .collect::<Result<_>>()?;
     for line in &lines {
-        ensure!(line.recv_timeout(PATIENCE).context("a rank did not come up")? == "ready", "not ready");
+        ensure!(
+            line.recv_timeout(PATIENCE).context("a rank did not start in time")? == "ready",
+            "a rank printed a first line other than `ready`"
+        );
     }
     std::thread::sleep(after);
     match blow {
@@ -171,8 +174,13 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     }
     report.row("processes: survivors", f64::from(survivors), "1", Mark::None)?;
     report.row("processes: survivors that hang", f64::from(silent), "1", Mark::AtMost(0.0))?;
-    report.row("processes: slowest to notice", slowest, "s", Mark::AtMost(2.25))?;
-    report.row("processes: half-reduced results", f64::from(half), "1", Mark::AtMost(0.0))?;
-    report.row("processes: culprits that are innocent", f64::from(innocent), "1", Mark::AtMost(0.0))?;
-    report.row("processes: survivors that could not go on", f64::from(stuck), "1", Mark::AtMost(0.0))
+    report.row("processes: longest time to notice", slowest, "s", Mark::AtMost(2.25))?;
+    report.row("processes: partly reduced results", f64::from(half), "1", Mark::AtMost(0.0))?;
+    report.row(
+        "processes: survivors that name an innocent rank",
+        f64::from(innocent),
+        "1",
+        Mark::AtMost(0.0),
+    )?;
+    report.row("processes: survivors that could not continue", f64::from(stuck), "1", Mark::AtMost(0.0))
 }

@@ -68,7 +68,7 @@ impl Arm {
 }
 
 /// The arm that all others are compared with.
-pub(crate) const F32: Arm = arm("f32", "", "gradients as they are, averaged in each step").sends(f32_ring);
+pub(crate) const F32: Arm = arm("f32", "", "uncompressed gradients, averaged in each step").sends(f32_ring);
 /// A single worker, which trains on an eighth of the data.
 pub(crate) const ALONE: Arm = arm("one worker", "--workers 1", "no communication, an eighth of the tokens");
 
@@ -84,9 +84,12 @@ pub(crate) const INT8: Arm = arm("int8", "--codec int8", "gradients in 8 bits wi
 pub(crate) const SIGN: Arm =
     arm("1 bit", "--codec sign", "gradients in one bit with feedback, into AdamW").sends(sign);
 /// Gradients in one bit without feedback.
-pub(crate) const SIGN_ALONE: Arm =
-    arm("1 bit, no feedback", "--codec sign --error-feedback false", "a control: what the bit loses is gone")
-        .sends(sign);
+pub(crate) const SIGN_ALONE: Arm = arm(
+    "1 bit, no feedback",
+    "--codec sign --error-feedback false",
+    "a control: what the codec loses is dropped",
+)
+.sends(sign);
 
 /// `DiLoCo` with averages every 10 steps.
 pub(crate) const DILOCO_10: Arm =
@@ -109,14 +112,14 @@ pub(crate) const DILOCO_INT8: Arm = arm(
 pub(crate) const DILOCO_FILES: Arm = arm(
     "DiLoCo H=50, files",
     "--sync diloco --sync-every 50 --shards files",
-    "the same, each replica on files of its own",
+    "averages every 50 steps, each replica trains on its own files",
 )
 .sends(f32_ring);
 /// `DiLoCo` in which each replica trains on a different cluster of similar text.
 pub(crate) const DILOCO_KMEANS: Arm = arm(
     "DiLoCo H=50, kmeans:8",
     "--sync diloco --sync-every 50 --shards kmeans:8",
-    "the same, each replica on a cluster of similar chunks",
+    "averages every 50 steps, each replica trains on a cluster of similar chunks",
 )
 .sends(f32_ring);
 
@@ -133,11 +136,11 @@ fn power_sgd(sizes: &Sizes, rank: f64) -> f64 {
 
 /// `PowerSGD` with products of rank 4.
 pub(crate) const POWER_SGD_4: Arm =
-    arm("PowerSGD rank 4", "--codec powersgd:4", "matrices as products of rank 4, feedback of its own")
+    arm("PowerSGD rank 4", "--codec powersgd:4", "matrices as products of rank 4, with error feedback")
         .sends(|sizes| power_sgd(sizes, 4.0));
 /// `PowerSGD` with products of rank 1.
 pub(crate) const POWER_SGD_1: Arm =
-    arm("PowerSGD rank 1", "--codec powersgd:1", "matrices as products of rank 1, feedback of its own")
+    arm("PowerSGD rank 1", "--codec powersgd:1", "matrices as products of rank 1, with error feedback")
         .sends(|sizes| power_sgd(sizes, 1.0));
 
 /// A hundredth of the gradients with momentum correction before the selection, and no momentum in the
@@ -151,7 +154,7 @@ pub(crate) const DGC: Arm = arm(
 pub(crate) const DGC_FALLING: Arm = arm(
     "DGC 1 %, density warm-up",
     "--codec dgc:0.01 --density-warmup 200 --beta1 0 --lr 1e-3 --min-lr 1e-4",
-    "the same, a quarter of the gradients at first and then less and less",
+    "as DGC 1 %, but starts with a quarter of the gradients and then sends fewer and fewer",
 );
 /// The largest hundredth of the gradients with feedback.
 pub(crate) const TOP_K: Arm =
@@ -160,7 +163,7 @@ pub(crate) const TOP_K: Arm =
 pub(crate) const TOP_K_ALONE: Arm = arm(
     "top 1 %, no feedback",
     "--codec topk:0.01 --error-feedback false",
-    "a control: what is not selected is gone",
+    "a control: elements that are not selected are dropped",
 );
 
 /// Fraction of the steps in which 1-bit Adam's averages are sent uncoded.
@@ -170,14 +173,14 @@ const WARMUP: f64 = 0.15;
 pub(crate) const ONEBIT_ADAM: Arm = arm(
     "1-bit Adam",
     "--optimizer onebit-adam --codec sign",
-    "momentum in one bit with feedback, after 15 % of the steps as f32",
+    "momentum in one bit with feedback; the first 15 % of the steps as f32",
 )
 .sends(|sizes| WARMUP * f32_ring(sizes) + (1.0 - WARMUP) * sign(sizes));
 /// 1-bit LAMB: LAMB's momentum in one bit.
 pub(crate) const ONEBIT_LAMB: Arm = arm(
     "1-bit LAMB",
     "--optimizer onebit-lamb --codec sign",
-    "LAMB's momentum in one bit with feedback, after 15 % of the steps as f32",
+    "LAMB's momentum in one bit with feedback; the first 15 % of the steps as f32",
 )
 .sends(|sizes| WARMUP * f32_ring(sizes) + (1.0 - WARMUP) * sign(sizes));
 /// LAMB, for comparison with 1-bit LAMB.
@@ -187,7 +190,7 @@ pub(crate) const LAMB: Arm =
 pub(crate) const QADAM: Arm = arm(
     "QAdam",
     "--optimizer qadam --codec minmax8:4096",
-    "momentum in 8 bits, after 15 % of the steps as f32",
+    "momentum in 8 bits; the first 15 % of the steps as f32",
 )
 .sends(|sizes| WARMUP * f32_ring(sizes) + (1.0 - WARMUP) * min_max(sizes));
 
@@ -221,32 +224,32 @@ pub(crate) const ZERO_ONE_ADAM: Arm = arm(
 pub(crate) const STREAMING: Arm = arm(
     "streaming DiLoCo H=50, E3M0",
     "--sync streaming --sync-every 50 --codec e3m0 --error-feedback false",
-    "four fragments in 4 bits, one after the other, a step late",
+    "four fragments of the parameters in 4 bits, one after the other, applied one step late",
 );
 /// Streaming `DiLoCo` with fragments as f32.
 pub(crate) const STREAMING_F32: Arm = arm(
     "streaming DiLoCo H=50",
     "--sync streaming --sync-every 50 --sync-delay 6",
-    "four fragments, one after the other, six steps late",
+    "four fragments of the parameters, one after the other, applied six steps late",
 );
 /// Streaming `DiLoCo` with fragments as f32, mixed with the worker's own values as in the paper.
 pub(crate) const STREAMING_MIXED: Arm = arm(
     "streaming DiLoCo H=50, mixed by half",
     "--sync streaming --sync-every 50 --sync-delay 6 --mixing 0.5",
-    "the same, half of what a worker had stays",
+    "as streaming DiLoCo H=50, but each worker keeps half of its own values",
 );
 /// Streaming `DiLoCo` whose fragments are applied without delay.
 pub(crate) const FRAGMENTS: Arm = arm(
     "DiLoCo H=50 in fragments",
     "--sync streaming --sync-every 50 --sync-delay 0",
-    "a control: four fragments that are waited for",
+    "a control: four fragments, for which workers wait",
 );
 
 /// `CocktailSGD`.
 pub(crate) const COCKTAIL: Arm = arm(
     "CocktailSGD",
     "--sync cocktail --codec rolling:10/topk:0.2/int4",
-    "a tenth of the elements in turn, the largest fifth of them, in 4 bits, a step late",
+    "the largest fifth of a tenth of the elements, which changes in turn, in 4 bits, one step late",
 );
 /// `CocktailSGD`'s delay with int4 instead of its selections.
 pub(crate) const COCKTAIL_INT4: Arm =
@@ -260,13 +263,13 @@ pub(crate) const COCKTAIL_F32: Arm =
 pub(crate) const TOP_TWO: Arm = arm(
     "a step late, top 2 %",
     "--sync cocktail --codec topk:0.02/int4",
-    "a control: the largest elements alone",
+    "a control: only the largest elements",
 );
 /// `CocktailSGD` with the rolling mask only, at the same number of bytes.
 pub(crate) const MASK: Arm = arm(
     "a step late, rolling 2 %",
     "--sync cocktail --codec rolling:50/int4",
-    "a control: elements in turn alone",
+    "a control: only elements in turn",
 );
 
 /// D-PSGD on a ring.
@@ -278,24 +281,24 @@ pub(crate) const SHIFT_ONE: Arm =
     arm("shift-one", "--sync shift-one", "parameters mixed in pairs that change")
         .sends(|sizes| 4.0 * sizes.params);
 /// Mixing on an exponential graph.
-pub(crate) const EXPONENTIAL: Arm =
-    arm("exponential", "--sync exponential", "parameters mixed with the worker 1, 2, 4 before in turn")
-        .sends(|sizes| 4.0 * sizes.params);
+pub(crate) const EXPONENTIAL: Arm = arm(
+    "exponential",
+    "--sync exponential",
+    "parameters mixed with the worker 1, 2 or 4 ranks before, in turn",
+)
+.sends(|sizes| 4.0 * sizes.params);
 
 /// Stochastic gradient push. Each message has a weight of four bytes in addition to the parameters.
 pub(crate) const SGP: Arm = arm(
     "SGP",
     "--sync sgp",
-    "parameters and their weight pushed to the worker 1, 2, 4 behind in turn, and divided",
+    "parameters and their weight sent to the worker 1, 2 or 4 ranks after, in turn, and divided",
 )
 .sends(|sizes| beside_a_mean(sizes, 4.0 * sizes.params + 4.0));
 
 /// `DeMo` with 32 coefficients per chunk.
-pub(crate) const DEMO: Arm = arm(
-    "DeMo k=32",
-    "--recipe demo --lr 5e-3",
-    "32 of 4096 DCT coefficients of a momentum that workers keep",
-);
+pub(crate) const DEMO: Arm =
+    arm("DeMo k=32", "--recipe demo --lr 5e-3", "32 of 4096 DCT coefficients of each worker's own momentum");
 /// `DeMo` with 4 coefficients per chunk in one bit, as in Psyche.
 pub(crate) const DISTRO: Arm =
     arm("DeMo k=4, 1 bit", "--recipe distro --lr 4e-3", "the signs of 4 of 4096 DCT coefficients");
@@ -303,18 +306,21 @@ pub(crate) const DISTRO: Arm =
 pub(crate) const DEMO_PLAIN: Arm = arm(
     "DeMo k=32, no DCT",
     "--recipe demo --lr 5e-3 --codec topk:32of4096/none+ef:0.999",
-    "a control: as many elements as they are",
+    "a control: 32 of 4096 elements without the transform",
 );
 /// `DeMo` without feedback, which is its momentum.
 pub(crate) const DEMO_ALONE: Arm = arm(
     "DeMo k=32, no momentum",
     "--recipe demo --lr 5e-3 --codec dct:64/topk:32of4096 --error-feedback false",
-    "a control: what is not sent is gone",
+    "a control: what is not sent is dropped",
 );
 /// Signum: the sign of the momentum of gradients that are averaged as f32.
-pub(crate) const SIGNUM: Arm =
-    arm("Signum", "--optimizer signum --lr 1e-3", "the sign of the momentum of gradients that travel as f32")
-        .sends(f32_ring);
+pub(crate) const SIGNUM: Arm = arm(
+    "Signum",
+    "--optimizer signum --lr 1e-3",
+    "the sign of the momentum of gradients that are sent as f32",
+)
+.sends(f32_ring);
 
 /// `SparseLoCo`.
 pub(crate) const SPARSELOCO: Arm = arm(
@@ -326,7 +332,7 @@ pub(crate) const SPARSELOCO: Arm = arm(
 pub(crate) const SPARSELOCO_ALONE: Arm = arm(
     "SparseLoCo H=30, no feedback",
     "--recipe sparseloco --outer-lr 2 --codec topk:64of4096/meanstd2 --error-feedback false",
-    "a control: what is not selected is gone",
+    "a control: elements that are not selected are dropped",
 );
 /// `SparseLoCo` with Muon as the inner optimizer.
 pub(crate) const SPARSE_MUON: Arm = arm(
@@ -345,8 +351,11 @@ pub(crate) const DILOCO_100_INT8: Arm = arm(
 pub(crate) const MULOCO: Arm =
     arm("MuLoCo H=30", "--recipe muloco", "Muon, and averages every 30 steps in 2 bits with feedback");
 /// `MuLoCo` with averages every 100 steps.
-pub(crate) const MULOCO_100: Arm =
-    arm("MuLoCo H=100", "--recipe muloco --sync-every 100 --outer-momentum 0.6", "the same every 100 steps");
+pub(crate) const MULOCO_100: Arm = arm(
+    "MuLoCo H=100",
+    "--recipe muloco --sync-every 100 --outer-momentum 0.6",
+    "Muon, and averages every 100 steps in 2 bits with feedback",
+);
 /// Muon with gradients averaged at each step.
 pub(crate) const MUON: Arm = arm("Muon", "--optimizer muon", "gradients as f32 into Muon").sends(f32_ring);
 
@@ -358,11 +367,8 @@ fn beside_a_mean(sizes: &Sizes, step: f64) -> f64 {
 }
 
 /// `NoLoCo`: outer steps in random pairs of workers.
-pub(crate) const NOLOCO: Arm = arm(
-    "NoLoCo H=50",
-    "--sync noloco --sync-every 50",
-    "outer steps every 50 steps, in pairs that are drawn",
-);
+pub(crate) const NOLOCO: Arm =
+    arm("NoLoCo H=50", "--sync noloco --sync-every 50", "outer steps every 50 steps, in random pairs");
 /// BAGUA's low-precision ring: changes of parameters in 8 bits to both neighbours.
 pub(crate) const LOW_PRECISION: Arm = arm(
     "low-precision ring",
@@ -388,14 +394,14 @@ fn moniqua(sizes: &Sizes, bits: f64) -> f64 {
 pub(crate) const MONIQUA_8: Arm = arm(
     "Moniqua, 8 bits",
     "--sync moniqua --moniqua-bits 8 --consensus-rate 1",
-    "parameters modulo a bound in 8 bits to both neighbours on a ring, without any memory",
+    "parameters modulo a bound in 8 bits to both neighbours on a ring, without additional memory",
 )
 .sends(|sizes| moniqua(sizes, 8.0));
 /// Moniqua in one bit.
 pub(crate) const MONIQUA_1: Arm = arm(
     "Moniqua, 1 bit",
     "--sync moniqua --moniqua-bits 1 --consensus-rate 0.02",
-    "parameters modulo a bound in one bit to both neighbours on a ring, without any memory",
+    "parameters modulo a bound in one bit to both neighbours on a ring, without additional memory",
 )
 .sends(|sizes| moniqua(sizes, 1.0));
 
@@ -403,13 +409,13 @@ pub(crate) const MONIQUA_1: Arm = arm(
 pub(crate) const TOP_K_GATHERED: Arm = arm(
     "top 1 %, all-gather",
     "--codec topk:0.01 --algorithm all-gather",
-    "the largest hundredth of the gradients to all workers, with feedback, into AdamW",
+    "the largest hundredth of the gradients sent to all workers, with feedback, into AdamW",
 );
 /// Momentum-corrected gradients, encoded once and sent to all workers.
 pub(crate) const DGC_GATHERED: Arm = arm(
     "DGC 1 %, all-gather",
     "--codec dgc:0.01 --algorithm all-gather --beta1 0 --lr 1e-3 --min-lr 1e-4",
-    "the same, what each worker selects to all others",
+    "as DGC 1 %, but each worker sends its selection to all others",
 );
 
 /// Matrix products with operands in bf16.
@@ -430,25 +436,25 @@ pub(crate) const DILOCO_BY_SPEED: Arm = arm(
 pub(crate) const ASYNC: Arm = arm(
     "async H=10, by speed",
     "--sync async --sync-every 10 --local-steps by-speed",
-    "each worker moves the model on servers every 10 steps and waits for nobody",
+    "each worker updates the model on servers every 10 steps and waits for no other worker",
 );
 /// Asynchronous local steps with changes in 8 bits.
 pub(crate) const ASYNC_INT8: Arm = arm(
     "async H=10, by speed, int8",
     "--sync async --sync-every 10 --local-steps by-speed --codec int8",
-    "the same, changes in 8 bits with feedback; models come back as f32",
+    "as async H=10, with changes in 8 bits with feedback; models come back as f32",
 );
 /// Asynchronous local steps without outer momentum.
 pub(crate) const ASYNC_PLAIN: Arm = arm(
     "async H=10, by speed, no momentum",
     "--sync async --sync-every 10 --local-steps by-speed --outer-lr 1 --outer-momentum 0",
-    "the same without outer momentum",
+    "as async H=10, without outer momentum",
 );
 /// Asynchronous SGD with a parameter server.
 pub(crate) const PARAMETER_SERVER: Arm = arm(
     "parameter server",
     "--sync parameter-server --local-steps by-speed",
-    "each step moves the model on servers, and the worker goes on from there",
+    "each step updates the model on servers, and the worker continues from the result",
 );
 /// Asynchronous SGD with a bound on the steps between workers.
 pub(crate) const BOUNDED_STALE: Arm = arm(
@@ -460,42 +466,42 @@ pub(crate) const BOUNDED_STALE: Arm = arm(
 pub(crate) const DECOUPLED: Arm = arm(
     "decoupled H=10, by speed",
     "--sync decoupled --sync-every 10 --local-steps by-speed",
-    "outer steps of more than half of the workers, whichever come first",
+    "outer steps over more than half of the workers, those that are ready first",
 );
 
 /// `HALoS`: asynchronous local steps on two levels of servers.
 pub(crate) const HALOS: Arm = arm(
     "HALoS H=10, by speed",
     "--sync halos --sync-every 10 --local-steps by-speed",
-    "as async with a server in each region, whose changes go to a world server",
+    "as async, with a server in each region that sends its changes to a world server",
 );
 
 /// BAGUA's asynchronous model averaging.
 pub(crate) const ASYNC_AVERAGE: Arm = arm(
     "asynchronous averaging",
     "--sync async-average --average-interval 5ms --local-steps by-speed",
-    "parameters of all are averaged in the background every 5 ms, while workers train on",
+    "parameters of all workers are averaged in the background every 5 ms, while training continues",
 );
 
 /// Local SGD: plain averages of parameters every 5 steps.
 pub(crate) const LOCAL_5: Arm = arm(
     "local SGD H=5",
     "--sync diloco --sync-every 5 --outer-lr 1 --outer-momentum 0",
-    "parameters are averaged every 5 steps, plain",
+    "plain averages of parameters every 5 steps",
 )
 .sends(f32_ring);
 /// Local SGD with averages every 10 steps.
 pub(crate) const LOCAL_10: Arm = arm(
     "local SGD H=10",
     "--sync diloco --sync-every 10 --outer-lr 1 --outer-momentum 0",
-    "parameters are averaged every 10 steps, plain",
+    "plain averages of parameters every 10 steps",
 )
 .sends(f32_ring);
 /// Local SGD with averages every 50 steps, as for GPT-JT.
 pub(crate) const LOCAL_50: Arm = arm(
     "local SGD H=50",
     "--sync diloco --sync-every 50 --outer-lr 1 --outer-momentum 0",
-    "parameters are averaged every 50 steps, plain",
+    "plain averages of parameters every 50 steps",
 )
 .sends(f32_ring);
 /// Local Adam: parameters and both moments are averaged every 10 steps.
@@ -520,13 +526,13 @@ pub(crate) const DES_LOC: Arm = arm(
 pub(crate) const EAGER_10: Arm = arm(
     "eager DiLoCo H=10",
     "--sync eager --sync-every 10",
-    "averages every 10 steps, each with the next 10 to arrive",
+    "averages every 10 steps, each of which may take the next 10 steps to arrive",
 );
 /// Eager `DiLoCo` with averages every 50 steps.
 pub(crate) const EAGER_50: Arm = arm(
     "eager DiLoCo H=50",
     "--sync eager --sync-every 50",
-    "averages every 50 steps, each with the next 50 to arrive",
+    "averages every 50 steps, each of which may take the next 50 steps to arrive",
 );
 /// Event-triggered averages.
 pub(crate) const EVENT: Arm = arm(

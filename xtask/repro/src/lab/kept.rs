@@ -108,7 +108,7 @@ pub(super) fn run(report: &mut Report<'_>, setting: &Setting, arm: &Arm, seed: u
     Ok(run)
 }
 
-#[expect(clippy::disallowed_methods, reason = "how long a run took is told to whoever waits")]
+#[expect(clippy::disallowed_methods, reason = "the user is told how long a run took")]
 fn now() -> std::time::Instant {
     std::time::Instant::now()
 }

@@ -78,14 +78,14 @@ impl Outcome {
         if self.name != reference.name {
             let found = self.gap(reference);
             row("loss above f32's", found.mean, "%", gap)?;
-            row("standard deviation of that", found.sigma, "%", Mark::None)?;
+            row("standard deviation of the loss above f32's", found.sigma, "%", Mark::None)?;
         }
-        row("payload a step", self.payload(), "B", Mark::None)?;
-        row("sent a step, with frames and votes", self.sent(), "B", Mark::None)?;
+        row("payload per step", self.payload(), "B", Mark::None)?;
+        row("sent per step, with frames and votes", self.sent(), "B", Mark::None)?;
         if self.name != reference.name && self.payload() > 0.0 {
             let ratio = reference.payload() / self.payload();
-            row("f32's payload over it", ratio, "x", Mark::None)?;
-            row("16 bits' payload over it", ratio / 2.0, "x", Mark::None)?;
+            row("payload, times smaller than f32's", ratio, "x", Mark::None)?;
+            row("payload, times smaller than in 16 bits", ratio / 2.0, "x", Mark::None)?;
         }
         row("step on the virtual clock", self.seconds() * 1e3, "ms", Mark::None)?;
         row("speed-up over f32", reference.seconds() / self.seconds(), "x", Mark::None)

@@ -57,7 +57,7 @@ struct Seen {
 /// Errors: a rank fails.
 pub(super) fn run(job: &Job) -> Result<Run> {
     let seen = on_all(job, |rank| watch(rank, job.config.steps))?;
-    let mut points = seen.first().context("a job has ranks")?.points.clone();
+    let mut points = seen.first().context("the job has no ranks")?.points.clone();
     for other in &seen[1..] {
         for (point, theirs) in points.iter_mut().zip(&other.points) {
             point.sent = point.sent.max(theirs.sent);

@@ -63,14 +63,19 @@ impl Unequal<'_> {
         let outcome = lab.outcome(report, arm)?;
         let name = arm.name;
         let rate = rate(lab, arm, &outcome)? / self.rate;
-        report.row(&format!("{name}: tokens an hour over f32's"), rate, "x", marks.rate)?;
+        report.row(&format!("{name}: tokens per hour relative to f32's"), rate, "x", marks.rate)?;
         let seconds = outcome.seconds() * lab.setting().config(arm, 0)?.steps as f64;
         report.row(&format!("{name}: time on the virtual clock"), seconds, "s", Mark::None)?;
-        report.row(&format!("{name}: held-out loss then"), outcome.loss(), "nats", Mark::None)?;
+        report.row(&format!("{name}: held-out loss after that time"), outcome.loss(), "nats", Mark::None)?;
         let (gap, payload) = (outcome.gap(self.reference), outcome.payload());
-        report.row(&format!("{name}: loss above f32's then"), gap.mean, "%", marks.gap)?;
-        report.row(&format!("{name}: standard deviation of that"), gap.sigma, "%", Mark::None)?;
-        report.row(&format!("{name}: payload of a step"), payload, "B", Mark::None)?;
+        report.row(&format!("{name}: loss above f32's after that time"), gap.mean, "%", marks.gap)?;
+        report.row(
+            &format!("{name}: standard deviation of the loss above f32's"),
+            gap.sigma,
+            "%",
+            Mark::None,
+        )?;
+        report.row(&format!("{name}: payload per step"), payload, "B", Mark::None)?;
         let entry = json!({
             "name": name, "what": arm.what, "command": lab.setting().command(arm), "machines": self.machines,
             "rate": rate, "seconds": seconds, "gap": gap.mean, "gap_sigma": gap.sigma, "payload": payload,

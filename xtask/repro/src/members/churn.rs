@@ -18,10 +18,12 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "churn-anywhere",
-    claim: "one of five members is killed, frozen or cut off at any moment of a step: the others go on within the deadline and \
-            a second, with the bits of a run that it left in peace just before that step or just after it; with DiLoCo, \
-            with the bits of a round to which it gave nothing; a pipeline of four goes on from a replica of the part that was \
-            lost, and without one from a step that all have copied; real processes too, where whoever was frozen comes back",
+    claim: "one of five members is killed, frozen or cut off at any moment of a step: the others continue \
+            within the deadline plus one second, with the same bits as a run that this member left in an \
+            orderly way just before or just after the step; with DiLoCo, with the bits of a round without \
+            its contribution; a pipeline of four continues from a replica of the lost part, or, if there is \
+            none, from a step that all members have copied; the same with real processes, where frozen \
+            members join again",
     source: "the design of farflung (issue 22); torchft, PCCL and Psyche lose more",
     seed: 1337,
     run,
@@ -83,7 +85,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     })?;
     for (name, job) in [("ddp", &ddp), ("diloco", &diloco)] {
         let calm = run_once(job, MEMBERS, &[], &Faults::new())?;
-        let calm = times(report_of(&calm[0]).context("a run without faults ends")?);
+        let calm = times(report_of(&calm[0]).context("the run without faults has no report")?);
         let at = |step: usize| Nanos((calm[step] * 1e9) as u64);
         let mut all = Seen::default();
         for &member in members {
@@ -108,15 +110,16 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let none = Mark::AtMost(0.0);
         report.row(&format!("{name}: runs"), f64::from(all.runs), "1", Mark::None)?;
         report.row(
-            &format!("{name}: runs in which a survivor did not go on"),
+            &format!("{name}: runs in which a survivor did not continue"),
             f64::from(all.stuck),
             "1",
             none,
         )?;
         report.row(&format!("{name}: runs whose survivors differ"), f64::from(all.apart), "1", none)?;
-        let metric = format!("{name}: runs with other bits than allowed");
+        let metric = format!("{name}: runs whose bits are not among the allowed ones");
         report.row(&metric, f64::from(all.other_bits), "1", none)?;
-        let metric = format!("{name}: runs with steps of neither five nor four members' sequences");
+        let metric =
+            format!("{name}: runs with a step that has the sequences of neither five nor four members");
         report.row(&metric, f64::from(all.lost_tokens), "1", none)?;
         let most = DEADLINE.as_secs_f64() + 1.0;
         let metric = format!("{name}: longest time between two steps");
@@ -135,9 +138,12 @@ fn rounds_without(job: &Job, member: u32) -> Result<BTreeSet<String>> {
         for (step, moment) in [(2 * round + 1, Moment::Begun), (2 * round + 2, Moment::Prepared)] {
             let lost = Job { failure: Some(Failure { rank: member, step, moment }), ..job.clone() };
             let ended = run_once(&lost, MEMBERS, &[], &Faults::new())?;
-            ways.insert(ended.iter().find_map(report_of).context("nobody is left")?.hash.clone());
+            ways.insert(ended.iter().find_map(report_of).context("no member is left")?.hash.clone());
         }
-        anyhow::ensure!(ways.len() == 1, "a loss within a round depends on when it was");
+        anyhow::ensure!(
+            ways.len() == 1,
+            "the result after a loss within a round depends on the moment of the loss"
+        );
         hashes.append(&mut ways);
     }
     Ok(hashes)

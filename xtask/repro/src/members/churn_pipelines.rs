@@ -52,7 +52,7 @@ fn strike(
     same: &mut dyn FnMut(u32, &farflung::train::Report) -> Result<bool>,
 ) -> Result<Seen> {
     let calm = run_once(job, job.world, &[], &Faults::new())?;
-    let calm = times(calm.iter().find_map(report_of).context("a run without faults ends")?);
+    let calm = times(calm.iter().find_map(report_of).context("the run without faults has no report")?);
     let at = |step: usize| (calm[step] * 1e9) as u64;
     let (from, to) = (at(step - 2), at(step - 1));
     let mut seen = Seen::default();
@@ -92,11 +92,11 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         Ok(allowed.iter().any(|(other, hashes)| *other == member && hashes.contains(&left.hash)))
     };
     let seen = strike(&job, two, 4, moments, &mut same)?;
-    rows(report, "2 pipelines of 4", &seen, "runs with other bits than allowed")?;
+    rows(report, "2 pipelines of 4", &seen, "runs whose bits are not among the allowed ones")?;
 
     let job = pipelines(report.seed(), STAGES, 16)?;
     let calm = run_once(&job, STAGES, &[], &Faults::new())?;
-    let calm = losses(calm.iter().find_map(report_of).context("a run without faults ends")?);
+    let calm = losses(calm.iter().find_map(report_of).context("the run without faults has no report")?);
     let mut same = |member: u32, left: &farflung::train::Report| {
         let found = losses(left);
         // A member that has taken the place of the first rank reports only the steps since then.
@@ -106,20 +106,30 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         Ok(whole && near)
     };
     let seen = strike(&job, one, 12, moments, &mut same)?;
-    rows(report, "1 pipeline of 4", &seen, "runs whose losses are not those of the same sequences")?;
-    report.row("1 pipeline of 4: most steps that were lost", seen.lost_steps, "1", Mark::AtMost(11.0))
+    rows(
+        report,
+        "1 pipeline of 4",
+        &seen,
+        "runs whose losses differ from those of the same sequences without faults",
+    )?;
+    report.row("1 pipeline of 4: largest number of lost steps", seen.lost_steps, "1", Mark::AtMost(11.0))
 }
 
 fn rows(report: &mut Report<'_>, name: &str, seen: &Seen, other: &str) -> Result<()> {
     let none = Mark::AtMost(0.0);
     report.row(&format!("{name}: runs"), f64::from(seen.runs), "1", Mark::None)?;
     report.row(
-        &format!("{name}: runs in which a survivor did not go on"),
+        &format!("{name}: runs in which a survivor did not continue"),
         f64::from(seen.stuck),
         "1",
         none,
     )?;
     report.row(&format!("{name}: {other}"), f64::from(seen.other), "1", none)?;
     let most = Mark::AtMost(DEADLINE.as_secs_f64() + 1.0);
-    report.row(&format!("{name}: longest time between two steps, beside steps"), seen.slowest, "s", most)
+    report.row(
+        &format!("{name}: longest time between two steps, without the time of the steps themselves"),
+        seen.slowest,
+        "s",
+        most,
+    )
 }

@@ -20,8 +20,9 @@ use crate::machine::now;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "host-join",
-    claim: "eight machines behind links of 100 Mbit/s and 20 ms come, are killed, freeze, wake and leave by a script, the host \
-            included: nobody helps, all have the same weights, and the loss is that of an undisturbed run of as many tokens",
+    claim: "eight machines behind links of 100 Mbit/s and 20 ms join, are killed, freeze, wake and leave by \
+            a script, the host included: the run needs no help, all members have the same weights, and the \
+            loss is that of an undisturbed run on as many tokens",
     source: "the design of farflung (issue 22); hivemind and Psyche lose peers or batches",
     seed: 1337,
     run,
@@ -70,7 +71,7 @@ impl Act {
         match self {
             Self::Join => "machines that joined",
             Self::Kill => "members killed",
-            Self::Freeze => "members frozen that woke and came back",
+            Self::Freeze => "members that were frozen, woke and joined again",
             Self::Leave => "members that left",
         }
     }
@@ -98,8 +99,9 @@ impl Script<'_> {
     /// Returns the member that joined first, except the one at slot `but`.
     fn oldest(&self, but: Option<usize>) -> Result<&Member> {
         let others = self.here().into_iter().filter(|&slot| Some(slot) != but);
-        let oldest = others.min_by_key(|&slot| self.slots[slot].came).context("nobody is there")?;
-        self.slots[oldest].member.as_ref().context("it is there")
+        let oldest =
+            others.min_by_key(|&slot| self.slots[slot].came).context("no other member is in the run")?;
+        self.slots[oldest].member.as_ref().context("the slot has no member")
     }
 
     /// Starts a machine and waits until it is a member.
@@ -130,7 +132,7 @@ impl Script<'_> {
     fn strike(&mut self, slot: usize, act: Act) -> Result<()> {
         let (watcher, left) = (self.oldest(Some(slot))?, self.here().len() as u64 - 1);
         let (.., before) = watcher.told();
-        let victim = self.slots[slot].member.as_ref().context("it is there")?;
+        let victim = self.slots[slot].member.as_ref().context("the slot has no member")?;
         victim.send(match act {
             Act::Freeze => Signal::STOP,
             Act::Leave => Signal::INT,
@@ -193,7 +195,7 @@ fn last_loss(rows: &[serde_json::Value]) -> Result<(f64, u64, u64)> {
     let of = |row: &serde_json::Value| {
         Some((row["val_loss"].as_f64()?, row["tokens"].as_u64()?, row["step"].as_u64()?))
     };
-    rows.iter().rev().find_map(of).context("no loss of the held-out text was told")
+    rows.iter().rev().find_map(of).context("the metrics have no held-out loss")
 }
 
 /// Returns the losses after `tokens` tokens of undisturbed runs with different seeds.
@@ -218,7 +220,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let ran = run_in(report, options, folder.path());
     ran.map_err(|error| {
         let kept = folder.keep();
-        error.context(format!("what the members left is in {}", kept.display()))
+        error.context(format!("the files of the members are in {}", kept.display()))
     })
 }
 
@@ -248,7 +250,9 @@ fn run_in(report: &mut Report<'_>, options: &Options, folder: &Path) -> Result<(
     let mut turn = 0;
     while begun.elapsed() < Duration::from_secs(seconds) {
         let part = begun.elapsed().as_secs_f64() / seconds as f64;
-        script.act(&random, turn, part).with_context(|| format!("at act {turn}: {:?}", script.done))?;
+        script
+            .act(&random, turn, part)
+            .with_context(|| format!("at change {turn}, after {:?}", script.done))?;
         turn += 1;
         let at = begun.elapsed().as_secs_f64();
         report.progress(&format!("{at:.0} of {seconds} s, {} members", script.here().len()))?;
@@ -261,14 +265,14 @@ fn run_in(report: &mut Report<'_>, options: &Options, folder: &Path) -> Result<(
         .status()?;
     let here = script.here();
     for slot in here {
-        script.slots[slot].member.as_ref().context("it is there")?.send(Signal::INT)?;
+        script.slots[slot].member.as_ref().context("the slot has no member")?.send(Signal::INT)?;
     }
     sleep(Duration::from_secs(3));
     for (act, count) in &script.done {
         report.row(act.name(), f64::from(*count), "1", Mark::None)?;
     }
-    report.row("the host went", f64::from(u8::from(script.host_went)), "1", Mark::AtLeast(1.0))?;
-    let metric = "slowest, from a blow to the others' next step";
+    report.row("changes hit the host", f64::from(u8::from(script.host_went)), "1", Mark::AtLeast(1.0))?;
+    let metric = "longest time from a fault to the others' next step";
     report.row(metric, script.slowest, "s", Mark::AtMost(11.0))?;
     report.row(
         "`farflung status` answers at the end",
@@ -289,14 +293,24 @@ fn run_in(report: &mut Report<'_>, options: &Options, folder: &Path) -> Result<(
     let between = |[fewer, more]: [f64; 2]| fewer * (1.0 - part) + more * part;
     let expected = between([fewer_losses.mean, more_losses.mean]);
     let sigma = between([fewer_losses.sigma, more_losses.sigma]);
-    report.row("members in a step, on the mean", members, "1", Mark::None)?;
+    report.row("members per step, mean", members, "1", Mark::None)?;
     report.row("tokens", tokens as f64, "1", Mark::None)?;
-    report.row("loss of the held-out text", loss, "nat", Mark::None)?;
-    report.row("loss of an undisturbed run of as many tokens and steps", expected, "nat", Mark::None)?;
-    report.row("spread of undisturbed runs with other seeds", sigma, "nat", Mark::None)?;
+    report.row("held-out loss", loss, "nat", Mark::None)?;
+    report.row(
+        "held-out loss of an undisturbed run with as many tokens and steps",
+        expected,
+        "nat",
+        Mark::None,
+    )?;
+    report.row("standard deviation of undisturbed runs with other seeds", sigma, "nat", Mark::None)?;
     // Two seeds are too few to estimate the spread.
     let mark = if options.quick { Mark::None } else { Mark::AtMost(2.0) };
-    report.row("loss above the undisturbed, in these", (loss - expected) / sigma, "sigma", mark)
+    report.row(
+        "held-out loss above that of the undisturbed run, in standard deviations",
+        (loss - expected) / sigma,
+        "sigma",
+        mark,
+    )
 }
 
 /// Checks that all members had the same weights after each step that several of them reported.
@@ -305,7 +319,7 @@ fn judge_steps(report: &mut Report<'_>, script: &Script<'_>) -> Result<()> {
     let mut most = 0;
     for folder in &script.folders {
         for row in rows(folder) {
-            let step = row["step"].as_u64().context("a row has a step")?;
+            let step = row["step"].as_u64().context("a row of the metrics has no step")?;
             most = most.max(step);
             if let Some(digest) = row["digest"].as_str() {
                 digests.entry(step).or_default().push(digest.to_owned());
@@ -315,6 +329,11 @@ fn judge_steps(report: &mut Report<'_>, script: &Script<'_>) -> Result<()> {
     let shared: Vec<&Vec<String>> = digests.values().filter(|digests| digests.len() > 1).collect();
     let apart = shared.iter().filter(|digests| digests.iter().any(|digest| *digest != digests[0])).count();
     report.row("steps", most as f64, "1", Mark::AtLeast(1.0))?;
-    report.row("steps whose weights several members told", shared.len() as f64, "1", Mark::AtLeast(1.0))?;
-    report.row("of these, with other weights", apart as f64, "1", Mark::AtMost(0.0))
+    report.row(
+        "steps for which several members reported their weights",
+        shared.len() as f64,
+        "1",
+        Mark::AtLeast(1.0),
+    )?;
+    report.row("steps for which members reported different weights", apart as f64, "1", Mark::AtMost(0.0))
 }

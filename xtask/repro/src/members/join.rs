@@ -11,10 +11,11 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "join-anywhere",
-    claim: "a newcomer at any moment of a step of three members: all end with the same bits, a step takes its sequences too \
-            within three steps of its being ready, and nobody waits longer than a step and the time that its state takes on its \
-            link; members with unequal uplinks give by their rates: the others wait for the state over the sum of these, \
-            within 5%, and as long as was said before, within 10%",
+    claim: "a newcomer joins three members at any moment of a step: all end with the same bits, its \
+            sequences are in a step at most three steps after it is ready, and no member waits longer than a \
+            step plus the time to send the state over its link; members with unequal uplinks send parts of \
+            the state in proportion to their rates: the wait is the size of the state divided by the sum of \
+            these rates, within 5%, and as long as predicted, within 10%",
     source: "the design of farflung (issue 22)",
     seed: 1337,
     run,
@@ -42,7 +43,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             }
         })?;
         let calm = run_once(&job, MEMBERS, &[], &Faults::new())?;
-        let calm = report_of(&calm[0]).context("a run without newcomers ends")?;
+        let calm = report_of(&calm[0]).context("the run without newcomers has no report")?;
         let (calm_times, usual) = (times(calm), longest_wait(calm));
         let (from, to) = (calm_times[1] * 1e9, calm_times[3] * 1e9);
         // State per parameter: the weight and two moments.
@@ -79,10 +80,10 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             "1",
             Mark::AtMost(0.0),
         )?;
-        let metric = format!("{name}: newcomers whose sequences do not count within three steps");
+        let metric = format!("{name}: newcomers whose sequences are in no step within three steps");
         report.row(&metric, f64::from(late), "1", Mark::AtMost(0.0))?;
         report.row(&format!("{name}: a step without newcomers"), usual, "s", Mark::None)?;
-        report.row(&format!("{name}: the state on one link"), transfer, "s", Mark::None)?;
+        report.row(&format!("{name}: time of the state on one link"), transfer, "s", Mark::None)?;
         let metric = format!("{name}: longest time between two steps");
         report.row(&metric, slowest, "s", Mark::AtMost(bound))?;
     }
@@ -122,19 +123,25 @@ fn homes(report: &mut Report<'_>) -> Result<()> {
     let state = first.parameters as f64 * 12.0;
     let uplinks = UPLINKS[..members].iter().sum::<u64>() as f64 * 1e6;
     let (transfer, view) = (state * 8.0 / uplinks, MESSAGES * link.latency.as_secs_f64());
-    let said = notes.0.iter().find_map(|note| note.split_once(", about ")).context("nothing was said")?.1;
-    let said: Nanos = said.split(' ').next().context("no time was said")?.parse()?;
-    report.row("homes: state", state / 1e6, "MB", Mark::None)?;
-    report.row("homes: the state over the sum of the uplinks", transfer, "s", Mark::None)?;
-    report.row("homes: messages of the change", view, "s", Mark::None)?;
-    report.row("homes: what the members waited", waited, "s", Mark::None)?;
+    let said =
+        notes.0.iter().find_map(|note| note.split_once(", about ")).context("no note has a prediction")?.1;
+    let said: Nanos = said.split(' ').next().context("the note has no time")?.parse()?;
+    report.row("homes: size of the state", state / 1e6, "MB", Mark::None)?;
+    report.row("homes: time of the state over all uplinks together", transfer, "s", Mark::None)?;
+    report.row("homes: time of the messages of the change", view, "s", Mark::None)?;
+    report.row("homes: time that the members waited", waited, "s", Mark::None)?;
     let off = |a: f64, b: f64| (a / b - 1.0).abs() * 100.0;
-    report.row("homes: off the sum of these", off(waited, transfer + view), "%", Mark::AtMost(5.0))?;
-    report.row("homes: what was said before", said.as_secs_f64(), "s", Mark::None)?;
-    let metric = "homes: what was said, off what they waited";
+    report.row(
+        "homes: waiting time, difference from transfer plus messages",
+        off(waited, transfer + view),
+        "%",
+        Mark::AtMost(5.0),
+    )?;
+    report.row("homes: predicted waiting time", said.as_secs_f64(), "s", Mark::None)?;
+    let metric = "homes: predicted waiting time, difference from the measured one";
     report.row(metric, off(said.as_secs_f64(), waited), "%", Mark::AtMost(10.0))?;
     let slowest = UPLINKS[..members].iter().min().copied().unwrap_or(1) as f64 * 1e6;
     let equal = state * 8.0 / members as f64 / slowest;
-    report.row("homes: in equal pieces", equal, "s", Mark::None)?;
+    report.row("homes: time if all members sent equal parts", equal, "s", Mark::None)?;
     Ok(())
 }

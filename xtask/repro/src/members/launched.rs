@@ -16,8 +16,9 @@ use crate::machine::now;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "elastic-launch",
-    claim: "`--restarts` starts a job again that lost a process, with the bits of one that lost none; `--elastic` goes on while \
-            processes are killed and come back, the host included; after a notice a job has left within seconds",
+    claim: "`--restarts` restarts a job that lost a process, with the same bits as a job that lost none; \
+            `--elastic` continues while processes, the host included, are killed and started again; after a \
+            notice a job saves and leaves within seconds",
     source: "torchrun: --max-restarts, --nnodes=MIN:MAX; spot notices of two minutes and less",
     seed: 1337,
     run,
@@ -42,7 +43,8 @@ impl Launcher {
 
     /// Kills the process that the launcher started with these words.
     fn kill(&self, words: &str) -> Result<()> {
-        let child = child_of(self.0.id(), words).with_context(|| format!("no process has {words}"))?;
+        let child =
+            child_of(self.0.id(), words).with_context(|| format!("no process was started with {words}"))?;
         send(child, Signal::KILL)
     }
 
@@ -67,7 +69,7 @@ fn wait<T>(what: &str, mut done: impl FnMut() -> Result<Option<T>>) -> Result<T>
         }
         sleep(LOOK);
     }
-    anyhow::bail!("waited for {what} in vain")
+    anyhow::bail!("timed out waiting for {what}")
 }
 
 /// Finds a process started by `parent` that has these words in its command line or its environment variables.
@@ -103,7 +105,7 @@ fn restarts(report: &mut Report<'_>, folder: &Path) -> Result<()> {
         )
     };
     let code = Launcher::start(folder, &job(0, "whole"))?.ends()?;
-    ensure!(code == 0, "an undisturbed job ended with {code}");
+    ensure!(code == 0, "an undisturbed job ended with exit code {code}");
     let mut launcher = Launcher::start(folder, &job(2, "killed"))?;
     for after in [60, 200] {
         wait("steps", || Ok((steps(&folder.join("killed")) > after).then_some(())))?;
@@ -117,7 +119,7 @@ fn restarts(report: &mut Report<'_>, folder: &Path) -> Result<()> {
         Mark::AtMost(0.0),
     )?;
     let same = weights(&folder.join("killed"), 400)? == weights(&folder.join("whole"), 400)?;
-    let metric = "restarts: the weights are those of a job that lost none";
+    let metric = "restarts: the weights equal those of a job that lost none";
     report.row(metric, f64::from(u8::from(same)), "1", Mark::AtLeast(1.0))
 }
 
@@ -142,12 +144,17 @@ fn elastic(report: &mut Report<'_>, folder: &Path) -> Result<()> {
     wait("the host as a member", || is(&other, 3))?;
     let code = launcher.ends()?;
     report.row(
-        "elastic: exit code of a job whose host was killed, too",
+        "elastic: exit code of a job whose host was killed as well",
         code.into(),
         "1",
         Mark::AtMost(0.0),
     )?;
-    report.row("elastic: slowest, from a blow to the others' next step", slowest, "s", Mark::AtMost(6.0))?;
+    report.row(
+        "elastic: longest time from a fault to the others' next step",
+        slowest,
+        "s",
+        Mark::AtMost(6.0),
+    )?;
     let all: Vec<Vec<u8>> =
         (0..3).map(|n| weights(&folder.join(format!("run/members/{n}")), 6_000)).collect::<Result<_>>()?;
     let same = all.iter().all(|weights| *weights == all[0]);
@@ -171,13 +178,13 @@ fn notice(report: &mut Report<'_>, folder: &Path) -> Result<()> {
     // Code 75 means that the job can be started again elsewhere.
     let says_so = f64::from(u8::from(code == 75));
     report.row(
-        "notice: the exit code says that the job can go on elsewhere",
+        "notice: the exit code says that the job can continue elsewhere",
         says_so,
         "1",
         Mark::AtLeast(1.0),
     )?;
     report.row(
-        "notice: until the job has saved and left",
+        "notice: time until the job has saved and left",
         begun.elapsed().as_secs_f64(),
         "s",
         Mark::AtMost(5.0),
@@ -188,11 +195,11 @@ fn notice(report: &mut Report<'_>, folder: &Path) -> Result<()> {
 }
 
 fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
-    ensure!(cfg!(target_os = "linux"), "it finds the processes to kill in /proc");
+    ensure!(cfg!(target_os = "linux"), "this bench needs Linux: it looks for processes in /proc");
     let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
     let said = |error: anyhow::Error| {
         let text = fs::read_to_string(folder.path().join("said.txt")).unwrap_or_default();
-        error.context(format!("the launcher said: {text}"))
+        error.context(format!("the launcher printed: {text}"))
     };
     restarts(report, folder.path()).map_err(said)?;
     elastic(report, folder.path()).map_err(said)?;

@@ -57,7 +57,7 @@ pub(super) fn told(folder: &Path) -> (u64, usize) {
 }
 
 pub(super) fn send(process: u32, signal: Signal) -> Result<()> {
-    let pid = Pid::from_raw(i32::try_from(process)?).context("a process has a number")?;
+    let pid = Pid::from_raw(i32::try_from(process)?).context("invalid process id")?;
     Ok(kill_process(pid, signal)?)
 }
 
@@ -95,7 +95,7 @@ pub(super) fn wait(member: &Member, members: u64, before: usize) -> Result<f64> 
         }
         sleep(LOOK);
     }
-    bail!("{} told of no change to {members} members: {:?}", member.folder.display(), member.told())
+    bail!("{} reported no change to {members} members: {:?}", member.folder.display(), member.told())
 }
 
 /// Waits until the host has written a ticket, so that others can join.
@@ -160,8 +160,8 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     }
     report.row("processes: members killed", f64::from(killed), "1", Mark::None)?;
     report.row("processes: members frozen", f64::from(frozen), "1", Mark::None)?;
-    let metric = "processes: frozen ones that woke and came back";
+    let metric = "processes: frozen members that woke and joined again";
     report.row(metric, f64::from(came_back), "1", Mark::AtLeast(f64::from(frozen)))?;
-    let metric = "processes: slowest, from the blow to the others' next step";
+    let metric = "processes: longest time from the fault to the others' next step";
     report.row(metric, slowest, "s", Mark::AtMost(DEADLINE + 1.0))
 }

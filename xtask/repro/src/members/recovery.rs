@@ -10,9 +10,10 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "recovery-time",
-    claim: "from the moment at which a rank of two pipelines falls silent to the next step, in which a spare has taken its \
-            place, are the deadline, the question whether it is there, the messages of a view, its part's state on one link, \
-            and a step: within 5% for 10 MB and 500 MB of state",
+    claim: "the time from the moment when a rank of two pipelines stops responding to the next step, in \
+            which a spare has replaced it, is the sum of the deadline, the roll call, the messages of a \
+            view, the transfer of its part's state on one link, and a step: within 5% for 10 MB and 500 MB \
+            of state",
     source: "the design of farflung (issue 22); torchft took 948 s",
     seed: 1337,
     run,
@@ -64,7 +65,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let job = pipelines(report.seed(), width)?;
         let spare = [(PeerId(MEMBERS as u32), Nanos(1))];
         let calm = run_once(&job, MEMBERS + 1, &spare, &Faults::new())?;
-        let calm = times(calm.iter().find_map(report_of).context("a run without faults ends")?);
+        let calm = times(calm.iter().find_map(report_of).context("the run without faults has no report")?);
         let step = calm[4] - calm[3];
         // The member is silent from the beginning of the fifth step on.
         let lost = Nanos((calm[3] * 1e9) as u64);
@@ -73,7 +74,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let ended = watched(&job, MEMBERS + 1, &spare, &faults, &mut notes)?;
         let found = ended.iter().find_map(report_of).with_context(|| format!("{:?}", notes.0))?;
         let bytes = moved(&notes).with_context(|| format!("no state moved: {:?}", notes.0))?;
-        let next = times(found).into_iter().find(|&at| at > calm[3] + 1e-6).context("a step follows")?;
+        let next = times(found).into_iter().find(|&at| at > calm[3] + 1e-6).context("no step follows")?;
         let measured = next - calm[3];
         let link = job.config.link;
         let transfer = bytes * 8.0 / link.bandwidth.0 as f64;
@@ -81,7 +82,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let view = MESSAGES * link.latency.as_secs_f64();
         let closed = detection + view + transfer + step;
         report.row(
-            &format!("{name}: state that moved, of {name}"),
+            &format!("{name}: state that was moved, relative to {name}"),
             bytes / nominal,
             "1",
             Mark::AtLeast(0.8),
@@ -90,9 +91,14 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         report.row(&format!("{name}: view"), view, "s", Mark::None)?;
         report.row(&format!("{name}: transfer"), transfer, "s", Mark::None)?;
         report.row(&format!("{name}: step"), step, "s", Mark::None)?;
-        report.row(&format!("{name}: from the loss to the next step"), measured, "s", Mark::None)?;
+        report.row(&format!("{name}: time from the loss to the next step"), measured, "s", Mark::None)?;
         let off = (measured / closed - 1.0).abs() * 100.0;
-        report.row(&format!("{name}: off the sum of these"), off, "%", Mark::AtMost(5.0))?;
+        report.row(
+            &format!("{name}: time from the loss to the next step, difference from the sum of its parts"),
+            off,
+            "%",
+            Mark::AtMost(5.0),
+        )?;
     }
     Ok(())
 }

@@ -100,7 +100,7 @@ fn soak(seed: u64, trace: &Trace) -> Result<Soaked> {
     }
     let ended: Vec<Ended> = run_once(&job, lives.len(), &come, &faults)?;
     let left: Vec<_> = ended.iter().filter_map(report_of).collect();
-    let first = left.iter().max_by_key(|report| report.rows.len()).context("nobody is left")?;
+    let first = left.iter().max_by_key(|report| report.rows.len()).context("no member is left")?;
     ensure!(left.iter().all(|report| report.hash == first.hash), "the members at the end differ");
     // Each member contributes one sequence to a step.
     let context = job.model.context as u64;
@@ -109,7 +109,7 @@ fn soak(seed: u64, trace: &Trace) -> Result<Soaked> {
         let tokens = *told.entry(row.step).or_insert(row.tokens);
         ensure!(
             tokens == row.tokens,
-            "members tell {tokens} and {} tokens after step {}",
+            "members report {tokens} and {} tokens after step {}",
             row.tokens,
             row.step
         );
@@ -203,14 +203,19 @@ pub(crate) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let soaked = soak(seed, &Trace::drawn(MACHINES, LIFE, ABSENCE, time, seed))?;
         let goodput = 100.0 * soaked.tokens / soaked.ideal;
         report.progress(&format!(
-            "trainer, seed {seed}: {} steps in {:.2} h, {} came, {} lost, goodput {goodput:.1}%",
+            "trainer, seed {seed}: {} steps in {:.2} h, {} joined, {} lost, goodput {goodput:.1}%",
             soaked.steps, soaked.hours, soaked.came, soaked.lost
         ))?;
         (came, lost) = (came + soaked.came, lost + soaked.lost);
         (least, longest, steps) = (least.min(goodput), longest.max(soaked.hours), steps.min(soaked.steps));
     }
-    report.row("trainer: seeds, with equal digests and samples conserved", seeds as f64, "", Mark::None)?;
-    report.row("trainer: machines that came", came as f64, "", Mark::None)?;
+    report.row(
+        "trainer: seeds, each with equal digests and every sample in one step",
+        seeds as f64,
+        "",
+        Mark::None,
+    )?;
+    report.row("trainer: machines that joined", came as f64, "", Mark::None)?;
     report.row("trainer: machines that were lost", lost as f64, "", Mark::None)?;
     let all = (time.as_secs_f64() / STEP).floor();
     report.row("trainer: steps done, fewest", steps as f64, "", Mark::AtLeast(all))?;
@@ -221,6 +226,6 @@ pub(crate) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let soaked = soak(report.seed(), &trace)?;
     let (goodput, restarts) = (100.0 * soaked.tokens / soaked.ideal, 100.0 * restarting(&trace));
     report.row("spot trace: machines that were lost", soaked.lost as f64, "", Mark::None)?;
-    report.row("spot trace: goodput beginning again from checkpoints", restarts, "%", Mark::None)?;
+    report.row("spot trace: goodput of restarting from checkpoints", restarts, "%", Mark::None)?;
     report.row("spot trace: goodput of the trainer", goodput, "%", Mark::AtLeast(restarts))
 }

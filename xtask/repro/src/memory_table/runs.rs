@@ -65,7 +65,7 @@ fn plans(seed: u64, one_step: &Path) -> Vec<Planned> {
     let plan = |name, config| Planned { name, config };
     vec![
         plan("one rank", one.clone()),
-        plan("one rank, 4 layers again", TrainConfig { recompute: Recompute::Layers(4), ..one.clone() }),
+        plan("one rank, 4 layers recomputed", TrainConfig { recompute: Recompute::Layers(4), ..one.clone() }),
         plan(
             "one rank, within 25 MB",
             TrainConfig { recompute: Recompute::Within(Bytes(25_000_000)), ..one.clone() },
@@ -77,7 +77,7 @@ fn plans(seed: u64, one_step: &Path) -> Vec<Planned> {
         plan("2 replicas, f32", two.clone()),
         plan("2 replicas, int8", TrainConfig { codec: "int8".parse().expect("a codec"), ..two.clone() }),
         plan(
-            "3 replicas, SGD, two passes a step",
+            "3 replicas, SGD, two passes per step",
             TrainConfig {
                 workers: 3,
                 accumulate: 2,
@@ -158,11 +158,11 @@ pub(super) fn run(report: &mut Report<'_>, quick: bool) -> Result<()> {
             }
             (most, spread) = (most.max(mean), spread.max((largest - least) / mean));
         }
-        report.row(&format!("{name}: the fullest rank"), most / 1e6, "MB", Mark::None)?;
+        report.row(&format!("{name}: memory of the fullest rank"), most / 1e6, "MB", Mark::None)?;
         if runs > 1 {
-            report.row(&format!("{name}: between runs"), spread, "", Mark::None)?;
+            report.row(&format!("{name}: variation between runs"), spread, "", Mark::None)?;
         }
-        let off = format!("{name}: off what the worst-predicted rank held");
+        let off = format!("{name}: relative error of the prediction, worst rank");
         report.row(&off, worst.abs(), "", Mark::AtMost(0.05))?;
     }
     Ok(())

@@ -88,7 +88,10 @@ pub(super) fn rows(report: &mut Report<'_>, base: &Job, shared: &Shared<'_>) -> 
     }
     let local = |row: &&SyncMethod| row.missing == Missing::MeanOfOthers && !row.each_step;
     let names: Vec<&str> = METHODS.iter().filter(local).map(|row| row.name).collect();
-    ensure!(names == ["diloco", "des-loc"], "no row of a lost member for one of {names:?}");
+    ensure!(
+        names == ["diloco", "des-loc"],
+        "a method with local steps is not checked for a lost member: {names:?}"
+    );
     let diloco = "--sync diloco --sync-every 2 --outer-lr 1 --outer-momentum 0 --clip 0";
     mean_of_others(report, (base, shared), (diloco, 2), &folder.join("diloco"))?;
     let moments = "--first-moment-every 1 --second-moment-every 1";
@@ -106,7 +109,8 @@ fn refused(
     let fates = without(&again(base, config, Over::Simulated(link()?)), folder)?;
     let says = |error: &Error| error.to_string().contains(reason);
     let taken = fates.iter().filter(|fate| !fate.as_ref().is_err_and(says)).count();
-    let metric = format!("{flags}: members that train where members come and leave, though {reason}");
+    let metric =
+        format!("{flags}: members that train in a run whose members join and leave, although {reason}");
     report.row(&metric, taken as f64, "of 4", Mark::AtMost(0.0))
 }
 
@@ -120,12 +124,13 @@ fn each_step(
 ) -> Result<()> {
     let others = job(base, config.clone(), &AFTER)?;
     let others = run_seats(&others, seats(&others, None)?, &mut Quiet);
-    let others = others.into_iter().next().context("a job has ranks")??;
-    let others = others.context("the first rank has a report")?.hash;
+    let others = others.into_iter().next().context("the job has no ranks")??;
+    let others = others.context("the first rank has no report")?.hash;
     let fates = without(&job(base, config, &UNEVEN)?, folder)?;
     let apart = hashes(&fates)?.into_iter().filter(|hash| **hash != others).count();
     let metric = format!(
-        "{flags}: members with other bits after the loss of one of {UNEVEN:?} microbatches than {AFTER:?} alone have"
+        "{flags}: members whose bits after the loss of one replica of {UNEVEN:?} microbatches differ from a \
+         run of {AFTER:?} alone"
     );
     report.row(&metric, apart as f64, "of 3", Mark::AtMost(0.0))
 }
@@ -200,7 +205,8 @@ fn mean_of_others(
     }
     for (what, (found, expected)) in off {
         let metric = format!(
-            "{flags}: {what} after a round without one of {UNEVEN:?} microbatches against the others' mean by tokens"
+            "{flags}: {what} after a round without one replica of {UNEVEN:?} microbatches compared with the \
+             others' mean by tokens"
         );
         report.row(&metric, relative_l2(&found, &expected), "", Mark::AtMost(ROUNDED))?;
     }
@@ -210,7 +216,7 @@ fn mean_of_others(
 /// Returns the f32 tensors of a file, by name.
 fn tensors(path: &Path) -> Result<BTreeMap<String, Vec<f32>>> {
     let bytes = std::fs::read(path).with_context(|| format!("failed to read {}", path.display()))?;
-    let (len, rest) = bytes.split_first_chunk::<8>().context("a file has a header")?;
+    let (len, rest) = bytes.split_first_chunk::<8>().context("the file has no header")?;
     let (header, values) = rest.split_at(u64::from_le_bytes(*len) as usize);
     let header: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(header)?;
     let offset =

@@ -51,7 +51,7 @@ fn uneven(base: &Job, shared: &Shared<'_>, flags: &str, steps: u64) -> Result<Jo
 fn trained(base: &Job, shared: &Shared<'_>, flags: &str, steps: u64) -> Result<Vec<f32>> {
     let ends = ends(&uneven(base, shared, flags, steps)?)?;
     ensure!(ends.windows(2).all(|pair| pair[0] == pair[1]), "{flags}: replicas differ after the last step");
-    ends.into_iter().next().context("a job has ranks")
+    ends.into_iter().next().context("the job has no ranks")
 }
 
 /// Adds rows for replicas with unequal numbers of tokens.
@@ -63,21 +63,23 @@ pub(super) fn rows(report: &mut Report<'_>, base: &Job, shared: &Shared<'_>) -> 
         let own = format!("--sync {} ", row.name);
         ensure!(
             BY_TOKENS.iter().any(|flags| format!("{flags} ").starts_with(&own)),
-            "no row of weights for {}",
+            "no flags in BY_TOKENS for {}",
             row.name
         );
     }
     let ddp = trained(base, shared, &format!("--sync ddp {PLAIN}"), 1)?;
     for flags in BY_TOKENS {
         let off = relative_l2(&trained(base, shared, &format!("{flags} {PLAIN}"), 1)?, &ddp);
-        let metric = format!("{flags}: a step of replicas with {UNEVEN:?} microbatches against ddp");
+        let metric = format!("{flags}: a step of replicas with {UNEVEN:?} microbatches compared with ddp");
         report.row(&metric, off, "", Mark::AtMost(ROUNDED))?;
     }
     by_loops(report, base, shared)?;
     let adam = trained(base, shared, "--optimizer onebit-adam --codec none --codec-warmup 8", STEPS)?;
     let zero_one = trained(base, shared, "--optimizer zero-one-adam --codec-warmup 8", STEPS)?;
-    let metric =
-        format!("--optimizer zero-one-adam --codec-warmup 8: the same against onebit-adam, {STEPS} steps");
+    let metric = format!(
+        "--optimizer zero-one-adam --codec-warmup 8: replicas with unequal microbatches compared with \
+         onebit-adam, {STEPS} steps"
+    );
     report.row(&metric, relative_l2(&zero_one, &adam), "", Mark::AtMost(ROUNDED))
 }
 
@@ -107,12 +109,12 @@ fn by_loops(report: &mut Report<'_>, base: &Job, shared: &Shared<'_>) -> Result<
     let eager = summed(&|tokens| tokens / all, &|tokens, start, end| start - tokens / all * (start - end));
     let cases = [
         ("--sync decoupled --sync-every 1 --quorum 4", decoupled, "a mean by tokens squared"),
-        ("--sync eager --sync-every 1", eager, "a mean by tokens of each one's part of its own change"),
+        ("--sync eager --sync-every 1", eager, "a mean by tokens of each replica's part of its own change"),
     ];
     for (flags, expected, what) in cases {
         let flags = format!("{flags} --outer-lr 1 --outer-momentum 0");
         let found = trained(base, shared, &format!("{flags} {PLAIN}"), 1)?;
-        let metric = format!("{flags}: a step of replicas with {UNEVEN:?} microbatches against {what}");
+        let metric = format!("{flags}: a step of replicas with {UNEVEN:?} microbatches compared with {what}");
         report.row(&metric, relative_l2(&found, &expected), "", Mark::AtMost(ROUNDED))?;
     }
     Ok(())

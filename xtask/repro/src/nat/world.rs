@@ -73,7 +73,8 @@ impl World {
             let found = Command::new("sh").args(["-c", &look]).stdout(Stdio::null()).status();
             ensure!(
                 found.is_ok_and(|status| status.success()),
-                "`{tool}` is missing: cargo xtask setup nat (packages nftables, iproute2 and util-linux)"
+                "`{tool}` is missing: `cargo xtask setup nat` installs it (packages nftables, iproute2 and \
+                 util-linux)"
             );
         }
         let random = if translation == Translation::Random { "fully-random" } else { "" };
@@ -87,14 +88,14 @@ impl World {
             .spawn()
             .context("failed to start unshare")?;
         let mut line = String::new();
-        let said = made.stdout.take().context("it has an output")?;
+        let said = made.stdout.take().context("stdout is not piped")?;
         let read = BufReader::new(said).read_line(&mut line);
         let world = Self(made);
         if read.is_ok() && line.trim() == "ready" {
             return Ok(world);
         }
         let said = world.end()?;
-        anyhow::bail!("no namespaces with address translation on this machine: {said}")
+        anyhow::bail!("failed to make namespaces with address translation: {said}")
     }
 
     /// Returns the errors that the script printed.

@@ -194,7 +194,7 @@ fn ways(base: &TrainConfig) -> Result<Vec<Way>> {
         way("4 replicas, DiLoCo in int8", averages(&diloco(&replicas), "int8+ef")?),
         way("4 stages of 1f1b", by(&pipeline, Method::OneFOneB)),
         Way {
-            name: "4 stages of 1f1b, of 1, 2, 4 and 3 layers that are computed again",
+            name: "4 stages of 1f1b, of 1, 2, 4 and 3 layers that are recomputed",
             change: |plan| {
                 unevenly_cut(plan);
                 plan.parts.iter_mut().for_each(|part| part.recompute = Recompute::Full);
@@ -226,7 +226,7 @@ fn ways(base: &TrainConfig) -> Result<Vec<Way>> {
         way("2 x 2, chimera", by(&two, Method::Chimera)),
         way("2 x 2, pipedream", by(&two, Method::PipeDream)),
         way("2 x 2, DiLoCo", diloco(&two)),
-        Way { change: recomputed, ..way("2 x 2, DiLoCo of what is computed again", diloco(&two)) },
+        Way { change: recomputed, ..way("2 x 2, DiLoCo with recompute", diloco(&two)) },
         way(
             "2 x 2, DiLoCo in int8, boundaries in int8",
             averages(&diloco(&crossing(&two, "int8", "int8")?), "int8+ef")?,
@@ -252,7 +252,7 @@ pub(super) fn run(report: &mut Report<'_>, first: &Job, quick: bool) -> Result<(
             let (_, taken) = one_period(&job)?;
             let row = |what: &str| format!("{place}: {name}: {what}");
             report.row(&row("predicted"), taken.predicted.as_secs_f64() * 1e3, "ms", Mark::None)?;
-            report.row(&row("off"), taken.off(), "%", Mark::AtMost(1.0))?;
+            report.row(&row("error of the prediction"), taken.off(), "%", Mark::AtMost(1.0))?;
         }
     }
     Ok(())

@@ -35,8 +35,8 @@ impl Held {
     fn name(self) -> &'static str {
         match self {
             Self::LongStep => "within a long step",
-            Self::Launched => "a rank stands still, the launcher is signalled",
-            Self::Alone => "a rank stands still, the others are signalled",
+            Self::Launched => "with a stopped rank, the launcher gets the signal",
+            Self::Alone => "with a stopped rank, the others get the signal",
             Self::Loading => "while loading",
         }
     }
@@ -61,7 +61,7 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options, text: &Path) -> Re
         let name = held.name();
         report.row(&format!("{name}: checkpoints lost"), f64::from(lost), "1", Mark::AtMost(0.0))?;
         report.row(&format!("{name}: wrong exit codes"), f64::from(wrong), "1", Mark::AtMost(0.0))?;
-        report.row(&format!("{name}: slowest to end"), slowest, "s", Mark::AtMost(2.0))?;
+        report.row(&format!("{name}: longest time to end"), slowest, "s", Mark::AtMost(2.0))?;
     }
     Ok(())
 }
@@ -164,18 +164,18 @@ fn wait_for(running: &mut Running, mut look: impl FnMut() -> Result<Option<()>>)
             return Ok(());
         }
         if let Some(status) = running.0.try_wait()? {
-            anyhow::bail!("it ended too early: {status}");
+            anyhow::bail!("the run ended too early: {status}");
         }
         thread::sleep(Duration::from_millis(1));
     }
-    anyhow::bail!("it does not get on")
+    anyhow::bail!("timed out: the run made no progress")
 }
 
 /// Returns the processes that a process has started, in order of their start.
 fn children(running: &Running) -> Result<Vec<Pid>> {
     let id = running.0.id();
     let text = fs::read_to_string(format!("/proc/{id}/task/{id}/children"))?;
-    let pid = |word: &str| word.parse().ok().and_then(Pid::from_raw).context("a process has a number");
+    let pid = |word: &str| word.parse().ok().and_then(Pid::from_raw).context("invalid process id");
     text.split_whitespace().map(pid).collect()
 }
 
