@@ -91,7 +91,7 @@ impl<F: Format> Chunks for Cast<F> {
         let token = staging.avx2_token(*level, out);
         let (done, refused) = token.map_or((0, false), |token| F::decode_avx2(token, bytes, out));
         if refused | level.run(Decode::<F> { codes: &codes[done..], out: &mut out[done..], staging }) {
-            let index = codes.iter().position(|c| F::refused(*c)).expect("the kernel saw one");
+            let index = codes.iter().position(|c| F::refused(*c)).expect("the kernel found a rejected code");
             let code = codes[index].as_ref().iter().rev().fold(0, |code, byte| code << 8 | u32::from(*byte));
             return Err(CompressError::Code { index: at + index, code });
         }

@@ -175,7 +175,7 @@ pub(crate) fn check_lost(
 
 /// Returns the error for the first element that is not finite. Panics if all are finite.
 pub(crate) fn first_non_finite(x: &[f32]) -> CompressError {
-    let index = x.iter().position(|x| !x.is_finite()).expect("the caller saw one");
+    let index = x.iter().position(|x| !x.is_finite()).expect("the caller found a value that is not finite");
     CompressError::NonFinite { index, value: x[index] }
 }
 

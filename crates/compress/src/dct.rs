@@ -124,7 +124,7 @@ impl<C: Memoryless> Dct<C> {
             let decoded = self.decompress(out.view(), coefficients);
             return decoded.map_err(|error| match error {
                 CompressError::Code { index: at, .. } => {
-                    let (index, what) = (self.largest_of_square(at, x), "what its square decodes as");
+                    let (index, what) = (self.largest_of_square(at, x), "the decoded value of its square");
                     CompressError::Overflow { index, value: x[index], what }
                 }
                 error => error,

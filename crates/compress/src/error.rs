@@ -29,7 +29,7 @@ pub enum CompressError {
         what: &'static str,
     },
     /// Two vectors of one call differ in length.
-    #[error("{what} has {found} elements, not the {wanted} of the input")]
+    #[error("{what} has length {found}, expected {wanted}")]
     LengthMismatch {
         /// Name of the argument that has the wrong length.
         what: &'static str,
@@ -50,7 +50,7 @@ pub enum CompressError {
     #[error("the state has changes that were neither committed nor rolled back")]
     Uncommitted,
     /// A decay factor of the memory is not between 0 and 1.
-    #[error("the factor {found} of what is remembered is not in 0..=1")]
+    #[error("the factor of error feedback or momentum is {found}, expected 0 to 1")]
     Decay {
         /// The factor.
         found: f32,
@@ -70,7 +70,7 @@ pub enum CompressError {
         wanted: [u8; 4],
     },
     /// The payload is of another version of the wire format.
-    #[error("the payload has wire version {found}, and this build reads version {wanted}")]
+    #[error("the payload has wire version {found}, but this build reads version {wanted}")]
     Version {
         /// The payload's version.
         found: u8,
@@ -92,7 +92,7 @@ pub enum CompressError {
         found: u64,
     },
     /// The checksum in the header does not match the bytes.
-    #[error("the payload's checksum is {found:#010x}, and its bytes give {wanted:#010x}")]
+    #[error("the payload's header has checksum {found:#010x}, but its bytes have {wanted:#010x}")]
     Checksum {
         /// The checksum of the bytes.
         wanted: u32,
@@ -108,7 +108,7 @@ pub enum CompressError {
         found: CodecId,
     },
     /// The payload does not hold as many elements as the output.
-    #[error("the payload holds {found} elements, and the output has {wanted}")]
+    #[error("the payload holds {found} elements, but the output has {wanted}")]
     CountMismatch {
         /// The output's length.
         wanted: usize,
@@ -116,7 +116,7 @@ pub enum CompressError {
         found: u64,
     },
     /// The body has another length than its codec writes for that number of elements.
-    #[error("the body has {found} bytes, and {codec} makes {wanted} of {count} elements")]
+    #[error("the body has {found} bytes, but codec {codec} writes {wanted} for {count} elements")]
     BodyLength {
         /// The codec.
         codec: CodecId,
@@ -128,7 +128,7 @@ pub enum CompressError {
         found: u64,
     },
     /// A block size is zero or above [`crate::block::MAX_BLOCK`].
-    #[error("the block size is {found}, and must be in 1..={max}")]
+    #[error("a size of the codec (block, chunk, side or rank) is {found}, expected 1 to {max}")]
     BlockSize {
         /// The block size.
         found: u32,
@@ -146,7 +146,7 @@ pub enum CompressError {
         found: u8,
     },
     /// Bits after the last code of a block are set.
-    #[error("block {block} has bits set behind its last code, which no encoder does")]
+    #[error("block {block} has bits set after its last code, which no encoder writes")]
     Padding {
         /// The block's index.
         block: usize,
@@ -168,7 +168,7 @@ pub enum CompressError {
         code: u32,
     },
     /// The payload holds indices that no encoder writes.
-    #[error("the indices {why}")]
+    #[error("the payload's indices {why}")]
     Indices {
         /// What is wrong, as the end of the sentence.
         why: &'static str,
@@ -182,11 +182,14 @@ pub enum CompressError {
         max: usize,
     },
     /// Error feedback around an unbiased mask is not allowed: it would count the mask's scale as an error.
-    #[error("an unbiased mask cannot have error feedback: use one that does not scale")]
+    #[error(
+        "an unbiased mask cannot have error feedback: use a mask that does not scale values, such as random"
+    )]
     UnbiasedFeedback,
     /// The text is not an amount of elements.
     #[error(
-        "{text:?} is no amount of elements: write a number (64) or a share (0.01), perhaps with a multiple (0.2x128)"
+        "{text:?} is not an amount of elements: write a number such as 64 or a fraction such as 0.01, \
+         optionally with a multiple, as in 0.2x128"
     )]
     Amount {
         /// The text.
@@ -196,7 +199,7 @@ pub enum CompressError {
     #[error("the protocol has not exchanged all its buffers")]
     Exchange,
     /// The number of values is not the number of samples times the length of a sample.
-    #[error("{found} values are not {samples} samples of {len}")]
+    #[error("{found} values were given, expected {samples} samples of {len} values each")]
     Samples {
         /// Number of samples.
         samples: usize,
@@ -207,7 +210,8 @@ pub enum CompressError {
     },
     /// A change of a sample does not match the copy of that sample held here.
     #[error(
-        "the change of sample {id} is to one with checksum {wanted:#010x}, and {found:#010x} is held (0: nothing)"
+        "the change of sample {id} is relative to the sender's copy with checksum {wanted:#010x}, but the \
+         copy stored here has checksum {found:#010x} (0: no copy)"
     )]
     CacheMiss {
         /// Id of the sample.
@@ -218,7 +222,7 @@ pub enum CompressError {
         found: u32,
     },
     /// Stored samples could not be read or written.
-    #[error("failed to {action} held samples: {why}")]
+    #[error("failed to {action} stored samples: {why}")]
     Store {
         /// The operation that failed.
         action: &'static str,
@@ -228,7 +232,7 @@ pub enum CompressError {
         why: String,
     },
     /// A device's codec gives another result than the host's.
-    #[error("on the device, {codec} of {len} elements differs from the host's in {what}")]
+    #[error("codec {codec}, {len} elements: device and host differ in {what}")]
     Device {
         /// The codec's name.
         codec: String,
@@ -238,14 +242,17 @@ pub enum CompressError {
         len: usize,
     },
     /// The packer is not compiled into this build.
-    #[error("this build has no {packing}: enable the feature {packing:?} of farflung-compress", packing = packing.to_string())]
+    #[error(
+        "this build has no {packing}: enable the feature {packing:?} of farflung-compress",
+        packing = packing.to_string()
+    )]
     NotBuilt {
         /// The packer.
         packing: Packing,
     },
     /// A packed body was not made by a packer, was made by another packer, or unpacks to more bytes than the
     /// codec writes.
-    #[error("the payload is for {packing}, but {why}")]
+    #[error("expected a payload packed by {packing}, but {why}")]
     Packed {
         /// The decoder's packer.
         packing: Packing,
@@ -264,7 +271,8 @@ pub enum CompressError {
     },
     /// There is no codec with that name.
     #[error(
-        "unknown codec {name:?}; the codecs are {}, each also with \"+ef\", and \"+zstd\" or \"+lz4\" at the end",
+        "unknown codec {name:?}; the codecs are {}, each also with \"+ef\", and \"+zstd\" or \"+lz4\" at the \
+         end",
         crate::spec::names().join(", ")
     )]
     UnknownCodec {

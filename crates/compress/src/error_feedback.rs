@@ -97,7 +97,7 @@ impl<C: Memoryless> Compressor for ErrorFeedback<C> {
                 next.iter_mut().zip(x).for_each(|(e, x)| *e -= x);
                 if let Some(index) = next.iter().position(|e| !e.is_finite()).filter(|_| result.is_ok()) {
                     out.clear();
-                    let what = "the estimate of it";
+                    let what = "its new estimate";
                     result = Err(CompressError::Overflow { index, value: x[index], what });
                 }
             }

@@ -240,7 +240,7 @@ impl<C: Memoryless, S: Store> AqSgd<C, S> {
         let mut deltas = deltas.chunks(samples.len().max(1));
         for ((id, base), values) in ids.iter().zip(bases).zip(values.chunks_mut(samples.len().max(1))) {
             if *base != 0 {
-                let delta = deltas.next().expect("there is one for each sample that has a base");
+                let delta = deltas.next().expect("each sample with a base has a change");
                 values.iter_mut().zip(delta).for_each(|(value, delta)| *value = f16(*value + delta));
             }
             samples.write(values, held);
@@ -253,7 +253,7 @@ impl<C: Memoryless, S: Store> AqSgd<C, S> {
     fn source(&self, at: usize) -> usize {
         let (at, len) = (self.channels.source(at, self.deltas.len()), self.store.samples().len());
         let changed = (0..self.bases.len()).filter(|sample| self.bases[*sample] != 0).nth(at / len);
-        changed.expect("a change is one of a sample that has a base") * len + at % len
+        changed.expect("each change belongs to a sample with a base") * len + at % len
     }
 
     /// Returns the number of values that are sent as changes.
@@ -332,7 +332,7 @@ impl<C: Memoryless, S: Store> LinkCodec for AqSgd<C, S> {
         let words = PREFIX + 4 * ids.len();
         let (head, rest) = body.split_at_checked(words).ok_or_else(|| wrong(words))?;
         let (&[a, b, c, d, inner, tag, 0, 0], bases) =
-            head.split_first_chunk::<PREFIX>().expect("it is as long")
+            head.split_first_chunk::<PREFIX>().expect("the head contains the prefix")
         else {
             return Err(wrong(words));
         };

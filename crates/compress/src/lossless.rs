@@ -161,13 +161,17 @@ impl Unpacker {
         let wrong = |why| CompressError::Packed { packing, why };
         let body = p.open(CodecId::PACKED, count)?;
         let Some((&[tag, codec, 0, 0], packed)) = body.split_first_chunk::<PREFIX>() else {
-            return Err(wrong("does not begin as it should"));
+            return Err(wrong("its prefix is invalid"));
         };
         if tag != packing.tag() {
-            return Err(wrong("was packed by another one"));
+            return Err(wrong("it was packed by another packer"));
         }
         let plain = self.unpack(packing, packed, bound - HEADER);
-        Ok(PayloadRef::nested(CodecId(codec), count, plain.ok_or_else(|| wrong("cannot be unpacked"))?))
+        Ok(PayloadRef::nested(
+            CodecId(codec),
+            count,
+            plain.ok_or_else(|| wrong("it is damaged or unpacks to too many bytes"))?,
+        ))
     }
 }
 

@@ -79,7 +79,7 @@ impl<C: Memoryless> MomentumCorrection<C> {
             out.clear();
             // `v` was overwritten, so its value before encoding is computed again.
             let value = before_v[index] + (self.factor * before_u[index] + x[index]);
-            return Err(CompressError::Overflow { index, value, what: "what is lost of it" });
+            return Err(CompressError::Overflow { index, value, what: "its compression error" });
         }
         Ok(())
     }

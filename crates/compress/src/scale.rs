@@ -41,7 +41,7 @@ impl Scale {
     ///
     /// Errors: the rejected scale.
     pub(crate) fn read(header: &[u8], q: f32) -> Result<Self, f32> {
-        let &[low, high] = header else { unreachable!("a header of two bytes") };
+        let &[low, high] = header else { unreachable!("the header has two bytes") };
         let scale = f32::from_le_bytes([0, 0, low, high]);
         // No encoder writes a scale below 2^-100 / 57344.
         let good = scale >= f32::from_bits((127 - 116) << 23) && (scale * q).is_finite();

@@ -94,7 +94,7 @@ impl Quantizer<1> for SignBit {
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     fn read(header: &[u8]) -> Result<f32, f32> {
-        let scale = f32::from_le_bytes(header.try_into().expect("a header of four bytes"));
+        let scale = f32::from_le_bytes(header.try_into().expect("the header has four bytes"));
         if scale.is_finite() && scale >= f32::MIN_POSITIVE { Ok(scale) } else { Err(scale) }
     }
 

@@ -3,7 +3,7 @@
 //! reassociates them), so they give the same bytes. A test over all codecs checks this.
 #![expect(
     unsafe_code,
-    reason = "functions compiled for AVX2, after the processor was asked; stores past the caches; hints to them"
+    reason = "calls of functions compiled for AVX2, once it was detected; non-temporal stores; prefetches"
 )]
 
 #[cfg(target_arch = "x86_64")]

@@ -223,11 +223,11 @@ impl Stage {
         let Some((kind, argument)) = name.split_once(':') else { return Ok(None) };
         let number = |text: &str| {
             let number = text.parse().ok().filter(|n| *n > 0);
-            number.ok_or_else(|| wrong_part(name, "needs whole numbers from 1 on"))
+            number.ok_or_else(|| wrong_part(name, "needs whole numbers of at least 1"))
         };
         let amount = || {
             let amount: Amount = argument.parse()?;
-            if amount.is_nothing() { Err(wrong_part(name, "selects nothing")) } else { Ok(amount) }
+            if amount.is_nothing() { Err(wrong_part(name, "selects no elements")) } else { Ok(amount) }
         };
         let mask = |pattern| {
             let (stride, multiple) = argument.split_once('x').unwrap_or((argument, "1"));
@@ -276,7 +276,7 @@ impl Stage {
             Self::Unbiased(stride) => Box::new(Masked::unbiased(stride, inner)),
             Self::Dct(side) => Box::new(Dct::new(side, inner).expect("parsing has checked the side")),
             Self::TopK(_) | Self::Sampled(_) | Self::PerChunk { .. } | Self::Threshold(_) => {
-                let select = self.select().expect("these are rules by magnitude");
+                let select = self.select().expect("these stages select by magnitude");
                 Box::new(Sparse::new(select, inner).expect("parsing has checked the selection"))
             }
         }
@@ -323,17 +323,17 @@ impl Leaf {
         let method = METHODS.iter().find(|m| m.name == base).ok_or_else(unknown)?;
         let block = match (method.block, block) {
             (default, None) => default.unwrap_or(0),
-            (Some(_), Some(block)) => {
-                block.parse().map_err(|_| wrong_part(name, "needs a block of whole elements"))?
-            }
-            (None, Some(_)) => return Err(wrong_part(name, "has no blocks")),
+            (Some(_), Some(block)) => block
+                .parse()
+                .map_err(|_| wrong_part(name, "needs a block size, a whole number of elements"))?,
+            (None, Some(_)) => return Err(wrong_part(name, "takes no block size")),
         };
         (method.build)(block)?;
         Ok(Self { method, block })
     }
 
     fn build(&self) -> Box<dyn Memoryless> {
-        (self.method.build)(self.block).expect("parsing has built one")
+        (self.method.build)(self.block).expect("parsing has built this codec once")
     }
 }
 
@@ -478,9 +478,9 @@ impl CodecSpec {
         let codec = self.build_unpacked();
         match self.packing {
             None => codec,
-            Some(packing) => {
-                Box::new(Lossless::new(packing, codec).expect("parsing has checked that it is built"))
-            }
+            Some(packing) => Box::new(
+                Lossless::new(packing, codec).expect("parsing has checked that the packer is compiled in"),
+            ),
         }
     }
 
@@ -522,7 +522,8 @@ impl FromStr for CodecSpec {
         let long;
         let base = match base.strip_prefix("dgc:") {
             Some(_) if feedback.is_some() => {
-                let why = "keeps momentum itself: for another factor write topk:AMOUNT+dgc:0.95";
+                let why = "has error feedback with momentum already: for another factor write \
+                           topk:AMOUNT+dgc:0.95";
                 return Err(CompressError::CodecName { name: name.to_owned(), part: base.to_owned(), why });
             }
             Some(amount) => {
@@ -544,8 +545,8 @@ impl FromStr for CodecSpec {
         if let Some(end) =
             base.find('+').filter(|end| !base[end + 1..].starts_with(|c: char| c.is_ascii_digit()))
         {
-            let why =
-                "is not how a name ends: perhaps in +ef, +ef:0.95 or +dgc, then perhaps in +zstd or +lz4";
+            let why = "is not a valid ending: a name may end in +ef, +ef:0.95 or +dgc, and after that in \
+                       +zstd or +lz4";
             return Err(whole_name(wrong_part(&name[end..], why)));
         }
         let mut parts = base.split('/');
@@ -560,12 +561,12 @@ impl FromStr for CodecSpec {
         }
         if let Some(part) = last {
             if spec.stages.iter().all(Option::is_some) && matches!(Stage::parse(part), Ok(Some(_))) {
-                return Err(whole_name(wrong_part(part, "is a third selection, and two are the most")));
+                return Err(whole_name(wrong_part(part, "is a third stage, but a name has at most two")));
             }
             spec.codec = Leaf::parse(part).map_err(whole_name)?;
         }
         if let Some(part) = parts.next() {
-            return Err(whole_name(wrong_part(part, "stands behind a method, which comes last")));
+            return Err(whole_name(wrong_part(part, "comes after the method, which must be the last part")));
         }
         if feedback.is_some() && spec.is_unbiased() {
             return Err(CompressError::UnbiasedFeedback);

@@ -111,7 +111,7 @@ impl<const BITS: u32> Quantizer<BITS> for Uint {
     #[inline(always)]
     fn read(header: &[u8]) -> Result<Line, f32> {
         let q = const { largest::<BITS>() };
-        let &[a, b, c, d, e, f] = header else { unreachable!("a header of six bytes") };
+        let &[a, b, c, d, e, f] = header else { unreachable!("the header has six bytes") };
         let (low, scale) = (f32::from_le_bytes([a, b, c, d]), f32::from_le_bytes([0, 0, e, f]));
         if !low.is_finite() {
             return Err(low);

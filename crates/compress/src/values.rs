@@ -68,7 +68,7 @@ impl Values<'_> {
             Self::Read(_) => None,
             Self::Feedback { next, .. } => next.iter().position(|lost| !lost.is_finite()),
         };
-        let at = lost.expect("the caller found one among these");
-        CompressError::Overflow { index: offset + at, value: value(at), what: "what is lost of it" }
+        let at = lost.expect("the caller found a value that is not finite");
+        CompressError::Overflow { index: offset + at, value: value(at), what: "its compression error" }
     }
 }

@@ -452,9 +452,9 @@ impl Average {
         let slots = &mut self.slots[first..first + count];
         for slot in &*slots {
             let problem = if slot.range.start < range.start || slot.range.end > range.end {
-                "cut by a range that became ready"
+                "marked ready only in part"
             } else if slot.ready {
-                "ready twice in one round"
+                "marked ready twice in one round"
             } else {
                 continue;
             };
@@ -501,7 +501,7 @@ impl Average {
 /// A round of averaging in progress. Dropping it unfinished cancels the buckets in flight, after which the
 /// communicator can no longer be used, and leaves the codecs' state as it was.
 #[derive(Debug)]
-#[must_use = "dropping a round of averaging gives it up"]
+#[must_use = "dropping a round of averaging cancels it"]
 pub struct Averaging<'a> {
     average: &'a mut Average,
     finished: bool,
@@ -526,7 +526,7 @@ impl Averaging<'_> {
         let average = &mut *self.average;
         average.check(flat)?;
         if let Some(slot) = average.slots.iter().find(|s| !s.ready) {
-            let problem = "not ready when the round was to finish";
+            let problem = "not marked ready before the end of the round";
             return Err(OptimError::Ready { parameter: slot.name.clone(), problem });
         }
         average.start(flat)?;

@@ -181,10 +181,10 @@ impl ChainBuilder {
                 Err(OptimError::Setting { transform, field, value, expected })
             };
             if link.needs_norm() && i > 0 {
-                return position("0: it needs the norm of the incoming gradient");
+                return position("0, because it needs the norm of the incoming gradient");
             }
             if link.finishes() && links.clone().skip(i).any(|link| !link.finishes()) {
-                return position("the last: it rewrites moved parameters");
+                return position("the last, because it rewrites parameters after the update");
             }
         }
         Ok(())
@@ -238,10 +238,7 @@ impl Prepared {
 
 impl Chain {
     /// Returns the builder of an empty chain, to which links are added.
-    #[expect(
-        clippy::new_ret_no_self,
-        reason = "`Chain::new().then(..)` is how chains are written in the field"
-    )]
+    #[expect(clippy::new_ret_no_self, reason = "chains are usually written as `Chain::new().then(..)`")]
     #[must_use]
     pub fn new() -> ChainBuilder {
         ChainBuilder::default()

@@ -71,7 +71,7 @@ static ADD: LazyLock<Program> = LazyLock::new(|| {
     let (y, x) = (program.load(0), program.read(0));
     let sum = program.add(y, x);
     program.store(0, sum);
-    program.build().expect("its operands come before their uses")
+    program.build().expect("each operand is defined before it is used")
 });
 
 /// Program `x *= factor`.
@@ -80,7 +80,7 @@ static SCALE: LazyLock<Program> = LazyLock::new(|| {
     let (x, factor) = (program.load(0), program.scalar(0));
     let product = program.mul(x, factor);
     program.store(0, product);
-    program.build().expect("its operands come before their uses")
+    program.build().expect("each operand is defined before it is used")
 });
 
 /// A tensor device as codecs see it: its f32 tensors, of any shape, are the vectors.
@@ -196,7 +196,7 @@ fn floats_mut(x: &mut Tensor) -> Result<&mut [f32]> {
     if x.host::<f32>().is_none() {
         return Err(elsewhere(x));
     }
-    Ok(x.host_mut().expect("it is the host's f32"))
+    Ok(x.host_mut().expect("the tensor is f32 in the host's memory"))
 }
 
 impl DeviceCodec<Vectors> for InPlace {

@@ -28,7 +28,7 @@ pub enum OptimError {
         norm: f64,
     },
     /// Some values would not be finite after the step. The step was not taken, and nothing changed.
-    #[error("the step would leave {name} that are not finite; it was not taken")]
+    #[error("the step would produce {name} that are not finite; it was not taken")]
     StepNotFinite {
         /// Name of the values: `parameters`, or a state buffer.
         name: String,
@@ -62,14 +62,17 @@ pub enum OptimError {
     },
     /// A method was registered under a name that is already taken.
     #[cfg(feature = "sync")]
-    #[error("there is a method `{name}` already")]
+    #[error("the name `{name}` is already taken by another method")]
     NameTaken {
         /// Name of the method.
         name: &'static str,
     },
     /// A protocol was given where a codec is needed. A protocol's exchanges are sums over all ranks.
     #[cfg(feature = "sync")]
-    #[error("sync: `{name}` needs sums over all ranks, expected a codec")]
+    #[error(
+        "sync: `{name}` cannot encode this method's messages, because it needs sums over all ranks or keeps \
+         momentum, expected another codec"
+    )]
     NotACodec {
         /// Name of the protocol.
         name: String,
@@ -78,8 +81,8 @@ pub enum OptimError {
     /// No parameter has changed.
     #[cfg(feature = "sync")]
     #[error(
-        "moniqua: parameters of worker {from} are farther away than messages can tell, since some differ by \
-         more than theta {theta}: raise --theta, or lower --lr"
+        "moniqua: the message of worker {from} cannot be decoded, because some of its parameters differ from \
+         this worker's by more than theta {theta}: raise --theta, or lower --lr"
     )]
     TooFar {
         /// Number of the neighbour.

@@ -153,9 +153,9 @@ impl FromStr for GroupRule {
         let wrong = |problem: &str| GroupError { rule: text.to_owned(), problem: problem.to_owned() };
         let (pattern, settings) = text
             .rsplit_once(':')
-            .ok_or_else(|| wrong("expected PATTERN:lr=FACTOR,decay=X, one of both or both"))?;
+            .ok_or_else(|| wrong("expected PATTERN:lr=FACTOR,decay=X, with lr, decay or both"))?;
         if pattern.is_empty() {
-            return Err(wrong("expected a pattern of parameters' names before `:`"));
+            return Err(wrong("expected a pattern of parameter names before `:`"));
         }
         let mut rule = Self { pattern: pattern.to_owned(), lr: None, decay: None };
         for setting in settings.split(',') {
@@ -163,14 +163,16 @@ impl FromStr for GroupRule {
             let place = match key.trim() {
                 "lr" => &mut rule.lr,
                 "decay" => &mut rule.decay,
-                key => return Err(wrong(&format!("`{key}` is no setting of a group, expected lr or decay"))),
+                key => {
+                    return Err(wrong(&format!("`{key}` is not a setting of a group, expected lr or decay")));
+                }
             };
             let number = value.trim().parse().ok().filter(|x: &f64| *x >= 0.0 && x.is_finite());
             let number = number.ok_or_else(|| {
                 wrong(&format!("`{}` is `{value}`, expected a number of at least 0", key.trim()))
             })?;
             if place.replace(number).is_some() {
-                return Err(wrong(&format!("`{}` stands there twice", key.trim())));
+                return Err(wrong(&format!("`{}` is given twice", key.trim())));
             }
         }
         Ok(rule)
@@ -221,16 +223,16 @@ mod tests {
             assert_eq!(groups.to_string(), text);
         }
         for (text, said) in [
-            ("", "group ``: expected PATTERN:lr=FACTOR,decay=X, one of both or both"),
-            ("a", "group `a`: expected PATTERN:lr=FACTOR,decay=X, one of both or both"),
-            (":lr=1", "group `:lr=1`: expected a pattern of parameters' names before `:`"),
-            ("a:", "group `a:`: `` is no setting of a group, expected lr or decay"),
-            ("a:rate=1", "group `a:rate=1`: `rate` is no setting of a group, expected lr or decay"),
+            ("", "group ``: expected PATTERN:lr=FACTOR,decay=X, with lr, decay or both"),
+            ("a", "group `a`: expected PATTERN:lr=FACTOR,decay=X, with lr, decay or both"),
+            (":lr=1", "group `:lr=1`: expected a pattern of parameter names before `:`"),
+            ("a:", "group `a:`: `` is not a setting of a group, expected lr or decay"),
+            ("a:rate=1", "group `a:rate=1`: `rate` is not a setting of a group, expected lr or decay"),
             ("a:lr=-1", "group `a:lr=-1`: `lr` is `-1`, expected a number of at least 0"),
             ("a:lr=inf", "group `a:lr=inf`: `lr` is `inf`, expected a number of at least 0"),
             ("a:decay", "group `a:decay`: `decay` is ``, expected a number of at least 0"),
-            ("a:lr=1,lr=2", "group `a:lr=1,lr=2`: `lr` stands there twice"),
-            ("a:lr=1;;", "group ``: expected PATTERN:lr=FACTOR,decay=X, one of both or both"),
+            ("a:lr=1,lr=2", "group `a:lr=1,lr=2`: `lr` is given twice"),
+            ("a:lr=1;;", "group ``: expected PATTERN:lr=FACTOR,decay=X, with lr, decay or both"),
         ] {
             assert_eq!(text.parse::<Groups>().unwrap_err().to_string(), said);
         }

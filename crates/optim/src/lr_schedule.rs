@@ -73,7 +73,7 @@ impl LrSchedule {
                     transform: "schedule",
                     field,
                     value,
-                    expected: "finite, at least 0, and the least at most the peak",
+                    expected: "a finite number of at least 0, with `least` at most `peak`",
                 });
             }
         }

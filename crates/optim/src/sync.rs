@@ -277,7 +277,7 @@ pub struct SyncSettings<'a> {
 }
 
 /// A row of the table of methods.
-#[expect(clippy::struct_excessive_bools, reason = "a row of a table: each is a column")]
+#[expect(clippy::struct_excessive_bools, reason = "a row of a table; each bool is a column")]
 #[derive(Debug, Clone, Copy)]
 pub struct SyncMethod {
     /// Name on command lines and in plans.
@@ -326,12 +326,13 @@ pub enum Missing {
 }
 
 /// Reason why replicas that mix with their neighbours cannot continue without a member.
-const OWN_COPIES: Missing =
-    Missing::Refused("each member has parameters of its own, and nobody else has those of a lost one");
+const OWN_COPIES: Missing = Missing::Refused(
+    "each member has its own parameters, and no other member has a copy of those of a lost member",
+);
 
 /// Reason why averages that are in flight during steps cannot continue without a member.
 const IN_FLIGHT: Missing =
-    Missing::Refused("averages are on their way when a member is lost, and were weighted for all members");
+    Missing::Refused("averages may be in flight when a member is lost, and their weights count all members");
 
 /// Settings on which the number of a method's buffers depends.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -8,7 +8,7 @@ use crate::OptimError;
 ///
 /// Errors: those of the buffer's device.
 pub fn weigh(x: &mut Tensor, weight: f64) -> Result<(), OptimError> {
-    #[expect(clippy::float_cmp, reason = "an equal part is exactly 1")]
+    #[expect(clippy::float_cmp, reason = "the weight of an equal share is exactly 1")]
     if weight == 1.0 {
         return Ok(());
     }

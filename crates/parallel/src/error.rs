@@ -37,7 +37,7 @@ pub enum ParallelError {
         problem: String,
     },
     /// The text of a plan has another version.
-    #[error("the plan is of version {version}, and this build reads version {known}")]
+    #[error("the plan has version {version}, but this build reads version {known}")]
     PlanVersion {
         /// Version of the text.
         version: u32,
@@ -63,7 +63,7 @@ pub enum ParallelError {
         axis: Axis,
     },
     /// The number of ranks is above a limit.
-    #[error("{ranks} ranks are more than the {limit} that are supported")]
+    #[error("{ranks} ranks are too many: at most {limit} are supported")]
     TooManyRanks {
         /// Number of ranks requested.
         ranks: u64,
@@ -71,7 +71,7 @@ pub enum ParallelError {
         limit: u64,
     },
     /// A rank is outside the mesh.
-    #[error("{rank} is not on a mesh of {size}")]
+    #[error("{rank} is not on a mesh of {size} ranks")]
     OffMesh {
         /// The rank.
         rank: Rank,
@@ -117,7 +117,7 @@ pub enum ParallelError {
         expected: &'static str,
     },
     /// A name is empty or has characters other than letters, digits, `-`, `_` and `.`.
-    #[error("name `{name}` is not of letters, digits, `-`, `_` and `.`")]
+    #[error("name `{name}` is empty or has characters other than letters, digits, `-`, `_` and `.`")]
     BadName {
         /// The name.
         name: String,
@@ -139,15 +139,18 @@ pub enum ParallelError {
         known: Vec<String>,
     },
     /// Two devices have no link between them.
-    #[error("no link between `{from}` and `{to}`, and no default")]
+    #[error("there is no link between `{from}` and `{to}`, and no default link")]
     MissingLink {
         /// Name of one device.
         from: String,
         /// Name of the other device.
         to: String,
     },
-    /// The link of a pair of devices has no bandwidth, or needs more than an hour for the bytes.
-    #[error("{from} to {to} has {bandwidth} for {bytes}: planners need links that take less than an hour")]
+    /// The link of a pair of devices has no bandwidth, or needs more than 73 minutes for the bytes.
+    #[error(
+        "the link from {from} to {to} has {bandwidth} for {bytes}: planners need links on which this takes \
+         at most 73 minutes"
+    )]
     UnusableLink {
         /// One rank.
         from: Rank,
@@ -170,13 +173,16 @@ pub enum ParallelError {
         field: &'static str,
     },
     /// A device has no speed, or two.
-    #[error("device `{name}` needs one of `flops` and `tokens_per_second`")]
+    #[error("device `{name}` needs either `flops` or `tokens_per_second`")]
     NeedsOneSpeed {
         /// Name of the device.
         name: String,
     },
     /// The tokens of a step are not a whole number of microbatches.
-    #[error("{tokens_per_step} tokens a step are not a multiple of the {microbatch_tokens} of a microbatch")]
+    #[error(
+        "{tokens_per_step} tokens per step are not a multiple of the {microbatch_tokens} tokens of a \
+         microbatch"
+    )]
     NotWhole {
         /// Number of tokens of all ranks in one optimizer step.
         tokens_per_step: u64,
@@ -184,13 +190,13 @@ pub enum ParallelError {
         microbatch_tokens: u64,
     },
     /// The number of microbatches does not fit in the type that a plan uses for it.
-    #[error("{microbatches} microbatches a step are more than a plan counts")]
+    #[error("{microbatches} microbatches per step are more than a plan can hold")]
     TooManyMicrobatches {
         /// Number of microbatches of all ranks.
         microbatches: u64,
     },
     /// The sizes of the tensors do not add up to the model's parameters.
-    #[error("the tensors have {tensors} parameters and the model {parameters}")]
+    #[error("the tensors have {tensors} parameters in all, but the model has {parameters}")]
     TensorsDiffer {
         /// Sum of the sizes of the tensors.
         tensors: u64,
@@ -198,7 +204,7 @@ pub enum ParallelError {
         parameters: u64,
     },
     /// A list with one entry per rank has the wrong length.
-    #[error("{what} has {given} entries for {ranks} ranks")]
+    #[error("{what} has {given} entries, expected {ranks}, one for each rank")]
     PerRank {
         /// Name of the list.
         what: &'static str,
@@ -208,7 +214,7 @@ pub enum ParallelError {
         ranks: usize,
     },
     /// A list with one entry per stage (or slice) has the wrong length.
-    #[error("{what} has {given} entries and {stages} are needed")]
+    #[error("{what} has {given} entries, expected {stages}")]
     PerStage {
         /// Name of the list.
         what: &'static str,
@@ -218,7 +224,7 @@ pub enum ParallelError {
         stages: usize,
     },
     /// The schedule of a rank does not allow it to work in the order of arrivals.
-    #[error("{rank} cannot follow arrivals: its schedule has {found}")]
+    #[error("{rank} cannot run microbatches in the order of arrival: its schedule has {found}")]
     NotFollowed {
         /// The rank.
         rank: Rank,
@@ -226,7 +232,7 @@ pub enum ParallelError {
         found: &'static str,
     },
     /// A schedule's method does not support the given sizes.
-    #[error("{method} does not do {given} {field}: it needs {needs}")]
+    #[error("schedule {method} does not support {given} {field}: it needs {needs}")]
     NotAdmitted {
         /// The method.
         method: Method,
@@ -238,7 +244,7 @@ pub enum ParallelError {
         needs: String,
     },
     /// A schedule has too many actions.
-    #[error("{actions} actions are more than the {limit} of a schedule")]
+    #[error("{actions} actions are too many for a schedule: at most {limit} are supported")]
     TooLarge {
         /// Number of stages times microbatches times slices.
         actions: u128,
@@ -246,7 +252,10 @@ pub enum ParallelError {
         limit: usize,
     },
     /// Stages cannot be assigned to ranks.
-    #[error("{stages} stages cannot be {copies} copies of a model on {ranks} ranks, each with a stage")]
+    #[error(
+        "{stages} stages cannot form {copies} equal copies of a model on {ranks} ranks with a stage on each \
+         rank"
+    )]
     Placement {
         /// Number of stages in all.
         stages: usize,
@@ -270,13 +279,13 @@ pub enum ParallelError {
         cause: Box<ParallelError>,
     },
     /// A line of a schedule does not begin with its rank.
-    #[error("the line of {rank} begins with `r{}:`", rank.0)]
+    #[error("the line of {rank} must begin with `r{}:`", rank.0)]
     RankLabel {
         /// Rank that the line must begin with.
         rank: Rank,
     },
     /// An action is invalid where it is.
-    #[error("{rank} has {action}: {problem}")]
+    #[error("{rank}, {action}: {problem}")]
     Action {
         /// The action.
         action: Action,
@@ -286,7 +295,7 @@ pub enum ParallelError {
         problem: &'static str,
     },
     /// An entry of a lowered list is invalid where it is.
-    #[error("{rank} has {entry}: {problem}")]
+    #[error("{rank}, {entry}: {problem}")]
     Schedule {
         /// Rank whose list contains the entry.
         rank: Rank,
@@ -302,7 +311,9 @@ pub enum ParallelError {
         action: Action,
     },
     /// A file has no actions, or too few for the highest stage and microbatch in it.
-    #[error("{actions} actions are no schedule of {stages} stages and {microbatches} microbatches")]
+    #[error(
+        "{actions} actions are too few for a schedule of {stages} stages and {microbatches} microbatches"
+    )]
     Incomplete {
         /// Highest stage plus one.
         stages: u64,
@@ -312,13 +323,13 @@ pub enum ParallelError {
         actions: usize,
     },
     /// Ranks wait for each other forever.
-    #[error("nobody can go on: {}", waiting_list(waiting))]
+    #[error("deadlock: {}", waiting_list(waiting))]
     Deadlock {
         /// The entry at which each unfinished rank waits.
         waiting: Vec<(Rank, Lowered)>,
     },
     /// A rank of a script waits for an operation that never ends.
-    #[error("rank {rank} waits at act {act} for what never ends")]
+    #[error("{rank} waits at act {act} for an operation that never ends")]
     NeverDone {
         /// The waiting rank.
         rank: Rank,
@@ -326,7 +337,7 @@ pub enum ParallelError {
         act: usize,
     },
     /// A sequence cannot be divided into slices of whole grains.
-    #[error("{tokens} tokens are not up to 4096 slices of {grain}")]
+    #[error("{tokens} tokens cannot be divided into at most 4096 slices of {grain} tokens")]
     Grain {
         /// Number of tokens of the sequence.
         tokens: u64,
@@ -334,7 +345,7 @@ pub enum ParallelError {
         grain: u64,
     },
     /// No plan runs a chain of layers within the memory.
-    #[error("no plan runs {layers} layers backward within {budget}")]
+    #[error("no order of recomputation runs the backward pass of {layers} layers within {budget}")]
     Budget {
         /// Number of layers of the chain.
         layers: usize,
@@ -343,7 +354,8 @@ pub enum ParallelError {
     },
     /// A chain of layers does not fit on the machines, however it is divided.
     #[error(
-        "no division of {layers} layers among {machines} machines in order fits: state and one microbatch need {needs}, all machines have {has}{}",
+        "no division of {layers} layers among {machines} machines in this order fits in memory: state and one \
+         microbatch need {needs}, all machines have {has}{}",
         would_fit(*layers, *machines, *needs, *has)
     )]
     TooSmall {
@@ -357,7 +369,7 @@ pub enum ParallelError {
         has: Bytes,
     },
     /// A device cannot hold its replica.
-    #[error("device `{device}` has {has} and a replica needs {needs}; sharded state is not built yet")]
+    #[error("device `{device}` has {has}, but a replica needs {needs}; sharded state is not supported yet")]
     Memory {
         /// Name of the device.
         device: String,
@@ -368,8 +380,8 @@ pub enum ParallelError {
     },
     /// A machine cannot hold its part of a plan.
     #[error(
-        "machine `{device}` has {has} and its part of the plan takes {needs}, {} too much: a smaller --batch, more \
-        machines or more memory would make it fit",
+        "machine `{device}` has {has}, but its part of the plan takes {needs}, {} too much: use a smaller \
+         --batch, more machines or more memory",
         Bytes(needs.0.saturating_sub(has.0))
     )]
     PartMemory {
@@ -381,7 +393,7 @@ pub enum ParallelError {
         has: Bytes,
     },
     /// A plan uses a feature that is not implemented yet.
-    #[error("{what} is not built yet")]
+    #[error("{what} is not supported yet")]
     NotBuilt {
         /// The feature.
         what: String,
@@ -405,15 +417,15 @@ fn would_fit(layers: usize, machines: usize, needs: Bytes, has: Bytes) -> String
             let more = match has.0 / machines.max(1) as u64 {
                 // Each machine needs at least one layer.
                 each if each > 0 && needs.0.div_ceil(each) <= layers as u64 => {
-                    format!(", as {} machines like these or more have", needs.0.div_ceil(each))
+                    format!(", for example {} machines like these", needs.0.div_ceil(each))
                 }
-                _ => ", on machines that have more each".to_owned(),
+                _ => ", on machines with more memory each".to_owned(),
             };
-            format!(": at least {} more would be needed{more}", Bytes(missing))
+            format!(": at least {} more are needed{more}", Bytes(missing))
         }
         _ => {
-            ": the sum is enough, but no machine's part ends between two layers; more memory each, a smaller \
-              `--batch`, or fewer `--microbatches` would help"
+            ": the total is enough, but not with whole layers on each machine; more memory on each machine, a \
+             smaller `--batch`, or fewer `--microbatches` would help"
                 .to_owned()
         }
     }

@@ -254,7 +254,9 @@ mod tests {
         assert!(refused("data=x").contains("`data=x`"));
         assert!(refused("data=2,data=2").contains("data is given twice"));
         assert!(refused("tensor=0").contains("tensor has size 0"));
-        assert!(refused("data=4294967295,tensor=4294967295,expert=4294967295").contains("ranks are more"));
+        assert!(
+            refused("data=4294967295,tensor=4294967295,expert=4294967295").contains("ranks are too many")
+        );
         assert!(refused("").contains("not a mesh"));
         let mesh = Mesh::data(3).unwrap();
         assert!(

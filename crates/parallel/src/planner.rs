@@ -387,14 +387,19 @@ impl fmt::Display for Planned {
         let limit = self.overhead_percent;
         let why = match (*sync, self.within) {
             (Sync::Ddp { .. }, true) => {
-                format!("synchronous training stays within {limit}% of compute, and it is the exact method")
+                format!(
+                    "the overhead of synchronous training is within {limit}% of compute, and synchronous \
+                     training is exact"
+                )
             }
             (Sync::DiLoCo { every }, true) => format!(
-                "synchronous training exceeds {limit}% of compute; {every} is the fewest local steps that do not"
+                "the overhead of synchronous training exceeds {limit}% of compute; {every} is the smallest \
+                 number of local steps whose overhead does not"
             ),
             (_, false) => {
                 format!(
-                    "nothing allowed stays within {limit}% of compute; this is the fastest of what is allowed"
+                    "no allowed method has an overhead within {limit}% of compute; this is the fastest one \
+                     that is allowed"
                 )
             }
         };

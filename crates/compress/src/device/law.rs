@@ -79,8 +79,8 @@ impl<D: VectorDevice> Law<'_, D> {
         let there = self.device.upload(x)?;
         let wanted = self.host.compress(x, key, &mut ours);
         let found = self.codec.compress(&there, None, key, &mut theirs);
-        self.same(wanted.is_ok() == found.is_ok(), "what it refuses", len)?;
-        self.same(ours == theirs, "its bytes", len)?;
+        self.same(wanted.is_ok() == found.is_ok(), "which vectors are rejected", len)?;
+        self.same(ours == theirs, "the encoded bytes", len)?;
         if wanted.is_ok() {
             self.decoded(ours.view(), len)?;
         }
@@ -89,11 +89,11 @@ impl<D: VectorDevice> Law<'_, D> {
         let wanted = self.host.compress_residual(x, e, &mut next, key, &mut ours);
         let residual = Residual { before: &before, after: &mut after };
         let found = self.codec.compress(&there, Some(residual), key, &mut theirs);
-        self.same(wanted.is_ok() == found.is_ok(), "what it refuses with a residual", len)?;
-        self.same(ours == theirs, "its bytes with a residual", len)?;
-        self.same(self.bits(&before, len)? == bits(e), "the residual before, which it must not write", len)?;
+        self.same(wanted.is_ok() == found.is_ok(), "which vectors with a residual are rejected", len)?;
+        self.same(ours == theirs, "the encoded bytes with a residual", len)?;
+        self.same(self.bits(&before, len)? == bits(e), "the old residual, which must not be written", len)?;
         if wanted.is_ok() {
-            self.same(self.bits(&after, len)? == bits(&next), "its residual", len)?;
+            self.same(self.bits(&after, len)? == bits(&next), "the new residual", len)?;
         }
         Ok(())
     }
@@ -104,11 +104,11 @@ impl<D: VectorDevice> Law<'_, D> {
         let mut there = self.device.upload(&out)?;
         let wanted = self.host.decompress(p, &mut out);
         let found = self.codec.decompress(p, &mut there);
-        self.same(wanted.is_ok() == found.is_ok(), "which payloads it refuses", len)?;
+        self.same(wanted.is_ok() == found.is_ok(), "which payloads are rejected", len)?;
         if wanted.is_err() {
             return Ok(());
         }
-        self.same(self.bits(&there, len)? == bits(&out), "what it decodes", len)
+        self.same(self.bits(&there, len)? == bits(&out), "the decoded values", len)
     }
 
     /// Adds and scales vectors on host and device.
@@ -119,7 +119,7 @@ impl<D: VectorDevice> Law<'_, D> {
         let (there, mut sum) = (self.device.upload(&x)?, self.device.upload(&y)?);
         self.device.add(&there, &mut sum)?;
         y.iter_mut().zip(&x).for_each(|(y, x)| *y += x);
-        self.same(self.bits(&sum, y.len())? == bits(&y), "a sum", y.len())?;
+        self.same(self.bits(&sum, y.len())? == bits(&y), "the sum of two vectors", y.len())?;
         self.device.scale(&mut sum, 1.0 / 3.0)?;
         for y in &mut y {
             *y *= 1.0 / 3.0;
@@ -134,7 +134,7 @@ impl<D: VectorDevice> Law<'_, D> {
         D: Clone,
     {
         let Some(mut ours) = Stream::new(self.device.clone(), spec) else {
-            return self.same(false, "having a stream of it", 0);
+            return self.same(false, "whether a stream can be created", 0);
         };
         let (len, mut theirs) = (1000, spec.build());
         let (mut here, mut there) = (Payload::new(), Payload::new());
@@ -144,11 +144,11 @@ impl<D: VectorDevice> Law<'_, D> {
             let key = RoundKey { seed: 5, round, ..RoundKey::default() };
             theirs.compress(&x, key, &mut here)?;
             ours.compress(&self.device.upload(&x)?, key, &mut there)?;
-            self.same(here == there, "a stream's bytes", len)?;
+            self.same(here == there, "a stream's encoded bytes", len)?;
             let (mut y, mut out) = (vec![0.0; len], self.device.upload(&x)?);
             theirs.decompress(here.view(), &mut y)?;
             ours.decompress(here.view(), &mut out)?;
-            self.same(self.bits(&out, len)? == bits(&y), "what a stream decodes", len)?;
+            self.same(self.bits(&out, len)? == bits(&y), "a stream's decoded values", len)?;
             match round {
                 1 => (theirs.rollback(), ours.rollback()),
                 2 => ((), ()),
@@ -158,13 +158,14 @@ impl<D: VectorDevice> Law<'_, D> {
         let (mut kept, mut saved) = (StateMap::new(), StateMap::new());
         theirs.save("a.", &mut kept)?;
         ours.save("a.", &mut saved)?;
-        self.same(kept == saved, "a stream's state", len)?;
-        let mut restored = Stream::new(self.device.clone(), spec).expect("there was one before");
+        self.same(kept == saved, "a stream's saved state", len)?;
+        let mut restored =
+            Stream::new(self.device.clone(), spec).expect("a stream of this codec was created above");
         restored.load("a.", &mut saved)?;
         let x = vec![1.0; len];
         theirs.compress(&x, RoundKey::default(), &mut here)?;
         restored.compress(&self.device.upload(&x)?, RoundKey::default(), &mut there)?;
-        self.same(here == there, "the bytes of a stream that was restored", len)
+        self.same(here == there, "the encoded bytes of a restored stream", len)
     }
 
     /// Decodes corrupted payloads on host and device.

@@ -218,7 +218,7 @@ impl<V> Feedback<V> {
             return Err(CompressError::LengthChanged { held, found: len }.into());
         }
         let first = if held.is_none() { Some(zeros()?) } else { None };
-        let before = held.or(first.as_ref()).expect("the first has zeros");
+        let before = held.or(first.as_ref()).expect("the first vector has a residual of zeros");
         let mut after = match self.spare.take().filter(|spare| D::count(spare) == len) {
             Some(spare) => spare,
             None => zeros()?,

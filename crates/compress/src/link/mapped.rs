@@ -1,7 +1,7 @@
 //! A memory-mapped file of samples.
 #![expect(
     unsafe_code,
-    reason = "a mapped file is memory that others could change: that they do not is the caller's promise"
+    reason = "other programs could change the mapped file: the caller promises that none does"
 )]
 
 use std::path::Path;

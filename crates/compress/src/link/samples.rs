@@ -142,9 +142,9 @@ pub(super) fn read_f16(bytes: &[u8], out: &mut [f32]) -> Result<(), CompressErro
 }
 
 fn int8() -> impl Chunks {
-    Int8::new(BLOCK).expect("a block that is allowed").chunks
+    Int8::new(BLOCK).expect("the block size is allowed").chunks
 }
 
 fn int4() -> impl Chunks {
-    Int4::new(BLOCK).expect("a block that is allowed").chunks
+    Int4::new(BLOCK).expect("the block size is allowed").chunks
 }

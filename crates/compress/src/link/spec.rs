@@ -194,7 +194,7 @@ impl FromStr for LinkSpec {
             Err(CompressError::CodecName { name, part, why })
         };
         let bits = |text: &str| BITS.iter().find(|bits| bits.name == text);
-        let no_bits = "needs bits: 2, 3, 4 or 8, as in aqsgd:4";
+        let no_bits = "needs a number of bits: 2, 3, 4 or 8, as in aqsgd:4";
         Ok(Self(match name.split_once(':').unwrap_or((name, "")) {
             ("direct", text) => match bits(text) {
                 Some(bits) => Kind::Direct(bits),
@@ -205,13 +205,14 @@ impl FromStr for LinkSpec {
                 match (bits(text), HELD.iter().find(|h| h.name == held)) {
                     (Some(bits), Some(held)) => Kind::AqSgd(bits, held),
                     (None, _) => return wrong(name, no_bits),
-                    (_, None) => return wrong(held, "is not how samples are held: f16, int8 or int4"),
+                    (_, None) => return wrong(held, "is not a storage format of samples: f16, int8 or int4"),
                 }
             }
             _ => {
                 let codec: CodecSpec = name.parse()?;
                 if codec.feedback() {
-                    let why = "has no place on a boundary: a residual is of one stream of vectors, and each sample is another";
+                    let why = "cannot be used on a boundary: error feedback adds a residual to the next \
+                               vector, but the next vector is another sample";
                     return wrong("+ef", why);
                 }
                 Kind::Codec(codec)
@@ -254,10 +255,10 @@ mod tests {
     #[test]
     fn wrong_names_say_which_part() {
         for (name, said) in [
-            ("aqsgd", "needs bits"),
-            ("aqsgd:5", "needs bits"),
-            ("aqsgd:4/int2", "is not how samples are held"),
-            ("int8+ef", "has no place on a boundary"),
+            ("aqsgd", "needs a number of bits"),
+            ("aqsgd:5", "needs a number of bits"),
+            ("aqsgd:4/int2", "is not a storage format of samples"),
+            ("int8+ef", "cannot be used on a boundary"),
             ("nonsense", "nonsense"),
         ] {
             let error = name.parse::<LinkSpec>().unwrap_err().to_string();

@@ -92,7 +92,11 @@ impl State for MemoryStore {
             let Some(StateValue::Bytes(bytes)) = from.remove(&format!("{prefix}{id}")) else { continue };
             let (wanted, found) = (self.samples.bytes(), bytes.len());
             if wanted != found {
-                return Err(CompressError::LengthMismatch { what: "a held sample", wanted, found });
+                return Err(CompressError::LengthMismatch {
+                    what: "a saved sample (in bytes)",
+                    wanted,
+                    found,
+                });
             }
             held.insert(id, bytes.into_owned());
         }
@@ -171,7 +175,10 @@ pub(super) fn open(path: &Path, samples: Samples, capacity: u64) -> Result<File,
     let mut found = [0; HEAD as usize];
     file.read_exact(&mut found).map_err(failed)?;
     if found != head {
-        return Err(failed(io::Error::new(io::ErrorKind::InvalidData, "not a file of such samples")));
+        return Err(failed(io::Error::new(
+            io::ErrorKind::InvalidData,
+            "not a file of samples of this length and format",
+        )));
     }
     file.set_len(HEAD + capacity * slot_bytes(samples) as u64).map_err(failed)?;
     Ok(file)
@@ -190,7 +197,7 @@ pub(super) fn slot_at(
     action: &'static str,
 ) -> Result<u64, CompressError> {
     if id >= capacity {
-        let why = format!("sample {id} of {capacity}");
+        let why = format!("sample {id} is outside the capacity of {capacity} samples");
         return Err(store_error(action, &io::Error::new(io::ErrorKind::InvalidInput, why)));
     }
     Ok(HEAD + id * slot_bytes(samples) as u64)

@@ -228,7 +228,7 @@ impl Protocol for PowerSgd {
             sums: &mut self.sums,
             level: self.level,
         });
-        check_range(max, &self.next.m, "what may be lost of it")?;
+        check_range(max, &self.next.m, "its possible compression error")?;
         self.stage = Stage::First;
         Ok(())
     }
@@ -269,7 +269,7 @@ impl Protocol for PowerSgd {
         self.stage = Stage::Idle;
         let product = self.next.product(self.rows, self.columns);
         let max = self.level.run(Expand { product, out: &mut *out, level: self.level });
-        check_range(max, out, "what is lost against it")?;
+        check_range(max, out, "its difference from the input")?;
         std::mem::swap(&mut self.latest, &mut self.next);
         self.pending = true;
         Ok(())
@@ -284,7 +284,8 @@ fn check_range(largest: i32, x: &[f32], what: &'static str) -> Result<(), Compre
     if largest < TOO_LARGE {
         return Ok(());
     }
-    let index = x.iter().position(|x| magnitude(*x) >= TOO_LARGE).expect("the largest was seen");
+    let index =
+        x.iter().position(|x| magnitude(*x) >= TOO_LARGE).expect("the kernel found a value this large");
     Err(CompressError::Overflow { index, value: x[index], what })
 }
 

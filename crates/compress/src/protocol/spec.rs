@@ -46,7 +46,7 @@ impl FromStr for ProtocolSpec {
         let row = PROTOCOLS.iter().find(|row| row.name == kind);
         let row = row.ok_or_else(|| CompressError::UnknownCodec { name: name.to_owned() })?;
         let number = number.parse().ok().filter(|number| *number > 0).ok_or_else(|| {
-            let why = "needs a whole number from 1 on, as in powersgd:4";
+            let why = "needs a whole number of at least 1, as in powersgd:4";
             CompressError::CodecName { name: name.to_owned(), part: name.to_owned(), why }
         })?;
         Ok(Self { row, number })

@@ -1,6 +1,6 @@
 //! Safe wrappers of the loops that are written with AVX2 intrinsics, behind a token that proves that the
 //! processor has AVX2.
-#![expect(unsafe_code, reason = "calls of functions for AVX2, which a token proves")]
+#![expect(unsafe_code, reason = "calls of functions compiled for AVX2; a token proves that it was detected")]
 
 #[cfg(target_arch = "x86_64")]
 use super::avx2;
@@ -128,7 +128,7 @@ pub enum FiniteValues<'a> {
 impl Avx2Token {
     /// Encodes values as binary16, saturated. Returns the number of values encoded and their largest magnitude,
     /// as [`crate::magnitude::max_magnitude`].
-    #[expect(clippy::unused_self, reason = "the token is the proof that AVX2 is there")]
+    #[expect(clippy::unused_self, reason = "the token proves that AVX2 was detected")]
     pub(crate) fn encode_f16(self, x: &[f32], codes: &mut [u8]) -> (usize, i32) {
         let x = x.as_chunks::<8>().0;
         // SAFETY: an `Avx2Token` is made only where the processor has AVX2 and F16C.

@@ -53,7 +53,7 @@ pub(super) struct BitReader<'a> {
     count: u32,
 }
 
-const SHORT: CompressError = CompressError::Indices { why: "end too soon" };
+const SHORT: CompressError = CompressError::Indices { why: "end too early" };
 
 impl<'a> BitReader<'a> {
     pub(super) fn new(bytes: &'a [u8]) -> Self {
@@ -110,6 +110,6 @@ impl<'a> BitReader<'a> {
         if self.rest.is_empty() && self.count < 8 && self.held == 0 {
             return Ok(());
         }
-        Err(CompressError::Indices { why: "go on behind the last one" })
+        Err(CompressError::Indices { why: "are followed by extra bits" })
     }
 }

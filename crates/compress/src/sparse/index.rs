@@ -164,7 +164,7 @@ impl Coding {
             1 => (Kind::Bitmask, 0..=0),
             2 => (Kind::Varint, 0..=0),
             3 => (Kind::Rice, 0..=31),
-            _ => return Err(CompressError::Indices { why: "are of an unknown coding" }),
+            _ => return Err(CompressError::Indices { why: "have an unknown coding" }),
         };
         if widths.contains(&width) {
             return Ok(Self { kind, width });
@@ -195,7 +195,7 @@ impl Coding {
                     for _ in 0..per_chunk.min(rest) {
                         let index = bits.take(u32::from(self.width))?;
                         if index >= chunking.chunk as u64 {
-                            return Err(CompressError::Indices { why: "lie outside of their chunk" });
+                            return Err(CompressError::Indices { why: "are outside of their chunk" });
                         }
                         f(base as u64 + index)?;
                     }
@@ -229,7 +229,9 @@ impl Coding {
                         }
                         shift += 7;
                         if shift > 28 {
-                            return Err(CompressError::Indices { why: "have a gap of more than five bytes" });
+                            return Err(CompressError::Indices {
+                                why: "have a gap that takes more than five bytes",
+                            });
                         }
                     }
                     f(next + gap)?;

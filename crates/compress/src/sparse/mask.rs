@@ -157,7 +157,7 @@ impl Drawn {
     ///
     /// Errors: [`CompressError::Indices`].
     pub fn read(bytes: &[u8; Self::BYTES], len: usize) -> Result<(Self, CodecId), CompressError> {
-        let wrong = Err(CompressError::Indices { why: "are of a mask that no encoder writes" });
+        let wrong = Err(CompressError::Indices { why: "belong to a mask that no encoder writes" });
         let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let half = |at: usize| u64::from(word(at + 4)) << 32 | u64::from(word(at));
         let pattern = match bytes[0] {

@@ -38,7 +38,9 @@ impl<'a> Places<'a> {
         let (kept, coded, chunking) = (word(0), word(4), Chunking { chunk: word(8), kept: word(12) });
         let coding = Coding::of_tag([prefix[16], prefix[17]])?;
         if kept > len || chunking.chunk == 0 || prefix[19] != 0 {
-            return Err(CompressError::Indices { why: "are more than the elements" });
+            return Err(CompressError::Indices {
+                why: "are more than the elements, or have an invalid prefix",
+            });
         }
         let (coded, values) =
             rest.split_at_checked(coded).ok_or_else(|| wrong(PREFIX.saturating_add(coded)))?;
@@ -87,8 +89,9 @@ impl<'a> Places<'a> {
 }
 
 /// Error for indices that are not ascending or out of range.
-pub(super) const DISORDER: CompressError =
-    CompressError::Indices { why: "are not ascending, or lie outside of the vector" };
+pub(super) const DISORDER: CompressError = CompressError::Indices {
+    why: "are not ascending, are outside of the vector, or are more than the values",
+};
 pub(super) const TOO_FEW: CompressError = CompressError::Indices { why: "are fewer than the values" };
 
 impl Select {

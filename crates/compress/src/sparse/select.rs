@@ -270,7 +270,10 @@ impl Scratch {
             let scan = Scan { x: &x[at..], index, threshold, room, found: &mut self.candidates };
             let (seen, max) = level.run(scan);
             if max >= INFINITE {
-                let index = x.iter().position(|x| !x.is_finite()).expect("one was seen");
+                let index = x
+                    .iter()
+                    .position(|x| !x.is_finite())
+                    .expect("the kernel found a value that is not finite");
                 return Err(CompressError::NonFinite { index: offset + index, value: x[index] });
             }
             at += seen;

@@ -59,9 +59,9 @@ fn momentum_correction_has_a_short_name_and_results_have_feedback_alone() {
     assert_eq!(spec("int8+ef:0.5").of_results(), spec("int8+ef:0.5"));
     assert_eq!(spec("dgc:0.01").with_feedback(), spec("dgc:0.01"));
     for (bad, said) in [
-        ("dgc:0.01+ef", "keeps momentum itself"),
-        ("dgc:0", "selects nothing"),
-        ("topk:0.01+dgc:1.5", "is not how a name ends"),
+        ("dgc:0.01+ef", "has error feedback with momentum already"),
+        ("dgc:0", "selects no elements"),
+        ("topk:0.01+dgc:1.5", "is not a valid ending"),
         ("unbiased:4+dgc", "unbiased"),
     ] {
         let error = bad.parse::<CodecSpec>().unwrap_err().to_string();
@@ -117,21 +117,21 @@ fn a_part_that_is_wrong_is_named() {
         ("int8:", "int8:", "needs a block"),
         ("int8:x", "int8:x", "needs a block"),
         ("topk:0.1/int8:-1+ef", "int8:-1", "needs a block"),
-        ("f16:4", "f16:4", "has no blocks"),
-        ("int8:256+EF", "+EF", "is not how a name ends"),
-        ("none+ef+ef", "+ef+ef", "is not how a name ends"),
-        ("none+zstd+ef", "+zstd+ef", "is not how a name ends"),
-        ("none+lz4+zstd", "+lz4+zstd", "is not how a name ends"),
-        ("int8+ef:1.5", "+ef:1.5", "is not how a name ends"),
-        ("none/none", "none", "stands behind a method"),
-        ("int8/topk:0.1", "topk:0.1", "stands behind a method"),
-        ("topk:0.1/topk:0.2/topk:0.3/none", "topk:0.3", "is a third selection"),
-        ("sign/", "", "stands behind a method"),
+        ("f16:4", "f16:4", "takes no block size"),
+        ("int8:256+EF", "+EF", "is not a valid ending"),
+        ("none+ef+ef", "+ef+ef", "is not a valid ending"),
+        ("none+zstd+ef", "+zstd+ef", "is not a valid ending"),
+        ("none+lz4+zstd", "+lz4+zstd", "is not a valid ending"),
+        ("int8+ef:1.5", "+ef:1.5", "is not a valid ending"),
+        ("none/none", "none", "comes after the method"),
+        ("int8/topk:0.1", "topk:0.1", "comes after the method"),
+        ("topk:0.1/topk:0.2/topk:0.3/none", "topk:0.3", "is a third stage"),
+        ("sign/", "", "comes after the method"),
         ("rolling:0", "rolling:0", "needs whole numbers"),
-        ("topk:0", "topk:0", "selects nothing"),
-        ("topk:0.0/int8", "topk:0.0", "selects nothing"),
-        ("rolling:10/topk:5x128/int4:128", "topk:5x128", "selects nothing"),
-        ("sampled:0/f16+ef", "sampled:0", "selects nothing"),
+        ("topk:0", "topk:0", "selects no elements"),
+        ("topk:0.0/int8", "topk:0.0", "selects no elements"),
+        ("rolling:10/topk:5x128/int4:128", "topk:5x128", "selects no elements"),
+        ("sampled:0/f16+ef", "sampled:0", "selects no elements"),
         ("topk:0of64", "topk:0of64", "needs whole numbers"),
         ("random:10x0/int8", "random:10x0", "needs whole numbers"),
         ("topk:3of0", "topk:3of0", "needs whole numbers"),
@@ -146,7 +146,7 @@ fn a_part_that_is_wrong_is_named() {
         assert!(because.starts_with(why), "{error}");
     }
     let text = parse("rolling:0").unwrap_err().to_string();
-    assert_eq!(text, r#"codec "rolling:0": "rolling:0" needs whole numbers from 1 on"#);
+    assert_eq!(text, r#"codec "rolling:0": "rolling:0" needs whole numbers of at least 1"#);
     assert_eq!("threshold:1e+3".parse::<CodecSpec>().unwrap().to_string(), "threshold:1000.0/none");
 }
 

@@ -140,12 +140,12 @@ impl DeviceCodec<Faulty> for Wrong {
 #[test]
 fn every_fault_is_found() {
     for (fault, wanted) in [
-        (Faulty::Bytes, "its bytes"),
-        (Faulty::Residual, "its residual"),
-        (Faulty::Infinity, "what it refuses"),
-        (Faulty::Decoded, "what it decodes"),
-        (Faulty::Trusting, "which payloads it refuses"),
-        (Faulty::Sum, "a sum"),
+        (Faulty::Bytes, "the encoded bytes"),
+        (Faulty::Residual, "the new residual"),
+        (Faulty::Infinity, "which vectors are rejected"),
+        (Faulty::Decoded, "the decoded values"),
+        (Faulty::Trusting, "which payloads are rejected"),
+        (Faulty::Sum, "the sum of two vectors"),
         (Faulty::Scale, "a scaled vector"),
     ] {
         for name in ["int8", "int4:128", "topk:0.1/f16"] {

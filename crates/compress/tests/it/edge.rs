@@ -224,10 +224,10 @@ fn a_refusal_says_what_is_too_large() {
     let mut one = [0.0; 64];
     one[9] = f32::MAX;
     let found = refusal(&mut *parse("dct:8/int4").unwrap(), &one);
-    assert!(found.ends_with("and what its square decodes as is beyond the range of f32"), "{found}");
+    assert!(found.ends_with("and the decoded value of its square is beyond the range of f32"), "{found}");
     assert!(found.starts_with("element 9 is 34028"), "{found}");
     let found = refusal(&mut *parse("uint8+ef").unwrap(), &[1.0, f32::MIN, f32::MAX]);
-    assert!(found.starts_with("element 2 is 34028") && found.contains("what is lost of it"), "{found}");
+    assert!(found.starts_with("element 2 is 34028") && found.contains("its compression error"), "{found}");
 }
 
 /// An error of a nested codec names the index in the outer vector.

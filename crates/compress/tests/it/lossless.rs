@@ -76,9 +76,12 @@ fn a_bomb_is_refused_within_the_bound() {
     let p = PayloadRef::parse(&bytes).unwrap();
     let error = parse("none+zstd").unwrap().decompress(p, &mut [0.0; 64]).unwrap_err();
     assert!(matches!(error, CompressError::Packed { .. }), "{error}");
-    assert_eq!(error.to_string(), "the payload is for zstd, but cannot be unpacked");
+    assert_eq!(
+        error.to_string(),
+        "expected a payload packed by zstd, but it is damaged or unpacks to too many bytes"
+    );
     let error = parse("none+lz4").unwrap().decompress(p, &mut [0.0; 64]).unwrap_err();
-    assert_eq!(error.to_string(), "the payload is for lz4, but was packed by another one");
+    assert_eq!(error.to_string(), "expected a payload packed by lz4, but it was packed by another packer");
     let error = parse("none").unwrap().decompress(p, &mut [0.0; 64]).unwrap_err();
     assert_eq!(error, CompressError::WrongCodec { wanted: CodecId::F32, found: CodecId::PACKED });
 }

@@ -205,6 +205,6 @@ mod tests {
         assert!(!refused("nothing like it:lr=1").contains("did you mean"));
         let file = TrainArgs::from_toml("group = '*.bias:rate=1'", Path::new("run.toml"));
         let said = file.unwrap_err().to_string();
-        assert!(said.contains("`rate` is no setting of a group"), "{said}");
+        assert!(said.contains("`rate` is not a setting of a group"), "{said}");
     }
 }

@@ -83,7 +83,7 @@ fn a_wrong_value_names_the_key_and_what_was_expected() {
         ("model = 3", "a text"),
         ("link = \"100mbit\"", "BANDWIDTH,LATENCY"),
         ("codec = \"int88\"", "int8[:BLOCK]"),
-        ("codec = \"topk:0/f16\"", "\"topk:0\" selects nothing"),
+        ("codec = \"topk:0/f16\"", "\"topk:0\" selects no elements"),
         ("optimizer = \"adm\"", "one of adamw sgd adam"),
         ("group = \"*.bias\"", "group `*.bias`: expected PATTERN:lr=FACTOR,decay=X"),
         ("steps = [1]", "a whole number"),

@@ -107,6 +107,6 @@ mod tests {
             before = repeated;
         }
         let refused = with(Some(state.0)).unwrap_err().to_string();
-        assert!(refused.contains("`worker.0` has 1.99 GB and a replica needs"), "{refused}");
+        assert!(refused.contains("`worker.0` has 1.99 GB, but a replica needs"), "{refused}");
     }
 }

@@ -134,8 +134,8 @@ fn what_no_boundary_can_be_is_refused_with_the_reason() {
     let run = Run::new();
     for (args, reason) in [
         ("--stages 2 --boundary aqsgd:4", "`sampling` is random, expected epochs with boundary aqsgd:4"),
-        ("--stages 2 --boundary aqsgd:5", "needs bits: 2, 3, 4 or 8"),
-        ("--stages 2 --boundary int8+ef", "has no place on a boundary"),
+        ("--stages 2 --boundary aqsgd:5", "needs a number of bits: 2, 3, 4 or 8"),
+        ("--stages 2 --boundary int8+ef", "cannot be used on a boundary"),
         ("--stages 2 --boundary nonsense", "aqsgd:BITS"),
         ("--workers 1 --sampling epochs --batch 8000", "the number of windows of 16 tokens in the data"),
     ] {

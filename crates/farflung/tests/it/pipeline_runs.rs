@@ -277,7 +277,7 @@ fn a_plan_with_unequal_shares_and_layers_trains_as_one_process() {
         ("codec = \"none\"", "codec = \"int9\"", "`level[0].codec` is \"int9\""),
         ("[4, 2]", "[4, 0]", "`microbatches[1]` is 0"),
         ("layers = \"3..4\"", "layers = \"2..4\"", "`part[1].layers` is 2..4"),
-        ("version = 1", "version = 2", "the plan is of version 2"),
+        ("version = 1", "version = 2", "the plan has version 2"),
         ("batch = ", "batches = ", "unknown field `batches`"),
         ("forward = \"none\"", "forward = \"int9\"", "`boundary[0].forward` is \"int9\""),
     ] {

@@ -124,7 +124,7 @@ fn auto_refuses_a_model_that_fits_nowhere_and_a_kind_that_does_not_exist() {
     let output = plan(&format!("auto {} --model nano", path.display()));
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && stderr.contains("all machines have 2 MB"), "{stderr}");
-    assert!(stderr.contains("more would be needed, on machines that have more each"), "{stderr}");
+    assert!(stderr.contains("more are needed, on machines with more memory each"), "{stderr}");
     std::fs::write(&path, file.replace("count = 2", "count = 1").replace("1MB", "1GB")).unwrap();
     let message = refused(&format!("auto {} --model nano --only data", path.display()));
     assert!(message.contains("`only` is data"), "{message}");
@@ -154,7 +154,7 @@ fn auto_refuses_a_plan_whose_machines_hold_its_state_but_not_its_averages() {
     let output = plan(&args);
     let message = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success() && output.stdout.is_empty(), "{message}");
-    for word in ["machine `d.", "takes", "too much", "would make it fit"] {
+    for word in ["machine `d.", "takes", "too much", "use a smaller --batch"] {
         assert!(message.contains(word), "`{word}` is not in: {message}");
     }
 }

@@ -137,14 +137,14 @@ fn files_are_read_or_refused_with_the_line() {
         }
     }
     let wrong: [(&str, &[u8], &str); 9] = [
-        ("empty.txt", b"", "no schedule"),
-        ("empty.csv", b"\n\n", "no schedule"),
+        ("empty.txt", b"", "too few for a schedule"),
+        ("empty.csv", b"\n\n", "too few for a schedule"),
         ("words.txt", b"hello world\n", "line 1"),
         ("second.txt", b"r0: 0F0 0B0\nr2: 1F0 1B0\n", "line 2"),
-        ("huge.txt", b"r0: 4294967295F4294967295\n", "no schedule"),
-        ("slices.csv", b"0F0.65535,0B0\n", "no schedule"),
+        ("huge.txt", b"r0: 4294967295F4294967295\n", "too few for a schedule"),
+        ("slices.csv", b"0F0.65535,0B0\n", "too few for a schedule"),
         ("twice.txt", b"r0: 0F0 0B0 0B0\n", "it comes twice"),
-        ("stuck.txt", b"r0: 0F0 0B0 0F1 0B1\nr1: 1F0 1F1 1B0 1B1\n", "nobody can go on"),
+        ("stuck.txt", b"r0: 0F0 0B0 0F1 0B1\nr1: 1F0 1F1 1B0 1B1\n", "deadlock: rank"),
         ("bytes.txt", &[0xff, 0xfe, 0x00, 0x80], "UTF-8"),
     ];
     for (name, bytes, reason) in wrong {

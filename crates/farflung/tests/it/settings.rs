@@ -89,7 +89,7 @@ fn errors_are_json_where_the_log_is() {
         ),
         ("--log-format json", "'farflung' requires a subcommand"),
         ("--log-format json compress", "a command is missing"),
-        ("--log-format json train --codec topk:0", "\"topk:0\" selects nothing"),
+        ("--log-format json train --codec topk:0", "\"topk:0\" selects no elements"),
         ("--log-format json train --batch 1000000000", "the run needs about "),
     ] {
         let output = farflung(args);

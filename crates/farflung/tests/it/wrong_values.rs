@@ -53,7 +53,7 @@ fn an_outer_step_that_is_not_finite_is_not_taken_by_any_rank() {
         let output = train(&run, before, &format!("{diloco} --outer-lr 1e40 --codec none {args}"));
         let said = stderr(&output);
         assert_eq!(output.status.code(), Some(1), "{args}: {said}");
-        let reason = "the step would leave parameters";
+        let reason = "the step would produce parameters";
         let ranks = if before.is_empty() { 1 } else { before[2].parse().unwrap() };
         assert_eq!(said.matches(reason).count(), ranks, "{args}: {said}");
         assert_eq!(newest(&run.at("run")), 0);

@@ -74,7 +74,7 @@ impl Packed {
     /// Returns the shard of a part that is not in the host's memory.
     fn shard(&mut self, part: &Part) -> &mut Tensor {
         match self {
-            Self::Plain(_) => unreachable!("it lies in the host's memory"),
+            Self::Plain(_) => unreachable!("plain values are in the host's memory"),
             Self::Coded(shards) => &mut shards[part.shard],
         }
     }
@@ -96,7 +96,8 @@ impl Fetch {
 
     pub(super) fn wait(mut self) -> Result<Packed, OptimError> {
         for (part, values) in self.coming {
-            let place = self.packed.host_mut(&part).expect("what comes from a device goes to the host");
+            let place =
+                self.packed.host_mut(&part).expect("downloaded values are copied to the host's memory");
             place.copy_from_slice(&values.wait()?);
         }
         Ok(self.packed)
@@ -203,7 +204,7 @@ impl Bucket {
 
     /// Writes the packed means to their places in `flat`.
     pub(super) fn unpack(&mut self, flat: &mut Tensor) -> Result<(), OptimError> {
-        let packed = self.packed.as_mut().expect("it came back");
+        let packed = self.packed.as_mut().expect("the mean of the bucket has arrived");
         let device = flat.device().clone();
         for part in &self.parts {
             let mut y = flat.view_mut().part(part.flat.start, part.flat.len())?;

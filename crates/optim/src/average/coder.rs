@@ -306,7 +306,7 @@ impl CodedValues for Values {
 
     fn decode_plain(&mut self, range: Range<usize>, bytes: &[u8], merge: Merge) -> Result<(), CoderError> {
         if bytes.len() != range.len() * size_of::<f32>() {
-            return Err(format!("{} plain bytes for {} values", bytes.len(), range.len()).into());
+            return Err(format!("{} bytes of plain f32 for {} values", bytes.len(), range.len()).into());
         }
         let values: Vec<f32> =
             bytes.as_chunks::<4>().0.iter().map(|&value| f32::from_le_bytes(value)).collect();

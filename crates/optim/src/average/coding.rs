@@ -142,7 +142,7 @@ impl Streams {
         match self {
             Self::Named(vectors, spec) => {
                 let spec = if phase == Phase::Server { spec.of_results() } else { *spec };
-                Stream::new(vectors.clone(), spec).expect("they were chosen for this codec")
+                Stream::new(vectors.clone(), spec).expect("the vectors were chosen for this codec")
             }
             Self::Own(vectors, make) => Stream::on_host(vectors.clone(), make()),
         }

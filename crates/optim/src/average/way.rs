@@ -56,7 +56,7 @@ impl Way {
             }
             (Self::Rounds(rounds), Packed::Plain(values)) => plain(comm, rounds.begin(values)?),
             (_, Packed::Plain(values)) => plain(comm, values),
-            (_, Packed::Coded(_)) => unreachable!("only codecs make shards"),
+            (_, Packed::Coded(_)) => unreachable!("only codecs produce shards"),
         })
     }
 

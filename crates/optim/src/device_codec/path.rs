@@ -109,7 +109,8 @@ impl Path {
                 inner.encode_at(device, &masked(device, &drawn, len)?, source, key, body)
             }
             Self::Largest(select, inner) => {
-                let [chunk, kept, total] = largest(*select, len).expect("others are not built");
+                let [chunk, kept, total] =
+                    largest(*select, len).expect("only selections that `largest` supports are built");
                 let mut indices = device.empty(DType::U32, total)?;
                 codecs(device).largest(source.tensor().view(), chunk, kept, indices.view_mut())?;
                 let there = indices.to_vec()?;

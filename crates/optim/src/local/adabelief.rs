@@ -7,7 +7,7 @@ use crate::{ChainBuilder, LrSchedule};
 /// Row of [`METHODS`](super::METHODS) for [`adabelief`].
 pub const ADABELIEF: LocalMethod = LocalMethod {
     name: "adabelief",
-    summary: "Adam with the variance around the average gradient",
+    summary: "Adam with the variance of the gradient around its running average",
     reads: &["beta1", "beta2", "eps"],
     defaults: &[("eps", 1e-16)],
     averages: Averages::Gradients,

@@ -7,7 +7,7 @@ use crate::{ChainBuilder, LrSchedule};
 /// Row of [`METHODS`](super::METHODS) for [`adabound`].
 pub const ADABOUND: LocalMethod = LocalMethod {
     name: "adabound",
-    summary: "Adam whose rates are bounded ever closer to one",
+    summary: "Adam whose step sizes are kept within bounds that converge to --final-lr",
     reads: &["beta1", "beta2", "eps", "final-lr", "gamma"],
     defaults: &[],
     averages: Averages::Gradients,

@@ -7,7 +7,7 @@ use crate::{ChainBuilder, LrSchedule};
 /// Row of [`METHODS`](super::METHODS) for [`adagrad`].
 pub const ADAGRAD: LocalMethod = LocalMethod {
     name: "adagrad",
-    summary: "the gradient over the root of the sum of all its squares",
+    summary: "the gradient divided by the root of the sum of its squares",
     reads: &["lr-decay", "eps"],
     defaults: &[("eps", 1e-10)],
     averages: Averages::Gradients,

@@ -7,7 +7,7 @@ use crate::{ChainBuilder, LrSchedule};
 /// Row of [`METHODS`](super::METHODS) for [`lamb`].
 pub const LAMB: LocalMethod = LocalMethod {
     name: "lamb",
-    summary: "AdamW with each tensor's step as long as its weights",
+    summary: "AdamW with the step of each tensor scaled to the norm of its weights",
     reads: &["beta1", "beta2", "eps"],
     defaults: &[("eps", 1e-6)],
     averages: Averages::Gradients,

@@ -7,7 +7,7 @@ use crate::{ChainBuilder, LrSchedule};
 /// Row of [`METHODS`](super::METHODS) for [`onebit_adam`].
 pub const ONEBIT_ADAM: LocalMethod = LocalMethod {
     name: "onebit-adam",
-    summary: "Adam whose variance stands still after --codec-warmup, while momentum is averaged in 1 bit",
+    summary: "Adam whose variance is frozen after --codec-warmup; from then on momentum is averaged in 1 bit",
     reads: &["beta1", "beta2", "eps"],
     defaults: &[],
     averages: Averages::Momentum { codec: "sign" },
@@ -19,7 +19,7 @@ pub const ONEBIT_ADAM: LocalMethod = LocalMethod {
 /// Row of [`METHODS`](super::METHODS) for [`qadam`].
 pub const QADAM: LocalMethod = LocalMethod {
     name: "qadam",
-    summary: "as onebit-adam, with moments corrected for their start and averaged in 8 bits",
+    summary: "as onebit-adam, with bias-corrected moments, and momentum averaged in 8 bits",
     averages: Averages::Momentum { codec: "minmax8" },
     build: |settings| qadam(settings.into()),
     ..ONEBIT_ADAM

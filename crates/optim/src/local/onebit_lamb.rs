@@ -7,8 +7,8 @@ use crate::{Chain, ChainBuilder, LrSchedule};
 /// Row of [`METHODS`](super::METHODS) for [`onebit_lamb`].
 pub const ONEBIT_LAMB: LocalMethod = LocalMethod {
     name: "onebit-lamb",
-    summary: "1-bit LAMB: LAMB whose variance and layer coefficients stand still after --codec-warmup, while \
-              momentum is averaged in 1 bit",
+    summary: "1-bit LAMB: LAMB whose variance and layer coefficients are frozen after --codec-warmup; from \
+              then on momentum is averaged in 1 bit",
     defaults: &[("eps", 1e-6)],
     averages: Averages::Momentum { codec: "sign" },
     buffers: |_| 4,

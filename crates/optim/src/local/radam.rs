@@ -7,7 +7,7 @@ use crate::transform::scale_by_radam;
 /// Row of [`METHODS`](super::METHODS) for [`radam`].
 pub const RADAM: LocalMethod = LocalMethod {
     name: "radam",
-    summary: "Adam that warms its second moment up (rectified)",
+    summary: "rectified Adam: uses the second moment only once its estimate is reliable",
     reads: &["beta1", "beta2", "eps"],
     defaults: &[],
     averages: Averages::Gradients,

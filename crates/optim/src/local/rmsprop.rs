@@ -7,7 +7,7 @@ use crate::{ChainBuilder, LrSchedule};
 /// Row of [`METHODS`](super::METHODS) for [`rmsprop`].
 pub const RMSPROP: LocalMethod = LocalMethod {
     name: "rmsprop",
-    summary: "the gradient over the root of an average of its squares",
+    summary: "the gradient divided by the root of an average of its squares",
     reads: &["rho", "eps", "centered", "momentum"],
     defaults: &[("momentum", 0.0)],
     averages: Averages::Gradients,

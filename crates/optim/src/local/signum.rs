@@ -7,7 +7,7 @@ use crate::{ChainBuilder, LrSchedule};
 /// Row of [`METHODS`](super::METHODS) for [`signum`].
 pub const SIGNUM: LocalMethod = LocalMethod {
     name: "signum",
-    summary: "the sign of the momentum; signSGD where that is 0",
+    summary: "the sign of the momentum; with --momentum 0 this is signSGD",
     reads: &["momentum"],
     defaults: &[],
     averages: Averages::Gradients,

@@ -7,8 +7,8 @@ use crate::transform::{Rounds, ZeroOneAdam, add_decayed_weights, scale_by_schedu
 /// Row of [`METHODS`](super::METHODS) for [`zero_one_adam`].
 pub const ZERO_ONE_ADAM: LocalMethod = LocalMethod {
     name: "zero-one-adam",
-    summary: "0/1 Adam: gradients in 1 bit while its variance changes more and more rarely; after \
-              --codec-warmup local steps, which meet in 1 bit",
+    summary: "0/1 Adam: before --codec-warmup, gradients in 1 bit and a variance that changes more and more \
+              rarely; after it, local steps that are averaged in 1 bit",
     reads: &["beta1", "beta2", "eps", "variance-doubling", "local-doubling"],
     defaults: &[],
     averages: Averages::Gathered { codec: "sign", sync: "zero-one" },

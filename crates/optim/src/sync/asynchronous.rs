@@ -89,8 +89,8 @@ impl Default for AsynchronousSettings {
 /// above 0, a worker trains on while its change and the answer are in flight.
 pub const ASYNC: SyncMethod = SyncMethod {
     name: "async",
-    summary: "each worker moves the model on the servers when its local steps are done, and waits for nobody \
-              else: delayed Nesterov",
+    summary: "each worker sends its change to the servers after its local steps, without waiting for other \
+              workers: delayed Nesterov",
     each_step: false,
     reads: &[
         "sync-every",
@@ -109,7 +109,7 @@ pub const ASYNC: SyncMethod = SyncMethod {
     compensates: false,
     // With the papers' 0.9 eight workers that are one round stale diverge (bench async).
     outer_momentum: Some(0.5),
-    missing: Missing::Refused("a lost member takes the shard of the model that it serves with it"),
+    missing: Missing::Refused("a member may serve a shard of the model, which is lost with it"),
     buffers: |&Kept { momentum, feedback, .. }| {
         let (momentum, feedback) = (if momentum == 0.0 { 0 } else { 2 }, usize::from(feedback));
         // Held: the model and the server's states, both also in the form of a checkpoint; three vectors of the
@@ -134,7 +134,7 @@ pub const ASYNC: SyncMethod = SyncMethod {
 /// optimizers rather than gradients.
 pub const PARAMETER_SERVER: SyncMethod = SyncMethod {
     name: "parameter-server",
-    summary: "each worker's step moves the model on the servers at once, and the worker goes on from there",
+    summary: "the servers apply each worker's step at once, and the worker continues from their model",
     reads: &["servers", "meet-every"],
     every: Some(1),
     // Without momentum.
@@ -153,7 +153,7 @@ pub const PARAMETER_SERVER: SyncMethod = SyncMethod {
 /// Source: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server".
 pub const BOUNDED_STALE: SyncMethod = SyncMethod {
     name: "bounded-stale",
-    summary: "as parameter-server, but no worker gets more than --staleness steps ahead of the slowest",
+    summary: "as parameter-server, but no worker gets more than --staleness steps ahead of the slowest one",
     reads: &["staleness", "servers", "meet-every"],
     build: |s| {
         let rule = sgd(s.comm.size());
@@ -170,8 +170,8 @@ pub const BOUNDED_STALE: SyncMethod = SyncMethod {
 /// changes are sent together; the grace time is a constant.
 pub const DECOUPLED: SyncMethod = SyncMethod {
     name: "decoupled",
-    summary: "servers take an outer Nesterov step of the changes that came, once these are --quorum and --grace is \
-              over",
+    summary: "servers take an outer Nesterov step with the changes that have arrived, once there are --quorum \
+              of them and --grace has passed",
     reads: &["sync-every", "outer-lr", "outer-momentum", "quorum", "grace", "servers", "meet-every"],
     // Lower than that of `async`: a quorum of half the workers moves the model twice a round.
     outer_momentum: Some(0.3),

@@ -10,7 +10,8 @@ use super::{Buffers, Delayed, DelayedSettings, IN_FLIGHT, Merge, SyncMethod};
 /// Differs: what the codec drops stays in its residual; in the paper it stays in the replica's parameters.
 pub const COCKTAIL: SyncMethod = SyncMethod {
     name: "cocktail",
-    summary: "a mean of parameters at each step, taken up one step later, while the next is computed",
+    summary: "parameters are averaged at each step, while the next one is computed; the mean is applied one \
+              step later",
     each_step: false,
     reads: &[],
     overlaps: true,

@@ -13,7 +13,7 @@ use crate::{Average, AverageConfig, Chain, Coding, OptimError, weigh};
 /// Row of [`METHODS`](super::METHODS) for [`DesLoc`].
 pub const DES_LOC: SyncMethod = SyncMethod {
     name: "des-loc",
-    summary: "local Adam: parameters, first and second moments are averaged, each at a period of its own",
+    summary: "local Adam: parameters, first moments and second moments are averaged, each with its own period",
     each_step: false,
     reads: &["sync-every", "first-moment-every", "second-moment-every"],
     overlaps: false,
@@ -73,7 +73,7 @@ impl MomentPeriods {
 }
 
 fn multiple(field: &'static str, value: u64, every: u64) -> Result<(), OptimError> {
-    let expected = "a multiple of the steps between averages of parameters";
+    let expected = "a multiple of the number of steps between averages of parameters";
     let refused = OptimError::Setting { transform: "sync", field, value: value as f64, expected };
     if value > 0 && value.is_multiple_of(every) { Ok(()) } else { Err(refused) }
 }

@@ -8,7 +8,7 @@ use crate::{Average, OptimError, OuterOptimizer, Prepared, diloco_outer, weigh};
 /// Row of [`METHODS`](super::METHODS) for [`DiLoCo`].
 pub const DILOCO: SyncMethod = SyncMethod {
     name: "diloco",
-    summary: "parameters are averaged every so many steps, through an outer Nesterov step",
+    summary: "parameters are averaged every --sync-every steps, with an outer Nesterov step",
     each_step: false,
     reads: &["sync-every", "outer-lr", "outer-momentum"],
     overlaps: false,

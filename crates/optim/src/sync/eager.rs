@@ -14,8 +14,8 @@ use crate::{Average, AverageConfig, OptimError};
 /// Row of [`METHODS`](super::METHODS) for [`Eager`].
 pub const EAGER: SyncMethod = SyncMethod {
     name: "eager",
-    summary: "diloco whose averages have the next round's time to arrive; each worker counts its own change at \
-              once",
+    summary: "as diloco, but an average may arrive during the next round; each worker applies its own change \
+              at once",
     each_step: false,
     reads: &["sync-every", "outer-lr", "outer-momentum"],
     overlaps: true,

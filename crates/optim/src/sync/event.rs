@@ -16,7 +16,7 @@ use crate::{Average, OptimError};
 /// Row of [`METHODS`](super::METHODS) for [`EventTriggered`].
 pub const EVENT: SyncMethod = SyncMethod {
     name: "event",
-    summary: "as d-psgd, but a tensor is sent only once it has changed by --trigger since it was sent last",
+    summary: "as d-psgd, but a tensor is sent only once it has changed by --trigger since it was last sent",
     each_step: false,
     reads: &["sync-every", "trigger"],
     overlaps: true,

@@ -36,7 +36,7 @@ pub const D_PSGD: SyncMethod = SyncMethod {
 /// Source: Gan et al. 2021, "BAGUA", its decentralised algorithm with `shift_one`.
 pub const SHIFT_ONE: SyncMethod = SyncMethod {
     name: "shift-one",
-    summary: "as d-psgd, in pairs of workers that change in each step",
+    summary: "as d-psgd, but in pairs of workers; the pairs change in each step",
     build: |s| Ok(Box::new(Gossip::new(s, Graph::ShiftOne)?)),
     ..D_PSGD
 };
@@ -47,7 +47,8 @@ pub const SHIFT_ONE: SyncMethod = SyncMethod {
 /// equal weights it is [`SGP`](super::SGP), whose push-sum weights then do not change.
 pub const EXPONENTIAL: SyncMethod = SyncMethod {
     name: "exponential",
-    summary: "as d-psgd, from the worker 1, 2, 4 and so on before in turn",
+    summary: "as d-psgd, but each worker receives from one other: in turn the one 1, 2, 4 and so on ranks \
+              before it",
     build: |s| Ok(Box::new(Gossip::new(s, Graph::Exponential)?)),
     ..D_PSGD
 };
@@ -57,7 +58,7 @@ pub const EXPONENTIAL: SyncMethod = SyncMethod {
 /// Source: Boyd et al. 2006, "Randomized gossip algorithms". All ranks draw the same pairs.
 pub const RANDOM_PAIRS: SyncMethod = SyncMethod {
     name: "random-pairs",
-    summary: "as d-psgd, in pairs of workers that are drawn in each step",
+    summary: "as d-psgd, but in pairs of workers that are drawn at random in each step",
     build: |s| {
         let seed = s.average.seed;
         Ok(Box::new(Gossip::new(s, Graph::RandomPairs { seed })?))

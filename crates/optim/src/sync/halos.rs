@@ -45,8 +45,8 @@ use node::{Node, Region, World, forward};
 /// it is part of the next message.
 pub const HALOS: SyncMethod = SyncMethod {
     name: "halos",
-    summary: "as async with a server in each region of --topology; these send their changes to a world server \
-              every --world-every, and wait for nothing",
+    summary: "as async, with a server in each region of --topology; each sends its changes to a world server \
+              every --world-every changes, without waiting",
     reads: &[
         "sync-every",
         "outer-lr",

@@ -13,7 +13,8 @@ use crate::{Average, OptimError};
 /// Row of [`METHODS`](super::METHODS) for [`ModelAverage`].
 pub const ASYNC_AVERAGE: SyncMethod = SyncMethod {
     name: "async-average",
-    summary: "workers train on while their parameters are averaged with all others', every --average-interval",
+    summary: "the parameters of all workers are averaged every --average-interval, while the workers continue \
+              to train",
     each_step: false,
     reads: &["average-interval", "sync-warmup", "meet-every"],
     overlaps: true,

@@ -12,8 +12,8 @@ use super::neighbours::Graph;
 /// `--consensus-rate` is the slack parameter of its 1-bit form.
 pub const MONIQUA: SyncMethod = SyncMethod {
     name: "moniqua",
-    summary: "as d-psgd, in --moniqua-bits a value: parameters modulo a bound, --theta, on how far neighbours \
-              are apart",
+    summary: "as d-psgd, with --moniqua-bits per value: parameters are sent modulo a number that follows from \
+              --theta, the bound on differences between neighbours",
     reads: &["sync-every", "consensus-rate", "theta", "moniqua-bits"],
     build: |s| {
         let modulo = Modulo::new(s.theta, s.bits, s.average.seed)?;

@@ -11,7 +11,8 @@ use crate::{Average, OptimError};
 /// Row of [`METHODS`](super::METHODS) for [`NoLoCo`].
 pub const NOLOCO: SyncMethod = SyncMethod {
     name: "noloco",
-    summary: "diloco in pairs of workers that are drawn anew each time: no average over all",
+    summary: "as diloco, but workers average in random pairs, drawn anew each time, instead of over all \
+              workers",
     each_step: false,
     reads: &["sync-every", "outer-lr", "outer-momentum"],
     overlaps: false,

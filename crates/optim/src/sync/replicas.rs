@@ -17,7 +17,7 @@ use crate::{Average, AverageConfig, OptimError};
 /// compression for decentralized training", DCD-PSGD.
 pub const LOW_PRECISION: SyncMethod = SyncMethod {
     name: "low-precision",
-    summary: "as d-psgd, where changes of parameters travel, in 8 bits",
+    summary: "as d-psgd, but changes of parameters are sent, in 8 bits",
     each_step: false,
     reads: &["sync-every"],
     overlaps: true,
@@ -39,7 +39,8 @@ pub const LOW_PRECISION: SyncMethod = SyncMethod {
 /// communication", Alg. 2 (`CHOCO-SGD`).
 pub const CHOCO: SyncMethod = SyncMethod {
     name: "choco",
-    summary: "as low-precision, for codecs that lose more; --consensus-rate is how far a step goes",
+    summary: "as low-precision, for codecs that lose more; a step moves by --consensus-rate of the distance \
+              to the neighbours",
     reads: &["sync-every", "consensus-rate"],
     codec: Some("sign"),
     build: |s| {

@@ -13,7 +13,8 @@ use crate::{Average, OptimError};
 /// Row of [`METHODS`](super::METHODS) for [`PushSum`] on exponential graphs.
 pub const SGP: SyncMethod = SyncMethod {
     name: "sgp",
-    summary: "as exponential by push-sum: each worker pushes half of its parameters and of its weight, and divides",
+    summary: "as exponential, by push-sum: each worker sends half of its weighted parameters and of its \
+              weight, and divides what it then has",
     each_step: false,
     reads: &["sync-every"],
     overlaps: true,

@@ -10,7 +10,8 @@ use super::{Buffers, Delayed, DelayedSettings, IN_FLIGHT, Kept, Merge, SyncMetho
 /// every n-th layer. After the last step all parameters are averaged once more.
 pub const STREAMING: SyncMethod = SyncMethod {
     name: "streaming",
-    summary: "diloco by fragments that travel while the next steps are computed, and are taken up later",
+    summary: "as diloco, but in fragments, which are averaged while the next steps are computed and applied \
+              --sync-delay steps later",
     each_step: false,
     reads: &["sync-every", "outer-lr", "outer-momentum", "fragments", "sync-delay", "mixing"],
     overlaps: true,

@@ -34,8 +34,18 @@ impl Timeline {
     pub fn new(every: u64, fragments: u64, delay: u64) -> Result<Self, OptimError> {
         require(every > 0, "every", every, "above 0")?;
         let some = (1..=every).contains(&fragments);
-        require(some, "fragments", fragments, "at least 1, and at most one a step")?;
-        require(delay <= every / fragments, "delay", delay, "at most the steps between two fragments")?;
+        require(
+            some,
+            "fragments",
+            fragments,
+            "at least 1, and at most the number of steps between averages",
+        )?;
+        require(
+            delay <= every / fragments,
+            "delay",
+            delay,
+            "at most the number of steps between two fragments",
+        )?;
         Ok(Self { every, fragments, delay })
     }
 

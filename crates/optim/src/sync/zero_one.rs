@@ -12,7 +12,7 @@ use crate::{Average, AverageConfig, Chain, Coding, Meets, OptimError, weigh};
 /// Row of [`METHODS`](super::METHODS) for [`ZeroOne`].
 pub const ZERO_ONE: SyncMethod = SyncMethod {
     name: "zero-one",
-    summary: "what --optimizer zero-one-adam takes: gradients in 1 bit, then local steps that meet in 1 bit",
+    summary: "for --optimizer zero-one-adam: gradients in 1 bit, later local steps that are averaged in 1 bit",
     each_step: false,
     reads: &["sync-every"],
     overlaps: false,
@@ -22,7 +22,9 @@ pub const ZERO_ONE: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: None,
-    missing: Missing::Refused("a member that is behind cannot take what the others' optimizers gathered"),
+    missing: Missing::Refused(
+        "a member that missed an average cannot restore what the optimizers of the others have accumulated",
+    ),
     // Anchor and mean.
     buffers: |_| Buffers { held: 2, saved: 0 },
     build: |s| Ok(Box::new(ZeroOne::new(s)?)),
@@ -64,7 +66,7 @@ impl ZeroOne {
         let SyncSettings { comm, device, layout, average, params, rounds, .. } = settings;
         let Some(rounds) = rounds else {
             let (transform, field) = ("sync", "optimizer");
-            let expected = "one with rounds, as zero-one-adam";
+            let expected = "an optimizer with rounds, such as zero-one-adam";
             return Err(OptimError::Setting { transform, field, value: 0.0, expected });
         };
         let config = AverageConfig { warmup: 0, ..average };
@@ -85,7 +87,7 @@ impl ZeroOne {
 }
 
 /// Reason why the optimizer accumulates, for `expect`.
-const GATHERS: &str = "an optimizer with rounds gathers";
+const GATHERS: &str = "an optimizer with rounds accumulates its updates";
 
 impl Synchroniser for ZeroOne {
     fn gradients(&mut self) -> Option<&mut Average> {
@@ -119,7 +121,7 @@ impl Synchroniser for ZeroOne {
             transform: "sync",
             field: "optimizer",
             value: 0.0,
-            expected: "one that gathers: call exchange_gathered",
+            expected: "a call of exchange_gathered, because the optimizer accumulates its updates",
         })
     }
     fn exchange_gathered(
@@ -142,7 +144,7 @@ impl Synchroniser for ZeroOne {
     }
     fn prepare(&mut self) -> Result<(), OptimError> {
         if self.exchanged && !is_finite(self.mean.view())? {
-            return Err(OptimError::StepNotFinite { name: "gathered".to_owned() });
+            return Err(OptimError::StepNotFinite { name: "accumulated updates".to_owned() });
         }
         Ok(())
     }

@@ -391,18 +391,18 @@ fn ranges_are_checked() {
         let mut grads = flat(&random(&layout, 1, 1.0));
         let p = layout.params();
         let mut averaging = average.begin();
-        assert_eq!(problem(averaging.ready(0..70, &grads)), "p0: cut by a range that became ready");
-        assert_eq!(problem(averaging.ready(70..p[2].start, &grads)), "p0: cut by a range that became ready");
+        assert_eq!(problem(averaging.ready(0..70, &grads)), "p0: marked ready only in part");
+        assert_eq!(problem(averaging.ready(70..p[2].start, &grads)), "p0: marked ready only in part");
         averaging.ready(p[1].start..p[3].start, &grads).unwrap();
         assert_eq!(
             problem(averaging.ready(p[2].start..layout.len(), &grads)),
-            "p2: ready twice in one round"
+            "p2: marked ready twice in one round"
         );
         averaging.ready(p[1].range().end..p[2].start, &grads).unwrap();
         assert!(matches!(averaging.ready(0..layout.len() + 1, &grads), Err(OptimError::Tensor(_))));
         assert!(matches!(averaging.ready(0..64, &flat(&[0.0; 64])), Err(OptimError::Tensor(_))));
         let unfinished = averaging.finish(&mut grads).map(|_| ());
-        assert_eq!(problem(unfinished), "p0: not ready when the round was to finish");
+        assert_eq!(problem(unfinished), "p0: not marked ready before the end of the round");
         let none = AverageConfig { bucket_bytes: 0, ..AverageConfig::default() };
         assert!(matches!(Average::new(comm, &CPU, &layout, none), Err(OptimError::Setting { .. })));
     });

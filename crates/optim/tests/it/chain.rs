@@ -506,7 +506,7 @@ fn an_outer_step_that_would_not_be_finite_changes_nothing() {
         let error = outer.try_step(prepared).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "the step would leave parameters that are not finite; it was not taken"
+            "the step would produce parameters that are not finite; it was not taken"
         );
         assert!(outer.commit(&mut params, prepared).is_err());
         let now: Vec<_> = outer.states().map(|(_, state)| state.to_vec::<f32>().unwrap()).collect();

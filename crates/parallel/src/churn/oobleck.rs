@@ -12,7 +12,8 @@ use super::policy::{Now, Policy, Reaction, Row, Saves};
 /// Row of [`POLICIES`](super::POLICIES).
 pub(super) const ROW: Row = Row {
     name: "oobleck",
-    summary: "two copies of each layer at least, in pipelines of planned lengths; missing layers come from another copy",
+    summary: "at least two copies of each layer, in pipelines of planned lengths; lost layers are fetched \
+              from another copy",
     saves: Saves::Hourly,
     begin: || Box::new(Oobleck::default()),
 };

@@ -8,7 +8,8 @@ use super::{Prices, Shape};
 /// Row of [`POLICIES`](super::POLICIES).
 pub(super) const ROW: Row = Row {
     name: "parcae",
-    summary: "the pipelines and stages whose expected throughput under the losses ahead is highest, with spare machines",
+    summary: "the numbers of pipelines and stages with the highest expected throughput under the losses to \
+              come, with spare machines",
     saves: Saves::Hourly,
     begin: || Box::new(Parcae::default()),
 };

@@ -14,7 +14,7 @@ use crate::pipeline::{Action, ComputeKind, ComputeOrder, Op, PipelineCost, Place
 /// Row of [`POLICIES`](super::POLICIES).
 pub(super) const ROW: Row = Row {
     name: "recycle",
-    summary: "microbatches of a lost machine go through those of the same stage in other pipelines",
+    summary: "microbatches of a lost machine are sent through machines of the same stage in other pipelines",
     saves: Saves::Hourly,
     begin: || Box::new(Recycle::default()),
 };
@@ -62,7 +62,7 @@ pub fn reroute(
     let stages = base.placement().stages();
     if base.placement().copies() != 1 || base.slices() != 1 || base.placement().ranks() != stages {
         return Err(ParallelError::NotBuilt {
-            what: "re-routing an order of chunks, copies or slices".to_owned(),
+            what: "re-routing an order with chunks, copies or slices".to_owned(),
         });
     }
     let zero = |of: String, field| Err(ParallelError::Zero { of, field });

@@ -9,7 +9,8 @@ use super::{Prices, Shape};
 /// Row of [`POLICIES`](super::POLICIES).
 pub(super) const ROW: Row = Row {
     name: "restart",
-    summary: "begins again at the newest checkpoint, with as many pipelines of the same stages as there are machines for",
+    summary: "restarts from the newest checkpoint, with the same stages and as many pipelines as the machines \
+              allow",
     saves: Saves::Daly,
     begin: || Box::new(Restart::new(same_stages)),
 };

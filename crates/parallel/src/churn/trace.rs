@@ -153,14 +153,19 @@ impl FromStr for Trace {
                 _ => return Err(wrong(number, line, form)),
             };
             if at >= time || events.last().is_some_and(|last| at < last.at) {
-                return Err(wrong(number, line, "a time behind that of the line before, before the end"));
+                return Err(wrong(
+                    number,
+                    line,
+                    "a time that is not before that of the previous line, and is before the end",
+                ));
             }
             let Some(state) = there.get_mut(machine as usize) else {
-                return Err(wrong(number, line, "a machine below the number of machines"));
+                return Err(wrong(number, line, "a machine number below the number of machines"));
             };
             let last = events.iter().rev().take_while(|last| last.at == at);
             if *state == is_back || last.clone().any(|last| last.machine == machine) {
-                let expected = "a machine that is there to be lost, one that is away to come back";
+                let expected = "`lost` for a machine that is there, or `back` for one that was lost, and one \
+                                event of a machine at a time";
                 return Err(wrong(number, line, expected));
             }
             *state = is_back;
@@ -200,7 +205,7 @@ mod tests {
         assert!(refused("machines 0 time 1h").contains("1 to 65536"));
         assert!(refused("machines 2 time 1h\n1min lost 2").contains("line 2"));
         assert!(refused("machines 2 time 1h\n1min lost 1\n30s lost 0").contains("line 3"));
-        assert!(refused("machines 2 time 1h\n1min back 1").contains("away to come back"));
+        assert!(refused("machines 2 time 1h\n1min back 1").contains("for one that was lost"));
         assert!(refused("machines 2 time 1h\n2h lost 1").contains("before the end"));
         assert!(refused("machines 2 time 1h\n# nothing\n1min gone 1").contains("line 3"));
     }

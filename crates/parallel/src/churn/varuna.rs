@@ -8,7 +8,8 @@ use super::restart::Restart;
 /// Row of [`POLICIES`](super::POLICIES).
 pub(super) const ROW: Row = Row {
     name: "varuna",
-    summary: "begins again at the newest checkpoint, in the best pipelines and stages for the machines there are",
+    summary: "restarts from the newest checkpoint, with the best numbers of pipelines and stages for the \
+              machines that are left",
     saves: Saves::Daly,
     begin: || Box::new(Restart::new(|prices, machines, _| best_shape(prices, machines, 1))),
 };

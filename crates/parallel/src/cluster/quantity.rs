@@ -114,7 +114,7 @@ impl TensorEfficiency {
 
 impl<'de> Deserialize<'de> for TensorEfficiency {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        let expected = "percents from 1 to 100 for 2, 4, 8 and so on tensor ranks, at most 16";
+        let expected = "percentages from 1 to 100 for 2, 4, 8 and so on tensor ranks, at most 16 of them";
         let percents = Vec::<u8>::deserialize(from).map_err(|_| D::Error::custom(expected))?;
         Self::new(percents).ok_or_else(|| D::Error::custom(expected))
     }

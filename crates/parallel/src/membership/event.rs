@@ -76,7 +76,7 @@ pub enum Action {
 pub enum Reason {
     /// Too few members are heard to decide a view.
     #[error(
-        "no majority: {heard} of {members} members are heard from, {}",
+        "no majority: this member hears {heard} of {members} members, itself included, {}",
         if *tie_breaker { "with the tie-breaker" } else { "without the tie-breaker" }
     )]
     NoMajority {
@@ -105,7 +105,7 @@ pub enum Reason {
     },
     /// The member restarted the run from a checkpoint, but a majority of the older incarnation is still
     /// training.
-    #[error("the run still goes on in {older}: join it instead of starting it again")]
+    #[error("the run is still in progress in {older}: join it instead of starting it again")]
     StillRuns {
         /// Place of the newest known view of the older incarnation.
         older: Place,

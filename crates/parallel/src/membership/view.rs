@@ -56,29 +56,29 @@ pub struct Start {
 #[non_exhaustive]
 pub enum ViewFault {
     /// The view has no members.
-    #[error("a view without members")]
+    #[error("the view has no members")]
     Empty,
     /// This member is missing from the view.
     #[error("{0} is not in the view, or has another slot")]
     NotIn(MemberId),
     /// A different view of an epoch that is already decided. This violates the guarantee of one view per epoch:
     /// a member has lost its votes.
-    #[error("another view of {0}")]
+    #[error("a different view of {0} was decided before")]
     Another(Place),
     /// The view has too many members.
-    #[error("a view of {0} members: at most {most}", most = View::MOST_MEMBERS)]
+    #[error("the view has {0} members, at most {most} are allowed", most = View::MOST_MEMBERS)]
     TooLarge(usize),
     /// The members are not sorted, or this member is listed twice.
-    #[error("members of a view are not sorted by (joined, id), or {0} is there twice")]
+    #[error("the members of the view are not sorted by (joined, id), or {0} is listed twice")]
     Unsorted(MemberId),
     /// Two members have this slot.
-    #[error("two members of a view have slot {0}")]
+    #[error("two members of the view have slot {0}")]
     SlotTwice(u32),
     /// This member joined in an epoch after the view's.
-    #[error("{0} joined after its view's epoch")]
+    #[error("{0} joined in an epoch after the view's")]
     JoinedLater(MemberId),
     /// The tie-breaker is not a member, or not the one that the rules determine.
-    #[error("the tie-breaker {0} is not the one that the rule gives")]
+    #[error("the tie-breaker {0} is not the member that the rules determine")]
     TieBreaker(MemberId),
     /// The view is not of the next epoch of the same incarnation.
     #[error("{found} does not follow {old}")]
@@ -89,7 +89,7 @@ pub enum ViewFault {
         found: Place,
     },
     /// The view has another parent.
-    #[error("a view whose parent is {found}, expected {expected}")]
+    #[error("the parent of the view is {found}, expected {expected}")]
     Parent {
         /// Digest of the previous view.
         expected: Digest,
@@ -97,10 +97,10 @@ pub enum ViewFault {
         found: Digest,
     },
     /// The view both removes this member and admits newcomers.
-    #[error("a view that removes {0} and admits newcomers")]
+    #[error("the view removes {0} and also admits newcomers")]
     RemovesAndAdmits(MemberId),
     /// The view admits more newcomers than the previous view had members.
-    #[error("a view that admits {newcomers} newcomers to {members} members")]
+    #[error("the view admits {newcomers} newcomers, more than the {members} members of the previous view")]
     TooManyNewcomers {
         /// Number of newcomers.
         newcomers: usize,

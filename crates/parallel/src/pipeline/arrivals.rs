@@ -87,7 +87,7 @@ impl<'a> Follower<'a> {
         let order = schedule.order();
         let refuse = |found| Err(ParallelError::NotFollowed { rank, found });
         if order.placement().stages_of(rank).count() != 1 {
-            return refuse("several stages on it");
+            return refuse("several stages on this rank");
         }
         if order.slices() > 1 || order.updates() != Updates::Flush {
             return refuse("slices, or updates within a pass");
@@ -102,10 +102,14 @@ impl<'a> Follower<'a> {
                 }
                 Lowered::Compute(Op::Run(action)) => {
                     last = action.kind;
-                    let Some(list) = follower.list(last) else { return refuse("split backwards") };
+                    let Some(list) = follower.list(last) else {
+                        return refuse("backwards that are split into input and weight gradients");
+                    };
                     list.push_back(Entry { action, behind: Vec::new() });
                 }
-                Lowered::Compute(Op::Overlap { .. }) => return refuse("pairs"),
+                Lowered::Compute(Op::Overlap { .. }) => {
+                    return refuse("overlapped pairs of a forward and a backward");
+                }
                 // Messages are derived from the computations.
                 Lowered::Move { .. } if entry.message(order.placement()).is_some() => {}
                 Lowered::Move { kind, stage, microbatch, slice } => {
@@ -171,7 +175,7 @@ impl<'a> Follower<'a> {
                 None => nexts[worker.first(&mut awaited)],
             };
             if again && next != Next::Forward {
-                let entry = recomputes.pop_front().expect("its first was looked at");
+                let entry = recomputes.pop_front().expect("the list was checked not to be empty");
                 worker.compute(entry.action, None)?;
             }
             let side = match next {
@@ -179,7 +183,8 @@ impl<'a> Follower<'a> {
                 Next::Forward => &mut forward,
                 Next::Recompute => continue,
             };
-            let Entry { action, behind } = side.left.pop_front().expect("its first was looked at");
+            let Entry { action, behind } =
+                side.left.pop_front().expect("the list was checked not to be empty");
             side.done += 1;
             let input = side.awaited.take().map(|awaited| worker.wait(awaited)).transpose()?;
             let output = worker.compute(action, input)?;

@@ -186,7 +186,7 @@ impl fmt::Display for Compared {
             let figures = match row {
                 Ok(figures) => figures,
                 Err(ParallelError::NotAdmitted { field, given, needs, .. }) => {
-                    writeln!(f, "{method:<13} not with {given} {field}: it needs {needs}")?;
+                    writeln!(f, "{method:<13} does not support {given} {field}: it needs {needs}")?;
                     continue;
                 }
                 Err(error) => {
@@ -206,7 +206,7 @@ impl fmt::Display for Compared {
                 figures.link_use * 100.0,
                 gap * 100.0,
                 match best {
-                    _ if !self.fits(figures) => "  over the memory",
+                    _ if !self.fits(figures) => "  exceeds the memory",
                     Some(best) if best == *method => "  <- fastest",
                     _ => "",
                 }

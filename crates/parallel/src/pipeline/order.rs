@@ -29,7 +29,7 @@ use flow::{Timeless, flow};
 /// assert_eq!((order.placement().ranks(), order.microbatches()), (2, 2));
 /// assert_eq!(order.to_string(), "r0: 0F0 0F1 0B0 0B1\nr1: 1F0 1B0 1F1 1B1\n");
 /// let stuck = "r0: 0F0 0B0 0F1 0B1\nr1: 1F0 1F1 1B0 1B1".parse::<ComputeOrder>();
-/// assert_eq!(stuck.unwrap_err().to_string(), "nobody can go on: rank 0 waits at 0B0, rank 1 waits at 1F1");
+/// assert_eq!(stuck.unwrap_err().to_string(), "deadlock: rank 0 waits at 0B0, rank 1 waits at 1F1");
 /// # Ok::<(), farflung_parallel::ParallelError>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -205,7 +205,7 @@ impl ComputeOrder {
             ComputeKind::BackwardInput | ComputeKind::Backward
                 if !last_slice && !done[cell + 1].has(Done::INPUT) =>
             {
-                return refuse("the backward of the slice behind it comes later");
+                return refuse("the backward of the next slice comes later");
             }
             ComputeKind::BackwardInput => Done::INPUT,
             ComputeKind::Backward => Done::INPUT | Done::WEIGHT,
@@ -228,7 +228,7 @@ impl ComputeOrder {
                 }
                 if owner.is_some() {
                     let rank = self.placement.rank(first.stage);
-                    let problem = "its microbatch goes through another copy of the model too";
+                    let problem = "its microbatch goes through two copies of the model";
                     return Err(ParallelError::Action { action: first, rank, problem });
                 }
                 owner = Some(copy);
@@ -240,7 +240,10 @@ impl ComputeOrder {
                     let action = Action { stage, slice, ..Action::forward(0, microbatch) };
                     let now = done[self.cell(action)];
                     if stage.0 / depth != owner && now.has(Done::FORWARD) {
-                        let (rank, problem) = (self.placement.rank(stage), "it belongs to another copy");
+                        let (rank, problem) = (
+                            self.placement.rank(stage),
+                            "its microbatch goes through another copy of the model",
+                        );
                         return Err(ParallelError::Action { action, rank, problem });
                     }
                     if stage.0 / depth == owner && now.0 & needed != needed {
@@ -349,8 +352,8 @@ mod tests {
 
     #[test]
     fn what_is_wrong_is_named() {
-        assert!(refused("").contains("no schedule"));
-        assert!(refused("r0: 0F0 0B0 0B0").contains("rank 0 has 0B0: it comes twice"));
+        assert!(refused("").contains("too few for a schedule"));
+        assert!(refused("r0: 0F0 0B0 0B0").contains("rank 0, 0B0: it comes twice"));
         assert!(refused("r0: 0F0 0W0 0I0").contains("0W0: the gradient of the input comes later"));
         assert!(refused("r0: 0B0 0F0").contains("its forward comes later"));
         assert!(refused("r0: 0F0 0F1 0B0").contains("0B1 is missing"));
@@ -361,11 +364,13 @@ mod tests {
         assert!(refused("r0: 0F0\nr2: 1F0").contains("line 2"));
         assert!(refused("r0: 0F0 0X0").contains("line 1: `0X0`"));
         assert!(refused("r0: 0F0.1 0F0").contains("the slice before it comes later"));
-        assert!(refused("r0: 0F0 0F0.1 0B0 0B0.1").contains("slice behind"));
+        assert!(refused("r0: 0F0 0F0.1 0B0 0B0.1").contains("next slice"));
         assert!(refused("r0: 0F0 0B0 0R0").contains("its backward comes before it"));
         assert!(refused("r0: 0F0 0STEP0 0B0").contains("backward"));
-        assert!(refused("r0: 0F0 1F0 2F0\nr1: 2F1").contains("no schedule"));
-        assert!(refused("r0: 0F0 1F0 2F0 0F1 1F1\nr1: 2F1").contains("2 entries for 1 ranks"));
+        assert!(refused("r0: 0F0 1F0 2F0\nr1: 2F1").contains("too few for a schedule"));
+        assert!(
+            refused("r0: 0F0 1F0 2F0 0F1 1F1\nr1: 2F1").contains("2 entries, expected 1, one for each rank")
+        );
     }
 
     #[test]

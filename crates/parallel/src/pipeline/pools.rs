@@ -102,12 +102,12 @@ impl Pools {
     pub fn fault(&self) -> Option<PoolsFault> {
         let fault = |field, expected: &str| Some(PoolsFault { field, expected: expected.to_owned() });
         if self.sizes.len() < 2 {
-            return fault("sizes", "two pools or more, one for each stage of the pipeline");
+            return fault("sizes", "at least two pools, one for each stage of the pipeline");
         }
         if self.sizes.contains(&0) {
             return fault(
                 "sizes",
-                "at least one rank in each pool: a stage that nobody holds stops the pipeline",
+                "at least one rank in each pool, because a stage without a rank stops the pipeline",
             );
         }
         if self.rates.len() != self.ranks() as usize {
@@ -341,7 +341,7 @@ mod tests {
     fn what_cannot_be_is_named() {
         let fault = |sizes: &[u32], rates: &[u32]| pools(sizes, rates).routes(4).unwrap_err().to_string();
         assert!(fault(&[3], &[1; 3]).contains("pools.sizes"));
-        assert!(fault(&[1, 0], &[1]).contains("a stage that nobody holds"));
+        assert!(fault(&[1, 0], &[1]).contains("a stage without a rank"));
         assert!(fault(&[1, 2], &[1, 1]).contains("3 numbers"));
         assert!(fault(&[1, 2], &[1, 0, 1]).contains("pools.rates"));
         assert!(fault(&[u32::MAX, u32::MAX], &[1]).contains("pools.rates"));

@@ -170,7 +170,10 @@ impl<'a, W: Worker> Executor<'a, W> {
         match (entry, entry.message(placement)) {
             (Lowered::Compute(op), _) => self.compute(op, worker)?,
             (_, Some((Way::Send, message))) => {
-                let data = self.made.remove(&message).expect("the worker made what a schedule sends");
+                let data = self
+                    .made
+                    .remove(&message)
+                    .expect("the worker returned the output that the schedule sends");
                 worker.send(placement.rank(message.to()), message, data)?;
             }
             (_, Some((Way::Receive, message))) => {
@@ -218,7 +221,9 @@ impl<'a, W: Worker> Executor<'a, W> {
         };
         match self.awaited.remove(&message) {
             Some(pending) => worker.wait(pending).map(Some),
-            None => Ok(Some(self.made.remove(&message).expect("the worker made what is used here"))),
+            None => Ok(Some(
+                self.made.remove(&message).expect("the worker returned the output that is used here"),
+            )),
         }
     }
 

@@ -130,7 +130,7 @@ fn pairing(order: &ComputeOrder, lists: &[Vec<Lowered>]) -> Result<(), ParallelE
             let problem = match sent.next() {
                 Some(next) if next == message => continue,
                 Some(_) => "messages are sent in another order",
-                None => "nobody sends it",
+                None => "no rank sends it",
             };
             return Err(fault(to, message.receive(), problem));
         }
@@ -171,14 +171,14 @@ fn one_rank(
             }
             Lowered::Compute(op) => {
                 if ops.next() != Some(&op) {
-                    return Err(fault(rank, entry, "it is not the next of the order"));
+                    return Err(fault(rank, entry, "it is not the next computation of the order"));
                 }
                 for action in op.actions() {
                     let crossing = |message: &Message| message.wire(placement).is_some();
                     if let Some(message) = Message::taken_by(action, placement).filter(crossing)
                         && take(&mut awaited, message).is_none()
                     {
-                        return Err(fault(rank, entry, "nothing awaits what it needs"));
+                        return Err(fault(rank, entry, "its input is not received before it"));
                     }
                     made.extend(Message::made_by(action, placement).filter(crossing));
                 }
@@ -192,12 +192,16 @@ fn one_rank(
                     continue;
                 };
                 let Some(wire) = message.wire(placement) else {
-                    return Err(fault(rank, entry, "both ends are on this rank"));
+                    return Err(fault(rank, entry, "sender and receiver are the same rank"));
                 };
                 let wire = wires.entry(wire).or_default();
                 match way {
                     Way::Send if take(&mut made, message).is_none() => {
-                        return Err(fault(rank, entry, "there is nothing to send, or no longer"));
+                        return Err(fault(
+                            rank,
+                            entry,
+                            "its message was not computed yet, or was sent already",
+                        ));
                     }
                     Way::Send => wire.sent.push(message),
                     Way::Receive => {
@@ -215,7 +219,7 @@ fn one_rank(
         return Err(fault(rank, message.send(), "it is missing"));
     }
     match awaited.first() {
-        Some(message) => Err(fault(rank, message.receive(), "nothing uses it")),
+        Some(message) => Err(fault(rank, message.receive(), "no computation uses it")),
         None => Ok(()),
     }
 }
@@ -282,17 +286,17 @@ mod tests {
         assert_eq!(Schedule::check(order.clone(), good).unwrap().buffers(), 0);
         let refused = |a: &str, b: &str| refused(&order, &[a, b]);
         assert!(refused("0F0 0RECV_B0 0B0", two).contains("0SEND_F0: it is missing"));
-        assert!(refused("0SEND_F0 0F0 0RECV_B0 0B0", two).contains("nothing to send"));
-        assert!(refused("0F0 0SEND_F0 0SEND_F0 0RECV_B0 0B0", two).contains("nothing to send"));
-        assert!(refused("0F0 0SEND_F0 0B0 0RECV_B0", two).contains("nothing awaits"));
-        assert!(refused("0F0 0SEND_F0 0RECV_B0 0RECV_B0 0B0", two).contains("nothing uses it"));
+        assert!(refused("0SEND_F0 0F0 0RECV_B0 0B0", two).contains("not computed yet"));
+        assert!(refused("0F0 0SEND_F0 0SEND_F0 0RECV_B0 0B0", two).contains("not computed yet"));
+        assert!(refused("0F0 0SEND_F0 0B0 0RECV_B0", two).contains("its input is not received"));
+        assert!(refused("0F0 0SEND_F0 0RECV_B0 0RECV_B0 0B0", two).contains("no computation uses it"));
         assert!(refused("0B0 0RECV_B0 0F0", two).contains("not the next"));
         assert!(refused("0F0 0SEND_F0", two).contains("0B0: it is missing"));
         assert!(refused("0F0 0SEND_B0", two).contains("no stage at the other end"));
         assert!(refused("0F0 1SEND_F0", two).contains("another rank"));
         assert!(refused("0F0 9SEND_F0", two).contains("another rank"));
         assert!(refused("0F0 0SEND_F0 0RECV_B0 0B0 1STEP0", two).contains("another rank"));
-        assert!(refused("0F0 0SEND_F7 0SEND_F0 0RECV_B0 0B0", two).contains("nothing to send"));
+        assert!(refused("0F0 0SEND_F7 0SEND_F0 0RECV_B0 0B0", two).contains("not computed yet"));
     }
 
     /// Both ranks have the same two messages, but in different orders.
@@ -302,8 +306,7 @@ mod tests {
         let one = "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0RECV_B0 0B1 0B0";
         let crossed = "1RECV_F1 1RECV_F0 1F0 1F1 1B1 1SEND_B1 1B0 1SEND_B0";
         assert!(
-            refused(&order, &[one, crossed])
-                .contains("rank 1 has 1RECV_F1: messages are sent in another order")
+            refused(&order, &[one, crossed]).contains("rank 1, 1RECV_F1: messages are sent in another order")
         );
     }
 

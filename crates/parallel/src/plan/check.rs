@@ -9,7 +9,10 @@ use crate::pipeline::{ComputeOrder, Pools, PoolsFault, Settings, StageCost, Tie,
 use crate::{Axis, ParallelError};
 
 /// Returns the error for a field with an invalid value.
-#[expect(clippy::needless_pass_by_value, reason = "values of any kind are named, mostly made for it")]
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "values of many types are printed; most are created for this call"
+)]
 fn refuse(field: impl Into<String>, value: impl ToString, expected: impl Into<String>) -> ParallelError {
     ParallelError::Plan { field: field.into(), value: value.to_string(), expected: expected.into() }
 }
@@ -53,7 +56,8 @@ impl Plan {
         }
         let order: Vec<Axis> =
             axes.iter().map(|&(a, _)| a).filter(|a| matches!(a, Axis::Data | Axis::Pipeline)).collect();
-        let expected = "data=REPLICAS,pipeline=STAGES: the ranks of a pipeline are neighbours";
+        let expected = "data=REPLICAS,pipeline=STAGES in this order, so that the ranks of a pipeline are \
+                        consecutive";
         ensure(order == [Axis::Data, Axis::Pipeline], "mesh", &self.mesh, expected)?;
 
         let (given, ranks) = (self.machines.len(), self.ranks() as usize);
@@ -85,7 +89,7 @@ impl Plan {
         for (i, Part { layers: range, recompute, offload }) in self.parts.iter().enumerate() {
             let field = |name: &str| format!("part[{i}].{name}");
             let text = format!("{}..{}", range.start, range.end);
-            let begins = format!("a range that begins at {next}, where the one before ends");
+            let begins = format!("a range that begins at {next}, where the part before ends");
             ensure(range.start == next && range.end >= next, field("layers"), &text, begins)?;
             let inner = i > 0 && i < last;
             ensure(
@@ -97,18 +101,18 @@ impl Plan {
             next = range.end;
             let count = range.end - range.start;
             if let Recompute::Layers(again) = *recompute {
-                let expected = format!("1 to {count}, the part's layers, or none, or full");
+                let expected = format!("none, full, or 1 to {count}, the number of the part's layers");
                 ensure((1..=count).contains(&again), field("recompute"), again, expected)?;
             }
             if let Recompute::Within(_) = recompute {
-                let expected = "none, full, or a number of layers in a pipeline";
+                let expected = "none, full, or a number of layers, because the plan has several parts";
                 ensure(last == 0, field("recompute"), recompute, expected)?;
             }
             let room = count - recompute.of(count);
-            let expected = format!("at most {room}, the part's layers that are not computed again");
+            let expected = format!("at most {room}, the number of the part's layers that are not recomputed");
             ensure(*offload <= room, field("offload"), offload, expected)?;
         }
-        let expected = format!("that the last part ends at {layers}, the model's layers");
+        let expected = format!("the last part to end at {layers}, the number of the model's layers");
         ensure(next == layers, format!("part[{last}].layers"), format!("up to {next}"), expected)
     }
 
@@ -122,28 +126,32 @@ impl Plan {
         }
         let counts: BTreeSet<u32> = self.microbatches.iter().copied().collect();
         if self.updates() != Updates::Flush {
-            let expected = "the same number for each replica: without a flush each update is averaged";
+            let expected = "the same number for each replica, because each update is averaged in a schedule \
+                            without a flush";
             ensure(counts.len() == 1, "microbatches", format!("{:?}", self.microbatches), expected)?;
             if let Updates::TwoVersions { every } = self.updates() {
                 let good = counts.iter().all(|count| count.is_multiple_of(every));
-                let expected = format!("a multiple of the {every} stages: as many make one update");
+                let expected = format!(
+                    "a multiple of {every}, the number of stages, because that many microbatches make one \
+                     update"
+                );
                 ensure(good, "microbatches", format!("{:?}", self.microbatches), expected)?;
             }
             let level = self.outermost_checked()?;
-            ensure(level.every == 1, "level.every", level.every, "1 with a schedule without a flush")?;
+            ensure(level.every == 1, "level.every", level.every, "1, because the schedule has no flush")?;
         }
         for count in counts {
             let order = self.order_with(count, &[StageCost::UNIT], Nanos::ZERO)?;
             let placement = order.placement();
             let (parts, depth) = (self.parts.len(), placement.depth() as usize);
-            let expected = format!("{depth}, as many as the schedule has");
+            let expected = format!("{depth}, the number of stages of the schedule");
             ensure(parts == depth, "part", format!("given {parts} times"), expected)?;
             let (given, has) = (slices.len().max(1), usize::from(order.slices()));
             ensure(
                 given == has,
                 "pipeline.slices",
                 format!("{given} slices"),
-                format!("{has}, as the schedule has"),
+                format!("{has}, the number of slices of the schedule"),
             )?;
         }
         Ok(())
@@ -156,10 +164,10 @@ impl Plan {
             let value = if field == "sizes" { &pools.sizes } else { &pools.rates };
             return Err(refuse(format!("pools.{field}"), format!("{value:?}"), expected));
         }
-        let expected = "data=1: the ranks of a pool are its replicas";
+        let expected = "data=1, because the ranks of a pool are its replicas";
         ensure(self.replicas() == 1, "mesh", &self.mesh, expected)?;
         let (sum, ranks) = (pools.ranks(), self.stages());
-        let expected = format!("{ranks} ranks together, as the mesh has");
+        let expected = format!("{ranks} ranks in all, the number of ranks of the mesh");
         ensure(sum == ranks, "pools.sizes", format!("{:?}", pools.sizes), expected)?;
         let expected = format!("{}, one for each pool", pools.stages());
         ensure(
@@ -171,7 +179,7 @@ impl Plan {
         let (count, fewest) = (self.microbatches[0], pools.fewest());
         let expected = format!("at least {fewest}, so that each rank of the largest pool has one");
         ensure(count >= fewest, "microbatches[0]", count, expected)?;
-        let none = "nothing with pools of ranks";
+        let none = "no value, because the schedule has pools of ranks";
         ensure(self.pipeline.chunks.is_none(), "pipeline.chunks", "given", none)?;
         ensure(self.pipeline.slices.is_empty(), "pipeline.slices", "given", none)?;
         ensure(self.pipeline.memory != Some(0), "pipeline.memory", 0, "at least 1")
@@ -205,7 +213,8 @@ impl Plan {
                 "at least 1 for each replica",
             )?;
             let good = steps.iter().max().is_none_or(|most| most.is_multiple_of(every));
-            let expected = format!("a multiple of {every}, the steps between two averages, for the fastest");
+            let expected =
+                format!("a multiple of {every}, the steps between two averages, for the fastest replica");
             ensure(good, field("steps"), given(), expected)?;
             ensure(!level.method.is_empty(), field("method"), "empty", "a method's name")?;
             ensure(!level.codec.is_empty(), field("codec"), "empty", "a codec's name, or none")?;
@@ -218,13 +227,13 @@ impl Plan {
                 good,
                 field("groups"),
                 format!("{:?}", level.groups),
-                "groups in which each replica is once",
+                "groups that contain each replica exactly once",
             )?;
         }
         let last = self.levels.len() - 1;
         let outermost = &self.levels[last];
         let whole = outermost.groups.len() <= 1;
-        let expected = "empty at the last level, where all replicas meet";
+        let expected = "at most one group at the last level, which averages over all replicas";
         ensure(whole, format!("level[{last}].groups"), format!("{:?}", outermost.groups), expected)?;
         match last {
             0 => Ok(()),
@@ -237,9 +246,9 @@ impl Plan {
     /// that a hierarchical average uses inside its groups.
     fn check_two_levels(&self, inner: &Level, outer: &Level) -> Result<(), ParallelError> {
         let field = |name: &str| format!("level[0].{name}");
-        let expected = "two groups or more, the regions of the level after it";
+        let expected = "at least two groups, the regions of level[1]";
         ensure(inner.groups.len() > 1, field("groups"), format!("{:?}", inner.groups), expected)?;
-        let as_outer = |name: &str| format!("that of level[1], with which it is one average; its `{name}`");
+        let as_outer = |name: &str| format!("the `{name}` of level[1], because both levels form one average");
         ensure(inner.method == outer.method, field("method"), &inner.method, as_outer("method"))?;
         ensure(inner.every == outer.every, field("every"), inner.every, as_outer("every"))?;
         let steps = || format!("{:?}", inner.steps);
@@ -251,20 +260,21 @@ impl Plan {
             as_outer("bucket_bytes"),
         )?;
         ensure(inner.overlap == outer.overlap, field("overlap"), inner.overlap, as_outer("overlap"))?;
-        let expected = format!("{NO_CODEC}: inside a region values travel plain");
+        let expected = format!("{NO_CODEC}, because values are sent without a codec inside a region");
         ensure(inner.codec == NO_CODEC, field("codec"), &inner.codec, expected)?;
         let inside = if outer.codec == NO_CODEC { Algorithm::Ring } else { Algorithm::Direct };
         ensure(
             inner.algorithm == inside,
             field("algorithm"),
             inner.algorithm,
-            format!("{inside}, as regions do"),
+            format!("{inside}, the algorithm inside regions"),
         )?;
-        let expected = "hierarchical above a level of regions";
+        let expected = "hierarchical, because level[0] has regions";
         ensure(outer.algorithm == Algorithm::Hierarchical, "level[1].algorithm", outer.algorithm, expected)?;
         let copies =
             self.order_with(self.microbatches[0], &[StageCost::UNIT], Nanos::ZERO)?.placement().copies();
-        let expected = "one level with a schedule that holds the model twice: groups name replicas";
+        let expected = "one level, because groups contain whole replicas and the schedule holds the model \
+                        twice";
         ensure(copies == 1, "level", "given 2 times", expected)
     }
 
@@ -314,7 +324,7 @@ impl Plan {
     fn check_own(&self, order: &ComputeOrder, microbatches: u32) -> Result<(), ParallelError> {
         let placement = order.placement();
         let field = "pipeline.schedule";
-        let expected = format!("for {} ranks, as the mesh has", self.stages());
+        let expected = format!("for {} ranks, the number of stages of the mesh", self.stages());
         ensure(
             placement.ranks() == self.stages(),
             field,
@@ -322,11 +332,12 @@ impl Plan {
             expected,
         )?;
         let given = order.microbatches();
-        let expected = format!("of {microbatches} microbatches, as each replica has");
+        let expected = format!("of {microbatches} microbatches, the number of each replica");
         ensure(given == microbatches, field, format!("of {given} microbatches"), expected)?;
         ensure(!order.is_forward_only(), field, "without backward passes", "a schedule that trains")?;
         let good = placement.copies() == 1 || placement.tie() != Tie::Across;
-        let expected = "copies of the model that begin and end on the same ranks: they share a token table";
-        ensure(good, field, "with copies of the model on unlike ranks", expected)
+        let expected = "copies of the model that begin and end on the same ranks, because they share a token \
+                        table";
+        ensure(good, field, "with copies of the model that begin or end on different ranks", expected)
     }
 }

@@ -66,7 +66,7 @@ impl LocalSteps {
     pub fn new(period: u32, steps: Vec<u32>, microbatches: Vec<u32>) -> Self {
         assert!(
             period > 0 && steps.len() == microbatches.len(),
-            "a period, and two numbers for each replica"
+            "the period must be above 0, and each replica needs a number of steps and of microbatches"
         );
         Self { period, steps, microbatches, earlier: Vec::new() }
     }

@@ -115,7 +115,7 @@ fn each_field_is_refused_by_its_name() {
         (refusal(|p| p.mesh = "pipeline=2,data=2".parse().unwrap()), "`mesh` is pipeline=2,data=2"),
         (
             refusal(|p| p.mesh = "data=2,pipeline=2,tensor=2".parse().unwrap()),
-            "a mesh with tensor=2 is not built",
+            "a mesh with tensor=2 is not supported",
         ),
         (refusal(|p| drop(p.machines.pop())), "`machines` is 3 names, expected 4"),
         (refusal(|p| p.machines[1] = "b".to_owned()), "`machines` is \"b\" twice"),
@@ -137,12 +137,12 @@ fn each_field_is_refused_by_its_name() {
         ),
         (
             refusal(|p| p.parts[1].layers = 1..3),
-            "`part[1].layers` is up to 3, expected that the last part ends at 4",
+            "`part[1].layers` is up to 3, expected the last part to end at 4",
         ),
         (refusal(|p| p.model.layers = 5), "`part[1].layers` is up to 4"),
         (
             refusal(|p| p.parts[0].recompute = Recompute::Layers(2)),
-            "`part[0].recompute` is 2, expected 1 to 1",
+            "`part[0].recompute` is 2, expected none, full, or 1 to 1",
         ),
         (refusal(|p| p.parts[1].offload = 4), "`part[1].offload` is 4, expected at most 3"),
         (
@@ -158,7 +158,7 @@ fn each_field_is_refused_by_its_name() {
                 p.pipeline.schedule = ScheduleSource::Named(Method::PipeDream2Bw);
                 p.microbatches = vec![3, 3];
             }),
-            "`microbatches` is [3, 3], expected a multiple of the 2 stages",
+            "`microbatches` is [3, 3], expected a multiple of 2, the number of stages",
         ),
         (refusal(|p| p.pipeline.slices = vec![8, 8]), "`pipeline.slices` is 2 slices, expected 1"),
         (refusal(|p| p.boundaries.clear()), "`boundary` is given 0 times, expected 1"),
@@ -171,13 +171,16 @@ fn each_field_is_refused_by_its_name() {
                 p.levels[0].every = 3;
                 p.levels[0].steps = vec![2; p.replicas() as usize];
             }),
-            "a multiple of 3, the steps between two averages, for the fastest",
+            "a multiple of 3, the steps between two averages, for the fastest replica",
         ),
         (refusal(|p| p.levels[0].bucket_bytes = 3), "`level[0].bucket_bytes` is 3"),
         (refusal(|p| p.levels[0].groups = vec![vec![0], vec![1]]), "`level[0].groups` is [[0], [1]]"),
         (refusal(|p| p.levels[0].groups = vec![vec![0, 0]]), "`level[0].groups` is [[0, 0]]"),
-        (refusal(|p| p.levels.push(Level::default())), "`level[0].groups` is [], expected two groups"),
-        (refusal(|p| p.levels = vec![Level::default(); 3]), "a plan with 3 levels is not built"),
+        (
+            refusal(|p| p.levels.push(Level::default())),
+            "`level[0].groups` is [], expected at least two groups",
+        ),
+        (refusal(|p| p.levels = vec![Level::default(); 3]), "a plan with 3 levels is not supported"),
         (refusal(|p| p.microbatches = vec![3, 3].into_iter().map(|m| m * 300_000_000).collect()), "actions"),
     ];
     for (message, expected) in refused {
@@ -260,10 +263,7 @@ fn a_difference_names_its_field() {
 fn texts_that_are_no_plan_say_where_they_are_wrong() {
     let text = plan().to_string();
     let read = |from: &str, to: &str| text.replacen(from, to, 1).parse::<Plan>().unwrap_err().to_string();
-    assert_eq!(
-        read("version = 1", "version = 9"),
-        "the plan is of version 9, and this build reads version 1"
-    );
+    assert_eq!(read("version = 1", "version = 9"), "the plan has version 9, but this build reads version 1");
     assert!(
         read("batch = 3", "batches = 3").starts_with("plan, line 5, `batches = 3`: unknown field `batches`")
     );

@@ -31,7 +31,7 @@ impl FromStr for Layers {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let wrong = "expected layers such as `0..4`: the first, and the one behind the last";
+        let wrong = "expected layers such as `0..4`: the first layer, and the one after the last";
         let (start, end) = text.split_once("..").ok_or(wrong)?;
         Ok(Self(start.parse().map_err(|_| wrong)?..end.parse().map_err(|_| wrong)?))
     }
@@ -240,7 +240,7 @@ impl File {
                 (None, Some(pools)) => ScheduleSource::Pools(pools),
                 (Some(name), Some(pools)) if name == POOLS => ScheduleSource::Pools(pools),
                 (Some(name), pools) if pools.is_some() || name == POOLS => {
-                    let expected = format!("{POOLS}, and a section [pools], or neither");
+                    let expected = format!("{POOLS} together with a section [pools], or neither");
                     return Err(ParallelError::Plan {
                         field: "pipeline.schedule".to_owned(),
                         value: name,

@@ -87,7 +87,7 @@ pub fn alpa(size: &AlpaSize, time: StageTime<'_>) -> Result<SubmeshPlan, Paralle
     let refused = || ParallelError::Plan {
         field: "stages".to_owned(),
         value: format!("{} layers on {} machines of {} devices", size.layers, size.nodes, size.devices),
-        expected: "a model that fits".to_owned(),
+        expected: "a model that fits on the devices".to_owned(),
     };
     if size.layers == 0 || all == 0 || size.microbatches == 0 {
         return Err(refused());

@@ -155,13 +155,16 @@ pub fn dapple(
         expected: expected.to_owned(),
     };
     if size.layers == 0 || size.microbatches == 0 {
-        return Err(refused("layers and microbatches"));
+        return Err(refused("at least one layer and one microbatch"));
     }
     let mut search = Search { size, cost, hop, known: BTreeMap::new(), labels: Vec::new() };
     let start = State { layer: 0, used: vec![0; size.machines as usize], before: Vec::new() };
-    let found = search.frontier(&start).ok_or_else(|| refused("fewer kinds of stages"))?;
-    let best =
-        found.min_by_key(|&at| search.labels[at].label.end).ok_or_else(|| refused("a model that fits"))?;
+    let found = search
+        .frontier(&start)
+        .ok_or_else(|| refused("fewer layers or devices, because the search has too many states"))?;
+    let best = found
+        .min_by_key(|&at| search.labels[at].label.end)
+        .ok_or_else(|| refused("a model that fits on the devices"))?;
     let time = Nanos(search.labels[best].label.end);
     let (mut stages, mut at) = (Vec::new(), Some(best));
     while let Some(found) = at {

@@ -48,7 +48,11 @@ pub fn galvatron(
     };
     let count = costs.first().map_or(0, Vec::len);
     if count == 0 || costs.iter().any(|layer| layer.len() != count) {
-        return Err(wrong("costs", format!("{} layers", costs.len()), "the same strategies for each layer"));
+        return Err(wrong(
+            "costs",
+            format!("{} layers", costs.len()),
+            "at least one layer, and the same strategies, one or more, for each layer",
+        ));
     }
     if grain.0 == 0 {
         return Err(wrong("grain", grain.to_string(), "at least 1 B"));
@@ -56,7 +60,11 @@ pub fn galvatron(
     let units = memory.0 / grain.0;
     let states = units.saturating_add(1).saturating_mul((count * costs.len()) as u64);
     if states > STATES {
-        return Err(wrong("grain", grain.to_string(), "fewer than 2^26 units of memory times strategies"));
+        return Err(wrong(
+            "grain",
+            grain.to_string(),
+            "a larger grain: units of memory times strategies must be at most 2^26",
+        ));
     }
     let units = units as usize;
     // `least[strategy][used]`: least time of the layers so far, if the last one has this strategy and they use

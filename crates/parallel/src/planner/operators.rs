@@ -150,7 +150,7 @@ impl OperatorGraph {
 pub fn choose(graph: &OperatorGraph) -> Result<Sharding, ParallelError> {
     graph.check()?;
     let found = solve(graph, None).map_err(|error| gave_up(graph, &error.to_string()))?;
-    found.ok_or_else(|| gave_up(graph, "it was interrupted"))
+    found.ok_or_else(|| gave_up(graph, "the solver was interrupted"))
 }
 
 /// Returns the strategies with the least cost among those that fit in the devices' memory. `None` if there are
@@ -171,7 +171,7 @@ pub fn choose_within(graph: &OperatorGraph, limit: &MemoryLimit) -> Result<Optio
             Err(microlp::Error::Infeasible) => return Ok(None),
             found => found.map_err(|error| gave_up(graph, &error.to_string()))?,
         };
-        let found = found.ok_or_else(|| gave_up(graph, "it was interrupted"))?;
+        let found = found.ok_or_else(|| gave_up(graph, "the solver was interrupted"))?;
         match graph.memory(&found.strategies, limit) {
             Some(taken) if taken <= limit.bytes => return Ok(Some(found)),
             Some(taken) if room.bytes.0 > 0 => {
@@ -187,7 +187,7 @@ fn gave_up(graph: &OperatorGraph, problem: &str) -> ParallelError {
     ParallelError::Plan {
         field: "operators".to_owned(),
         value: format!("{} operators", graph.operators.len()),
-        expected: format!("a program that can be solved: {problem}"),
+        expected: format!("an integer program that can be solved: {problem}"),
     }
 }
 

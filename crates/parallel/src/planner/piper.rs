@@ -82,7 +82,7 @@ pub fn piper(size: &PiperSize, load: ShapeLoad<'_>) -> Result<ShapedPlan, Parall
     let refused = || ParallelError::Plan {
         field: "stages".to_owned(),
         value: format!("{} layers on {} devices of {}", size.layers, size.devices, size.memory),
-        expected: "a model that fits".to_owned(),
+        expected: "a model that fits on the devices".to_owned(),
     };
     let (layers, all) = (size.layers, size.devices as usize);
     if layers == 0 || all == 0 {

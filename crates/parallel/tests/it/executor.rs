@@ -425,7 +425,7 @@ fn a_backward_runs_when_its_gradient_is_there_and_a_forward_while_it_is_late() {
     assert_eq!(ops(&again, 0, [5, 5, 5, 5]).matches("0R").count(), 4);
     assert!(ops(&again, 0, [5, 5, 5, 5]).starts_with("0F0 0F1 0F2 0R0 - 0B0"));
     // Schedules that the rule does not support are an error.
-    for (method, found) in [(Method::ZbH1, "split backwards"), (Method::Hanayo, "several stages")] {
+    for (method, found) in [(Method::ZbH1, "backwards that are split"), (Method::Hanayo, "several stages")] {
         let order = method.order(&Settings::new(2, 4)).unwrap();
         let schedule = Schedule::new(order, &Lowering::default()).unwrap();
         let refused = Follower::new(&schedule, Rank(1), rule).unwrap_err().to_string();

@@ -194,11 +194,11 @@ fn what_a_method_cannot_do_is_refused_with_the_reason() {
     let at = Settings::new;
     assert_eq!(
         refused(Method::Interleaved, at(4, 6)),
-        "interleaved does not do 6 microbatches: it needs a multiple of the 4 stages"
+        "schedule interleaved does not support 6 microbatches: it needs a multiple of the 4 stages"
     );
     assert!(refused(Method::ZbH2, at(4, 6)).contains("at least 7 for 4 stages"));
     assert!(refused(Method::Chimera, at(3, 4)).contains("3 stages: it needs an even number"));
-    assert!(refused(Method::Chimera, at(4, 5)).contains("half go each way"));
+    assert!(refused(Method::Chimera, at(4, 5)).contains("half go in each direction"));
     assert!(refused(Method::DualPipe, at(4, 6)).contains("at least 8"));
     assert!(refused(Method::DualPipeV, at(4, 7)).contains("at least 8"));
     assert!(refused(Method::OneFOneB, at(0, 1)).contains("0 stages"));
@@ -213,7 +213,7 @@ fn what_a_method_cannot_do_is_refused_with_the_reason() {
     assert!(refused(Method::ZbH2, at(u32::MAX, 1)).contains("at least 8589934589"));
     assert!(refused(Method::TeraPipe, Settings { slices: 0, ..at(2, 2) }).contains("slices"));
     assert!(refused(Method::OneFOneBSlope, Settings { slope: Some(0), ..at(2, 2) }).contains("0 mu"));
-    assert!(refused(Method::GPipe, at(1 << 20, 1 << 20)).contains("more than the"));
+    assert!(refused(Method::GPipe, at(1 << 20, 1 << 20)).contains("too many for a schedule"));
     assert!(
         refused(Method::ZbAuto, Settings { cost: vec![StageCost::UNIT; 3], ..at(2, 2) })
             .contains("3 entries")

@@ -201,6 +201,6 @@ fn tensor_efficiency_is_read_printed_and_checked() {
     assert_eq!(least.percents(), [96, 50, 50]);
     for wrong in ["[0]", "[101]", "[96.5]", "'96%'", "[-1]"] {
         let said = file(wrong).parse::<Cluster>().unwrap_err().to_string();
-        assert!(said.contains("line 5") && said.contains("percents from 1 to 100"), "{wrong}: {said}");
+        assert!(said.contains("line 5") && said.contains("percentages from 1 to 100"), "{wrong}: {said}");
     }
 }

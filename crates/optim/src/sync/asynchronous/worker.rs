@@ -164,7 +164,7 @@ impl Asynchronous {
         let Parts { owners, server, held, remembered, packs } = parts;
         if let Some(delay) = pace.waits.filter(|&delay| delay > 0 && delay >= every) {
             let (field, value) = ("delay", delay as f64);
-            let expected = "below the steps between two changes";
+            let expected = "below the number of steps between two changes";
             return Err(OptimError::Setting { transform: "sync", field, value, expected });
         }
         let zeros = || device.zeros(layout.len());

@@ -9,7 +9,7 @@ use super::super::{MemberId, Place, View, ViewFault};
 #[non_exhaustive]
 pub enum Breach {
     /// Two different views of one epoch.
-    #[error("two views of {at}: {first:?} and {second:?}")]
+    #[error("two different views of {at}, with members {first:?} and {second:?}")]
     Fork {
         /// Place of both views.
         at: Place,
@@ -19,7 +19,7 @@ pub enum Breach {
         second: Vec<MemberId>,
     },
     /// A view that does not follow the previous one.
-    #[error("the view of {at} does not follow the one before: {fault}")]
+    #[error("the view of {at} does not follow the previous one: {fault}")]
     Chain {
         /// Place of the view.
         at: Place,
@@ -27,7 +27,7 @@ pub enum Breach {
         fault: ViewFault,
     },
     /// A member returned to an older view.
-    #[error("{who} went from {from} back to {to}")]
+    #[error("{who} returned from {from} to the older {to}")]
     Backwards {
         /// Id of the member.
         who: MemberId,
@@ -37,7 +37,7 @@ pub enum Breach {
         to: Place,
     },
     /// A member reported a fault of another, although all members follow the rules.
-    #[error("{who} blames {peer}: {fault}")]
+    #[error("{who} reports a fault of {peer}, although all members follow the rules: {fault}")]
     Blames {
         /// Id of the reporting member.
         who: MemberId,
@@ -47,7 +47,7 @@ pub enum Breach {
         fault: ViewFault,
     },
     /// The run does not continue although a majority is alive and its members hear each other.
-    #[error("no view of all that live within the limit")]
+    #[error("the members that are alive did not continue the run within the time limit")]
     Stuck,
 }
 

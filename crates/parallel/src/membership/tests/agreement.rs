@@ -74,5 +74,5 @@ fn a_fork_is_told_with_its_epoch_and_members() {
     let forks = trials(3, 20, Some(Flaw::OneVoteDecides)).flat_map(|(_, outcome)| outcome.breaches);
     let fork = forks.into_iter().find(|breach| matches!(breach, Breach::Fork { .. }));
     let says = fork.map(|fork| fork.to_string()).unwrap_or_default();
-    assert!(says.starts_with("two views of epoch ") && says.contains("MemberId(#"), "{says}");
+    assert!(says.starts_with("two different views of epoch ") && says.contains("MemberId(#"), "{says}");
 }

@@ -131,32 +131,32 @@ fn what_does_not_follow_is_refused_with_the_rule() {
     };
     let seven = *grown.member(&id(7)).unwrap();
     let cases: &[(ViewFault, &str)] = &[
-        (change(&next, &|view| view.members.clear()), "a view without members"),
+        (change(&next, &|view| view.members.clear()), "the view has no members"),
         (
             change(&next, &|view| view.epoch = 3),
             "epoch 3 of incarnation 1 does not follow epoch 1 of incarnation 1",
         ),
         (change(&next, &|view| view.incarnation = 2), "epoch 2 of incarnation 2 does not follow"),
-        (change(&next, &|view| view.parent = START.plan), "a view whose parent is 0909"),
+        (change(&next, &|view| view.parent = START.plan), "the parent of the view is 0909"),
         (change(&next, &|view| view.members.swap(0, 1)), "not sorted"),
-        (change(&next, &|view| view.members[1] = view.members[0]), "#0 is there twice"),
-        (change(&next, &|view| view.members[1].slot = 0), "two members of a view have slot 0"),
-        (change(&next, &|view| view.members[1].joined = 9), "#1 joined after"),
-        (change(&next, &|view| view.members.push(seven)), "a view that removes #2 and admits newcomers"),
-        (change(&next, &|view| view.tie_breaker = id(1)), "the tie-breaker #1 is not the one"),
-        (change(&next, &|view| view.tie_breaker = id(2)), "the tie-breaker #2 is not the one"),
+        (change(&next, &|view| view.members[1] = view.members[0]), "#0 is listed twice"),
+        (change(&next, &|view| view.members[1].slot = 0), "two members of the view have slot 0"),
+        (change(&next, &|view| view.members[1].joined = 9), "#1 joined in an epoch after"),
+        (change(&next, &|view| view.members.push(seven)), "the view removes #2 and also admits newcomers"),
+        (change(&next, &|view| view.tie_breaker = id(1)), "the tie-breaker #1 is not the member"),
+        (change(&next, &|view| view.tie_breaker = id(2)), "the tie-breaker #2 is not the member"),
         (change(&grown, &|view| view.members[3].joined = 1), "#7"),
         (
             change(&grown, &|view| {
                 view.members.extend((8..12).map(|n| Member { joined: 2, ..member(n) }));
             }),
-            "a view that admits 5 newcomers to 3 members",
+            "the view admits 5 newcomers, more than the 3 members",
         ),
         (
             change(&grown, &|view| {
                 view.members = (0..3000).map(|n| Member { joined: 1, ..member(n) }).collect();
             }),
-            "a view of 3000 members: at most 2048",
+            "the view has 3000 members, at most 2048 are allowed",
         ),
     ];
     for (fault, says) in cases {

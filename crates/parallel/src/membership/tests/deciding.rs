@@ -44,7 +44,10 @@ fn of_two_halves_the_one_with_the_tie_breaker_goes_on() {
     net.pass(seconds(2));
     let reason = Reason::NoMajority { heard: 2, members: 4, tie_breaker: false };
     assert_eq!(net.stops, BTreeMap::from([(id(2), reason.clone()), (id(3), reason.clone())]));
-    assert_eq!(reason.to_string(), "no majority: 2 of 4 members are heard from, without the tie-breaker");
+    assert_eq!(
+        reason.to_string(),
+        "no majority: this member hears 2 of 4 members, itself included, without the tie-breaker"
+    );
 }
 
 #[test]
@@ -372,7 +375,10 @@ fn a_host_that_starts_again_is_refused_while_the_others_have_a_majority() {
         let older = net.view(1).place();
         assert_eq!(net.stops, BTreeMap::from([(id(0), Reason::StillRuns { older })]));
         let says = net.stops[&id(0)].to_string();
-        assert!(says.contains("the run still goes on in epoch") && says.contains("incarnation 1"), "{says}");
+        assert!(
+            says.contains("the run is still in progress in epoch") && says.contains("incarnation 1"),
+            "{says}"
+        );
     }
 }
 

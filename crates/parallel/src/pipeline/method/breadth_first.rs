@@ -6,7 +6,7 @@ use crate::pipeline::{Action, Op};
 /// Row of the table of methods.
 pub(super) const ROW: Row = Row {
     name: "bfs",
-    summary: "chunk by chunk, all microbatches",
+    summary: "all microbatches of one chunk, then of the next",
     chunks: Chunks::Any,
     lists: |asked| Ok(lists(asked.ranks, asked.microbatches, asked.chunks)),
     peak: |_, Sizes { m, chunks, .. }| m * chunks,

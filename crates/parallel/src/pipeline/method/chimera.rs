@@ -7,7 +7,7 @@ use crate::pipeline::{Action, Op};
 /// Row of the table of methods.
 pub(super) const ROW: Row = Row {
     name: "chimera",
-    summary: "two copies of the model, one each way",
+    summary: "two copies of the model, one in each direction",
     chunks: Chunks::OneOfEach,
     shape: Shape::BothWays,
     needs: both_ways,

@@ -10,7 +10,7 @@ use crate::pipeline::{Arrivals, Placement};
 /// Row of the table of methods.
 pub(super) const ROW: Row = Row {
     name: "hanayo",
-    summary: "stages in waves to and fro",
+    summary: "stages in waves, back and forth over the ranks",
     chunks: Chunks::Even,
     lists: |asked| Ok(lists(asked.ranks, asked.microbatches, asked.placement)),
     peak: |_, Sizes { p, chunks, .. }| p * chunks,

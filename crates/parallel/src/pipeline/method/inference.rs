@@ -6,7 +6,7 @@ use crate::pipeline::{Action, Op};
 /// Row of the table of methods.
 pub(super) const ROW: Row = Row {
     name: "inference",
-    summary: "forwards alone",
+    summary: "forwards only",
     trains: false,
     lists: |asked| Ok(lists(asked.ranks, asked.microbatches)),
     peak: |_, _| 1,

@@ -7,7 +7,7 @@ use crate::pipeline::{Action, Op};
 /// Row of the table of methods.
 pub(super) const ROW: Row = Row {
     name: "interleaved",
-    summary: "1F1B over several chunks a rank",
+    summary: "1F1B over several chunks per rank",
     chunks: Chunks::Any,
     needs: |&Settings { ranks, microbatches: m, .. }| {
         microbatches(m, m.is_multiple_of(ranks), || format!("a multiple of the {ranks} stages"))

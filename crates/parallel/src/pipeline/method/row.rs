@@ -84,7 +84,7 @@ impl Chunks {
             Self::Exactly(needed) => needed.to_string(),
             Self::OneOfEach => "1".to_owned(),
             Self::Any => "at least 1".to_owned(),
-            Self::Even => "an even number: two for each wave".to_owned(),
+            Self::Even => "an even number, two for each wave".to_owned(),
         })
     }
 }
@@ -159,7 +159,7 @@ pub(super) fn both_ways(settings: &Settings) -> Option<Need> {
     if !given.is_multiple_of(2) {
         return Some(Need { field: "stages", given, needs: "an even number".to_owned() });
     }
-    let half = || "an even number: half go each way".to_owned();
+    let half = || "an even number, because half go in each direction".to_owned();
     self::microbatches(microbatches, microbatches.is_multiple_of(2), half)
 }
 

@@ -10,7 +10,7 @@ use crate::pipeline::{Action, ComputeKind, Op};
 /// Row of the table of methods.
 pub(super) const ROW: Row = Row {
     name: "terapipe",
-    summary: "slices of each microbatch's tokens one after the other",
+    summary: "each microbatch in slices of its tokens, one after the other",
     reads: &[Reads::Slices],
     needs: |settings| {
         let none = settings.slices == 0;

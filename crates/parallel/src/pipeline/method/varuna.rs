@@ -10,7 +10,7 @@ use crate::pipeline::{Arrivals, Placement};
 /// Row of the table of methods.
 pub(super) const ROW: Row = Row {
     name: "varuna",
-    summary: "backward as soon as a gradient is there, else forward",
+    summary: "backward as soon as a gradient has arrived, otherwise forward",
     reads: &[Reads::Costs, Reads::Memory],
     needs: |settings| {
         let none = settings.memory == Some(0);

@@ -69,7 +69,9 @@ impl Layout {
             let (from, to) = (&groups[pair[0]], &groups[pair[1]]);
             let matching = costs.of_boundary(from, to);
             for pipeline in &mut pipelines {
-                let row = from.binary_search(&pipeline[pipeline.len() - 1]).expect("it is of this group");
+                let row = from
+                    .binary_search(&pipeline[pipeline.len() - 1])
+                    .expect("the device belongs to this group");
                 pipeline.push(to[matching.column[row]]);
             }
         }
