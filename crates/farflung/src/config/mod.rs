@@ -49,7 +49,7 @@ use choice::{
 use given::Given;
 use local_steps::LocalStepsKind;
 use pools::Numbers;
-use shared::Own;
+use shared::PerRankSetting;
 use validate::check;
 use value::Setting;
 

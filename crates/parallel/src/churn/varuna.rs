@@ -2,13 +2,13 @@
 //! machines.
 
 use super::best_shape::best_shape;
-use super::policy::{Row, Saves};
+use super::policy::{PolicyRow, CheckpointInterval};
 use super::restart::Restart;
 
 /// Row of [`POLICIES`](super::POLICIES).
-pub(super) const ROW: Row = Row {
+pub(super) const ROW: PolicyRow = PolicyRow {
     name: "varuna",
     summary: "begins again at the newest checkpoint, in the best pipelines and stages for the machines there are",
-    saves: Saves::Daly,
+    saves: CheckpointInterval::Daly,
     begin: || Box::new(Restart::new(|prices, machines, _| best_shape(prices, machines, 1))),
 };
