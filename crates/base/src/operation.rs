@@ -81,7 +81,8 @@ impl Operation {
             receives: moved(&step.receives),
         };
         let lane = |lane: &Vec<OperationStep>| lane.iter().map(step).collect();
-        let side = |side: &RankPart| RankPart { lanes: side.lanes.iter().map(lane).collect(), window: side.window };
+        let side =
+            |side: &RankPart| RankPart { lanes: side.lanes.iter().map(lane).collect(), window: side.window };
         let sides: BTreeMap<Rank, RankPart> =
             self.sides.iter().map(|(&rank, of)| (place(rank), side(of))).collect();
         assert_eq!(sides.len(), self.sides.len(), "a rank stands for two");

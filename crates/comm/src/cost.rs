@@ -4,7 +4,7 @@
 //! Pure. The simulated transport moves real bytes over the same [`Network`](farflung_base::network::Network),
 //! and a test checks that both take the same time.
 
-use farflung_base::operation::{self, OperationStep, SendOrder, RankPart};
+use farflung_base::operation::{self, OperationStep, RankPart, SendOrder};
 use farflung_base::{Bytes, Nanos, Operation, Rank, Topology};
 
 use crate::FRAME_BYTES;

@@ -66,7 +66,7 @@ pub use coded::{
     coded_exchange_of, coded_ring, two_level,
 };
 pub use communicator::{Communicator, Counter, WaitMode, shift_one};
-pub use control::{Control, BoundedVec, SharedMemoryMessage};
+pub use control::{BoundedVec, Control, SharedMemoryMessage};
 pub use cost::{cost, cost_coded, message_operation, operation, operation_coded};
 pub use doubling::{halving_doubling, recursive_doubling};
 pub use element::{Element, Located, ReduceOp};

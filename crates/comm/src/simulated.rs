@@ -29,7 +29,7 @@ use crate::inbox::{BlockedFor, Inbox};
 use crate::transport::Tag;
 use crate::{Frame, Pool};
 pub use faults::{At, Faults, LinkNoise};
-pub use happening::{SimulatedEvent, Reached};
+pub use happening::{Reached, SimulatedEvent};
 use lookahead::{Distances, distances};
 pub use recording::{Recorder, Recording, record};
 use world::World;

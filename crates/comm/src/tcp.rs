@@ -36,7 +36,7 @@ pub use crate::rate::{Pace, SLOWEST};
 use crate::shared::RingWaker;
 use crate::transport::{Tag, Transport};
 use crate::{CommError, Frame, PathStats, Pool};
-pub use gate::{MemberList, Connected, GrowingNetwork, GateConfig};
+pub use gate::{Connected, GateConfig, GrowingNetwork, MemberList};
 use link::Link;
 use links::Links;
 pub use near::SharedMemory;

@@ -156,7 +156,9 @@ impl<Q: Quantizer<BITS>, const BITS: u32> Block<Q, BITS> {
         for start in (0..count).step_by(GROUP) {
             let group = &mut group[..GROUP.min(count - start)];
             unpack::<BITS>(codes, start, count, group);
-            if let Some(i) = group.iter().position(|code| if zero { *code != 0 } else { Q::is_invalid(*code) }) {
+            if let Some(i) =
+                group.iter().position(|code| if zero { *code != 0 } else { Q::is_invalid(*code) })
+            {
                 return CompressError::Code { index: at + start + i, code: group[i] };
             }
         }

@@ -10,7 +10,7 @@ mod select;
 
 pub use amount::Amount;
 pub use index::IndexCoding;
-pub use mask::{RoundMask, Mask, Masked, Pattern};
+pub use mask::{Mask, Masked, Pattern, RoundMask};
 pub use places::SparseIndices;
 pub use select::Select;
 
@@ -19,7 +19,7 @@ use crate::simd::{Level, NonTemporalStores};
 use crate::wire::CodecId;
 use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
 use index::Coding;
-use places::{UNORDERED, PREFIX, MISSING_INDICES};
+use places::{MISSING_INDICES, PREFIX, UNORDERED};
 use select::{Chosen, Finder};
 
 /// Sends the selected elements of a vector: their indices in the smallest coding, and their values encoded by

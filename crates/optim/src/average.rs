@@ -24,7 +24,7 @@ use bucket::{Bucket, Fetch, Slot};
 use coder::Codecs;
 use density::DensityWarmup;
 use rounds::BucketProtocols;
-use way::{ReductionStep, PendingBucket, BucketReduction};
+use way::{BucketReduction, PendingBucket, ReductionStep};
 
 pub use coding::{Coding, MakeCompressor, MakeProtocol};
 pub use config::AverageConfig;
@@ -174,7 +174,9 @@ impl Average {
         };
         for (bucket, way) in self.buckets.iter_mut().zip(&self.ways) {
             match way {
-                BucketReduction::Plain(_) | BucketReduction::Rounds(_) => bucket.place(std::slice::from_ref(&(0..bucket.len))),
+                BucketReduction::Plain(_) | BucketReduction::Rounds(_) => {
+                    bucket.place(std::slice::from_ref(&(0..bucket.len)))
+                }
                 BucketReduction::Coded(codecs) => bucket.place(&codecs.blocks()),
             }
         }
@@ -215,7 +217,9 @@ impl Average {
         let (streams, protocols) = (config.codec.streams(&self.device)?, config.codec.protocols());
         let way = |(i, bucket): (usize, &Bucket)| {
             Ok(match (&streams, &protocols) {
-                (Some(streams), _) => BucketReduction::Coded(Codecs::new(comm, streams, config, i, bucket.len)?),
+                (Some(streams), _) => {
+                    BucketReduction::Coded(Codecs::new(comm, streams, config, i, bucket.len)?)
+                }
                 (None, Some(make)) => {
                     let slots = self.slots.iter().filter(|slot| slot.bucket == i);
                     BucketReduction::Rounds(BucketProtocols::new(slots, &**make, config.seed))

@@ -13,7 +13,7 @@ use crate::OptimError;
 use crate::group::{Groups, ParamGroup};
 use crate::norm::global_norm;
 use crate::per_tensor::{Tensors, factor};
-use crate::transform::{SyncSchedule, StateKind, StepInfo, Transform};
+use crate::transform::{StateKind, StepInfo, SyncSchedule, Transform};
 pub use gathered::GatheredUpdate;
 use pass::{Class, Numbered, Pass, PassPosition, classify, close, passes};
 

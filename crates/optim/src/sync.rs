@@ -51,7 +51,7 @@ pub use gossip::{D_PSGD, EXPONENTIAL, Gossip, RANDOM_PAIRS, SHIFT_ONE};
 pub use halos::HALOS;
 pub use model_average::{ASYNC_AVERAGE, ModelAverage};
 pub use moniqua::MONIQUA;
-pub use neighbours::{Graph, Neighbours, Neighbour};
+pub use neighbours::{Graph, Neighbour, Neighbours};
 pub use noloco::{NOLOCO, NoLoCo};
 pub use replicas::{CHOCO, LOW_PRECISION, Replicas, Rule};
 pub use server::{DelayedNesterov, Push, Quorum, QuorumMean, RuleState, ServerRule};
@@ -152,7 +152,12 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// vote on the steps so far at the same time.
     ///
     /// Errors: those of the device and of codecs.
-    fn start_exchanges(&mut self, _params: &Tensor, _after: StepEnd, _weight: f64) -> Result<bool, OptimError> {
+    fn start_exchanges(
+        &mut self,
+        _params: &Tensor,
+        _after: StepEnd,
+        _weight: f64,
+    ) -> Result<bool, OptimError> {
         Ok(false)
     }
 

@@ -7,7 +7,7 @@ pub(crate) mod quantity;
 
 use std::fmt;
 
-use farflung_base::{Bandwidth, Bytes, Link, Nanos, ParseUnitError, AccessLink, Rank, Topology};
+use farflung_base::{AccessLink, Bandwidth, Bytes, Link, Nanos, ParseUnitError, Rank, Topology};
 
 use crate::{ModelShape, ParallelError};
 use quantity::MemoryText;

@@ -29,7 +29,7 @@ pub use action::{Action, ComputeKind, Op};
 pub use arrival_rule::ArrivalRule;
 pub use arrivals::{ArrivalExecutor, PollArrivals};
 pub use bound::lower_bound;
-pub use compare::{ComparisonTable, Comparison, ComparisonRow, ScheduleStats, json, millis};
+pub use compare::{Comparison, ComparisonRow, ComparisonTable, ScheduleStats, json, millis};
 pub use cost::{Boundary, PipelineCost, SliceShare, StageCost, StageMemory};
 pub use lower::Lowering;
 pub use lowered::{Content, Lowered, LoweredKind, Message, TransferDirection};

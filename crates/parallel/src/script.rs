@@ -54,16 +54,16 @@ impl Script {
     ///
     /// ```
     /// use farflung_base::{Bytes, Nanos, Rank, Topology, Operation};
-    /// use farflung_parallel::script::{Act, Script};
+    /// use farflung_parallel::script::{ScriptOp, Script};
     ///
     /// let link = "8mbit,1ms".parse()?;
     /// let kilobytes = |n: u64| Operation::message(Rank(0), Rank(1), Bytes(n * 1000), Bytes(1 << 18));
-    /// let compute = |ms| Act::Compute(Nanos::from_millis(ms));
+    /// let compute = |ms| ScriptOp::Compute(Nanos::from_millis(ms));
     /// let script = Script {
     ///     operations: vec![kilobytes(10), kilobytes(10)],
     ///     ranks: vec![
-    ///         vec![compute(5), Act::Begin(0), compute(5), Act::Begin(1)],
-    ///         vec![Act::Begin(0), Act::Begin(1), Act::Await(0), compute(3), Act::Await(1)],
+    ///         vec![compute(5), ScriptOp::Begin(0), compute(5), ScriptOp::Begin(1)],
+    ///         vec![ScriptOp::Begin(0), ScriptOp::Begin(1), ScriptOp::Await(0), compute(3), ScriptOp::Await(1)],
     ///     ],
     /// };
     /// let played = script.play(&Topology::uniform(2, link))?;
@@ -239,7 +239,7 @@ impl<'a> Busy<'a> {
 
 #[cfg(test)]
 mod tests {
-    use farflung_base::{Philox, AccessLink};
+    use farflung_base::{AccessLink, Philox};
 
     use super::*;
 
@@ -255,7 +255,13 @@ mod tests {
             operations: vec![message(0, 1), message(2, 1)],
             ranks: vec![
                 vec![ScriptOp::Begin(0)],
-                vec![ScriptOp::Begin(0), ScriptOp::Begin(1), ScriptOp::Compute(ms(2)), ScriptOp::Await(0), ScriptOp::Await(1)],
+                vec![
+                    ScriptOp::Begin(0),
+                    ScriptOp::Begin(1),
+                    ScriptOp::Compute(ms(2)),
+                    ScriptOp::Await(0),
+                    ScriptOp::Await(1),
+                ],
                 vec![ScriptOp::Compute(ms(1)), ScriptOp::Begin(1)],
             ],
         };

@@ -17,9 +17,9 @@ mod codec;
 mod backend;
 
 pub use backend::MatMulScratchBytes;
-pub use codec::{BlockCodec, Code, Codecs, BlockMask, Pattern};
+pub use codec::{BlockCodec, BlockMask, Code, Codecs, Pattern};
 pub use device::Device;
-pub use devices::{DeviceName, DeviceInfo};
+pub use devices::{DeviceInfo, DeviceName};
 pub use dtype::{DType, Element};
 pub use error::{Result, TensorError};
 pub use farflung_base::Precision;

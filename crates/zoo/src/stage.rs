@@ -10,7 +10,9 @@ use std::path::Path;
 use farflung_base::Pending;
 use farflung_tensor::{DType, Device, ParamLayout, Shape, Tensor, TensorError};
 
-use crate::block::{StageContext, Embedding, Grads, Head, HeadSaved, KeyValues, Transformer, TransformerSaved, dims};
+use crate::block::{
+    Embedding, Grads, Head, HeadSaved, KeyValues, StageContext, Transformer, TransformerSaved, dims,
+};
 use crate::weights::{self, Weights, WriteOptions};
 use crate::{GptConfig, TensorSpec, ZooError};
 
@@ -255,10 +257,20 @@ impl Stage {
     }
 
     fn cx<'a>(&'a self, params: &'a Tensor) -> StageContext<'a> {
-        StageContext { device: &self.device, layout: &self.layout, params, gradient_scale: self.gradient_scale }
+        StageContext {
+            device: &self.device,
+            layout: &self.layout,
+            params,
+            gradient_scale: self.gradient_scale,
+        }
     }
 
-    fn enter(&self, cx: &StageContext<'_>, input: Input, start: usize) -> Result<(Tensor, Option<Tensor>), ZooError> {
+    fn enter(
+        &self,
+        cx: &StageContext<'_>,
+        input: Input,
+        start: usize,
+    ) -> Result<(Tensor, Option<Tensor>), ZooError> {
         match (input, &self.embedding) {
             (Input::Tokens(tokens), Some(embedding)) => {
                 Ok((embedding.forward(cx, &tokens, start)?, Some(tokens)))

@@ -144,7 +144,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     for collective in collectives() {
         let calm = run_once(&collective, &Faults::new())?;
         let length = calm.iter().map(|seen| seen.end).max().unwrap_or(Nanos::ZERO);
-        for blow in [InjectedFault::Crash, InjectedFault::Freeze, InjectedFault::Cut, InjectedFault::Corrupt] {
+        for blow in [InjectedFault::Crash, InjectedFault::Freeze, InjectedFault::Cut, InjectedFault::Corrupt]
+        {
             for moment in 0..moments {
                 let at = Nanos(length.0 * moment / moments);
                 runs += 1;
@@ -156,7 +157,9 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                     half += u32::from(seen.half);
                     let Some(error) = &seen.error else {
                         // A cut or a corrupted frame that affects no later frame is not a failure.
-                        unnoticed += u32::from(noticed || matches!(blow, InjectedFault::Crash | InjectedFault::Freeze));
+                        unnoticed += u32::from(
+                            noticed || matches!(blow, InjectedFault::Crash | InjectedFault::Freeze),
+                        );
                         continue;
                     };
                     slowest = slowest.max(seen.took);

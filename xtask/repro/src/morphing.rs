@@ -3,7 +3,7 @@
 use anyhow::Result;
 use farflung::base::Nanos;
 use farflung::parallel::churn::{
-    Checkpoints, POLICIES, StepTimes, Recovery, Replay, Trace, alive, daly, mixes, replay, survivors, young,
+    Checkpoints, POLICIES, Recovery, Replay, StepTimes, Trace, alive, daly, mixes, replay, survivors, young,
 };
 use farflung::parallel::churn::{Position, Shape, reroute};
 use farflung::parallel::pipeline::{Boundary, Method, PipelineCost, Settings, StageCost, simulate};

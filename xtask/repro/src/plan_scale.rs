@@ -3,7 +3,7 @@
 //! steps.
 
 use anyhow::Result;
-use farflung::base::{Bytes, Link, AccessLink, Rank, Topology};
+use farflung::base::{AccessLink, Bytes, Link, Rank, Topology};
 use farflung::comm::{Algorithm, AllReduce as _, Program, cost};
 use farflung::parallel::planner::regional::{Exchange, direct_time, ring_time};
 use farflung::parallel::shipped;

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use anyhow::Result;
-use farflung::base::{Algorithm, Link, Nanos, PeerId, AccessLink, Rank, Topology};
+use farflung::base::{AccessLink, Algorithm, Link, Nanos, PeerId, Rank, Topology};
 use farflung::comm::{
     AllReduce as _, CodedAllReduce as _, CodedBuffer, CommError, Communicator, Program, ReduceOp,
     hierarchical, regions,

@@ -2,7 +2,7 @@
 //! result each time.
 
 use anyhow::Result;
-use farflung::base::{Bandwidth, Link, Nanos, PeerId, Philox, AccessLink, Rank, Topology};
+use farflung::base::{AccessLink, Bandwidth, Link, Nanos, PeerId, Philox, Rank, Topology};
 use farflung::comm::simulated::{Faults, LinkNoise, cluster_with};
 use farflung::comm::{Algorithm, AllReduce as _, CommError, Communicator, ReduceOp, Transport};
 

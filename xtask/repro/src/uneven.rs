@@ -2,7 +2,7 @@
 //! bandwidths.
 
 use anyhow::Result;
-use farflung::base::{Bandwidth, Bytes, Link, Nanos, AccessLink, Rank, Topology};
+use farflung::base::{AccessLink, Bandwidth, Bytes, Link, Nanos, Rank, Topology};
 use farflung::comm::{Algorithm, AllReduce as _, ReduceOp, shares};
 
 use crate::harness::{Bench, Mark, Options, Report};

@@ -3,7 +3,7 @@
 
 use super::event_by_event::EventByEvent;
 use super::*;
-use crate::{Bandwidth, Link, Philox, AccessLink};
+use crate::{AccessLink, Bandwidth, Link, Philox};
 
 const FRAME: Bytes = Bytes(1_000_000);
 
@@ -131,8 +131,10 @@ impl Draw {
         let lanes = 1 + self.below(3) as usize;
         let window = 1 + self.below(3) as usize;
         let steps = 1 + self.below(4);
-        let empty = || RankPart { lanes: vec![vec![OperationStep::default(); steps as usize]; lanes], window };
-        let mut sides: BTreeMap<Rank, RankPart> = (0..ranks as u32).map(|rank| (Rank(rank), empty())).collect();
+        let empty =
+            || RankPart { lanes: vec![vec![OperationStep::default(); steps as usize]; lanes], window };
+        let mut sides: BTreeMap<Rank, RankPart> =
+            (0..ranks as u32).map(|rank| (Rank(rank), empty())).collect();
         for side in sides.values_mut() {
             for step in side.lanes.iter_mut().flatten() {
                 step.order = if self.below(3) == 0 { SendOrder::Sequential } else { SendOrder::RoundRobin };
@@ -171,7 +173,7 @@ macro_rules! ends {
             }
         }
         let mut ends = Vec::new();
-        while let Some(end) = simulator.next_end() {
+        while let Some(end) = simulator.next_completion() {
             ends.push(end);
             if end.operation + 2 < operations.len() {
                 let next = end.operation + 2;

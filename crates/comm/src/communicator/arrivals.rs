@@ -53,13 +53,13 @@ impl Communicator {
     ///
     /// ```
     /// use farflung_base::Rank;
-    /// use farflung_comm::{Communicator, Look, memory};
+    /// use farflung_comm::{Communicator, WaitMode, memory};
     ///
     /// let ranks: Vec<_> = memory::cluster(3).into_iter().map(|t| Communicator::new(t)).collect();
     /// let (mut a, mut b) = (ranks[0].start_recv(Rank(1), 0), ranks[0].start_recv(Rank(2), 0));
-    /// assert_eq!(ranks[0].first(&mut [&mut a, &mut b], Look::Now), None);
+    /// assert_eq!(ranks[0].first(&mut [&mut a, &mut b], WaitMode::Now), None);
     /// ranks[2].send(Rank(0), 0, b"hello")?;
-    /// assert_eq!(ranks[0].first(&mut [&mut a, &mut b], Look::UntilOne), Some(1));
+    /// assert_eq!(ranks[0].first(&mut [&mut a, &mut b], WaitMode::UntilOne), Some(1));
     /// assert_eq!(b.wait()?, b"hello");
     /// # Ok::<(), farflung_comm::CommError>(())
     /// ```

@@ -5,7 +5,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use farflung_base::{Link, AccessLink, Rank, Topology};
+use farflung_base::{AccessLink, Link, Rank, Topology};
 
 use super::happening::SimulatedEvent;
 use super::world::World;
@@ -104,7 +104,8 @@ impl Recording {
         let ranks = || (0..self.topology.size() as u32).map(Rank);
         let links = ranks().flat_map(|a| ranks().map(move |b| self.topology.link(a, b))).collect();
         let ports = ranks().map(|rank| self.topology.port(rank)).collect();
-        let body: Body = (BoundedVec(links), BoundedVec(ports), self.faults.clone(), BoundedVec(self.happenings.clone()));
+        let body: Body =
+            (BoundedVec(links), BoundedVec(ports), self.faults.clone(), BoundedVec(self.happenings.clone()));
         let plain = "numbers are plain data";
         let mut body = postcard::to_stdvec(&body).expect(plain);
         let mut version = 1;

@@ -46,7 +46,7 @@ use farflung_base::{Bytes, Nanos, PeerId, Rank, Topology};
 
 use super::bells::ParkedRanks;
 use super::faults::{Fault, Faults, Rules};
-use super::happening::{SimulatedEvent, Reached};
+use super::happening::{Reached, SimulatedEvent};
 use super::lookahead::{Distances, Lookahead};
 use super::queue::{Key, Kind, Lane, Queue, What};
 use crate::endpoint::Wake;

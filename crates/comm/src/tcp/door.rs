@@ -87,7 +87,9 @@ impl Acceptor {
             match self.hear(&mut waiting) {
                 Heard::Nothing => still.push(waiting),
                 Heard::End => {}
-                Heard::Greeting(greeting) => guests.push(AuthenticatedConnection { stream: waiting.stream, greeting }),
+                Heard::Greeting(greeting) => {
+                    guests.push(AuthenticatedConnection { stream: waiting.stream, greeting })
+                }
             }
         }
         self.waiting = still;

@@ -19,7 +19,7 @@ use super::near::SharedMemory;
 use super::rendezvous::{answer_of, attempt, hung_up, resolve};
 use super::stream::Stream;
 use super::{Tcp, open};
-use crate::control::{Control, BoundedVec};
+use crate::control::{BoundedVec, Control};
 use crate::error::Refusal;
 use crate::secure::{JoinSecret, PublicKey, Security};
 use crate::until::Until;

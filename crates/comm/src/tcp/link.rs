@@ -13,7 +13,7 @@ use farflung_base::{Bytes, Nanos, PeerId};
 
 use super::MAX_UNREAD_BYTES;
 use super::kernel;
-use super::near::{SharedMemorySender, Negotiation};
+use super::near::{Negotiation, SharedMemorySender};
 use super::pace::Pacer;
 use super::stream::{Stream, session_error};
 use crate::control::Control;

@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use crate::control::SharedMemoryMessage;
-use crate::shared::{Consumer, Direction, RingWaker, Offer, Producer, Segment, give_bell, hand, take_bell};
+use crate::shared::{Consumer, Direction, Offer, Producer, RingWaker, Segment, give_bell, hand, take_bell};
 use crate::sizes::HEADER_BYTES;
 use crate::{Frame, WireError};
 
@@ -146,7 +146,9 @@ impl Negotiation {
                 self.stage = Stage::Together;
                 Ok(Reply { consumer: Some(consumer), ..Reply::default() })
             }
-            (Stage::Apart | Stage::Offered(_) | Stage::Handed(..), SharedMemoryMessage::Declined) => Ok(Reply::default()),
+            (Stage::Apart | Stage::Offered(_) | Stage::Handed(..), SharedMemoryMessage::Declined) => {
+                Ok(Reply::default())
+            }
             _ => Err(WRONG),
         }
     }

@@ -14,7 +14,7 @@ use farflung_base::Rank;
 use super::door::{Acceptor, AuthenticatedConnection};
 use super::near::SharedMemory;
 use super::stream::Stream;
-use crate::control::{Control, BoundedVec};
+use crate::control::{BoundedVec, Control};
 use crate::error::Refusal;
 use crate::rate::Pace;
 use crate::secure::{Admission, JoinSecret, PublicKey, Role, Security, refused};
@@ -234,7 +234,12 @@ fn read_table(config: &Config, message: &Control<'_>) -> Option<(Vec<SocketAddr>
 
 /// Listens, sends the address to the master, and receives the addresses of the ranks between the master and
 /// this one.
-fn ask(config: &Config, addresses: &[SocketAddr], until: Until, patient: Until) -> Result<RankRequest, CommError> {
+fn ask(
+    config: &Config,
+    addresses: &[SocketAddr],
+    until: Until,
+    patient: Until,
+) -> Result<RankRequest, CommError> {
     let expected = config.security.host();
     let master = connect(&config.security, addresses, expected, until)?;
     let master = master.ok_or_else(|| missing(config, vec![Rank(0)]))?;

@@ -13,7 +13,7 @@ use farflung_base::Rank;
 use super::door::{Acceptor, AuthenticatedConnection};
 use super::rendezvous::{connect, hung_up, resolve};
 use super::stream::Stream;
-use crate::control::{Control, BoundedVec};
+use crate::control::{BoundedVec, Control};
 use crate::error::Refusal;
 use crate::secure::Security;
 use crate::secure::refused;
@@ -222,7 +222,9 @@ impl Shared {
             Control::Wait { ref keys, patience } => {
                 let until = Until::after(Duration::from_millis(patience));
                 match self.wait(&keys.0, until) {
-                    Ok(values) => reply(Control::Values(BoundedVec(values.iter().map(Vec::as_slice).collect()))),
+                    Ok(values) => {
+                        reply(Control::Values(BoundedVec(values.iter().map(Vec::as_slice).collect())))
+                    }
                     Err(absent) => reply(Control::Absent(BoundedVec(absent))),
                 }
             }
@@ -410,7 +412,8 @@ impl Store {
         while values.len() < keys.len() {
             let rest = &keys[values.len()..];
             let left = until.left().unwrap_or_default();
-            let request = Control::Wait { keys: BoundedVec(rest.to_vec()), patience: left.as_millis() as u64 };
+            let request =
+                Control::Wait { keys: BoundedVec(rest.to_vec()), patience: left.as_millis() as u64 };
             let patience = left + Duration::from_secs(1);
             let more = self.ask("wait", rest[0], &request, patience, |answer| match answer {
                 Control::Values(BoundedVec(values)) if (1..=rest.len()).contains(&values.len()) => {

@@ -8,7 +8,7 @@ use std::fmt::Write;
 use std::ops::Range;
 
 use crate::common::{TRANSPORTS, on_ranks, over};
-use farflung_base::{Bandwidth, Link, AccessLink, Rank, Topology};
+use farflung_base::{AccessLink, Bandwidth, Link, Rank, Topology};
 use farflung_comm::{
     Algorithm, Code, CodedAllReduce as _, CodedBuffer, CodedSlice, Coder, CoderError, CommError, Merge,
     Phase, Program, ReduceOp, coded_all_gather, coded_exchange, coded_exchange_of, coded_ring, cost_coded,

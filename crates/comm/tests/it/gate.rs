@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use farflung_base::PeerId;
 use farflung_comm::secure::{Identity, JoinSecret, Security, Ticket, unix_seconds};
-use farflung_comm::tcp::{GrowingNetwork, GateConfig};
+use farflung_comm::tcp::{GateConfig, GrowingNetwork};
 use farflung_comm::{CommError, Communicator, ReduceOp, Refusal, Transport};
 
 fn config(security: &Security) -> GateConfig {
@@ -172,8 +172,9 @@ fn two_that_come_at_the_same_time_meet() {
                 scope.spawn(|| gate.meet_others(&config(&clear)).unwrap());
             }
         });
-        let others =
-            |gate: &GrowingNetwork| come.iter().filter(|other| peer(other) != peer(gate)).map(peer).collect::<Vec<_>>();
+        let others = |gate: &GrowingNetwork| {
+            come.iter().filter(|other| peer(other) != peer(gate)).map(peer).collect::<Vec<_>>()
+        };
         for gate in &come {
             while !others(gate).iter().all(|&other| gate.connected().iter().any(|c| c.peer == other)) {
                 thread::sleep(Duration::from_millis(2));

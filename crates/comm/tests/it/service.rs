@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use crate::common::{TRANSPORTS, on_ranks, over};
 use farflung_base::{Nanos, PeerId, Rank, Topology};
 use farflung_comm::simulated::{Faults, cluster_with};
-use farflung_comm::{Answer, Question, Communicator, Service, ServiceTags};
+use farflung_comm::{Answer, Communicator, Question, Service, ServiceTags};
 
 const TAGS: ServiceTags = ServiceTags { ask: 1, answer: 2 };
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::common::{Cluster, free_port, on_ranks, shared_memory_cluster, tcp_by};
 use farflung_base::{Nanos, PeerId, Rank};
 use farflung_comm::secure::{Identity, JoinSecret, Security};
-use farflung_comm::tcp::{self, GrowingNetwork, GateConfig, SharedMemory};
+use farflung_comm::tcp::{self, GateConfig, GrowingNetwork, SharedMemory};
 use farflung_comm::{CommError, Communicator, FRAME_BYTES, ReduceOp, Source, Tag, Transport as _};
 
 /// Sums again and again from the start: most peers switch to shared memory in the middle of it.

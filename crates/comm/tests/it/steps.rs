@@ -5,7 +5,7 @@
 use std::collections::VecDeque;
 use std::fmt::Write;
 
-use farflung_base::{Bandwidth, AccessLink, Rank, Topology};
+use farflung_base::{AccessLink, Bandwidth, Rank, Topology};
 use farflung_comm::{
     Algorithm, AllReduce as _, Merge, Program, binomial_broadcast, binomial_reduce, bruck_all_to_all,
     butterfly, chain_broadcast, chain_exclusive_scan, chain_scan, direct, direct_all_gather,

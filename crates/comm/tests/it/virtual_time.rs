@@ -8,10 +8,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common::{Cluster, on_ranks, over};
-use farflung_base::{Bandwidth, Bytes, Link, Nanos, PeerId, Philox, AccessLink, Rank, Topology};
+use farflung_base::{AccessLink, Bandwidth, Bytes, Link, Nanos, PeerId, Philox, Rank, Topology};
 use farflung_comm::simulated::{Faults, LinkNoise, cluster_with};
 use farflung_comm::{
-    Algorithm, AllReduce as _, CommError, DownReason, WaitMode, ReduceOp, Transport, WireError, cost,
+    Algorithm, AllReduce as _, CommError, DownReason, ReduceOp, Transport, WaitMode, WireError, cost,
 };
 
 fn uniform(n: usize, link: &str) -> Topology {

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use farflung::measure::{Measured, Trial, measure};
-use farflung::tensor::{Device, DeviceName, DeviceInfo};
+use farflung::tensor::{Device, DeviceInfo, DeviceName};
 use farflung::train::machine_memory;
 use farflung::zoo::GptConfig;
 use farflung::{Error, Result};

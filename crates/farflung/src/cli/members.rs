@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use farflung::access::{self, Home};
 use farflung::comm::secure::{Security, Ticket, unix_seconds};
-use farflung::comm::tcp::{GrowingNetwork, GateConfig};
+use farflung::comm::tcp::{GateConfig, GrowingNetwork};
 use farflung::observe::Observed;
 use farflung::train::{Report, RunObserver, elastic};
 use farflung::{Error, NoticeArgs, ObserveArgs, Result, Show, Stop, TrainArgs, TrainConfig, TrainFlags};

@@ -119,7 +119,10 @@ impl Running<'_> {
         } else {
             "it does not come back".to_owned()
         };
-        terminal::write_stderr(format!("member {member} failed ({}), {left} go on: {what}\n", failure.status));
+        terminal::write_stderr(format!(
+            "member {member} failed ({}), {left} go on: {what}\n",
+            failure.status
+        ));
         self.failed.push(failure);
     }
 

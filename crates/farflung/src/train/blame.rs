@@ -4,7 +4,7 @@
 use farflung_base::{PeerId, Rank};
 use farflung_comm::{CommError, Communicator, DownReason, PeerEvent};
 
-use super::hearing::{self, ReceivedNotice, ExitListener, ExitNotice};
+use super::hearing::{self, ExitListener, ExitNotice, ReceivedNotice};
 use crate::Error;
 use crate::events::causes;
 

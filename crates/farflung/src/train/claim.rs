@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use farflung_base::Rank;
 use farflung_comm::Communicator;
 
-use super::checkpoint::{folder, all_gather_u64};
+use super::checkpoint::{all_gather_u64, folder};
 use crate::{Error, Result, RunDir};
 
 /// The parent of such folders.

@@ -10,15 +10,15 @@ use farflung_comm::{CommError, Communicator, WaitMode};
 use farflung_optim::Prepared;
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{
-    Action, ComputeKind, ComputeOrder, Content, LoweredKind, Message, Placement, StageCost, Updates, PollArrivals,
-    Worker,
+    Action, ComputeKind, ComputeOrder, Content, LoweredKind, Message, Placement, PollArrivals, StageCost,
+    Updates, Worker,
 };
 use farflung_tensor::{Device, Interrupt, Tensor, TensorError};
 use farflung_zoo::{Input, Output, Sampler, Saved, Slices, ZooError, stage};
 
 use super::boundary::{Boundaries, Crossing};
 use super::floats::floats;
-use super::part::{SavedMicrobatch, SendTiming, Part, copy};
+use super::part::{Part, SavedMicrobatch, SendTiming, copy};
 use super::spent::{Spent, add_since};
 use super::tied::TiedTable;
 use crate::{Error, Result};
@@ -257,7 +257,12 @@ impl Executor {
         self.comm.advance(self.cost(action).recompute);
         if let Some(saved) = &mut held.saved {
             let carried = self.carried.get_mut(&(action.stage, action.microbatch));
-            self.parts[&self.placement.storage_stage(action.stage)].recompute(held.version, input, saved, carried)?;
+            self.parts[&self.placement.storage_stage(action.stage)].recompute(
+                held.version,
+                input,
+                saved,
+                carried,
+            )?;
         } else {
             held.saved = Some(self.pass_on(action, held.version, input)?.1);
         }
@@ -276,8 +281,12 @@ impl Executor {
         }
         self.comm.advance(self.cost(action).time(kind));
         let carried = self.carried.get_mut(&(stage, microbatch));
-        let dx =
-            self.parts[&self.placement.storage_stage(stage)].backward_input(held.version, &mut saved, dy, carried)?;
+        let dx = self.parts[&self.placement.storage_stage(stage)].backward_input(
+            held.version,
+            &mut saved,
+            dy,
+            carried,
+        )?;
         if slice == 0 {
             self.carried.remove(&(stage, microbatch));
         }

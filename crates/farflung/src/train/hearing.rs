@@ -187,7 +187,9 @@ mod tests {
             assert_eq!(ExitNotice::decode(bytes), None);
         }
         let long = [&[1, 1][..], &[b'x'; 3 * TEXT]].concat();
-        assert!(matches!(ExitNotice::decode(&long), Some(ExitNotice::Failed { text, .. }) if text.len() == TEXT));
+        assert!(
+            matches!(ExitNotice::decode(&long), Some(ExitNotice::Failed { text, .. }) if text.len() == TEXT)
+        );
     }
 
     #[test]

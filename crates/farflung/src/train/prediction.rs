@@ -7,7 +7,7 @@ mod recorder;
 
 use farflung_base::{Bytes, Nanos, Rank, Topology};
 use farflung_parallel::pipeline::run;
-use farflung_parallel::script::{ScriptOp, ScriptTimes, Script};
+use farflung_parallel::script::{Script, ScriptOp, ScriptTimes};
 use farflung_parallel::{Cluster, Kind, Lane, LocalSteps, Plan, Span, Timeline};
 use farflung_zoo::GptConfig;
 

@@ -14,18 +14,18 @@ use super::hearing::{ExitListener, ExitNotice};
 use super::job::Job;
 use super::links::{self, Seat, seats};
 use super::meet::{same_job, same_settings};
-use super::stop_in_step::{self, RunProgress};
 use super::planned;
 use super::prediction::Prediction;
 use super::report::{Report, sample};
 use super::sizes;
 use super::steps::{Clock, Last, Record, Steps, evaluated};
+use super::stop_in_step::{self, RunProgress};
 use super::together::all_succeed;
 use super::trainer::{Thoroughness, Trainer, hash};
 use super::tune::tune;
 use crate::config::choice::Resume;
 use crate::config::notes::Circumstances;
-use crate::events::{EventLog, EventKind};
+use crate::events::{EventKind, EventLog};
 use crate::{Error, Existing, LaunchEnv, Result, RunDir, TrainConfig, model_name};
 
 /// Returns a line with the predicted time of a pipeline, shown before its first step.
@@ -196,7 +196,12 @@ fn open_folder(job: &Job, comm: &Communicator) -> Result<Option<RunDir>> {
 }
 
 /// Runs one rank.
-fn work(job: &Job, seat: Seat, local: usize, watch: Option<&mut (dyn RunObserver + '_)>) -> Result<Option<Report>> {
+fn work(
+    job: &Job,
+    seat: Seat,
+    local: usize,
+    watch: Option<&mut (dyn RunObserver + '_)>,
+) -> Result<Option<Report>> {
     if seat.place.is_some() {
         return elastic::work(job, seat, local, watch);
     }
@@ -221,7 +226,8 @@ fn work(job: &Job, seat: Seat, local: usize, watch: Option<&mut (dyn RunObserver
         // A stop request of this rank takes precedence.
         if let Some(hearing) = hearing.as_ref().filter(|_| job.stop.requested().is_none()) {
             error = blame::settle(trainer.comm(), hearing, error);
-            stopper = hearing.heard().filter(|heard| heard.word == ExitNotice::Stopped).map(|heard| heard.from);
+            stopper =
+                hearing.heard().filter(|heard| heard.word == ExitNotice::Stopped).map(|heard| heard.from);
         }
         stop_in_step::handle_stop(job, &mut trainer, run.as_ref(), &mut events, kept, stopper, error)
     });

@@ -13,7 +13,7 @@ use super::job::Job;
 use super::observation::Observation;
 use super::stop_in_step::RunProgress;
 use super::trainer::{StepDone, Synced, Thoroughness, Trainer};
-use crate::events::{EventLog, EventKind};
+use crate::events::{EventKind, EventLog};
 use crate::peer_counters::PeerCountersLine;
 use crate::{Error, MetricsWriter, PeerCounters, Result, RunDir, Signal, StepMetrics, StepTimes};
 

@@ -11,7 +11,7 @@ use super::job::Job;
 use super::steps::{Clock, Record};
 use super::trainer::{Thoroughness, Trainer};
 use crate::checkpoint::folder;
-use crate::events::{EventLog, EventKind, causes};
+use crate::events::{EventKind, EventLog, causes};
 use crate::peer_counters::PeerCountersLog;
 use crate::step_times::StepTimesLog;
 use crate::{Error, PeerCounters, Result, RunDir};

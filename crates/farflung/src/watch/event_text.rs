@@ -227,7 +227,12 @@ mod tests {
                 "went on from step-3; `lr` differs",
             ),
             (
-                EventKind::Admitting { member: 3, state: 60_000_000, predicted_ms: Some(2500), at_most: false },
+                EventKind::Admitting {
+                    member: 3,
+                    state: 60_000_000,
+                    predicted_ms: Some(2500),
+                    at_most: false,
+                },
                 "member 3 is ready to come in: 60 MB of state, about 2.5 s",
             ),
             (EventKind::Skipped { times: 2 }, "gradients overflowed: computed again 2 times"),

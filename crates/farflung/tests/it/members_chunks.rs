@@ -13,7 +13,7 @@ use farflung::config::choice::SyncKind;
 use farflung::optim::sync::DILOCO;
 use farflung::train::{Fault, FaultyValue, Job, elastic, run_seats};
 use farflung::{Stop, TrainConfig};
-use farflung_base::{Bandwidth, Nanos, PeerId, AccessLink, Rank, Topology};
+use farflung_base::{AccessLink, Bandwidth, Nanos, PeerId, Rank, Topology};
 
 const MEMBERS: usize = 3;
 const NEW: PeerId = PeerId(MEMBERS as u32);

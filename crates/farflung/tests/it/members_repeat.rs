@@ -106,7 +106,10 @@ fn a_member_that_keeps_the_others_waiting_again_and_again_is_given_up() {
     let left: Vec<&Report> =
         ended[..2].iter().map(|ended| ended.as_ref().unwrap().as_ref().unwrap()).collect();
     assert_eq!((left[0].workers, &left[0].hash), (2, &left[1].hash));
-    assert!(told.iter().any(|what| matches!(what, EventKind::Members { went, .. } if *went == [2])), "{told:?}");
+    assert!(
+        told.iter().any(|what| matches!(what, EventKind::Members { went, .. } if *went == [2])),
+        "{told:?}"
+    );
 }
 
 #[test]

@@ -11,7 +11,7 @@ use farflung::config::choice::{LrScheduleKind, Resume, SyncKind, TransportKind};
 use farflung::optim::sync::{COCKTAIL, D_PSGD, DILOCO, SHIFT_ONE, STREAMING};
 use farflung::train::{Failure, Fault, FaultyValue, Job, Moment, Quiet, run_job, seats};
 use farflung::transports::MEMORY;
-use farflung::{Checkpoint, Error, Result, Stop, TrainConfig, EventKind, events};
+use farflung::{Checkpoint, Error, EventKind, Result, Stop, TrainConfig, events};
 
 fn train(run: &Run, before: &[&str], args: &str) -> Output {
     let args = format!("--out {} {args}", run.at("run").display());

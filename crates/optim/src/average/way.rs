@@ -5,7 +5,7 @@ use farflung_comm::{CommError, Communicator, ReduceOp};
 
 use super::bucket::Packed;
 use super::coder::{Codecs, Values};
-use super::rounds::{Exchanged, BucketProtocols};
+use super::rounds::{BucketProtocols, Exchanged};
 use crate::OptimError;
 
 /// Exchange of a bucket in progress.

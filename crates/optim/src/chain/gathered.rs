@@ -50,7 +50,11 @@ impl Chain {
     /// same on all of them. Does nothing if no link accumulates.
     ///
     /// Errors: [`OptimError::Tensor`] if a buffer has another length.
-    pub fn take_gathered(&mut self, meets: GatheredUpdate<'_>, params: &mut Tensor) -> Result<(), OptimError> {
+    pub fn take_gathered(
+        &mut self,
+        meets: GatheredUpdate<'_>,
+        params: &mut Tensor,
+    ) -> Result<(), OptimError> {
         let GatheredUpdate { mean, anchor, steps } = meets;
         let Some((link, _, first)) = self.gathering() else { return Ok(()) };
         let count = link.states().len();

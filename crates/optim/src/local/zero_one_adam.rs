@@ -2,7 +2,9 @@
 
 use super::{Averages, LocalMethod, LocalSettings, clipped};
 use crate::ChainBuilder;
-use crate::transform::{SyncSchedule, ZeroOneAdam, add_decayed_weights, scale_by_schedule, scale_by_zero_one_adam};
+use crate::transform::{
+    SyncSchedule, ZeroOneAdam, add_decayed_weights, scale_by_schedule, scale_by_zero_one_adam,
+};
 
 /// Row of [`METHODS`](super::METHODS) for [`zero_one_adam`].
 pub const ZERO_ONE_ADAM: LocalMethod = LocalMethod {

@@ -8,9 +8,9 @@ use farflung_base::Nanos;
 
 use super::server::{DelayedNesterov, Quorum, QuorumMean, ServerRule};
 use super::{Buffers, Kept, Missing, SyncMethod, SyncSettings};
-pub(super) use owner::{ServerHandle, Route};
+pub(super) use owner::{Route, ServerHandle};
 pub use worker::Asynchronous;
-pub(super) use worker::{WaitPolicy, WorkerServers, ServerState};
+pub(super) use worker::{ServerState, WaitPolicy, WorkerServers};
 
 /// Placement of the servers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 
 use farflung_tensor::Tensor;
 
-use super::{StepEnd, Buffers, Missing, SyncMethod, Synchroniser};
+use super::{Buffers, Missing, StepEnd, SyncMethod, Synchroniser};
 use crate::{Average, OptimError};
 
 /// Row of [`METHODS`](super::METHODS) for [`Ddp`].

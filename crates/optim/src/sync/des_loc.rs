@@ -5,7 +5,7 @@ use farflung_comm::Algorithm;
 use farflung_tensor::Tensor;
 
 use super::mean::copy;
-use super::{StepEnd, Buffers, DiLoCo, Kept, Missing, SyncMethod, SyncSettings, Synchroniser};
+use super::{Buffers, DiLoCo, Kept, Missing, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::finite::is_finite;
 use crate::transform::StateKind;
 use crate::{Average, AverageConfig, Chain, Coding, OptimError, weigh};

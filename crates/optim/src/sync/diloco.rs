@@ -2,7 +2,7 @@
 
 use farflung_tensor::Tensor;
 
-use super::{StepEnd, Buffers, Kept, Missing, SyncMethod, SyncSettings, Synchroniser};
+use super::{Buffers, Kept, Missing, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError, OuterOptimizer, Prepared, diloco_outer, weigh};
 
 /// Row of [`METHODS`](super::METHODS) for [`DiLoCo`].

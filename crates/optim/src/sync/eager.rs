@@ -8,7 +8,7 @@ use farflung_tensor::Tensor;
 use super::exchange::Packing;
 use super::mean::CommonMean;
 use super::saved::required;
-use super::{StepEnd, Buffers, IN_FLIGHT, SyncMethod, SyncSettings, Synchroniser};
+use super::{Buffers, IN_FLIGHT, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, AverageConfig, OptimError};
 
 /// Row of [`METHODS`](super::METHODS) for [`Eager`].

@@ -10,7 +10,7 @@ use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
 use super::mean::CommonMean;
 use super::neighbours::{Graph, Neighbours};
 use super::saved::optional;
-use super::{StepEnd, Buffers, OWN_COPIES, SyncMethod, SyncSettings, Synchroniser};
+use super::{Buffers, OWN_COPIES, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
 /// Row of [`METHODS`](super::METHODS) for [`EventTriggered`].

@@ -7,7 +7,7 @@ use super::mean::CommonMean;
 use super::modulo::{Inferred, Modulo};
 use super::neighbours::Graph;
 use super::saved::optional;
-use super::{StepEnd, Buffers, OWN_COPIES, SyncMethod, SyncSettings, Synchroniser};
+use super::{Buffers, OWN_COPIES, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
 /// Row of [`METHODS`](super::METHODS) for [`Gossip`] on a ring.

@@ -7,7 +7,9 @@ use std::sync::{Arc, Mutex};
 
 use farflung_base::Rank;
 
-use super::asynchronous::{Asynchronous, ServerHandle, WaitPolicy, WorkerServers, ServerState, Route, Servers, WorldSettings};
+use super::asynchronous::{
+    Asynchronous, Route, ServerHandle, ServerState, Servers, WaitPolicy, WorkerServers, WorldSettings,
+};
 use super::exchange::Packing;
 use super::server::DelayedNesterov;
 use super::{ASYNC, Buffers, Kept, SyncMethod, SyncSettings};

@@ -2,12 +2,12 @@
 //! started by a timer.
 
 use farflung_base::{Nanos, Pending};
-use farflung_comm::{CommError, Communicator, WaitMode, ReduceOp};
+use farflung_comm::{CommError, Communicator, ReduceOp, WaitMode};
 use farflung_tensor::Tensor;
 
 use super::exchange::Packing;
 use super::mean::CommonMean;
-use super::{StepEnd, Buffers, IN_FLIGHT, SyncMethod, SyncSettings, Synchroniser};
+use super::{Buffers, IN_FLIGHT, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
 /// Row of [`METHODS`](super::METHODS) for [`ModelAverage`].

@@ -5,7 +5,7 @@ use farflung_tensor::Tensor;
 use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
 use super::mean::{CommonMean, copy};
 use super::neighbours::Graph;
-use super::{StepEnd, Buffers, OWN_COPIES, SyncMethod, SyncSettings, Synchroniser};
+use super::{Buffers, OWN_COPIES, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
 /// Row of [`METHODS`](super::METHODS) for [`NoLoCo`].

@@ -8,7 +8,7 @@ use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
 use super::mean::{CommonMean, copy};
 use super::neighbours::{Graph, Neighbour};
 use super::saved::optional;
-use super::{StepEnd, Buffers, OWN_COPIES, SyncMethod, SyncSettings, Synchroniser};
+use super::{Buffers, OWN_COPIES, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, AverageConfig, OptimError};
 
 /// Row of [`METHODS`](super::METHODS) for [`Replicas`] in which a worker's parameters equal its replica.

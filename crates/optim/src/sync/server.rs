@@ -9,7 +9,7 @@ use farflung_base::{Nanos, Rank};
 use farflung_comm::{Answer, Question, Service};
 use farflung_compress::{Compressor, PayloadRef};
 
-pub(super) use message::{FromServer, ToServer, SyncRequest};
+pub(super) use message::{FromServer, SyncRequest, ToServer};
 pub use nesterov::DelayedNesterov;
 pub use quorum::{Quorum, QuorumMean};
 
@@ -161,7 +161,9 @@ impl Server {
             let Some(wants) = worker.meets.take() else { continue };
             let states = match wants {
                 SyncRequest::Model | SyncRequest::End => Vec::new(),
-                SyncRequest::All => self.rule.states().iter().flat_map(|state| state.values).copied().collect(),
+                SyncRequest::All => {
+                    self.rule.states().iter().flat_map(|state| state.values).copied().collect()
+                }
             };
             let values = [&self.model[..], &states].concat();
             let met = FromServer::Synchronised { pushes: self.pushes, values };

@@ -4,7 +4,7 @@
 use farflung_tensor::Tensor;
 
 use super::mean::copy;
-use super::{StepEnd, Buffers, Missing, SyncMethod, SyncSettings, Synchroniser};
+use super::{Buffers, Missing, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::finite::is_finite;
 use crate::transform::SyncSchedule;
 use crate::{Average, AverageConfig, Chain, Coding, GatheredUpdate, OptimError, weigh};

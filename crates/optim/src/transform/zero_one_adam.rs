@@ -18,9 +18,9 @@ use crate::{LrSchedule, OptimError};
 /// `zoadam.py`, rather than with the learning rate.
 ///
 /// ```
-/// use farflung_optim::transform::Rounds;
+/// use farflung_optim::transform::SyncSchedule;
 ///
-/// let rounds = Rounds { freeze: 12, variance_doubling: 2, local_doubling: 4, most: 4 };
+/// let rounds = SyncSchedule { freeze: 12, variance_doubling: 2, local_doubling: 4, most: 4 };
 /// let varies: Vec<u64> = (0..20).filter(|&step| rounds.varies(step)).collect();
 /// let meets: Vec<u64> = (12..30).filter(|&step| rounds.meets(step)).collect();
 /// assert_eq!(varies, [0, 1, 2, 4, 6, 10]);
@@ -214,7 +214,8 @@ mod tests {
     #[test]
     fn intervals_are_the_papers() {
         for doubling in [1, 2, 3, 16] {
-            let rounds = SyncSchedule { freeze: 500, variance_doubling: doubling, local_doubling: 10, most: 6 };
+            let rounds =
+                SyncSchedule { freeze: 500, variance_doubling: doubling, local_doubling: 10, most: 6 };
             let (mut next, mut changes) = (0, 0);
             for step in 0..500 {
                 let varies = step == next;

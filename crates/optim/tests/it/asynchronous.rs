@@ -11,7 +11,7 @@ use farflung_base::{Nanos, Rank, Topology};
 use farflung_comm::{Communicator, simulated};
 use farflung_compress::{CodecSpec, Compressor as _, Payload, RoundKey};
 use farflung_optim::sync::{
-    ASYNC, StepEnd, AsynchronousSettings, BOUNDED_STALE, DECOUPLED, PARAMETER_SERVER, Quorum, Servers,
+    ASYNC, AsynchronousSettings, BOUNDED_STALE, DECOUPLED, PARAMETER_SERVER, Quorum, Servers, StepEnd,
 };
 
 /// Microseconds per step of each rank. No two ranks finish a step within 553 us of each other.

@@ -10,7 +10,7 @@ use crate::synchronise::{CPU, Case, PLAIN, STEPS, elements, far, layout, local, 
 use farflung_comm::{Communicator, memory};
 use farflung_optim::AverageConfig;
 use farflung_optim::sync::{
-    StepEnd, COCKTAIL, DILOCO, Delayed, DelayedSettings, Merge, MomentPeriods, STREAMING, SyncSettings,
+    COCKTAIL, DILOCO, Delayed, DelayedSettings, Merge, MomentPeriods, STREAMING, StepEnd, SyncSettings,
     Timeline,
 };
 use farflung_tensor::{ParamLayout, Shape};

@@ -10,7 +10,9 @@ use std::thread;
 use farflung_base::{Algorithm, Philox};
 use farflung_comm::{Communicator, memory};
 use farflung_optim::local::{Adam, Sgd, adam, sgd};
-use farflung_optim::sync::{StepEnd, AsynchronousSettings, DES_LOC, MomentPeriods, SyncSettings, Synchroniser};
+use farflung_optim::sync::{
+    AsynchronousSettings, DES_LOC, MomentPeriods, StepEnd, SyncSettings, Synchroniser,
+};
 use farflung_optim::{AverageConfig, Chain, ChainBuilder, OptimError};
 use farflung_tensor::{Device, Param, ParamLayout, Shape, Tensor};
 

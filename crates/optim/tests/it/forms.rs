@@ -6,7 +6,7 @@
 use std::sync::LazyLock;
 use std::thread;
 
-use farflung_base::{Algorithm, Bandwidth, Nanos, Philox, AccessLink, Rank, Topology};
+use farflung_base::{AccessLink, Algorithm, Bandwidth, Nanos, Philox, Rank, Topology};
 use farflung_comm::{Communicator, memory};
 use farflung_compress::{CodecSpec, Compressor as _, Payload, RoundKey, State};
 use farflung_optim::{Average, AverageConfig, OptimError};

@@ -9,8 +9,8 @@ use farflung_comm::{Communicator, memory};
 use farflung_compress::{CodecSpec, Payload, RoundKey};
 use farflung_optim::OptimError;
 use farflung_optim::sync::{
-    StepEnd, CHOCO, D_PSGD, EVENT, EXPONENTIAL, Graph, LOW_PRECISION, MONIQUA, Neighbours, MomentPeriods, NOLOCO,
-    Neighbour, RANDOM_PAIRS, SGP, SHIFT_ONE, SyncMethod, SyncSettings,
+    CHOCO, D_PSGD, EVENT, EXPONENTIAL, Graph, LOW_PRECISION, MONIQUA, MomentPeriods, NOLOCO, Neighbour,
+    Neighbours, RANDOM_PAIRS, SGP, SHIFT_ONE, StepEnd, SyncMethod, SyncSettings,
 };
 
 /// Parameters of all ranks.
@@ -448,7 +448,8 @@ fn a_rate_that_leads_nowhere_and_a_protocol_are_refused() {
         assert!(error.contains(said), "{error}");
     }
     assert!(
-        make(&CHOCO, PLAIN, Communicator::new(memory::cluster(1).pop().unwrap()), &[1.0], &params).replicas_differ()
+        make(&CHOCO, PLAIN, Communicator::new(memory::cluster(1).pop().unwrap()), &[1.0], &params)
+            .replicas_differ()
     );
 }
 

@@ -8,7 +8,7 @@ use std::thread;
 use crate::synchronise::{CPU, Case, PLAIN, STEPS, far, layout, local, make, random};
 use farflung_base::{Nanos, Topology};
 use farflung_comm::{Communicator, simulated};
-use farflung_optim::sync::{ASYNC_AVERAGE, StepEnd, AsynchronousSettings};
+use farflung_optim::sync::{ASYNC_AVERAGE, AsynchronousSettings, StepEnd};
 
 /// Microseconds per step of each rank.
 const SPEEDS: [u64; 3] = [10_000, 16_877, 25_617];

@@ -11,7 +11,7 @@ use crate::signs::{Reduce, plain_mean};
 use farflung_base::{Algorithm, Philox};
 use farflung_comm::{Communicator, memory};
 use farflung_optim::sync::{
-    StepEnd, AsynchronousSettings, MomentPeriods, SyncSettings, Synchroniser, ZERO_ONE,
+    AsynchronousSettings, MomentPeriods, StepEnd, SyncSettings, Synchroniser, ZERO_ONE,
 };
 use farflung_optim::transform::{SyncSchedule, ZeroOneAdam};
 use farflung_optim::{AverageConfig, Chain, LrSchedule, OnebitAdam, OptimError, onebit_adam, zero_one_adam};

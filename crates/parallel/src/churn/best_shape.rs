@@ -2,7 +2,7 @@
 
 use farflung_base::Nanos;
 
-use super::{StepTimes, Shape};
+use super::{Shape, StepTimes};
 
 /// Returns the shape with the fastest step on at most `machines` machines, with at least `copies` pipelines.
 /// Among equally fast shapes, returns the one with the fewest machines. `None` if the model does not fit.

@@ -7,7 +7,7 @@ use std::ops::Range;
 use farflung_base::{Bytes, Nanos};
 
 use super::StepTimes;
-use super::policy::{ChangeContext, Policy, Reaction, PolicyRow, CheckpointInterval};
+use super::policy::{ChangeContext, CheckpointInterval, Policy, PolicyRow, Reaction};
 
 /// Row of [`POLICIES`](super::POLICIES).
 pub(super) const ROW: PolicyRow = PolicyRow {
@@ -291,7 +291,10 @@ mod tests {
         let mut draw = SeededRng::new(3, 0);
         for _ in 0..300 {
             let pipelines: Vec<PipelineTimes> = (0..=draw.below(3))
-                .map(|_| PipelineTimes { first: Nanos(draw.below(50) as u64), each: Nanos(draw.below(20) as u64) })
+                .map(|_| PipelineTimes {
+                    first: Nanos(draw.below(50) as u64),
+                    each: Nanos(draw.below(20) as u64),
+                })
                 .collect();
             let microbatches = 1 + draw.below(9) as u32;
             let time = |shares: &[u32]| -> Option<u64> {

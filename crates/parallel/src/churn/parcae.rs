@@ -2,8 +2,8 @@
 
 use farflung_base::Nanos;
 
-use super::policy::{ChangeContext, Policy, Reaction, PolicyRow, CheckpointInterval};
-use super::{StepTimes, Shape};
+use super::policy::{ChangeContext, CheckpointInterval, Policy, PolicyRow, Reaction};
+use super::{Shape, StepTimes};
 
 /// Row of [`POLICIES`](super::POLICIES).
 pub(super) const ROW: PolicyRow = PolicyRow {

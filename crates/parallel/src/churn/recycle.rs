@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use farflung_base::{Nanos, Rank};
 
 use super::best_shape::best_shape;
-use super::policy::{LostWork, ChangeContext, Policy, Reaction, PolicyRow, CheckpointInterval};
-use super::{StepTimes, Shape};
+use super::policy::{ChangeContext, CheckpointInterval, LostWork, Policy, PolicyRow, Reaction};
+use super::{Shape, StepTimes};
 use crate::ParallelError;
 use crate::pipeline::{Action, ComputeKind, ComputeOrder, Op, PipelineCost, Placement, peak_bytes, simulate};
 
@@ -128,7 +128,8 @@ impl Routes {
                 copy_of.push(copy);
             }
         }
-        let all = (0..pipelines).flat_map(|pipeline| (0..stages).map(move |stage| Position { pipeline, stage }));
+        let all =
+            (0..pipelines).flat_map(|pipeline| (0..stages).map(move |stage| Position { pipeline, stage }));
         Self { seats: all.filter(|seat| !lost.contains(seat)).collect(), copies, copy_of }
     }
 
@@ -431,8 +432,11 @@ mod tests {
     #[test]
     fn each_stage_does_all_microbatches_on_machines_that_hold_it() {
         let (base, cost) = base(4, 8);
-        let lost =
-            [Position { pipeline: 1, stage: 2 }, Position { pipeline: 2, stage: 0 }, Position { pipeline: 0, stage: 2 }];
+        let lost = [
+            Position { pipeline: 1, stage: 2 },
+            Position { pipeline: 2, stage: 0 },
+            Position { pipeline: 0, stage: 2 },
+        ];
         let found = reroute(&base, 4, &lost, &cost).unwrap();
         assert_eq!((found.seats.len(), found.order.microbatches()), (13, 32));
         let mut forwards = vec![0; 4];

@@ -3,8 +3,8 @@
 use farflung_base::Nanos;
 
 use super::best_shape::best_shape;
-use super::policy::{LostWork, ChangeContext, Policy, Reaction, PolicyRow, CheckpointInterval};
-use super::{StepTimes, Recovery, Trace, daly};
+use super::policy::{ChangeContext, CheckpointInterval, LostWork, Policy, PolicyRow, Reaction};
+use super::{Recovery, StepTimes, Trace, daly};
 use crate::ParallelError;
 
 /// Result of a replay.

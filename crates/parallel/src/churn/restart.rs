@@ -3,8 +3,8 @@
 use farflung_base::Nanos;
 
 use super::best_shape::best_shape;
-use super::policy::{ChangeContext, Policy, Reaction, PolicyRow, CheckpointInterval};
-use super::{StepTimes, Shape};
+use super::policy::{ChangeContext, CheckpointInterval, Policy, PolicyRow, Reaction};
+use super::{Shape, StepTimes};
 
 /// Row of [`POLICIES`](super::POLICIES).
 pub(super) const ROW: PolicyRow = PolicyRow {

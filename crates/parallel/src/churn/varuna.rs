@@ -2,7 +2,7 @@
 //! machines.
 
 use super::best_shape::best_shape;
-use super::policy::{PolicyRow, CheckpointInterval};
+use super::policy::{CheckpointInterval, PolicyRow};
 use super::restart::Restart;
 
 /// Row of [`POLICIES`](super::POLICIES).

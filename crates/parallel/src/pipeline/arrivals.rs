@@ -8,8 +8,8 @@ use farflung_base::{Rank, StageId};
 use super::method::greedy::{self, Greedy};
 use super::simulate::Simulator;
 use super::{
-    Action, ArrivalRule, ComputeKind, ComputeOrder, Lowered, LoweredKind, Message, Op, PipelineCost, Schedule,
-    Updates, Worker,
+    Action, ArrivalRule, ComputeKind, ComputeOrder, Lowered, LoweredKind, Message, Op, PipelineCost,
+    Schedule, Updates, Worker,
 };
 use crate::ParallelError;
 

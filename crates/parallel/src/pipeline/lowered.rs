@@ -110,9 +110,13 @@ impl Lowered {
         let (forward, backward) = (action(ComputeKind::Forward), action(ComputeKind::Backward));
         let (way, message) = match kind {
             LoweredKind::SendForward => (TransferDirection::Send, Message::made_by(forward, placement)),
-            LoweredKind::ReceiveForward => (TransferDirection::Receive, Message::taken_by(forward, placement)),
+            LoweredKind::ReceiveForward => {
+                (TransferDirection::Receive, Message::taken_by(forward, placement))
+            }
             LoweredKind::SendBackward => (TransferDirection::Send, Message::made_by(backward, placement)),
-            LoweredKind::ReceiveBackward => (TransferDirection::Receive, Message::taken_by(backward, placement)),
+            LoweredKind::ReceiveBackward => {
+                (TransferDirection::Receive, Message::taken_by(backward, placement))
+            }
             _ => return None,
         };
         Some((way, message?))

@@ -30,7 +30,7 @@ use crate::ParallelError;
 
 pub use gpipe::BackwardOrder;
 pub use one_f_one_b::slope;
-use row::{MethodInput, Unsupported, UsedSetting, Row, Shape, Sizes, Weights};
+use row::{MethodInput, Row, Shape, Sizes, Unsupported, UsedSetting, Weights};
 pub use tera_pipe::{Slicing, slice_tokens};
 
 /// Declares the enum of methods and the row of each.

@@ -239,7 +239,10 @@ mod tests {
         // Rank 0 has the first stage of both routes; ranks 1 and 2 have the second stage of one route each.
         let pools = Placement::new([0, 1, 0, 2].map(Rank).to_vec(), 2).unwrap();
         assert_eq!(pools.homes_of(Rank(0)).collect::<Vec<_>>(), [StageId(0)]);
-        assert_eq!((pools.storage_stage(StageId(2)), pools.storage_stage(StageId(3))), (StageId(0), StageId(3)));
+        assert_eq!(
+            (pools.storage_stage(StageId(2)), pools.storage_stage(StageId(3))),
+            (StageId(0), StageId(3))
+        );
         assert_eq!((pools.holders(0), pools.holders(1)), (vec![Rank(0)], vec![Rank(1), Rank(2)]));
         assert!(pools.is_pooled() && pools.tie() == TiedWeights::Across);
         let both = Placement::both_ways(4);

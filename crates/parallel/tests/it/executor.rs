@@ -6,9 +6,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use farflung_base::{Bandwidth, Bytes, Link, Nanos, Rank, StageId};
 use farflung_parallel::pipeline::{
-    Action, ArrivalRule, Boundary, ComputeKind, ComputeOrder, Content, Executor, ArrivalExecutor, Lowered, LoweredKind,
-    Lowering, Message, Method, PipelineCost, Placement, Progress, Schedule, Settings, StageCost, PollArrivals,
-    Worker, simulate,
+    Action, ArrivalExecutor, ArrivalRule, Boundary, ComputeKind, ComputeOrder, Content, Executor, Lowered,
+    LoweredKind, Lowering, Message, Method, PipelineCost, Placement, PollArrivals, Progress, Schedule,
+    Settings, StageCost, Worker, simulate,
 };
 
 /// A message with its time of arrival and its number.

@@ -1,6 +1,6 @@
 //! Tests of the topology file through the public API: its meaning, its errors, and printing.
 
-use farflung_base::{Bandwidth, Bytes, Link, Nanos, AccessLink, Rank};
+use farflung_base::{AccessLink, Bandwidth, Bytes, Link, Nanos, Rank};
 use farflung_parallel::{
     Between, Cluster, Machine, ParallelError, Power, Price, Region, Speed, TensorEfficiency,
 };

@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use farflung_base::Pending;
 
 use crate::op::Op;
-use crate::{BlockCodec, DType, BlockMask, Precision, Result, Shape, View, ViewMut};
+use crate::{BlockCodec, BlockMask, DType, Precision, Result, Shape, View, ViewMut};
 
 pub(crate) mod cpu;
 #[cfg(feature = "cube")]

@@ -5,7 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
 
 use farflung_base::Philox;
-use farflung_tensor::{BlockCodec, Code, DType, Device, BlockMask, Pattern};
+use farflung_tensor::{BlockCodec, BlockMask, Code, DType, Device, Pattern};
 
 /// Sums runs of 1024 terms in 32 lanes, then the lanes in a tree.
 fn sum(terms: &[f32]) -> f32 {

@@ -2,7 +2,7 @@
 
 use farflung_tensor::{Op, Result, Tensor};
 
-use super::{StageContext, Grads};
+use super::{Grads, StageContext};
 
 /// Embedding: `wte[token] + wpe[position]`.
 #[derive(Debug, Clone, Copy)]

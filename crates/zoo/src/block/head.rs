@@ -3,7 +3,7 @@
 
 use farflung_tensor::{Fuse, Op, Result, Tensor};
 
-use super::{StageContext, Grads, dims};
+use super::{Grads, StageContext, dims};
 
 /// Head: `logits = ln_f(x) wte^T`.
 #[derive(Debug, Clone, Copy)]
@@ -124,7 +124,12 @@ impl Head {
     ///
     /// # Panics
     /// If [`Head::backward_input`] was not called before.
-    pub fn backward_weight(&self, cx: &StageContext<'_>, saved: HeadSaved, grads: &mut Grads<'_>) -> Result<()> {
+    pub fn backward_weight(
+        &self,
+        cx: &StageContext<'_>,
+        saved: HeadSaved,
+        grads: &mut Grads<'_>,
+    ) -> Result<()> {
         let accumulate = grads.accumulate;
         let d_norm = saved.d_norm.expect("backward_input runs before backward_weight");
         let [wte] = cx.layout.views_mut(grads.flat, self.table)?;

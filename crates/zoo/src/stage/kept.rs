@@ -102,7 +102,9 @@ impl Chain {
                 }
                 ChainStep::Restore(i) => {
                     let kept = std::mem::replace(&mut blocks[i as usize], StoredActivations::Nothing);
-                    let StoredActivations::Input(x) = kept else { unreachable!("a kept input is gone back to") };
+                    let StoredActivations::Input(x) = kept else {
+                        unreachable!("a kept input is gone back to")
+                    };
                     self.x = Some(x);
                 }
                 // The later steps show whether an input is restored.

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use farflung_tensor::Tensor;
 
-use super::{Cache, Input, ActivationPolicy, Output, Saved, Stage};
+use super::{ActivationPolicy, Cache, Input, Output, Saved, Stage};
 use crate::ZooError;
 
 /// Data that the slices of a microbatch share on a stage: keys and values in the forward pass, and their

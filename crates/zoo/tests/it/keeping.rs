@@ -5,7 +5,7 @@
 use farflung_base::ChainStep::{self, Backward, Drop, Forward, ForwardAll, Keep, Restore};
 use farflung_tensor::Device;
 use farflung_zoo::block::Grads;
-use farflung_zoo::{GptConfig, Input, ActivationPolicy, Output, Saved, Stage, stage};
+use farflung_zoo::{ActivationPolicy, GptConfig, Input, Output, Saved, Stage, stage};
 
 const LAYERS: usize = 6;
 
@@ -96,7 +96,8 @@ fn ways(open: impl Fn() -> Device, apart: bool) {
         assert!(same_grads == grads);
         assert!(halves || held < most * 7 / 10, "{held} of {most} bytes");
     }
-    let (same_loss, same_grads, _) = step(&open(), ActivationPolicy::default(), false, |saved| saved.offload(4));
+    let (same_loss, same_grads, _) =
+        step(&open(), ActivationPolicy::default(), false, |saved| saved.offload(4));
     assert!(same_loss.to_bits() == loss.to_bits() && same_grads == grads);
 }
 

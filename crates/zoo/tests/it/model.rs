@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use farflung_base::Philox;
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
-use farflung_zoo::block::{StageContext, Embedding, Grads, Head, Transformer};
+use farflung_zoo::block::{Embedding, Grads, Head, StageContext, Transformer};
 use farflung_zoo::{GptConfig, Input, Output, Stage, ZooError, stage};
 
 const CONFIG: GptConfig = GptConfig { layers: 3, heads: 2, dim: 24, context: 10, vocab: 19 };

@@ -11,7 +11,7 @@ use farflung::base::Philox;
 use farflung::comm::{Algorithm, Communicator, ReduceOp, tcp};
 use farflung::relay::{LinkEmulator, Relaying};
 
-use super::{InjectedFault, DEADLINE, N, NEIGHBOR, VICTIM};
+use super::{DEADLINE, InjectedFault, N, NEIGHBOR, VICTIM};
 use crate::harness::{Mark, Options, Report};
 use crate::machine::now;
 
@@ -152,9 +152,16 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let times = if options.quick { 1 } else { 6 };
     let (mut survivors, mut silent, mut innocent, mut half, mut stuck) = (0_u32, 0_u32, 0_u32, 0_u32, 0_u32);
     let mut slowest = 0.0_f64;
-    for (i, blow) in [InjectedFault::Crash, InjectedFault::Freeze, InjectedFault::Cut, InjectedFault::Corrupt].into_iter().enumerate() {
+    for (i, blow) in [InjectedFault::Crash, InjectedFault::Freeze, InjectedFault::Cut, InjectedFault::Corrupt]
+        .into_iter()
+        .enumerate()
+    {
         for time in 0..times {
-            let choice = if matches!(blow, InjectedFault::Crash | InjectedFault::Freeze) { &any[..] } else { &everywhere };
+            let choice = if matches!(blow, InjectedFault::Crash | InjectedFault::Freeze) {
+                &any[..]
+            } else {
+                &everywhere
+            };
             let after = Duration::from_micros(20_000 + rng.below(100 * i as u64 + time, 150_000));
             for said in strike(blow, choice[time as usize % choice.len()], after)? {
                 survivors += 1;

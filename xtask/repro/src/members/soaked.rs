@@ -32,7 +32,8 @@ struct Lifetime {
 
 /// Returns the lives of a trace's machines, beginning with those that are there at the start.
 fn lives(trace: &Trace) -> Vec<Lifetime> {
-    let mut lives: Vec<Lifetime> = (0..trace.machines).map(|_| Lifetime { from: Nanos::ZERO, to: None }).collect();
+    let mut lives: Vec<Lifetime> =
+        (0..trace.machines).map(|_| Lifetime { from: Nanos::ZERO, to: None }).collect();
     let mut now: BTreeMap<u32, usize> =
         (0..trace.machines).map(|machine| (machine, machine as usize)).collect();
     for Change { at, lost, back } in &trace.changes {
@@ -80,8 +81,9 @@ struct ChurnResult {
 
 /// Returns the sum over all machines of the seconds for which each was alive until a given time.
 fn alive(lives: &[Lifetime], until: Nanos) -> f64 {
-    let of =
-        |life: &Lifetime| life.to.unwrap_or(until).min(until).saturating_sub(life.from.min(until)).as_secs_f64();
+    let of = |life: &Lifetime| {
+        life.to.unwrap_or(until).min(until).saturating_sub(life.from.min(until)).as_secs_f64()
+    };
     lives.iter().map(of).sum()
 }
 

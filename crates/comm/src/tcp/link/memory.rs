@@ -35,7 +35,12 @@ impl Link {
     }
 
     /// Handles a message of the negotiation about shared memory.
-    pub(super) fn approach(&self, incoming: &mut In, near: SharedMemoryMessage, pool: &Arc<Pool>) -> Result<(), WireError> {
+    pub(super) fn approach(
+        &self,
+        incoming: &mut In,
+        near: SharedMemoryMessage,
+        pool: &Arc<Pool>,
+    ) -> Result<(), WireError> {
         let reply = incoming.negotiation.hear(near)?;
         let mut out = lock(&self.out);
         if let Some(say) = reply.say {

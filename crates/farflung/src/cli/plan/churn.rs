@@ -6,7 +6,8 @@ use std::path::PathBuf;
 
 use farflung::base::{Bandwidth, Nanos};
 use farflung::parallel::churn::{
-    Checkpoints, POLICIES, StepTimes, Recovery, Replay, PolicyRow, Trace, alive, best_shape, copies_for, daly, replay,
+    Checkpoints, POLICIES, PolicyRow, Recovery, Replay, StepTimes, Trace, alive, best_shape, copies_for,
+    daly, replay,
 };
 use farflung::terminal::print;
 use farflung::train::{PipelineSizes, fleet, read_topology};

@@ -10,7 +10,7 @@ use super::super::job::Job;
 use super::super::together::all_succeed;
 use super::super::trainer::Trainer;
 use super::source::{self, Files, Residuals};
-use super::{Record, Source, beside, folder, lost, all_gather_u64};
+use super::{Record, Source, all_gather_u64, beside, folder, lost};
 use crate::config::choice::Resume;
 use crate::{Checkpoint, Error, Result, RunDir};
 
@@ -108,7 +108,12 @@ fn own(run: &RunDir, rank: Rank, fits: &dyn Fn(&Checkpoint) -> bool) -> Result<O
 /// none. A rank that was interrupted while it committed may be one checkpoint behind; the others then go back
 /// to its step. A step that was saved while some ranks did not answer is used nevertheless if the whole model
 /// was saved: those ranks get it from the others. `per_pipeline` ranks hold one copy of the model.
-fn agree(comm: &Communicator, run: &RunDir, own: OwnCheckpoint, per_pipeline: usize) -> Result<(u64, OwnCheckpoint)> {
+fn agree(
+    comm: &Communicator,
+    run: &RunDir,
+    own: OwnCheckpoint,
+    per_pipeline: usize,
+) -> Result<(u64, OwnCheckpoint)> {
     let (mine, alone) = match &own {
         OwnCheckpoint::There(own) => (own.step(), !source::record(own)?.absent.is_empty()),
         _ => (0, false),
@@ -126,7 +131,8 @@ fn agree(comm: &Communicator, run: &RunDir, own: OwnCheckpoint, per_pipeline: us
     let own = match own {
         OwnCheckpoint::There(newer) if newer.step() != agreed => {
             let path = run.path().join(crate::checkpoint::folder(agreed));
-            Checkpoint::open(&path).map_or_else(|error| OwnCheckpoint::Lost(Some(error)), OwnCheckpoint::There)
+            Checkpoint::open(&path)
+                .map_or_else(|error| OwnCheckpoint::Lost(Some(error)), OwnCheckpoint::There)
         }
         own => own,
     };

@@ -4,8 +4,8 @@
 use farflung_base::Rank;
 use farflung_comm::Communicator;
 
-use super::source::{Files, Residuals};
 use super::all_gather_u64;
+use super::source::{Files, Residuals};
 use crate::{Error, Result};
 
 /// Bytes per message. Each message has the whole deadline, so that slow links are fast enough.

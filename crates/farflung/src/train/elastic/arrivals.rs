@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use farflung_base::{Nanos, PeerId};
 use farflung_comm::secure::PublicKey;
-use farflung_comm::tcp::{Connected, GrowingNetwork, GateConfig};
+use farflung_comm::tcp::{Connected, GateConfig, GrowingNetwork};
 use farflung_parallel::membership::{Member, MemberId};
 
 use super::status::Status;

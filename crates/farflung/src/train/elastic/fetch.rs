@@ -4,7 +4,7 @@
 use std::sync::{Arc, Mutex};
 
 use farflung_base::{Nanos, Pending, Rank};
-use farflung_comm::{CommError, Communicator, WaitMode, ServiceTags};
+use farflung_comm::{CommError, Communicator, ServiceTags, WaitMode};
 
 use super::fetching::{Fetching, Store, Wanted};
 use super::shelf::Shelf;

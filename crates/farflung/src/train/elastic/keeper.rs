@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use farflung_base::{Nanos, Rank};
-use farflung_comm::{Answer, Question, Cancel, Service};
+use farflung_comm::{Answer, Cancel, Question, Service};
 use farflung_parallel::membership::{Action, Event, Kept, MemberId, Message, Reason, State, View};
 use serde::{Deserialize, Serialize};
 

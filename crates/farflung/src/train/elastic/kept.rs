@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use farflung_comm::tcp::{GrowingNetwork, GateConfig};
+use farflung_comm::tcp::{GateConfig, GrowingNetwork};
 use farflung_parallel::membership::{Kept, Place};
 
 use crate::train::run::RunObserver;

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use farflung_comm::CommError;
-use farflung_comm::tcp::{MemberList, GrowingNetwork, GateConfig};
+use farflung_comm::tcp::{GateConfig, GrowingNetwork, MemberList};
 use farflung_parallel::membership::{Member, State};
 
 use super::arrivals::{AtGate, Newcomer};

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use farflung_base::{Nanos, PeerId, Pending};
-use farflung_comm::{CommError, Communicator, WaitMode, PeerEvent, ServiceTags, Transport};
+use farflung_comm::{CommError, Communicator, PeerEvent, ServiceTags, Transport, WaitMode};
 use farflung_parallel::membership::{Event, MemberId, State, View};
 
 use super::arrivals::{Arrivals, Newcomer};

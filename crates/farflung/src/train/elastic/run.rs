@@ -19,14 +19,14 @@ use super::repeats::Repeats;
 use super::status::Teller;
 use super::team::Team;
 use super::watchman::Watchman;
-use crate::events::{EventLog, EventKind, causes};
+use crate::events::{EventKind, EventLog, causes};
 use crate::train::checkpoint::{self, Totals};
 use crate::train::job::Job;
 use crate::train::links::{self, Seat};
-use crate::train::stop_in_step::{RunProgress, StopSummary};
 use crate::train::report::{Report, sample};
 use crate::train::run::{RunObserver, announce};
 use crate::train::steps::{Clock, Last, Next, Record, Steps, evaluated};
+use crate::train::stop_in_step::{RunProgress, StopSummary};
 use crate::train::trainer::{Trainer, hash};
 use crate::{Error, Result, RunDir, Signal};
 
@@ -295,8 +295,10 @@ fn announce_admission(
     let Admission { peer, cost } = admission;
     let predicted_ms = cost.predicted.map(|time| time.0 / 1_000_000);
     let (member_number, state, at_most) = (peer.0, cost.state, cost.at_most);
-    events
-        .write(trainer.steps_done(), EventKind::Admitting { member: member_number, state, predicted_ms, at_most });
+    events.write(
+        trainer.steps_done(),
+        EventKind::Admitting { member: member_number, state, predicted_ms, at_most },
+    );
     member.teller.announce(format!("after step {}: {text}", trainer.steps_done()));
     member.teller.tell((&mut *member.place, member.team.as_ref()), trainer, steps);
 }

@@ -10,12 +10,12 @@ use farflung_parallel::pipeline::{
 };
 use farflung_parallel::{Plan, Recompute};
 use farflung_tensor::{DType, Device, Tensor};
-use farflung_zoo::{GptConfig, Input, ActivationPolicy, Output, Saved, Slices, Stage};
+use farflung_zoo::{ActivationPolicy, GptConfig, Input, Output, Saved, Slices, Stage};
 
 use crate::train::activations::within_budget;
 use crate::train::bind::ReplicaSchedule;
 use crate::train::executor::recomputed;
-use crate::train::part::{SavedMicrobatch, SendTiming, Part, Parts, copy};
+use crate::train::part::{Part, Parts, SavedMicrobatch, SendTiming, copy};
 use crate::train::trainer::chain;
 use crate::{Error, Result, TrainConfig};
 
@@ -118,7 +118,9 @@ impl<'a> DryRun<'a> {
 
     fn tokens(&self, action: Action) -> Result<Tensor> {
         let len = self.schedule.slices[usize::from(action.slice)].len();
-        Ok(self.parts[&self.placement.storage_stage(action.stage)].stage.tokens(&vec![0; self.batch * len], len)?)
+        Ok(self.parts[&self.placement.storage_stage(action.stage)]
+            .stage
+            .tokens(&vec![0; self.batch * len], len)?)
     }
 
     fn input(&self, action: Action, hidden: Option<Tensor>) -> Result<Input> {
@@ -172,7 +174,12 @@ impl<'a> DryRun<'a> {
         let input = self.input(action, held.input.take())?;
         if let Some(saved) = &mut held.saved {
             let carried = self.carried.get_mut(&(action.stage, action.microbatch));
-            self.parts[&self.placement.storage_stage(action.stage)].recompute(held.version, input, saved, carried)?;
+            self.parts[&self.placement.storage_stage(action.stage)].recompute(
+                held.version,
+                input,
+                saved,
+                carried,
+            )?;
         } else {
             held.saved = Some(self.pass_on(action, held.version, input)?.1);
         }
@@ -188,8 +195,12 @@ impl<'a> DryRun<'a> {
             return self.part(stage).backward(held.version, saved, dy, |_| {}, SendTiming::Later);
         }
         let carried = self.carried.get_mut(&(stage, microbatch));
-        let dx =
-            self.parts[&self.placement.storage_stage(stage)].backward_input(held.version, &mut saved, dy, carried)?;
+        let dx = self.parts[&self.placement.storage_stage(stage)].backward_input(
+            held.version,
+            &mut saved,
+            dy,
+            carried,
+        )?;
         if slice == 0 {
             self.carried.remove(&(stage, microbatch));
         }
@@ -254,7 +265,11 @@ fn part(
         let count = planned.layers.end - planned.layers.start;
         let steps = within_budget(planned, model, plan.batch as usize)?.map(|plan| plan.steps.into());
         // Offloading has no effect here, since a CPU's memory is the host's memory.
-        built.set_keeping(ActivationPolicy { recompute: planned.recompute.of(count) as usize, offload: 0, steps });
+        built.set_keeping(ActivationPolicy {
+            recompute: planned.recompute.of(count) as usize,
+            offload: 0,
+            steps,
+        });
     }
     let chain: Chain = chain(config, device, &built, 1)?;
     Part::new(Parts {
@@ -265,7 +280,8 @@ fn part(
         costs: Vec::new(),
         recompute: planned.recompute,
         offload: 0,
-        shares_table: placement.tie() != TiedWeights::Whole && placement.is_first(stage) != placement.is_last(stage),
+        shares_table: placement.tie() != TiedWeights::Whole
+            && placement.is_first(stage) != placement.is_last(stage),
         weight: 1.0,
     })
 }

@@ -228,7 +228,9 @@ impl Case {
             let with = |n: usize| fits(&AdjustableSetting::Batch.set(&least, n));
             if let Some(batch) = largest(config.batch.saturating_add(1), with) {
                 let changed = |knob: &AdjustableSetting| {
-                    *knob != AdjustableSetting::Batch && self.has(*knob) && knob.get(config) > knob.unit(config)
+                    *knob != AdjustableSetting::Batch
+                        && self.has(*knob)
+                        && knob.get(config) > knob.unit(config)
                 };
                 let others = AdjustableSetting::ALL.into_iter().filter(changed);
                 let batch = std::iter::once((AdjustableSetting::Batch.name(), batch));

@@ -6,7 +6,7 @@ use farflung_optim::local::SGD;
 use farflung_optim::sync::DILOCO;
 use farflung_tensor::Device;
 use farflung_zoo::block::Grads;
-use farflung_zoo::{Input, ActivationPolicy, Stage};
+use farflung_zoo::{ActivationPolicy, Input, Stage};
 
 use super::*;
 use crate::config::choice::{OptimizerKind, SyncKind, TransportKind};

@@ -45,7 +45,10 @@ impl Trainer {
         let mine = self.told(thoroughness);
         let (told, failed) = match mine {
             Ok(told) => (told, None),
-            Err(error) => (ChecksumMessage { broken: Some(error.to_string()), ..ChecksumMessage::default() }, Some(error)),
+            Err(error) => (
+                ChecksumMessage { broken: Some(error.to_string()), ..ChecksumMessage::default() },
+                Some(error),
+            ),
         };
         let text = serde_json::to_vec(&told).expect("texts have no way to fail");
         let all = self.comm().all_gather_bytes(text)?;

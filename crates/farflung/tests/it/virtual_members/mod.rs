@@ -9,7 +9,7 @@ use std::sync::Arc;
 use farflung::comm::Transport;
 use farflung::comm::simulated::{Faults, cluster_with};
 use farflung::config::choice::LrScheduleKind;
-use farflung::train::{Job, Report, Seat, RunObserver, elastic};
+use farflung::train::{Job, Report, RunObserver, Seat, elastic};
 use farflung::{Result, StepMetrics, TrainConfig};
 use farflung_base::{Link, Nanos, PeerId, Topology};
 

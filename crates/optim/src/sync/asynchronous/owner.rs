@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use farflung_base::{PeerId, Pending, Rank};
-use farflung_comm::{CommError, Communicator, WaitMode, ServiceTags};
+use farflung_comm::{CommError, Communicator, ServiceTags, WaitMode};
 
 use super::packer::Packer;
 use crate::OptimError;

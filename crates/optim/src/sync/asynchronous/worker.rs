@@ -14,7 +14,7 @@ use crate::finite::is_finite;
 use crate::sync::exchange::Packing;
 use crate::sync::mean::copy;
 use crate::sync::saved::{optional, required};
-use crate::sync::server::{Server, ServerRule, ModelService, ToServer, SyncRequest};
+use crate::sync::server::{ModelService, Server, ServerRule, SyncRequest, ToServer};
 use crate::sync::{StepEnd, SyncSettings, Synchroniser};
 use crate::{Average, AverageConfig, Coding, OptimError};
 

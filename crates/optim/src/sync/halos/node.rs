@@ -7,7 +7,7 @@ use farflung_comm::{Answer, Question, Service};
 use farflung_compress::{Compressor, Payload, RoundKey};
 
 use crate::AverageConfig;
-use crate::sync::server::{FromServer, Server, ServerRule, ModelService, ToServer, SyncRequest};
+use crate::sync::server::{FromServer, ModelService, Server, ServerRule, SyncRequest, ToServer};
 
 /// Message kind: from a worker to its own rank's node, which passes it on to the server of a rank.
 const FORWARD: u8 = 0;
@@ -232,7 +232,8 @@ impl Region {
                         SyncRequest::All => [&values[..], &self.values()].concat(),
                         SyncRequest::Model | SyncRequest::End => values[..len].to_vec(),
                     };
-                    answers.push(Answer::new(*member, FromServer::Synchronised { pushes, values }.to_bytes()));
+                    answers
+                        .push(Answer::new(*member, FromServer::Synchronised { pushes, values }.to_bytes()));
                 }
                 self.meets = vec![None; self.members.len()];
                 answers

@@ -13,7 +13,7 @@ use farflung_base::{Nanos, Philox};
 use farflung_comm::{Communicator, memory};
 use farflung_optim::AverageConfig;
 use farflung_optim::sync::{
-    StepEnd, AsynchronousSettings, MomentPeriods, Quorum, Servers, SyncMethod, SyncSettings, Synchroniser,
+    AsynchronousSettings, MomentPeriods, Quorum, Servers, StepEnd, SyncMethod, SyncSettings, Synchroniser,
     WorldSettings,
 };
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor};

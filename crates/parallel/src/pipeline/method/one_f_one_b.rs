@@ -3,7 +3,7 @@
 use farflung_base::Nanos;
 
 use super::Settings;
-use super::row::{Unsupported, UsedSetting, Row, Sizes, Weights};
+use super::row::{Row, Sizes, Unsupported, UsedSetting, Weights};
 use crate::pipeline::{Action, Op};
 
 /// Row of 1F1B in the table of methods.

@@ -3,7 +3,7 @@
 use farflung_base::Nanos;
 
 use super::Lists;
-use super::row::{Unsupported, UsedSetting, Row, Sizes};
+use super::row::{Row, Sizes, Unsupported, UsedSetting};
 use crate::ParallelError;
 use crate::pipeline::{Action, ComputeKind, Op};
 

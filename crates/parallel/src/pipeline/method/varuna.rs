@@ -3,7 +3,7 @@
 use farflung_base::{Nanos, StageId};
 
 use super::greedy::{Even, Greedy, lists as greedy};
-use super::row::{Unsupported, UsedSetting, Row, Sizes};
+use super::row::{Row, Sizes, Unsupported, UsedSetting};
 use super::{Lists, Settings};
 use crate::pipeline::{ArrivalRule, Placement};
 

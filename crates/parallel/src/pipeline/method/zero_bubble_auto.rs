@@ -2,7 +2,7 @@
 
 use farflung_base::Nanos;
 
-use super::row::{UsedSetting, Row, Sizes};
+use super::row::{Row, Sizes, UsedSetting};
 use super::{Lists, Method, Settings};
 use crate::ParallelError;
 use crate::pipeline::{Action, ComputeKind, Op, StageCost};

@@ -1,6 +1,6 @@
 //! Groups machines into sites: the regions named in the topology file, or clusters of its links.
 
-use farflung_base::{Bandwidth, Bytes, Link, Nanos, AccessLink, Rank};
+use farflung_base::{AccessLink, Bandwidth, Bytes, Link, Nanos, Rank};
 
 use crate::cluster::links::DeviceLinks;
 use crate::{Cluster, ParallelError};
@@ -41,8 +41,11 @@ impl Sites {
     pub fn of(cluster: &Cluster, bytes: Bytes) -> Result<Self, ParallelError> {
         let links = cluster.device_links()?;
         let limit = |rate: Option<Bandwidth>| rate.unwrap_or(Bandwidth::UNLIMITED);
-        let ports =
-            cluster.devices.iter().map(|d| AccessLink { up: limit(d.up), down: limit(d.down) }).collect::<Vec<_>>();
+        let ports = cluster
+            .devices
+            .iter()
+            .map(|d| AccessLink { up: limit(d.up), down: limit(d.down) })
+            .collect::<Vec<_>>();
         let kinds: Vec<usize> =
             (0..).zip(&cluster.devices).flat_map(|(at, d)| (0..d.count).map(move |_| at)).collect();
         let mut sites = Self { all: Vec::new(), links, ports, kinds, site_of: Vec::new() };

@@ -6,8 +6,8 @@ use farflung_tensor::TensorError;
 use super::*;
 use crate::events::EventLog;
 use crate::train::checkpoint::{Totals, folder};
-use crate::train::stop_in_step::{self, RunProgress};
 use crate::train::steps::Clock;
+use crate::train::stop_in_step::{self, RunProgress};
 use crate::{Existing, RunDir, Signal, metrics};
 
 /// Trains two steps and the third one up to its vote. The rank `lacking` throws the result away.

@@ -214,8 +214,10 @@ pub(super) unsafe fn region<I: Registers, E: Epilogue>(
                         }
                         let next = j + I::NR;
                         if next < n1 {
-                            ahead =
-                                Prefetcher::new(block(next, (n1 - next).min(I::NR)), (m1 - m0).div_ceil(I::MR));
+                            ahead = Prefetcher::new(
+                                block(next, (n1 - next).min(I::NR)),
+                                (m1 - m0).div_ceil(I::MR),
+                            );
                         }
                     }
                     let vectors = tile.columns.div_ceil(I::LANES);

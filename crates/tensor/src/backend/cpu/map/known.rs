@@ -249,7 +249,10 @@ mod tests {
     fn another_program_is_not_taken_for_it() {
         for twist in 1..=8 {
             let decays = twist == 7;
-            assert!(FusedExpression::find(&written(true, decays, twist), &SCALARS).is_none(), "twist {twist}");
+            assert!(
+                FusedExpression::find(&written(true, decays, twist), &SCALARS).is_none(),
+                "twist {twist}"
+            );
         }
     }
 }

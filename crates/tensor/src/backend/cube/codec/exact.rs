@@ -37,7 +37,8 @@ pub(super) fn scale_up(x: u32) -> u32 {
 #[cube]
 fn scale_down(x: u32) -> u32 {
     let magnitude = x & MAGNITUDE;
-    let count = u32::cast_from(f32::reinterpret(u32::min(magnitude, NORMAL + SCALE_BITS)) * f32::new(1.0 / COUNT));
+    let count =
+        u32::cast_from(f32::reinterpret(u32::min(magnitude, NORMAL + SCALE_BITS)) * f32::new(1.0 / COUNT));
     select(magnitude >= NORMAL + SCALE_BITS, x - SCALE_BITS, (x & SIGN) | count)
 }
 

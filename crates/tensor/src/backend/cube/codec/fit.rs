@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::exact::{INFINITE, SCALE_BITS, MAGNITUDE, SMALL, scale_up, quotient, root, rounded};
+use super::exact::{INFINITE, MAGNITUDE, SCALE_BITS, SMALL, quotient, root, rounded, scale_up};
 use super::{Form, value};
 use crate::Code;
 

@@ -21,7 +21,7 @@ use self::exact::sum;
 use super::operand::Operand;
 use super::{Cube, u32_of};
 use crate::backend::Sum;
-use crate::codec::{BlockCodec, Code, BlockMask};
+use crate::codec::{BlockCodec, BlockMask, Code};
 use crate::{Result, View, ViewMut};
 
 /// Compile-time arguments of the block kernels.
