@@ -70,7 +70,8 @@ impl Unpacked {
     pub(crate) fn new() -> Result<Self> {
         let args = ["metadata", "--offline", "--no-deps", "--format-version", "1"];
         let json = shell::output(&mut shell::cargo(&args))?;
-        let json: Value = serde_json::from_slice(&json).context("failed to read the answer of `cargo metadata`")?;
+        let json: Value =
+            serde_json::from_slice(&json).context("failed to read the answer of `cargo metadata`")?;
         let packages: Vec<&Value> =
             json["packages"].as_array().into_iter().flatten().filter(|p| p["publish"].is_null()).collect();
         let flawed: Vec<String> = packages.iter().flat_map(|package| flaws(package)).collect();
@@ -153,7 +154,10 @@ fn patch(crates: &[(String, String)], prefix: &str) -> String {
 /// Returns the manifest of the workspace of packages: its members, and the profiles of this project's manifest.
 fn workspace_manifest(crates: &[(String, String)], ours: &str) -> String {
     let members: Vec<String> = crates.iter().map(|(_, package)| format!("\"{package}\"")).collect();
-    let mut text = format!("[workspace]\nresolver = \"3\"\nmembers = [{}]\nexclude = [\"examples\"]\n\n", members.join(", "));
+    let mut text = format!(
+        "[workspace]\nresolver = \"3\"\nmembers = [{}]\nexclude = [\"examples\"]\n\n",
+        members.join(", ")
+    );
     text.push_str(&patch(crates, ""));
     let mut copies = false;
     for line in ours.lines() {
@@ -246,7 +250,8 @@ mod tests {
         poor["license"] = Value::Null;
         poor["keywords"] = serde_json::json!([]);
         poor["categories"] = serde_json::json!(["1", "2", "3", "4", "5", "6"]);
-        let expected = ["a: no `license`", "a: 0 keywords, expected 1 to 5", "a: 6 categories, expected 1 to 5"];
+        let expected =
+            ["a: no `license`", "a: 0 keywords, expected 1 to 5", "a: 6 categories, expected 1 to 5"];
         assert_eq!(flaws(&poor), expected);
     }
 
@@ -255,7 +260,9 @@ mod tests {
         let ours = "[workspace]\nmembers = [\"x\"]\n[profile.dev]\ndebug = 1\n\n[lints]\na = 1\n";
         let text = workspace_manifest(&crates(), ours);
         assert!(text.contains("members = [\"farflung-0.1.0\", \"farflung-comm-0.1.0\"]"));
-        assert!(text.contains("farflung-comm = { path = \"farflung-comm-0.1.0\" }\n[profile.dev]\ndebug = 1\n"));
+        assert!(
+            text.contains("farflung-comm = { path = \"farflung-comm-0.1.0\" }\n[profile.dev]\ndebug = 1\n")
+        );
         assert!(!text.contains("lints") && !text.contains("\"x\""));
     }
 
@@ -265,7 +272,9 @@ mod tests {
         let unpacked = Unpacked { folder: PathBuf::new(), crates: crates(), workspace };
         let text = "[dependencies]\nfarflung-comm = { path = \"../../crates/comm\" }\n";
         let text = unpacked.by_package(text).unwrap();
-        assert!(text.contains("farflung-comm = { path = \"../../farflung-comm-0.1.0\" }\n\n[patch.crates-io]"));
+        assert!(
+            text.contains("farflung-comm = { path = \"../../farflung-comm-0.1.0\" }\n\n[patch.crates-io]")
+        );
         assert!(unpacked.by_package("[dependencies]\nserde = \"1\"\n").is_err());
     }
 }

@@ -16,5 +16,5 @@ pub use name::{Algorithm, Pattern, Precision, UnknownName};
 pub use operation::Operation;
 pub use pending::{Pending, PendingOp};
 pub use philox::Philox;
-pub use topology::{Link, ParseLinkError, Port, Topology};
+pub use topology::{AccessLink, Link, ParseLinkError, Topology};
 pub use unit::{Bandwidth, Bytes, Nanos, ParseUnitError};

@@ -11,7 +11,7 @@ use crate::{Bandwidth, Bytes, Nanos, Rank, Topology};
 /// come, first served, at its own rate. The last byte arrives when it has passed the slowest of them.
 ///
 /// For one transfer, call [`Network::depart`], [`Network::cross`], [`Network::enter`] (needed only if
-/// [`Network::has_lines`]) and [`Network::land`], in this order. Calls of each method must be ordered by time
+/// [`Network::has_region_links`]) and [`Network::land`], in this order. Calls of each method must be ordered by time
 /// over all transfers.
 #[derive(Debug, Clone)]
 pub struct Network {
@@ -69,7 +69,7 @@ impl Network {
     /// Returns whether any region shares a line. If so, transfers of different senders can delay each other
     /// before they reach the receiver.
     #[must_use]
-    pub const fn has_lines(&self) -> bool {
+    pub const fn has_region_links(&self) -> bool {
         !self.line_up.is_empty()
     }
 

@@ -11,7 +11,7 @@ mod tests;
 
 use std::collections::BTreeMap;
 
-pub use simulator::{Finished, NetworkSimulator};
+pub use simulator::{Completion, NetworkSimulator};
 
 use crate::{Bytes, Nanos, Rank, Topology};
 
@@ -21,9 +21,9 @@ pub enum SendOrder {
     /// Round-robin: one piece of each message in turn. Several messages to the same rank leave one after the
     /// other.
     #[default]
-    SideBySide,
+    RoundRobin,
     /// One message after the other, in the order of the list.
-    InTurn,
+    Sequential,
 }
 
 /// One step of a rank in an operation. Its receives complete in the order of the list. The next step starts
@@ -40,7 +40,7 @@ pub struct OperationStep {
 
 /// The part of one rank in an operation.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Side {
+pub struct RankPart {
     /// Lists of steps that run concurrently. Lane `i` of a rank exchanges messages with lane `i` of other
     /// ranks.
     pub lanes: Vec<Vec<OperationStep>>,
@@ -52,7 +52,7 @@ pub struct Side {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Operation {
     /// Part of each rank.
-    pub sides: BTreeMap<Rank, Side>,
+    pub sides: BTreeMap<Rank, RankPart>,
     /// Largest piece into which messages are cut, at least one byte.
     pub frame: Bytes,
 }
@@ -61,7 +61,7 @@ impl Operation {
     /// Creates the operation of a single message from one rank to another.
     #[must_use]
     pub fn message(from: Rank, to: Rank, bytes: Bytes, frame: Bytes) -> Self {
-        let side = |turn| Side { lanes: vec![vec![turn]], window: usize::MAX };
+        let side = |turn| RankPart { lanes: vec![vec![turn]], window: usize::MAX };
         let sent = OperationStep { sends: vec![(to, bytes)], ..OperationStep::default() };
         let received = OperationStep { receives: vec![(from, bytes)], ..OperationStep::default() };
         Self { sides: BTreeMap::from([(from, side(sent)), (to, side(received))]), frame }
@@ -81,8 +81,9 @@ impl Operation {
             receives: moved(&step.receives),
         };
         let lane = |lane: &Vec<OperationStep>| lane.iter().map(step).collect();
-        let side = |side: &Side| Side { lanes: side.lanes.iter().map(lane).collect(), window: side.window };
-        let sides: BTreeMap<Rank, Side> =
+        let side =
+            |side: &RankPart| RankPart { lanes: side.lanes.iter().map(lane).collect(), window: side.window };
+        let sides: BTreeMap<Rank, RankPart> =
             self.sides.iter().map(|(&rank, of)| (place(rank), side(of))).collect();
         assert_eq!(sides.len(), self.sides.len(), "two ranks are mapped to the same rank");
         Self { sides, frame: self.frame }
@@ -96,7 +97,7 @@ pub fn alone(operation: &Operation, topology: &Topology) -> Nanos {
     let mut simulator = NetworkSimulator::new(topology, std::slice::from_ref(operation));
     operation.sides.keys().for_each(|&rank| simulator.begin(0, rank, Nanos::ZERO));
     let (mut ended, mut last) = (0, Nanos::ZERO);
-    while let Some(Finished { at, .. }) = simulator.next_end() {
+    while let Some(Completion { at, .. }) = simulator.next_completion() {
         (ended, last) = (ended + 1, last.max(at));
     }
     if ended == operation.sides.len() { last } else { Nanos::MAX }

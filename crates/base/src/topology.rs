@@ -21,7 +21,7 @@ pub struct Link {
 /// The access link of a rank, shared by all its transfers: for example a home's uplink and downlink.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-pub struct Port {
+pub struct AccessLink {
     /// Bandwidth shared by everything that the rank sends.
     pub up: Bandwidth,
     /// Bandwidth shared by everything that the rank receives.
@@ -99,7 +99,7 @@ impl FromStr for Link {
     }
 }
 
-/// The links of a whole job: one [`Link`] per ordered pair of ranks, one [`Port`] per rank, and one more per
+/// The links of a whole job: one [`Link`] per ordered pair of ranks, one [`AccessLink`] per rank, and one more per
 /// region whose ranks share a line.
 ///
 /// A transfer from `i` to `j` runs at the minimum of the pair's bandwidth, `i`'s free uplink and `j`'s free
@@ -113,17 +113,17 @@ impl FromStr for Link {
 pub struct Topology {
     size: usize,
     links: Links,
-    ports: Arc<Vec<Port>>,
-    lines: Arc<Lines>,
+    ports: Arc<Vec<AccessLink>>,
+    lines: Arc<RegionLinks>,
 }
 
 /// The shared lines of regions.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-struct Lines {
+struct RegionLinks {
     /// Region of each rank; empty if there are no regions.
     of: Vec<Option<usize>>,
     /// Line of each region.
-    ports: Vec<Port>,
+    ports: Vec<AccessLink>,
 }
 
 /// The links between different ranks.
@@ -151,7 +151,7 @@ impl Topology {
     /// and each pair has its bandwidth and latency.
     #[must_use]
     pub fn uniform(size: usize, link: Link) -> Self {
-        let port = Port { up: link.bandwidth, down: link.bandwidth };
+        let port = AccessLink { up: link.bandwidth, down: link.bandwidth };
         Self { size, links: Links::Equal(link), ports: Arc::new(vec![port; size]), lines: Arc::default() }
     }
 
@@ -174,7 +174,7 @@ impl Topology {
         } else {
             ranks.iter().map(|&rank| self.region(rank)).collect()
         };
-        let lines = Arc::new(Lines { of, ports: self.lines.ports.clone() });
+        let lines = Arc::new(RegionLinks { of, ports: self.lines.ports.clone() });
         Self { size: ranks.len(), links, ports, lines }
     }
 
@@ -222,7 +222,7 @@ impl Topology {
     /// # Panics
     /// If `rank` is not below [`Topology::size`].
     #[must_use]
-    pub fn port(&self, rank: Rank) -> Port {
+    pub fn port(&self, rank: Rank) -> AccessLink {
         self.ports[rank.index()]
     }
 
@@ -244,7 +244,7 @@ impl Topology {
     /// # Panics
     /// If `region` is not below [`Topology::regions`].
     #[must_use]
-    pub fn region_port(&self, region: usize) -> Port {
+    pub fn region_port(&self, region: usize) -> AccessLink {
         self.lines.ports[region]
     }
 
@@ -299,7 +299,7 @@ impl Topology {
     ///
     /// # Panics
     /// If `rank` is not below [`Topology::size`].
-    pub fn set_port(&mut self, rank: Rank, port: Port) {
+    pub fn set_port(&mut self, rank: Rank, port: AccessLink) {
         Arc::make_mut(&mut self.ports)[rank.index()] = port;
     }
 
@@ -307,7 +307,7 @@ impl Topology {
     ///
     /// # Panics
     /// If a rank is not below [`Topology::size`].
-    pub fn set_region(&mut self, ranks: &[Rank], port: Port) {
+    pub fn set_region(&mut self, ranks: &[Rank], port: AccessLink) {
         let lines = Arc::make_mut(&mut self.lines);
         lines.of.resize(self.size, None);
         for rank in ranks {
@@ -324,11 +324,11 @@ impl Topology {
 struct Tables {
     size: usize,
     links: Vec<Link>,
-    ports: Vec<Port>,
+    ports: Vec<AccessLink>,
     /// Region of each rank, empty if there are no regions.
     regions: Vec<Option<usize>>,
     /// Line of each region.
-    lines: Vec<Port>,
+    lines: Vec<AccessLink>,
 }
 
 #[cfg(feature = "serde")]
@@ -337,7 +337,7 @@ impl From<Topology> for Tables {
         let ranks = || (0..topology.size as u32).map(Rank);
         let links = ranks().flat_map(|from| ranks().map(move |to| (from, to)));
         let links = links.map(|(from, to)| topology.link(from, to)).collect();
-        let Lines { of, ports } = (*topology.lines).clone();
+        let RegionLinks { of, ports } = (*topology.lines).clone();
         Self { size: topology.size, links, ports: topology.ports.to_vec(), regions: of, lines: ports }
     }
 }
@@ -360,7 +360,7 @@ impl TryFrom<Tables> for Topology {
         if let Some(region) = regions.iter().flatten().find(|region| **region >= lines.len()) {
             return Err(format!("a topology has {} regions, but a rank is in region {region}", lines.len()));
         }
-        let lines = Arc::new(Lines { of: regions, ports: lines });
+        let lines = Arc::new(RegionLinks { of: regions, ports: lines });
         Ok(Self { size, links: Links::Each(Arc::new(links)), ports: Arc::new(ports), lines })
     }
 }
@@ -398,7 +398,7 @@ mod tests {
         table.set_link(Rank(0), Rank(2), link);
         table.set_link(Rank(1), Rank(1), far);
         assert_eq!((&table, table.link(Rank(1), Rank(1))), (&equal, Link::FREE));
-        table.set_port(Rank(1), Port { up: Bandwidth(1), down: Bandwidth(2) });
+        table.set_port(Rank(1), AccessLink { up: Bandwidth(1), down: Bandwidth(2) });
         assert_ne!(table, equal);
         assert_eq!(table.among(&[Rank(1)]).port(Rank(0)).down, Bandwidth(2));
     }
@@ -408,8 +408,8 @@ mod tests {
         let mut t = Topology::uniform(4, "1gbit,1ms".parse().unwrap());
         assert!(!t.leaves(Rank(0), Rank(3)) && t.regions() == 0);
         let plain = t.clone();
-        t.set_region(&[Rank(0), Rank(1)], Port { up: Bandwidth(5), down: Bandwidth(7) });
-        t.set_region(&[Rank(2)], Port { up: Bandwidth(90), down: Bandwidth(3) });
+        t.set_region(&[Rank(0), Rank(1)], AccessLink { up: Bandwidth(5), down: Bandwidth(7) });
+        t.set_region(&[Rank(2)], AccessLink { up: Bandwidth(90), down: Bandwidth(3) });
         assert_ne!(t, plain);
         let rate = |a, b| t.rate(Rank(a), Rank(b)).0;
         assert_eq!([rate(0, 1), rate(0, 3), rate(3, 1), rate(0, 2), rate(2, 0)], [1_000_000_000, 5, 7, 3, 7]);
@@ -418,15 +418,15 @@ mod tests {
         assert!(part.leaves(Rank(0), Rank(2)) && !part.leaves(Rank(1), Rank(2)));
         // The order in which regions were added does not matter.
         let mut again = plain;
-        again.set_region(&[Rank(2)], Port { up: Bandwidth(90), down: Bandwidth(3) });
-        again.set_region(&[Rank(0), Rank(1)], Port { up: Bandwidth(5), down: Bandwidth(7) });
+        again.set_region(&[Rank(2)], AccessLink { up: Bandwidth(90), down: Bandwidth(3) });
+        again.set_region(&[Rank(0), Rank(1)], AccessLink { up: Bandwidth(5), down: Bandwidth(7) });
         assert_eq!(again, t);
     }
 
     #[test]
     fn the_narrowest_part_sets_the_rate() {
         let mut t = Topology::uniform(3, "1gbit,1ms".parse().unwrap());
-        t.set_port(Rank(1), Port { up: Bandwidth(5), down: Bandwidth(7) });
+        t.set_port(Rank(1), AccessLink { up: Bandwidth(5), down: Bandwidth(7) });
         assert_eq!(t.rate(Rank(1), Rank(0)), Bandwidth(5));
         assert_eq!(t.rate(Rank(0), Rank(1)), Bandwidth(7));
         assert_eq!(t.rate(Rank(0), Rank(2)), Bandwidth(1_000_000_000));

@@ -153,7 +153,7 @@ impl CodedValues for CodedSlice {
         }
         match merge {
             Merge::Copy => bytemuck::cast_slice_mut(values).copy_from_slice(bytes),
-            Merge::Reduce | Merge::ReduceBefore => {
+            Merge::Reduce | Merge::ReduceLeft => {
                 self.decoded.resize(values.len(), 0.0);
                 bytemuck::cast_slice_mut(&mut self.decoded).copy_from_slice(bytes);
                 f32::reduce(ReduceOp::Sum, values, &self.decoded, First::Into);

@@ -9,7 +9,7 @@ mod membership;
 mod messages;
 mod meter;
 
-pub use arrivals::Look;
+pub use arrivals::WaitMode;
 pub use exchanges::shift_one;
 pub use meter::Counter;
 use meter::{Counters, Meter};

@@ -40,10 +40,10 @@ pub enum Control<'a> {
     Table {
         /// Address of each rank.
         #[serde(borrow)]
-        addresses: Listed<&'a str>,
+        addresses: BoundedVec<&'a str>,
         /// Public keys, 32 bytes each; empty if connections are not encrypted.
         #[serde(borrow)]
-        keys: Listed<&'a [u8]>,
+        keys: BoundedVec<&'a [u8]>,
         /// Secret of connections among the ranks, 32 bytes; empty if they are not encrypted.
         secret: &'a [u8],
     },
@@ -52,7 +52,7 @@ pub enum Control<'a> {
     /// Refuses a greeting, with the reason.
     Refuse(Refusal),
     /// The rendezvous failed: these ranks are missing.
-    Missing(Listed<u32>),
+    Missing(BoundedVec<u32>),
     /// To a store: greeting with the name of the job.
     Open(&'a str),
     /// To a store: puts a value at a key. Answered by [`Control::Done`].
@@ -77,7 +77,7 @@ pub enum Control<'a> {
     /// after the time limit.
     Wait {
         /// Keys to wait for.
-        keys: Listed<&'a str>,
+        keys: BoundedVec<&'a str>,
         /// Time limit in milliseconds.
         patience: u64,
     },
@@ -88,9 +88,9 @@ pub enum Control<'a> {
     /// From a store: the sum.
     Sum(i64),
     /// From a store: the values, in the order of the keys.
-    Values(Listed<&'a [u8]>),
+    Values(BoundedVec<&'a [u8]>),
     /// From a store: indices of the keys without a value.
-    Absent(Listed<u32>),
+    Absent(BoundedVec<u32>),
     /// From a store: it is full, or the value is not a number.
     Denied,
     /// First message of either side in an encrypted session; the side that connects sends first.
@@ -108,26 +108,26 @@ pub enum Control<'a> {
     /// Answer to [`Control::Ask`].
     Members {
         /// The number of each endpoint.
-        slots: Listed<u32>,
+        slots: BoundedVec<u32>,
         /// Address at which each endpoint listens.
         #[serde(borrow)]
-        addresses: Listed<&'a str>,
+        addresses: BoundedVec<&'a str>,
         /// Public keys, 32 bytes each; empty if connections are not encrypted.
-        keys: Listed<&'a [u8]>,
+        keys: BoundedVec<&'a [u8]>,
         /// Secret of connections among members, 32 bytes; empty if they are not encrypted.
         secret: &'a [u8],
         /// Further data for a process that joins.
         welcome: &'a [u8],
     },
     /// Over a link to a process of the same machine: a step of the negotiation about shared memory.
-    Near(Near),
+    Near(SharedMemoryMessage),
 }
 
 /// Messages by which two processes of one machine agree to share memory. The peer with the greater number makes
 /// the offer. If either side declines, both continue over the socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
-pub enum Near {
+pub enum SharedMemoryMessage {
     /// Offers a unix socket in the abstract namespace, at which the peer may hand over memory.
     Offer {
         /// The name of the socket is `farflung-` followed by this in hexadecimal.
@@ -162,25 +162,25 @@ impl<'a> Control<'a> {
 
 /// A list that, when decoded, allocates for the elements that arrive, not for the length that is claimed.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Listed<T>(pub Vec<T>);
+pub struct BoundedVec<T>(pub Vec<T>);
 
-impl<T> Default for Listed<T> {
+impl<T> Default for BoundedVec<T> {
     fn default() -> Self {
         Self(Vec::new())
     }
 }
 
-impl<T: Serialize> Serialize for Listed<T> {
+impl<T: Serialize> Serialize for BoundedVec<T> {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         self.0.serialize(serializer)
     }
 }
 
-impl<'de, T: Deserialize<'de>> Deserialize<'de> for Listed<T> {
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for BoundedVec<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Elements<T>(PhantomData<T>);
         impl<'de, T: Deserialize<'de>> Visitor<'de> for Elements<T> {
-            type Value = Listed<T>;
+            type Value = BoundedVec<T>;
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("a list")
             }
@@ -189,7 +189,7 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Listed<T> {
                 while let Some(element) = elements.next_element()? {
                     all.push(element);
                 }
-                Ok(Listed(all))
+                Ok(BoundedVec(all))
             }
         }
         deserializer.deserialize_seq(Elements(PhantomData))
@@ -217,8 +217,8 @@ mod tests {
             ),
             (
                 Control::Table {
-                    addresses: Listed(vec!["a:1", "b:2"]),
-                    keys: Listed(vec![&[3], &[4]]),
+                    addresses: BoundedVec(vec!["a:1", "b:2"]),
+                    keys: BoundedVec(vec![&[3], &[4]]),
                     secret: &[5],
                 },
                 "01 02 03 613a31 03 623a32 02 01 03 01 04 01 05",
@@ -235,26 +235,26 @@ mod tests {
             (Control::Refuse(Refusal::Clear), "03 08"),
             (Control::Refuse(Refusal::Crossed), "03 09"),
             (Control::Refuse(Refusal::SameKey), "03 0a"),
-            (Control::Missing(Listed(vec![1, 130])), "04 02 01 8201"),
+            (Control::Missing(BoundedVec(vec![1, 130])), "04 02 01 8201"),
             (Control::Open("night"), "05 05 6e69676874"),
             (Control::Put { key: "k", value: &[1, 2], only_new: true }, "06 01 6b 02 0102 01"),
             (Control::Get("k"), "07 01 6b"),
             (Control::Add { key: "k", by: -1 }, "08 01 6b 01"),
-            (Control::Wait { keys: Listed(vec!["k", "l"]), patience: 1000 }, "09 02 01 6b 01 6c e807"),
+            (Control::Wait { keys: BoundedVec(vec!["k", "l"]), patience: 1000 }, "09 02 01 6b 01 6c e807"),
             (Control::Done(true), "0a 01"),
             (Control::Value(None), "0b 00"),
             (Control::Value(Some(&[5])), "0b 01 01 05"),
             (Control::Sum(2), "0c 04"),
-            (Control::Values(Listed(vec![&[5], &[]])), "0d 02 01 05 00"),
-            (Control::Absent(Listed(vec![0])), "0e 01 00"),
+            (Control::Values(BoundedVec(vec![&[5], &[]])), "0d 02 01 05 00"),
+            (Control::Absent(BoundedVec(vec![0])), "0e 01 00"),
             (Control::Denied, "0f"),
             (Control::Prove { expiry: 5, clock: 300, mac: &[7, 8] }, "10 05 ac02 02 0708"),
             (Control::Ask("night"), "11 05 6e69676874"),
             (
                 Control::Members {
-                    slots: Listed(vec![0, 200]),
-                    addresses: Listed(vec!["a:1", "b:2"]),
-                    keys: Listed(vec![&[3], &[4]]),
+                    slots: BoundedVec(vec![0, 200]),
+                    addresses: BoundedVec(vec!["a:1", "b:2"]),
+                    keys: BoundedVec(vec![&[3], &[4]]),
                     secret: &[5],
                     welcome: &[6, 7],
                 },

@@ -4,7 +4,7 @@
 //! Pure. The simulated transport moves real bytes over the same [`Network`](farflung_base::network::Network),
 //! and a test checks that both take the same time.
 
-use farflung_base::operation::{self, OperationStep, SendOrder, Side};
+use farflung_base::operation::{self, OperationStep, RankPart, SendOrder};
 use farflung_base::{Bytes, Nanos, Operation, Rank, Topology};
 
 use crate::FRAME_BYTES;
@@ -48,7 +48,7 @@ impl Sizes<'_> {
         messages.sort_by_key(|&(to, _)| first(to));
         OperationStep {
             sends: sends.chain(messages).collect(),
-            order: if step.coding.is_empty() { SendOrder::SideBySide } else { SendOrder::InTurn },
+            order: if step.coding.is_empty() { SendOrder::RoundRobin } else { SendOrder::Sequential },
             receives: receives.chain(step.coding.recvs.iter().map(|&(from, n)| (from, coded(n)))).collect(),
         }
     }
@@ -57,7 +57,7 @@ impl Sizes<'_> {
     fn operation(&self, programs: &[Program]) -> Operation {
         let side = |program: &Program| {
             let lane = |steps: &Vec<Step>| steps.iter().map(|step| self.turn(program, step)).collect();
-            Side { lanes: program.lanes.iter().map(lane).collect(), window: program.window }
+            RankPart { lanes: program.lanes.iter().map(lane).collect(), window: program.window }
         };
         let frame = Bytes((self.bytes / FRAMES).max(FRAME_BYTES as u64));
         Operation { sides: (0..).map(Rank).zip(programs.iter().map(side)).collect(), frame }

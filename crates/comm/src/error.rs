@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use farflung_base::{Nanos, PeerId, Rank};
 
-use crate::simulated::Happening;
+use crate::simulated::SimulatedEvent;
 
 /// Why a peer is gone.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -339,9 +339,9 @@ pub enum CommError {
         /// Number of events that were the same.
         after: usize,
         /// Next event of the recording; `None` at its end.
-        recorded: Option<Box<Happening>>,
+        recorded: Option<Box<SimulatedEvent>>,
         /// Event that happened instead; `None` at the end of the run.
-        seen: Option<Box<Happening>>,
+        seen: Option<Box<SimulatedEvent>>,
     },
     /// Keys of a store had no value within the time limit.
     #[error("store at {store}: these keys have no value after {after}: {}", .keys.join(", "))]
@@ -456,7 +456,7 @@ fn list(ranks: &[Rank]) -> String {
     ranks.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
-fn or_end(happening: Option<&Happening>) -> String {
+fn or_end(happening: Option<&SimulatedEvent>) -> String {
     happening.map_or_else(|| "the end".to_owned(), ToString::to_string)
 }
 

@@ -65,8 +65,8 @@ pub use coded::{
     Coded, CodedAllReduce, CodedBuffer, CodedSlice, CodedValues, Coder, coded_all_gather, coded_exchange,
     coded_exchange_of, coded_ring, two_level,
 };
-pub use communicator::{Communicator, Counter, Look, shift_one};
-pub use control::{Control, Listed, Near};
+pub use communicator::{Communicator, Counter, WaitMode, shift_one};
+pub use control::{BoundedVec, Control, SharedMemoryMessage};
 pub use cost::{cost, cost_coded, message_operation, operation, operation_coded};
 pub use doubling::{halving_doubling, recursive_doubling};
 pub use element::{Element, Located, ReduceOp};
@@ -85,7 +85,7 @@ pub use path::PathStats;
 pub use reduction::{Reduction, UserOp};
 pub use ring::{bidirectional_ring, pipelined_ring, ring, ring_all_gather, ring_reduce_scatter};
 pub use scan::{chain_exclusive_scan, chain_scan, doubling_exclusive_scan, doubling_scan};
-pub use service::{Answer, Asked, Service, ServiceTags};
+pub use service::{Answer, Question, Service, ServiceTags};
 pub use sizes::{FRAME_BYTES, HEADER_BYTES};
 pub use started::Started;
 pub use steps::{Code, CodedMessage, Coding, Merge, Phase, Program, Step};

@@ -26,7 +26,7 @@ use crate::tcp::HELD;
 use crate::transport::{MPI_IS_FIXED, Tag};
 use crate::wire::{self, Kind, NO_TAG};
 use crate::{CommError, DownReason, Frame, Pool, WireError};
-use life::Life;
+use life::MpiThread;
 use messages::World;
 use peer::Peer;
 
@@ -37,7 +37,7 @@ const PAUSE: Duration = Duration::from_micros(500);
 /// Number of frames taken from one peer before it is the next peer's turn.
 const TURN: usize = 4;
 /// Time that a closing endpoint waits for the others to close too. If that is too short, [`leave`] ends MPI.
-const PARTING: Nanos = Nanos::from_millis(2000);
+const GOODBYE_TIMEOUT: Nanos = Nanos::from_millis(2000);
 
 /// An endpoint in a network of the processes of one MPI job.
 pub type Mpi = Endpoint<MpiDriver>;
@@ -61,7 +61,7 @@ struct Job {
     /// Set to make the thread in `drive` return.
     rung: Mutex<bool>,
     bell: Condvar,
-    life: Mutex<Option<Life>>,
+    life: Mutex<Option<MpiThread>>,
 }
 
 struct State {
@@ -356,7 +356,7 @@ impl Driver for MpiDriver {
     }
     fn close(&self, _: &Inbox) {
         let job = &self.0;
-        let until = job.now().saturating_add(PARTING);
+        let until = job.now().saturating_add(GOODBYE_TIMEOUT);
         job.say_goodbye();
         while job.parting() == Parting::Waits && job.now() < until {
             job.drive(Nanos::from_millis(20));

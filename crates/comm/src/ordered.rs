@@ -16,7 +16,7 @@ pub fn ordered_reduce_scatter(rank: Rank, size: usize) -> Program {
     let mut program = direct_reduce_scatter(rank, size);
     for step in &mut program.lanes[0] {
         let from = |r: usize, merge| (Rank(r as u32), me..me + 1, merge);
-        let lower = (0..me).rev().map(|r| from(r, Merge::ReduceBefore));
+        let lower = (0..me).rev().map(|r| from(r, Merge::ReduceLeft));
         step.recvs = lower.chain((me + 1..size).map(|r| from(r, Merge::Reduce))).collect();
     }
     program

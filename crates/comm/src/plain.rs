@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::cold::copy_part;
 use crate::element::{Element, First};
 use crate::interpret::{At, Transfers, Turn};
-use crate::plans::Passing;
+use crate::plans::PassThrough;
 use crate::reduction::Reduction;
 use crate::steps::{Merge, Program, Step};
 use crate::transport::Port;
@@ -17,7 +17,7 @@ use crate::{CommError, FRAME_BYTES, Frame};
 pub(crate) struct Plain<T, S> {
     data: S,
     op: Reduction<T>,
-    passing: Arc<Passing>,
+    passing: Arc<PassThrough>,
     lanes: Vec<Lane>,
 }
 
@@ -32,11 +32,11 @@ struct Lane {
     receives_done: usize,
     received: Progress,
     /// The last received frame, if the next step sends it on.
-    kept: Option<Kept>,
+    kept: Option<ForwardedFrame>,
 }
 
 /// A received frame that is to be sent on as it is.
-struct Kept {
+struct ForwardedFrame {
     part: Range<usize>,
     frame: Frame,
     /// Reduced in the frame only; not copied to the buffer yet.
@@ -81,7 +81,7 @@ fn passes_through(later: &[Step], blocks: &Range<usize>) -> bool {
 }
 
 impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Plain<T, S> {
-    pub(crate) fn new(program: &Program, passing: Arc<Passing>, data: S, op: Reduction<T>) -> Self {
+    pub(crate) fn new(program: &Program, passing: Arc<PassThrough>, data: S, op: Reduction<T>) -> Self {
         let lanes = program.lanes.iter().map(|_| Lane::default()).collect();
         Self { data, op, passing, lanes }
     }
@@ -103,7 +103,7 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Plain<T, S> {
             let whole = at.program.elements(blocks, data.len());
             let part = lane.sent[i].next::<T>(&whole);
             match lane.kept.take_if(|kept| kept.part == part) {
-                Some(Kept { frame, .. }) => port.send(peer, at.tag, frame)?,
+                Some(ForwardedFrame { frame, .. }) => port.send(peer, at.tag, frame)?,
                 None => port.send_bytes(peer, at.tag, at.check, bytemuck::cast_slice(&data[part.clone()]))?,
             }
             lane.sent[i].pass(&part, &whole);
@@ -139,7 +139,7 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Plain<T, S> {
         }
         let data = self.data.as_mut();
         let all = size_of_val(data);
-        if let Some(Kept { part, frame, only: true }) = self.lanes[at.lane].kept.take() {
+        if let Some(ForwardedFrame { part, frame, only: true }) = self.lanes[at.lane].kept.take() {
             // The frame could not be sent on yet, and is given up: its values must go to the buffer.
             data[part].copy_from_slice(bytemuck::cast_slice(frame.bytes()));
         }
@@ -156,7 +156,7 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Plain<T, S> {
                 Merge::Reduce => {
                     self.op.reduce(at.name, into, bytemuck::cast_slice(frame.bytes()), First::Into)?;
                 }
-                Merge::ReduceBefore => {
+                Merge::ReduceLeft => {
                     self.op.reduce(at.name, into, bytemuck::cast_slice(frame.bytes()), First::Other)?;
                 }
                 Merge::Copy => {
@@ -166,7 +166,7 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Plain<T, S> {
             }
         }
         let lane = &mut self.lanes[at.lane];
-        lane.kept = passed_on.then(|| Kept { part: part.clone(), frame, only });
+        lane.kept = passed_on.then(|| ForwardedFrame { part: part.clone(), frame, only });
         lane.received.pass(&part, &whole);
         if lane.received.done {
             lane.receive += 1;

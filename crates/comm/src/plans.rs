@@ -47,7 +47,7 @@ pub(crate) enum Kind {
 pub(crate) struct Plan {
     pub(crate) program: Arc<Program>,
     pub(crate) algorithm: Option<Algorithm>,
-    pub(crate) passing: Arc<Passing>,
+    pub(crate) passing: Arc<PassThrough>,
 }
 
 impl From<Program> for Plan {
@@ -55,7 +55,7 @@ impl From<Program> for Plan {
         let lane = |steps: &Vec<Step>| {
             steps.iter().flat_map(|step| step.recvs.iter().map(|_| OnceLock::new())).collect()
         };
-        let passing = Arc::new(Passing(program.lanes.iter().map(lane).collect()));
+        let passing = Arc::new(PassThrough(program.lanes.iter().map(lane).collect()));
         Self { program: Arc::new(program), algorithm: None, passing }
     }
 }
@@ -64,9 +64,9 @@ impl From<Program> for Plan {
 /// on, and the block is replaced before it is used again. Finding that out takes a search of later steps, so it
 /// is cached for the next run of the program.
 #[derive(Debug)]
-pub(crate) struct Passing(Vec<Vec<OnceLock<bool>>>);
+pub(crate) struct PassThrough(Vec<Vec<OnceLock<bool>>>);
 
-impl Passing {
+impl PassThrough {
     /// Returns the entry of a receive, which has this `number` among the receives of all steps of the lane. If
     /// it is not known yet, `find` computes it.
     pub(crate) fn of(&self, lane: usize, number: usize, find: impl FnOnce() -> bool) -> bool {

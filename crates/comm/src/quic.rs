@@ -37,14 +37,14 @@ use peer::Peer;
 pub use relay::{Relay, RelayConfig};
 
 /// Time limit for the goodbyes when an endpoint closes.
-const PARTING: Duration = Duration::from_secs(5);
+const GOODBYE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time limit for closing sockets and connections to relays after that.
 const CLOSING: Duration = Duration::from_secs(2);
 
 /// Default time after which a silent peer counts as lost. QUIC cannot distinguish a killed process from an
 /// unreachable one, so this is a compromise. A relay that is away for 4 s interrupts for 8 s, since attempts to
 /// reconnect to it are made at growing intervals.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+pub const IDLE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// An endpoint in a network of processes.
 pub type Quic = Endpoint<QuicDriver>;
@@ -97,7 +97,7 @@ impl Config {
             listen: None,
             direct: true,
             security,
-            patience: PATIENCE,
+            patience: IDLE_TIMEOUT,
             pace: Pace::default(),
         }
     }
@@ -234,7 +234,7 @@ impl Driver for QuicDriver {
                 .map(|peer| {
                     let peer = Arc::clone(peer);
                     tokio::spawn(async move {
-                        let _ = tokio::time::timeout(PARTING, peer.finish()).await;
+                        let _ = tokio::time::timeout(GOODBYE_TIMEOUT, peer.finish()).await;
                         peer.say_goodbye();
                     })
                 })
@@ -246,7 +246,7 @@ impl Driver for QuicDriver {
             let _ = tokio::time::timeout(CLOSING, endpoint.close()).await;
             let _ = told.send(());
         });
-        let _ = closed.recv_timeout(PARTING + CLOSING + Duration::from_secs(1));
+        let _ = closed.recv_timeout(GOODBYE_TIMEOUT + CLOSING + Duration::from_secs(1));
         runtime.shutdown_timeout(Duration::from_millis(100));
     }
 }

@@ -62,7 +62,7 @@ fn doubling(rank: Rank, first: usize, size: usize, blocks: &std::ops::Range<usiz
             step.sends.push((Rank((me + reach) as u32), blocks.clone()));
         }
         if me >= first + reach {
-            step.recvs.push((Rank((me - reach) as u32), blocks.clone(), Merge::ReduceBefore));
+            step.recvs.push((Rank((me - reach) as u32), blocks.clone(), Merge::ReduceLeft));
         }
         steps.extend(Some(step).filter(|step| !step.is_empty()));
         reach *= 2;
@@ -81,7 +81,7 @@ fn chain(rank: Rank, first: usize, size: usize, blocks: usize) -> Vec<Step> {
         sends: next.zip(i.checked_sub(lag).map(|b| b..b + 1)).into_iter().collect(),
         recvs: last
             .filter(|_| i < blocks)
-            .map(|from| (from, i..i + 1, Merge::ReduceBefore))
+            .map(|from| (from, i..i + 1, Merge::ReduceLeft))
             .into_iter()
             .collect(),
         ..Step::default()

@@ -14,12 +14,12 @@ use crate::transport::{Port, Tag};
 /// Answers messages. The thread that drives the network calls it, for one message at a time.
 pub trait Service: Send {
     /// Handles a message, and returns the messages to send because of it, to any ranks.
-    fn receive(&mut self, message: Asked) -> Vec<Answer>;
+    fn receive(&mut self, message: Question) -> Vec<Answer>;
 }
 
 /// A message to a [`Service`].
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Asked {
+pub struct Question {
     /// Rank that sent it.
     pub from: Rank,
     /// Time of arrival, by the transport's clock.
@@ -107,7 +107,7 @@ impl<S: Service + ?Sized> Serving<S> {
     }
 
     /// Returns the next message that has arrived, if there is one.
-    fn take(&mut self, port: &mut dyn Port) -> Option<Asked> {
+    fn take(&mut self, port: &mut dyn Port) -> Option<Question> {
         let mut i = 0;
         while i < self.asking.len() {
             let (from, incoming) = &mut self.asking[i];
@@ -115,7 +115,7 @@ impl<S: Service + ?Sized> Serving<S> {
             match incoming.poll(port, "service", peer, self.ask, 0) {
                 Ok(true) => {
                     let bytes = std::mem::take(incoming).bytes;
-                    return Some(Asked { from: *from, at: port.now(), bytes });
+                    return Some(Question { from: *from, at: port.now(), bytes });
                 }
                 Ok(false) => i += 1,
                 Err(CommError::CancelledBy { .. }) => *incoming = Incoming::default(),

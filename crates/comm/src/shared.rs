@@ -9,7 +9,7 @@ mod handover;
 mod map;
 mod ring;
 
-pub(crate) use bell::Doorbell;
+pub(crate) use bell::RingWaker;
 pub(crate) use handover::{Offer, give_bell, hand, take_bell};
 pub(crate) use map::{Direction, Segment};
 pub(crate) use ring::{Consumer, Producer, Slot};

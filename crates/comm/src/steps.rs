@@ -13,7 +13,7 @@ pub enum Merge {
     Reduce,
     /// Reduced into the block, with the received values as the first operand: they come from lower ranks, and
     /// the order of ranks is kept. Not allowed in coded programs.
-    ReduceBefore,
+    ReduceLeft,
     /// Replace the values of the block.
     Copy,
 }
@@ -23,7 +23,7 @@ impl Merge {
     const fn sign(self) -> &'static str {
         match self {
             Self::Reduce => "+=",
-            Self::ReduceBefore => "=+",
+            Self::ReduceLeft => "=+",
             Self::Copy => "=",
         }
     }

@@ -5,7 +5,7 @@
 //! a peer has gone.
 //!
 //! Memory is bounded: a sender stops after [`WINDOW`] frames of a tag that the receiver has not taken, and a
-//! peer with more than [`HELD`] unread bytes is not read any more. This module is independent of the
+//! peer with more than [`MAX_UNREAD_BYTES`] unread bytes is not read any more. This module is independent of the
 //! collectives.
 
 mod door;
@@ -33,10 +33,10 @@ use crate::endpoint::{Driver, Endpoint, Wake};
 use crate::inbox::{BlockedFor, Inbox, WINDOW};
 use crate::memory::real_start;
 pub use crate::rate::{Pace, SLOWEST};
-use crate::shared::Doorbell;
+use crate::shared::RingWaker;
 use crate::transport::{Tag, Transport};
 use crate::{CommError, Frame, PathStats, Pool};
-pub use gate::{Asked, Connected, Gate, GateConfig};
+pub use gate::{Connected, GateConfig, GrowingNetwork, MemberList};
 use link::Link;
 use links::Links;
 pub use near::SharedMemory;
@@ -46,14 +46,14 @@ pub use store::{STORE_BYTES, Store, StoreHost, VALUE_BYTES};
 use stream::Stream;
 
 /// Greatest number of unread bytes of a peer; beyond it, its socket is not read.
-pub const HELD: usize = 4 * WINDOW * crate::FRAME_BYTES;
+pub const MAX_UNREAD_BYTES: usize = 4 * WINDOW * crate::FRAME_BYTES;
 
 /// Number of rounds over shared memory alone, after which sockets are polled as well, since a peer may have
 /// gone.
 const SOCKET_TURN: u32 = 64;
 
 /// Time limit for the goodbyes when an endpoint closes.
-const PARTING: Duration = Duration::from_secs(5);
+const GOODBYE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// An endpoint in a network of processes.
 pub type Tcp = Endpoint<TcpDriver>;
@@ -68,7 +68,7 @@ pub struct TcpDriver {
     inbox: Arc<Inbox>,
     pool: Arc<Pool>,
     /// Wakes the thread that polls; processes that share memory with this one ring it too.
-    bell: Arc<Doorbell>,
+    bell: Arc<RingWaker>,
     shared_memory: SharedMemory,
     turns: AtomicU32,
 }
@@ -119,7 +119,7 @@ impl Tcp {
 /// Creates an endpoint in a network of `size` endpoints, without connections. `crowded` says that this machine
 /// has more of them than cores.
 fn open(me: PeerId, size: usize, crowded: bool, shared_memory: SharedMemory) -> std::io::Result<Arc<Tcp>> {
-    let bell = Arc::new(Doorbell::new()?);
+    let bell = Arc::new(RingWaker::new()?);
     let inbox = Inbox::new(size);
     let inbox = Arc::new(if crowded { inbox.crowded() } else { inbox });
     let (pool, links, pacer) = (Pool::new(), Arc::new(Links::new(size)), Arc::new(Pacer::new(size)));
@@ -131,7 +131,7 @@ fn open(me: PeerId, size: usize, crowded: bool, shared_memory: SharedMemory) -> 
 }
 
 /// Wakes the thread that polls, if there is one.
-fn ring(inbox: &Inbox, bell: &Doorbell) {
+fn ring(inbox: &Inbox, bell: &RingWaker) {
     if inbox.is_driven() {
         bell.ring();
     }
@@ -323,7 +323,7 @@ impl Driver for TcpDriver {
         true
     }
     fn close(&self, _: &Inbox) {
-        let until = Nanos::from(PARTING).saturating_add(self.now());
+        let until = Nanos::from(GOODBYE_TIMEOUT).saturating_add(self.now());
         let open = || self.links.all().filter(|link| link.is_open());
         open().for_each(Link::say_goodbye);
         while open().any(|link| link.wants_to_write() || link.has_queued()) && self.now() < until {

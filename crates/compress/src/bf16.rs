@@ -41,7 +41,7 @@ impl Format for Brain16 {
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn refused(bytes: [u8; 2]) -> bool {
+    fn is_invalid(bytes: [u8; 2]) -> bool {
         u16::from_le_bytes(bytes) & EXPONENT == EXPONENT
     }
 

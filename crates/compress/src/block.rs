@@ -27,7 +27,7 @@ const EDGE: i32 = (127 + 126) << 23;
 
 /// The arithmetic of one method: what a block's header holds, and how an element becomes a code.
 ///
-/// All functions are part of kernels and must be `#[inline(always)]`; `encode`, `decode` and `refused` must be
+/// All functions are part of kernels and must be `#[inline(always)]`; `encode`, `decode` and `is_invalid` must be
 /// branch-free, so that the loops are vectorized. If a method has a header, a block whose header is all zero
 /// bytes holds only zeros; the encoder writes it when the largest magnitude is too small.
 pub trait Quantizer<const BITS: u32>: Copy + std::fmt::Debug + Send + Sync {
@@ -42,7 +42,7 @@ pub trait Quantizer<const BITS: u32>: Copy + std::fmt::Debug + Send + Sync {
     /// the element.
     const OVERSHOOTS: bool = false;
     /// The header's contents in the form that `encode` and `decode` use.
-    type Fit: Copy;
+    type Header: Copy;
     /// Returns true if [`Self::encode`] uses random offsets (stochastic rounding).
     fn noisy(&self) -> bool {
         false
@@ -60,24 +60,24 @@ pub trait Quantizer<const BITS: u32>: Copy + std::fmt::Debug + Send + Sync {
     }
     /// Returns the header for the finite values `x`. `max` is their largest magnitude, at least `MIN_MAX`;
     /// `surveyed` is the statistic from [`Self::survey`].
-    fn fit(&self, max: f32, surveyed: f32, x: &[f32]) -> Self::Fit;
+    fn fit(&self, max: f32, surveyed: f32, x: &[f32]) -> Self::Header;
     /// Writes the header.
-    fn write(fit: &Self::Fit, header: &mut [u8]);
+    fn write(fit: &Self::Header, header: &mut [u8]);
     /// Reads a header that is not all zero. Returns the wrong number if no encoder writes that header.
-    fn read(header: &[u8]) -> Result<Self::Fit, f32>;
+    fn read(header: &[u8]) -> Result<Self::Header, f32>;
     /// Returns the code of a finite element of the block, in the low `BITS` bits. The offset is in the open
     /// interval (-1/2, 1/2), or 0 unless `NOISY`.
-    fn encode<const NOISY: bool>(fit: &Self::Fit, x: f32, offset: f32) -> u32;
+    fn encode<const NOISY: bool>(fit: &Self::Header, x: f32, offset: f32) -> u32;
     /// Returns the value of a code. It is always finite.
-    fn decode(fit: &Self::Fit, code: u32) -> f32;
+    fn decode(fit: &Self::Header, code: u32) -> f32;
     /// Returns true if no encoder writes this code.
-    fn refused(code: u32) -> bool;
+    fn is_invalid(code: u32) -> bool;
     /// Encodes the first values with AVX2, without offsets: as many whole runs as there are, whose length
     /// depends on the method. Returns the number of elements encoded.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     #[must_use]
-    fn encode_avx2(_: Avx2Token, _: &Self::Fit, _: FiniteValues<'_>, _: &mut [u8]) -> usize {
+    fn encode_avx2(_: Avx2Token, _: &Self::Header, _: FiniteValues<'_>, _: &mut [u8]) -> usize {
         0
     }
     /// Decodes the first codes of a block with AVX2: as many whole runs as there are. Returns the number of
@@ -85,7 +85,7 @@ pub trait Quantizer<const BITS: u32>: Copy + std::fmt::Debug + Send + Sync {
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     #[must_use]
-    fn decode_avx2(_: Avx2Token, _: &Self::Fit, _: &[u8], _: &mut [f32]) -> (usize, bool) {
+    fn decode_avx2(_: Avx2Token, _: &Self::Header, _: &[u8], _: &mut [f32]) -> (usize, bool) {
         (0, false)
     }
 }
@@ -156,7 +156,9 @@ impl<Q: Quantizer<BITS>, const BITS: u32> Block<Q, BITS> {
         for start in (0..count).step_by(GROUP) {
             let group = &mut group[..GROUP.min(count - start)];
             unpack::<BITS>(codes, start, count, group);
-            if let Some(i) = group.iter().position(|code| if zero { *code != 0 } else { Q::refused(*code) }) {
+            if let Some(i) =
+                group.iter().position(|code| if zero { *code != 0 } else { Q::is_invalid(*code) })
+            {
                 return CompressError::Code { index: at + start + i, code: group[i] };
             }
         }
@@ -230,7 +232,7 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Blocks<'_, Q, BITS,
         x: &[f32],
         head: &mut [u8],
         codes: &mut [u8],
-    ) -> Option<Q::Fit> {
+    ) -> Option<Q::Header> {
         let max = f32::from_bits(max.cast_unsigned());
         if max >= MIN_MAX {
             let fit = self.format.quantizer.fit(max, surveyed, x);
@@ -262,7 +264,7 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Blocks<'_, Q, BITS,
     #[inline(always)]
     fn encode_group_avx2(
         &self,
-        fit: &Q::Fit,
+        fit: &Q::Header,
         start: usize,
         values: FiniteValues<'_>,
         codes: &mut [u8],
@@ -448,7 +450,7 @@ impl<Q: Quantizer<BITS>, const BITS: u32> Kernel for Decode<'_, Q, BITS> {
                 unpack::<BITS>(bytes, done + g * GROUP, count, codes);
                 let (values, mut copy_back) = self.staging.target(out);
                 for (value, code) in values.iter_mut().zip(&*codes) {
-                    bad |= Q::refused(*code);
+                    bad |= Q::is_invalid(*code);
                     *value = Q::decode(&fit, *code);
                 }
                 copy_back.write(0, values);

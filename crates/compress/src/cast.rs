@@ -27,7 +27,7 @@ pub trait Format: Copy + std::fmt::Debug + Send + Sync {
     /// Decodes an element exactly.
     fn decode(bytes: Self::Bytes) -> f32;
     /// Returns true if no encoder writes these bytes.
-    fn refused(bytes: Self::Bytes) -> bool;
+    fn is_invalid(bytes: Self::Bytes) -> bool;
     /// Encodes some of the first elements with AVX2. Returns their number and the bits of their largest
     /// magnitude.
     fn encode_avx2(_: Avx2Token, _: &[f32], _: &mut [u8]) -> (usize, i32) {
@@ -91,7 +91,8 @@ impl<F: Format> Chunks for Cast<F> {
         let token = staging.avx2_token(*level, out);
         let (done, refused) = token.map_or((0, false), |token| F::decode_avx2(token, bytes, out));
         if refused | level.run(Decode::<F> { codes: &codes[done..], out: &mut out[done..], staging }) {
-            let index = codes.iter().position(|c| F::refused(*c)).expect("the kernel found a rejected code");
+            let index =
+                codes.iter().position(|c| F::is_invalid(*c)).expect("the kernel found a rejected code");
             let code = codes[index].as_ref().iter().rev().fold(0, |code, byte| code << 8 | u32::from(*byte));
             return Err(CompressError::Code { index: at + index, code });
         }
@@ -173,7 +174,7 @@ impl<F: Format> Kernel for Decode<'_, F> {
         for (out, codes) in self.out.chunks_mut(RUN).zip(self.codes.chunks(RUN)) {
             let (values, mut copy_back) = self.staging.target(out);
             for (value, code) in values.iter_mut().zip(codes) {
-                bad |= F::refused(*code);
+                bad |= F::is_invalid(*code);
                 *value = F::decode(*code);
             }
             copy_back.write(0, values);

@@ -137,7 +137,7 @@ impl<const BITS: u32> Quantizer<BITS> for Table {
     };
     const PARAMETER: u8 = BITS as u8;
     const OVERSHOOTS: bool = true;
-    type Fit = Bins;
+    type Header = Bins;
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
@@ -201,7 +201,7 @@ impl<const BITS: u32> Quantizer<BITS> for Table {
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn refused(_: u32) -> bool {
+    fn is_invalid(_: u32) -> bool {
         false
     }
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::memory::Memory;
+use crate::memory::TwoPhaseBuffer;
 use crate::{CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey, State, StateMap};
 
 /// A codec with error feedback: `v = x + e; send C(v); e = v - D(C(v))`. The sum of all decoded vectors equals
@@ -21,7 +21,7 @@ use crate::{CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey
 pub struct ErrorFeedback<C> {
     inner: C,
     rule: Rule,
-    memory: Memory,
+    memory: TwoPhaseBuffer,
 }
 
 /// The rule by which the residual changes before it is kept.
@@ -37,7 +37,7 @@ impl<C: Memoryless> ErrorFeedback<C> {
     /// Wraps `inner`, with a residual of zero.
     #[must_use]
     pub fn new(inner: C) -> Self {
-        Self { inner, rule: Rule::Whole, memory: Memory::default() }
+        Self { inner, rule: Rule::Whole, memory: TwoPhaseBuffer::default() }
     }
 
     /// Wraps `inner`, with a residual that is multiplied by `decay` after each vector, so that old compression
@@ -126,7 +126,7 @@ impl<C: Memoryless> State for ErrorFeedback<C> {
 
     /// An empty residual is loaded as the state before the first vector.
     fn load(&mut self, prefix: &str, from: &mut StateMap<'_>) -> Result<(), CompressError> {
-        let residual = Memory::load(format!("{prefix}residual"), from)?;
+        let residual = TwoPhaseBuffer::load(format!("{prefix}residual"), from)?;
         self.memory.set(residual);
         Ok(())
     }

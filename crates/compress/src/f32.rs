@@ -33,7 +33,7 @@ impl Format for Binary32 {
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn refused(_: [u8; 4]) -> bool {
+    fn is_invalid(_: [u8; 4]) -> bool {
         false
     }
 }

@@ -112,7 +112,7 @@ impl<const BITS: u32> Quantizer<BITS> for Int {
     const ID: CodecId = CodecId::INT;
     const HEADER: usize = 2;
     const PARAMETER: u8 = BITS as u8;
-    type Fit = Scale;
+    type Header = Scale;
 
     fn noisy(&self) -> bool {
         self.stochastic
@@ -161,7 +161,7 @@ impl<const BITS: u32> Quantizer<BITS> for Int {
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn refused(code: u32) -> bool {
+    fn is_invalid(code: u32) -> bool {
         code == 1 << (BITS - 1)
     }
 

@@ -54,17 +54,17 @@ impl Packing {
 
 /// A packer's context, created on first use and then reused.
 #[cfg(feature = "zstd")]
-struct Memory<T>(Option<T>);
+struct ScratchBuffer<T>(Option<T>);
 
 #[cfg(feature = "zstd")]
-impl<T> Default for Memory<T> {
+impl<T> Default for ScratchBuffer<T> {
     fn default() -> Self {
         Self(None)
     }
 }
 
 #[cfg(feature = "zstd")]
-impl<T> fmt::Debug for Memory<T> {
+impl<T> fmt::Debug for ScratchBuffer<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Memory").finish_non_exhaustive()
     }
@@ -74,7 +74,7 @@ impl<T> fmt::Debug for Memory<T> {
 pub(crate) struct Packer {
     packed: Vec<u8>,
     #[cfg(feature = "zstd")]
-    zstd: Memory<zstd::zstd_safe::CCtx<'static>>,
+    zstd: ScratchBuffer<zstd::zstd_safe::CCtx<'static>>,
 }
 
 impl Packer {
@@ -122,7 +122,7 @@ impl Packer {
 pub(crate) struct Unpacker {
     unpacked: Vec<u8>,
     #[cfg(feature = "zstd")]
-    zstd: Memory<zstd::zstd_safe::DCtx<'static>>,
+    zstd: ScratchBuffer<zstd::zstd_safe::DCtx<'static>>,
 }
 
 impl Unpacker {

@@ -8,7 +8,7 @@ use crate::{CompressError, StateMap, StateValue};
 
 /// A vector of fixed length: its value at the last commit, and its latest value.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Memory {
+pub(crate) struct TwoPhaseBuffer {
     /// Length of `committed`. Before the first commit it is `None`, and the vector is zero with any length.
     len: Option<usize>,
     committed: Vec<f32>,
@@ -19,7 +19,7 @@ pub(crate) struct Memory {
     spare: Vec<f32>,
 }
 
-impl Memory {
+impl TwoPhaseBuffer {
     /// Returns the latest value, committed or not. It is empty before the first vector.
     pub(crate) fn get(&self) -> &[f32] {
         match (self.pending, self.len) {

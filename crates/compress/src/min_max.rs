@@ -60,7 +60,7 @@ impl Quantizer<8> for MinMax {
     const ID: CodecId = CodecId::MIN_MAX;
     const HEADER: usize = 32;
     const OVERSHOOTS: bool = true;
-    type Fit = Levels;
+    type Header = Levels;
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
@@ -105,7 +105,7 @@ impl Quantizer<8> for MinMax {
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn refused(_: u32) -> bool {
+    fn is_invalid(_: u32) -> bool {
         false
     }
 }

@@ -102,7 +102,7 @@ impl<const E: u32, const M: u32, const BITS: u32> Quantizer<BITS> for Minifloat<
         assert!(1 + E + M == BITS);
         (E << 4 | M) as u8
     };
-    type Fit = Scale;
+    type Header = Scale;
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
@@ -136,7 +136,7 @@ impl<const E: u32, const M: u32, const BITS: u32> Quantizer<BITS> for Minifloat<
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn refused(code: u32) -> bool {
+    fn is_invalid(code: u32) -> bool {
         code & ((1 << (E + M)) - 1) > Self::LARGEST
     }
 }

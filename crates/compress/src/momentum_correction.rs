@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::compressor::{LARGE, first_non_finite};
 use crate::magnitude::{INFINITE, magnitude};
-use crate::memory::Memory;
+use crate::memory::TwoPhaseBuffer;
 use crate::{CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey, State, StateMap};
 
 /// Deep Gradient Compression's memory around a selection `C`: `u = m u + x; v += u; send C(v)`. For each
@@ -22,8 +22,8 @@ use crate::{CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey
 pub struct MomentumCorrection<C> {
     inner: C,
     factor: f32,
-    momentum: Memory,
-    velocity: Memory,
+    momentum: TwoPhaseBuffer,
+    velocity: TwoPhaseBuffer,
     sent: Vec<f32>,
 }
 
@@ -33,7 +33,7 @@ impl<C: Memoryless> MomentumCorrection<C> {
     /// Errors: [`CompressError::Decay`] unless `factor` is in `0..=1`.
     pub fn new(inner: C, factor: f32) -> Result<Self, CompressError> {
         if (0.0..=1.0).contains(&factor) {
-            let (momentum, velocity) = (Memory::default(), Memory::default());
+            let (momentum, velocity) = (TwoPhaseBuffer::default(), TwoPhaseBuffer::default());
             return Ok(Self { inner, factor, momentum, velocity, sent: Vec::new() });
         }
         Err(CompressError::Decay { found: factor })
@@ -115,8 +115,8 @@ impl<C: Memoryless> State for MomentumCorrection<C> {
     }
 
     fn load(&mut self, prefix: &str, from: &mut StateMap<'_>) -> Result<(), CompressError> {
-        let momentum = Memory::load(format!("{prefix}momentum"), from)?;
-        let velocity = Memory::load(format!("{prefix}velocity"), from)?;
+        let momentum = TwoPhaseBuffer::load(format!("{prefix}momentum"), from)?;
+        let velocity = TwoPhaseBuffer::load(format!("{prefix}velocity"), from)?;
         if momentum.len() != velocity.len() {
             let (wanted, found) = (momentum.len(), velocity.len());
             return Err(CompressError::LengthMismatch { what: "the velocity", wanted, found });

@@ -39,7 +39,7 @@ impl Default for Natural {
 impl Quantizer<9> for PowerOfTwo {
     const ID: CodecId = CodecId::NATURAL;
     const HEADER: usize = 0;
-    type Fit = ();
+    type Header = ();
 
     fn noisy(&self) -> bool {
         true
@@ -71,7 +71,7 @@ impl Quantizer<9> for PowerOfTwo {
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn refused(code: u32) -> bool {
+    fn is_invalid(code: u32) -> bool {
         code & 0xff == 0xff
     }
 }

@@ -65,7 +65,7 @@ impl Default for Sign {
 impl Quantizer<1> for SignBit {
     const ID: CodecId = CodecId::SIGN;
     const HEADER: usize = 4;
-    type Fit = f32;
+    type Header = f32;
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
@@ -112,7 +112,7 @@ impl Quantizer<1> for SignBit {
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn refused(_: u32) -> bool {
+    fn is_invalid(_: u32) -> bool {
         false
     }
 

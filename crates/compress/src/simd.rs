@@ -60,13 +60,13 @@ impl Level {
 /// Copies values to long vectors with non-temporal stores. Such stores do not read the target's cache lines and
 /// do not evict data that is still needed.
 #[derive(Debug)]
-pub(crate) struct Stream(Level);
+pub(crate) struct NonTemporalStores(Level);
 
 /// Smallest length, in elements, of a vector that is written with non-temporal stores. A longer one would not
 /// stay in the cache.
 const LONG: usize = 1 << 21;
 
-impl Stream {
+impl NonTemporalStores {
     /// Returns the writer for a vector of `len` elements, or `None` if ordinary stores are better.
     pub(crate) fn for_len(level: Level, len: usize) -> Option<Self> {
         (level.avx2 && len >= LONG).then_some(Self(level))
@@ -86,7 +86,7 @@ impl Stream {
     }
 }
 
-impl Drop for Stream {
+impl Drop for NonTemporalStores {
     fn drop(&mut self) {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: every x86-64 processor has SSE.

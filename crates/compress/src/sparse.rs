@@ -10,16 +10,16 @@ mod select;
 
 pub use amount::Amount;
 pub use index::IndexCoding;
-pub use mask::{Drawn, Mask, Masked, Pattern};
-pub use places::Places;
+pub use mask::{Mask, Masked, Pattern, RoundMask};
+pub use places::SparseIndices;
 pub use select::Select;
 
 use crate::compressor::{Memoryless, add, check_lost};
-use crate::simd::{Level, Stream};
+use crate::simd::{Level, NonTemporalStores};
 use crate::wire::CodecId;
 use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
 use index::Coding;
-use places::{DISORDER, PREFIX, TOO_FEW};
+use places::{MISSING_INDICES, PREFIX, UNORDERED};
 use select::{Chosen, Finder};
 
 /// Sends the selected elements of a vector: their indices in the smallest coding, and their values encoded by
@@ -175,9 +175,9 @@ impl<C: Memoryless> Compressor for Sparse<C> {
 
     fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError> {
         let body = p.open(CodecId::SPARSE, out.len())?;
-        let places = Places::read(body, out.len())?;
+        let places = SparseIndices::read(body, out.len())?;
         let (inner, values, kept) = (places.inner(), places.values(), places.kept());
-        let mut spread = Spread::new(self.level, &self.inner, inner, values, kept, out)?;
+        let mut spread = Scatter::new(self.level, &self.inner, inner, values, kept, out)?;
         places.each(|index| spread.put(index))?;
         spread.finish()
     }
@@ -199,7 +199,7 @@ const WINDOW: usize = 1024;
 
 /// Moves values from the end of a vector to ascending indices and writes zeros between them. It needs no second
 /// vector, because the value at `n - k + j` is read before anything at or after it is written.
-struct Spread<'a> {
+struct Scatter<'a> {
     out: &'a mut [f32],
     /// Index of the next value.
     from: usize,
@@ -208,10 +208,10 @@ struct Spread<'a> {
     /// Index of the window's first element in `out`.
     start: usize,
     window: [f32; WINDOW],
-    stream: Option<Stream>,
+    stream: Option<NonTemporalStores>,
 }
 
-impl<'a> Spread<'a> {
+impl<'a> Scatter<'a> {
     /// Decodes the values to the end of `out`.
     fn new<C: Compressor>(
         level: Level,
@@ -227,7 +227,7 @@ impl<'a> Spread<'a> {
         if let Some(index) = out[from..].iter().position(|value| !value.is_finite()) {
             return Err(CompressError::Code { index, code: out[from + index].to_bits() });
         }
-        let stream = Stream::for_len(level, out.len());
+        let stream = NonTemporalStores::for_len(level, out.len());
         Ok(Self { out, from, next: 0, start: 0, window: [0.0; WINDOW], stream })
     }
 
@@ -235,7 +235,7 @@ impl<'a> Spread<'a> {
     fn put(&mut self, index: u64) -> Result<(), CompressError> {
         // If an index is larger than the position of its value, there is no room left for the values after it.
         if index < self.next as u64 || index > self.from as u64 || self.from == self.out.len() {
-            return Err(DISORDER);
+            return Err(UNORDERED);
         }
         let (at, value) = (index as usize, self.out[self.from]);
         while at - self.start >= WINDOW {
@@ -262,7 +262,7 @@ impl<'a> Spread<'a> {
     /// Writes the last window and zeros to the end of the vector.
     fn finish(mut self) -> Result<(), CompressError> {
         if self.from < self.out.len() {
-            return Err(TOO_FEW);
+            return Err(MISSING_INDICES);
         }
         while self.start < self.out.len() {
             self.write();

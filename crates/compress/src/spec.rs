@@ -30,7 +30,7 @@ struct Method {
     /// True if the method loses the same part of a value each time, so that error feedback is needed to send
     /// that part. False for stochastic rounding, which is unbiased: error feedback around a coarse stochastic
     /// codec diverges, since its error can exceed the value.
-    loses: bool,
+    biased: bool,
 }
 
 fn boxed<C: Memoryless + 'static>(codec: Result<C, CompressError>) -> Built {
@@ -38,51 +38,51 @@ fn boxed<C: Memoryless + 'static>(codec: Result<C, CompressError>) -> Built {
 }
 
 const fn plain(name: &'static str, build: fn(u32) -> Built) -> Method {
-    Method { name, block: None, build, loses: true }
+    Method { name, block: None, build, biased: true }
 }
 
 const fn blocks(name: &'static str, block: u32, build: fn(u32) -> Built) -> Method {
-    Method { name, block: Some(block), build, loses: true }
+    Method { name, block: Some(block), build, biased: true }
 }
 
 impl Method {
     /// Marks a method that is exact or unbiased.
-    const fn without_loss(self) -> Self {
-        Self { loses: false, ..self }
+    const fn without_bias(self) -> Self {
+        Self { biased: false, ..self }
     }
 }
 
 /// All methods, in the order of the help text.
 const METHODS: &[Method] = &[
-    plain("none", |_| boxed(Ok(F32::new()))).without_loss(),
+    plain("none", |_| boxed(Ok(F32::new()))).without_bias(),
     plain("f16", |_| boxed(Ok(F16::new()))),
     plain("bf16", |_| boxed(Ok(Bf16::new()))),
     blocks("int8", DEFAULT_BLOCK, |b| boxed(IntBlock::<8>::new(b))),
     blocks("int4", DEFAULT_BLOCK, |b| boxed(IntBlock::<4>::new(b))),
     blocks("int3", DEFAULT_BLOCK, |b| boxed(IntBlock::<3>::new(b))),
     blocks("int2", DEFAULT_BLOCK, |b| boxed(IntBlock::<2>::new(b))),
-    blocks("int8-sr", DEFAULT_BLOCK, |b| boxed(IntBlock::<8>::stochastic(b))).without_loss(),
-    blocks("int4-sr", DEFAULT_BLOCK, |b| boxed(IntBlock::<4>::stochastic(b))).without_loss(),
-    blocks("int3-sr", DEFAULT_BLOCK, |b| boxed(IntBlock::<3>::stochastic(b))).without_loss(),
-    blocks("int2-sr", DEFAULT_BLOCK, |b| boxed(IntBlock::<2>::stochastic(b))).without_loss(),
+    blocks("int8-sr", DEFAULT_BLOCK, |b| boxed(IntBlock::<8>::stochastic(b))).without_bias(),
+    blocks("int4-sr", DEFAULT_BLOCK, |b| boxed(IntBlock::<4>::stochastic(b))).without_bias(),
+    blocks("int3-sr", DEFAULT_BLOCK, |b| boxed(IntBlock::<3>::stochastic(b))).without_bias(),
+    blocks("int2-sr", DEFAULT_BLOCK, |b| boxed(IntBlock::<2>::stochastic(b))).without_bias(),
     blocks("uint8", DEFAULT_BLOCK, |b| boxed(UintBlock::<8>::new(b))),
     blocks("uint4", DEFAULT_BLOCK, |b| boxed(UintBlock::<4>::new(b))),
     blocks("uint3", DEFAULT_BLOCK, |b| boxed(UintBlock::<3>::new(b))),
     blocks("uint2", DEFAULT_BLOCK, |b| boxed(UintBlock::<2>::new(b))),
-    blocks("uint8-sr", DEFAULT_BLOCK, |b| boxed(UintBlock::<8>::stochastic(b))).without_loss(),
-    blocks("uint4-sr", DEFAULT_BLOCK, |b| boxed(UintBlock::<4>::stochastic(b))).without_loss(),
-    blocks("uint3-sr", DEFAULT_BLOCK, |b| boxed(UintBlock::<3>::stochastic(b))).without_loss(),
-    blocks("uint2-sr", DEFAULT_BLOCK, |b| boxed(UintBlock::<2>::stochastic(b))).without_loss(),
-    blocks("qsgd8", 512, |b| boxed(IntBlock::<8>::qsgd(b))).without_loss(),
-    blocks("qsgd4", 512, |b| boxed(IntBlock::<4>::qsgd(b))).without_loss(),
-    blocks("qsgd2", 512, |b| boxed(IntBlock::<2>::qsgd(b))).without_loss(),
-    blocks("terngrad", 4096, |b| boxed(Int2::tern_grad(b))).without_loss(),
+    blocks("uint8-sr", DEFAULT_BLOCK, |b| boxed(UintBlock::<8>::stochastic(b))).without_bias(),
+    blocks("uint4-sr", DEFAULT_BLOCK, |b| boxed(UintBlock::<4>::stochastic(b))).without_bias(),
+    blocks("uint3-sr", DEFAULT_BLOCK, |b| boxed(UintBlock::<3>::stochastic(b))).without_bias(),
+    blocks("uint2-sr", DEFAULT_BLOCK, |b| boxed(UintBlock::<2>::stochastic(b))).without_bias(),
+    blocks("qsgd8", 512, |b| boxed(IntBlock::<8>::qsgd(b))).without_bias(),
+    blocks("qsgd4", 512, |b| boxed(IntBlock::<4>::qsgd(b))).without_bias(),
+    blocks("qsgd2", 512, |b| boxed(IntBlock::<2>::qsgd(b))).without_bias(),
+    blocks("terngrad", 4096, |b| boxed(Int2::tern_grad(b))).without_bias(),
     blocks("sign", SIGN_BLOCK, |b| boxed(Sign::l1(b))),
     blocks("e4m3", DEFAULT_BLOCK, |b| boxed(E4M3::new(b))),
     blocks("e5m2", DEFAULT_BLOCK, |b| boxed(E5M2::new(b))),
     blocks("e3m0", DEFAULT_BLOCK, |b| boxed(E3M0::new(b))),
     blocks("minmax8", DEFAULT_BLOCK, |b| boxed(MinMaxUint8::new(b))),
-    plain("natural", |_| boxed(Ok(Natural::new()))).without_loss(),
+    plain("natural", |_| boxed(Ok(Natural::new()))).without_bias(),
     blocks("meanstd8", CODEBOOK_BLOCK, |b| boxed(Codebook::<8>::mean_std(b))),
     blocks("meanstd2", CODEBOOK_BLOCK, |b| boxed(Codebook::<2>::mean_std(b))),
     blocks("quantile8", CODEBOOK_BLOCK, |b| boxed(Codebook::<8>::quantiles(b))),
@@ -461,7 +461,7 @@ impl CodecSpec {
     /// Adds error feedback to a codec that has none. A codec that is exact or unbiased is returned unchanged.
     #[must_use]
     pub fn with_feedback(self) -> Self {
-        let loses = !matches!(self.stages, [None, None]) || self.codec.method.loses;
+        let loses = !matches!(self.stages, [None, None]) || self.codec.method.biased;
         if self.feedback.is_none() && loses && !self.is_unbiased() {
             return Self { feedback: Some(Feedback::WHOLE), ..self };
         }

@@ -2,7 +2,7 @@
 //! cache, then written to the vector with non-temporal stores, while the next ones are computed. Does not
 //! depend on any codec.
 
-use crate::simd::{Avx2Token, Level, Stream};
+use crate::simd::{Avx2Token, Level, NonTemporalStores};
 
 /// Size of the buffer, in values.
 const BUFFER: usize = 4096;
@@ -18,14 +18,14 @@ pub(crate) enum StagingBuffer {
         /// The buffer.
         values: [f32; BUFFER],
         /// Writes to the vector with non-temporal stores.
-        stream: Stream,
+        stream: NonTemporalStores,
     },
 }
 
 impl StagingBuffer {
     /// Returns the buffer for a vector of `len` values, of which at most `most` are computed at a time.
     pub(crate) fn new(level: Level, len: usize, most: usize) -> Self {
-        match Stream::for_len(level, len) {
+        match NonTemporalStores::for_len(level, len) {
             Some(stream) if most <= BUFFER => Self::Staged { values: [0.0; BUFFER], stream },
             _ => Self::InPlace,
         }
@@ -54,7 +54,7 @@ impl StagingBuffer {
 }
 
 /// Copies values from the staging buffer to the vector.
-pub(crate) struct CopyBack<'a>(Option<(&'a Stream, &'a mut [f32])>);
+pub(crate) struct CopyBack<'a>(Option<(&'a NonTemporalStores, &'a mut [f32])>);
 
 impl CopyBack<'_> {
     /// Copies computed values to index `at` of the vector; does nothing if they were computed in place.

@@ -79,7 +79,7 @@ impl<const BITS: u32> Quantizer<BITS> for Uint {
     const HEADER: usize = 6;
     const PARAMETER: u8 = BITS as u8;
     const OVERSHOOTS: bool = true;
-    type Fit = Line;
+    type Header = Line;
 
     fn noisy(&self) -> bool {
         self.stochastic
@@ -139,7 +139,7 @@ impl<const BITS: u32> Quantizer<BITS> for Uint {
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn refused(_: u32) -> bool {
+    fn is_invalid(_: u32) -> bool {
         false
     }
 }

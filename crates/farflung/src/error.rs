@@ -40,7 +40,7 @@ pub enum Error {
         /// How many members are left, of how many.
         reason: String,
         /// What is saved and what is not.
-        left: Option<Box<crate::train::Leftover>>,
+        left: Option<Box<crate::train::StopSummary>>,
     },
     /// Part of the model is lost: the members that held it are gone, and no other member has a copy.
     #[error(
@@ -63,7 +63,7 @@ pub enum Error {
         /// The time of a microbatch here and on the other members.
         reason: String,
         /// What is saved and what is not.
-        left: Box<crate::train::Leftover>,
+        left: Box<crate::train::StopSummary>,
     },
     /// No member of a run answers.
     #[error(
@@ -530,7 +530,7 @@ pub enum Error {
         /// The signal.
         signal: Signal,
         /// What is saved and what is not.
-        left: Box<crate::train::Leftover>,
+        left: Box<crate::train::StopSummary>,
     },
     /// Another rank was stopped by a signal.
     #[error("rank {} was stopped{left}", rank.0)]
@@ -538,7 +538,7 @@ pub enum Error {
         /// The rank that was stopped.
         rank: farflung_base::Rank,
         /// What this rank saved and what it did not.
-        left: Box<crate::train::Leftover>,
+        left: Box<crate::train::StopSummary>,
     },
 }
 

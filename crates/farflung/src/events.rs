@@ -16,7 +16,7 @@ pub const EVENTS: &str = "events.jsonl";
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
 #[non_exhaustive]
-pub enum What {
+pub enum EventKind {
     /// The run continued from a checkpoint.
     Resumed {
         /// The checkpoint.
@@ -126,7 +126,7 @@ pub enum What {
     },
 }
 
-impl What {
+impl EventKind {
     /// Returns the event of an error that ends a run.
     pub(crate) fn ended(error: &Error) -> Self {
         let reason = causes(error);
@@ -165,7 +165,7 @@ pub struct Event {
     pub time_s: f64,
     /// What happened.
     #[serde(flatten)]
-    pub what: What,
+    pub what: EventKind,
 }
 
 /// Appends events to a run's file. Failures to write are logged and ignored: they do not end the run.
@@ -183,7 +183,7 @@ impl EventLog {
     }
 
     /// Writes an event that happened after `step` steps.
-    pub(crate) fn write(&mut self, step: u64, what: What) {
+    pub(crate) fn write(&mut self, step: u64, what: EventKind) {
         let event = Event { step, time_s: self.time_s, what };
         if let Some(Err(error)) = self.file.as_mut().map(|file| file.append(&event)) {
             tracing::warn!(%error, "an event was not written");
@@ -216,10 +216,10 @@ mod tests {
     fn events_are_appended_behind_the_last_whole_line() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(EVENTS);
-        let saved = |step: u64| What::Saved { path: format!("step-{step}") };
+        let saved = |step: u64| EventKind::Saved { path: format!("step-{step}") };
         let event = |step, what| Event { step, time_s: 0.5, what };
         let log = |folder| EventLog { time_s: 0.5, ..EventLog::new(folder) };
-        let named = What::Named { ranks: vec![2], reason: "wrong".to_owned() };
+        let named = EventKind::Named { ranks: vec![2], reason: "wrong".to_owned() };
         log(Some(folder.path())).write(1, saved(1));
         let line = "{\"step\":1,\"time_s\":0.5,\"event\":\"saved\",\"path\":\"step-1\"}\n";
         assert_eq!(fs::read_to_string(&path).unwrap(), line);

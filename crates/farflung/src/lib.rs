@@ -36,7 +36,7 @@ pub use checkpoint::{Checkpoint, CheckpointWriter, Packing};
 pub use config::flags::TrainFlags;
 pub use config::{TrainArgs, TrainConfig};
 pub use error::{Error, Result};
-pub use events::{Event, What};
+pub use events::{Event, EventKind};
 pub use launch::Launch;
 pub use launch_env::LaunchEnv;
 pub use metrics::{MetricsWriter, StepMetrics};

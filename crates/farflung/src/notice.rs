@@ -41,7 +41,7 @@ impl NoticeArgs {
         let look = move || {
             while stop.requested().is_none() {
                 if let Some(what) = notice.given() {
-                    terminal::say(format!("{what}: leaves after this step\n"));
+                    terminal::write_stderr(format!("{what}: leaves after this step\n"));
                     stop.request(Signal::Terminate);
                     return;
                 }

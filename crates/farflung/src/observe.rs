@@ -11,7 +11,7 @@ pub mod tensorboard;
 use std::fmt::Debug;
 use std::path::PathBuf;
 
-use crate::train::{Observation, Watch};
+use crate::train::{Observation, RunObserver};
 use crate::{Error, LaunchEnv, Result, StepMetrics};
 
 /// Where this process's metrics are sent.
@@ -99,21 +99,21 @@ pub fn lacks(feature: &'static str, value: String) -> Error {
     Error::Setting { field: feature, value, expected }
 }
 
-/// Passes all calls on to another [`Watch`] and to observers.
+/// Passes all calls on to another [`RunObserver`] and to observers.
 #[derive(Debug)]
 pub struct Observed<'a, W> {
     inner: &'a mut W,
     observers: Vec<Box<dyn Observer>>,
 }
 
-impl<'a, W: Watch> Observed<'a, W> {
+impl<'a, W: RunObserver> Observed<'a, W> {
     /// Adds observers to `inner`.
     pub fn new(inner: &'a mut W, observers: Vec<Box<dyn Observer>>) -> Self {
         Self { inner, observers }
     }
 }
 
-impl<W: Watch> Watch for Observed<'_, W> {
+impl<W: RunObserver> RunObserver for Observed<'_, W> {
     fn begin(&mut self, done: u64, steps: u64) {
         self.inner.begin(done, steps);
     }

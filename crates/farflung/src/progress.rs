@@ -82,7 +82,7 @@ impl Progress {
             View::Lines { last } if due(*last) => {
                 *last = Some(metrics.wall_s);
                 let text = describe(metrics, link_use);
-                terminal::say(format!("step {}/{}  {text}\n", metrics.step, self.total));
+                terminal::write_stderr(format!("step {}/{}  {text}\n", metrics.step, self.total));
             }
             View::Lines { .. } | View::Nothing => {}
         }
@@ -91,8 +91,8 @@ impl Progress {
     /// Shows a line between steps, for example that a checkpoint was saved.
     pub fn note(&self, text: &str) {
         match &self.view {
-            View::Bar(bar) => bar.suspend(|| terminal::say(format!("{text}\n"))),
-            View::Lines { .. } => terminal::say(format!("{text}\n")),
+            View::Bar(bar) => bar.suspend(|| terminal::write_stderr(format!("{text}\n"))),
+            View::Lines { .. } => terminal::write_stderr(format!("{text}\n")),
             View::Nothing => {}
         }
     }

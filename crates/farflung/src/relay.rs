@@ -42,7 +42,7 @@ pub enum Carries {
 
 /// Properties of the link, the same in both directions.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Relay {
+pub struct LinkEmulator {
     /// The address at which it listens, `host:port`; port 0 takes any free port.
     pub listen: String,
     /// The address to which it forwards.
@@ -63,7 +63,7 @@ pub struct Relay {
     pub seed: u64,
 }
 
-impl Relay {
+impl LinkEmulator {
     /// Returns a link without limit of rate, delay, jitter or loss.
     #[must_use]
     pub fn new(listen: impl Into<String>, to: impl Into<String>) -> Self {
@@ -126,7 +126,7 @@ impl Relay {
     }
 }
 
-/// A running [`Relay`]; dropping it stops the relay.
+/// A running [`LinkEmulator`]; dropping it stops the relay.
 #[derive(Debug)]
 #[must_use = "dropping it ends it"]
 pub struct Relaying {
@@ -186,7 +186,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// One direction of the link, shared by all connections.
 #[derive(Debug)]
 struct Way {
-    link: Relay,
+    link: LinkEmulator,
     /// The time at which the link has sent all that it accepted, and the number of the last packet.
     free: Mutex<(Instant, u64)>,
     spoil: AtomicBool,
@@ -238,7 +238,7 @@ impl Way {
         }
     }
 
-    fn spoil(&self, bytes: &mut [u8]) {
+    fn corrupt_bytes(&self, bytes: &mut [u8]) {
         if self.spoil.swap(false, Ordering::Relaxed) {
             let middle = bytes.len() / 2;
             bytes.iter_mut().skip(middle).take(1).for_each(|b| *b ^= 0x10);
@@ -317,7 +317,7 @@ impl Shared {
     fn write(&self, way: &Way, mut to: &TcpStream, from: &TcpStream, receiver: &Receiver<Load>) {
         while let Ok((due, mut bytes)) = receiver.recv() {
             self.wait(due);
-            way.spoil(&mut bytes);
+            way.corrupt_bytes(&mut bytes);
             if to.write_all(&bytes).is_err() {
                 // What the reader reads can no longer be delivered.
                 let _ = from.shutdown(Shutdown::Both);
@@ -375,7 +375,7 @@ impl Shared {
         let send_there = move || {
             while let Ok((due, mut datagram)) = out.recv() {
                 own.wait(due);
-                own.ways[0].spoil(&mut datagram);
+                own.ways[0].corrupt_bytes(&mut datagram);
                 // The target may not listen yet.
                 let _ = to.send(&datagram);
             }

@@ -2,7 +2,7 @@
 //! that wait for other ranks, which tells those ranks, and then ends the process at once.
 //!
 //! The training loop polls [`Stop::requested`] between steps, so that a step may still end normally after a
-//! signal. After [`HURRY`] the step is dropped if it is still computing; after [`ABANDON`] it is dropped also
+//! signal. After [`DROP_STEP_AFTER`] the step is dropped if it is still computing; after [`ABANDON`] it is dropped also
 //! if it waits for other ranks. A run that is still loading has nothing to save and ends at once. This module
 //! does not depend on what is saved.
 
@@ -76,10 +76,10 @@ const ONE_SIGNAL: Duration = Duration::from_millis(300);
 const PARTING: Duration = Duration::from_millis(300);
 
 /// Time after a signal in which a step may still end normally, with the agreement of all ranks.
-pub const HURRY: Duration = Duration::from_millis(400);
+pub const DROP_STEP_AFTER: Duration = Duration::from_millis(400);
 
 /// Time after a signal for which a rank that has done its part of a step waits for the others. It is well above
-/// [`HURRY`], so that the ranks that have nearly finished a step still receive it after another rank has
+/// [`DROP_STEP_AFTER`], so that the ranks that have nearly finished a step still receive it after another rank has
 /// committed it.
 pub const ABANDON: Duration = Duration::from_millis(800);
 
@@ -120,7 +120,7 @@ pub struct Stop {
 
 impl Stop {
     /// Catches SIGINT, SIGTERM and SIGHUP for the rest of the process's life. The first signal requests a stop
-    /// (see the module). The second one cancels the calls that are [tied](Stop::tie) to this handle and ends
+    /// (see the module). The second one cancels the calls that are [tied](Stop::with_stop) to this handle and ends
     /// the process a moment later. A SIGHUP that is ignored when the process starts, as under `nohup`, stays
     /// ignored.
     ///
@@ -182,7 +182,7 @@ impl Stop {
                         let pressing = seen.clone();
                         // In a thread of its own, since this thread must receive the second signal meanwhile.
                         let thread = thread::Builder::new().name("stop".to_owned());
-                        if thread.spawn(move || pressing.press(signal, say)).is_err() {
+                        if thread.spawn(move || pressing.escalate(signal, say)).is_err() {
                             seen.abandon();
                         }
                     }
@@ -195,11 +195,11 @@ impl Stop {
     }
 
     /// Does what follows the first signal, after the times above.
-    fn press(&self, signal: Signal, say: Say) {
+    fn escalate(&self, signal: Signal, say: Say) {
         if self.begun.load(Ordering::Acquire) {
-            thread::sleep(HURRY);
+            thread::sleep(DROP_STEP_AFTER);
             self.hurry();
-            thread::sleep(ABANDON.saturating_sub(HURRY));
+            thread::sleep(ABANDON.saturating_sub(DROP_STEP_AFTER));
             self.abandon();
             return;
         }
@@ -225,18 +225,18 @@ impl Stop {
     /// Returns the same communicator, whose calls are cancelled by a second signal; its other ranks are then
     /// told which rank cancelled them.
     #[must_use]
-    pub fn tie(&self, comm: Communicator) -> Communicator {
+    pub fn with_stop(&self, comm: Communicator) -> Communicator {
         self.tied.store(true, Ordering::Relaxed);
         comm.with_cancel(&self.cancel)
     }
 
-    /// As [`Stop::tie`], but [`Stop::abandon`] also cancels its calls.
+    /// As [`Stop::with_stop`], but [`Stop::abandon`] also cancels its calls.
     pub(crate) fn tie_step(&self, comm: Communicator) -> Communicator {
         self.tied.store(true, Ordering::Relaxed);
         comm.with_cancel(&self.abandon)
     }
 
-    /// As [`Stop::tie`], but [`Stop::hurry`] also cancels its calls: for messages without which no rank can do
+    /// As [`Stop::with_stop`], but [`Stop::hurry`] also cancels its calls: for messages without which no rank can do
     /// the step.
     pub(crate) fn tie_messages(&self, comm: Communicator) -> Communicator {
         self.tied.store(true, Ordering::Relaxed);
@@ -296,7 +296,7 @@ impl Stop {
         }
     }
 
-    /// Returns the signal that cancelled the calls [tied](Stop::tie) to this handle, or `None`.
+    /// Returns the signal that cancelled the calls [tied](Stop::with_stop) to this handle, or `None`.
     #[must_use]
     pub fn cancelled(&self) -> Option<Signal> {
         self.requested().filter(|_| self.cancel.is_cancelled())

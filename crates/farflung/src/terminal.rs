@@ -36,7 +36,7 @@ fn queue() -> &'static Queue {
 }
 
 /// Queues text for stderr. Texts are written in the order of the calls.
-pub fn say(text: impl Into<Vec<u8>>) {
+pub fn write_stderr(text: impl Into<Vec<u8>>) {
     queue().put(text.into());
 }
 
@@ -88,7 +88,7 @@ pub struct Log;
 
 impl Write for Log {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
-        say(text);
+        write_stderr(text);
         Ok(text.len())
     }
 

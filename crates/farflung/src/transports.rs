@@ -25,7 +25,7 @@ pub use tcp::TCP;
 
 /// What a process needs to meet the other processes of its job.
 #[derive(Debug, Clone)]
-pub struct Meeting {
+pub struct JoinSettings {
     /// This process's rank.
     pub rank: u32,
     /// Number of processes of the job.
@@ -52,12 +52,12 @@ pub type OpenEnds = fn(usize, Option<&Topology>) -> Vec<Arc<dyn Transport>>;
 
 /// Whether a transport connects threads or processes.
 #[derive(Debug, Clone, Copy)]
-pub enum Ends {
+pub enum Connects {
     /// Threads of one process: opens the endpoints of all ranks. The topology declares the links if they are
     /// simulated.
     Threads(OpenEnds),
     /// Processes: meets the others and returns the communicator.
-    Processes(fn(&Meeting) -> Result<Communicator>),
+    Processes(fn(&JoinSettings) -> Result<Communicator>),
 }
 
 /// A row of the table of transports.
@@ -72,7 +72,7 @@ pub struct TransportMethod {
     /// Why members cannot join or leave a run over this transport; `None` if they can.
     pub fixed: Option<&'static str>,
     /// Whether it connects threads or processes.
-    pub ends: Ends,
+    pub ends: Connects,
 }
 
 /// All transports. The default between threads is the first row for threads; the default between processes is
@@ -83,7 +83,7 @@ impl TransportMethod {
     /// Returns whether ranks are processes, rather than threads of one process.
     #[must_use]
     pub const fn joins_processes(&self) -> bool {
-        matches!(self.ends, Ends::Processes(_))
+        matches!(self.ends, Connects::Processes(_))
     }
 }
 

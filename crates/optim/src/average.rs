@@ -23,8 +23,8 @@ use crate::OptimError;
 use bucket::{Bucket, Fetch, Slot};
 use coder::Codecs;
 use density::DensityWarmup;
-use rounds::Rounds;
-use way::{Came, Travelling, Way};
+use rounds::BucketProtocols;
+use way::{BucketReduction, PendingBucket, ReductionStep};
 
 pub use coding::{Coding, MakeCompressor, MakeProtocol};
 pub use config::AverageConfig;
@@ -91,16 +91,16 @@ pub struct Average {
     /// Device that holds the flat buffers.
     device: Device,
     /// How each bucket is averaged.
-    ways: Vec<Way>,
+    ways: Vec<BucketReduction>,
     /// How each bucket will be averaged after the warm-up; `None` once the warm-up is over.
-    warm: Option<Vec<Way>>,
+    warm: Option<Vec<BucketReduction>>,
     /// Density warm-up of a selecting codec.
     density: Option<DensityWarmup>,
     /// Stage of the density warm-up that `ways` was made for.
     stage: usize,
     /// Buckets that are being downloaded from a device; they follow those in flight.
     fetching: VecDeque<Fetch>,
-    in_flight: Vec<Travelling>,
+    in_flight: Vec<PendingBucket>,
     round: u64,
     /// Number of buckets of this round that have arrived.
     came: usize,
@@ -165,8 +165,8 @@ impl Average {
 
     /// Sets how buckets are averaged from now on. During the warm-up they are averaged as plain f32, and `ways`
     /// is kept for later.
-    fn take(&mut self, ways: Vec<Way>) {
-        let plain = |bucket: &Bucket| Way::Plain(bucket.len);
+    fn take(&mut self, ways: Vec<BucketReduction>) {
+        let plain = |bucket: &Bucket| BucketReduction::Plain(bucket.len);
         (self.ways, self.warm) = if self.round < self.config.warmup {
             (self.buckets.iter().map(plain).collect(), Some(ways))
         } else {
@@ -174,8 +174,10 @@ impl Average {
         };
         for (bucket, way) in self.buckets.iter_mut().zip(&self.ways) {
             match way {
-                Way::Plain(_) | Way::Rounds(_) => bucket.place(std::slice::from_ref(&(0..bucket.len))),
-                Way::Coded(codecs) => bucket.place(&codecs.blocks()),
+                BucketReduction::Plain(_) | BucketReduction::Rounds(_) => {
+                    bucket.place(std::slice::from_ref(&(0..bucket.len)))
+                }
+                BucketReduction::Coded(codecs) => bucket.place(&codecs.blocks()),
             }
         }
     }
@@ -205,7 +207,7 @@ impl Average {
     }
 
     /// Builds the way of each bucket with the codec of a stage.
-    fn new_ways(&self, stage: usize) -> Result<Vec<Way>, OptimError> {
+    fn new_ways(&self, stage: usize) -> Result<Vec<BucketReduction>, OptimError> {
         let comm = &self.comm;
         let staged = self.density.map(|density| density.codec(stage));
         let config = &AverageConfig {
@@ -215,12 +217,14 @@ impl Average {
         let (streams, protocols) = (config.codec.streams(&self.device)?, config.codec.protocols());
         let way = |(i, bucket): (usize, &Bucket)| {
             Ok(match (&streams, &protocols) {
-                (Some(streams), _) => Way::Coded(Codecs::new(comm, streams, config, i, bucket.len)?),
+                (Some(streams), _) => {
+                    BucketReduction::Coded(Codecs::new(comm, streams, config, i, bucket.len)?)
+                }
                 (None, Some(make)) => {
                     let slots = self.slots.iter().filter(|slot| slot.bucket == i);
-                    Way::Rounds(Rounds::new(slots, &**make, config.seed))
+                    BucketReduction::Rounds(BucketProtocols::new(slots, &**make, config.seed))
                 }
-                (None, None) => Way::Plain(bucket.len),
+                (None, None) => BucketReduction::Plain(bucket.len),
             })
         };
         self.buckets.iter().enumerate().map(way).collect()
@@ -297,7 +301,7 @@ impl Average {
         let committed = std::mem::take(&mut self.uncommitted);
         if !committed.is_empty() {
             self.round += u64::from(self.came == self.buckets.len());
-            self.ways[committed].iter_mut().for_each(Way::commit);
+            self.ways[committed].iter_mut().for_each(BucketReduction::commit);
             if self.round == self.config.warmup
                 && let Some(ways) = self.warm.take()
             {
@@ -310,7 +314,7 @@ impl Average {
     /// abandoned.
     pub fn rollback(&mut self) {
         self.uncommitted = 0..0;
-        self.ways.iter_mut().for_each(Way::rollback);
+        self.ways.iter_mut().for_each(BucketReduction::rollback);
     }
 
     /// Returns the ranges of a fragment's elements in the flat buffer, in the order of the layout.
@@ -357,10 +361,10 @@ impl Average {
         while travelling.iter().any(Option::is_some) {
             let (ways, buckets) = (&mut self.ways[came.clone()], &mut self.buckets[came.clone()]);
             for ((pending, way), bucket) in travelling.iter_mut().zip(ways).zip(buckets) {
-                let Some(packed) = pending.take().map(Travelling::wait) else { continue };
+                let Some(packed) = pending.take().map(PendingBucket::wait) else { continue };
                 match way.came(&self.comm, packed?)? {
-                    Came::Mean(packed) => bucket.packed = Some(packed),
-                    Came::Goes(next) => *pending = Some(next),
+                    ReductionStep::Mean(packed) => bucket.packed = Some(packed),
+                    ReductionStep::Goes(next) => *pending = Some(next),
                 }
             }
         }
@@ -369,7 +373,7 @@ impl Average {
             bucket.unpack(flat)?;
         }
         let elements = self.buckets[came.clone()].iter().map(|b| b.len).sum();
-        let payload = Bytes(self.ways[came.clone()].iter().map(Way::sent).sum());
+        let payload = Bytes(self.ways[came.clone()].iter().map(BucketReduction::sent).sum());
         let averaged = Averaged { buckets: came.len(), elements, payload, wait };
         tracing::debug!(
             buckets = averaged.buckets,

@@ -13,15 +13,15 @@ use crate::OptimError;
 use crate::group::{Groups, ParamGroup};
 use crate::norm::global_norm;
 use crate::per_tensor::{Tensors, factor};
-use crate::transform::{Rounds, StateKind, StepInfo, Transform};
-pub use gathered::Meets;
-use pass::{Class, Numbered, Pass, Place, classify, close, passes};
+use crate::transform::{StateKind, StepInfo, SyncSchedule, Transform};
+pub use gathered::GatheredUpdate;
+use pass::{Class, Numbered, Pass, PassPosition, classify, close, passes};
 
 /// Predicate that tells whether a link applies to a parameter.
 type Select = Box<dyn Fn(&Param) -> bool + Send>;
 
 /// Parameters that a link applies to.
-enum For {
+enum AppliesTo {
     All,
     Some(Select),
     /// Parameters that the previous link skips. The link shares the state buffers of that link.
@@ -31,12 +31,12 @@ enum For {
 /// A transform, and the parameters that it applies to.
 struct Link {
     transform: Box<dyn Transform>,
-    is_for: For,
+    applies_to: AppliesTo,
 }
 
 impl fmt::Debug for Link {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let some = if matches!(self.is_for, For::All) { "" } else { " for some parameters" };
+        let some = if matches!(self.applies_to, AppliesTo::All) { "" } else { " for some parameters" };
         write!(f, "{:?}{some}", self.transform)
     }
 }
@@ -52,7 +52,7 @@ impl ChainBuilder {
     /// Appends a link.
     #[must_use]
     pub fn then(mut self, link: impl Transform + 'static) -> Self {
-        self.links.push(Link { transform: Box::new(link), is_for: For::All });
+        self.links.push(Link { transform: Box::new(link), applies_to: AppliesTo::All });
         self
     }
 
@@ -64,7 +64,7 @@ impl ChainBuilder {
         select: impl Fn(&Param) -> bool + Send + 'static,
         link: impl Transform + 'static,
     ) -> Self {
-        self.links.push(Link { transform: Box::new(link), is_for: For::Some(Box::new(select)) });
+        self.links.push(Link { transform: Box::new(link), applies_to: AppliesTo::Some(Box::new(select)) });
         self
     }
 
@@ -73,7 +73,7 @@ impl ChainBuilder {
     /// those of the previous link, and more if this one has more states.
     #[must_use]
     pub fn otherwise(mut self, link: impl Transform + 'static) -> Self {
-        self.links.push(Link { transform: Box::new(link), is_for: For::Others });
+        self.links.push(Link { transform: Box::new(link), applies_to: AppliesTo::Others });
         self
     }
 
@@ -81,10 +81,10 @@ impl ChainBuilder {
     fn selection(&self, param: &Param) -> Vec<bool> {
         let mut last = true;
         let each = self.links.iter().map(|link| {
-            last = match &link.is_for {
-                For::All => true,
-                For::Some(select) => select(param),
-                For::Others => !last,
+            last = match &link.applies_to {
+                AppliesTo::All => true,
+                AppliesTo::Some(select) => select(param),
+                AppliesTo::Others => !last,
             };
             last
         });
@@ -114,11 +114,11 @@ impl ChainBuilder {
         let mut named: Vec<(String, Tensor)> = Vec::new();
         let mut kinds = Vec::new();
         let (mut numbers, mut scalars, mut begun) = (Vec::new(), 0, 0);
-        for (i, Link { transform: link, is_for }) in self.links.iter().enumerate() {
+        for (i, Link { transform: link, applies_to: is_for }) in self.links.iter().enumerate() {
             // A second link of the same name numbers its states' names.
             let before = self.links[..i].iter().filter(|l| l.transform.name() == link.name()).count();
             let number = if before == 0 { String::new() } else { (before + 1).to_string() };
-            begun = if matches!(is_for, For::Others) { begun } else { named.len() };
+            begun = if matches!(is_for, AppliesTo::Others) { begun } else { named.len() };
             numbers.push((scalars, begun));
             scalars += link.scalar_count();
             for (i, state) in link.states().iter().enumerate().skip(named.len() - begun) {
@@ -252,7 +252,7 @@ impl Chain {
 
     /// Returns in which steps replicas average gradients and which steps are local, if a link decides this.
     #[must_use]
-    pub fn rounds(&self) -> Option<Rounds> {
+    pub fn rounds(&self) -> Option<SyncSchedule> {
         self.links.iter().find_map(|link| link.rounds())
     }
 
@@ -427,7 +427,7 @@ impl Buffers<'_> {
         &mut self,
         program: &Program,
         scalars: &[f32],
-        place: Place,
+        place: PassPosition,
         states: &[usize],
         start: usize,
         len: usize,

@@ -37,7 +37,7 @@ use farflung_compress::device::{self, DeviceCodec, Residual};
 use farflung_compress::{CodecId, CodecSpec, Memoryless, Payload, PayloadRef, RoundKey};
 use farflung_tensor::{DType, Device, Op, Program, ProgramBuilder, Tensor, TensorError};
 
-use self::path::{Path, Source};
+use self::path::{CodecStages, Source};
 use self::values::{Body, Values, codecs};
 use crate::OptimError;
 
@@ -167,9 +167,9 @@ impl device::VectorDevice for Vectors {
             return Some(Box::new(InPlace(host)));
         }
         let device = self.0.clone();
-        match Path::of(spec, &device)? {
+        match CodecStages::of(spec, &device)? {
             // `none` keeps all bits, so there is nothing to compute on the device.
-            Path::Values(Values::Plain) => None,
+            CodecStages::Values(Values::Plain) => None,
             path => Some(Box::new(Kernels { device, path, host })),
         }
     }
@@ -268,7 +268,7 @@ fn decompress_on_host(host: &dyn Memoryless, p: PayloadRef<'_>, out: &mut Tensor
 #[derive(Debug)]
 struct Kernels {
     device: Device,
-    path: Path,
+    path: CodecStages,
     host: Box<dyn Memoryless>,
 }
 
@@ -282,7 +282,7 @@ impl Kernels {
         key: RoundKey,
     ) -> Result<Option<Body>> {
         let mut body = Body::default();
-        if let Path::Values(values) = &self.path {
+        if let CodecStages::Values(values) = &self.path {
             // One kernel adds the residual, checks, encodes and computes the new residual.
             let (before, lost) = residual.map(|(before, after)| (before.view(), after.view_mut())).unzip();
             let encoded = values.encode(&self.device, x.view(), before, lost, &mut body)?;

@@ -27,7 +27,7 @@ pub mod sync;
 pub use average::{
     Average, AverageConfig, Averaged, Averaging, Coding, MakeCompressor, MakeProtocol, agree, token_weight,
 };
-pub use chain::{Chain, ChainBuilder, Meets, Prepared};
+pub use chain::{Chain, ChainBuilder, GatheredUpdate, Prepared};
 pub use error::OptimError;
 pub use finite::all_finite;
 pub use group::{GroupError, GroupRule, Groups, ParamGroup};

@@ -33,7 +33,7 @@ use std::sync::{PoisonError, RwLock};
 use farflung_comm::Communicator;
 use farflung_tensor::{Device, ParamLayout, Tensor};
 
-use crate::transform::Rounds;
+use crate::transform::SyncSchedule;
 use crate::{Average, AverageConfig, Chain, Coding, OptimError};
 
 pub use asynchronous::{
@@ -51,7 +51,7 @@ pub use gossip::{D_PSGD, EXPONENTIAL, Gossip, RANDOM_PAIRS, SHIFT_ONE};
 pub use halos::HALOS;
 pub use model_average::{ASYNC_AVERAGE, ModelAverage};
 pub use moniqua::MONIQUA;
-pub use neighbours::{Graph, Meeting, Neighbour};
+pub use neighbours::{Graph, Neighbour, Neighbours};
 pub use noloco::{NOLOCO, NoLoCo};
 pub use replicas::{CHOCO, LOW_PRECISION, Replicas, Rule};
 pub use server::{DelayedNesterov, Push, Quorum, QuorumMean, RuleState, ServerRule};
@@ -62,7 +62,7 @@ pub use zero_one::{ZERO_ONE, ZeroOne};
 
 /// Moment of a run: the end of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct After {
+pub struct StepEnd {
     /// Number of the step, counted from 1.
     pub step: u64,
     /// Whether it is the last step of the run.
@@ -77,9 +77,9 @@ pub struct After {
 ///    updates the parameters.
 /// 2. [`Synchroniser::mix`], in methods with local steps.
 /// 3. If [`Synchroniser::is_due`]: [`Synchroniser::exchange`], [`Synchroniser::prepare`] and, once all ranks
-///    have agreed, [`Synchroniser::commit`]. They are repeated while [`Synchroniser::goes_on`].
+///    have agreed, [`Synchroniser::commit`]. They are repeated while [`Synchroniser::needs_another_exchange`].
 ///    [`Synchroniser::rollback`] instead of a commit leaves everything as it was before.
-/// 4. [`Synchroniser::depart`].
+/// 4. [`Synchroniser::start_exchanges`].
 pub trait Synchroniser: std::fmt::Debug + Send {
     /// Returns the average that the gradients of the next step go through; `None` if that step is local.
     fn gradients(&mut self) -> Option<&mut Average>;
@@ -94,19 +94,19 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// for all replicas. `weight` is as in [`Synchroniser::exchange`].
     ///
     /// Errors: a neighbour or server that was lost.
-    fn mix(&mut self, _params: &mut Tensor, _after: After, _weight: f64) -> Result<(), OptimError> {
+    fn mix(&mut self, _params: &mut Tensor, _after: StepEnd, _weight: f64) -> Result<(), OptimError> {
         Ok(())
     }
 
     /// Returns whether all replicas synchronise after this step. Methods with local steps always do so after
     /// the last one.
-    fn is_due(&self, after: After) -> bool;
+    fn is_due(&self, after: StepEnd) -> bool;
 
     /// Averages over all replicas, without changing the parameters. `weight` is this replica's weight in the
     /// mean, where 1 is an equal share.
     ///
     /// Errors: a peer that was lost; a codec that rejects values that are not finite.
-    fn exchange(&mut self, params: &Tensor, after: After, weight: f64) -> Result<(), OptimError>;
+    fn exchange(&mut self, params: &Tensor, after: StepEnd, weight: f64) -> Result<(), OptimError>;
 
     /// Does the work of [`Synchroniser::exchange`] in a method that averages what the optimizer accumulated
     /// over local steps.
@@ -116,7 +116,7 @@ pub trait Synchroniser: std::fmt::Debug + Send {
         &mut self,
         params: &Tensor,
         _chain: &Chain,
-        after: After,
+        after: StepEnd,
         weight: f64,
     ) -> Result<(), OptimError> {
         self.exchange(params, after, weight)
@@ -152,12 +152,17 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// vote on the steps so far at the same time.
     ///
     /// Errors: those of the device and of codecs.
-    fn depart(&mut self, _params: &Tensor, _after: After, _weight: f64) -> Result<bool, OptimError> {
+    fn start_exchanges(
+        &mut self,
+        _params: &Tensor,
+        _after: StepEnd,
+        _weight: f64,
+    ) -> Result<bool, OptimError> {
         Ok(false)
     }
 
     /// Returns whether replicas synchronise once more after the step that was just committed.
-    fn goes_on(&self) -> bool {
+    fn needs_another_exchange(&self) -> bool {
         false
     }
 
@@ -169,7 +174,7 @@ pub trait Synchroniser: std::fmt::Debug + Send {
 
     /// Returns whether replicas differ even after a synchronisation. The model that the run trains is then
     /// [`Synchroniser::common`].
-    fn is_apart(&self) -> bool {
+    fn replicas_differ(&self) -> bool {
         self.common().is_some()
     }
 
@@ -193,12 +198,12 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// Waits for what is in flight, so that [`Synchroniser::states`] includes it. All replicas must call it.
     ///
     /// Errors: a peer that was lost.
-    fn settle(&mut self) -> Result<(), OptimError> {
+    fn wait_in_flight(&mut self) -> Result<(), OptimError> {
         Ok(())
     }
 
     /// Drops all exchanges in flight. Afterwards only the state may be saved.
-    fn abandon(&mut self) {
+    fn drop_in_flight(&mut self) {
         self.average_mut().open();
     }
 
@@ -271,7 +276,7 @@ pub struct SyncSettings<'a> {
     /// Weights of all replicas in a mean, where 1 is an equal share.
     pub weights: Vec<f64>,
     /// In which steps the optimizer takes averaged gradients and which steps are local, if it decides this.
-    pub rounds: Option<Rounds>,
+    pub rounds: Option<SyncSchedule>,
     /// Initial parameters, the same on all replicas.
     pub params: &'a Tensor,
 }

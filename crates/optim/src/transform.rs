@@ -49,7 +49,7 @@ pub use schedule::scale_by_schedule;
 pub use sign::sign;
 pub use trace::{trace, trace_with};
 pub use trust_ratio::scale_by_trust_ratio;
-pub use zero_one_adam::{Rounds, ZeroOneAdam, scale_by_zero_one_adam};
+pub use zero_one_adam::{SyncSchedule, ZeroOneAdam, scale_by_zero_one_adam};
 
 /// Context in which a link emits its instructions.
 #[derive(Debug)]
@@ -185,7 +185,7 @@ pub trait Transform: Debug + Send {
     }
 
     /// Returns in which steps replicas average gradients and which steps are local, if the link decides this.
-    fn rounds(&self) -> Option<Rounds> {
+    fn rounds(&self) -> Option<SyncSchedule> {
         None
     }
 

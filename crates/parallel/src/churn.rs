@@ -20,12 +20,12 @@ mod varuna;
 
 pub use best_shape::best_shape;
 pub use copies::{alive, copies_for};
-pub use fleet::{Fleet, Prices, Shape};
+pub use fleet::{Fleet, Shape, StepTimes};
 pub use interval::{Checkpoints, Lost, daly, young};
-pub use oobleck::{Mix, Pace, best_mix, mixes, shares, templates};
+pub use oobleck::{Mix, PipelineTimes, best_mix, mixes, shares, templates};
 pub use parcae::{liveput, survivors};
 pub use policies::POLICIES;
-pub use policy::{Recovery, Row, Saves};
-pub use recycle::{Rerouted, Seat, reroute};
+pub use policy::{CheckpointInterval, PolicyRow, Recovery};
+pub use recycle::{Position, Rerouted, reroute};
 pub use replay::{Replay, replay};
 pub use trace::{Change, Trace};

@@ -7,7 +7,7 @@ pub(crate) mod quantity;
 
 use std::fmt;
 
-use farflung_base::{Bandwidth, Bytes, Link, Nanos, ParseUnitError, Port, Rank, Topology};
+use farflung_base::{AccessLink, Bandwidth, Bytes, Link, Nanos, ParseUnitError, Rank, Topology};
 
 use crate::{ModelShape, ParallelError};
 use quantity::MemoryText;
@@ -270,7 +270,7 @@ impl Cluster {
         for (from, a) in (0..).map(Rank).zip(entries()) {
             let device = &self.devices[a];
             let limit = |rate: Option<Bandwidth>| rate.unwrap_or(Bandwidth::UNLIMITED);
-            topology.set_port(from, Port { up: limit(device.up), down: limit(device.down) });
+            topology.set_port(from, AccessLink { up: limit(device.up), down: limit(device.down) });
             for (to, b) in (0..).map(Rank).zip(entries()).filter(|(to, _)| *to != from) {
                 topology.set_link(from, to, links.link(a, b));
             }
@@ -280,7 +280,7 @@ impl Cluster {
             let ranks: Vec<Rank> =
                 (0..).zip(self.ranks()).filter(inside).map(|(rank, _)| Rank(rank)).collect();
             let limit = |rate: Option<Bandwidth>| rate.unwrap_or(Bandwidth::UNLIMITED);
-            topology.set_region(&ranks, Port { up: limit(region.up), down: limit(region.down) });
+            topology.set_region(&ranks, AccessLink { up: limit(region.up), down: limit(region.down) });
         }
         Ok(topology)
     }

@@ -4,12 +4,12 @@ use farflung_base::Philox;
 
 /// Counter over a Philox generator. The same seed and stream give the same numbers on every machine.
 #[derive(Debug, Clone)]
-pub(crate) struct Draw {
+pub(crate) struct SeededRng {
     philox: Philox,
     at: u64,
 }
 
-impl Draw {
+impl SeededRng {
     pub(crate) const fn new(seed: u64, stream: u64) -> Self {
         Self { philox: Philox::new(seed, stream), at: 0 }
     }

@@ -36,4 +36,4 @@ pub use planner::{Candidate, Planned, StepTime, plan};
 pub use replicas::{Codec, Overlap, Replicas, Sync};
 pub use simulate::{Cost, RankCost, simulate_replicas};
 pub use timeline::{Kind, Lane, Span, Timeline};
-pub use what_if::{Answer, Row, WhatIf};
+pub use what_if::{Answer, ComparisonRow, WhatIf};

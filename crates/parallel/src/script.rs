@@ -4,14 +4,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use farflung_base::operation::{Finished, NetworkSimulator};
+use farflung_base::operation::{Completion, NetworkSimulator};
 use farflung_base::{Bandwidth, Bytes, Nanos, Operation, Rank, Topology};
 
 use crate::ParallelError;
 
 /// One action of a rank in a script.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Act {
+pub enum ScriptOp {
     /// The rank's processor is busy for this time.
     Compute(Nanos),
     /// The rank begins its side of the operation with this index. The operation then proceeds on its own.
@@ -26,17 +26,17 @@ pub struct Script {
     /// Messages and collectives, referred to by index.
     pub operations: Vec<Operation>,
     /// Acts of each rank, in order.
-    pub ranks: Vec<Vec<Act>>,
+    pub ranks: Vec<Vec<ScriptOp>>,
 }
 
 /// The times of a played script.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Played {
+pub struct ScriptTimes {
     /// Time of each rank's clock after each of its acts.
     pub ends: Vec<Vec<Nanos>>,
 }
 
-impl Played {
+impl ScriptTimes {
     /// Returns the time at which the last rank is done.
     #[must_use]
     pub fn makespan(&self) -> Nanos {
@@ -54,16 +54,16 @@ impl Script {
     ///
     /// ```
     /// use farflung_base::{Bytes, Nanos, Rank, Topology, Operation};
-    /// use farflung_parallel::script::{Act, Script};
+    /// use farflung_parallel::script::{ScriptOp, Script};
     ///
     /// let link = "8mbit,1ms".parse()?;
     /// let kilobytes = |n: u64| Operation::message(Rank(0), Rank(1), Bytes(n * 1000), Bytes(1 << 18));
-    /// let compute = |ms| Act::Compute(Nanos::from_millis(ms));
+    /// let compute = |ms| ScriptOp::Compute(Nanos::from_millis(ms));
     /// let script = Script {
     ///     operations: vec![kilobytes(10), kilobytes(10)],
     ///     ranks: vec![
-    ///         vec![compute(5), Act::Begin(0), compute(5), Act::Begin(1)],
-    ///         vec![Act::Begin(0), Act::Begin(1), Act::Await(0), compute(3), Act::Await(1)],
+    ///         vec![compute(5), ScriptOp::Begin(0), compute(5), ScriptOp::Begin(1)],
+    ///         vec![ScriptOp::Begin(0), ScriptOp::Begin(1), ScriptOp::Await(0), compute(3), ScriptOp::Await(1)],
     ///     ],
     /// };
     /// let played = script.play(&Topology::uniform(2, link))?;
@@ -71,7 +71,7 @@ impl Script {
     /// assert_eq!(played.ends[1][2..], [16, 19, 26].map(Nanos::from_millis));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn play(&self, topology: &Topology) -> Result<Played, ParallelError> {
+    pub fn play(&self, topology: &Topology) -> Result<ScriptTimes, ParallelError> {
         self.played(topology, Nanos::MAX)
             .map_err(|Stuck { rank, act }| ParallelError::NeverDone { rank, act })
     }
@@ -82,7 +82,7 @@ impl Script {
     /// # Panics
     /// As [`Script::play`].
     #[must_use]
-    pub fn play_within(&self, topology: &Topology, limit: Nanos) -> Option<Played> {
+    pub fn play_within(&self, topology: &Topology, limit: Nanos) -> Option<ScriptTimes> {
         self.played(topology, limit).ok().filter(|played| played.makespan() <= limit)
     }
 
@@ -96,15 +96,15 @@ impl Script {
         let awaited: BTreeSet<(Rank, usize)> = self
             .acts()
             .filter_map(|(rank, act)| match act {
-                Act::Await(operation) => Some((rank, operation)),
+                ScriptOp::Await(operation) => Some((rank, operation)),
                 _ => None,
             })
             .collect();
         let mut busy = Busy::new(topology);
         for (rank, act) in self.acts() {
             match act {
-                Act::Compute(time) => busy.processors[rank.index()] += u128::from(time.0),
-                Act::Begin(operation) => {
+                ScriptOp::Compute(time) => busy.processors[rank.index()] += u128::from(time.0),
+                ScriptOp::Begin(operation) => {
                     let sides = &self.operations[operation].sides;
                     let steps = sides.get(&rank).into_iter().flat_map(|side| side.lanes.iter().flatten());
                     for &(to, bytes) in steps.flat_map(|step| &step.sends) {
@@ -113,17 +113,17 @@ impl Script {
                         }
                     }
                 }
-                Act::Await(_) => {}
+                ScriptOp::Await(_) => {}
             }
         }
         busy.longest()
     }
 
-    fn acts(&self) -> impl Iterator<Item = (Rank, Act)> + '_ {
+    fn acts(&self) -> impl Iterator<Item = (Rank, ScriptOp)> + '_ {
         (0..).map(Rank).zip(&self.ranks).flat_map(|(rank, acts)| acts.iter().map(move |&act| (rank, act)))
     }
 
-    fn played(&self, topology: &Topology, limit: Nanos) -> Result<Played, Stuck> {
+    fn played(&self, topology: &Topology, limit: Nanos) -> Result<ScriptTimes, Stuck> {
         let mut simulator = NetworkSimulator::new(topology, &self.operations).until(limit);
         let mut done: BTreeMap<(Rank, usize), Nanos> = BTreeMap::new();
         let mut ends: Vec<Vec<Nanos>> =
@@ -135,9 +135,9 @@ impl Script {
                 let mut clock = ends[i].last().copied().unwrap_or_default();
                 while let Some(&act) = self.ranks[i].get(ends[i].len()) {
                     match act {
-                        Act::Compute(time) => clock = clock.saturating_add(time),
-                        Act::Begin(operation) => simulator.begin(operation, rank, clock),
-                        Act::Await(operation) => match done.get(&(rank, operation)) {
+                        ScriptOp::Compute(time) => clock = clock.saturating_add(time),
+                        ScriptOp::Begin(operation) => simulator.begin(operation, rank, clock),
+                        ScriptOp::Await(operation) => match done.get(&(rank, operation)) {
                             Some(&at) => clock = clock.max(at),
                             None => break,
                         },
@@ -145,16 +145,16 @@ impl Script {
                     ends[i].push(clock);
                 }
             }
-            let Some(Finished { operation, rank, at }) = simulator.next_end() else { break };
+            let Some(Completion { operation, rank, at }) = simulator.next_completion() else { break };
             done.insert((rank, operation), at);
             let i = rank.index();
-            if self.ranks[i].get(ends[i].len()) == Some(&Act::Await(operation)) {
+            if self.ranks[i].get(ends[i].len()) == Some(&ScriptOp::Await(operation)) {
                 awake.push(i);
             }
         }
         let stuck = ends.iter().zip(&self.ranks).position(|(ends, acts)| ends.len() < acts.len());
         match stuck {
-            None => Ok(Played { ends }),
+            None => Ok(ScriptTimes { ends }),
             Some(rank) => Err(Stuck { rank: Rank(rank as u32), act: ends[rank].len() }),
         }
     }
@@ -239,7 +239,7 @@ impl<'a> Busy<'a> {
 
 #[cfg(test)]
 mod tests {
-    use farflung_base::{Philox, Port};
+    use farflung_base::{AccessLink, Philox};
 
     use super::*;
 
@@ -254,9 +254,15 @@ mod tests {
         let script = Script {
             operations: vec![message(0, 1), message(2, 1)],
             ranks: vec![
-                vec![Act::Begin(0)],
-                vec![Act::Begin(0), Act::Begin(1), Act::Compute(ms(2)), Act::Await(0), Act::Await(1)],
-                vec![Act::Compute(ms(1)), Act::Begin(1)],
+                vec![ScriptOp::Begin(0)],
+                vec![
+                    ScriptOp::Begin(0),
+                    ScriptOp::Begin(1),
+                    ScriptOp::Compute(ms(2)),
+                    ScriptOp::Await(0),
+                    ScriptOp::Await(1),
+                ],
+                vec![ScriptOp::Compute(ms(1)), ScriptOp::Begin(1)],
             ],
         };
         let played = script.play(&topology).unwrap();
@@ -269,7 +275,7 @@ mod tests {
     fn who_waits_for_nothing_is_named() {
         let topology = Topology::uniform(2, "8mbit,1ms".parse().unwrap());
         let operations = vec![Operation::message(Rank(0), Rank(1), Bytes(1), Bytes(1))];
-        let ranks = vec![Vec::new(), vec![Act::Compute(ms(1)), Act::Begin(0), Act::Await(0)]];
+        let ranks = vec![Vec::new(), vec![ScriptOp::Compute(ms(1)), ScriptOp::Begin(0), ScriptOp::Await(0)]];
         let refused = Script { operations, ranks }.play(&topology).unwrap_err();
         assert_eq!(refused, ParallelError::NeverDone { rank: Rank(1), act: 2 });
     }
@@ -282,10 +288,10 @@ mod tests {
         let mut topology = Topology::uniform(ranks as usize, "8mbit,1ms".parse().unwrap());
         let rate = |n: u64| Bandwidth((1 + n) * 2_000_000);
         for rank in (0..ranks).map(Rank) {
-            topology.set_port(rank, Port { up: rate(draw(8)), down: rate(draw(8)) });
+            topology.set_port(rank, AccessLink { up: rate(draw(8)), down: rate(draw(8)) });
         }
         if draw(2) == 0 {
-            topology.set_region(&[Rank(0)], Port { up: rate(draw(8)), down: rate(draw(8)) });
+            topology.set_region(&[Rank(0)], AccessLink { up: rate(draw(8)), down: rate(draw(8)) });
         }
         let mut script = Script { operations: Vec::new(), ranks: vec![Vec::new(); ranks as usize] };
         let mut awaits = script.ranks.clone();
@@ -296,10 +302,10 @@ mod tests {
             script.operations.push(Operation::message(Rank(from), Rank(to), bytes, Bytes(3_000)));
             for rank in [from, to] {
                 let acts = &mut script.ranks[rank as usize];
-                acts.insert(draw(acts.len() as u64 + 1) as usize, Act::Compute(Nanos(draw(5_000_000))));
-                acts.insert(draw(acts.len() as u64 + 1) as usize, Act::Begin(number));
+                acts.insert(draw(acts.len() as u64 + 1) as usize, ScriptOp::Compute(Nanos(draw(5_000_000))));
+                acts.insert(draw(acts.len() as u64 + 1) as usize, ScriptOp::Begin(number));
             }
-            awaits[to as usize].push(Act::Await(number));
+            awaits[to as usize].push(ScriptOp::Await(number));
         }
         script.ranks.iter_mut().zip(awaits).for_each(|(acts, more)| acts.extend(more));
         (script, topology)
@@ -325,10 +331,10 @@ mod tests {
     fn the_bound_of_one_message_is_the_message_and_what_nobody_awaits_does_not_count() {
         let topology = Topology::uniform(2, "8mbit,1ms".parse().unwrap());
         let operations = vec![Operation::message(Rank(0), Rank(1), Bytes(4_000), Bytes(1 << 18))];
-        let waits = vec![vec![Act::Begin(0)], vec![Act::Begin(0), Act::Await(0)]];
+        let waits = vec![vec![ScriptOp::Begin(0)], vec![ScriptOp::Begin(0), ScriptOp::Await(0)]];
         let script = Script { operations, ranks: waits };
         assert_eq!(script.at_least(&topology), ms(4));
-        let forgets = Script { ranks: vec![vec![Act::Begin(0)], vec![Act::Begin(0)]], ..script };
+        let forgets = Script { ranks: vec![vec![ScriptOp::Begin(0)], vec![ScriptOp::Begin(0)]], ..script };
         assert_eq!(
             (forgets.at_least(&topology), forgets.play(&topology).unwrap().makespan()),
             (ms(0), ms(0))

@@ -36,7 +36,7 @@ pub struct WhatIf {
 
 /// One way in which the run could have synchronised.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Row {
+pub struct ComparisonRow {
     /// The way of synchronising.
     pub sync: Sync,
     /// Algorithm of averages.
@@ -55,7 +55,7 @@ pub struct Answer {
     /// The run that is compared.
     pub run: WhatIf,
     /// The rows; at least the baseline.
-    pub rows: Vec<Row>,
+    pub rows: Vec<ComparisonRow>,
 }
 
 impl WhatIf {
@@ -100,7 +100,7 @@ impl WhatIf {
         codec: &Codec,
         algorithms: &[Algorithm],
         price: AveragePrice<'_>,
-    ) -> Result<Row, ParallelError> {
+    ) -> Result<ComparisonRow, ParallelError> {
         let ways = syncs.iter().flat_map(|&s| algorithms.iter().map(move |&a| (s, a)));
         let rows = ways
             .map(|(sync, algorithm)| self.run(sync, codec, algorithm, price))
@@ -115,7 +115,7 @@ impl WhatIf {
         codec: &Codec,
         algorithm: Algorithm,
         price: AveragePrice<'_>,
-    ) -> Result<Row, ParallelError> {
+    ) -> Result<ComparisonRow, ParallelError> {
         // Checked before allocating anything per rank.
         Mesh::data(self.ranks)?;
         let shares = vec![1; self.ranks as usize];
@@ -139,7 +139,7 @@ impl WhatIf {
         };
         let time = Nanos(total(&|t| t.makespan().0));
         let sent = Bytes(total(&|t| t.sent(Rank(0)).0));
-        Ok(Row { sync, algorithm, codec: codec.clone(), time, sent })
+        Ok(ComparisonRow { sync, algorithm, codec: codec.clone(), time, sent })
     }
 }
 
@@ -149,7 +149,7 @@ impl Answer {
     /// # Panics
     /// If `rows` is empty.
     #[must_use]
-    pub fn plain(&self) -> &Row {
+    pub fn plain(&self) -> &ComparisonRow {
         self.rows.first().expect("the plain row is always there")
     }
 }

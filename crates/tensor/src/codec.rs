@@ -112,7 +112,7 @@ impl BlockCodec {
 /// A mask of one element per stratum of `stride` elements, as defined by codec 17 of the wire format. The
 /// indices are a pure function of these fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DrawnMask {
+pub struct BlockMask {
     /// How the index within each stratum is chosen.
     pub pattern: Pattern,
     /// Number of elements per stratum, at least 1.
@@ -265,7 +265,7 @@ impl Codecs<'_> {
     }
 
     /// Starts to write the indices of a mask, ascending. `indices` is u32, `[mask.kept]`.
-    pub fn mask(&self, mask: DrawnMask, indices: ViewMut<'_>) -> Result<()> {
+    pub fn mask(&self, mask: BlockMask, indices: ViewMut<'_>) -> Result<()> {
         self.check("mask").flat(&indices, DType::U32, mask.kept as usize)?;
         if indices.is_empty() { Ok(()) } else { self.kernels.mask(mask, indices) }
     }

@@ -4,8 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::backend::cpu::Cpu;
-use crate::backend::sizes::Sizes;
-use crate::backend::{Backend, OperandBytes};
+use crate::backend::sizes::CountingBackend;
+use crate::backend::{Backend, MatMulScratchBytes};
 use crate::{Interrupt, Precision, Result};
 
 /// A handle on a device. Clones refer to the same device.
@@ -32,7 +32,7 @@ impl Device {
     /// code predicts its own memory use.
     #[must_use]
     pub fn sizes() -> Self {
-        Self::new(Sizes::default())
+        Self::new(CountingBackend::default())
     }
 
     /// Opens a GPU through Vulkan, Metal or DirectX: the adapter that [`Device::list`] shows as `wgpu:index`.
@@ -95,7 +95,7 @@ impl Device {
     /// Returns the host memory that matrix products use in addition to tensors. Only [`Device::sizes`] counts
     /// it.
     #[must_use]
-    pub fn operands(&self) -> OperandBytes {
+    pub fn operands(&self) -> MatMulScratchBytes {
         self.backend.operands()
     }
 

@@ -53,7 +53,7 @@ impl FromStr for DeviceName {
 
 /// An entry of [`Device::list`]: a device of this machine, or a kind of device that is not available.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Found {
+pub struct DeviceInfo {
     /// Name to pass to [`Device::open`], such as `wgpu:0`; only the kind if no such device is available.
     pub name: String,
     /// Vendor, model and driver, or the reason why no device of this kind is available.
@@ -91,12 +91,12 @@ impl Device {
     /// Lists the devices of this machine: CUDA's, then wgpu's, then the CPU. A kind without devices has one
     /// entry with the reason.
     #[must_use]
-    pub fn list() -> Vec<Found> {
+    pub fn list() -> Vec<DeviceInfo> {
         let mut found = cuda();
         found.extend(wgpu());
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let about = format!("{cores} threads, {}", std::env::consts::ARCH);
-        found.push(Found { name: "cpu".to_owned(), about, usable: true, gpu: false });
+        found.push(DeviceInfo { name: "cpu".to_owned(), about, usable: true, gpu: false });
         found
     }
 }
@@ -108,13 +108,13 @@ fn not_built(name: DeviceName) -> String {
     format!("this build has no {feature}: build it with `--features {feature}`")
 }
 
-fn missing(name: &str, about: String) -> Vec<Found> {
-    vec![Found { name: name.to_owned(), about, usable: false, gpu: true }]
+fn missing(name: &str, about: String) -> Vec<DeviceInfo> {
+    vec![DeviceInfo { name: name.to_owned(), about, usable: false, gpu: true }]
 }
 
 #[cfg(feature = "cuda")]
-fn cuda() -> Vec<Found> {
-    let about = |name: String, driver: &str| Found {
+fn cuda() -> Vec<DeviceInfo> {
+    let about = |name: String, driver: &str| DeviceInfo {
         name,
         about: format!("NVIDIA GPU (CUDA, {driver})"),
         usable: true,
@@ -142,17 +142,17 @@ fn nvidia_driver() -> Option<String> {
 }
 
 #[cfg(not(feature = "cuda"))]
-fn cuda() -> Vec<Found> {
+fn cuda() -> Vec<DeviceInfo> {
     missing("cuda", not_built(DeviceName::Cuda(0)))
 }
 
 #[cfg(feature = "wgpu")]
-fn wgpu() -> Vec<Found> {
+fn wgpu() -> Vec<DeviceInfo> {
     let adapters = crate::backend::cube::open::adapters::list();
     if adapters.is_empty() {
         return missing("wgpu", crate::backend::cube::open::adapters::NONE.to_owned());
     }
-    let found = |(n, a): (usize, crate::backend::cube::open::adapters::Adapter)| Found {
+    let found = |(n, a): (usize, crate::backend::cube::open::adapters::Adapter)| DeviceInfo {
         name: DeviceName::Wgpu(n).to_string(),
         about: a.about,
         usable: true,
@@ -162,7 +162,7 @@ fn wgpu() -> Vec<Found> {
 }
 
 #[cfg(not(feature = "wgpu"))]
-fn wgpu() -> Vec<Found> {
+fn wgpu() -> Vec<DeviceInfo> {
     missing("wgpu", not_built(DeviceName::Wgpu(0)))
 }
 

@@ -16,10 +16,10 @@ mod check;
 mod codec;
 mod backend;
 
-pub use backend::OperandBytes;
-pub use codec::{BlockCodec, Code, Codecs, DrawnMask, Pattern};
+pub use backend::MatMulScratchBytes;
+pub use codec::{BlockCodec, BlockMask, Code, Codecs, Pattern};
 pub use device::Device;
-pub use devices::{DeviceName, Found};
+pub use devices::{DeviceInfo, DeviceName};
 pub use dtype::{DType, Element};
 pub use error::{Result, TensorError};
 pub use farflung_base::Precision;

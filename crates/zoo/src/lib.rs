@@ -16,5 +16,5 @@ pub use config::{GptConfig, Init, TensorSpec};
 pub use data::{Corpus, HoldOut, Offsets, Sampler, Shard, Sharding, Shards, Split};
 pub use error::ZooError;
 pub use generate::{Sampling, generate};
-pub use stage::{Cache, Input, Keeping, Output, Saved, Slices, Stage};
+pub use stage::{ActivationPolicy, Cache, Input, Output, Saved, Slices, Stage};
 pub use tokenizer::Tokenizer;

@@ -10,14 +10,16 @@ use std::path::Path;
 use farflung_base::Pending;
 use farflung_tensor::{DType, Device, ParamLayout, Shape, Tensor, TensorError};
 
-use crate::block::{Cx, Embedding, Grads, Head, HeadSaved, KeyValues, Transformer, TransformerSaved, dims};
+use crate::block::{
+    Embedding, Grads, Head, HeadSaved, KeyValues, StageContext, Transformer, TransformerSaved, dims,
+};
 use crate::weights::{self, Weights, WriteOptions};
 use crate::{GptConfig, TensorSpec, ZooError};
 
-pub use kept::Keeping;
+pub use kept::ActivationPolicy;
 pub use slices::Slices;
 
-use kept::{Chain, Kept, bring_last};
+use kept::{Chain, StoredActivations, bring_last};
 
 /// A range of a model's layers. The first stage also has the embeddings, the last one the head. An empty range
 /// between two layers has no parameters and returns its input.
@@ -33,7 +35,7 @@ pub struct Stage {
     head: Option<Head>,
     /// Factor of gradients before matrix products round them.
     gradient_scale: f32,
-    keeping: Keeping,
+    keeping: ActivationPolicy,
 }
 
 /// Input of a stage: tokens `[B, T]` (u32) for the first stage, hidden states `[B, T, C]` for the others.
@@ -62,8 +64,8 @@ pub struct Saved {
     tokens: Option<Tensor>,
     /// Number of leading blocks whose values were dropped. `blocks` contains the blocks after them.
     forgotten: usize,
-    blocks: Vec<Kept>,
-    /// State of the steps that recompute missing values, if [`Keeping::steps`] are set.
+    blocks: Vec<StoredActivations>,
+    /// State of the steps that recompute missing values, if [`ActivationPolicy::steps`] are set.
     chain: Option<Chain>,
     head: Option<HeadSaved>,
     /// Gradient of the embedding's output, between the two halves of the backward pass.
@@ -72,18 +74,18 @@ pub struct Saved {
 
 impl Saved {
     /// Drops the saved values of the first `layers` blocks (at most all). [`Stage::recompute`] restores them.
-    pub fn forget(&mut self, layers: usize) {
+    pub fn drop_activations(&mut self, layers: usize) {
         let layers = layers.min(self.blocks.len());
         self.blocks.drain(..layers);
         self.forgotten += layers;
     }
 
     /// Moves the saved values of `layers` blocks to host memory, beginning with the first block that was not
-    /// dropped: see [`Keeping::offload`].
+    /// dropped: see [`ActivationPolicy::offload`].
     pub fn offload(&mut self, layers: usize) {
-        let keeping = Keeping { offload: layers, ..Keeping::default() };
+        let keeping = ActivationPolicy { offload: layers, ..ActivationPolicy::default() };
         let kept = std::mem::take(&mut self.blocks).into_iter().enumerate();
-        self.blocks = kept.map(|(i, kept)| kept.again(|saved| keeping.keep(i, saved))).collect();
+        self.blocks = kept.map(|(i, kept)| kept.again(|saved| keeping.store(i, saved))).collect();
     }
 }
 
@@ -129,7 +131,7 @@ impl Stage {
             None
         };
         let device = device.clone();
-        let keeping = Keeping::default();
+        let keeping = ActivationPolicy::default();
         Ok(Self { config, device, layout, specs, embedding, blocks, head, gradient_scale: 1.0, keeping })
     }
 
@@ -168,8 +170,8 @@ impl Stage {
 
     /// Sets how later forward passes save memory until their backward pass. It applies to whole sequences only,
     /// not to slices, because slices use each other's keys and values. For a pass that has ended, use
-    /// [`Saved::forget`] and [`Saved::offload`].
-    pub fn set_keeping(&mut self, keeping: Keeping) {
+    /// [`Saved::drop_activations`] and [`Saved::offload`].
+    pub fn set_keeping(&mut self, keeping: ActivationPolicy) {
         self.keeping = keeping;
     }
 
@@ -254,11 +256,21 @@ impl Stage {
         Ok(self.device.tensor(ids, [ids.len() / len, len])?)
     }
 
-    fn cx<'a>(&'a self, params: &'a Tensor) -> Cx<'a> {
-        Cx { device: &self.device, layout: &self.layout, params, gradient_scale: self.gradient_scale }
+    fn cx<'a>(&'a self, params: &'a Tensor) -> StageContext<'a> {
+        StageContext {
+            device: &self.device,
+            layout: &self.layout,
+            params,
+            gradient_scale: self.gradient_scale,
+        }
     }
 
-    fn enter(&self, cx: &Cx<'_>, input: Input, start: usize) -> Result<(Tensor, Option<Tensor>), ZooError> {
+    fn enter(
+        &self,
+        cx: &StageContext<'_>,
+        input: Input,
+        start: usize,
+    ) -> Result<(Tensor, Option<Tensor>), ZooError> {
         match (input, &self.embedding) {
             (Input::Tokens(tokens), Some(embedding)) => {
                 Ok((embedding.forward(cx, &tokens, start)?, Some(tokens)))
@@ -289,8 +301,8 @@ impl Stage {
         input: Input,
         start: usize,
         targets: Option<(&Tensor, f32)>,
-        keeping: &Keeping,
-        mut block: impl FnMut(&Cx<'_>, usize, Tensor) -> Result<(Tensor, TransformerSaved), ZooError>,
+        keeping: &ActivationPolicy,
+        mut block: impl FnMut(&StageContext<'_>, usize, Tensor) -> Result<(Tensor, TransformerSaved), ZooError>,
     ) -> Result<(Output, Saved), ZooError> {
         let cx = self.cx(params);
         let (mut x, tokens) = self.enter(&cx, input, start)?;
@@ -298,7 +310,7 @@ impl Stage {
         let mut blocks = Vec::with_capacity(self.blocks.len());
         for i in 0..self.blocks.len() {
             let (y, saved) = block(&cx, i, x)?;
-            blocks.push(keeping.keep(i, saved));
+            blocks.push(keeping.store(i, saved));
             x = y;
         }
         let (output, head) = match (&self.head, targets) {
@@ -368,7 +380,7 @@ impl Stage {
         Ok(Some(dx))
     }
 
-    /// Recomputes the values that [`Saved::forget`] dropped. `input` must be the input of the forward pass. The
+    /// Recomputes the values that [`Saved::drop_activations`] dropped. `input` must be the input of the forward pass. The
     /// values are bit-identical.
     pub fn recompute(&self, params: &Tensor, input: Input, saved: &mut Saved) -> Result<(), ZooError> {
         self.recompute_by(params, input, saved, |cx, i, x| Ok(self.blocks[i].forward(cx, x)?))
@@ -379,14 +391,14 @@ impl Stage {
         params: &Tensor,
         input: Input,
         saved: &mut Saved,
-        mut block: impl FnMut(&Cx<'_>, usize, Tensor) -> Result<(Tensor, TransformerSaved), ZooError>,
+        mut block: impl FnMut(&StageContext<'_>, usize, Tensor) -> Result<(Tensor, TransformerSaved), ZooError>,
     ) -> Result<(), ZooError> {
         let cx = self.cx(params);
         let (mut x, _) = self.enter(&cx, input, saved.positions.start)?;
         let mut again = Vec::with_capacity(self.blocks.len());
         for i in 0..std::mem::take(&mut saved.forgotten) {
             let (y, saved) = block(&cx, i, x)?;
-            again.push(Kept::Here(saved));
+            again.push(StoredActivations::OnDevice(saved));
             x = y;
         }
         saved.blocks.splice(0..0, again);
@@ -412,7 +424,7 @@ impl Stage {
         params: &Tensor,
         saved: &mut Saved,
         dy: Option<Tensor>,
-        mut block: impl FnMut(&Cx<'_>, usize, &mut TransformerSaved, Tensor) -> Result<Tensor, ZooError>,
+        mut block: impl FnMut(&StageContext<'_>, usize, &mut TransformerSaved, Tensor) -> Result<Tensor, ZooError>,
     ) -> Result<Option<Tensor>, ZooError> {
         self.check_whole(saved)?;
         let cx = self.cx(params);
@@ -426,7 +438,7 @@ impl Stage {
         for i in (0..kept.len()).rev() {
             let mut saved = bring_last(&mut kept, &mut saved.chain, |i, x| self.blocks[i].forward(&cx, x))?;
             dx = block(&cx, i, &mut saved, dx)?;
-            whole.push(Kept::Here(saved));
+            whole.push(StoredActivations::OnDevice(saved));
         }
         whole.reverse();
         saved.blocks = whole;

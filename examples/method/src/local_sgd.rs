@@ -2,7 +2,7 @@
 //!
 //! Source: McMahan et al. 2017, "Communication-efficient learning of deep networks from decentralized data".
 
-use farflung::optim::sync::{After, Buffers, Missing, SyncMethod, SyncSettings, Synchroniser};
+use farflung::optim::sync::{StepEnd, Buffers, Missing, SyncMethod, SyncSettings, Synchroniser};
 use farflung::optim::{Average, OptimError};
 use farflung::tensor::{Op, Tensor};
 
@@ -48,10 +48,10 @@ impl Synchroniser for LocalSgd {
     fn gradients(&mut self) -> Option<&mut Average> {
         None
     }
-    fn is_due(&self, after: After) -> bool {
+    fn is_due(&self, after: StepEnd) -> bool {
         after.step.is_multiple_of(self.every) || after.last
     }
-    fn exchange(&mut self, params: &Tensor, _: After, _: f64) -> Result<(), OptimError> {
+    fn exchange(&mut self, params: &Tensor, _: StepEnd, _: f64) -> Result<(), OptimError> {
         copy(params, &mut self.mean)?;
         self.average.all(&mut self.mean)?;
         Ok(())

@@ -30,7 +30,7 @@ const PATIENCE: Duration = Duration::from_secs(40);
 
 /// A fault of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Blow {
+enum InjectedFault {
     Kill,
     Stop,
     /// All connections of the rank end, but the rank stays alive.
@@ -58,7 +58,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     // Quick runs test every second kind of job.
     for (stream, case) in (0..).zip(&CASES).step_by(if options.quick { 2 } else { 1 }) {
         let random = Philox::new(report.seed(), stream);
-        for (number, blow) in (0..).zip([Blow::Kill, Blow::Stop, Blow::Cut]) {
+        for (number, blow) in (0..).zip([InjectedFault::Kill, InjectedFault::Stop, InjectedFault::Cut]) {
             let (mut survivors, mut wrong, mut codes, mut launcher) = (0_u32, 0_u32, 0_u32, 0_u32);
             let victims = if options.quick {
                 random.below(100 + number, case.ranks as u64)..case.ranks as u64
@@ -83,7 +83,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                 Mark::AtMost(0.0),
             )?;
             report.row(&format!("{of}: wrong exit codes"), f64::from(codes), "1", Mark::AtMost(0.0))?;
-            if blow != Blow::Cut {
+            if blow != InjectedFault::Cut {
                 let metric = format!("{of}: runs in which the launcher names another rank");
                 report.row(&metric, f64::from(launcher), "1", Mark::AtMost(0.0))?;
             }
@@ -100,7 +100,7 @@ struct Seen {
     launcher_names: bool,
 }
 
-fn strike(case: &Case, blow: Blow, victim: usize, late: Duration, text: &Path) -> Result<Seen> {
+fn strike(case: &Case, blow: InjectedFault, victim: usize, late: Duration, text: &Path) -> Result<Seen> {
     let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
     let out = folder.path().join("run");
     let ranks = case.ranks.to_string();
@@ -118,9 +118,9 @@ fn strike(case: &Case, blow: Blow, victim: usize, late: Duration, text: &Path) -
     let processes = job.ranks()?;
     ensure!(processes.len() == case.ranks, "the launcher has {} ranks", processes.len());
     match blow {
-        Blow::Kill => kill_process(processes[victim], Signal::KILL)?,
-        Blow::Stop => kill_process(processes[victim], Signal::STOP)?,
-        Blow::Cut => cut(processes[victim])?,
+        InjectedFault::Kill => kill_process(processes[victim], Signal::KILL)?,
+        InjectedFault::Stop => kill_process(processes[victim], Signal::STOP)?,
+        InjectedFault::Cut => cut(processes[victim])?,
     }
     let code = job.end()?;
     let said = fs::read_to_string(&said)?;
@@ -131,7 +131,7 @@ fn strike(case: &Case, blow: Blow, victim: usize, late: Duration, text: &Path) -
     let (mut survivors, mut wrong) = (0, 0);
     for rank in 0..case.ranks {
         let right = match (rank == victim, blow) {
-            (true, Blow::Cut) => format!("rank {victim} has lost all other ranks"),
+            (true, InjectedFault::Cut) => format!("rank {victim} has lost all other ranks"),
             (true, _) => continue,
             (false, _) => format!("peer {victim} was lost"),
         };
@@ -147,10 +147,10 @@ fn strike(case: &Case, blow: Blow, victim: usize, late: Duration, text: &Path) -
 }
 
 /// Prints a wrong error of a rank next to the bench's own lines.
-fn tracing_of(case: &Case, blow: Blow, victim: usize, rank: usize, error: &str, said: &str) {
+fn tracing_of(case: &Case, blow: InjectedFault, victim: usize, rank: usize, error: &str, said: &str) {
     let all: Vec<&str> =
         said.lines().filter(|line| line.contains("error") || line.contains("cause")).collect();
-    farflung::terminal::say(format!(
+    farflung::terminal::write_stderr(format!(
         "{}, {blow:?} of rank {victim}: rank {rank} reports `{error}`\n{}\n",
         case.name,
         all.join("\n")

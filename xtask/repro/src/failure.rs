@@ -28,14 +28,14 @@ const NEIGHBOR: PeerId = PeerId(6);
 
 /// A fault that is injected into the job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Blow {
+enum InjectedFault {
     Crash,
     Freeze,
     Cut,
     Corrupt,
 }
 
-impl Blow {
+impl InjectedFault {
     fn at(self, time: Nanos) -> Faults {
         let at = Faults::new().at(time);
         match self {
@@ -144,7 +144,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     for collective in collectives() {
         let calm = run_once(&collective, &Faults::new())?;
         let length = calm.iter().map(|seen| seen.end).max().unwrap_or(Nanos::ZERO);
-        for blow in [Blow::Crash, Blow::Freeze, Blow::Cut, Blow::Corrupt] {
+        for blow in [InjectedFault::Crash, InjectedFault::Freeze, InjectedFault::Cut, InjectedFault::Corrupt]
+        {
             for moment in 0..moments {
                 let at = Nanos(length.0 * moment / moments);
                 runs += 1;
@@ -156,7 +157,9 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                     half += u32::from(seen.half);
                     let Some(error) = &seen.error else {
                         // A cut or a corrupted frame that affects no later frame is not a failure.
-                        unnoticed += u32::from(noticed || matches!(blow, Blow::Crash | Blow::Freeze));
+                        unnoticed += u32::from(
+                            noticed || matches!(blow, InjectedFault::Crash | InjectedFault::Freeze),
+                        );
                         continue;
                     };
                     slowest = slowest.max(seen.took);

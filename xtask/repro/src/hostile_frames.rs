@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::Result;
 use farflung::base::{Nanos, PeerId, Philox, Rank};
 use farflung::comm::secure::{Identity, JoinSecret, Security, Ticket};
-use farflung::comm::tcp::{Config, HELD, join};
+use farflung::comm::tcp::{Config, MAX_UNREAD_BYTES, join};
 use farflung::comm::{Communicator, Control, HEADER_BYTES, Inbox, Message, Parsed, Pool, parse};
 
 use crate::allocations::counted;
@@ -118,7 +118,7 @@ fn storm(seed: u64, cases: std::ops::Range<u64>) -> Tally {
         }
         // A socket whose peer has this many unread bytes is not read any more. This starts again with an empty
         // inbox.
-        if inbox.held(peer) >= HELD {
+        if inbox.held(peer) >= MAX_UNREAD_BYTES {
             inbox = Inbox::new(3);
         }
     }
@@ -138,7 +138,7 @@ fn flood(len: usize, frames: u64) -> usize {
     let ((), count) = counted(|| {
         let (inbox, pool, peer) = (Inbox::new(3), Pool::new(), PeerId(1));
         for number in 0..frames {
-            if inbox.held(peer) >= HELD {
+            if inbox.held(peer) >= MAX_UNREAD_BYTES {
                 break;
             }
             for stream in &mut streams {
@@ -312,7 +312,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let greed = halves.iter().map(|t| t.greed).fold(0.0, f64::max);
     report.row("largest allocation, relative to 64 bytes per received byte", greed, "", Mark::AtMost(1.0))?;
     for len in [0, 1, 4096] {
-        let peak = flood(len, 1 << 20) as f64 / HELD as f64;
+        let peak = flood(len, 1 << 20) as f64 / MAX_UNREAD_BYTES as f64;
         report.row(
             &format!("bytes held in a flood of frames of {len} bytes, relative to the bound"),
             peak,
@@ -376,7 +376,7 @@ mod tests {
         assert_eq!(tally.inputs, 20_000);
         assert!(tally.greed <= 1.0 && tally.frames > 6_000 && tally.control > 2_000, "{tally:?}");
         assert_eq!(storm(7, 0..20_000), tally);
-        assert!(flood(0, 1 << 20) < 3 * HELD / 2);
+        assert!(flood(0, 1 << 20) < 3 * MAX_UNREAD_BYTES / 2);
         assert!(session(&Philox::new(7, 2), 0).unwrap());
         assert!(tickets(7, 3_000).unwrap().1 < 8.0);
         assert!(handshakes(&Philox::new(7, 4), 0, &client_hello().unwrap()).unwrap());

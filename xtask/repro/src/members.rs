@@ -18,7 +18,7 @@ use anyhow::{Context, Result};
 use farflung::base::{Link, Nanos, PeerId, Topology};
 use farflung::comm::Transport;
 use farflung::comm::simulated::{Faults, cluster_with};
-use farflung::train::{Departure, Job, Quiet, Report, Watch, elastic, run_seats};
+use farflung::train::{Departure, Job, Quiet, Report, RunObserver, elastic, run_seats};
 use farflung::{Error, StepMetrics, TrainConfig};
 
 use crate::workers::{self, Over};
@@ -60,7 +60,7 @@ fn watched(
     ends: usize,
     come: &[(PeerId, Nanos)],
     faults: &Faults,
-    watch: &mut dyn Watch,
+    watch: &mut dyn RunObserver,
 ) -> Result<Vec<Ended>> {
     let link: Link = job.config.link;
     over(job, &Topology::uniform(ends, link), come, faults, watch)
@@ -72,7 +72,7 @@ fn over(
     topology: &Topology,
     come: &[(PeerId, Nanos)],
     faults: &Faults,
-    watch: &mut dyn Watch,
+    watch: &mut dyn RunObserver,
 ) -> Result<Vec<Ended>> {
     let ends = cluster_with(topology, faults);
     let ends = ends.into_iter().map(|end| end as Arc<dyn Transport>).collect();
@@ -83,7 +83,7 @@ fn over(
 #[derive(Debug, Default)]
 struct Notes(Vec<String>);
 
-impl Watch for Notes {
+impl RunObserver for Notes {
     fn step(&mut self, _: &StepMetrics, _: Option<f64>) {}
     fn note(&mut self, note: &str) {
         self.0.push(note.to_owned());

@@ -3,9 +3,9 @@
 use anyhow::Result;
 use farflung::base::Nanos;
 use farflung::parallel::churn::{
-    Checkpoints, POLICIES, Prices, Recovery, Replay, Trace, alive, daly, mixes, replay, survivors, young,
+    Checkpoints, POLICIES, Recovery, Replay, StepTimes, Trace, alive, daly, mixes, replay, survivors, young,
 };
-use farflung::parallel::churn::{Seat, Shape, reroute};
+use farflung::parallel::churn::{Position, Shape, reroute};
 use farflung::parallel::pipeline::{Boundary, Method, PipelineCost, Settings, StageCost, simulate};
 use farflung::parallel::shipped;
 use farflung::train::{PipelineSizes, fleet};
@@ -36,7 +36,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let cluster = shipped::cluster("spot")?;
     let model = GptConfig::preset("gpt2-xl")?;
     let fleet = fleet(&model, &cluster, PipelineSizes { batch: 1, microbatches: 128 })?;
-    let mut prices = Prices::new(&fleet)?;
+    let mut prices = StepTimes::new(&fleet)?;
     let second = 1_000_000_000;
     let recovery = Recovery {
         save: Nanos(10 * second),
@@ -133,7 +133,7 @@ fn rerouted(report: &mut Report<'_>) -> Result<()> {
     let whole = simulate(&base, &cost)?.makespan().as_secs_f64();
     let (mut worst, mut wrong) = (0.0_f64, 0);
     for stage in 0..stages {
-        let found = reroute(&base, pipelines, &[Seat { pipeline: 3, stage }], &cost)?;
+        let found = reroute(&base, pipelines, &[Position { pipeline: 3, stage }], &cost)?;
         worst = worst.max(simulate(&found.order, &cost)?.makespan().as_secs_f64());
         let misplaced = found.order.actions().filter(|(rank, action)| {
             found.order.placement().part(action.stage) != found.seats[rank.index()].stage

@@ -3,7 +3,7 @@
 //! steps.
 
 use anyhow::Result;
-use farflung::base::{Bytes, Link, Port, Rank, Topology};
+use farflung::base::{AccessLink, Bytes, Link, Rank, Topology};
 use farflung::comm::{Algorithm, AllReduce as _, Program, cost};
 use farflung::parallel::planner::regional::{Exchange, direct_time, ring_time};
 use farflung::parallel::shipped;
@@ -55,7 +55,7 @@ fn closed_forms(report: &mut Report<'_>, ranks: usize, regions: usize) -> Result
     let mut topology = Topology::uniform(ranks, inside);
     let all = || (0..ranks as u32).map(Rank);
     for from in all() {
-        topology.set_port(from, Port { up: inside.bandwidth, down: inside.bandwidth });
+        topology.set_port(from, AccessLink { up: inside.bandwidth, down: inside.bandwidth });
         for to in all().filter(|to| to.index() / each != from.index() / each) {
             topology.set_link(from, to, across);
         }

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use anyhow::Result;
-use farflung::base::{Algorithm, Link, Nanos, PeerId, Port, Rank, Topology};
+use farflung::base::{AccessLink, Algorithm, Link, Nanos, PeerId, Rank, Topology};
 use farflung::comm::{
     AllReduce as _, CodedAllReduce as _, CodedBuffer, CommError, Communicator, Program, ReduceOp,
     hierarchical, regions,
@@ -46,7 +46,7 @@ fn topology() -> Result<Topology> {
     }
     let line = "50mbit,30ms".parse::<Link>()?.bandwidth;
     for region in ranks.chunks(REGION) {
-        topology.set_region(region, Port { up: line, down: line });
+        topology.set_region(region, AccessLink { up: line, down: line });
     }
     Ok(topology)
 }

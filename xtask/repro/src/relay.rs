@@ -5,7 +5,7 @@ use std::net::{TcpListener, TcpStream};
 
 use anyhow::Result;
 use farflung::base::Nanos;
-use farflung::relay::Relay;
+use farflung::relay::LinkEmulator;
 
 use crate::harness::{Bench, Mark, Options, Report};
 use crate::machine::{median, now};
@@ -22,7 +22,7 @@ pub(crate) const BENCH: Bench = Bench {
 /// Returns two ends of a connection through a relay.
 fn through(rate: &str, delay: &str) -> Result<(TcpStream, TcpStream, farflung::relay::Relaying)> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
-    let mut relay = Relay::new("127.0.0.1:0", listener.local_addr()?.to_string());
+    let mut relay = LinkEmulator::new("127.0.0.1:0", listener.local_addr()?.to_string());
     (relay.rate, relay.delay) = (rate.parse()?, delay.parse::<Nanos>()?);
     let relaying = relay.start()?;
     let near = TcpStream::connect(relaying.address())?;

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use farflung::base::Nanos;
 use farflung::comm::secure::{Identity, JoinSecret, Security};
 use farflung::comm::{Communicator, tcp};
-use farflung::relay::Relay;
+use farflung::relay::LinkEmulator;
 use ring::aead::{AES_128_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 
 use crate::all_reduce::{MIB, algorithm, measure};
@@ -84,7 +84,7 @@ fn between(n: usize, kib: usize, quick: bool, how: &str, rate: Option<&str>) -> 
     let relaying = match rate {
         None => None,
         Some(rate) => {
-            let mut relay = Relay::new("127.0.0.1:0", master.clone());
+            let mut relay = LinkEmulator::new("127.0.0.1:0", master.clone());
             relay.rate = rate.parse()?;
             Some(relay.start()?)
         }

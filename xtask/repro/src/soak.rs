@@ -2,8 +2,8 @@
 //! result each time.
 
 use anyhow::Result;
-use farflung::base::{Bandwidth, Link, Nanos, PeerId, Philox, Port, Rank, Topology};
-use farflung::comm::simulated::{Faults, Weather, cluster_with};
+use farflung::base::{AccessLink, Bandwidth, Link, Nanos, PeerId, Philox, Rank, Topology};
+use farflung::comm::simulated::{Faults, LinkNoise, cluster_with};
 use farflung::comm::{Algorithm, AllReduce as _, CommError, Communicator, ReduceOp, Transport};
 
 use crate::harness::{Bench, Mark, Options, Report};
@@ -45,7 +45,7 @@ fn links(rng: Philox) -> Topology {
     let ranks = || (0..N as u32).map(Rank);
     for a in ranks() {
         let rate = |i| Bandwidth(10_000_000 << rng.below(10 * u64::from(a.0) + i, 7));
-        topology.set_port(a, Port { up: rate(0), down: rate(1) });
+        topology.set_port(a, AccessLink { up: rate(0), down: rate(1) });
         for b in ranks() {
             let i = 1000 + 10 * (u64::from(a.0) * N as u64 + u64::from(b.0));
             let latency = Nanos::from_micros(100 << rng.below(i, 9));
@@ -60,7 +60,7 @@ fn faults(rng: Philox, seed: u64) -> Faults {
     let mut faults = Faults::new();
     if seed % 2 == 1 {
         let (jitter, retransmit) = (Nanos::from_millis(5), Nanos::from_millis(200));
-        faults = faults.weather(Weather { seed, jitter, loss: 2_000, retransmit });
+        faults = faults.weather(LinkNoise { seed, jitter, loss: 2_000, retransmit });
     }
     for i in 0..rng.below(0, 4) {
         let word = |j| rng.below(10 * (i + 1) + j, 1 << 30);

@@ -5,7 +5,7 @@ use anyhow::Result;
 use farflung::base::{Philox, Rank};
 use farflung::compress::link::{LinkSpec, MemoryStore, SampleShape};
 use farflung::compress::{CodecSpec, Compressor, Payload, RoundKey};
-use farflung::optim::sync::{Graph, Meeting};
+use farflung::optim::sync::{Graph, Neighbours};
 
 use crate::harness::{Bench, Mark, Options, Report};
 
@@ -128,7 +128,7 @@ fn quadratic(sharing: &Sharing, steps: u64, seed: u64) -> Result<f64> {
         if let Sharing::Gossip(graph) = sharing {
             let before = params.clone();
             for (worker, params) in params.iter_mut().enumerate() {
-                let Meeting { from, .. } = graph.meeting(worker as u32, WORKERS as u32, step);
+                let Neighbours { from, .. } = graph.meeting(worker as u32, WORKERS as u32, step);
                 for i in 0..DIM {
                     let other = |n: &farflung::optim::sync::Neighbour| {
                         n.weight * (before[n.rank as usize][i] - before[worker][i])

@@ -2,7 +2,7 @@
 //! bandwidths.
 
 use anyhow::Result;
-use farflung::base::{Bandwidth, Bytes, Link, Nanos, Port, Rank, Topology};
+use farflung::base::{AccessLink, Bandwidth, Bytes, Link, Nanos, Rank, Topology};
 use farflung::comm::{Algorithm, AllReduce as _, ReduceOp, shares};
 
 use crate::harness::{Bench, Mark, Options, Report};
@@ -26,7 +26,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let mut topology = Topology::uniform(4, Link::FREE);
     let rates = GBIT.map(|gbit| Bandwidth(gbit * 1_000_000_000));
     for (rank, rate) in (0..).map(Rank).zip(rates) {
-        topology.set_port(rank, Port { up: rate, down: rate });
+        topology.set_port(rank, AccessLink { up: rate, down: rate });
     }
     let time = |algorithm: Algorithm| -> Result<f64> {
         let times = on_ranks(over_links(&topology), |comm| {

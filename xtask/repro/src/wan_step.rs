@@ -6,7 +6,7 @@ use anyhow::{Context, Result, anyhow};
 use farflung::TrainConfig;
 use farflung::base::{Bandwidth, Nanos};
 use farflung::comm::{Communicator, tcp};
-use farflung::relay::{Relay, Relaying};
+use farflung::relay::{LinkEmulator, Relaying};
 use farflung::train::{Job, Trainer, seats};
 
 use crate::harness::{Bench, Mark, Options, Report};
@@ -100,7 +100,7 @@ fn free() -> Result<String> {
 
 /// Starts a slow link in front of an address. Returns it and the address on which it listens.
 fn slow(to: &str) -> Result<(Relaying, String)> {
-    let mut relay = Relay::new("127.0.0.1:0", to);
+    let mut relay = LinkEmulator::new("127.0.0.1:0", to);
     (relay.rate, relay.delay) = (RATE, DELAY);
     let relaying = relay.start()?;
     let at = relaying.address().to_string();

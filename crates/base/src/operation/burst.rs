@@ -24,7 +24,7 @@ pub(super) fn for_each_piece(step: &OperationStep, frame: u64, mut leave: impl F
         leave(Piece { send, bytes: Bytes(rest.min(frame)), last: rest <= frame });
         (rest > frame).then(|| rest - frame)
     };
-    if step.order == SendOrder::InTurn || step.sends.len() == 1 {
+    if step.order == SendOrder::Sequential || step.sends.len() == 1 {
         for (send, &(_, bytes)) in step.sends.iter().enumerate() {
             let mut rest = Some(bytes.0);
             while let Some(left) = rest {

@@ -4,7 +4,7 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 
-use super::{Finished, Operation, SendOrder};
+use super::{Completion, Operation, SendOrder};
 use crate::network::{InFlight, Network};
 use crate::{Bytes, Nanos, Rank, Topology};
 
@@ -69,7 +69,7 @@ pub(super) struct EventByEvent<'a> {
     /// Times at which pieces arrived, by operation, lane, sender and receiver.
     arrived: BTreeMap<(usize, usize, Rank, Rank), VecDeque<Nanos>>,
     awake: VecDeque<(usize, Rank, usize)>,
-    finished: VecDeque<Finished>,
+    finished: VecDeque<Completion>,
 }
 
 impl<'a> EventByEvent<'a> {
@@ -88,7 +88,7 @@ impl<'a> EventByEvent<'a> {
         }
     }
 
-    /// Begins a rank's part of an operation at `at`, once. `at` must not be before the end that `next_end`
+    /// Begins a rank's part of an operation at `at`, once. `at` must not be before the end that `next_completion`
     /// returned last.
     pub(super) fn begin(&mut self, operation: usize, rank: Rank, at: Nanos) {
         let side = &self.operations[operation].sides[&rank];
@@ -101,12 +101,12 @@ impl<'a> EventByEvent<'a> {
         }
         self.progress.insert((operation, rank), progress);
         if left == 0 {
-            self.finished.push_back(Finished { operation, rank, at });
+            self.finished.push_back(Completion { operation, rank, at });
         }
     }
 
     /// Returns the next end of a rank's part; `None` if nothing more happens.
-    pub(super) fn next_end(&mut self) -> Option<Finished> {
+    pub(super) fn next_completion(&mut self) -> Option<Completion> {
         loop {
             while let Some((operation, rank, lane)) = self.awake.pop_front() {
                 self.go_on(operation, rank, lane);
@@ -135,7 +135,7 @@ impl<'a> EventByEvent<'a> {
                 for i in 0..left.len() {
                     let (to, Some(rest)) = left[i] else { continue };
                     let before = |&(other, rest): &(Rank, Option<u64>)| {
-                        rest.is_some() && (other == to || turn.order == SendOrder::InTurn)
+                        rest.is_some() && (other == to || turn.order == SendOrder::Sequential)
                     };
                     if left[..i].iter().any(before) {
                         continue;
@@ -175,7 +175,7 @@ impl<'a> EventByEvent<'a> {
         }
         if progress.left == 0 {
             let at = progress.cursors.iter().map(|cursor| cursor.clock).max().unwrap_or_default();
-            self.finished.push_back(Finished { operation, rank, at });
+            self.finished.push_back(Completion { operation, rank, at });
         }
     }
 
@@ -186,7 +186,7 @@ impl<'a> EventByEvent<'a> {
         match class {
             DEPARTS => {
                 *transfer = self.network.depart(sender, time, transfer.bytes);
-                if self.network.has_lines() {
+                if self.network.has_region_links() {
                     next(transfer.head, CROSSES);
                 } else {
                     *transfer = self.network.cross(sender, *to, *transfer);

@@ -10,13 +10,13 @@ use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 
 use super::burst::{for_each_piece, pieces_of};
 use super::stream::{Moving, Stream};
-use super::{Operation, Side};
+use super::{Operation, RankPart};
 use crate::network::Network;
 use crate::{Nanos, Rank, Topology};
 
 /// A rank has finished its part of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Finished {
+pub struct Completion {
     /// Index of the operation.
     pub operation: usize,
     /// The rank that finished.
@@ -113,7 +113,7 @@ enum Stage {
 struct Slot<'a> {
     operation: usize,
     rank: Rank,
-    side: &'a Side,
+    side: &'a RankPart,
     /// Index of its first lane's cursor.
     first_cursor: usize,
     /// Number of lanes that have not ended.
@@ -160,7 +160,7 @@ struct Route {
 /// Simulates operations in virtual time on one network.
 ///
 /// Each rank begins its part of an operation at its own time ([`NetworkSimulator::begin`]).
-/// [`NetworkSimulator::next_end`] returns the ends in the order in which they become known; a caller may begin
+/// [`NetworkSimulator::next_completion`] returns the ends in the order in which they become known; a caller may begin
 /// further parts in response, at or after the time of that end. On each lane, a rank must receive the messages
 /// of each sender in the order in which they are sent.
 #[derive(Debug)]
@@ -184,7 +184,7 @@ pub struct NetworkSimulator<'a> {
     /// Number of messages stored in `arrived` so far.
     came: u64,
     awake: VecDeque<(usize, usize)>,
-    finished: VecDeque<Finished>,
+    finished: VecDeque<Completion>,
     /// Events later than this are not processed.
     until: Nanos,
 }
@@ -237,7 +237,7 @@ impl<'a> NetworkSimulator<'a> {
     }
 
     /// Begins a rank's part of an operation at `at`, once. `at` must not be before the end that
-    /// [`NetworkSimulator::next_end`] returned last.
+    /// [`NetworkSimulator::next_completion`] returned last.
     ///
     /// # Panics
     /// If there is no such operation, or the rank has no part in it.
@@ -252,12 +252,12 @@ impl<'a> NetworkSimulator<'a> {
             }
         }
         if left == 0 {
-            self.finished.push_back(Finished { operation, rank, at });
+            self.finished.push_back(Completion { operation, rank, at });
         }
     }
 
     /// Returns the next end of a rank's part; `None` if nothing more happens.
-    pub fn next_end(&mut self) -> Option<Finished> {
+    pub fn next_completion(&mut self) -> Option<Completion> {
         loop {
             while let Some((slot, lane)) = self.awake.pop_front() {
                 self.go_on(slot, lane);
@@ -326,7 +326,7 @@ impl<'a> NetworkSimulator<'a> {
         }
         if slot.left == 0 {
             let at = cursors.iter().map(|cursor| cursor.clock).max().unwrap_or_default();
-            self.finished.push_back(Finished { operation: slot.operation, rank: slot.rank, at });
+            self.finished.push_back(Completion { operation: slot.operation, rank: slot.rank, at });
         }
     }
 
@@ -386,7 +386,7 @@ impl<'a> NetworkSimulator<'a> {
         // An empty piece can leave the uplink at the same time as later pieces. The order among pieces of one
         // rank is then known only when all of them have departed.
         let waits = self.routes[route as usize].out || piece.flight.bytes.0 == 0 || !stream.is_empty();
-        if waits && self.network.has_lines() {
+        if waits && self.network.has_region_links() {
             if stream.put(piece) {
                 self.await_piece(Class::Crosses, sender, piece, sender.0);
             }

@@ -3,7 +3,7 @@
 
 use super::event_by_event::EventByEvent;
 use super::*;
-use crate::{Bandwidth, Link, Philox, Port};
+use crate::{AccessLink, Bandwidth, Link, Philox};
 
 const FRAME: Bytes = Bytes(1_000_000);
 
@@ -27,7 +27,7 @@ fn messages_of_one_rank_share_its_uplink_and_those_of_others_do_not_disturb_them
         operation.sides.keys().for_each(|&rank| simulator.begin(number, rank, ms(10)));
     }
     let mut ends = BTreeMap::new();
-    while let Some(Finished { operation, rank, at }) = simulator.next_end() {
+    while let Some(Completion { operation, rank, at }) = simulator.next_completion() {
         ends.insert((operation, rank.0), at);
     }
     // A sender has finished as soon as it has begun: it does not wait for delivery.
@@ -39,7 +39,7 @@ fn messages_of_one_rank_share_its_uplink_and_those_of_others_do_not_disturb_them
 fn what_leaves_a_region_shares_its_line_and_late_receivers_find_what_came() {
     let mut topology = Topology::uniform(4, "80mbit,1ms".parse().unwrap());
     for pair in [[Rank(0), Rank(1)], [Rank(2), Rank(3)]] {
-        topology.set_region(&pair, Port { up: Bandwidth(8_000_000), down: Bandwidth(8_000_000) });
+        topology.set_region(&pair, AccessLink { up: Bandwidth(8_000_000), down: Bandwidth(8_000_000) });
     }
     let all =
         [(0, 2), (1, 3)].map(|(from, to)| Operation::message(Rank(from), Rank(to), Bytes(4_000), FRAME));
@@ -49,7 +49,7 @@ fn what_leaves_a_region_shares_its_line_and_late_receivers_find_what_came() {
     simulator.begin(0, Rank(2), ms(0));
     simulator.begin(1, Rank(3), ms(100));
     let ends: BTreeMap<_, _> =
-        std::iter::from_fn(|| simulator.next_end()).map(|end| (end.rank.0, end.at)).collect();
+        std::iter::from_fn(|| simulator.next_completion()).map(|end| (end.rank.0, end.at)).collect();
     // The second message waits for the line. A receiver that begins after the arrival finishes at once.
     assert_eq!((ends[&2], ends[&3]), (ms(5), ms(100)));
     let both =
@@ -71,10 +71,10 @@ fn messages_leave_in_turns_or_one_after_the_other() {
         let all = [operation];
         let mut simulator = NetworkSimulator::new(&topology, &all);
         all[0].sides.keys().for_each(|&rank| simulator.begin(0, rank, ms(0)));
-        std::iter::from_fn(|| simulator.next_end()).map(|end| end.at).skip(1).collect::<Vec<_>>()
+        std::iter::from_fn(|| simulator.next_completion()).map(|end| end.at).skip(1).collect::<Vec<_>>()
     };
-    assert_eq!(ends(SendOrder::SideBySide), [ms(4), ms(5)]);
-    assert_eq!(ends(SendOrder::InTurn), [ms(3), ms(5)]);
+    assert_eq!(ends(SendOrder::RoundRobin), [ms(4), ms(5)]);
+    assert_eq!(ends(SendOrder::Sequential), [ms(3), ms(5)]);
 }
 
 #[test]
@@ -111,15 +111,15 @@ impl Draw {
             topology.set_link(Rank(from as u32), Rank(to as u32), link);
         }
         for rank in 0..ranks as u32 {
-            topology.set_port(Rank(rank), Port { up: self.rate(), down: self.rate() });
+            topology.set_port(Rank(rank), AccessLink { up: self.rate(), down: self.rate() });
         }
         if self.below(3) > 0 && ranks > 2 {
             let cut = 1 + self.below(ranks as u64 - 1) as u32;
             let members: Vec<Rank> = (0..cut).map(Rank).collect();
-            topology.set_region(&members, Port { up: self.rate(), down: self.rate() });
+            topology.set_region(&members, AccessLink { up: self.rate(), down: self.rate() });
             if self.below(2) == 0 {
                 let others: Vec<Rank> = (cut..ranks as u32).map(Rank).collect();
-                topology.set_region(&others, Port { up: self.rate(), down: self.rate() });
+                topology.set_region(&others, AccessLink { up: self.rate(), down: self.rate() });
             }
         }
         topology
@@ -131,11 +131,13 @@ impl Draw {
         let lanes = 1 + self.below(3) as usize;
         let window = 1 + self.below(3) as usize;
         let steps = 1 + self.below(4);
-        let empty = || Side { lanes: vec![vec![OperationStep::default(); steps as usize]; lanes], window };
-        let mut sides: BTreeMap<Rank, Side> = (0..ranks as u32).map(|rank| (Rank(rank), empty())).collect();
+        let empty =
+            || RankPart { lanes: vec![vec![OperationStep::default(); steps as usize]; lanes], window };
+        let mut sides: BTreeMap<Rank, RankPart> =
+            (0..ranks as u32).map(|rank| (Rank(rank), empty())).collect();
         for side in sides.values_mut() {
             for step in side.lanes.iter_mut().flatten() {
-                step.order = if self.below(3) == 0 { SendOrder::InTurn } else { SendOrder::SideBySide };
+                step.order = if self.below(3) == 0 { SendOrder::Sequential } else { SendOrder::RoundRobin };
             }
         }
         for lane in 0..lanes {
@@ -171,7 +173,7 @@ macro_rules! ends {
             }
         }
         let mut ends = Vec::new();
-        while let Some(end) = simulator.next_end() {
+        while let Some(end) = simulator.next_completion() {
             ends.push(end);
             if end.operation + 2 < operations.len() {
                 let next = end.operation + 2;

@@ -6,7 +6,7 @@ use farflung_base::{Nanos, PeerId};
 
 use super::{Communicator, mix};
 use crate::CommError;
-use crate::control::Listed;
+use crate::control::BoundedVec;
 use crate::element::ReduceOp;
 use crate::transport::{Port, Source, Tag, Task, Transport};
 
@@ -17,7 +17,7 @@ const ADMITTED: u64 = 4;
 const INVITATION: Tag = Tag::user(mix(0, 5), 0);
 
 /// Context of the new communicator, and its members in rank order.
-type Invitation = (u64, Listed<u32>);
+type Invitation = (u64, BoundedVec<u32>);
 
 impl Communicator {
     /// Returns a communicator of the first `size` endpoints of the network; the others are spare until they are
@@ -79,7 +79,7 @@ impl Communicator {
         let names = members.iter().fold(mix(ADMITTED, epoch), |name, peer| mix(name, peer.0.into()));
         let context = mix(self.group.context, names);
         if self.group.me == 0 {
-            let invitation: Invitation = (context, Listed(members.iter().map(|peer| peer.0).collect()));
+            let invitation: Invitation = (context, BoundedVec(members.iter().map(|peer| peer.0).collect()));
             let bytes = postcard::to_stdvec(&invitation).expect("numbers can always be serialized");
             for &peer in newcomers {
                 let mut frame = self.transport.lease(bytes.len());
@@ -131,7 +131,7 @@ impl Communicator {
         loop {
             let left = until.saturating_sub(transport.now());
             let (_, frame) = transport.recv(Source::Any(others.clone()), INVITATION, left).wait()?;
-            let Ok((context, Listed(members))) = postcard::from_bytes::<Invitation>(frame.bytes()) else {
+            let Ok((context, BoundedVec(members))) = postcard::from_bytes::<Invitation>(frame.bytes()) else {
                 continue;
             };
             let known = |&peer: &u32| (peer as usize) < transport.size();

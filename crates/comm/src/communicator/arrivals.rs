@@ -10,7 +10,7 @@ use crate::transport::{Port, Task};
 
 /// How long [`Communicator::first`] waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Look {
+pub enum WaitMode {
     /// Does not wait: considers what has arrived by now.
     Now,
     /// Waits for the first arrival.
@@ -20,13 +20,13 @@ pub enum Look {
 }
 
 /// Task that ends when one of `pending` is complete, or after `limit`; other operations run meanwhile.
-struct Watch<'a, 'b, T> {
+struct FirstReady<'a, 'b, T> {
     me: PeerId,
     pending: &'a mut [&'b mut Pending<T>],
     limit: Nanos,
 }
 
-impl<T: Send> Task for Watch<'_, '_, T> {
+impl<T: Send> Task for FirstReady<'_, '_, T> {
     fn name(&self) -> &'static str {
         "first"
     }
@@ -45,32 +45,32 @@ impl<T: Send> Task for Watch<'_, '_, T> {
 
 impl Communicator {
     /// Returns the index of an operation that is complete, with a result or an error; the first such in
-    /// `pending`. Waiting for it does not block. Returns `None` with [`Look::Now`] if none is complete, with
-    /// [`Look::Within`] if none is complete in that time, and with [`Look::UntilOne`] if `pending` is empty.
+    /// `pending`. Waiting for it does not block. Returns `None` with [`WaitMode::Now`] if none is complete, with
+    /// [`WaitMode::Within`] if none is complete in that time, and with [`WaitMode::UntilOne`] if `pending` is empty.
     ///
     /// On simulated links, "by now" means by this rank's virtual clock, independent of the progress of other
     /// ranks' threads; the first arrival is the one with the earliest virtual time.
     ///
     /// ```
     /// use farflung_base::Rank;
-    /// use farflung_comm::{Communicator, Look, memory};
+    /// use farflung_comm::{Communicator, WaitMode, memory};
     ///
     /// let ranks: Vec<_> = memory::cluster(3).into_iter().map(|t| Communicator::new(t)).collect();
     /// let (mut a, mut b) = (ranks[0].start_recv(Rank(1), 0), ranks[0].start_recv(Rank(2), 0));
-    /// assert_eq!(ranks[0].first(&mut [&mut a, &mut b], Look::Now), None);
+    /// assert_eq!(ranks[0].first(&mut [&mut a, &mut b], WaitMode::Now), None);
     /// ranks[2].send(Rank(0), 0, b"hello")?;
-    /// assert_eq!(ranks[0].first(&mut [&mut a, &mut b], Look::UntilOne), Some(1));
+    /// assert_eq!(ranks[0].first(&mut [&mut a, &mut b], WaitMode::UntilOne), Some(1));
     /// assert_eq!(b.wait()?, b"hello");
     /// # Ok::<(), farflung_comm::CommError>(())
     /// ```
-    pub fn first<T: Send>(&self, pending: &mut [&mut Pending<T>], look: Look) -> Option<usize> {
+    pub fn first<T: Send>(&self, pending: &mut [&mut Pending<T>], look: WaitMode) -> Option<usize> {
         if !pending.is_empty() {
             let limit = match look {
-                Look::Now => Nanos::ZERO,
-                Look::UntilOne => Nanos::MAX,
-                Look::Within(time) => time,
+                WaitMode::Now => Nanos::ZERO,
+                WaitMode::UntilOne => Nanos::MAX,
+                WaitMode::Within(time) => time,
             };
-            self.transport.run(&mut Watch { me: self.transport.me(), pending, limit });
+            self.transport.run(&mut FirstReady { me: self.transport.me(), pending, limit });
         }
         pending.iter().position(|pending| pending.is_ready())
     }

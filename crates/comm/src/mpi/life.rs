@@ -29,16 +29,16 @@ pub(super) struct Found {
 
 /// The thread that has initialised MPI. If this is dropped, MPI stays initialised until the process ends, which
 /// ends the job.
-pub(super) struct Beginning {
+pub(super) struct InitializedMpi {
     thread: JoinHandle<()>,
     job: Sender<Arc<Job>>,
 }
 
 /// The thread that ends MPI when the job is over.
-pub(super) struct Life(JoinHandle<()>);
+pub(super) struct MpiThread(JoinHandle<()>);
 
 /// Initialises MPI on a new thread.
-pub(super) fn begin() -> Result<(Beginning, Found), CommError> {
+pub(super) fn begin() -> Result<(InitializedMpi, Found), CommError> {
     let (tell, told) = mpsc::channel();
     let (job, jobs) = mpsc::channel::<Arc<Job>>();
     let live = move || {
@@ -63,7 +63,7 @@ pub(super) fn begin() -> Result<(Beginning, Found), CommError> {
     let thread = std::thread::Builder::new().name("farflung-mpi".to_owned()).spawn(live);
     let thread = thread.map_err(|e| CommError::io("start the thread of", &"MPI", &e))?;
     let found = told.recv().map_err(|_| missing("its initialisation failed"))??;
-    Ok((Beginning { thread, job }, found))
+    Ok((InitializedMpi { thread, job }, found))
 }
 
 fn begin_here() -> Result<(Universe, Found), CommError> {
@@ -85,16 +85,16 @@ fn begin_here() -> Result<(Universe, Found), CommError> {
     Ok((universe, found))
 }
 
-impl Beginning {
+impl InitializedMpi {
     /// Starts to keep MPI for this job.
-    pub(super) fn keep(self, job: &Arc<Job>) -> Life {
+    pub(super) fn keep(self, job: &Arc<Job>) -> MpiThread {
         // The thread is still running: it waits for this message.
         let _ = self.job.send(Arc::clone(job));
-        Life(self.thread)
+        MpiThread(self.thread)
     }
 }
 
-impl Life {
+impl MpiThread {
     /// Waits until MPI has ended.
     pub(super) fn end(self) {
         // The runtime has already reported a panic of the thread.

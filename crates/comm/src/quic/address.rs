@@ -15,12 +15,12 @@ const TEXT: usize = 600;
 
 /// The addresses and relays in a string such as `10.0.0.1:29500,http://relay.example:3340`.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Places {
+pub(super) struct PeerAddresses {
     pub(super) sockets: Vec<SocketAddr>,
     pub(super) relays: Vec<RelayUrl>,
 }
 
-impl Places {
+impl PeerAddresses {
     /// Parses a user's string, and resolves host names.
     pub(super) fn resolve(text: &str) -> Result<Self, CommError> {
         let mut places = Self::default();
@@ -127,15 +127,15 @@ mod tests {
     #[test]
     fn places_are_text_and_come_back() {
         let text = "http://10.0.0.9:3340,10.0.0.1:29500,[::1]:9";
-        let places = Places::read(text).unwrap();
+        let places = PeerAddresses::read(text).unwrap();
         assert_eq!((places.relays.len(), places.sockets.len(), places.text()), (1, 2, text.to_owned()));
         for wrong in ["", ",", "host:1", "http://", "10.0.0.1", "ftp://a:1"] {
-            assert!(Places::read(wrong).is_none(), "{wrong}");
+            assert!(PeerAddresses::read(wrong).is_none(), "{wrong}");
         }
-        let many = Places { sockets: vec!["[2001:db8::1]:29500".parse().unwrap(); 200], ..places };
+        let many = PeerAddresses { sockets: vec!["[2001:db8::1]:29500".parse().unwrap(); 200], ..places };
         assert!(many.text().len() <= TEXT && many.text().starts_with("http://10.0.0.9:3340,"));
-        assert_eq!(Places::resolve("localhost:7,nowhere.invalid:1").unwrap().sockets[0].port(), 7);
-        assert!(Places::resolve("nowhere.invalid:1").is_err());
+        assert_eq!(PeerAddresses::resolve("localhost:7,nowhere.invalid:1").unwrap().sockets[0].port(), 7);
+        assert!(PeerAddresses::resolve("nowhere.invalid:1").is_err());
     }
 
     #[test]

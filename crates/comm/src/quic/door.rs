@@ -9,7 +9,7 @@ use std::time::Duration;
 use ::iroh::endpoint::Incoming;
 use tokio::sync::{Semaphore, mpsc};
 
-use super::line::{Line, control};
+use super::line::{HandshakeStream, control};
 use crate::control::{Control, HELLO};
 use crate::error::Refusal;
 use crate::secure::{Role, Security};
@@ -26,8 +26,8 @@ pub(super) const UNPROVEN: u32 = 16 * 1024;
 
 /// A connection that has proven that it belongs to the job, and its greeting.
 #[derive(Debug)]
-pub(super) struct Guest {
-    pub(super) line: Line,
+pub(super) struct AuthenticatedConnection {
+    pub(super) line: HandshakeStream,
     /// Frame with the greeting.
     pub(super) greeting: Vec<u8>,
     /// End of its right to join, in seconds since 1970; the answer to its proof repeats it.
@@ -36,12 +36,12 @@ pub(super) struct Guest {
 
 /// Accepts connections until it is dropped; later ones are not answered.
 #[derive(Debug)]
-pub(super) struct Door {
+pub(super) struct Acceptor {
     accepting: tokio::task::JoinHandle<()>,
-    guests: mpsc::Receiver<Guest>,
+    guests: mpsc::Receiver<AuthenticatedConnection>,
 }
 
-impl Door {
+impl Acceptor {
     pub(super) fn open(endpoint: &::iroh::Endpoint, security: &Security) -> Self {
         let (coming, guests) = mpsc::channel(MOST);
         let (endpoint, security) = (endpoint.clone(), security.clone());
@@ -68,18 +68,18 @@ impl Door {
     }
 
     /// Returns the next connection that belongs to the job.
-    pub(super) async fn next(&mut self) -> Option<Guest> {
+    pub(super) async fn next(&mut self) -> Option<AuthenticatedConnection> {
         self.guests.recv().await
     }
 }
 
-impl Drop for Door {
+impl Drop for Acceptor {
     fn drop(&mut self) {
         self.accepting.abort();
     }
 }
 
-async fn hear(security: &Security, incoming: Incoming) -> Option<Guest> {
+async fn hear(security: &Security, incoming: Incoming) -> Option<AuthenticatedConnection> {
     let note = |kind, detail: &dyn std::fmt::Display| {
         security.refused().note(None, kind, detail);
         None
@@ -94,7 +94,7 @@ async fn hear(security: &Security, incoming: Incoming) -> Option<Guest> {
     let Some(Ok(left)) = until.left().map(Ok::<_, ()>) else {
         return note("silent", &format_args!("no greeting within {GREETING:?}"));
     };
-    let mut line = match tokio::time::timeout(left, Line::accept(connection)).await {
+    let mut line = match tokio::time::timeout(left, HandshakeStream::accept(connection)).await {
         Ok(Ok(line)) => line,
         Ok(Err(error)) => return note("gave up", &error),
         Err(_) => return note("silent", &format_args!("no greeting within {GREETING:?}")),
@@ -104,7 +104,7 @@ async fn hear(security: &Security, incoming: Incoming) -> Option<Guest> {
         Ok(proof) => proof,
         Err(CommError::Handshake { source: WireError::Version { got, .. }, .. }) => {
             let reason = Refusal::Version { want: VERSION, got };
-            let _: Option<Guest> = note(reason.kind(), &reason);
+            let _: Option<AuthenticatedConnection> = note(reason.kind(), &reason);
             line.refuse(reason).await;
             return None;
         }
@@ -117,21 +117,21 @@ async fn hear(security: &Security, incoming: Incoming) -> Option<Guest> {
     let expiry = match verified {
         Ok(expiry) => expiry,
         Err(reason) => {
-            let _: Option<Guest> = note(reason.kind(), &reason);
+            let _: Option<AuthenticatedConnection> = note(reason.kind(), &reason);
             line.refuse(reason).await;
             return None;
         }
     };
     match line.hear(HELLO, until).await {
         Ok(greeting) if matches!(control(&greeting, &name), Ok(Control::Hello { .. })) => {
-            Some(Guest { line, greeting, expiry })
+            Some(AuthenticatedConnection { line, greeting, expiry })
         }
         Ok(_) => note("no greeting", &"another message arrived before the greeting"),
         Err(error) => note("garbage", &error),
     }
 }
 
-impl Guest {
+impl AuthenticatedConnection {
     /// Refuses the connection with the reason.
     pub(super) fn refuse(mut self, security: &Security, reason: Refusal) {
         security.refused().note(None, reason.kind(), &reason);

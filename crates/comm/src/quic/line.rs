@@ -23,14 +23,14 @@ const MOMENT: Duration = Duration::from_secs(1);
 
 /// The first stream of a connection.
 #[derive(Debug)]
-pub(super) struct Line {
+pub(super) struct HandshakeStream {
     pub(super) connection: Connection,
     send: SendStream,
     recv: RecvStream,
     exporter: Zeroizing<[u8; 32]>,
 }
 
-impl Line {
+impl HandshakeStream {
     /// Opens the stream, on the side that connects.
     pub(super) async fn open(connection: Connection) -> Result<Self, CommError> {
         let opened = connection.open_bi().await;

@@ -12,9 +12,9 @@ use farflung_base::Rank;
 use iroh_relay::tls::CaTlsConfig;
 
 use super::Config;
-use super::address::{Places, relay, relay_map};
-use super::door::{Door, Guest, UNPROVEN};
-use super::line::{Line, control};
+use super::address::{PeerAddresses, relay, relay_map};
+use super::door::{Acceptor, AuthenticatedConnection, UNPROVEN};
+use super::line::{HandshakeStream, control};
 use super::peer::{STREAM_WINDOW, STREAMS, WINDOW_OF_ALL};
 use crate::CommError;
 use crate::control::{Control, Listed};
@@ -70,8 +70,8 @@ pub(super) fn check(config: &Config) -> Result<(), CommError> {
 }
 
 /// Returns the places at which rank 0 is reached, with the relays of this process added.
-fn places(config: &Config) -> Result<Places, CommError> {
-    let mut places = Places::resolve(&config.host)?;
+fn places(config: &Config) -> Result<PeerAddresses, CommError> {
+    let mut places = PeerAddresses::resolve(&config.host)?;
     for one in &config.relays {
         let url = relay(one)?;
         if !places.relays.contains(&url) {
@@ -82,7 +82,7 @@ fn places(config: &Config) -> Result<Places, CommError> {
 }
 
 /// Returns the address at which this process listens; `None` for any port on all addresses.
-fn listening(config: &Config, places: &Places) -> Option<SocketAddr> {
+fn listening(config: &Config, places: &PeerAddresses) -> Option<SocketAddr> {
     if config.listen.is_some() {
         return config.listen;
     }
@@ -184,10 +184,12 @@ fn missing(config: &Config, ranks: Vec<Rank>) -> CommError {
 }
 
 /// Returns the addresses and relays at which peers can reach this process.
-fn own_places(endpoint: &Endpoint) -> Places {
+fn own_places(endpoint: &Endpoint) -> PeerAddresses {
     let own = endpoint.addr();
-    let mut places =
-        Places { sockets: own.ip_addrs().copied().collect(), relays: own.relay_urls().cloned().collect() };
+    let mut places = PeerAddresses {
+        sockets: own.ip_addrs().copied().collect(),
+        relays: own.relay_urls().cloned().collect(),
+    };
     for bound in endpoint.bound_sockets() {
         if !bound.ip().is_unspecified() && !places.sockets.contains(&bound) {
             places.sockets.push(bound);
@@ -197,8 +199,8 @@ fn own_places(endpoint: &Endpoint) -> Places {
 }
 
 /// A rank that has connected, and the addresses at which it listens.
-struct Come {
-    line: Line,
+struct JoinedRank {
+    line: HandshakeStream,
     listen: String,
 }
 
@@ -207,12 +209,12 @@ struct Come {
 async fn admit(
     config: &Config,
     security: &Security,
-    door: &mut Door,
+    door: &mut Acceptor,
     until: Until,
     answer: Option<Control<'_>>,
-) -> (Vec<Option<Come>>, Vec<Rank>) {
+) -> (Vec<Option<JoinedRank>>, Vec<Rank>) {
     let (me, size) = (config.rank as usize, config.world_size as usize);
-    let mut come: Vec<Option<Come>> = (0..size).map(|_| None).collect();
+    let mut come: Vec<Option<JoinedRank>> = (0..size).map(|_| None).collect();
     loop {
         let absent: Vec<Rank> =
             (me + 1..size).filter(|&r| come[r].is_none()).map(|r| Rank(r as u32)).collect();
@@ -231,7 +233,7 @@ async fn admit(
                 };
                 // If the connection is lost, the rank may connect again.
                 if proven.is_ok() && said.is_ok() {
-                    come[rank] = Some(Come { line: guest.line, listen });
+                    come[rank] = Some(JoinedRank { line: guest.line, listen });
                 }
             }
         }
@@ -242,8 +244,8 @@ async fn admit(
 fn greeted(
     config: &Config,
     security: &Security,
-    guest: &Guest,
-    come: &[Option<Come>],
+    guest: &AuthenticatedConnection,
+    come: &[Option<JoinedRank>],
 ) -> Result<(usize, String), Refusal> {
     let proven = guest.line.key();
     let Ok(Control::Hello { rank, world_size, job, listen, key, .. }) = control(&guest.greeting, "a guest")
@@ -259,13 +261,13 @@ fn greeted(
     if key != proven.bytes() || security.member(rank as usize).is_some_and(|known| known != proven) {
         return Err(Refusal::Key);
     }
-    let same = |other: &(usize, &Option<Come>)| {
+    let same = |other: &(usize, &Option<JoinedRank>)| {
         other.0 != rank as usize && other.1.as_ref().is_some_and(|come| come.line.key() == proven)
     };
     if security.own_key() == Some(proven) || come.iter().enumerate().any(|other| same(&other)) {
         return Err(Refusal::SameKey);
     }
-    let is_gone = |come: &Come| come.line.connection.close_reason().is_some();
+    let is_gone = |come: &JoinedRank| come.line.connection.close_reason().is_some();
     match come.get(rank as usize) {
         None => Err(Refusal::Rank(rank)),
         // A rank that connects again replaces its lost connection.
@@ -279,7 +281,7 @@ fn greeted(
 /// Runs rank 0's side: accepts all other ranks, then sends them all addresses and keys, and a secret for their
 /// connections.
 async fn host(config: &Config, endpoint: &Endpoint, until: Until) -> Result<Connections, CommError> {
-    let mut door = Door::open(endpoint, &config.security);
+    let mut door = Acceptor::open(endpoint, &config.security);
     let (mut come, absent) = admit(config, &config.security, &mut door, until, None).await;
     if !absent.is_empty() {
         let message = Control::Missing(Listed(absent.iter().map(|rank| rank.0).collect()));
@@ -301,7 +303,7 @@ async fn host(config: &Config, endpoint: &Endpoint, until: Until) -> Result<Conn
         secret: &admission.secret.bytes()[..],
     };
     for (rank, come) in come.iter_mut().enumerate() {
-        if let Some(Come { line, .. }) = come {
+        if let Some(JoinedRank { line, .. }) = come {
             line.say(&table)
                 .await
                 .map_err(|e| CommError::io("send the table of addresses to", &Rank(rank as u32), &e))?;
@@ -313,12 +315,12 @@ async fn host(config: &Config, endpoint: &Endpoint, until: Until) -> Result<Conn
 /// Receives the peer's answer, which follows its proof.
 async fn answer<T>(
     config: &Config,
-    line: &mut Line,
+    line: &mut HandshakeStream,
     until: Until,
     wanted: impl FnOnce(&Control<'_>) -> Option<T>,
 ) -> Result<T, CommError> {
     let from = line.key().to_string();
-    let bytes = line.hear(Line::LONGEST, until).await?;
+    let bytes = line.hear(HandshakeStream::LONGEST, until).await?;
     match control(&bytes, &from)? {
         Control::Refuse(reason) => Err(refused(&from, reason)),
         Control::Missing(Listed(ranks)) => Err(missing(config, ranks.into_iter().map(Rank).collect())),
@@ -336,7 +338,7 @@ async fn greet(
     endpoint: &Endpoint,
     to: (EndpointAddr, PublicKey),
     until: Until,
-) -> Result<Line, CommError> {
+) -> Result<HandshakeStream, CommError> {
     let (address, key) = to;
     let io = |e: &dyn std::fmt::Display| {
         let error = std::io::Error::new(std::io::ErrorKind::ConnectionAborted, e.to_string());
@@ -345,7 +347,7 @@ async fn greet(
     let attempt = until.left().unwrap_or_default().min(ATTEMPT);
     let connected = tokio::time::timeout(attempt, endpoint.connect(address, PROTOCOL)).await;
     let connection = connected.map_err(|_| io(&"no answer"))?.map_err(|e| io(&e))?;
-    let mut line = Line::open(connection).await?;
+    let mut line = HandshakeStream::open(connection).await?;
     let own = own_places(endpoint).text();
     let own_key = security.own_key();
     let hello = Control::Hello {
@@ -360,7 +362,7 @@ async fn greet(
     // If these fail, the peer's answer says why.
     let _ = line.prove(security, Role::Client, None).await;
     let _ = line.say(&hello).await;
-    let bytes = line.hear(Line::LONGEST, until).await?;
+    let bytes = line.hear(HandshakeStream::LONGEST, until).await?;
     let name = key.to_string();
     match control(&bytes, &name)? {
         Control::Refuse(reason) => Err(refused(&name, reason)),
@@ -379,7 +381,7 @@ async fn reach<T>(
     (rank, to): (u32, (EndpointAddr, PublicKey)),
     (until, patient): (Until, Until),
     mut wanted: impl FnMut(&Control<'_>) -> Option<T>,
-) -> Result<(Line, T), CommError> {
+) -> Result<(HandshakeStream, T), CommError> {
     loop {
         let reached = async {
             let mut line = greet(config, security, endpoint, to.clone(), patient).await?;
@@ -401,14 +403,14 @@ async fn reach<T>(
 
 /// Reads the table: returns the ranks that this one connects to, and the keys of all. `None` if the table is
 /// invalid.
-fn read_table(config: &Config, message: &Control<'_>) -> Option<(Vec<(u32, Places)>, Admission)> {
+fn read_table(config: &Config, message: &Control<'_>) -> Option<(Vec<(u32, PeerAddresses)>, Admission)> {
     let Control::Table { addresses: Listed(addresses), keys: Listed(keys), secret } = message else {
         return None;
     };
     if addresses.len() != config.world_size as usize || keys.len() != addresses.len() {
         return None;
     }
-    let between = (1..config.rank).map(|rank| Some((rank, Places::read(addresses[rank as usize])?)));
+    let between = (1..config.rank).map(|rank| Some((rank, PeerAddresses::read(addresses[rank as usize])?)));
     let members = keys.iter().map(|key| Some(PublicKey::new((*key).try_into().ok()?)));
     let secret = JoinSecret::new((*secret).try_into().ok()?);
     Some((between.collect::<Option<_>>()?, Admission { members: members.collect::<Option<_>>()?, secret }))
@@ -427,7 +429,7 @@ async fn visit(config: &Config, endpoint: &Endpoint, until: Until) -> Result<Con
     };
     let members = admission.members.clone();
     let security = config.security.among(admission);
-    let mut door = Door::open(endpoint, &security);
+    let mut door = Acceptor::open(endpoint, &security);
     let reaching: Vec<_> = between
         .into_iter()
         .map(|(rank, places)| {

@@ -27,7 +27,7 @@ pub(super) const WINDOW_OF_ALL: u32 = (4 * WINDOW * FRAME_BYTES) as u32;
 /// Greatest number of streams of a peer that may be open at the same time.
 pub(super) const STREAMS: u32 = 1024;
 /// Bytes of a peer in the inbox above which its streams are not read.
-const HELD: usize = WINDOW_OF_ALL as usize;
+const MAX_UNREAD_BYTES: usize = WINDOW_OF_ALL as usize;
 
 /// Error code with which a peer that leaves closes the connection.
 const LEFT: u8 = 0;
@@ -153,7 +153,7 @@ impl Peer {
     /// wait forever.
     fn takes(&self, tag: Tag) -> bool {
         self.inbox.has_ended()
-            || (self.inbox.queued(self.id, tag) < WINDOW && self.inbox.held(self.id) < HELD)
+            || (self.inbox.queued(self.id, tag) < WINDOW && self.inbox.held(self.id) < MAX_UNREAD_BYTES)
     }
 
     /// Waits until the peer has received everything that was sent. Frames pushed after this call are not sent.

@@ -9,9 +9,9 @@ use rustix::fs::{OFlags, fcntl_getfl};
 
 /// An event counter (eventfd) that never blocks.
 #[derive(Debug)]
-pub(crate) struct Doorbell(OwnedFd);
+pub(crate) struct RingWaker(OwnedFd);
 
-impl Doorbell {
+impl RingWaker {
     pub(crate) fn new() -> io::Result<Self> {
         Ok(Self(eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?))
     }
@@ -42,7 +42,7 @@ impl Doorbell {
     }
 }
 
-impl AsFd for Doorbell {
+impl AsFd for RingWaker {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }

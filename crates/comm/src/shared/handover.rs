@@ -15,7 +15,7 @@ use rustix::net::{
     SendFlags, recvmsg, sendmsg, sockopt,
 };
 
-use super::bell::Doorbell;
+use super::bell::RingWaker;
 use super::map::Segment;
 
 /// Bytes of a name, and of a token.
@@ -67,7 +67,7 @@ impl Offer {
     ///
     /// # Errors
     /// If nothing has arrived, or the segment or doorbell is invalid.
-    pub(crate) fn accept(&self) -> io::Result<(UnixStream, Segment, Doorbell)> {
+    pub(crate) fn accept(&self) -> io::Result<(UnixStream, Segment, RingWaker)> {
         for _ in 0..STRANGERS {
             let (stream, _) = self.listener.accept()?;
             stream.set_nonblocking(true)?;
@@ -75,7 +75,7 @@ impl Offer {
             // A connection without the token is not from the peer.
             let Ok([Some(file), Some(bell)]) = receive(&stream, &mut said) else { continue };
             if is_own(&stream) && said == self.token {
-                return Ok((stream, Segment::of_peer(file.as_fd())?, Doorbell::of_peer(bell)?));
+                return Ok((stream, Segment::of_peer(file.as_fd())?, RingWaker::of_peer(bell)?));
             }
         }
         Err(unfit("too many connections to the socket without the token"))
@@ -89,7 +89,7 @@ impl Offer {
 pub(crate) fn hand(
     name: &[u8; KEY],
     token: &[u8; KEY],
-    bell: &Doorbell,
+    bell: &RingWaker,
 ) -> io::Result<(UnixStream, Segment)> {
     let stream = UnixStream::connect_addr(&address(name)?)?;
     stream.set_nonblocking(true)?;
@@ -102,14 +102,14 @@ pub(crate) fn hand(
 }
 
 /// Sends this side's doorbell to the process that handed over the segment.
-pub(crate) fn give_bell(stream: &UnixStream, bell: &Doorbell) -> io::Result<()> {
+pub(crate) fn give_bell(stream: &UnixStream, bell: &RingWaker) -> io::Result<()> {
     send(stream, &[0; KEY], &[bell.as_fd()])
 }
 
 /// Receives the doorbell of the process that got the segment.
-pub(crate) fn take_bell(stream: &UnixStream) -> io::Result<Doorbell> {
+pub(crate) fn take_bell(stream: &UnixStream) -> io::Result<RingWaker> {
     match receive(stream, &mut [0; KEY])? {
-        [Some(bell), None] => Doorbell::of_peer(bell),
+        [Some(bell), None] => RingWaker::of_peer(bell),
         _ => Err(unfit("expected exactly one event descriptor")),
     }
 }
@@ -150,7 +150,7 @@ mod tests {
     fn a_segment_and_both_doorbells_change_hands() {
         let offer = Offer::new().unwrap();
         assert!(offer.accept().is_err());
-        let (maker, guest) = (Doorbell::new().unwrap(), Doorbell::new().unwrap());
+        let (maker, guest) = (RingWaker::new().unwrap(), RingWaker::new().unwrap());
         // Other processes connect first: one sends nothing, one a wrong token.
         let silent = UnixStream::connect_addr(&address(&offer.name).unwrap()).unwrap();
         let _wrong = hand(&offer.name, &[0; KEY], &maker).unwrap();

@@ -29,23 +29,23 @@ pub(super) const WORDS: usize = 5;
 
 /// A value alone in its cache line.
 #[repr(C, align(64))]
-pub(super) struct Line<T>(pub(super) T);
+pub(super) struct CacheLine<T>(pub(super) T);
 
 /// Positions and entries of a direction. All fields are atomic: any bytes are valid, and no value is read twice
 /// by accident.
 #[repr(C, align(64))]
 pub(super) struct Ring {
     /// Number of entries written; set by the producer.
-    pub(super) tail: Line<AtomicU64>,
+    pub(super) tail: CacheLine<AtomicU64>,
     /// Number of entries read; set by the consumer.
-    pub(super) head: Line<AtomicU64>,
+    pub(super) head: CacheLine<AtomicU64>,
     /// Not 0 if the consumer is blocked or about to block.
-    pub(super) asleep: Line<AtomicU32>,
+    pub(super) asleep: CacheLine<AtomicU32>,
     /// Not 0 if the producer waits for a free slot or entry.
-    pub(super) starved: Line<AtomicU32>,
+    pub(super) starved: CacheLine<AtomicU32>,
     /// State of each slot: 0 is free, set by the consumer; 1 is full, set by the producer.
-    pub(super) full: [Line<AtomicU32>; SLOTS],
-    pub(super) entries: [Line<[AtomicU64; WORDS]>; DEPTH],
+    pub(super) full: [CacheLine<AtomicU32>; SLOTS],
+    pub(super) entries: [CacheLine<[AtomicU64; WORDS]>; DEPTH],
 }
 
 /// Bytes of a direction before its slots.

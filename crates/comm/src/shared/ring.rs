@@ -7,7 +7,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 
-use super::bell::Doorbell;
+use super::bell::RingWaker;
 use super::map::{DEPTH, Direction, Ring, SLOTS, SMALL_SLOT, SMALL_SLOTS, Segment, WORDS};
 
 /// Bytes of the frame header in an entry.
@@ -38,13 +38,13 @@ pub(crate) enum Fault {
 pub(crate) struct Producer {
     segment: Arc<Segment>,
     direction: Direction,
-    bell: Arc<Doorbell>,
+    bell: Arc<RingWaker>,
     tail: u64,
 }
 
 impl Producer {
     /// Creates the producer of a direction. `bell` is the consumer's doorbell.
-    pub(crate) const fn new(segment: Arc<Segment>, direction: Direction, bell: Arc<Doorbell>) -> Self {
+    pub(crate) const fn new(segment: Arc<Segment>, direction: Direction, bell: Arc<RingWaker>) -> Self {
         Self { segment, direction, bell, tail: 0 }
     }
 
@@ -113,7 +113,7 @@ struct Inbound {
     segment: Arc<Segment>,
     direction: Direction,
     /// The producer's doorbell.
-    bell: Arc<Doorbell>,
+    bell: Arc<RingWaker>,
     /// Whether each slot is used by this side, independent of the flags that the peer can write.
     held: [AtomicBool; SLOTS],
     /// Number of large slots in `held`.
@@ -153,7 +153,7 @@ pub(crate) struct Consumer {
 
 impl Consumer {
     /// Creates the consumer of a direction. `bell` is the producer's doorbell.
-    pub(crate) fn new(segment: Arc<Segment>, direction: Direction, bell: Arc<Doorbell>) -> Self {
+    pub(crate) fn new(segment: Arc<Segment>, direction: Direction, bell: Arc<RingWaker>) -> Self {
         let held = array::from_fn(|_| AtomicBool::new(false));
         let (large, small) = (AtomicUsize::new(0), AtomicUsize::new(0));
         Self { inbound: Arc::new(Inbound { segment, direction, bell, held, large, small }), head: 0 }
@@ -304,7 +304,7 @@ mod tests {
 
     fn ends() -> (Arc<Segment>, Producer, Consumer) {
         let segment = Arc::new(Segment::new().unwrap().0);
-        let bell = || Arc::new(Doorbell::new().unwrap());
+        let bell = || Arc::new(RingWaker::new().unwrap());
         let producer = Producer::new(Arc::clone(&segment), TO, bell());
         let consumer = Consumer::new(Arc::clone(&segment), TO, bell());
         (segment, producer, consumer)

@@ -30,7 +30,7 @@ struct Ring {
 
 /// The states of all ranks' sleep, and the ranks that are still to be notified.
 #[derive(Debug)]
-pub(super) struct Bells {
+pub(super) struct ParkedRanks {
     bells: Vec<Bell>,
     /// Ranks that are still to be notified.
     queue: Mutex<Queue>,
@@ -47,7 +47,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Bells {
+impl ParkedRanks {
     pub(super) fn new(ranks: usize) -> Self {
         Self { bells: (0..ranks).map(|_| Bell::default()).collect(), queue: Mutex::default() }
     }
@@ -125,7 +125,7 @@ mod tests {
     #[test]
     fn all_are_woken_though_each_waits_for_the_others_outside() {
         let (n, rounds) = (20, 50);
-        let (bells, met, asleep) = (Bells::new(n), Barrier::new(n), Barrier::new(n + 1));
+        let (bells, met, asleep) = (ParkedRanks::new(n), Barrier::new(n), Barrier::new(n + 1));
         thread::scope(|scope| {
             for rank in 0..n {
                 let (bells, met, asleep) = (&bells, &met, &asleep);
@@ -148,7 +148,7 @@ mod tests {
 
     #[test]
     fn a_bell_that_rang_before_the_sleep_ends_it() {
-        let bells = Bells::new(2);
+        let bells = ParkedRanks::new(2);
         let before = bells.count(1);
         bells.ring(&[(1, Wake::Deadlock)]);
         assert_eq!((bells.sleep(1, before), bells.count(1)), (Wake::Deadlock, before + 1));

@@ -5,13 +5,13 @@ use std::collections::BTreeMap;
 use farflung_base::{Nanos, PeerId, Philox};
 use serde::{Deserialize, Serialize};
 
-use crate::control::Listed;
+use crate::control::BoundedVec;
 
 /// The faults of a simulated network, and their times.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Faults {
-    timed: Listed<(Nanos, Fault)>,
-    weather: Weather,
+    timed: BoundedVec<(Nanos, Fault)>,
+    weather: LinkNoise,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,7 +24,7 @@ pub(super) enum Fault {
 
 /// Random delay and loss of the frames on every link.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Weather {
+pub struct LinkNoise {
     /// Seed of the random numbers.
     pub seed: u64,
     /// Upper bound of the random delay of a frame.
@@ -35,7 +35,7 @@ pub struct Weather {
     pub retransmit: Nanos,
 }
 
-impl Weather {
+impl LinkNoise {
     /// Returns the delay of the `number`-th frame from one rank to another.
     pub(super) fn delay(&self, from: usize, to: usize, number: u64) -> Nanos {
         let chance = Philox::new(self.seed, (from as u64) << 32 | to as u64);
@@ -66,7 +66,7 @@ impl Faults {
 
     /// Sets the random delay and loss of all frames on all links.
     #[must_use]
-    pub fn weather(self, weather: Weather) -> Self {
+    pub fn weather(self, weather: LinkNoise) -> Self {
         Self { weather, ..self }
     }
 
@@ -81,7 +81,7 @@ type Span = (Nanos, Nanos);
 /// Cuts and freezes of [`Faults`], by the ranks that they concern.
 #[derive(Debug)]
 pub(super) struct Rules {
-    weather: Weather,
+    weather: LinkNoise,
     /// Cuts by pair of ranks, the lesser rank first.
     cuts: BTreeMap<(PeerId, PeerId), Vec<Span>>,
     /// Freezes by rank, in the order of their begins.
@@ -106,7 +106,7 @@ impl Rules {
     }
 
     /// Returns the random delay and loss of frames.
-    pub(super) const fn weather(&self) -> &Weather {
+    pub(super) const fn weather(&self) -> &LinkNoise {
         &self.weather
     }
 

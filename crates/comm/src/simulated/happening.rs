@@ -31,7 +31,7 @@ pub enum Reached {
 
 /// An event that reached a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Happening {
+pub struct SimulatedEvent {
     /// Virtual time in ns.
     pub time: u64,
     /// Rank that sent it; of a crash, the crashed rank.
@@ -44,7 +44,7 @@ pub struct Happening {
     pub what: Reached,
 }
 
-impl Happening {
+impl SimulatedEvent {
     pub(super) fn frame(time: Nanos, from: usize, sequence: u64, to: usize, tag: Tag, bytes: &[u8]) -> Self {
         let what = Reached::Frame {
             context: tag.context,
@@ -61,7 +61,7 @@ impl Happening {
     }
 }
 
-impl fmt::Display for Happening {
+impl fmt::Display for SimulatedEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (time, from, to) = (Nanos(self.time), PeerId(self.from), PeerId(self.to));
         match self.what {

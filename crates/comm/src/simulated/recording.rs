@@ -5,12 +5,12 @@
 use std::fmt;
 use std::sync::Arc;
 
-use farflung_base::{Link, Port, Rank, Topology};
+use farflung_base::{AccessLink, Link, Rank, Topology};
 
-use super::happening::Happening;
+use super::happening::SimulatedEvent;
 use super::world::World;
 use super::{Faults, Simulated, build, distances};
-use crate::control::Listed;
+use crate::control::BoundedVec;
 use crate::{CommError, WireError};
 
 const MAGIC: [u8; 4] = *b"FFLR";
@@ -24,7 +24,7 @@ const HEADER: usize = 9;
 pub struct Recording {
     topology: Topology,
     faults: Faults,
-    happenings: Vec<Happening>,
+    happenings: Vec<SimulatedEvent>,
 }
 
 /// A recording in progress.
@@ -60,10 +60,10 @@ impl Recorder {
 }
 
 /// Contents of a file after the header: links and ports of all ranks, faults, events.
-type Body = (Listed<Link>, Listed<Port>, Faults, Listed<Happening>);
+type Body = (BoundedVec<Link>, BoundedVec<AccessLink>, Faults, BoundedVec<SimulatedEvent>);
 
 /// The region of each rank, and the shared line of each region. Comes before the body; only in version 2.
-type Lines = (Listed<Option<u32>>, Listed<Port>);
+type Lines = (BoundedVec<Option<u32>>, BoundedVec<AccessLink>);
 
 impl Recording {
     /// Returns the links of the run.
@@ -74,7 +74,7 @@ impl Recording {
 
     /// Returns the events that reached the ranks, in the order of time.
     #[must_use]
-    pub fn happenings(&self) -> &[Happening] {
+    pub fn happenings(&self) -> &[SimulatedEvent] {
         &self.happenings
     }
 
@@ -94,7 +94,7 @@ impl Recording {
         if same == recorded.len() && same == seen.len() {
             return Ok(());
         }
-        let at = |all: &[Happening]| all.get(same).copied().map(Box::new);
+        let at = |all: &[SimulatedEvent]| all.get(same).copied().map(Box::new);
         Err(CommError::Diverged { after: same, recorded: at(recorded), seen: at(seen) })
     }
 
@@ -104,7 +104,8 @@ impl Recording {
         let ranks = || (0..self.topology.size() as u32).map(Rank);
         let links = ranks().flat_map(|a| ranks().map(move |b| self.topology.link(a, b))).collect();
         let ports = ranks().map(|rank| self.topology.port(rank)).collect();
-        let body: Body = (Listed(links), Listed(ports), self.faults.clone(), Listed(self.happenings.clone()));
+        let body: Body =
+            (BoundedVec(links), BoundedVec(ports), self.faults.clone(), BoundedVec(self.happenings.clone()));
         let plain = "numbers can always be serialized";
         let mut body = postcard::to_stdvec(&body).expect(plain);
         let mut version = 1;
@@ -113,7 +114,7 @@ impl Recording {
                 ranks().map(|rank| self.topology.region(rank).map(|region| region as u32)).collect();
             let lines =
                 (0..self.topology.regions()).map(|region| self.topology.region_port(region)).collect();
-            let lines: Lines = (Listed(regions), Listed(lines));
+            let lines: Lines = (BoundedVec(regions), BoundedVec(lines));
             version = VERSION;
             body = [postcard::to_stdvec(&lines).expect(plain), body].concat();
         }
@@ -141,7 +142,7 @@ impl Recording {
             return Err(WireError::Checksum);
         }
         let ((regions, lines), body) = match header[4] {
-            1 => ((Listed(Vec::new()), Listed(Vec::new())), body),
+            1 => ((BoundedVec(Vec::new()), BoundedVec(Vec::new())), body),
             _ => postcard::take_from_bytes::<Lines>(body).map_err(|_| MALFORMED)?,
         };
         let Ok(((links, ports, faults, happenings), [])) = postcard::take_from_bytes::<Body>(body) else {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use farflung_base::{Link, Nanos, PeerId, Philox, Rank, Topology};
 
 use super::lookahead::{Distances, distances};
-use super::{Faults, Weather, build};
+use super::{Faults, LinkNoise, build};
 use crate::{CommError, Communicator, ReduceOp};
 
 /// Observations of a rank: its clock after each part, its errors, and a checksum of its values.
@@ -108,7 +108,7 @@ fn lookahead_changes_no_time_and_no_bit() {
                 .freeze(PeerId(0), Nanos::from_millis(100))
                 .at(Nanos::from_millis(160))
                 .corrupt(PeerId(1), PeerId(0)),
-            _ => Faults::new().weather(Weather {
+            _ => Faults::new().weather(LinkNoise {
                 seed,
                 jitter: Nanos::from_millis(7),
                 loss: 50_000,

@@ -44,9 +44,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use farflung_base::network::{InFlight, Network};
 use farflung_base::{Bytes, Nanos, PeerId, Rank, Topology};
 
-use super::bells::Bells;
+use super::bells::ParkedRanks;
 use super::faults::{Fault, Faults, Rules};
-use super::happening::{Happening, Reached};
+use super::happening::{Reached, SimulatedEvent};
 use super::lookahead::{Distances, Lookahead};
 use super::queue::{Key, Kind, Lane, Queue, What};
 use crate::endpoint::Wake;
@@ -133,7 +133,7 @@ struct State {
     /// may depend only on the state of their sender.
     broken: BTreeSet<(usize, usize)>,
     /// Events that reached the ranks, if they are recorded.
-    record: Option<Vec<Happening>>,
+    record: Option<Vec<SimulatedEvent>>,
 }
 
 /// Frames sent so far from one rank to another, and the latest times of their heads and tails. A frame is never
@@ -158,7 +158,7 @@ pub(super) struct World {
     rules: Rules,
     state: Mutex<State>,
     times: Vec<Times>,
-    bells: Bells,
+    bells: ParkedRanks,
     pub(super) inboxes: Vec<Arc<Inbox>>,
 }
 
@@ -307,7 +307,7 @@ impl World {
             rules: Rules::new(faults),
             state: Mutex::new(state),
             times: (0..n).map(|_| Times::default()).collect(),
-            bells: Bells::new(n),
+            bells: ParkedRanks::new(n),
             inboxes: (0..n).map(|_| Arc::new(Inbox::new(n).selective())).collect(),
         }
     }
@@ -318,7 +318,7 @@ impl World {
     }
 
     /// Returns the recorded events and ends the recording.
-    pub(super) fn recorded(&self) -> Vec<Happening> {
+    pub(super) fn recorded(&self) -> Vec<SimulatedEvent> {
         self.lock().record.take().unwrap_or_default()
     }
 
@@ -493,7 +493,7 @@ impl World {
             Event::Crash if state.ranks[from].status == Status::Gone => {}
             Event::Crash => {
                 if let Some(record) = &mut state.record {
-                    record.push(Happening::bare(time, from, key.sequence, from, Reached::Crash));
+                    record.push(SimulatedEvent::bare(time, from, key.sequence, from, Reached::Crash));
                 }
                 state.part(from, time, &DownReason::Crashed);
                 state.ranks[from].crashed = true;
@@ -525,7 +525,7 @@ impl World {
             parcel.cargo = Cargo::Gone(DownReason::Protocol(WireError::Checksum));
         }
         let flight = state.links.depart(Rank(from as u32), time, Bytes(size));
-        if state.links.has_lines() {
+        if state.links.has_region_links() {
             let key = Key { time: flight.head, kind: Kind::Cross, ..key };
             state.queue.push(Lane::new(from, What::Up), key, Event::Cross(parcel, flight));
         } else {
@@ -543,7 +543,7 @@ impl World {
         wire.head = wire.head.max(flight.head.saturating_add(late));
         wire.tail = wire.tail.max(flight.tail.saturating_add(late));
         let flight = InFlight { head: wire.head, tail: wire.tail, ..flight };
-        if state.links.has_lines() {
+        if state.links.has_region_links() {
             let key = Key { time: flight.head, kind: Kind::Enter, ..key };
             state.queue.push(Lane::new(to, What::Down), key, Event::Enter(parcel, flight));
         } else {
@@ -558,8 +558,8 @@ impl World {
         // A rank that has left receives nothing, no matter when this event is processed.
         if let Some(record) = state.record.as_mut().filter(|_| there) {
             record.push(match &cargo {
-                Cargo::Frame(frame) => Happening::frame(time, from, sequence, to, tag, frame.bytes()),
-                Cargo::Gone(_) => Happening::bare(time, from, sequence, to, Reached::Gone),
+                Cargo::Frame(frame) => SimulatedEvent::frame(time, from, sequence, to, tag, frame.bytes()),
+                Cargo::Gone(_) => SimulatedEvent::bare(time, from, sequence, to, Reached::Gone),
             });
         }
         let interest = match cargo {

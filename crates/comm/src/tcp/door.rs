@@ -37,13 +37,13 @@ struct Waiting {
 }
 
 /// A connection that has proven that it belongs here, and the frame that it greeted with.
-pub(super) struct Guest {
+pub(super) struct AuthenticatedConnection {
     pub(super) stream: Stream,
     pub(super) greeting: Vec<u8>,
 }
 
 /// The waiting connections, oldest first.
-pub(super) struct Door {
+pub(super) struct Acceptor {
     security: Security,
     waiting: Vec<Waiting>,
 }
@@ -55,7 +55,7 @@ enum Heard {
     Greeting(Vec<u8>),
 }
 
-impl Door {
+impl Acceptor {
     pub(super) const fn new(security: Security) -> Self {
         Self { security, waiting: Vec::new() }
     }
@@ -73,7 +73,7 @@ impl Door {
 
     /// Accepts connections from a non-blocking listener, and returns those that have greeted. Each is read at
     /// least once before it may be closed to make room.
-    pub(super) fn listen(&mut self, listener: &TcpListener) -> Vec<Guest> {
+    pub(super) fn listen(&mut self, listener: &TcpListener) -> Vec<AuthenticatedConnection> {
         for _ in 0..MOST {
             let Ok((socket, from)) = listener.accept() else { break };
             let ready = socket.set_nonblocking(true).is_ok();
@@ -87,7 +87,9 @@ impl Door {
             match self.hear(&mut waiting) {
                 Heard::Nothing => still.push(waiting),
                 Heard::End => {}
-                Heard::Greeting(greeting) => guests.push(Guest { stream: waiting.stream, greeting }),
+                Heard::Greeting(greeting) => {
+                    guests.push(AuthenticatedConnection { stream: waiting.stream, greeting })
+                }
             }
         }
         self.waiting = still;

@@ -14,12 +14,12 @@ use std::time::Duration;
 
 use farflung_base::PeerId;
 
-use super::door::{Door, Guest};
+use super::door::{Acceptor, AuthenticatedConnection};
 use super::near::SharedMemory;
 use super::rendezvous::{answer_of, attempt, hung_up, resolve};
 use super::stream::Stream;
 use super::{Tcp, open};
-use crate::control::{Control, Listed};
+use crate::control::{BoundedVec, Control};
 use crate::error::Refusal;
 use crate::secure::{JoinSecret, PublicKey, Security};
 use crate::until::Until;
@@ -27,11 +27,11 @@ use crate::wire::{self, Message, Parsed};
 use crate::{CommError, FRAME_BYTES, Transport as _};
 
 /// Time between two checks whether the gate is closed, and between two attempts to connect.
-const LOOK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Time limit for the connection to one member.
-const EACH: Duration = Duration::from_secs(10);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Number of attempts to connect to a member. Members keep listening, so one that does not answer has left.
-const TRIES: u32 = 4;
+const CONNECT_ATTEMPTS: u32 = 4;
 /// Number of attempts to draw a free number.
 const DRAWS: usize = 64;
 
@@ -88,7 +88,7 @@ pub struct Connected {
 
 /// The listener of a member, and its endpoint. Dropping this closes the listener.
 #[derive(Debug)]
-pub struct Gate {
+pub struct GrowingNetwork {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
@@ -135,7 +135,7 @@ fn listen_at(config: &GateConfig) -> Result<TcpListener, CommError> {
     Ok(listener)
 }
 
-impl Gate {
+impl GrowingNetwork {
     /// Creates the first member, with number 0.
     ///
     /// # Errors
@@ -234,10 +234,10 @@ impl Gate {
     /// the same time do not learn of each other. `config` must be the one that this process joined with.
     ///
     /// # Errors
-    /// The same as for [`Gate::ask_again`].
+    /// The same as for [`GrowingNetwork::ask_again`].
     pub fn meet_others(&self, config: &GateConfig) -> Result<(), CommError> {
-        let until = Until::after(config.deadline.min(EACH));
-        let quick = GateConfig { deadline: config.deadline.min(EACH), ..config.clone() };
+        let until = Until::after(config.deadline.min(CONNECT_TIMEOUT));
+        let quick = GateConfig { deadline: config.deadline.min(CONNECT_TIMEOUT), ..config.clone() };
         let asked = self.ask_again(&quick)?;
         for member in asked.members.iter().filter(|member| !self.shared.is_here(member)) {
             // A member that cannot be reached is tried again at the next call.
@@ -253,8 +253,8 @@ impl Gate {
     /// be the one that it joined with.
     ///
     /// # Errors
-    /// The same as for [`Gate::ask`].
-    pub fn ask_again(&self, config: &GateConfig) -> Result<Asked, CommError> {
+    /// The same as for [`GrowingNetwork::ask`].
+    pub fn ask_again(&self, config: &GateConfig) -> Result<MemberList, CommError> {
         let me = self.shared.tcp.me();
         let known: Vec<Connected> = lock(&self.shared.known).values().cloned().collect();
         let others = known.into_iter().filter(|peer| peer.peer != me);
@@ -262,7 +262,7 @@ impl Gate {
         // Members prove themselves to each other by the secret that they share.
         let asks = GateConfig { security: self.shared.security.clone(), ..config.clone() };
         let asked = Self::ask(&asks, &addresses)?;
-        Ok(Asked { config: config.clone(), ..asked })
+        Ok(MemberList { config: config.clone(), ..asked })
     }
 
     /// Asks the members at these addresses, one after the other, for all members: the first step of a process
@@ -271,14 +271,14 @@ impl Gate {
     /// # Errors
     /// The reason of the first member that refuses, or [`CommError::Missing`] if none was reached within the
     /// deadline.
-    pub fn ask(config: &GateConfig, addresses: &[String]) -> Result<Asked, CommError> {
+    pub fn ask(config: &GateConfig, addresses: &[String]) -> Result<MemberList, CommError> {
         let until = Until::after(config.deadline);
         loop {
             for address in addresses {
                 let Ok(resolved) = resolve("address of a member", address) else { continue };
                 let expected = config.security.host();
                 match attempt(&config.security, &resolved, expected, until) {
-                    Ok(Some(stream)) => return Asked::at(config, address, &stream, until),
+                    Ok(Some(stream)) => return MemberList::at(config, address, &stream, until),
                     Ok(None) => {}
                     Err(error) if hung_up(&error) => {}
                     Err(error) => return Err(error),
@@ -288,12 +288,12 @@ impl Gate {
                 let (master, after) = (addresses.join(","), config.deadline.into());
                 return Err(CommError::Missing { master, ranks: vec![farflung_base::Rank(0)], after });
             };
-            std::thread::sleep(left.min(LOOK));
+            std::thread::sleep(left.min(POLL_INTERVAL));
         }
     }
 }
 
-impl Drop for Gate {
+impl Drop for GrowingNetwork {
     fn drop(&mut self) {
         self.shared.closed.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
@@ -305,7 +305,7 @@ impl Drop for Gate {
 
 /// The answer of a member to a process that wants to join.
 #[derive(Debug)]
-pub struct Asked {
+pub struct MemberList {
     config: GateConfig,
     members: Vec<Connected>,
     secret: Option<JoinSecret>,
@@ -315,7 +315,7 @@ pub struct Asked {
     pub welcome: Vec<u8>,
 }
 
-impl Asked {
+impl MemberList {
     fn at(config: &GateConfig, name: &str, stream: &Stream, until: Until) -> Result<Self, CommError> {
         let io = |e: std::io::Error| CommError::io("send the request to", &name, &e);
         stream.say(&Control::Ask(&config.job)).map_err(io)?;
@@ -326,7 +326,7 @@ impl Asked {
     /// Reads a member's answer; `None` if it is not valid.
     fn read(config: &GateConfig, message: &Control<'_>) -> Option<Self> {
         let Control::Members { slots, addresses, keys, secret, welcome } = message else { return None };
-        let (Listed(slots), Listed(addresses), Listed(keys)) = (slots, addresses, keys);
+        let (BoundedVec(slots), BoundedVec(addresses), BoundedVec(keys)) = (slots, addresses, keys);
         let is_sealed = config.security.is_sealed();
         let good = slots.len() == addresses.len() && slots.iter().all(|&slot| slot < config.slots);
         if !good || is_sealed && keys.len() != slots.len() {
@@ -351,7 +351,7 @@ impl Asked {
         &self.members
     }
 
-    /// Sets whether members on this machine are reached through shared memory. [`Asked::welcome`] may decide
+    /// Sets whether members on this machine are reached through shared memory. [`MemberList::welcome`] may decide
     /// it.
     #[must_use]
     pub fn with_shared_memory(mut self, shared_memory: SharedMemory) -> Self {
@@ -359,12 +359,12 @@ impl Asked {
         self
     }
 
-    /// Listens, and connects to all members. A member that does not answer is skipped; [`Gate::connected`]
+    /// Listens, and connects to all members. A member that does not answer is skipped; [`GrowingNetwork::connected`]
     /// returns those that were reached.
     ///
     /// # Errors
     /// If it cannot listen, if a member refuses it, or if there are members and none was reached.
-    pub fn join(self) -> Result<Gate, CommError> {
+    pub fn join(self) -> Result<GrowingNetwork, CommError> {
         let config = &self.config;
         let taken: Vec<u32> = self.members.iter().map(|member| member.peer.0).collect();
         let mut listener = Some(listen_at(config)?);
@@ -377,7 +377,7 @@ impl Asked {
                 Some(listener) => listener,
                 None => listen_at(config)?,
             };
-            let gate = Gate::open(config, at, PeerId(slot), self.secret.clone(), self.seen)?;
+            let gate = GrowingNetwork::open(config, at, PeerId(slot), self.secret.clone(), self.seen)?;
             match self.reach_all(&gate) {
                 // Another process has used this number before: draw again.
                 Err(CommError::Refused { reason: Refusal::Taken(_), .. }) => {}
@@ -393,7 +393,7 @@ impl Asked {
         })
     }
 
-    fn reach_all(&self, gate: &Gate) -> Result<(), CommError> {
+    fn reach_all(&self, gate: &GrowingNetwork) -> Result<(), CommError> {
         let until = Until::after(self.config.deadline);
         let mut reached = 0;
         let mut failed = None;
@@ -446,14 +446,14 @@ impl Shared {
     fn call(&self, member: &Connected, until: Until) -> Result<(), CommError> {
         let me = self.tcp.me();
         let addresses = resolve("address of a member", &member.address)?;
-        let until = until.at_most(EACH);
+        let until = until.at_most(CONNECT_TIMEOUT);
         let missing = || CommError::Missing {
             master: member.address.clone(),
             ranks: vec![farflung_base::Rank(member.peer.0)],
-            after: EACH.into(),
+            after: CONNECT_TIMEOUT.into(),
         };
         let mut found = None;
-        for _ in 0..TRIES {
+        for _ in 0..CONNECT_ATTEMPTS {
             found = match attempt(&self.security, &addresses, member.key, until) {
                 Err(error) if hung_up(&error) => None,
                 tried => tried?,
@@ -461,7 +461,7 @@ impl Shared {
             if found.is_some() {
                 break;
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
         let stream = found.ok_or_else(missing)?;
         let io = |e: std::io::Error| CommError::io("send the greeting to", &member.address, &e);
@@ -490,10 +490,10 @@ impl Shared {
 
     /// Accepts connections until the gate closes.
     fn listen(&self, listener: &TcpListener) {
-        let mut door = Door::new(self.security.clone());
+        let mut door = Acceptor::new(self.security.clone());
         while !self.closed.load(Ordering::Acquire) {
-            door.wait(listener, LOOK);
-            for Guest { stream, greeting } in door.listen(listener) {
+            door.wait(listener, POLL_INTERVAL);
+            for AuthenticatedConnection { stream, greeting } in door.listen(listener) {
                 let Ok(Parsed::Whole(Message::Control(greeting), _)) = wire::parse(&greeting) else {
                     continue;
                 };
@@ -556,9 +556,9 @@ impl Shared {
         let secret = self.secret.as_ref().map_or(&[][..], |secret| &secret.bytes()[..]);
         let welcome = lock(&self.welcome).clone();
         stream.say(&Control::Members {
-            slots: Listed(here.iter().map(|known| known.peer.0).collect()),
-            addresses: Listed(here.iter().map(|known| &*known.address).collect()),
-            keys: Listed(keys.collect()),
+            slots: BoundedVec(here.iter().map(|known| known.peer.0).collect()),
+            addresses: BoundedVec(here.iter().map(|known| &*known.address).collect()),
+            keys: BoundedVec(keys.collect()),
             secret,
             welcome: &welcome,
         })

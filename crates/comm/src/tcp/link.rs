@@ -11,15 +11,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use farflung_base::{Bytes, Nanos, PeerId};
 
-use super::HELD;
+use super::MAX_UNREAD_BYTES;
 use super::kernel;
-use super::near::{NearOut, Negotiation};
+use super::near::{Negotiation, SharedMemorySender};
 use super::pace::Pacer;
 use super::stream::{Stream, session_error};
 use crate::control::Control;
 use crate::credit::Counts;
 use crate::inbox::{Inbox, WINDOW};
-use crate::shared::{Consumer, Doorbell};
+use crate::shared::{Consumer, RingWaker};
 use crate::sizes::HEADER_BYTES;
 use crate::transport::Tag;
 use crate::wire::{self, Header, Kind, NO_TAG};
@@ -70,7 +70,7 @@ struct Out {
     /// Total time that the queue was not empty before `waits_since`.
     waited: Nanos,
     /// Where new frames go instead of the queue, once both sides share memory.
-    near: Option<NearOut>,
+    near: Option<SharedMemorySender>,
 }
 
 #[derive(Debug)]
@@ -90,7 +90,7 @@ struct In {
 }
 
 impl In {
-    const fn new(bell: Option<Arc<Doorbell>>) -> Self {
+    const fn new(bell: Option<Arc<RingWaker>>) -> Self {
         Self {
             header: [0; HEADER_BYTES],
             next: [0; HEADER_BYTES],
@@ -115,7 +115,7 @@ impl Link {
         peer: PeerId,
         streams: Vec<Stream>,
         pacer: &Arc<Pacer>,
-        bell: Option<&Arc<Doorbell>>,
+        bell: Option<&Arc<RingWaker>>,
     ) -> Vec<Self> {
         let staying = Arc::new(AtomicUsize::new(streams.len()));
         let link = |stream| Self::new(peer, stream, Arc::clone(pacer), Arc::clone(&staying), bell.cloned());
@@ -127,7 +127,7 @@ impl Link {
         stream: Stream,
         pacer: Arc<Pacer>,
         staying: Arc<AtomicUsize>,
-        bell: Option<Arc<Doorbell>>,
+        bell: Option<Arc<RingWaker>>,
     ) -> Self {
         Self {
             peer,
@@ -171,8 +171,8 @@ impl Link {
     /// Returns whether to read while `held` bytes of the peer are unread, and records whether reading is
     /// paused.
     pub(super) fn may_read(&self, held: usize) -> bool {
-        self.paused.store(held >= HELD, Ordering::Release);
-        held < HELD
+        self.paused.store(held >= MAX_UNREAD_BYTES, Ordering::Release);
+        held < MAX_UNREAD_BYTES
     }
 
     pub(super) fn has_room(&self, tag: Tag) -> bool {
@@ -313,7 +313,7 @@ impl Link {
             inbox.count_control(self.peer, HEADER_BYTES, 0);
             self.say(Kind::Credit, credit.tag, credit.frames);
         }
-        self.paused.load(Ordering::Acquire) && inbox.held(self.peer) < HELD
+        self.paused.load(Ordering::Acquire) && inbox.held(self.peer) < MAX_UNREAD_BYTES
     }
 
     /// Sends a frame without a payload.

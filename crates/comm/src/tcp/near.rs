@@ -1,5 +1,5 @@
 //! How a link between two processes of one machine moves to shared memory while it is in use. All messages
-//! about it are sent over the link itself, which keeps the order: frames sent before [`Near::Mapped`] arrive on
+//! about it are sent over the link itself, which keeps the order: frames sent before [`SharedMemoryMessage::Mapped`] arrive on
 //! the socket, frames sent after it in shared memory. The socket stays open, because its end shows that the
 //! peer has gone.
 
@@ -7,8 +7,8 @@ use std::collections::VecDeque;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-use crate::control::Near;
-use crate::shared::{Consumer, Direction, Doorbell, Offer, Producer, Segment, give_bell, hand, take_bell};
+use crate::control::SharedMemoryMessage;
+use crate::shared::{Consumer, Direction, Offer, Producer, RingWaker, Segment, give_bell, hand, take_bell};
 use crate::sizes::HEADER_BYTES;
 use crate::{Frame, WireError};
 
@@ -44,7 +44,7 @@ enum Stage {
 /// What this side must send and change after a message of the peer.
 #[derive(Debug, Default)]
 pub(super) struct Reply {
-    pub(super) say: Option<Near>,
+    pub(super) say: Option<SharedMemoryMessage>,
     /// If set, frames sent after `say` go through this producer.
     pub(super) producer: Option<Producer>,
     /// If set, frames are received from this consumer from now on.
@@ -52,7 +52,7 @@ pub(super) struct Reply {
 }
 
 impl Reply {
-    fn say(near: Near) -> Self {
+    fn say(near: SharedMemoryMessage) -> Self {
         Self { say: Some(near), ..Self::default() }
     }
 }
@@ -62,21 +62,21 @@ impl Reply {
 pub(super) struct Negotiation {
     stage: Stage,
     /// Doorbell of this endpoint; `None` if it does not share memory.
-    bell: Option<Arc<Doorbell>>,
+    bell: Option<Arc<RingWaker>>,
 }
 
 impl Negotiation {
     /// Creates the negotiation; `bell` is this endpoint's doorbell, or `None` if it must not share memory with
     /// this peer.
-    pub(super) const fn new(bell: Option<Arc<Doorbell>>) -> Self {
+    pub(super) const fn new(bell: Option<Arc<RingWaker>>) -> Self {
         Self { stage: Stage::Apart, bell }
     }
 
     /// Returns an offer to share memory, or `None` if that is not possible.
-    pub(super) fn offer(&mut self) -> Option<Near> {
+    pub(super) fn offer(&mut self) -> Option<SharedMemoryMessage> {
         self.bell.as_ref()?;
         let offer = Offer::new().inspect_err(|error| declined("offer", error)).ok()?;
-        let near = Near::Offer { name: offer.name, token: offer.token };
+        let near = SharedMemoryMessage::Offer { name: offer.name, token: offer.token };
         self.stage = Stage::Offered(offer);
         Some(near)
     }
@@ -95,25 +95,25 @@ impl Negotiation {
     ///
     /// # Errors
     /// If the message is not allowed in this state.
-    pub(super) fn hear(&mut self, near: Near) -> Result<Reply, WireError> {
+    pub(super) fn hear(&mut self, near: SharedMemoryMessage) -> Result<Reply, WireError> {
         const WRONG: WireError = WireError::Malformed("message about shared memory");
         let bell = self.bell.clone();
         match (std::mem::replace(&mut self.stage, Stage::Declined), near) {
-            (Stage::Apart, Near::Offer { name, token }) => {
+            (Stage::Apart, SharedMemoryMessage::Offer { name, token }) => {
                 let handed = bell.map(|bell| hand(&name, &token, &bell));
                 Ok(match handed {
                     Some(Ok((stream, segment))) => {
                         self.stage = Stage::Handed(stream, Arc::new(segment));
-                        Reply::say(Near::Handed)
+                        Reply::say(SharedMemoryMessage::Handed)
                     }
                     Some(Err(error)) => {
                         declined("hand over", &error);
-                        Reply::say(Near::Declined)
+                        Reply::say(SharedMemoryMessage::Declined)
                     }
-                    None => Reply::say(Near::Declined),
+                    None => Reply::say(SharedMemoryMessage::Declined),
                 })
             }
-            (Stage::Offered(offer), Near::Handed) => {
+            (Stage::Offered(offer), SharedMemoryMessage::Handed) => {
                 let bell = bell.ok_or(WRONG)?;
                 let taken = offer.accept().and_then(|(stream, segment, theirs)| {
                     give_bell(&stream, &bell)?;
@@ -125,28 +125,30 @@ impl Negotiation {
                         let consumer = Consumer::new(Arc::clone(&segment), from, Arc::clone(&theirs));
                         self.stage = Stage::Mapped(consumer);
                         let producer = Some(Producer::new(segment, to, theirs));
-                        Reply { producer, ..Reply::say(Near::Mapped) }
+                        Reply { producer, ..Reply::say(SharedMemoryMessage::Mapped) }
                     }
                     Err(error) => {
                         declined("map", &error);
-                        Reply::say(Near::Declined)
+                        Reply::say(SharedMemoryMessage::Declined)
                     }
                 })
             }
-            (Stage::Handed(stream, segment), Near::Mapped) => {
+            (Stage::Handed(stream, segment), SharedMemoryMessage::Mapped) => {
                 // The peer has switched already: without its doorbell this side cannot continue.
                 let theirs = Arc::new(take_bell(&stream).map_err(|_| WRONG)?);
                 self.stage = Stage::Together;
                 let (to, from) = (Direction::MakerToGuest, Direction::GuestToMaker);
                 let consumer = Some(Consumer::new(Arc::clone(&segment), from, Arc::clone(&theirs)));
                 let producer = Some(Producer::new(segment, to, theirs));
-                Ok(Reply { producer, consumer, ..Reply::say(Near::Mapped) })
+                Ok(Reply { producer, consumer, ..Reply::say(SharedMemoryMessage::Mapped) })
             }
-            (Stage::Mapped(consumer), Near::Mapped) => {
+            (Stage::Mapped(consumer), SharedMemoryMessage::Mapped) => {
                 self.stage = Stage::Together;
                 Ok(Reply { consumer: Some(consumer), ..Reply::default() })
             }
-            (Stage::Apart | Stage::Offered(_) | Stage::Handed(..), Near::Declined) => Ok(Reply::default()),
+            (Stage::Apart | Stage::Offered(_) | Stage::Handed(..), SharedMemoryMessage::Declined) => {
+                Ok(Reply::default())
+            }
             _ => Err(WRONG),
         }
     }
@@ -158,12 +160,12 @@ fn declined(what: &'static str, error: &std::io::Error) {
 
 /// Sender of frames through shared memory, with a queue of the frames that found no room.
 #[derive(Debug)]
-pub(super) struct NearOut {
+pub(super) struct SharedMemorySender {
     producer: Producer,
     queue: VecDeque<([u8; HEADER_BYTES], Option<Frame>)>,
 }
 
-impl NearOut {
+impl SharedMemorySender {
     pub(super) const fn new(producer: Producer) -> Self {
         Self { producer, queue: VecDeque::new() }
     }

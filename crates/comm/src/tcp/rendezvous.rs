@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use farflung_base::Rank;
 
-use super::door::{Door, Guest};
+use super::door::{Acceptor, AuthenticatedConnection};
 use super::near::SharedMemory;
 use super::stream::Stream;
-use crate::control::{Control, Listed};
+use crate::control::{BoundedVec, Control};
 use crate::error::Refusal;
 use crate::rate::Pace;
 use crate::secure::{Admission, JoinSecret, PublicKey, Role, Security, refused};
@@ -175,7 +175,7 @@ fn host(config: &mut Config, until: Until) -> Result<Streams, CommError> {
     let come =
         admit(config, &listener, until, (&never, false), &mut streams, |rank, listen| table[rank] = listen);
     if let Err(ranks) = come {
-        let message = Control::Missing(Listed(ranks.iter().map(|rank| rank.0).collect()));
+        let message = Control::Missing(BoundedVec(ranks.iter().map(|rank| rank.0).collect()));
         for stream in streams.iter().flatten() {
             // An error is ignored: the ranks have their own deadlines.
             let _ = stream.say(&message);
@@ -187,8 +187,8 @@ fn host(config: &mut Config, until: Until) -> Result<Streams, CommError> {
     let members: Vec<PublicKey> = own.chain(streams[1..].iter().filter_map(key)).collect();
     let admission = config.security.admission(members)?;
     let message = Control::Table {
-        addresses: Listed(table.iter().map(String::as_str).collect()),
-        keys: Listed(admission.iter().flat_map(|a| &a.members).map(|key| &key.bytes()[..]).collect()),
+        addresses: BoundedVec(table.iter().map(String::as_str).collect()),
+        keys: BoundedVec(admission.iter().flat_map(|a| &a.members).map(|key| &key.bytes()[..]).collect()),
         secret: admission.as_ref().map_or(&[], |admission| &admission.secret.bytes()[..]),
     };
     for (rank, stream) in streams.iter().enumerate() {
@@ -205,7 +205,7 @@ fn host(config: &mut Config, until: Until) -> Result<Streams, CommError> {
 }
 
 /// The master's answer, and this rank's own listener.
-struct Asked {
+struct RankRequest {
     master: Stream,
     listener: TcpListener,
     own: String,
@@ -216,7 +216,7 @@ struct Asked {
 
 /// Reads the master's table on the rank that received it; `None` if it is invalid.
 fn read_table(config: &Config, message: &Control<'_>) -> Option<(Vec<SocketAddr>, Option<Admission>)> {
-    let Control::Table { addresses: Listed(addresses), keys: Listed(keys), secret } = message else {
+    let Control::Table { addresses: BoundedVec(addresses), keys: BoundedVec(keys), secret } = message else {
         return None;
     };
     let size = config.world_size as usize;
@@ -236,7 +236,12 @@ fn read_table(config: &Config, message: &Control<'_>) -> Option<(Vec<SocketAddr>
 
 /// Listens, sends the address to the master, and receives the addresses of the ranks between the master and
 /// this one.
-fn ask(config: &Config, addresses: &[SocketAddr], until: Until, patient: Until) -> Result<Asked, CommError> {
+fn ask(
+    config: &Config,
+    addresses: &[SocketAddr],
+    until: Until,
+    patient: Until,
+) -> Result<RankRequest, CommError> {
     let expected = config.security.host();
     let master = connect(&config.security, addresses, expected, until)?;
     let master = master.ok_or_else(|| missing(config, vec![Rank(0)]))?;
@@ -250,7 +255,7 @@ fn ask(config: &Config, addresses: &[SocketAddr], until: Until, patient: Until) 
     hello(config, &own, |hello| master.say(hello)).map_err(io("send the greeting to"))?;
     let table = answer(config, &config.master, &master, patient, |message| read_table(config, message));
     let (between, admission) = table?;
-    Ok(Asked { master, listener, own, between, admission })
+    Ok(RankRequest { master, listener, own, between, admission })
 }
 
 /// Runs the rendezvous on another rank: asks the master, then connects to the other ranks.
@@ -405,7 +410,7 @@ fn admit(
     mut note: impl FnMut(usize, String),
 ) -> Result<(), Vec<Rank>> {
     let me = config.rank as usize;
-    let mut door = Door::new(config.security.clone());
+    let mut door = Acceptor::new(config.security.clone());
     // With a blocking listener, the deadline would be checked only when a connection arrives.
     let _ = listener.set_nonblocking(true);
     loop {
@@ -418,7 +423,7 @@ fn admit(
             return Err(absent);
         }
         let mut moved = false;
-        for Guest { stream, greeting } in door.listen(listener) {
+        for AuthenticatedConnection { stream, greeting } in door.listen(listener) {
             let Ok(Parsed::Whole(Message::Control(greeting), _)) = wire::parse(&greeting) else { continue };
             match check(config, &greeting, &stream, streams) {
                 Err(refusal) => door.refuse(&stream, refusal),
@@ -544,7 +549,7 @@ pub(super) fn answer<T>(
 ) -> Result<T, CommError> {
     let mut absent = Vec::new();
     let answered = answer_of(from, stream, until, |message| match message {
-        Control::Missing(Listed(ranks)) => {
+        Control::Missing(BoundedVec(ranks)) => {
             absent = ranks.iter().copied().map(Rank).collect();
             None
         }

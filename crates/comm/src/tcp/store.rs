@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use farflung_base::Rank;
 
-use super::door::{Door, Guest};
+use super::door::{Acceptor, AuthenticatedConnection};
 use super::rendezvous::{connect, hung_up, resolve};
 use super::stream::Stream;
-use crate::control::{Control, Listed};
+use crate::control::{BoundedVec, Control};
 use crate::error::Refusal;
 use crate::secure::Security;
 use crate::secure::refused;
@@ -148,11 +148,11 @@ impl Shared {
     /// Accepts clients until the store ends. Those without proof wait at the door, where they delay no others;
     /// each other client has a thread.
     fn listen(self: &Arc<Self>, listener: &TcpListener) {
-        let mut door = Door::new(self.security.clone());
+        let mut door = Acceptor::new(self.security.clone());
         let mut numbers = 0..;
         while !self.closed.load(Ordering::Acquire) {
             door.wait(listener, Duration::from_secs(1));
-            for Guest { stream, greeting } in door.listen(listener) {
+            for AuthenticatedConnection { stream, greeting } in door.listen(listener) {
                 if !matches!(control("a client", &greeting), Ok(Control::Open(job)) if job == self.job) {
                     door.refuse(&stream, Refusal::Job);
                 } else if let Some(number) = numbers.next() {
@@ -222,8 +222,10 @@ impl Shared {
             Control::Wait { ref keys, patience } => {
                 let until = Until::after(Duration::from_millis(patience));
                 match self.wait(&keys.0, until) {
-                    Ok(values) => reply(Control::Values(Listed(values.iter().map(Vec::as_slice).collect()))),
-                    Err(absent) => reply(Control::Absent(Listed(absent))),
+                    Ok(values) => {
+                        reply(Control::Values(BoundedVec(values.iter().map(Vec::as_slice).collect())))
+                    }
+                    Err(absent) => reply(Control::Absent(BoundedVec(absent))),
                 }
             }
             _ => reply(Control::Denied),
@@ -410,13 +412,14 @@ impl Store {
         while values.len() < keys.len() {
             let rest = &keys[values.len()..];
             let left = until.left().unwrap_or_default();
-            let request = Control::Wait { keys: Listed(rest.to_vec()), patience: left.as_millis() as u64 };
+            let request =
+                Control::Wait { keys: BoundedVec(rest.to_vec()), patience: left.as_millis() as u64 };
             let patience = left + Duration::from_secs(1);
             let more = self.ask("wait", rest[0], &request, patience, |answer| match answer {
-                Control::Values(Listed(values)) if (1..=rest.len()).contains(&values.len()) => {
+                Control::Values(BoundedVec(values)) if (1..=rest.len()).contains(&values.len()) => {
                     Some(Ok(values.iter().map(|value| value.to_vec()).collect::<Vec<_>>()))
                 }
-                Control::Absent(Listed(absent)) => {
+                Control::Absent(BoundedVec(absent)) => {
                     let name = |i: &u32| rest.get(*i as usize).map(|key| (*key).to_owned());
                     Some(Err(absent.iter().filter_map(name).collect()))
                 }

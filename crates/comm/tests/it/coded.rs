@@ -8,7 +8,7 @@ use std::fmt::Write;
 use std::ops::Range;
 
 use crate::common::{TRANSPORTS, on_ranks, over};
-use farflung_base::{Bandwidth, Link, Port, Rank, Topology};
+use farflung_base::{AccessLink, Bandwidth, Link, Rank, Topology};
 use farflung_comm::{
     Algorithm, Code, CodedAllReduce as _, CodedBuffer, CodedSlice, Coder, CoderError, CommError, Merge,
     Phase, Program, ReduceOp, coded_all_gather, coded_exchange, coded_exchange_of, coded_ring, cost_coded,
@@ -89,7 +89,7 @@ fn execute(programs: &[Program]) -> Vec<Vec<u64>> {
                 let into = &mut state[rank][message(number).block];
                 match merge {
                     Merge::Copy => *into = set,
-                    Merge::Reduce | Merge::ReduceBefore => {
+                    Merge::Reduce | Merge::ReduceLeft => {
                         assert_eq!(*into & set, 0, "a rank's values would count twice");
                         *into |= set;
                     }
@@ -254,7 +254,7 @@ fn one_line() -> Topology {
         topology.set_link(Rank(a), Rank(b), "1gbit,30ms".parse().unwrap());
     }
     for region in groups(8, 4) {
-        topology.set_region(&region, Port { up: Bandwidth(50_000_000), down: Bandwidth(50_000_000) });
+        topology.set_region(&region, AccessLink { up: Bandwidth(50_000_000), down: Bandwidth(50_000_000) });
     }
     topology
 }
@@ -264,7 +264,7 @@ fn uneven() -> Topology {
     let mut topology = Topology::uniform(4, "1gbit,5ms".parse().unwrap());
     for rank in 0..4 {
         let port = Bandwidth(10_000_000 << rank);
-        topology.set_port(Rank(rank), Port { up: port, down: port });
+        topology.set_port(Rank(rank), AccessLink { up: port, down: port });
     }
     topology
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use farflung_base::PeerId;
 use farflung_comm::secure::{Identity, JoinSecret, Security, Ticket, unix_seconds};
-use farflung_comm::tcp::{Gate, GateConfig};
+use farflung_comm::tcp::{GateConfig, GrowingNetwork};
 use farflung_comm::{CommError, Communicator, ReduceOp, Refusal, Transport};
 
 fn config(security: &Security) -> GateConfig {
@@ -18,18 +18,18 @@ fn config(security: &Security) -> GateConfig {
     config
 }
 
-fn ask(gate: &Gate, security: &Security) -> Result<farflung_comm::tcp::Asked, CommError> {
-    Gate::ask(&config(security), &[gate.address().to_owned()])
+fn ask(gate: &GrowingNetwork, security: &Security) -> Result<farflung_comm::tcp::MemberList, CommError> {
+    GrowingNetwork::ask(&config(security), &[gate.address().to_owned()])
 }
 
-fn peer(gate: &Gate) -> PeerId {
+fn peer(gate: &GrowingNetwork) -> PeerId {
     gate.transport().me()
 }
 
 /// Sums 1.0 over the members; returns the result of each.
-fn sums(gates: &[&Gate], context: u64) -> Vec<f32> {
+fn sums(gates: &[&GrowingNetwork], context: u64) -> Vec<f32> {
     let members: Vec<PeerId> = gates.iter().map(|gate| peer(gate)).collect();
-    let sum = |gate: &Gate| {
+    let sum = |gate: &GrowingNetwork| {
         let transport: Arc<dyn Transport> = gate.transport();
         let comm = Communicator::of_members(transport, &members, context).unwrap();
         let mut x = vec![1.0_f32; 100_000];
@@ -43,14 +43,14 @@ fn sums(gates: &[&Gate], context: u64) -> Vec<f32> {
     })
 }
 
-fn wait_for(gate: &Gate, count: usize) {
+fn wait_for(gate: &GrowingNetwork, count: usize) {
     while gate.connected().len() < count {
         thread::sleep(Duration::from_millis(2));
     }
 }
 
 fn grows(host: &Security, others: &[Security; 3]) {
-    let first = Gate::found(&config(host)).unwrap();
+    let first = GrowingNetwork::found(&config(host)).unwrap();
     first.set_welcome(b"come in".to_vec()).unwrap();
     assert_eq!(sums(&[&first], 1), [1.0]);
     let asked = ask(&first, &others[0]).unwrap();
@@ -110,7 +110,7 @@ fn whoever_has_the_ticket_is_let_in_by_any_member() {
 fn strangers_are_refused_by_name_and_the_members_go_on() {
     let secret = JoinSecret::from_text(b"an old pond, a frog jumps in").unwrap();
     let host = Security::by_secret(&identity(1), &secret);
-    let first = Gate::found(&config(&host)).unwrap();
+    let first = GrowingNetwork::found(&config(&host)).unwrap();
     let refused = |security: &Security| match ask(&first, security).unwrap_err() {
         CommError::Refused { reason, .. } | CommError::Unproven { reason, .. } => reason,
         other => unreachable!("{other}"),
@@ -129,11 +129,11 @@ fn strangers_are_refused_by_name_and_the_members_go_on() {
     let security = Security::by_ticket(&identity(2), &ticket(&identity(1), &secret, until));
     let mut other_job = config(&security);
     other_job.job = "day".to_owned();
-    let error = Gate::ask(&other_job, &[first.address().to_owned()]).unwrap_err();
+    let error = GrowingNetwork::ask(&other_job, &[first.address().to_owned()]).unwrap_err();
     assert!(matches!(error, CommError::Refused { reason: Refusal::Job, .. }), "{error}");
     let mut fewer = config(&security);
     fewer.slots = 1000;
-    let error = Gate::ask(&fewer, &[first.address().to_owned()]).unwrap().join().unwrap_err();
+    let error = GrowingNetwork::ask(&fewer, &[first.address().to_owned()]).unwrap().join().unwrap_err();
     assert!(matches!(error, CommError::Refused { reason: Refusal::WorldSize { want: 1024, got: 1000 }, .. }));
     let second = ask(&first, &security).unwrap().join().unwrap();
     wait_for(&first, 1);
@@ -149,8 +149,8 @@ fn nobody_has_a_number_twice_and_a_full_network_says_so() {
         small.slots = 3;
         small
     };
-    let first = Gate::found(&small()).unwrap();
-    let join = || Gate::ask(&small(), &[first.address().to_owned()]).unwrap().join();
+    let first = GrowingNetwork::found(&small()).unwrap();
+    let join = || GrowingNetwork::ask(&small(), &[first.address().to_owned()]).unwrap().join();
     let second = join().unwrap();
     let third = join().unwrap();
     assert_eq!(peer(&second).0 + peer(&third).0, 3);
@@ -169,23 +169,24 @@ fn nobody_has_a_number_twice_and_a_full_network_says_so() {
 fn two_that_come_at_the_same_time_meet() {
     let clear = Security::clear();
     for _ in 0..4 {
-        let first = Gate::found(&config(&clear)).unwrap();
+        let first = GrowingNetwork::found(&config(&clear)).unwrap();
         // All three ask before any of them connects.
         let asked: Vec<_> = (0..3).map(|_| ask(&first, &clear).unwrap()).collect();
-        let come: Vec<Gate> = asked.into_iter().map(|asked| asked.join().unwrap()).collect();
+        let come: Vec<GrowingNetwork> = asked.into_iter().map(|asked| asked.join().unwrap()).collect();
         thread::scope(|scope| {
             for gate in &come {
                 scope.spawn(|| gate.meet_others(&config(&clear)).unwrap());
             }
         });
-        let others =
-            |gate: &Gate| come.iter().filter(|other| peer(other) != peer(gate)).map(peer).collect::<Vec<_>>();
+        let others = |gate: &GrowingNetwork| {
+            come.iter().filter(|other| peer(other) != peer(gate)).map(peer).collect::<Vec<_>>()
+        };
         for gate in &come {
             while !others(gate).iter().all(|&other| gate.connected().iter().any(|c| c.peer == other)) {
                 thread::sleep(Duration::from_millis(2));
             }
         }
-        let members: Vec<&Gate> = come.iter().collect();
+        let members: Vec<&GrowingNetwork> = come.iter().collect();
         assert_eq!(sums(&members, 7), [3.0; 3]);
     }
 }
@@ -194,11 +195,11 @@ fn two_that_come_at_the_same_time_meet() {
 #[test]
 fn one_comes_anew_at_the_address_that_it_had() {
     let security = Security::clear();
-    let first = Gate::found(&config(&security)).unwrap();
+    let first = GrowingNetwork::found(&config(&security)).unwrap();
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let mut own = config(&security);
     own.listen = free;
-    let before = Gate::ask(&own, &[first.address().to_owned()]).unwrap().join().unwrap();
+    let before = GrowingNetwork::ask(&own, &[first.address().to_owned()]).unwrap().join().unwrap();
     wait_for(&first, 1);
     let asked = before.ask_again(&own).unwrap();
     assert_eq!(asked.members().len(), 2, "{:?}", asked.members());
@@ -218,8 +219,8 @@ fn a_member_that_begins_before_another_is_connected_waits_for_it() {
     // With two slots, the other process can only draw number 1.
     let mut two = config(&security);
     two.slots = 2;
-    let first = Gate::found(&two).unwrap();
-    let sum = |gate: &Gate| {
+    let first = GrowingNetwork::found(&two).unwrap();
+    let sum = |gate: &GrowingNetwork| {
         let members = [PeerId(0), PeerId(1)];
         let comm = Communicator::of_members(gate.transport(), &members, 1).unwrap();
         let mut x = vec![1.0_f32; 100_000];
@@ -229,6 +230,6 @@ fn a_member_that_begins_before_another_is_connected_waits_for_it() {
     thread::scope(|scope| {
         scope.spawn(|| sum(&first));
         thread::sleep(Duration::from_millis(100));
-        sum(&Gate::ask(&two, &[first.address().to_owned()]).unwrap().join().unwrap());
+        sum(&GrowingNetwork::ask(&two, &[first.address().to_owned()]).unwrap().join().unwrap());
     });
 }

@@ -5,8 +5,8 @@
 use std::sync::Arc;
 use std::thread;
 
-use farflung_base::{Bandwidth, Nanos, PeerId, Philox, Port, Rank, Topology};
-use farflung_comm::simulated::{Faults, Reached, Recorder, Recording, Simulated, Weather, record};
+use farflung_base::{AccessLink, Bandwidth, Nanos, PeerId, Philox, Rank, Topology};
+use farflung_comm::simulated::{Faults, LinkNoise, Reached, Recorder, Recording, Simulated, record};
 use farflung_comm::{CommError, Communicator, ReduceOp, WireError};
 
 /// Runs a few collectives of three ranks under faults; rank 1 uses the value `spoilt` in the third.
@@ -40,11 +40,15 @@ fn program((ranks, recorder): (Vec<Arc<Simulated>>, Recorder), spoilt: f32, nap:
 }
 
 fn network() -> (Topology, Faults) {
-    let weather =
-        Weather { seed: 3, jitter: Nanos::from_millis(2), loss: 100_000, retransmit: Nanos::from_millis(9) };
+    let weather = LinkNoise {
+        seed: 3,
+        jitter: Nanos::from_millis(2),
+        loss: 100_000,
+        retransmit: Nanos::from_millis(9),
+    };
     let faults = Faults::new().weather(weather).at(Nanos::from_millis(190)).crash(PeerId(2));
     let mut topology = Topology::uniform(3, "20mbit,4ms".parse().unwrap());
-    let line = Port { up: Bandwidth(30_000_000), down: Bandwidth(90_000_000) };
+    let line = AccessLink { up: Bandwidth(30_000_000), down: Bandwidth(90_000_000) };
     topology.set_region(&[Rank(0), Rank(1)], line);
     (topology, faults)
 }

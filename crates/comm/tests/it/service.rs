@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use crate::common::{TRANSPORTS, on_ranks, over};
 use farflung_base::{Nanos, PeerId, Rank, Topology};
 use farflung_comm::simulated::{Faults, cluster_with};
-use farflung_comm::{Answer, Asked, Communicator, Service, ServiceTags};
+use farflung_comm::{Answer, Communicator, Question, Service, ServiceTags};
 
 const TAGS: ServiceTags = ServiceTags { ask: 1, answer: 2 };
 
@@ -19,7 +19,7 @@ struct Adder {
 }
 
 impl Service for Adder {
-    fn receive(&mut self, Asked { from, at, bytes }: Asked) -> Vec<Answer> {
+    fn receive(&mut self, Question { from, at, bytes }: Question) -> Vec<Answer> {
         self.sum += u64::from(bytes[0]);
         self.asked.push((from, at));
         vec![Answer::new(from, [self.sum.to_le_bytes().to_vec(), bytes].concat())]
@@ -123,7 +123,7 @@ fn the_others_are_answered_when_one_is_lost() {
 /// Forwards every message to rank 1.
 struct Herald;
 impl Service for Herald {
-    fn receive(&mut self, asked: Asked) -> Vec<Answer> {
+    fn receive(&mut self, asked: Question) -> Vec<Answer> {
         vec![Answer::new(Rank(1), asked.bytes)]
     }
 }
@@ -159,7 +159,7 @@ struct Passes {
 }
 
 impl Service for Passes {
-    fn receive(&mut self, asked: Asked) -> Vec<Answer> {
+    fn receive(&mut self, asked: Question) -> Vec<Answer> {
         let count = asked.bytes[0] + 1;
         let next = Rank((self.me + 1) % self.ranks);
         if u32::from(count) > self.ranks {

@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::common::{Cluster, free_port, on_ranks, shared_memory_cluster, tcp_by};
 use farflung_base::{Nanos, PeerId, Rank};
 use farflung_comm::secure::{Identity, JoinSecret, Security};
-use farflung_comm::tcp::{self, Gate, GateConfig, SharedMemory};
+use farflung_comm::tcp::{self, GateConfig, GrowingNetwork, SharedMemory};
 use farflung_comm::{CommError, Communicator, FRAME_BYTES, ReduceOp, Source, Tag, Transport as _};
 
 /// Sums again and again from the start: most peers switch to shared memory in the middle of it.
@@ -123,9 +123,9 @@ fn members_of_gates_share_memory_as_well() {
         config.shared_memory = SharedMemory::WherePossible;
         config
     };
-    let first = Gate::found(&config("127.0.0.1:0")).unwrap();
+    let first = GrowingNetwork::found(&config("127.0.0.1:0")).unwrap();
     let addresses = vec![first.address().to_owned()];
-    let second = Gate::ask(&config("127.0.0.1:0"), &addresses).unwrap().join().unwrap();
+    let second = GrowingNetwork::ask(&config("127.0.0.1:0"), &addresses).unwrap().join().unwrap();
     let peers = [first.transport().me(), second.transport().me()];
     thread::scope(|scope| {
         for gate in [&first, &second] {

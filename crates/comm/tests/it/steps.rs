@@ -5,7 +5,7 @@
 use std::collections::VecDeque;
 use std::fmt::Write;
 
-use farflung_base::{Bandwidth, Port, Rank, Topology};
+use farflung_base::{AccessLink, Bandwidth, Rank, Topology};
 use farflung_comm::{
     Algorithm, AllReduce as _, Merge, Program, binomial_broadcast, binomial_reduce, bruck_all_to_all,
     butterfly, chain_broadcast, chain_exclusive_scan, chain_scan, direct, direct_all_gather,
@@ -27,7 +27,7 @@ type Wires = Vec<Vec<Vec<VecDeque<Vec<u64>>>>>;
 fn execute(programs: &[Program], start: impl Fn(usize, usize) -> u64) -> Vec<Vec<u64>> {
     execute_by(programs, start, |merge, into, value| match merge {
         Merge::Copy => *into = value,
-        Merge::Reduce | Merge::ReduceBefore => {
+        Merge::Reduce | Merge::ReduceLeft => {
             assert_eq!(*into & value, 0, "a rank's values would count twice");
             *into |= value;
         }
@@ -41,7 +41,7 @@ fn execute_in_order(programs: &[Program], start: impl Fn(usize, usize) -> u64) -
         let (low, high) = match merge {
             Merge::Copy => return *into = value,
             Merge::Reduce => (*into, value),
-            Merge::ReduceBefore => (value, *into),
+            Merge::ReduceLeft => (value, *into),
         };
         assert!(low > 0 && high > 0);
         let highest = low.ilog2();
@@ -98,7 +98,7 @@ fn execute_by(
 fn spread(n: usize) -> Topology {
     let mut topology = Topology::uniform(n, "1gbit,1ms".parse().unwrap());
     for a in 0..n as u32 {
-        topology.set_port(Rank(a), Port { up: Bandwidth(1 << (20 + a % 3)), down: Bandwidth(1 << 30) });
+        topology.set_port(Rank(a), AccessLink { up: Bandwidth(1 << (20 + a % 3)), down: Bandwidth(1 << 30) });
         for b in (0..n as u32).filter(|b| b / 3 != a / 3) {
             topology.set_link(Rank(a), Rank(b), "100mbit,10ms".parse().unwrap());
         }
@@ -287,9 +287,9 @@ fn regions_are_those_that_are_near_each_other() {
         by_links.set_link(Rank(a), Rank(b), "100mbit,1ms".parse().unwrap());
     }
     let mut by_lines = Topology::uniform(6, "1gbit,1ms".parse().unwrap());
-    by_lines.set_region(&groups(6, 3)[0], Port { up: Bandwidth(50_000_000), down: Bandwidth(1 << 40) });
+    by_lines.set_region(&groups(6, 3)[0], AccessLink { up: Bandwidth(50_000_000), down: Bandwidth(1 << 40) });
     for mut topology in [by_links, by_lines] {
-        topology.set_port(Rank(1), Port { up: Bandwidth(1000), down: Bandwidth(1000) });
+        topology.set_port(Rank(1), AccessLink { up: Bandwidth(1000), down: Bandwidth(1000) });
         assert_eq!(regions(&topology), groups(6, 3));
     }
     for n in 1..=8 {

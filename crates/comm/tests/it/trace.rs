@@ -6,7 +6,7 @@
 use std::fmt::Write;
 
 use farflung_base::{Link, Nanos, PeerId, Philox, Rank, Topology};
-use farflung_comm::simulated::{Faults, Weather, record};
+use farflung_comm::simulated::{Faults, LinkNoise, record};
 use farflung_comm::{CommError, Communicator, ReduceOp};
 
 /// Work of a rank; it may depend only on the rank and on what it receives.
@@ -160,8 +160,12 @@ fn equal_links() {
 
 #[test]
 fn regions_in_bad_weather() {
-    let weather =
-        Weather { seed: 5, jitter: Nanos::from_micros(800), loss: 2_000, retransmit: Nanos::from_millis(35) };
+    let weather = LinkNoise {
+        seed: 5,
+        jitter: Nanos::from_micros(800),
+        loss: 2_000,
+        retransmit: Nanos::from_millis(35),
+    };
     let expected =
         Trace { events: 42_532, last: Nanos(3_138_264_437), happenings: 0x9331_2bdb, logs: 0x74cb_1115 };
     assert_eq!(trace(&regions(72), &Faults::new().weather(weather), 20_000, collectives), expected);

@@ -8,10 +8,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common::{Cluster, on_ranks, over};
-use farflung_base::{Bandwidth, Bytes, Link, Nanos, PeerId, Philox, Port, Rank, Topology};
-use farflung_comm::simulated::{Faults, Weather, cluster_with};
+use farflung_base::{AccessLink, Bandwidth, Bytes, Link, Nanos, PeerId, Philox, Rank, Topology};
+use farflung_comm::simulated::{Faults, LinkNoise, cluster_with};
 use farflung_comm::{
-    Algorithm, AllReduce as _, CommError, DownReason, Look, ReduceOp, Transport, WireError, cost,
+    Algorithm, AllReduce as _, CommError, DownReason, ReduceOp, Transport, WaitMode, WireError, cost,
 };
 
 fn uniform(n: usize, link: &str) -> Topology {
@@ -61,7 +61,7 @@ fn where_links_are_uneven_the_price_is_what_it_takes() {
     let mut topology = uniform(6, "1gbit,1ms");
     for a in 0..6 {
         let rate = Bandwidth(1_000_000_000 >> (a % 3));
-        topology.set_port(Rank(a), Port { up: rate, down: rate });
+        topology.set_port(Rank(a), AccessLink { up: rate, down: rate });
         for b in (0..6).filter(|b| b / 3 != a / 3) {
             topology.set_link(Rank(a), Rank(b), "300mbit,15ms".parse().unwrap());
         }
@@ -131,7 +131,7 @@ fn started_together_they_share_the_link() {
 #[test]
 fn the_receivers_downlink_is_shared_and_the_far_do_not_hold_up_the_near() {
     let mut topology = uniform(4, "1gbit,1ms");
-    topology.set_port(Rank(0), Port { up: Bandwidth(1_000_000_000), down: Bandwidth(100_000_000) });
+    topology.set_port(Rank(0), AccessLink { up: Bandwidth(1_000_000_000), down: Bandwidth(100_000_000) });
     topology.set_link(
         Rank(3),
         Rank(0),
@@ -156,8 +156,8 @@ fn the_receivers_downlink_is_shared_and_the_far_do_not_hold_up_the_near() {
 /// Two regions of two ranks, each with a line of 8 Mbit/s, and access links of 800 and 80 Mbit/s.
 fn with_lines() -> Topology {
     let mut topology = uniform(4, "800mbit,1ms");
-    topology.set_port(Rank(1), Port { up: Bandwidth(80_000_000), down: Bandwidth(80_000_000) });
-    let line = Port { up: Bandwidth(8_000_000), down: Bandwidth(16_000_000) };
+    topology.set_port(Rank(1), AccessLink { up: Bandwidth(80_000_000), down: Bandwidth(80_000_000) });
+    let line = AccessLink { up: Bandwidth(8_000_000), down: Bandwidth(16_000_000) };
     for region in [[Rank(0), Rank(1)], [Rank(2), Rank(3)]] {
         topology.set_region(&region, line);
     }
@@ -189,7 +189,7 @@ fn what_leaves_a_region_shares_its_line_and_what_stays_does_not() {
 #[test]
 fn a_slow_access_link_does_not_hold_up_the_line_of_its_region() {
     let mut topology = with_lines();
-    topology.set_port(Rank(1), Port { up: Bandwidth(800_000), down: Bandwidth(80_000_000) });
+    topology.set_port(Rank(1), AccessLink { up: Bandwidth(800_000), down: Bandwidth(80_000_000) });
     let times = on_ranks(over(&topology), |comm| {
         match comm.rank().0 {
             // Takes 4 s over its own uplink of 100 kB/s, in frames that wait for the uplink.
@@ -327,13 +327,13 @@ fn bad_weather_delays_and_loses_nothing() {
     let ms = Nanos::from_millis;
     // Six steps of 8 ms and 20 ms.
     assert!(under(&Faults::new()).iter().all(|(time, _)| (ms(168)..ms(169)).contains(time)));
-    let jitter = Weather { seed: 1, jitter: ms(10), ..Weather::default() };
+    let jitter = LinkNoise { seed: 1, jitter: ms(10), ..LinkNoise::default() };
     let late = under(&Faults::new().weather(jitter));
     assert!(
         late.iter().all(|(time, error)| error.is_none() && (ms(172)..ms(228)).contains(time)),
         "{late:?}"
     );
-    let lossy = Weather { seed: 1, loss: 300_000, retransmit: ms(200), ..Weather::default() };
+    let lossy = LinkNoise { seed: 1, loss: 300_000, retransmit: ms(200), ..LinkNoise::default() };
     let late = under(&Faults::new().weather(lossy));
     assert!(late.iter().all(|(time, error)| error.is_none() && *time > ms(368)), "{late:?}");
     assert_eq!(format!("{late:?}"), format!("{:?}", under(&Faults::new().weather(lossy))));
@@ -485,17 +485,17 @@ fn what_has_arrived_is_a_matter_of_the_clock_alone() {
             let (mut one, mut two) = (comm.start_recv(Rank(1), 0), comm.start_recv(Rank(2), 0));
             let mut late = comm.start_recv(Rank(1), 1);
             comm.advance(Nanos::from_millis(4));
-            seen.push(comm.first(&mut [&mut one, &mut two], Look::Now));
-            seen.push(comm.first(&mut [&mut one, &mut two], Look::UntilOne));
+            seen.push(comm.first(&mut [&mut one, &mut two], WaitMode::Now));
+            seen.push(comm.first(&mut [&mut one, &mut two], WaitMode::UntilOne));
             assert_eq!(two.wait().unwrap(), vec![2; 300_000]);
-            seen.push(comm.first(&mut [&mut late, &mut one], Look::Now));
+            seen.push(comm.first(&mut [&mut late, &mut one], WaitMode::Now));
             let waited = comm.now();
             comm.advance(Nanos::from_millis(60).saturating_sub(waited));
             // Both have arrived: the first one in the list is returned.
-            seen.push(comm.first(&mut [&mut late, &mut one], Look::Now));
+            seen.push(comm.first(&mut [&mut late, &mut one], WaitMode::Now));
             assert_eq!(comm.now(), Nanos::from_millis(60), "to look takes no time");
             assert_eq!((one.wait().unwrap(), late.wait().unwrap()), (vec![1; 300_000], Vec::new()));
-            seen.push(comm.first::<()>(&mut [], Look::UntilOne));
+            seen.push(comm.first::<()>(&mut [], WaitMode::UntilOne));
             seen
         });
         assert_eq!(first[0], [None, Some(1), None, Some(0), None], "{latency} {nap}");
@@ -512,7 +512,7 @@ fn a_look_ends_with_the_first_arrival_or_with_its_time() {
         }
         let mut late = comm.start_recv(Rank(1), 0);
         let mut look = |millis| {
-            let first = comm.first(&mut [&mut late], Look::Within(Nanos::from_millis(millis)));
+            let first = comm.first(&mut [&mut late], WaitMode::Within(Nanos::from_millis(millis)));
             (first, comm.now().0 / 1_000_000)
         };
         vec![look(5), look(0), look(10), look(100)]

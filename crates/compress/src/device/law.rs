@@ -19,7 +19,7 @@ const SIZES: [f32; 6] = [1e-41, 1e-30, 1e-3, 1.0, 3e4, 1e37];
 /// Errors: the device's; [`CompressError::Device`] with the first difference.
 pub fn check<D: VectorDevice + Clone>(device: &D, spec: CodecSpec) -> Result<bool, D::Error> {
     let Some(codec) = device.codec(spec) else { return Ok(false) };
-    let mut law = Law { device, spec, codec, host: spec.build_memoryless() };
+    let mut law = DeviceCheck { device, spec, codec, host: spec.build_memoryless() };
     for (round, len) in LENGTHS.into_iter().enumerate() {
         for (stream, size) in SIZES.into_iter().enumerate() {
             let (mut x, mut e) = (vec![0.0; len], vec![0.0; len]);
@@ -51,14 +51,14 @@ pub fn check<D: VectorDevice + Clone>(device: &D, spec: CodecSpec) -> Result<boo
     Ok(true)
 }
 
-struct Law<'a, D: VectorDevice> {
+struct DeviceCheck<'a, D: VectorDevice> {
     device: &'a D,
     spec: CodecSpec,
     codec: Box<dyn DeviceCodec<D>>,
     host: Box<dyn Memoryless>,
 }
 
-impl<D: VectorDevice> Law<'_, D> {
+impl<D: VectorDevice> DeviceCheck<'_, D> {
     fn same(&self, same: bool, what: &'static str, len: usize) -> Result<(), D::Error> {
         if same {
             return Ok(());

@@ -26,11 +26,11 @@ const BLOCK: u32 = 64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Samples {
     len: usize,
-    held: Held,
+    held: StorageFormat,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Held {
+enum StorageFormat {
     F16,
     Int8,
     Int4,
@@ -47,14 +47,14 @@ impl Samples {
     /// Samples of `len` values, stored as f16, as they were decoded.
     #[must_use]
     pub const fn f16(len: usize) -> Self {
-        Self { len, held: Held::F16 }
+        Self { len, held: StorageFormat::F16 }
     }
 
     /// Samples stored as [`Int8`] in blocks of 64, which takes half of the bytes. Changes are a little larger,
     /// by the quantization error of the copy.
     #[must_use]
     pub const fn int8(len: usize) -> Self {
-        Self { len, held: Held::Int8 }
+        Self { len, held: StorageFormat::Int8 }
     }
 
     /// Samples stored as [`Int4`] in blocks of 64, which takes about a quarter of the bytes. Changes never
@@ -63,7 +63,7 @@ impl Samples {
     /// that.
     #[must_use]
     pub const fn int4(len: usize) -> Self {
-        Self { len, held: Held::Int4 }
+        Self { len, held: StorageFormat::Int4 }
     }
 
     /// Returns the number of values in a sample.
@@ -77,18 +77,18 @@ impl Samples {
     #[must_use]
     pub fn bytes(&self) -> usize {
         match self.held {
-            Held::F16 => self.len.saturating_mul(2),
-            Held::Int8 => int8().bytes(self.len),
-            Held::Int4 => int4().bytes(self.len),
+            StorageFormat::F16 => self.len.saturating_mul(2),
+            StorageFormat::Int8 => int8().bytes(self.len),
+            StorageFormat::Int4 => int4().bytes(self.len),
         }
     }
 
     /// Returns the format's number in the wire format and in files.
     pub(super) fn tag(&self) -> u8 {
         match self.held {
-            Held::F16 => 0,
-            Held::Int8 => 8,
-            Held::Int4 => 4,
+            StorageFormat::F16 => 0,
+            StorageFormat::Int8 => 8,
+            StorageFormat::Int4 => 4,
         }
     }
 
@@ -96,15 +96,15 @@ impl Samples {
     pub(super) fn write(&self, values: &[f32], out: &mut [u8]) {
         let noise = Noise::of_halves([0; 2]);
         match self.held {
-            Held::F16 => {
+            StorageFormat::F16 => {
                 for (code, value) in out.as_chunks_mut().0.iter_mut().zip(values) {
                     *code = Binary16::encode(*value);
                 }
             }
-            Held::Int8 => {
+            StorageFormat::Int8 => {
                 _ = int8().encode(&mut Pass::short(Level::detect()), 0, Values::Read(values), out, noise);
             }
-            Held::Int4 => {
+            StorageFormat::Int4 => {
                 _ = int4().encode(&mut Pass::short(Level::detect()), 0, Values::Read(values), out, noise);
             }
         }
@@ -115,9 +115,9 @@ impl Samples {
     /// Errors: if [`Self::write`] could not have written the bytes.
     pub(super) fn read(&self, bytes: &[u8], out: &mut [f32]) -> Result<(), CompressError> {
         match self.held {
-            Held::F16 => read_f16(bytes, out),
-            Held::Int8 => int8().decode(&mut Pass::short(Level::detect()), 0, bytes, out),
-            Held::Int4 => int4().decode(&mut Pass::short(Level::detect()), 0, bytes, out),
+            StorageFormat::F16 => read_f16(bytes, out),
+            StorageFormat::Int8 => int8().decode(&mut Pass::short(Level::detect()), 0, bytes, out),
+            StorageFormat::Int4 => int4().decode(&mut Pass::short(Level::detect()), 0, bytes, out),
         }
     }
 
@@ -132,7 +132,7 @@ impl Samples {
 /// Decodes untrusted binary16 values.
 pub(super) fn read_f16(bytes: &[u8], out: &mut [f32]) -> Result<(), CompressError> {
     let codes = bytes.as_chunks().0;
-    if let Some(index) = codes.iter().position(|code| Binary16::refused(*code)) {
+    if let Some(index) = codes.iter().position(|code| Binary16::is_invalid(*code)) {
         return Err(CompressError::Code { index, code: u16::from_le_bytes(codes[index]).into() });
     }
     for (out, code) in out.iter_mut().zip(codes) {

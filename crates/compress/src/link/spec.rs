@@ -59,7 +59,7 @@ pub struct LinkSpec(Kind);
 enum Kind {
     Codec(CodecSpec),
     Direct(&'static Bits),
-    AqSgd(&'static Bits, &'static Held),
+    AqSgd(&'static Bits, &'static StoreKind),
 }
 
 /// A quantizer with a scale for each block.
@@ -76,16 +76,16 @@ const BITS: &[Bits] = &[
 ];
 
 /// A format in which AQ-SGD stores samples.
-struct Held {
+struct StoreKind {
     name: &'static str,
     samples: fn(usize) -> Samples,
 }
 
 /// Formats of stored samples. The first is the default.
-const HELD: &[Held] = &[
-    Held { name: "f16", samples: Samples::f16 },
-    Held { name: "int8", samples: Samples::int8 },
-    Held { name: "int4", samples: Samples::int4 },
+const HELD: &[StoreKind] = &[
+    StoreKind { name: "f16", samples: Samples::f16 },
+    StoreKind { name: "int8", samples: Samples::int8 },
+    StoreKind { name: "int4", samples: Samples::int4 },
 ];
 
 macro_rules! same_by_name {
@@ -105,7 +105,7 @@ macro_rules! same_by_name {
         }
     )*};
 }
-same_by_name!(Bits, Held);
+same_by_name!(Bits, StoreKind);
 
 /// Returns the names that only boundaries have, for a help text. The names of [`crate::names`] are valid too.
 #[must_use]

@@ -9,7 +9,7 @@ use super::{Protocol, Row};
 use crate::compressor::first_non_finite;
 use crate::low_rank::{Expand, Product, Project, ProjectBack, dot};
 use crate::magnitude::{INFINITE, magnitude};
-use crate::memory::Memory;
+use crate::memory::TwoPhaseBuffer;
 use crate::simd::Level;
 use crate::{CompressError, State, StateMap, StateValue};
 
@@ -167,8 +167,8 @@ impl State for PowerSgd {
     }
 
     fn load(&mut self, prefix: &str, from: &mut StateMap<'_>) -> Result<(), CompressError> {
-        let residual = Memory::load(format!("{prefix}residual"), from)?;
-        let q = Memory::load(format!("{prefix}q"), from)?;
+        let residual = TwoPhaseBuffer::load(format!("{prefix}residual"), from)?;
+        let q = TwoPhaseBuffer::load(format!("{prefix}q"), from)?;
         check("the saved q", q.len(), self.rank * self.columns)?;
         if !residual.is_empty() {
             check("the saved residual", residual.len(), self.rows * self.columns)?;

@@ -4,7 +4,7 @@
 
 #[cfg(target_arch = "x86_64")]
 use super::avx2;
-use super::{Level, Stream};
+use super::{Level, NonTemporalStores};
 use crate::scale::Scale;
 
 /// Proof that AVX2 and F16C were detected at run time. Its loops give the same bits as the portable kernels.
@@ -19,7 +19,7 @@ impl Avx2Token {
     /// Returns `None` if the processor has no AVX2, or if `out` is not aligned for non-temporal stores.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    pub(crate) fn new(level: Level, stream: Option<&Stream>, out: &[f32]) -> Option<Self> {
+    pub(crate) fn new(level: Level, stream: Option<&NonTemporalStores>, out: &[f32]) -> Option<Self> {
         let stream = stream.is_some();
         (level.avx2 && (!stream || aligned(out))).then_some(Self { stream })
     }

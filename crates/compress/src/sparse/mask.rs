@@ -3,7 +3,7 @@
 
 pub use farflung_base::Pattern;
 
-use super::{Kept, Spread, check_indexable};
+use super::{Kept, Scatter, check_indexable};
 use crate::compressor::{Memoryless, add, check_finite, check_lost};
 use crate::noise::Noise;
 use crate::simd::Level;
@@ -40,7 +40,7 @@ impl Mask {
 
 /// The mask of one round: a pure function of the fields in the wire format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Drawn {
+pub struct RoundMask {
     mask: Mask,
     kept: u32,
     gap: u32,
@@ -48,7 +48,7 @@ pub struct Drawn {
     noise: Noise,
 }
 
-impl Drawn {
+impl RoundMask {
     /// Number of bytes before the values' body.
     pub const BYTES: usize = 36;
 
@@ -226,7 +226,7 @@ impl<C: Memoryless> Masked<C> {
         out.clear();
         check_indexable(x)?;
         let largest = f32::from_bits(check_finite(x)?.cast_unsigned());
-        let drawn = Drawn::new(self.mask, key, x.len());
+        let drawn = RoundMask::new(self.mask, key, x.len());
         let scale = if self.unbiased { self.mask.stride.max(1) as f32 } else { 1.0 };
         self.kept.indices.clear();
         self.kept.indices.extend(drawn.indices(x.len()).map(|i| i as u32));
@@ -276,7 +276,7 @@ impl<C: Memoryless> Compressor for Masked<C> {
     fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError> {
         let body = p.open(CodecId::MASKED, out.len())?;
         let Some((prefix, values)) = body.split_first_chunk() else {
-            let (wanted, found) = (Drawn::BYTES as u64, body.len() as u64);
+            let (wanted, found) = (RoundMask::BYTES as u64, body.len() as u64);
             return Err(CompressError::BodyLength {
                 codec: CodecId::MASKED,
                 count: out.len(),
@@ -284,16 +284,16 @@ impl<C: Memoryless> Compressor for Masked<C> {
                 found,
             });
         };
-        let (drawn, codec) = Drawn::read(prefix, out.len())?;
+        let (drawn, codec) = RoundMask::read(prefix, out.len())?;
         let kept = drawn.kept as usize;
         let len = out.len();
-        let mut spread = Spread::new(self.level, &self.inner, codec, values, kept, out)?;
+        let mut spread = Scatter::new(self.level, &self.inner, codec, values, kept, out)?;
         drawn.indices(len).try_for_each(|index| spread.put(index as u64))?;
         spread.finish()
     }
 
     fn max_payload(&self, len: usize) -> usize {
-        self.inner.max_payload(self.mask.most(len)).saturating_add(Drawn::BYTES)
+        self.inner.max_payload(self.mask.most(len)).saturating_add(RoundMask::BYTES)
     }
 
     fn set_threads(&mut self, threads: usize) {
@@ -307,7 +307,7 @@ mod tests {
 
     fn indices(mask: Mask, round: u64, len: usize) -> Vec<usize> {
         let key = RoundKey { seed: 3, round, ..RoundKey::default() };
-        Drawn::new(mask, key, len).indices(len).collect()
+        RoundMask::new(mask, key, len).indices(len).collect()
     }
 
     #[test]
@@ -358,9 +358,9 @@ mod tests {
     #[test]
     fn what_a_mask_writes_is_read() {
         for pattern in [Pattern::Rolling, Pattern::Permuted, Pattern::Random] {
-            let drawn = Drawn::new(Mask { pattern, stride: 7, multiple: 4 }, RoundKey::default(), 1000);
+            let drawn = RoundMask::new(Mask { pattern, stride: 7, multiple: 4 }, RoundKey::default(), 1000);
             let bytes = drawn.write(CodecId::F32);
-            let (again, inner) = Drawn::read(&bytes, 1000).unwrap();
+            let (again, inner) = RoundMask::read(&bytes, 1000).unwrap();
             assert_eq!(inner, CodecId::F32);
             assert!(again.indices(1000).eq(drawn.indices(1000)));
             assert_eq!(drawn.indices(1000).count(), drawn.kept as usize);

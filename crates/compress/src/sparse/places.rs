@@ -10,7 +10,7 @@ pub(super) const PREFIX: usize = 20;
 
 /// A parsed sparse body, with the values still encoded. For decoders on devices.
 #[derive(Debug, Clone, Copy)]
-pub struct Places<'a> {
+pub struct SparseIndices<'a> {
     kept: usize,
     chunking: Chunking,
     coding: Coding,
@@ -20,7 +20,7 @@ pub struct Places<'a> {
     len: usize,
 }
 
-impl<'a> Places<'a> {
+impl<'a> SparseIndices<'a> {
     /// Parses the untrusted body of a vector of `len` elements.
     ///
     /// Errors: [`CompressError::BodyLength`]; [`CompressError::Indices`].
@@ -73,13 +73,13 @@ impl<'a> Places<'a> {
         let mut next = 0;
         self.each(|index| {
             if index < next || index >= self.len as u64 || indices.len() == self.kept {
-                return Err(DISORDER);
+                return Err(UNORDERED);
             }
             next = index + 1;
             indices.push(index as u32);
             Ok(())
         })?;
-        if indices.len() == self.kept { Ok(indices) } else { Err(TOO_FEW) }
+        if indices.len() == self.kept { Ok(indices) } else { Err(MISSING_INDICES) }
     }
 
     /// Calls `f` with each decoded index. `f` must check the order and the number of indices.
@@ -89,10 +89,10 @@ impl<'a> Places<'a> {
 }
 
 /// Error for indices that are not ascending or out of range.
-pub(super) const DISORDER: CompressError = CompressError::Indices {
+pub(super) const UNORDERED: CompressError = CompressError::Indices {
     why: "are not ascending, are outside of the vector, or are more than the values",
 };
-pub(super) const TOO_FEW: CompressError = CompressError::Indices { why: "are fewer than the values" };
+pub(super) const MISSING_INDICES: CompressError = CompressError::Indices { why: "are fewer than the values" };
 
 impl Select {
     /// Appends the prefix and the indices of a sparse body to `out`. For encoders on devices. The ascending
@@ -126,10 +126,10 @@ mod tests {
             let mut body = Vec::new();
             select.write(IndexCoding::Smallest, &indices, 100, CodecId::SIGN, &mut body);
             body.extend_from_slice(b"values");
-            let places = Places::read(&body, 100).unwrap();
+            let places = SparseIndices::read(&body, 100).unwrap();
             assert_eq!((places.kept(), places.inner(), places.values()), (4, CodecId::SIGN, &b"values"[..]));
             assert_eq!(places.indices().unwrap(), indices);
-            assert!(Places::read(&body, 3).is_err());
+            assert!(SparseIndices::read(&body, 3).is_err());
         }
     }
 
@@ -138,11 +138,11 @@ mod tests {
         let mut body = Vec::new();
         let select = Select::Largest(Amount::count(2));
         select.write(IndexCoding::Varint, &[3, 200], 300, CodecId::F32, &mut body);
-        assert_eq!(Places::read(&body, 200).unwrap().indices(), Err(DISORDER));
+        assert_eq!(SparseIndices::read(&body, 200).unwrap().indices(), Err(UNORDERED));
         // A bitmask with fewer bits set than the prefix says.
         let mut body = Vec::new();
         select.write(IndexCoding::Bitmask, &[3, 20], 30, CodecId::F32, &mut body);
         body[0] = 3;
-        assert_eq!(Places::read(&body, 30).unwrap().indices(), Err(TOO_FEW));
+        assert_eq!(SparseIndices::read(&body, 30).unwrap().indices(), Err(MISSING_INDICES));
     }
 }

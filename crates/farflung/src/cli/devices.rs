@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use farflung::measure::{Measured, Trial, measure};
-use farflung::tensor::{Device, DeviceName, Found};
+use farflung::tensor::{Device, DeviceInfo, DeviceName};
 use farflung::train::machine_memory;
 use farflung::zoo::GptConfig;
 use farflung::{Error, Result};
@@ -42,7 +42,7 @@ pub(crate) struct DevicesCommand {
 impl DevicesCommand {
     pub(crate) fn run(self) -> Result<()> {
         let all = Device::list();
-        let found: Vec<Found> = match &self.device {
+        let found: Vec<DeviceInfo> = match &self.device {
             None => all,
             Some(name) => {
                 let names: Vec<_> = all.iter().map(|found| found.name.clone()).collect();
@@ -60,8 +60,8 @@ impl DevicesCommand {
                 .filter(|found| found.usable)
                 .try_for_each(|found| self.measure_one(&found));
         }
-        let line = |device: Found| {
-            let Found { name, about, usable, gpu, .. } = device;
+        let line = |device: DeviceInfo| {
+            let DeviceInfo { name, about, usable, gpu, .. } = device;
             if self.json {
                 let object =
                     serde_json::json!({ "name": name, "about": about, "usable": usable, "gpu": gpu });
@@ -73,7 +73,7 @@ impl DevicesCommand {
         super::print(&found.into_iter().map(line).collect::<String>())
     }
 
-    fn measure_one(&self, found: &Found) -> Result<()> {
+    fn measure_one(&self, found: &DeviceInfo) -> Result<()> {
         let cores = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let threads = if self.threads == 0 { cores() } else { self.threads };
         farflung::threads::check(threads, 1)?;

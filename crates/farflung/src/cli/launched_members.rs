@@ -51,7 +51,7 @@ pub(super) fn launch(program: &Path, command: &[OsString], job: &Elastic, stop: 
         && !matches!(error, Error::Stopped(_))
         && let Some(path) = members.newest_checkpoint()
     {
-        terminal::say(format!("the newest checkpoint is {}\n", path.display()));
+        terminal::write_stderr(format!("the newest checkpoint is {}\n", path.display()));
     }
     ended
 }

@@ -55,7 +55,10 @@ impl Logging {
         let make_sense = |directive: &&str| {
             let parsed = directive.parse::<Directive>();
             if let Err(error) = &parsed {
-                terminal::say(format!("ignoring `{directive}` of {}: {error}\n", EnvFilter::DEFAULT_ENV));
+                terminal::write_stderr(format!(
+                    "ignoring `{directive}` of {}: {error}\n",
+                    EnvFilter::DEFAULT_ENV
+                ));
             }
             parsed.is_ok()
         };

@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use farflung::access::{self, Home};
 use farflung::comm::secure::{Security, Ticket, unix_seconds};
-use farflung::comm::tcp::{Gate, GateConfig};
+use farflung::comm::tcp::{GateConfig, GrowingNetwork};
 use farflung::observe::Observed;
-use farflung::train::{Report, Watch, elastic};
+use farflung::train::{Report, RunObserver, elastic};
 use farflung::{Error, NoticeArgs, ObserveArgs, Result, Show, Stop, TrainArgs, TrainConfig, TrainFlags};
 
 use super::ticket::seconds;
@@ -130,14 +130,14 @@ impl HostCommand {
             }
             _ => None,
         };
-        let mut open = |gate: &Gate, folder: &Path| {
+        let mut open = |gate: &GrowingNetwork, folder: &Path| {
             let addresses = match &self.address[..] {
                 [] => vec![reached(gate.address())],
                 given => given.to_vec(),
             };
             let ticket = Ticket { addresses, host: identity.public(), secret: secret.until(expiry), expiry };
             let path = write_ticket(&ticket, folder, self.ticket_out.as_deref())?;
-            farflung::terminal::say(format!(
+            farflung::terminal::write_stderr(format!(
                 "the ticket is in {}: copy it to other machines, and there run\n  farflung join --ticket-file {TICKET}\n",
                 path.display(),
             ));
@@ -232,7 +232,7 @@ impl JoinCommand {
         gate.advertise.clone_from(&self.address);
         let stop = Stop::install_leaving()?;
         self.notice.watch(&stop)?;
-        let mut open = |gate: &Gate, folder: &Path| {
+        let mut open = |gate: &GrowingNetwork, folder: &Path| {
             // Others may also join through this member, since the host may leave.
             let addresses = vec![reached(gate.address())];
             let ticket = Ticket { addresses, host: identity.public(), ..ticket.clone() };
@@ -269,7 +269,7 @@ fn watched(
     quiet: bool,
     json: bool,
     observe: &ObserveArgs,
-    run: impl FnOnce(&mut dyn Watch) -> Result<Option<Report>>,
+    run: impl FnOnce(&mut dyn RunObserver) -> Result<Option<Report>>,
 ) -> Result<()> {
     let show = if quiet { Show::Nothing } else { Show::Auto };
     let mut watch = OnTerminal::new(0, show);

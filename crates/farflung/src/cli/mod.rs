@@ -80,7 +80,7 @@ pub(crate) fn main() -> ExitCode {
             } else {
                 styled(&wrong.render(), terminal::stderr_is_terminal())
             };
-            terminal::say(text);
+            terminal::write_stderr(text);
             // All errors of the command line are usage errors.
             2
         }
@@ -138,7 +138,7 @@ fn exit_code(outcome: farflung::Result<()>) -> u8 {
 
 /// Prints an error on stderr in the format of the log.
 fn say(error: &Error) {
-    terminal::say(described(error, logging::is_json()));
+    terminal::write_stderr(described(error, logging::is_json()));
 }
 
 /// Returns an error and its causes, one per line, or as one JSON object.

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use farflung::base::{Bandwidth, Nanos};
-use farflung::relay::{Carries, Relay};
+use farflung::relay::{Carries, LinkEmulator};
 use farflung::{Error, Result, Stop};
 
 /// Forward what arrives at one address to another, over a simulated link with the given rate, delay, jitter and
@@ -56,7 +56,7 @@ fn percent(text: &str) -> Result<u32, String> {
 
 impl RelayArgs {
     pub(crate) fn run(self) -> Result<()> {
-        let mut relay = Relay::new(self.listen, self.to);
+        let mut relay = LinkEmulator::new(self.listen, self.to);
         relay.carries = if self.udp { Carries::Udp } else { Carries::Tcp };
         relay.rate = self.rate.unwrap_or(Bandwidth::UNLIMITED);
         (relay.delay, relay.jitter, relay.retransmit) = (self.delay, self.jitter, self.retransmit);

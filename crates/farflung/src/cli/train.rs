@@ -8,7 +8,7 @@ use farflung::config::recipe::RECIPES;
 use farflung::observe::Observed;
 use farflung::optim::{local, sync};
 use farflung::parallel::pipeline::Method;
-use farflung::train::{Report, Watch, combination, plan_of, refusal, run, world};
+use farflung::train::{Report, RunObserver, combination, plan_of, refusal, run, world};
 use farflung::transports::{IROH, TRANSPORTS};
 use farflung::{
     AccessArgs, Error, NoticeArgs, ObserveArgs, Progress, Result, Show, StepMetrics, Stop, TrainFlags,
@@ -92,7 +92,7 @@ impl OnTerminal {
     }
 }
 
-impl Watch for OnTerminal {
+impl RunObserver for OnTerminal {
     fn begin(&mut self, done: u64, steps: u64) {
         if steps != self.steps {
             self.progress = Progress::new(steps, done, self.show);

@@ -49,7 +49,7 @@ use choice::{
 use given::Given;
 use local_steps::LocalStepsKind;
 use pools::Numbers;
-use shared::Own;
+use shared::PerRankSetting;
 use validate::check;
 use value::Setting;
 
@@ -126,8 +126,8 @@ macro_rules! settings {
             pub const KEYS: &'static [&'static str] = &[$($(stringify!($name),)+)+];
 
             /// The settings that may differ between the ranks of a job.
-            pub const OWN: &'static [Own] =
-                &[$($($(Own { name: stringify!($name), why: $own },)?)+)+];
+            pub const OWN: &'static [PerRankSetting] =
+                &[$($($(PerRankSetting { name: stringify!($name), why: $own },)?)+)+];
 
             /// Returns these settings, completed by those of `other`.
             #[must_use]

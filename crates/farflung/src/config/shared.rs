@@ -6,7 +6,7 @@ use super::{TrainArgs, TrainConfig, dashed};
 
 /// A setting that may differ between the ranks of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Own {
+pub struct PerRankSetting {
     /// Its field name, such as `keep_last`.
     pub name: &'static str,
     /// Why it may differ.

@@ -119,7 +119,10 @@ impl Running<'_> {
         } else {
             "it does not come back".to_owned()
         };
-        terminal::say(format!("member {member} failed ({}), {left} go on: {what}\n", failure.status));
+        terminal::write_stderr(format!(
+            "member {member} failed ({}), {left} go on: {what}\n",
+            failure.status
+        ));
         self.failed.push(failure);
     }
 
@@ -161,7 +164,7 @@ impl Running<'_> {
                 ending = Some(Duration::ZERO);
             }
             if let Some(why) = self.is_lost().filter(|_| ending.is_none()) {
-                terminal::say(why);
+                terminal::write_stderr(why);
                 self.job.ask_to_end();
                 ending = Some(self.elastic.grace);
             }

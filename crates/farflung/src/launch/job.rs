@@ -327,7 +327,7 @@ fn pass_on(whose: &Whose, stderr: ChildStderr) {
             line.pop();
         }
         // Never fails and never blocks for long, whatever the state of our own stderr.
-        terminal::say(whose.line(&line));
+        terminal::write_stderr(whose.line(&line));
         line.clear();
     }
 }

@@ -21,7 +21,7 @@ pub fn restarting(restarts: u32, stop: &Stop, mut run: impl FnMut() -> Result<()
                 return Err(error);
             }
             Err(error) => {
-                terminal::say(format!("{}: restart {restart} of {restarts}\n", causes(&error)));
+                terminal::write_stderr(format!("{}: restart {restart} of {restarts}\n", causes(&error)));
             }
             Ok(()) => return Ok(()),
         }

@@ -43,7 +43,7 @@ pub fn auto(
     sizes: PipelineSizes,
     wanted: Wanted,
 ) -> Result<Ranking> {
-    let asked = asked::Asked { name, model, cluster, sizes };
+    let asked = asked::PlanRequest { name, model, cluster, sizes };
     let mut drafts = Vec::new();
     let pipelines = asked.pipelines(&mut drafts);
     asked.data(&mut drafts)?;

@@ -6,8 +6,8 @@ use std::ops::Range;
 
 use farflung_base::{Link, Rank, StageId};
 use farflung_parallel::pipeline::{
-    Action, Arrivals, Boundary, ComputeKind, ComputeOrder, Content, Lowering, Op, PipelineCost, Placement,
-    Schedule, SliceShare, Tie, Updates,
+    Action, ArrivalRule, Boundary, ComputeKind, ComputeOrder, Content, Lowering, Op, PipelineCost, Placement,
+    Schedule, SliceShare, TiedWeights, Updates,
 };
 use farflung_parallel::{Plan, Recompute, ScheduleSource};
 use farflung_zoo::GptConfig;
@@ -26,7 +26,7 @@ pub struct ReplicaSchedule {
     pub schedule: Schedule,
     /// The rule by which ranks follow arrivals, if the schedule is such a rule; `schedule` is then a
     /// prediction.
-    pub arrivals: Option<Arrivals>,
+    pub arrivals: Option<ArrivalRule>,
     /// The layers of each part of the model.
     pub layers: Vec<Range<usize>>,
     /// The positions of each slice of a sequence's tokens; a single slice if microbatches are not sliced.
@@ -115,7 +115,7 @@ impl ReplicaSchedule {
         let shares = slices.iter().map(share).collect();
         let cost = PipelineCost { stages, boundaries, slices: shares, overlap_percent: 0 };
         let order = match arrivals {
-            Some(rule) => rule.foresee(&order, &cost).map_err(Error::schedule)?,
+            Some(rule) => rule.order_at(&order, &cost).map_err(Error::schedule)?,
             None => order,
         };
         // With a single stage, each layer is recomputed from its own input within the backward pass.
@@ -123,7 +123,7 @@ impl ReplicaSchedule {
         let order = if again { order.with_recompute() } else { order };
         let lowering = Lowering {
             replicas: plan.replicas() > 1 && averages::each_step(plan),
-            tied: order.placement().tie() == Tie::Across,
+            tied: order.placement().tie() == TiedWeights::Across,
             ..Lowering::default()
         };
         let schedule = Schedule::new(order, &lowering).map_err(Error::schedule)?;

@@ -4,7 +4,7 @@
 use farflung_base::{PeerId, Rank};
 use farflung_comm::{CommError, Communicator, DownReason, PeerEvent};
 
-use super::hearing::{self, Heard, Hearing, Word};
+use super::hearing::{self, ExitListener, ExitNotice, ReceivedNotice};
 use crate::Error;
 use crate::events::causes;
 
@@ -49,30 +49,30 @@ pub(super) fn evidence(error: &Error) -> Evidence {
 ///
 /// A rank that drops its step after hearing of a failure also cancels the collectives of others, as a stopped
 /// rank does. Its message, or that of the failed rank, tells the two cases apart.
-pub(super) fn settle(comm: &Communicator, hearing: &Hearing, error: Error) -> Error {
+pub(super) fn settle(comm: &Communicator, hearing: &ExitListener, error: Error) -> Error {
     if matches!(error, Error::Stopped(_)) {
         return error;
     }
     if !error.is_interruption() {
-        hearing::tell(comm, &Word::Failed { code: error.exit_code(), text: causes(&error) });
+        hearing::tell(comm, &ExitNotice::Failed { code: error.exit_code(), text: causes(&error) });
         return error;
     }
     let evidence = evidence(&error);
     // If the cause is elsewhere, a message about it is on its way. A broken link may be one of several.
     let heard = hearing.listen(if evidence == Evidence::Silent { 0 } else { LOOKS });
     if evidence == Evidence::Secondary
-        && let Some(Heard { from, word }) = heard
+        && let Some(ReceivedNotice { from, word }) = heard
     {
         return match word.clone() {
-            Word::Stopped => error,
-            Word::Failed { code, text } => {
+            ExitNotice::Stopped => error,
+            ExitNotice::Failed { code, text } => {
                 Error::OnRank { rank: from.index(), message: text, code: code.max(1) }
             }
             // The others cannot reach this rank, although it receives their messages.
-            Word::Lost { culprit, text } if culprit == comm.rank() => {
+            ExitNotice::Lost { culprit, text } if culprit == comm.rank() => {
                 Error::CutOff { rank: culprit, source: Box::new(Hearsay { by: *from, text }) }
             }
-            Word::Lost { culprit, text } => {
+            ExitNotice::Lost { culprit, text } => {
                 Error::PeerLost { peer: PeerId(culprit.0), source: Box::new(Hearsay { by: *from, text }) }
             }
         };
@@ -86,7 +86,7 @@ pub(super) fn settle(comm: &Communicator, hearing: &Hearing, error: Error) -> Er
         }
         error => {
             if let Error::PeerLost { peer, .. } = &error {
-                hearing::tell(comm, &Word::Lost { culprit: Rank(peer.0), text: causes(&error) });
+                hearing::tell(comm, &ExitNotice::Lost { culprit: Rank(peer.0), text: causes(&error) });
             }
             error
         }

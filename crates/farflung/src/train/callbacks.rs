@@ -4,7 +4,7 @@ use super::observation::Observation;
 use crate::StepMetrics;
 
 /// Callbacks that follow a run; called on rank 0 unless stated otherwise.
-pub trait Watch: Send {
+pub trait RunObserver: Send {
     /// Training begins after `done` of `steps` steps.
     fn begin(&mut self, _done: u64, _steps: u64) {}
 
@@ -27,7 +27,7 @@ pub trait Watch: Send {
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Quiet;
 
-impl Watch for Quiet {
+impl RunObserver for Quiet {
     fn step(&mut self, _: &StepMetrics, _: Option<f64>) {}
     fn note(&mut self, _: &str) {}
 }

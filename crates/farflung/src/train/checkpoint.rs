@@ -30,7 +30,7 @@ use super::job::{Base, Job};
 use super::meet::model_facts;
 pub(in crate::train) use super::named::Named;
 use super::planned;
-use super::together::together;
+use super::together::all_succeed;
 use super::trainer::Trainer;
 use crate::config::shared::Fact;
 use crate::{Error, Packing, Result, RunDir, run_dir};
@@ -221,7 +221,7 @@ pub(super) fn resume(trainer: &mut Trainer, job: &Job, run: &RunDir) -> Result<O
     };
     let checked = compare::check(&source.record, job).and_then(|()| trainer.restore(&source));
     let checked = checked.and_then(|()| samples::restore(trainer, &source));
-    together(trainer.comm(), checked)?;
+    all_succeed(trainer.comm(), checked)?;
     samples::agree(trainer)?;
     compare::same_step(&source.record, trainer.comm())?;
     notes.extend(compare::differing_settings(&source, job));
@@ -230,7 +230,7 @@ pub(super) fn resume(trainer: &mut Trainer, job: &Job, run: &RunDir) -> Result<O
 }
 
 /// Sends this rank's number to all others; returns all numbers, by rank.
-pub(super) fn tell(comm: &Communicator, mine: u64) -> Result<Vec<u64>> {
+pub(super) fn all_gather_u64(comm: &Communicator, mine: u64) -> Result<Vec<u64>> {
     let all = comm.all_gather_bytes(mine.to_le_bytes().to_vec())?;
     let word = |(rank, bytes): (usize, &Vec<u8>)| {
         let word = bytes.as_slice().try_into().map(u64::from_le_bytes);

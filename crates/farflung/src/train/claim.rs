@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use farflung_base::Rank;
 use farflung_comm::Communicator;
 
-use super::checkpoint::{folder, tell};
+use super::checkpoint::{all_gather_u64, folder};
 use crate::{Error, Result, RunDir};
 
 /// The parent of such folders.
@@ -42,14 +42,14 @@ impl Claim {
             };
             // Rank 0 decides. The others check whether that folder is free on their machine; ranks that share a
             // disk create their own folders in it.
-            let number = tell(comm, first)?[0];
+            let number = all_gather_u64(comm, first)?[0];
             let free = match given {
                 Some(_) => true,
                 None if rank.0 == 0 => true,
                 None if number == GIVEN => claim.create_from(model, from).map(|_| true)?,
                 None => claim.create_in(&numbered(model, number), rank)?,
             };
-            if tell(comm, u64::from(free))?.iter().all(|&free| free == 1) {
+            if all_gather_u64(comm, u64::from(free))?.iter().all(|&free| free == 1) {
                 return Ok(claim.or(given));
             }
             from = number + 1;

@@ -6,21 +6,21 @@ use std::collections::btree_map::Entry;
 use std::ops::Range;
 
 use farflung_base::{Nanos, Pending, Rank, StageId};
-use farflung_comm::{CommError, Communicator, Look};
+use farflung_comm::{CommError, Communicator, WaitMode};
 use farflung_optim::Prepared;
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{
-    Action, ComputeKind, ComputeOrder, Content, LoweredKind, Message, Placement, StageCost, Updates, Watch,
-    Worker,
+    Action, ComputeKind, ComputeOrder, Content, LoweredKind, Message, Placement, PollArrivals, StageCost,
+    Updates, Worker,
 };
 use farflung_tensor::{Device, Interrupt, Tensor, TensorError};
 use farflung_zoo::{Input, Output, Sampler, Saved, Slices, ZooError, stage};
 
 use super::boundary::{Boundaries, Crossing};
 use super::floats::floats;
-use super::part::{Held, Leaving, Part, copy};
+use super::part::{Part, SavedMicrobatch, SendTiming, copy};
 use super::spent::{Spent, add_since};
-use super::tied::Tied;
+use super::tied::TiedTable;
 use crate::{Error, Result};
 
 /// The microbatches of a pass.
@@ -62,9 +62,9 @@ pub(super) struct Executor {
     pub(super) placement: Placement,
     pub(super) updates: Updates,
     pub(super) microbatches: u32,
-    /// The parts by their first stage in the placement: see [`Placement::home`].
+    /// The parts by their first stage in the placement: see [`Placement::storage_stage`].
     pub(super) parts: BTreeMap<StageId, Part>,
-    pub(super) tied: Tied,
+    pub(super) tied: TiedTable,
     pub(super) sampler: Sampler,
     pub(super) evaluation: Sampler,
     /// Width of a hidden state.
@@ -84,7 +84,7 @@ pub(super) struct Executor {
     pub(super) passing: u32,
     /// Sums of losses in the order of the forward passes; empty unless this rank has the model's last part.
     pub(super) losses: Vec<(u32, Loss)>,
-    pub(super) held: BTreeMap<Place, Held>,
+    pub(super) held: BTreeMap<Place, SavedMicrobatch>,
     /// State that the slices of a microbatch pass on to each other on a stage, if there are several.
     pub(super) carried: BTreeMap<(StageId, u32), Slices>,
     pub(super) sending: Vec<Pending<Result<(), CommError>>>,
@@ -145,7 +145,7 @@ impl Executor {
     fn cost(&self, action: Action) -> StageCost {
         match self.pass {
             Pass::Training { .. } => {
-                self.parts[&self.placement.home(action.stage)].costs[usize::from(action.slice)]
+                self.parts[&self.placement.storage_stage(action.stage)].costs[usize::from(action.slice)]
             }
             Pass::Evaluation => StageCost::default(),
         }
@@ -191,7 +191,7 @@ impl Executor {
     }
 
     fn tokens(&self, action: Action, ids: &[u32]) -> Result<Tensor> {
-        Ok(self.parts[&self.placement.home(action.stage)]
+        Ok(self.parts[&self.placement.storage_stage(action.stage)]
             .stage
             .tokens(ids, self.positions(action.slice).len())?)
     }
@@ -199,7 +199,7 @@ impl Executor {
     /// Runs the forward pass of an action's tokens on its stage.
     fn pass_on(&mut self, action: Action, version: u32, input: Input) -> Result<(Output, Saved)> {
         let (targets, start) = (self.targets(action)?, self.positions(action.slice).start);
-        let part = &self.parts[&self.placement.home(action.stage)];
+        let part = &self.parts[&self.placement.storage_stage(action.stage)];
         let sliced = self.pass != Pass::Evaluation && self.slices.len() > 1;
         let carried = match self.carried.entry((action.stage, action.microbatch)) {
             Entry::Vacant(entry) if sliced => {
@@ -236,18 +236,18 @@ impl Executor {
         if self.pass == Pass::Evaluation {
             return Ok(output);
         }
-        let part = &self.parts[&self.placement.home(stage)];
+        let part = &self.parts[&self.placement.storage_stage(stage)];
         let saved = match part.recompute {
             Recompute::Full if again => None,
             recompute => {
                 if let (Recompute::Layers(layers), true) = (recompute, again) {
-                    saved.forget(layers as usize);
+                    saved.drop_activations(layers as usize);
                 }
                 saved.offload(part.offload);
                 Some(saved)
             }
         };
-        self.held.insert(place(action), Held { saved, input: kept, version });
+        self.held.insert(place(action), SavedMicrobatch { saved, input: kept, version });
         Ok(output)
     }
 
@@ -257,7 +257,12 @@ impl Executor {
         self.comm.advance(self.cost(action).recompute);
         if let Some(saved) = &mut held.saved {
             let carried = self.carried.get_mut(&(action.stage, action.microbatch));
-            self.parts[&self.placement.home(action.stage)].recompute(held.version, input, saved, carried)?;
+            self.parts[&self.placement.storage_stage(action.stage)].recompute(
+                held.version,
+                input,
+                saved,
+                carried,
+            )?;
         } else {
             held.saved = Some(self.pass_on(action, held.version, input)?.1);
         }
@@ -276,15 +281,19 @@ impl Executor {
         }
         self.comm.advance(self.cost(action).time(kind));
         let carried = self.carried.get_mut(&(stage, microbatch));
-        let dx =
-            self.parts[&self.placement.home(stage)].backward_input(held.version, &mut saved, dy, carried)?;
+        let dx = self.parts[&self.placement.storage_stage(stage)].backward_input(
+            held.version,
+            &mut saved,
+            dy,
+            carried,
+        )?;
         if slice == 0 {
             self.carried.remove(&(stage, microbatch));
         }
         if kind == ComputeKind::Backward {
             self.part(stage).backward_weight(saved)?;
         } else {
-            self.held.insert(place(action), Held { saved: Some(saved), ..held });
+            self.held.insert(place(action), SavedMicrobatch { saved: Some(saved), ..held });
         }
         Ok(dx)
     }
@@ -300,27 +309,27 @@ impl Executor {
     ) -> Result<Option<Tensor>> {
         let Action { stage, microbatch, .. } = action;
         let cost = self.cost(action);
-        let home = self.placement.home(stage);
+        let home = self.placement.storage_stage(stage);
         let part = self.parts.get_mut(&home).expect("the schedule gives a rank its own stages");
         let comm = &self.comm;
         if self.placement.depth() > 1 {
             comm.advance(cost.backward());
-            return part.backward(version, saved, dy, |_| {}, Leaving::Later);
+            return part.backward(version, saved, dy, |_| {}, SendTiming::Later);
         }
         let again = if part.recompute == Recompute::None { Nanos::ZERO } else { cost.recompute };
         let (took, elements) = (cost.backward().saturating_add(again), part.stage.layout().len() as u64);
         let last = self.averages && self.last.get(&stage) == Some(&microbatch);
         // Advances the clock by these parameters' share of the backward pass.
         let passed = |range: &Range<usize>| comm.advance(Nanos(took.0 * range.len() as u64 / elements));
-        part.backward(version, saved, dy, passed, if last { Leaving::AsReady } else { Leaving::Later })
+        part.backward(version, saved, dy, passed, if last { SendTiming::AsReady } else { SendTiming::Later })
     }
 
     fn part(&mut self, stage: StageId) -> &mut Part {
-        let home = self.placement.home(stage);
+        let home = self.placement.storage_stage(stage);
         self.parts.get_mut(&home).expect("the schedule gives a rank its own stages")
     }
 
-    fn take(&mut self, action: Action) -> Held {
+    fn take(&mut self, action: Action) -> SavedMicrobatch {
         self.held.remove(&place(action)).expect("a checked schedule runs the forward first")
     }
 
@@ -337,7 +346,7 @@ impl Executor {
         add_since(begun, &self.comm, &mut self.spent.communicate);
         if let Some(table) = table {
             // Put off, since waiting here for the other rank with the table would stall the pipeline.
-            return mine.put_off(Some(table), needed);
+            return mine.defer_update(Some(table), needed);
         }
         let norm = farflung_optim::global_norm(&mine.grads)?;
         mine.commit(Prepared::with_norm(norm)?, needed)
@@ -424,30 +433,30 @@ impl Worker for Executor {
         Ok(self.device.tensor(&values, shape)?)
     }
 
-    fn shift(&mut self, kind: LoweredKind, stage: StageId, _: u32, _: u16) -> Result<()> {
+    fn start_transfer(&mut self, kind: LoweredKind, stage: StageId, _: u32, _: u16) -> Result<()> {
         match kind {
             LoweredKind::Reduce => self.part(stage).reduce(),
-            LoweredKind::ReduceTied => self.tied.start(&self.parts[&self.placement.home(stage)]),
+            LoweredKind::ReduceTied => self.tied.start(&self.parts[&self.placement.storage_stage(stage)]),
             // Lowering produces no other actions here.
             _ => Ok(()),
         }
     }
 
-    fn recall(&mut self, message: Message) -> Result<Tensor> {
+    fn restore_output(&mut self, message: Message) -> Result<Tensor> {
         // A failed pass is started again from its beginning, so nothing is kept for a second executor.
         Err(Error::Message { message: message.to_string(), problem: "was not kept" })
     }
 }
 
-impl Watch for Executor {
+impl PollArrivals for Executor {
     fn arrived(&mut self, awaited: &mut [&mut Self::Pending]) -> Option<usize> {
-        self.comm.first(&mut on_their_way(awaited), Look::Now)
+        self.comm.first(&mut on_their_way(awaited), WaitMode::Now)
     }
 
     fn first(&mut self, awaited: &mut [&mut Self::Pending]) -> usize {
         // None only if the network has ended; waiting for the first message then returns the error.
         let begun = self.comm.now();
-        let first = self.comm.first(&mut on_their_way(awaited), Look::UntilOne).unwrap_or(0);
+        let first = self.comm.first(&mut on_their_way(awaited), WaitMode::UntilOne).unwrap_or(0);
         add_since(begun, &self.comm, &mut self.spent.wait);
         first
     }

@@ -77,7 +77,7 @@ impl Failure {
     /// Fails if this is the injected failure's rank, step and moment.
     ///
     /// Errors: [`Error::Placed`] at that moment.
-    pub(super) fn reach(self, rank: u32, step: u64, moment: Moment) -> Result<()> {
+    pub(super) fn fail_if_due(self, rank: u32, step: u64, moment: Moment) -> Result<()> {
         if self == (Self { rank, step, moment }) {
             return Err(Error::Placed { step, moment: moment.number() });
         }
@@ -101,7 +101,7 @@ impl Fault {
     }
 
     /// Flips the bit in a range of a flat buffer on the device.
-    pub(super) fn strike(self, flat: &mut Tensor, range: Range<usize>) -> Result<()> {
+    pub(super) fn flip_bit(self, flat: &mut Tensor, range: Range<usize>) -> Result<()> {
         let mut values = flat.to_vec::<f32>()?;
         self.strike_values(&mut values[range]);
         Ok(flat.write(&values)?)

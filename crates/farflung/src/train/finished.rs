@@ -5,7 +5,7 @@ use std::path::Path;
 
 use farflung_comm::Communicator;
 
-use super::callbacks::Watch;
+use super::callbacks::RunObserver;
 use super::job::Job;
 use super::report::{REPORT, Report};
 use crate::{Error, Result, RunDir, StepMetrics, metrics};
@@ -28,7 +28,7 @@ pub(super) fn left(
     comm: &Communicator,
     from: Option<&Path>,
     begun: u64,
-    watch: Option<&mut (dyn Watch + '_)>,
+    watch: Option<&mut (dyn RunObserver + '_)>,
 ) -> Result<Left> {
     let steps = job.config.steps;
     if begun > steps {

@@ -24,7 +24,7 @@ const TEXT: usize = 2000;
 
 /// Message of a rank that ends.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Word {
+pub(super) enum ExitNotice {
     /// The rank was stopped and dropped its step.
     Stopped,
     /// The rank failed by itself.
@@ -45,12 +45,12 @@ pub(super) enum Word {
 
 /// The first message that was received, and its sender.
 #[derive(Debug)]
-pub(super) struct Heard {
+pub(super) struct ReceivedNotice {
     pub(super) from: Rank,
-    pub(super) word: Word,
+    pub(super) word: ExitNotice,
 }
 
-impl Word {
+impl ExitNotice {
     fn encode(&self) -> Vec<u8> {
         match self {
             Self::Stopped => vec![0],
@@ -77,9 +77,9 @@ type Message = Pending<Result<(Rank, Vec<u8>), CommError>>;
 
 /// Listens for messages of ranks that end, until dropped; the first one drops the step in flight.
 #[derive(Debug)]
-pub(super) struct Hearing {
+pub(super) struct ExitListener {
     message: Arc<Mutex<Option<Message>>>,
-    heard: Arc<OnceLock<Heard>>,
+    heard: Arc<OnceLock<ReceivedNotice>>,
 }
 
 /// Wakes the thread that receives the message. That is not done in the waker itself, whose caller may hold
@@ -93,7 +93,7 @@ impl Wake for Bell {
     }
 }
 
-impl Hearing {
+impl ExitListener {
     /// Listens to all other ranks.
     pub(super) fn new(comm: &Communicator, stop: &Stop) -> Self {
         let others: Vec<Rank> = others(comm).collect();
@@ -114,8 +114,8 @@ impl Hearing {
             if rings.recv().is_ok()
                 && let Some(message) = awaited.lock().unwrap_or_else(PoisonError::into_inner).take()
                 && let Ok((from, bytes)) = message.wait()
-                && let Some(word) = Word::decode(&bytes)
-                && hears.set(Heard { from, word }).is_ok()
+                && let Some(word) = ExitNotice::decode(&bytes)
+                && hears.set(ReceivedNotice { from, word }).is_ok()
             {
                 stop.abandon();
             }
@@ -126,12 +126,12 @@ impl Hearing {
     }
 
     /// Returns the message received so far, if any.
-    pub(super) fn heard(&self) -> Option<&Heard> {
+    pub(super) fn heard(&self) -> Option<&ReceivedNotice> {
         self.heard.get()
     }
 
     /// Waits up to `looks` times 10 ms for a message: a rank that ends sends its message just before it leaves.
-    pub(super) fn listen(&self, mut looks: u32) -> Option<&Heard> {
+    pub(super) fn listen(&self, mut looks: u32) -> Option<&ReceivedNotice> {
         while self.heard().is_none() && looks > 0 {
             thread::sleep(Duration::from_millis(10));
             looks -= 1;
@@ -140,7 +140,7 @@ impl Hearing {
     }
 }
 
-impl Drop for Hearing {
+impl Drop for ExitListener {
     fn drop(&mut self) {
         // The network closes once nothing is received from it.
         drop(self.message.lock().unwrap_or_else(PoisonError::into_inner).take());
@@ -148,13 +148,13 @@ impl Drop for Hearing {
 }
 
 /// Starts to tell all other ranks why this rank ends. The messages are sent while the result is alive.
-pub(super) fn start_to_tell(comm: &Communicator, word: &Word) -> Vec<Pending<Result<(), CommError>>> {
+pub(super) fn start_to_tell(comm: &Communicator, word: &ExitNotice) -> Vec<Pending<Result<(), CommError>>> {
     let comm = comm.clone().with_deadline(LEAVING);
     others(&comm).map(|rank| comm.start_send(rank, TAG, word.encode())).collect()
 }
 
 /// As [`start_to_tell`], and waits until the messages are sent.
-pub(super) fn tell(comm: &Communicator, word: &Word) {
+pub(super) fn tell(comm: &Communicator, word: &ExitNotice) {
     for telling in start_to_tell(comm, word) {
         // A rank that cannot be told notices the end in another way.
         let _ = telling.wait();
@@ -176,33 +176,35 @@ mod tests {
     fn words_come_back_and_others_are_none() {
         let text = "a".to_owned();
         let words = [
-            Word::Stopped,
-            Word::Failed { code: 2, text: text.clone() },
-            Word::Lost { culprit: Rank(300), text },
+            ExitNotice::Stopped,
+            ExitNotice::Failed { code: 2, text: text.clone() },
+            ExitNotice::Lost { culprit: Rank(300), text },
         ];
         for word in words {
-            assert_eq!(Word::decode(&word.encode()), Some(word));
+            assert_eq!(ExitNotice::decode(&word.encode()), Some(word));
         }
         for bytes in [&[][..], &[0, 0], &[1], &[2, 0, 0, 0], &[3]] {
-            assert_eq!(Word::decode(bytes), None);
+            assert_eq!(ExitNotice::decode(bytes), None);
         }
         let long = [&[1, 1][..], &[b'x'; 3 * TEXT]].concat();
-        assert!(matches!(Word::decode(&long), Some(Word::Failed { text, .. }) if text.len() == TEXT));
+        assert!(
+            matches!(ExitNotice::decode(&long), Some(ExitNotice::Failed { text, .. }) if text.len() == TEXT)
+        );
     }
 
     #[test]
     fn a_word_is_heard_by_a_rank_that_waits_for_another() {
         let ranks: Vec<_> = memory::cluster(3).into_iter().map(|rank| Communicator::new(rank)).collect();
         let stop = Stop::manual();
-        let hearing = Hearing::new(&ranks[0], &stop);
+        let hearing = ExitListener::new(&ranks[0], &stop);
         assert!(hearing.heard().is_none());
         let waits = stop.tie_step(ranks[0].clone());
         thread::scope(|scope| {
             let waiting = scope.spawn(|| waits.recv(Rank(1), 0));
-            tell(&ranks[2], &Word::Stopped);
+            tell(&ranks[2], &ExitNotice::Stopped);
             assert!(waiting.join().unwrap().unwrap_err().is_cancelled());
         });
         let heard = hearing.listen(100).unwrap();
-        assert_eq!((heard.from, &heard.word), (Rank(2), &Word::Stopped));
+        assert_eq!((heard.from, &heard.word), (Rank(2), &ExitNotice::Stopped));
     }
 }

@@ -16,7 +16,7 @@ use farflung_parallel::{Cluster, Plan, shipped};
 pub(super) use super::seat::seat;
 pub use super::seat::{Seat, seats};
 use crate::config::choice::TransportKind;
-use crate::transports::{Ends, Meeting, TRANSPORTS, TransportMethod};
+use crate::transports::{Connects, JoinSettings, TRANSPORTS, TransportMethod};
 use crate::{Error, LaunchEnv, Result, Stop, TrainConfig};
 
 /// Reads the topology of the settings, if there is one: a file, or a shipped topology by its name.
@@ -104,7 +104,7 @@ fn relays(config: &TrainConfig) -> Vec<String> {
 ///
 /// Errors: [`Error::PeerLost`] and others if processes do not find each other in time.
 pub fn join(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
-    let meeting = Meeting {
+    let meeting = JoinSettings {
         rank: env.rank.0,
         world_size: env.world_size as u32,
         master: env.meeting_place(),
@@ -118,8 +118,8 @@ pub fn join(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
     // If the setting is a transport within a process, meet anyway, so that the other ranks learn of the
     // difference.
     let meets = |row: &TransportMethod| match row.ends {
-        Ends::Processes(meet) => Some(meet),
-        Ends::Threads(_) => None,
+        Connects::Processes(meet) => Some(meet),
+        Connects::Threads(_) => None,
     };
     let wished = match config.transport {
         TransportKind::Auto => None,

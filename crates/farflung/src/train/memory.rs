@@ -9,7 +9,7 @@ mod dry;
 mod tests;
 
 use farflung_base::{Bytes, Rank};
-use farflung_parallel::pipeline::{Tie, run};
+use farflung_parallel::pipeline::{TiedWeights, run};
 use farflung_parallel::{Cluster, Plan};
 use farflung_tensor::Device;
 use farflung_zoo::GptConfig;
@@ -137,7 +137,7 @@ fn of_rank(
         let bytes = averages.buckets + averages.messages + averages.residuals;
         messages += u64::try_from(bytes).unwrap_or(u64::MAX);
     }
-    if placement.tie() == Tie::Across && dry.has_table() {
+    if placement.tie() == TiedWeights::Across && dry.has_table() {
         // Its own gradient of the token table, and that of the other rank with the table.
         messages += 2 * F32 * (model.vocab * model.dim) as u64;
     }

@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
-use farflung_optim::sync::{After, Synchroniser};
+use farflung_optim::sync::{StepEnd, Synchroniser};
 use farflung_optim::{Average, Chain, OptimError, Prepared, weigh};
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::StageCost;
@@ -55,7 +55,7 @@ pub(super) struct Part {
 
 /// When gradients are sent to the other holders of a part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Leaving {
+pub(super) enum SendTiming {
     /// Layer by layer, as they become final.
     AsReady,
     /// All together, when the schedule says so.
@@ -85,7 +85,7 @@ struct Due {
 
 /// What a part keeps of a microbatch between its forward and backward pass.
 #[derive(Debug)]
-pub(super) struct Held {
+pub(super) struct SavedMicrobatch {
     /// `None` after a forward pass of which nothing was kept, until it is recomputed.
     pub(super) saved: Option<Saved>,
     /// The received hidden states, if they are needed again.
@@ -174,7 +174,7 @@ impl Part {
     }
 
     /// Puts off the update with the gradients so far until the table's sum arrives, and starts the next one.
-    pub(super) fn put_off(&mut self, table: Option<Exchange>, needed: Option<u32>) -> Result<()> {
+    pub(super) fn defer_update(&mut self, table: Option<Exchange>, needed: Option<u32>) -> Result<()> {
         let next = self.spare.take().map_or_else(|| self.stage.zeros(), Ok)?;
         let grads = std::mem::replace(&mut self.grads, next);
         self.due.push_back(Due { grads, table, needed });
@@ -265,11 +265,11 @@ impl Part {
         saved: Saved,
         dy: Option<Tensor>,
         passed: impl Fn(&Range<usize>),
-        leaving: Leaving,
+        leaving: SendTiming,
     ) -> Result<Option<Tensor>> {
         let accumulate = std::mem::replace(&mut self.pending, true);
         let shared = self.shared();
-        if leaving == Leaving::AsReady {
+        if leaving == SendTiming::AsReady {
             self.make_room()?;
         }
         let (chain, contribution) = (&self.chain, &mut self.contribution);
@@ -279,7 +279,7 @@ impl Part {
             self.older.get(&version).expect("versions that microbatches still see are kept")
         };
         let mut average = match (leaving, &mut self.sync) {
-            (Leaving::AsReady, Some(sync)) => sync.gradients(),
+            (SendTiming::AsReady, Some(sync)) => sync.gradients(),
             _ => None,
         };
         if let Some(average) = &mut average {
@@ -395,13 +395,13 @@ impl Part {
     }
 
     /// Flips the bit that a test requests, in the last tensor.
-    pub(super) fn suffer(&mut self, fault: Fault) -> Result<()> {
+    pub(super) fn inject_fault(&mut self, fault: Fault) -> Result<()> {
         let Some(range) = self.stage.layout().params().last().map(Param::range) else { return Ok(()) };
         let averaged = self.sync.as_mut().and_then(|sync| sync.exchanged());
         match (fault.value, averaged) {
-            (FaultyValue::Parameters, _) => fault.strike(&mut self.params, range),
-            (FaultyValue::Reduced, Some(averaged)) => fault.strike(averaged, range),
-            (FaultyValue::Reduced, None) => fault.strike(&mut self.grads, range),
+            (FaultyValue::Parameters, _) => fault.flip_bit(&mut self.params, range),
+            (FaultyValue::Reduced, Some(averaged)) => fault.flip_bit(averaged, range),
+            (FaultyValue::Reduced, None) => fault.flip_bit(&mut self.grads, range),
             (FaultyValue::Chunk, _) => Ok(()),
             (FaultyValue::Moments, _) => {
                 let mut states = BTreeMap::new();
@@ -422,7 +422,7 @@ impl Part {
     }
 
     /// Averages over all holders when replicas meet; parameters do not change yet.
-    pub(super) fn exchange(&mut self, after: After, weight: f64) -> Option<Result<(), OptimError>> {
+    pub(super) fn exchange(&mut self, after: StepEnd, weight: f64) -> Option<Result<(), OptimError>> {
         let Self { sync, params, chain, .. } = self;
         sync.as_mut().map(|sync| sync.exchange_gathered(params, chain, after, weight))
     }

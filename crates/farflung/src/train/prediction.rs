@@ -7,7 +7,7 @@ mod recorder;
 
 use farflung_base::{Bytes, Nanos, Rank, Topology};
 use farflung_parallel::pipeline::run;
-use farflung_parallel::script::{Act, Played, Script};
+use farflung_parallel::script::{Script, ScriptOp, ScriptTimes};
 use farflung_parallel::{Cluster, Kind, Lane, LocalSteps, Plan, Span, Timeline};
 use farflung_zoo::GptConfig;
 
@@ -188,8 +188,8 @@ impl Recorded<'_> {
 
 /// Result of playing a sequence in virtual time.
 struct PlayedSequence {
-    played: Played,
-    ranks: Vec<Vec<Act>>,
+    played: ScriptTimes,
+    ranks: Vec<Vec<ScriptOp>>,
     marks: Vec<Marks>,
 }
 
@@ -260,7 +260,7 @@ impl PlayedSequence {
             };
             for Worked { action, acts } in &marks.worked {
                 for act in acts.clone() {
-                    let Act::Compute(time) = self.ranks[rank][act] else { continue };
+                    let ScriptOp::Compute(time) = self.ranks[rank][act] else { continue };
                     let end = self.played.ends[rank][act];
                     let span = of(Lane::Compute, action.kind.into(), end.saturating_sub(time), end);
                     spans.push(Span { part: action.microbatch, op: Some((*action).into()), ..span });
@@ -276,7 +276,7 @@ impl PlayedSequence {
     fn predicted(&self, period: u32) -> Prediction {
         let marks = || self.marks.iter().enumerate();
         let pass = marks().map(|(rank, marks)| self.ended(rank, marks.passed)).max().unwrap_or_default();
-        let busy = |act: &Act| if let Act::Compute(time) = act { time.0 } else { 0 };
+        let busy = |act: &ScriptOp| if let ScriptOp::Compute(time) = act { time.0 } else { 0 };
         let first_step = |(rank, marks): (usize, &Marks)| &self.ranks[rank][..marks.steps[0]];
         let busy: Vec<u64> = marks().map(first_step).map(|acts| acts.iter().map(busy).sum()).collect();
         let whole = (pass.0 * self.ranks.len() as u64).max(1);

@@ -72,7 +72,7 @@ impl AveragePrices {
 
 #[cfg(test)]
 mod tests {
-    use farflung_base::{Bandwidth, Port, Rank};
+    use farflung_base::{AccessLink, Bandwidth, Rank};
 
     use super::*;
 
@@ -87,7 +87,8 @@ mod tests {
         // Four latencies, and 1.5 times 4 MB at 1 Gbit/s.
         assert!((ring(&topology).as_secs_f64() - 0.052).abs() < 0.001);
         for region in [[Rank(0), Rank(1)], [Rank(2), Rank(3)]] {
-            topology.set_region(&region, Port { up: Bandwidth(10_000_000), down: Bandwidth(10_000_000) });
+            topology
+                .set_region(&region, AccessLink { up: Bandwidth(10_000_000), down: Bandwidth(10_000_000) });
         }
         // Halves of 2 MB are sent in both directions over each line of 10 Mbit/s, twice, by two ranks.
         assert!(ring(&topology) > Nanos::from_millis(3_000));

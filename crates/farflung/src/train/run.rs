@@ -4,28 +4,28 @@ use farflung_base::Link;
 use farflung_comm::{Communicator, Stats};
 
 use super::blame;
-pub use super::callbacks::{Quiet, Watch};
+pub use super::callbacks::{Quiet, RunObserver};
 use super::checkpoint::{self, Resumed, Totals};
 use super::claim::Claim;
 use super::deadline;
 use super::elastic;
 use super::finished::{self, Left};
-use super::hearing::{Hearing, Word};
+use super::hearing::{ExitListener, ExitNotice};
 use super::job::Job;
 use super::links::{self, Seat, seats};
 use super::meet::{same_job, same_settings};
-use super::parting::{self, Kept};
 use super::planned;
 use super::prediction::Prediction;
 use super::report::{Report, sample};
 use super::sizes;
 use super::steps::{Clock, Last, Record, Steps, evaluated};
-use super::together::together;
+use super::stop_in_step::{self, RunProgress};
+use super::together::all_succeed;
 use super::trainer::{Thoroughness, Trainer, hash};
 use super::tune::tune;
 use crate::config::choice::Resume;
 use crate::config::notes::Circumstances;
-use crate::events::{EventLog, What};
+use crate::events::{EventKind, EventLog};
 use crate::{Error, Existing, LaunchEnv, Result, RunDir, TrainConfig, model_name};
 
 /// Returns a line with the predicted time of a pipeline, shown before its first step.
@@ -73,7 +73,7 @@ pub fn run(
     config: TrainConfig,
     env: Option<&LaunchEnv>,
     stop: crate::Stop,
-    watch: &mut dyn Watch,
+    watch: &mut dyn RunObserver,
 ) -> Result<Option<Report>> {
     let launched = env.filter(|env| env.world_size > 1);
     let admitted = admit(&config, env);
@@ -91,11 +91,11 @@ pub fn run(
                     "{at}: links are not encrypted, and nobody proves who they are: trusted networks only"
                 ));
             }
-            let comm = stop.tie(links::join_unless_stopped(&config, env, &stop)?);
+            let comm = stop.with_stop(links::join_unless_stopped(&config, env, &stop)?);
             let met = same_settings(&config, &comm);
             let job = met.and_then(|()| {
                 let mut job =
-                    together(&comm, admitted.and_then(|()| prepare(config, Some(env), stop.clone())))?;
+                    all_succeed(&comm, admitted.and_then(|()| prepare(config, Some(env), stop.clone())))?;
                 job.processes = env.world_size;
                 same_job(&job, &comm)?;
                 Ok(job)
@@ -106,7 +106,7 @@ pub fn run(
             }
         }
     };
-    let tie = |seat: Seat| Seat { comm: job.stop.tie(seat.comm), ..seat };
+    let tie = |seat: Seat| Seat { comm: job.stop.with_stop(seat.comm), ..seat };
     let seats: Vec<Seat> = seats(&job, joined)?.into_iter().map(tie).collect();
     let between = seats.first().map(|seat| &seat.comm).filter(|_| launched.is_some());
     let result = Claim::new(job.config.out.as_deref(), &model_name(&job.model), between).and_then(|claim| {
@@ -146,7 +146,7 @@ fn prepare(config: TrainConfig, env: Option<&LaunchEnv>, stop: crate::Stop) -> R
 }
 
 /// Trains a job with the given seats, one thread per seat.
-pub fn run_job(job: &Job, seats: Vec<Seat>, watch: &mut dyn Watch) -> Result<Option<Report>> {
+pub fn run_job(job: &Job, seats: Vec<Seat>, watch: &mut dyn RunObserver) -> Result<Option<Report>> {
     let results = run_seats(job, seats, watch);
     // A failed worker makes the others fail too; the cause is the first error that is not about a lost peer.
     let mut report = None;
@@ -165,7 +165,7 @@ pub fn run_job(job: &Job, seats: Vec<Seat>, watch: &mut dyn Watch) -> Result<Opt
 }
 
 /// Trains a job with the given seats, one thread per seat, and returns the result of each.
-pub fn run_seats(job: &Job, seats: Vec<Seat>, watch: &mut dyn Watch) -> Vec<Result<Option<Report>>> {
+pub fn run_seats(job: &Job, seats: Vec<Seat>, watch: &mut dyn RunObserver) -> Vec<Result<Option<Report>>> {
     let local = seats.len();
     let mut watch = Some(watch);
     std::thread::scope(|scope| {
@@ -190,13 +190,18 @@ fn open_folder(job: &Job, comm: &Communicator) -> Result<Option<RunDir>> {
     let rank = comm.rank();
     let existing = if job.config.resume == Resume::No { Existing::Refuse } else { Existing::Continue };
     let open = || RunDir::open(&checkpoint::folder(out, rank), existing);
-    let first = together(comm, if rank.0 == 0 { open().map(Some) } else { Ok(None) })?;
-    let others = together(comm, if rank.0 == 0 { Ok(None) } else { open().map(Some) })?;
+    let first = all_succeed(comm, if rank.0 == 0 { open().map(Some) } else { Ok(None) })?;
+    let others = all_succeed(comm, if rank.0 == 0 { Ok(None) } else { open().map(Some) })?;
     Ok(first.or(others))
 }
 
 /// Runs one rank.
-fn work(job: &Job, seat: Seat, local: usize, watch: Option<&mut (dyn Watch + '_)>) -> Result<Option<Report>> {
+fn work(
+    job: &Job,
+    seat: Seat,
+    local: usize,
+    watch: Option<&mut (dyn RunObserver + '_)>,
+) -> Result<Option<Report>> {
     if seat.place.is_some() {
         return elastic::work(job, seat, local, watch);
     }
@@ -212,8 +217,8 @@ fn work(job: &Job, seat: Seat, local: usize, watch: Option<&mut (dyn Watch + '_)
     let mut trainer = Trainer::new(job, comm, threads)?;
     let run = open_folder(job, trainer.comm())?;
     let mut events = EventLog::new(run.as_ref().map(RunDir::path));
-    let hearing = (job.processes > 1).then(|| Hearing::new(trainer.comm(), &job.stop));
-    let mut kept = Kept::default();
+    let hearing = (job.processes > 1).then(|| ExitListener::new(trainer.comm(), &job.stop));
+    let mut kept = RunProgress::default();
     let done =
         train(job, &mut trainer, run.as_ref(), &mut events, &mut kept, (simulated, link, trials), watch);
     let done = done.map_err(|mut error| {
@@ -221,15 +226,16 @@ fn work(job: &Job, seat: Seat, local: usize, watch: Option<&mut (dyn Watch + '_)
         // A stop request of this rank takes precedence.
         if let Some(hearing) = hearing.as_ref().filter(|_| job.stop.requested().is_none()) {
             error = blame::settle(trainer.comm(), hearing, error);
-            stopper = hearing.heard().filter(|heard| heard.word == Word::Stopped).map(|heard| heard.from);
+            stopper =
+                hearing.heard().filter(|heard| heard.word == ExitNotice::Stopped).map(|heard| heard.from);
         }
-        parting::part(job, &mut trainer, run.as_ref(), &mut events, kept, stopper, error)
+        stop_in_step::handle_stop(job, &mut trainer, run.as_ref(), &mut events, kept, stopper, error)
     });
     // Nothing is written to a folder in which no run has begun.
     if let Err(error) = &done
         && run.as_ref().is_some_and(RunDir::has_begun)
     {
-        events.write(trainer.steps_done(), What::ended(error));
+        events.write(trainer.steps_done(), EventKind::ended(error));
     }
     done
 }
@@ -239,9 +245,9 @@ fn train(
     trainer: &mut Trainer,
     run: Option<&RunDir>,
     events: &mut EventLog,
-    kept: &mut Kept,
+    kept: &mut RunProgress,
     (simulated, link, trials): (bool, Option<Link>, Stats),
-    mut watch: Option<&mut (dyn Watch + '_)>,
+    mut watch: Option<&mut (dyn RunObserver + '_)>,
 ) -> Result<Option<Report>> {
     let config = &job.config;
     let first = trainer.comm().rank().0 == 0;
@@ -269,7 +275,7 @@ fn train(
     }
     let metrics = run.filter(|_| first).map(|run| run.metrics(begun)).transpose()?;
     let clock = Clock::new(trainer.comm(), before, trials);
-    *kept = Kept::at(begun, run, before, clock);
+    *kept = RunProgress::at(begun, run, before, clock);
     if run.is_some() {
         trainer.mark()?;
     }
@@ -283,7 +289,7 @@ fn train(
 
     events.time_s = before.time_s;
     if let Some(Resumed { from, notes, .. }) = resumed {
-        events.write(begun, What::Resumed { from: from.display().to_string(), notes });
+        events.write(begun, EventKind::Resumed { from: from.display().to_string(), notes });
     }
     let first_loss = if begun == 0 { Some(evaluated(trainer)?) } else { None };
     steps.last_loss = first_loss;
@@ -315,7 +321,7 @@ pub(super) fn announce(
     trainer: &Trainer,
     simulated: bool,
     resumed: Option<&Resumed>,
-    watch: &mut dyn Watch,
+    watch: &mut dyn RunObserver,
 ) -> Result<()> {
     let mut config = job.config.clone();
     if job.elastic {

@@ -8,7 +8,7 @@ use super::elastic::Place;
 use super::job::Job;
 use super::links::{pace, shared_memory};
 use crate::Result;
-use crate::transports::{Ends, Meeting};
+use crate::transports::{Connects, JoinSettings};
 
 /// A worker's connection to the job.
 #[derive(Debug)]
@@ -60,12 +60,12 @@ pub fn seats(job: &Job, joined: Option<Communicator>) -> Result<Vec<Seat>> {
         Ok(Seat { comm, simulated: simulates, link, place: None })
     };
     match transport.ends {
-        Ends::Threads(open) => {
+        Connects::Threads(open) => {
             let ends = open(world, declared.as_ref()).into_iter();
             ends.map(|end| seat_of(Communicator::new(end))).collect()
         }
-        Ends::Processes(meet) => {
-            let alone = || Meeting {
+        Connects::Processes(meet) => {
+            let alone = || JoinSettings {
                 rank: 0,
                 world_size: 1,
                 master: "127.0.0.1:0".to_owned(),

@@ -7,13 +7,13 @@ use farflung_base::{Link, Nanos};
 use farflung_comm::{Communicator, Stats};
 use serde::{Deserialize, Serialize};
 
-use super::callbacks::Watch;
+use super::callbacks::RunObserver;
 use super::checkpoint::{self, Totals};
 use super::job::Job;
 use super::observation::Observation;
-use super::parting::Kept;
+use super::stop_in_step::RunProgress;
 use super::trainer::{StepDone, Synced, Thoroughness, Trainer};
-use crate::events::{EventLog, What};
+use crate::events::{EventKind, EventLog};
 use crate::peer_counters::PeerCountersLine;
 use crate::{Error, MetricsWriter, PeerCounters, Result, RunDir, Signal, StepMetrics, StepTimes};
 
@@ -49,7 +49,7 @@ impl Clock {
 pub(super) struct Record<'a, 'w> {
     pub(super) link: Option<Link>,
     pub(super) metrics: Option<MetricsWriter>,
-    pub(super) watch: Option<&'a mut (dyn Watch + 'w)>,
+    pub(super) watch: Option<&'a mut (dyn RunObserver + 'w)>,
     pub(super) rows: Vec<StepMetrics>,
     /// Number of rows, from the first, whose losses are known.
     pub(super) told: usize,
@@ -98,11 +98,11 @@ impl Record<'_, '_> {
             watch.step(&row, link_use(self.link, totals));
         }
         self.rows.push(row);
-        self.tell(&done.losses)
+        self.record_losses(&done.losses)
     }
 
     /// Adds losses to the oldest rows that lack them, and writes those rows.
-    pub(super) fn tell(&mut self, losses: &[f64]) -> Result<()> {
+    pub(super) fn record_losses(&mut self, losses: &[f64]) -> Result<()> {
         for (row, &loss) in self.rows[self.told..].iter_mut().zip(losses) {
             row.train_loss = loss;
             if let Some(metrics) = &mut self.metrics {
@@ -179,7 +179,7 @@ impl Steps<'_, '_> {
         &mut self,
         trainer: &mut Trainer,
         events: &mut EventLog,
-        kept: &mut Kept,
+        kept: &mut RunProgress,
     ) -> Result<Next> {
         let stops = self.job.stop.requested().is_some() && !self.job.leaves_alone();
         let (next, rank) = (trainer.steps_done() + 1, trainer.rank().0);
@@ -219,7 +219,7 @@ impl Steps<'_, '_> {
             });
         }
         if done.skipped > 0 {
-            events.write(done.step, What::Skipped { times: done.skipped });
+            events.write(done.step, EventKind::Skipped { times: done.skipped });
         }
         let end = done.step == config.steps;
         let stop = done.stop && agreed && !end;
@@ -246,7 +246,7 @@ impl Steps<'_, '_> {
         if self.tells && looked.as_ref().err().is_none_or(Error::is_interruption) {
             let totals = self.clock.totals(trainer.comm());
             self.record.step(&self.job, &done, seen.val_loss, seen.digest, &totals, peers)?;
-            self.record.tell(&seen.losses)?;
+            self.record.record_losses(&seen.losses)?;
         }
         looked?;
         if let Some(run) = self.run.filter(|_| saves) {
@@ -255,7 +255,7 @@ impl Steps<'_, '_> {
             let path = span.in_scope(|| checkpoint::save(trainer, &self.job, run, totals))?;
             self.last.saved = done.step;
             kept.saved = Some((done.step, path.clone()));
-            events.write(done.step, What::Saved { path: path.display().to_string() });
+            events.write(done.step, EventKind::Saved { path: path.display().to_string() });
         }
         if stop {
             return Err(Error::Stopped(self.job.stop.requested().unwrap_or(Signal::Terminate)));

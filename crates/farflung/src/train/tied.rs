@@ -16,19 +16,19 @@ use crate::{Error, Result};
 /// How this rank's gradient of the table is added to that of the other part.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "there is one of it on a rank")]
-pub(super) enum Tied {
+pub(super) enum TiedTable {
     /// This rank does not have the table, or one part has both uses.
     No,
     /// Both parts are on this rank.
     Here,
     /// The other part is on another rank.
-    Across(Across),
+    Across(TableExchange),
 }
 
 /// This rank's group for exchanging gradients of the token table: this rank and the one with the other part;
 /// or, with pools, a rank of the smaller pool and its partners in the larger pool.
 #[derive(Debug)]
-pub(super) struct Across {
+pub(super) struct TableExchange {
     /// The ranks of the group.
     pub(super) group: Communicator,
     /// The ranks of the group to which this rank sends its gradient.
@@ -45,16 +45,16 @@ pub(super) struct Across {
 }
 
 /// A group of ranks that exchange gradients of the token table, in a placement with
-/// [`Tie::Across`](farflung_parallel::pipeline::Tie).
+/// [`Tie::TableExchange`](farflung_parallel::pipeline::Tie).
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Exchanging {
+pub(super) struct TiedGroup {
     /// The ranks, in order.
     pub(super) ranks: Vec<Rank>,
     /// The messages, as pairs of sender and receiver.
     pub(super) ways: Vec<(Rank, Rank)>,
 }
 
-impl Exchanging {
+impl TiedGroup {
     /// Returns all groups of a placement. Each rank of the smaller of the two pools has a group with its share
     /// of the larger pool: it sends its gradient to all of that share, and the first of them sends its own
     /// back. All ranks of a pool have equal gradients by then, so each rank gets the gradients of both parts.
@@ -84,7 +84,7 @@ impl Exchanging {
     }
 }
 
-impl Across {
+impl TableExchange {
     fn start(&mut self, part: &Part) -> Result<Exchange> {
         let mine = table(part)?;
         let tag = self.round;
@@ -95,7 +95,7 @@ impl Across {
     }
 }
 
-impl Tied {
+impl TiedTable {
     /// Starts the exchange, if possible already; this rank's gradient of the table is complete.
     pub(super) fn start(&mut self, part: &Part) -> Result<()> {
         if let Self::Across(across) = self
@@ -145,7 +145,7 @@ impl Tied {
                     write(parts, stage, &sum)?;
                 }
             }
-            Self::Across(Across { stage, .. }) => {
+            Self::Across(TableExchange { stage, .. }) => {
                 let stage = *stage;
                 if let Some(exchange) = self.exchange(stage, &parts[&stage])? {
                     write(parts, stage, &exchange.wait()?)?;
@@ -156,7 +156,7 @@ impl Tied {
     }
 }
 
-impl Tied {
+impl TiedTable {
     /// Copies the table's range of a buffer from the first part to the last; does nothing if the parts have no
     /// such buffer.
     pub(super) fn take_first(
@@ -230,7 +230,7 @@ mod tests {
         for (first, last) in [(1, 1), (1, 3), (2, 2), (2, 5), (3, 1), (4, 3)] {
             let ways = |i: u32| [Rank(i % first), Rank(first + i % last)];
             let placement = Placement::new((0..first * last).flat_map(ways).collect(), first * last).unwrap();
-            let groups = Exchanging::of(&placement);
+            let groups = TiedGroup::of(&placement);
             assert_eq!(groups.len() as u32, first.min(last));
             let mut all: Vec<Rank> = groups.iter().flat_map(|group| group.ranks.clone()).collect();
             all.sort_unstable();

@@ -13,7 +13,7 @@ const MESSAGE_LIMIT: usize = 2000;
 ///
 /// Errors: this rank's own error; else [`Error::OnRank`] with the message and exit code of the first rank that
 /// failed.
-pub(super) fn together<T>(comm: &Communicator, mine: Result<T>) -> Result<T> {
+pub(super) fn all_succeed<T>(comm: &Communicator, mine: Result<T>) -> Result<T> {
     let told = match &mine {
         Ok(_) => Vec::new(),
         Err(error) => {
@@ -50,7 +50,7 @@ mod tests {
         let work = |endpoint| {
             let comm = Communicator::new(endpoint);
             let wrong = Error::Setting { field: "stages", value: "2".to_owned(), expected: "3".to_owned() };
-            together(&comm, if comm.rank().0 == 1 { Err(wrong) } else { Ok(comm.rank().0) })
+            all_succeed(&comm, if comm.rank().0 == 1 { Err(wrong) } else { Ok(comm.rank().0) })
         };
         let said: Vec<_> = std::thread::scope(|scope| {
             let ranks: Vec<_> =

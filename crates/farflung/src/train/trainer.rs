@@ -32,7 +32,7 @@ use farflung_base::{Nanos, Rank, StageId};
 use farflung_comm::Communicator;
 use farflung_optim::{LossScale, OptimError, Prepared, sum_of_squares};
 use farflung_parallel::LocalSteps;
-use farflung_parallel::pipeline::{Follower, Placement, Schedule, Updates, run};
+use farflung_parallel::pipeline::{ArrivalExecutor, Placement, Schedule, Updates, run};
 use farflung_parallel::plan::Measured;
 use farflung_tensor::{Device, Param, Tensor, TensorError};
 use farflung_zoo::Stage;
@@ -44,7 +44,7 @@ use super::job::Base;
 use super::part::Part;
 use super::resync::{Drift, Resync};
 use super::spent::{Spent, add_since};
-use super::tied::{Across, Tied};
+use super::tied::{TableExchange, TiedTable};
 use crate::signals::Armed;
 use crate::{Error, Result, Stop};
 use agree::{Met, Vote, Voting};
@@ -114,7 +114,7 @@ pub struct Trainer {
     half_done: bool,
     /// Number of attempts of the current step with gradients that were not finite, other than by loss scaling.
     tries: u32,
-    told: Told,
+    told: StatusFlags,
     /// Whether the average of all replicas at the end of the last step failed: the next step does only that.
     unmet: bool,
     /// Measured step times, if shares depend on them.
@@ -125,7 +125,7 @@ pub struct Trainer {
 
 /// Flags that this rank sends to the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Told {
+struct StatusFlags {
     /// Whether its own gradients were finite when a step was tried again.
     sound: bool,
     /// Whether it requests a change of members.
@@ -267,22 +267,22 @@ impl Trainer {
             add_since(begun, comm, &mut spent.communicate);
             return self.compared(done);
         }
-        self.reach(Moment::Begun, self.step + 1)?;
+        self.fail_if_due(Moment::Begun, self.step + 1)?;
         if !self.local.takes(self.replica, self.step + 1) {
             return self.pass_over(stop);
         }
         let vote = loop {
             let vote = self.pass(stop)?;
-            self.reach(Moment::Agreed, self.step + 1)?;
+            self.fail_if_due(Moment::Agreed, self.step + 1)?;
             if self.each_step {
-                self.suffer(FaultyValue::Reduced, self.step + 1)?;
+                self.inject_fault(FaultyValue::Reduced, self.step + 1)?;
             }
             if self.schedule.updates() != Updates::Flush {
                 break vote;
             }
             match self.prepare(&vote) {
                 Ok(prepared) => {
-                    self.reach(Moment::Prepared, self.step + 1)?;
+                    self.fail_if_due(Moment::Prepared, self.step + 1)?;
                     for part in self.executor.parts.values_mut() {
                         part.commit(prepared, None)?;
                     }
@@ -309,9 +309,9 @@ impl Trainer {
         self.half_done = false;
         self.undecided.committed(vote.loss, vote.squares, vote.wish.copies);
         self.tell_speeds(&vote.speeds);
-        self.reach(Moment::Committed, self.step)?;
-        self.suffer(FaultyValue::Parameters, self.step)?;
-        self.suffer(FaultyValue::Moments, self.step)?;
+        self.fail_if_due(Moment::Committed, self.step)?;
+        self.inject_fault(FaultyValue::Parameters, self.step)?;
+        self.inject_fault(FaultyValue::Moments, self.step)?;
         let done = if self.each_step {
             self.agreed(&vote)
         } else {
@@ -336,22 +336,22 @@ impl Trainer {
             let Executor { comm, spent, .. } = &mut self.executor;
             add_since(begun, comm, &mut spent.communicate);
         }
-        self.reach(Moment::Met, self.step)?;
+        self.fail_if_due(Moment::Met, self.step)?;
         Ok(done)
     }
 
     /// Fails if a test injected a failure here.
-    fn reach(&self, moment: Moment, step: u64) -> Result<()> {
+    fn fail_if_due(&self, moment: Moment, step: u64) -> Result<()> {
         let rank = self.comm().rank().0;
-        self.failure.map_or(Ok(()), |failure| failure.reach(rank, step, moment))
+        self.failure.map_or(Ok(()), |failure| failure.fail_if_due(rank, step, moment))
     }
 
     /// Flips the bit that a test requests here.
-    fn suffer(&mut self, value: FaultyValue, step: u64) -> Result<()> {
+    fn inject_fault(&mut self, value: FaultyValue, step: u64) -> Result<()> {
         let rank = self.comm().rank().0;
         match self.fault.filter(|fault| fault.is_in(rank, step, value)) {
             None => Ok(()),
-            Some(fault) => self.executor.parts.values_mut().try_for_each(|part| part.suffer(fault)),
+            Some(fault) => self.executor.parts.values_mut().try_for_each(|part| part.inject_fault(fault)),
         }
     }
 
@@ -384,7 +384,7 @@ impl Trainer {
         for (number, part) in by_number(parts, placement) {
             let all = 0..part.stage.layout().len();
             if let Some(holders) = self.holders.get(&number).filter(|_| !all.is_empty()) {
-                let apart = part.sync.as_ref().is_some_and(|sync| sync.is_apart());
+                let apart = part.sync.as_ref().is_some_and(|sync| sync.replicas_differ());
                 let common = part.sync.as_mut().and_then(|sync| sync.common_mut());
                 if let Some(same) = common.or((!apart).then_some(&mut part.params)) {
                     comparison.mend(holders, same, all)?;
@@ -393,7 +393,7 @@ impl Trainer {
         }
         // The table is equal in all pipelines now, but its two copies in a pipeline may differ. On one rank
         // they get the same updates on the same device.
-        if let Tied::Across(Across { group, stage, .. }) = tied {
+        if let TiedTable::Across(TableExchange { group, stage, .. }) = tied {
             let part = parts.get_mut(stage).expect("it is this rank's user of the table");
             let table = part.table();
             comparison.mend(group, &mut part.params, table)?;
@@ -401,7 +401,7 @@ impl Trainer {
         let found = comparison.done()?;
         if found.distance > 0.0 {
             for part in parts.values_mut() {
-                if let Some(sync) = part.sync.as_mut().filter(|sync| !sync.is_apart()) {
+                if let Some(sync) = part.sync.as_mut().filter(|sync| !sync.replicas_differ()) {
                     sync.moved(&part.params)?;
                 }
             }
@@ -424,7 +424,7 @@ impl Trainer {
         let begun = self.executor.comm.now();
         let (schedule, position) = (&self.schedule.schedule, self.position);
         match self.schedule.arrivals {
-            Some(rule) => Follower::new(schedule, position, rule)?.run(&mut self.executor)?,
+            Some(rule) => ArrivalExecutor::new(schedule, position, rule)?.run(&mut self.executor)?,
             None => run(schedule, position, &mut self.executor)?,
         }
         self.pass = (begun, self.executor.comm.now());

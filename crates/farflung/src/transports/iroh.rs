@@ -2,7 +2,7 @@
 
 use farflung_comm::Communicator;
 
-use super::{Ends, Meeting, TransportMethod};
+use super::{Connects, JoinSettings, TransportMethod};
 use crate::Result;
 
 /// `farflung_comm::quic`, in a build with the feature `iroh`.
@@ -11,14 +11,14 @@ pub const IROH: TransportMethod = TransportMethod {
     summary: "QUIC through routers, over --relay where need be; with a ticket (in builds with --features iroh)",
     simulated: false,
     fixed: Some("with iroh all ranks of a job start together: members come and leave over sockets"),
-    ends: Ends::Processes(meet),
+    ends: Connects::Processes(meet),
 };
 
 #[cfg(feature = "iroh")]
-fn meet(meeting: &Meeting) -> Result<Communicator> {
+fn meet(meeting: &JoinSettings) -> Result<Communicator> {
     use farflung_comm::quic;
 
-    let Meeting { rank, world_size, master, security, job, deadline, pace, relays, .. } = meeting;
+    let JoinSettings { rank, world_size, master, security, job, deadline, pace, relays, .. } = meeting;
     let mut join = quic::Config::new(*rank, *world_size, master.clone(), security.clone());
     join.deadline = (*deadline).into();
     join.pace = *pace;
@@ -33,7 +33,7 @@ fn meet(meeting: &Meeting) -> Result<Communicator> {
 }
 
 #[cfg(not(feature = "iroh"))]
-fn meet(_: &Meeting) -> Result<Communicator> {
+fn meet(_: &JoinSettings) -> Result<Communicator> {
     Err(crate::Error::Setting {
         field: "transport",
         value: IROH.name.to_owned(),

@@ -3,7 +3,7 @@
 use farflung_comm::{Transport, memory};
 use std::sync::Arc;
 
-use super::{Ends, TransportMethod};
+use super::{Connects, TransportMethod};
 
 /// [`farflung_comm::memory`].
 pub const MEMORY: TransportMethod = TransportMethod {
@@ -11,7 +11,7 @@ pub const MEMORY: TransportMethod = TransportMethod {
     summary: "between threads of one process, as fast as memory",
     simulated: false,
     fixed: None,
-    ends: Ends::Threads(|world, _| {
+    ends: Connects::Threads(|world, _| {
         memory::cluster(world).into_iter().map(|end| end as Arc<dyn Transport>).collect()
     }),
 };

@@ -1,6 +1,6 @@
 //! Transport over the machine's MPI library.
 
-use super::{Ends, TransportMethod};
+use super::{Connects, TransportMethod};
 
 /// `farflung_comm::mpi`, behind the feature `mpi`.
 pub const MPI: TransportMethod = TransportMethod {
@@ -8,7 +8,7 @@ pub const MPI: TransportMethod = TransportMethod {
     summary: "processes that mpirun starts, over its MPI (feature mpi); a lost one ends the job",
     simulated: false,
     fixed: Some(farflung_comm::MPI_IS_FIXED),
-    ends: Ends::Processes(meet),
+    ends: Connects::Processes(meet),
 };
 
 /// Environment variables of MPI launchers; each launcher sets one of them: OpenMPI's `mpirun`, PMI (MPICH,
@@ -17,7 +17,7 @@ pub const MPI: TransportMethod = TransportMethod {
 const STARTED: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK"];
 
 #[cfg(feature = "mpi")]
-fn meet(meeting: &super::Meeting) -> crate::Result<farflung_comm::Communicator> {
+fn meet(meeting: &super::JoinSettings) -> crate::Result<farflung_comm::Communicator> {
     // Without a launcher, MPI would treat the process as a job of one, or end it with its own message.
     if STARTED.iter().all(|name| std::env::var_os(name).is_none()) {
         let n = meeting.world_size;
@@ -45,7 +45,7 @@ fn meet(meeting: &super::Meeting) -> crate::Result<farflung_comm::Communicator> 
 }
 
 #[cfg(not(feature = "mpi"))]
-fn meet(_: &super::Meeting) -> crate::Result<farflung_comm::Communicator> {
+fn meet(_: &super::JoinSettings) -> crate::Result<farflung_comm::Communicator> {
     Err(crate::Error::Setting {
         field: "transport",
         value: "mpi".to_owned(),

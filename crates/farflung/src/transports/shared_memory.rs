@@ -2,7 +2,7 @@
 
 use farflung_comm::tcp::SharedMemory;
 
-use super::{Ends, Meeting, TransportMethod, tcp};
+use super::{Connects, JoinSettings, TransportMethod, tcp};
 
 /// [`farflung_comm::tcp`] with [`SharedMemory::Always`].
 pub const SHARED_MEMORY: TransportMethod = TransportMethod {
@@ -12,7 +12,7 @@ pub const SHARED_MEMORY: TransportMethod = TransportMethod {
     fixed: Some(
         "with auto members of one machine share memory by themselves, and others may come from elsewhere",
     ),
-    ends: Ends::Processes(|meeting| {
-        tcp::meet(&Meeting { shared_memory: SharedMemory::Always, ..meeting.clone() })
+    ends: Connects::Processes(|meeting| {
+        tcp::meet(&JoinSettings { shared_memory: SharedMemory::Always, ..meeting.clone() })
     }),
 };

@@ -3,7 +3,7 @@
 use farflung_comm::{Transport, simulated};
 use std::sync::Arc;
 
-use super::{Ends, TransportMethod};
+use super::{Connects, TransportMethod};
 
 /// [`farflung_comm::simulated`].
 pub const SIMULATED: TransportMethod = TransportMethod {
@@ -11,7 +11,7 @@ pub const SIMULATED: TransportMethod = TransportMethod {
     summary: "between threads of one process, over the links of --link or --topology in virtual time",
     simulated: true,
     fixed: None,
-    ends: Ends::Threads(|_, topology| {
+    ends: Connects::Threads(|_, topology| {
         let topology = topology.expect("links are declared where a transport is simulated");
         simulated::cluster(topology).into_iter().map(|end| end as Arc<dyn Transport>).collect()
     }),

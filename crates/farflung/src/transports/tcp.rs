@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use farflung_comm::{Communicator, tcp};
 
-use super::{Ends, Meeting, TransportMethod};
+use super::{Connects, JoinSettings, TransportMethod};
 use crate::{Error, Result};
 
 /// [`farflung_comm::tcp`].
@@ -13,12 +13,12 @@ pub const TCP: TransportMethod = TransportMethod {
     summary: "sockets between processes, as `farflung launch` starts them; encrypted with a ticket or secret",
     simulated: false,
     fixed: None,
-    ends: Ends::Processes(meet),
+    ends: Connects::Processes(meet),
 };
 
 /// Meets the other processes; `meeting.shared_memory` says whether processes of one machine share memory.
-pub(super) fn meet(meeting: &Meeting) -> Result<Communicator> {
-    let Meeting { rank, world_size, master, security, job, deadline, pace, shared_memory, .. } = meeting;
+pub(super) fn meet(meeting: &JoinSettings) -> Result<Communicator> {
+    let JoinSettings { rank, world_size, master, security, job, deadline, pace, shared_memory, .. } = meeting;
     // A ticket may also contain relays, which are only used by QUIC.
     let addresses: Vec<&str> = master.split(',').filter(|address| !address.contains("://")).collect();
     let first = *addresses.first().ok_or_else(|| Error::Setting {

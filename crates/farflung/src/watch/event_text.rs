@@ -196,16 +196,16 @@ pub(super) fn cut(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Event, What};
+    use crate::{Event, EventKind};
 
-    fn text(what: What) -> String {
+    fn text(what: EventKind) -> String {
         let line = serde_json::to_vec(&Event { step: 812, time_s: 1.5, what }).unwrap();
         EventLine::parse(&line).unwrap().text()
     }
 
     #[test]
     fn every_event_has_words() {
-        let members = |came: &[u32], went: &[u32], reason: Option<&str>| What::Members {
+        let members = |came: &[u32], went: &[u32], reason: Option<&str>| EventKind::Members {
             epoch: 4,
             members: 3,
             came: came.into(),
@@ -221,32 +221,37 @@ mod tests {
             (members(&[], &[3], Some("frozen")), "member 3 lost, 2.1 s, 0 samples lost; 3 now"),
             (members(&[5], &[], None), "member 5 came, 2.1 s; 3 now"),
             (members(&[5], &[2, 3], None), "member 2, member 3 left, member 5 came, 2.1 s; 3 now"),
-            (What::Saved { path: "runs/a/step-00000812".into() }, "checkpoint saved: step-00000812"),
+            (EventKind::Saved { path: "runs/a/step-00000812".into() }, "checkpoint saved: step-00000812"),
             (
-                What::Resumed { from: "a/step-3".into(), notes: vec!["`lr` differs".into()] },
+                EventKind::Resumed { from: "a/step-3".into(), notes: vec!["`lr` differs".into()] },
                 "went on from step-3; `lr` differs",
             ),
             (
-                What::Admitting { member: 3, state: 60_000_000, predicted_ms: Some(2500), at_most: false },
+                EventKind::Admitting {
+                    member: 3,
+                    state: 60_000_000,
+                    predicted_ms: Some(2500),
+                    at_most: false,
+                },
                 "member 3 is ready to come in: 60 MB of state, about 2.5 s",
             ),
-            (What::Skipped { times: 2 }, "gradients overflowed: computed again 2 times"),
+            (EventKind::Skipped { times: 2 }, "gradients overflowed: computed again 2 times"),
             (
-                What::Shares { microbatches: vec![3, 1], before_us: 2_000_000, now_us: 1_500_000 },
+                EventKind::Shares { microbatches: vec![3, 1], before_us: 2_000_000, now_us: 1_500_000 },
                 "shares are now 3 : 1: a step takes 1.500 s instead of 2.000 s",
             ),
             (
-                What::Pools {
+                EventKind::Pools {
                     members: vec![vec![0], vec![3, 4]],
                     rates: vec![vec![1], vec![3, 1]],
                     moved: Some(4),
                 },
                 "member 4 moved; members of the stages are 0 (100%) : 3 (75%), 4 (25%)",
             ),
-            (What::Lost { peer: "rank 1 was lost".into() }, "lost: rank 1 was lost"),
-            (What::Named { ranks: vec![1], reason: reason.clone() }, "wrong values: because"),
-            (What::Stopped { reason: "stopped by SIGINT".into() }, "stopped by SIGINT"),
-            (What::Refused { reason }, "refused: because"),
+            (EventKind::Lost { peer: "rank 1 was lost".into() }, "lost: rank 1 was lost"),
+            (EventKind::Named { ranks: vec![1], reason: reason.clone() }, "wrong values: because"),
+            (EventKind::Stopped { reason: "stopped by SIGINT".into() }, "stopped by SIGINT"),
+            (EventKind::Refused { reason }, "refused: because"),
         ] {
             assert_eq!(text(what), expected);
         }

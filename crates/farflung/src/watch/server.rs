@@ -75,7 +75,7 @@ impl Published {
 
 /// State shared by all requests.
 #[derive(Debug, Clone)]
-struct Site {
+struct AppState {
     published: watch::Receiver<Arc<Published>>,
     viewers: Arc<Semaphore>,
     /// The host of `--listen`.
@@ -102,7 +102,7 @@ pub fn serve(
     let listener = runtime.block_on(TcpListener::bind(listen)).map_err(failed())?;
     let address = listener.local_addr().map_err(failed())?;
     let named = listen.rsplit_once(':').map_or(listen, |(host, _)| host).trim_matches(['[', ']']);
-    let site = Site { published, viewers: Arc::new(Semaphore::new(MOST_VIEWERS)), named: named.into() };
+    let site = AppState { published, viewers: Arc::new(Semaphore::new(MOST_VIEWERS)), named: named.into() };
     let ended = AtomicBool::new(false);
     thread::scope(|scope| {
         let answers = ask.map(|ask| {
@@ -162,7 +162,7 @@ fn keep_asking(mut ask: Ask, answer: &Sender<Result<Option<Status>, String>>) {
     }
 }
 
-fn router(site: Site) -> Router {
+fn router(site: AppState) -> Router {
     Router::new()
         .route("/", get(page))
         .route("/snapshot", get(snapshot))
@@ -172,7 +172,7 @@ fn router(site: Site) -> Router {
 }
 
 /// Refuses the requests that are not answered, and sets security headers on all answers.
-async fn guarded(Shared(site): Shared<Site>, request: Request, next: Next) -> Response {
+async fn guarded(Shared(site): Shared<AppState>, request: Request, next: Next) -> Response {
     let host = request.headers().get(header::HOST).map(HeaderValue::as_bytes);
     let mut response = match guard::check(request.method().as_str(), host, &site.named) {
         Ok(()) => next.run(request).await,
@@ -223,7 +223,7 @@ async fn page() -> Response {
     ([(header::CONTENT_TYPE, html), (header::CONTENT_SECURITY_POLICY, policy)], page).into_response()
 }
 
-async fn snapshot(Shared(site): Shared<Site>) -> Response {
+async fn snapshot(Shared(site): Shared<AppState>) -> Response {
     #[derive(Serialize)]
     struct Body<'a> {
         #[serde(flatten)]
@@ -256,7 +256,7 @@ struct CurvePart<'a> {
     points: &'a [Point],
 }
 
-async fn events(Shared(site): Shared<Site>) -> Response {
+async fn events(Shared(site): Shared<AppState>) -> Response {
     let Ok(place) = site.viewers.clone().try_acquire_owned() else {
         return (StatusCode::SERVICE_UNAVAILABLE, "too many browsers follow this run\n").into_response();
     };

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::tiny::{Run, farflung};
 use farflung::events::{self, Event};
-use farflung::{What, metrics};
+use farflung::{EventKind, metrics};
 
 fn folder(run: &Run, rank: usize) -> PathBuf {
     if rank == 0 { run.at("run") } else { run.at(&format!("run/ranks/rank-{rank:05}")) }
@@ -26,11 +26,11 @@ fn read(run: &Run, rank: usize) -> Vec<Event> {
 /// Returns the steps and names of events.
 fn names(events: &[Event]) -> Vec<(u64, &str)> {
     let name = |event: &Event| match event.what {
-        What::Resumed { .. } => "resumed",
-        What::Saved { .. } => "saved",
-        What::Skipped { .. } => "skipped",
-        What::Lost { .. } => "lost",
-        What::Refused { .. } => "refused",
+        EventKind::Resumed { .. } => "resumed",
+        EventKind::Saved { .. } => "saved",
+        EventKind::Skipped { .. } => "skipped",
+        EventKind::Lost { .. } => "lost",
+        EventKind::Refused { .. } => "refused",
         _ => "another",
     };
     events.iter().map(|event| (event.step, name(event))).collect()
@@ -44,7 +44,7 @@ fn every_rank_tells_what_was_saved_and_resumed_and_refused() {
         let events = read(&run, rank);
         assert_eq!(names(&events), [(2, "saved"), (4, "saved")], "rank {rank}");
         let path = folder(&run, rank).join("step-00000004").display().to_string();
-        assert_eq!(events[1].what, What::Saved { path }, "rank {rank}");
+        assert_eq!(events[1].what, EventKind::Saved { path }, "rank {rank}");
         assert!(0.0 < events[0].time_s && events[0].time_s <= events[1].time_s);
     }
     let rows = metrics::read(&run.at("run/metrics.jsonl")).unwrap();
@@ -56,9 +56,9 @@ fn every_rank_tells_what_was_saved_and_resumed_and_refused() {
         let events = read(&run, rank);
         let after = [(0, "refused"), (4, "resumed"), (6, "saved")];
         assert_eq!(names(&events)[2..], after, "rank {rank}");
-        let What::Refused { reason } = &events[2].what else { unreachable!() };
+        let EventKind::Refused { reason } = &events[2].what else { unreachable!() };
         assert!(reason.contains("`heads` is 1, expected 2"), "{reason}");
-        let What::Resumed { from, notes } = &events[3].what else { unreachable!() };
+        let EventKind::Resumed { from, notes } = &events[3].what else { unreachable!() };
         assert!(
             from.ends_with("step-00000004") && notes[0].contains("`beta2` is 0.5, was 0.95"),
             "{notes:?}"
@@ -97,7 +97,7 @@ fn a_peer_that_is_lost_is_told_by_the_other() {
     second.wait().unwrap();
     assert_eq!(first.wait().unwrap().code(), Some(75));
     let events = read(&run, 0);
-    let What::Lost { peer } = &events[0].what else { unreachable!("{events:?}") };
+    let EventKind::Lost { peer } = &events[0].what else { unreachable!("{events:?}") };
     assert!(peer.contains('1') && events[0].step >= 3 && events.len() == 1, "{events:?}");
 }
 
@@ -128,7 +128,7 @@ fn steps_that_overflow_are_told_as_skipped() {
     for rank in [0, 1] {
         let events = read(&run, rank);
         assert_eq!(names(&events)[0], (1, "skipped"), "{events:?}");
-        let What::Skipped { times } = events[0].what else { unreachable!() };
+        let EventKind::Skipped { times } = events[0].what else { unreachable!() };
         assert!((1..16).contains(&times), "{events:?}");
     }
 }

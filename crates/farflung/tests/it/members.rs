@@ -9,7 +9,7 @@ use crate::virtual_members::{Told, fox, seats, tiny};
 use farflung::comm::simulated::Faults;
 use farflung::config::choice::{BalanceKind, OptimizerKind, SyncKind};
 use farflung::optim::sync::{DES_LOC, DILOCO, METHODS, Missing};
-use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, Watch, run_seats};
+use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, RunObserver, run_seats};
 use farflung::{Error, Result, StepMetrics, Stop, TrainConfig};
 use farflung_base::{Nanos, PeerId};
 
@@ -39,7 +39,7 @@ fn watched(
     ends: usize,
     come: &[(PeerId, Nanos)],
     faults: &Faults,
-    watch: &mut dyn Watch,
+    watch: &mut dyn RunObserver,
 ) -> Vec<Result<Option<Report>>> {
     run_seats(job, seats(job, ends, come, faults), watch)
 }
@@ -188,7 +188,7 @@ fn fourth_step(config: &TrainConfig) -> (Nanos, Nanos) {
 #[derive(Default)]
 struct Times(Vec<f64>);
 
-impl Watch for Times {
+impl RunObserver for Times {
     fn step(&mut self, metrics: &StepMetrics, _: Option<f64>) {
         self.0.push(metrics.time_s);
     }

@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 
 use crate::virtual_members::{Ended, fox, seats, tiny};
 use farflung::comm::simulated::Faults;
-use farflung::events::{self, What};
-use farflung::train::{Job, Report, Watch, run_seats};
+use farflung::events::{self, EventKind};
+use farflung::train::{Job, Report, RunObserver, run_seats};
 use farflung::{Error, Existing, RunDir, StepMetrics, Stop, TrainConfig};
 use farflung_base::{Nanos, PeerId};
 
@@ -48,7 +48,7 @@ struct Notes {
     damages: Option<PathBuf>,
 }
 
-impl Watch for Notes {
+impl RunObserver for Notes {
     fn step(&mut self, metrics: &StepMetrics, _: Option<f64>) {
         if let Some(path) = self.damages.take_if(|_| metrics.step == LOSS - 1) {
             let mut bytes = fs::read(&path).unwrap();
@@ -107,7 +107,7 @@ fn losses(report: &Report) -> Vec<f64> {
 fn changes(folder: &Path) -> Vec<(u64, bool)> {
     let told = events::read(&folder.join(events::EVENTS)).unwrap();
     let change = |event: events::Event| match event.what {
-        What::Members { lost_steps, from_checkpoints, .. } => Some((lost_steps, from_checkpoints)),
+        EventKind::Members { lost_steps, from_checkpoints, .. } => Some((lost_steps, from_checkpoints)),
         _ => None,
     };
     told.into_iter().filter_map(change).collect()

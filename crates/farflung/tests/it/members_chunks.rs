@@ -13,7 +13,7 @@ use farflung::config::choice::SyncKind;
 use farflung::optim::sync::DILOCO;
 use farflung::train::{Fault, FaultyValue, Job, elastic, run_seats};
 use farflung::{Stop, TrainConfig};
-use farflung_base::{Bandwidth, Nanos, PeerId, Port, Rank, Topology};
+use farflung_base::{AccessLink, Bandwidth, Nanos, PeerId, Rank, Topology};
 
 const MEMBERS: usize = 3;
 const NEW: PeerId = PeerId(MEMBERS as u32);
@@ -215,7 +215,7 @@ fn members_with_slow_uplinks_give_less() {
         let mut topology = Topology::uniform(MEMBERS + 1, "1gbit,1ms".parse().unwrap());
         for (rank, &up) in (0..).map(Rank).zip(uplinks) {
             let (up, down) = (Bandwidth(up * 1_000_000), Bandwidth(100_000_000));
-            topology.set_port(rank, Port { up, down });
+            topology.set_port(rank, AccessLink { up, down });
         }
         let ends = cluster_with(&topology, &Faults::new());
         let ends = ends.into_iter().map(|end| end as Arc<dyn Transport>).collect();

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use crate::virtual_members::{Ended, Told, fox, seats, tiny};
 use farflung::comm::simulated::Faults;
-use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, Watch, elastic, run_seats};
+use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, RunObserver, elastic, run_seats};
 use farflung::{Error, Stop, TrainConfig};
 use farflung_base::{Nanos, PeerId};
 
@@ -37,7 +37,7 @@ fn run(
     ends: usize,
     come: &[(PeerId, Nanos)],
     faults: &Faults,
-    watch: &mut dyn Watch,
+    watch: &mut dyn RunObserver,
 ) -> Vec<Ended> {
     run_seats(job, seats(job, ends, come, faults), watch)
 }

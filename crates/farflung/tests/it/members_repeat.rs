@@ -7,7 +7,7 @@ use std::path::Path;
 use crate::virtual_members::{Ended, fox, seats, tiny};
 use farflung::comm::simulated::Faults;
 use farflung::config::choice::{BalanceKind, SyncKind};
-use farflung::events::{self, What};
+use farflung::events::{self, EventKind};
 use farflung::optim::sync::DILOCO;
 use farflung::train::{Job, Quiet, Report, run_seats};
 use farflung::{Existing, RunDir, Stop, TrainConfig};
@@ -42,7 +42,7 @@ fn job(folder: &Path, slow_ms: u32, deadline_ms: u64, config: TrainConfig) -> Jo
 }
 
 /// Returns the result of each member, and the events of the first one.
-fn run(job: &Job, folder: &Path) -> (Vec<Ended>, Vec<What>) {
+fn run(job: &Job, folder: &Path) -> (Vec<Ended>, Vec<EventKind>) {
     let mut seats = seats(job, MEMBERS, &[], &Faults::new());
     for (n, seat) in seats.iter_mut().enumerate() {
         let own = RunDir::open(&folder.join(format!("member-{n}")), Existing::Refuse).unwrap();
@@ -64,9 +64,9 @@ fn losses(report: &Report) -> Vec<(u64, f64)> {
 }
 
 /// Returns how often the step was repeated, with which deadlines.
-fn repeats(told: &[What]) -> Vec<(u32, u64)> {
-    let of = |what: &What| match what {
-        What::Repeated { times, deadline_ms, .. } => Some((*times, *deadline_ms)),
+fn repeats(told: &[EventKind]) -> Vec<(u32, u64)> {
+    let of = |what: &EventKind| match what {
+        EventKind::Repeated { times, deadline_ms, .. } => Some((*times, *deadline_ms)),
         _ => None,
     };
     told.iter().filter_map(of).collect()
@@ -92,7 +92,7 @@ fn a_step_that_times_out_while_all_answer_is_done_again_by_the_same_members() {
             assert_eq!(losses(report), losses(calm[0]));
         }
         assert_eq!(repeats(&told), expected, "{told:?}");
-        assert!(!told.iter().any(|what| matches!(what, What::Members { .. })), "{told:?}");
+        assert!(!told.iter().any(|what| matches!(what, EventKind::Members { .. })), "{told:?}");
     }
 }
 
@@ -106,7 +106,10 @@ fn a_member_that_keeps_the_others_waiting_again_and_again_is_given_up() {
     let left: Vec<&Report> =
         ended[..2].iter().map(|ended| ended.as_ref().unwrap().as_ref().unwrap()).collect();
     assert_eq!((left[0].workers, &left[0].hash), (2, &left[1].hash));
-    assert!(told.iter().any(|what| matches!(what, What::Members { went, .. } if *went == [2])), "{told:?}");
+    assert!(
+        told.iter().any(|what| matches!(what, EventKind::Members { went, .. } if *went == [2])),
+        "{told:?}"
+    );
 }
 
 #[test]
@@ -130,5 +133,5 @@ fn a_pipeline_does_a_step_again_that_timed_out() {
     assert_eq!(whole(&short), whole(&calm));
     let repeats = repeats(&told);
     assert!(!repeats.is_empty() && repeats.iter().all(|(times, _)| *times <= 3), "{repeats:?}");
-    assert!(!told.iter().any(|what| matches!(what, What::Members { .. })), "{told:?}");
+    assert!(!told.iter().any(|what| matches!(what, EventKind::Members { .. })), "{told:?}");
 }

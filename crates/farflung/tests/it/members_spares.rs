@@ -6,7 +6,7 @@ use std::path::Path;
 
 use crate::virtual_members::{Ended, fox, seats, tiny};
 use farflung::comm::simulated::Faults;
-use farflung::train::{Job, Watch, run_seats};
+use farflung::train::{Job, RunObserver, run_seats};
 use farflung::{StepMetrics, Stop, TrainConfig};
 use farflung_base::{Nanos, PeerId};
 
@@ -39,7 +39,7 @@ struct Told {
     time_s: f64,
 }
 
-impl Watch for Told {
+impl RunObserver for Told {
     fn step(&mut self, metrics: &StepMetrics, _: Option<f64>) {
         self.time_s = metrics.time_s;
     }

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use farflung::base::{Bandwidth, Nanos};
-use farflung::relay::{Carries, Relay};
+use farflung::relay::{Carries, LinkEmulator};
 
 /// Starts a server that sends back what it receives; returns its address.
 fn echo() -> String {
@@ -39,7 +39,7 @@ fn there_and_back(address: impl std::net::ToSocketAddrs, data: &[u8]) -> Vec<u8>
 
 #[test]
 fn streams_come_through_in_order_and_whole() {
-    let mut relay = Relay::new("127.0.0.1:0", echo());
+    let mut relay = LinkEmulator::new("127.0.0.1:0", echo());
     relay.rate = "400mbit".parse().unwrap();
     (relay.delay, relay.jitter) = (Nanos::from_millis(2), Nanos::from_millis(3));
     (relay.loss, relay.retransmit) = (20_000, Nanos::from_millis(5));
@@ -61,7 +61,7 @@ fn streams_come_through_in_order_and_whole() {
 
 #[test]
 fn over_a_cut_link_nothing_comes_until_it_is_joined() {
-    let relaying = Relay::new("127.0.0.1:0", echo()).start().unwrap();
+    let relaying = LinkEmulator::new("127.0.0.1:0", echo()).start().unwrap();
     let mut stream = TcpStream::connect(relaying.address()).unwrap();
     relaying.cut(true);
     stream.write_all(b"hello").unwrap();
@@ -80,7 +80,7 @@ fn over_a_cut_link_nothing_comes_until_it_is_joined() {
 #[test]
 fn datagrams_come_to_whom_they_belong_and_are_lost_as_told() {
     let far = UdpSocket::bind("127.0.0.1:0").unwrap();
-    let mut relay = Relay::new("127.0.0.1:0", far.local_addr().unwrap().to_string());
+    let mut relay = LinkEmulator::new("127.0.0.1:0", far.local_addr().unwrap().to_string());
     (relay.carries, relay.rate) = (Carries::Udp, Bandwidth::UNLIMITED);
     let lossless = relay.start().unwrap();
     far.set_read_timeout(Some(Duration::from_secs(20))).unwrap();

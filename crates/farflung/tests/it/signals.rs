@@ -41,7 +41,7 @@ fn a_rank_that_waits() {
     let ranks: Vec<_> = memory::cluster(2).into_iter().map(|rank| Communicator::new(rank)).collect();
     println!("ready");
     let mean = |comm: &Communicator| comm.all_reduce(&mut [1.0_f32], ReduceOp::Mean);
-    let error = mean(&stop.tie(ranks[0].clone())).unwrap_err();
+    let error = mean(&stop.with_stop(ranks[0].clone())).unwrap_err();
     let told = mean(&ranks[1]).unwrap_err();
     println!("{} {error}, {told}", stop.cancelled().unwrap());
     thread::sleep(Duration::from_mins(1));

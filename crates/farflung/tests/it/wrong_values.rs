@@ -11,7 +11,7 @@ use farflung::config::choice::{LrScheduleKind, Resume, SyncKind, TransportKind};
 use farflung::optim::sync::{COCKTAIL, D_PSGD, DILOCO, SHIFT_ONE, STREAMING};
 use farflung::train::{Failure, Fault, FaultyValue, Job, Moment, Quiet, run_job, seats};
 use farflung::transports::MEMORY;
-use farflung::{Checkpoint, Error, Result, Stop, TrainConfig, What, events};
+use farflung::{Checkpoint, Error, EventKind, Result, Stop, TrainConfig, events};
 
 fn train(run: &Run, before: &[&str], args: &str) -> Output {
     let args = format!("--out {} {args}", run.at("run").display());
@@ -224,8 +224,8 @@ fn a_rank_whose_gradients_are_not_finite_is_named() {
         let Error::StepNotFinite { step: 4, tries: 3, ranks, .. } = &error else { unreachable!("{error:?}") };
         assert_eq!(ranks.iter().map(|rank| rank.0).collect::<Vec<_>>(), named, "{error}");
         let last = events::read(&folder.path().join("run/events.jsonl")).unwrap().pop().unwrap();
-        if !matches!(last.what, What::Lost { .. }) {
-            let What::Named { ranks, reason } = last.what else { unreachable!("{last:?}") };
+        if !matches!(last.what, EventKind::Lost { .. }) {
+            let EventKind::Named { ranks, reason } = last.what else { unreachable!("{last:?}") };
             assert_eq!((ranks.as_slice(), reason.starts_with(&error.to_string())), (named, true));
         }
     }
@@ -259,7 +259,7 @@ fn a_bit_that_changes_on_one_replica_is_found_before_the_next_checkpoint() {
             let run = folder.path().join("run");
             assert_eq!(newest(&run), 2, "the last good checkpoint stays");
             let last = events::read(&run.join("events.jsonl")).unwrap().pop().unwrap();
-            let What::Named { ranks, reason } = last.what else { unreachable!("{last:?}") };
+            let EventKind::Named { ranks, reason } = last.what else { unreachable!("{last:?}") };
             assert_eq!((last.step, ranks.as_slice(), reason), (4, odd, error.to_string()));
         }
     }

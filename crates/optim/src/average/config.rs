@@ -7,7 +7,7 @@ use farflung_tensor::ParamLayout;
 
 use super::bucket::{Bucket, Slot, cut};
 use super::coding::Coding;
-use super::rounds::Rounds;
+use super::rounds::BucketProtocols;
 
 /// Configuration of averages.
 #[derive(Debug, Clone)]
@@ -73,7 +73,7 @@ impl AverageConfig {
         let (slots, buckets) = self.cut(layout);
         let of = |bucket: usize| {
             let slots = slots.iter().filter(|slot| slot.bucket == bucket);
-            Rounds::new(slots, &*make, self.seed).sizes().to_vec()
+            BucketProtocols::new(slots, &*make, self.seed).sizes().to_vec()
         };
         Some((0..buckets.len()).map(of).collect())
     }

@@ -13,7 +13,7 @@ use crate::OptimError;
 
 /// Protocols of a bucket.
 #[derive(Debug)]
-pub(super) struct Rounds {
+pub(super) struct BucketProtocols {
     matrices: Vec<Matrix>,
     /// Ranges of the bucket that have no protocol.
     plain: Vec<Range<usize>>,
@@ -56,7 +56,7 @@ fn check(what: &'static str, found: usize, wanted: usize) -> Result<(), Compress
     if found == wanted { Ok(()) } else { Err(CompressError::LengthMismatch { what, wanted, found }) }
 }
 
-impl Rounds {
+impl BucketProtocols {
     /// Creates the protocols for the parameters of a bucket, given in the layout's order.
     pub(super) fn new<'a>(slots: impl Iterator<Item = &'a Slot>, make: &MakeProtocol, seed: u64) -> Self {
         let (mut matrices, mut plain) = (Vec::new(), Vec::<Range<usize>>::new());

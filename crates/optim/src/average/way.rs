@@ -5,32 +5,32 @@ use farflung_comm::{CommError, Communicator, ReduceOp};
 
 use super::bucket::Packed;
 use super::coder::{Codecs, Values};
-use super::rounds::{Exchanged, Rounds};
+use super::rounds::{BucketProtocols, Exchanged};
 use crate::OptimError;
 
 /// Exchange of a bucket in progress.
-pub(super) type Travelling = Pending<Result<Packed, CommError>>;
+pub(super) type PendingBucket = Pending<Result<Packed, CommError>>;
 
 #[derive(Debug)]
-pub(super) enum Way {
+pub(super) enum BucketReduction {
     /// As plain f32, with the number of values.
     Plain(usize),
     Coded(Codecs),
-    Rounds(Rounds),
+    Rounds(BucketProtocols),
 }
 
 /// Result of an exchange of a bucket.
-pub(super) enum Came {
+pub(super) enum ReductionStep {
     Mean(Packed),
     /// There is another exchange.
-    Goes(Travelling),
+    Goes(PendingBucket),
 }
 
-fn plain(comm: &Communicator, values: Vec<f32>) -> Travelling {
+fn plain(comm: &Communicator, values: Vec<f32>) -> PendingBucket {
     comm.start_all_reduce(values, ReduceOp::Mean).map(|values| values.map(Packed::Plain))
 }
 
-impl Way {
+impl BucketReduction {
     /// Begins a round.
     pub(super) fn begin(&self, round: u64) {
         if let Self::Coded(codecs) = self {
@@ -47,7 +47,7 @@ impl Way {
     }
 
     /// Starts the first exchange of the bucket.
-    pub(super) fn start(&mut self, comm: &Communicator, packed: Packed) -> Result<Travelling, OptimError> {
+    pub(super) fn start(&mut self, comm: &Communicator, packed: Packed) -> Result<PendingBucket, OptimError> {
         Ok(match (self, packed) {
             (Self::Coded(codecs), Packed::Coded(shards)) => {
                 let values = codecs.values(shards);
@@ -61,13 +61,13 @@ impl Way {
     }
 
     /// Takes the result of an exchange, and starts the next one if there is one.
-    pub(super) fn came(&mut self, comm: &Communicator, packed: Packed) -> Result<Came, OptimError> {
+    pub(super) fn came(&mut self, comm: &Communicator, packed: Packed) -> Result<ReductionStep, OptimError> {
         match (self, packed) {
             (Self::Rounds(rounds), Packed::Plain(mean)) => Ok(match rounds.incoming(&mean)? {
-                Exchanged::Next(values) => Came::Goes(plain(comm, values)),
-                Exchanged::Mean(values) => Came::Mean(Packed::Plain(values)),
+                Exchanged::Next(values) => ReductionStep::Goes(plain(comm, values)),
+                Exchanged::Mean(values) => ReductionStep::Mean(Packed::Plain(values)),
             }),
-            (_, packed) => Ok(Came::Mean(packed)),
+            (_, packed) => Ok(ReductionStep::Mean(packed)),
         }
     }
 

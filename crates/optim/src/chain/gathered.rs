@@ -22,7 +22,7 @@ pub(super) fn program(link: &dyn Transform, group: ParamGroup) -> Result<Program
 
 /// Buffers and steps of a synchronisation.
 #[derive(Debug)]
-pub struct Meets<'a> {
+pub struct GatheredUpdate<'a> {
     /// Mean over replicas of what they accumulated.
     pub mean: &'a Tensor,
     /// Anchor: the parameters at the previous synchronisation.
@@ -50,8 +50,12 @@ impl Chain {
     /// same on all of them. Does nothing if no link accumulates.
     ///
     /// Errors: [`OptimError::Tensor`] if a buffer has another length.
-    pub fn take_gathered(&mut self, meets: Meets<'_>, params: &mut Tensor) -> Result<(), OptimError> {
-        let Meets { mean, anchor, steps } = meets;
+    pub fn take_gathered(
+        &mut self,
+        meets: GatheredUpdate<'_>,
+        params: &mut Tensor,
+    ) -> Result<(), OptimError> {
+        let GatheredUpdate { mean, anchor, steps } = meets;
         let Some((link, _, first)) = self.gathering() else { return Ok(()) };
         let count = link.states().len();
         let device: Device = params.device().clone();

@@ -13,7 +13,7 @@ const STATES: usize = 3;
 
 /// Position of a fused pass among the passes of its parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct PassPosition {
     /// Whether it is the first pass. It reads the gradient; others read the update that the pass before left in
     /// memory.
     pub(super) first: bool,
@@ -30,7 +30,7 @@ pub(super) enum Pass {
         /// Read-only buffer 0 holds the gradient in the first pass, the update in the last, and the parameters
         /// in a middle pass. Read-only buffer 1 holds the parameters in a first pass that is not the last.
         program: Program,
-        place: Place,
+        place: PassPosition,
         /// Indices of its states among all states of the chain, ascending.
         states: Vec<usize>,
     },
@@ -93,13 +93,13 @@ pub(super) fn passes(links: &[Numbered<'_>], group: ParamGroup) -> Result<Vec<Pa
     let count = steps.len();
     let pass = |(i, step)| match step {
         Step::PerTensor(link) => Ok(Pass::PerTensor(link)),
-        Step::Fused(links) => fuse(&links, Place { first: i == 0, last: i + 1 == count }, group),
+        Step::Fused(links) => fuse(&links, PassPosition { first: i == 0, last: i + 1 == count }, group),
     };
     steps.into_iter().enumerate().map(pass).collect()
 }
 
 /// Fuses links into one program.
-fn fuse(links: &[Numbered<'_>], place: Place, group: ParamGroup) -> Result<Pass, OptimError> {
+fn fuse(links: &[Numbered<'_>], place: PassPosition, group: ParamGroup) -> Result<Pass, OptimError> {
     let mut program = ProgramBuilder::new();
     let (param, mut update) = match (place.first, place.last) {
         (_, true) => (program.load(0), program.read(0)),

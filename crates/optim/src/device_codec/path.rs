@@ -2,7 +2,7 @@
 //! those of the host's codec. Payload headers are not handled here.
 
 use farflung_compress::device::VectorDevice as _;
-use farflung_compress::sparse::{Drawn, Places};
+use farflung_compress::sparse::{RoundMask, SparseIndices};
 use farflung_compress::{CodecId, CodecSpec, IndexCoding, Mask, RoundKey, Select, dct};
 use farflung_tensor::{DType, Device, Op, Tensor};
 
@@ -32,7 +32,7 @@ impl Source<'_> {
 
 /// Stages of a codec, from the outermost to the innermost.
 #[derive(Debug)]
-pub(super) enum Path {
+pub(super) enum CodecStages {
     Values(Values),
     /// Keeps one element of each stratum.
     Masked(Mask, Box<Self>),
@@ -53,7 +53,7 @@ fn largest(select: Select, len: usize) -> Option<[usize; 3]> {
     Some([chunk, kept, select.most(len)])
 }
 
-impl Path {
+impl CodecStages {
     /// Builds the path of a codec, or returns `None` if the device lacks kernels for one of its stages.
     pub(super) fn of(spec: CodecSpec, device: &Device) -> Option<Self> {
         let inner = |spec| Some(Box::new(Self::of(spec, device)?));
@@ -104,7 +104,7 @@ impl Path {
                 }
             },
             Self::Masked(mask, inner) => {
-                let drawn = Drawn::new(*mask, key, len);
+                let drawn = RoundMask::new(*mask, key, len);
                 body.prefix.extend(drawn.write(inner.id()));
                 inner.encode_at(device, &masked(device, &drawn, len)?, source, key, body)
             }
@@ -178,11 +178,11 @@ impl Path {
             }
             Self::Masked(_, inner) => {
                 let Some((prefix, body)) = body.split_first_chunk() else { return Ok(false) };
-                let Ok((drawn, id)) = Drawn::read(prefix, len) else { return Ok(false) };
+                let Ok((drawn, id)) = RoundMask::read(prefix, len) else { return Ok(false) };
                 inner.decode_at(device, &masked(device, &drawn, len)?, id, body, out)
             }
             Self::Largest(_, inner) => {
-                let Ok(places) = Places::read(body, len) else { return Ok(false) };
+                let Ok(places) = SparseIndices::read(body, len) else { return Ok(false) };
                 let Ok(indices) = places.indices() else { return Ok(false) };
                 let indices = device.tensor(&indices, indices.len())?;
                 inner.decode_at(device, &indices, places.inner(), places.values(), out)
@@ -223,9 +223,9 @@ impl Path {
 }
 
 /// Returns the indices that a mask keeps of a vector.
-fn masked(device: &Device, drawn: &Drawn, len: usize) -> Result<Tensor> {
+fn masked(device: &Device, drawn: &RoundMask, len: usize) -> Result<Tensor> {
     let kept = drawn.kept();
-    let mask = farflung_tensor::DrawnMask {
+    let mask = farflung_tensor::BlockMask {
         pattern: drawn.mask().pattern,
         stride: drawn.mask().stride,
         phase: drawn.phase(),

@@ -2,7 +2,9 @@
 
 use super::{Averages, LocalMethod, LocalSettings, clipped};
 use crate::ChainBuilder;
-use crate::transform::{Rounds, ZeroOneAdam, add_decayed_weights, scale_by_schedule, scale_by_zero_one_adam};
+use crate::transform::{
+    SyncSchedule, ZeroOneAdam, add_decayed_weights, scale_by_schedule, scale_by_zero_one_adam,
+};
 
 /// Row of [`METHODS`](super::METHODS) for [`zero_one_adam`].
 pub const ZERO_ONE_ADAM: LocalMethod = LocalMethod {
@@ -17,7 +19,7 @@ pub const ZERO_ONE_ADAM: LocalMethod = LocalMethod {
     build: |settings| {
         let LocalSettings { beta1, beta2, eps, weight_decay, clip, schedule, freeze, .. } = settings;
         let LocalSettings { variance_doubling, local_doubling, most_local: most, .. } = settings;
-        let rounds = Rounds { freeze, variance_doubling, local_doubling, most };
+        let rounds = SyncSchedule { freeze, variance_doubling, local_doubling, most };
         zero_one_adam(ZeroOneAdam { beta1, beta2, eps, rounds, schedule, weight_decay }, clip)
     },
 };

@@ -8,9 +8,9 @@ use farflung_base::Nanos;
 
 use super::server::{DelayedNesterov, Quorum, QuorumMean, ServerRule};
 use super::{Buffers, Kept, Missing, SyncMethod, SyncSettings};
-pub(super) use owner::{Owner, Route};
+pub(super) use owner::{Route, ServerHandle};
 pub use worker::Asynchronous;
-pub(super) use worker::{Pace, Parts, Remembered};
+pub(super) use worker::{ServerState, WaitPolicy, WorkerServers};
 
 /// Placement of the servers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -121,7 +121,7 @@ pub const ASYNC: SyncMethod = SyncMethod {
         let buffer = if s.asynchronous.buffer == 0 { all } else { s.asynchronous.buffer };
         let (lr, momentum) = (s.outer_lr, s.outer_momentum);
         let rule = |len| Box::new(DelayedNesterov::new(len, lr, momentum, buffer)) as _;
-        let pace = Pace { waits: Some(s.delay), staleness: None, weight: 1.0 };
+        let pace = WaitPolicy { waits: Some(s.delay), staleness: None, weight: 1.0 };
         Ok(Box::new(Asynchronous::new(s, &rule, pace)?))
     },
 };
@@ -141,7 +141,7 @@ pub const PARAMETER_SERVER: SyncMethod = SyncMethod {
     buffers: |kept| (ASYNC.buffers)(&Kept { momentum: 0.0, ..*kept }),
     build: |s| {
         let rule = sgd(s.comm.size());
-        let pace = Pace { waits: Some(0), staleness: None, weight: 1.0 };
+        let pace = WaitPolicy { waits: Some(0), staleness: None, weight: 1.0 };
         Ok(Box::new(Asynchronous::new(SyncSettings { every: 1, ..s }, &rule, pace)?))
     },
     ..ASYNC
@@ -157,7 +157,7 @@ pub const BOUNDED_STALE: SyncMethod = SyncMethod {
     reads: &["staleness", "servers", "meet-every"],
     build: |s| {
         let rule = sgd(s.comm.size());
-        let pace = Pace { waits: Some(0), staleness: Some(s.asynchronous.staleness), weight: 1.0 };
+        let pace = WaitPolicy { waits: Some(0), staleness: Some(s.asynchronous.staleness), weight: 1.0 };
         Ok(Box::new(Asynchronous::new(SyncSettings { every: 1, ..s }, &rule, pace)?))
     },
     ..PARAMETER_SERVER
@@ -184,7 +184,7 @@ pub const DECOUPLED: SyncMethod = SyncMethod {
         let (outer, workers) = ((s.outer_lr, s.outer_momentum), s.comm.size());
         let rule = |len| Box::new(QuorumMean::new(len, outer, settings.quorum, workers)) as _;
         // A change is weighted by tokens, times tokens per step.
-        let pace = Pace { waits: None, staleness: None, weight: settings.tokens_per_step };
+        let pace = WaitPolicy { waits: None, staleness: None, weight: settings.tokens_per_step };
         Ok(Box::new(Asynchronous::new(s, &rule, pace)?))
     },
     ..ASYNC

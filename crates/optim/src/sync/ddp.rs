@@ -2,7 +2,7 @@
 
 use farflung_tensor::Tensor;
 
-use super::{After, Buffers, Missing, SyncMethod, Synchroniser};
+use super::{Buffers, Missing, StepEnd, SyncMethod, Synchroniser};
 use crate::{Average, OptimError};
 
 /// Row of [`METHODS`](super::METHODS) for [`Ddp`].
@@ -43,10 +43,10 @@ impl Synchroniser for Ddp {
     fn gradients(&mut self) -> Option<&mut Average> {
         Some(&mut self.average)
     }
-    fn is_due(&self, _: After) -> bool {
+    fn is_due(&self, _: StepEnd) -> bool {
         false
     }
-    fn exchange(&mut self, _: &Tensor, _: After, _: f64) -> Result<(), OptimError> {
+    fn exchange(&mut self, _: &Tensor, _: StepEnd, _: f64) -> Result<(), OptimError> {
         Ok(())
     }
     fn exchanged(&mut self) -> Option<&mut Tensor> {

@@ -7,7 +7,7 @@ use std::ops::Range;
 use farflung_tensor::{Device, Op, Tensor, TensorError, View};
 
 use super::saved::required;
-use super::{After, SyncSettings, Synchroniser, Timeline};
+use super::{StepEnd, SyncSettings, Synchroniser, Timeline};
 use crate::finite::is_finite;
 use crate::{Average, AverageConfig, OptimError};
 use programs::Programs;
@@ -204,7 +204,7 @@ impl Delayed {
     }
 
     /// Returns the fragment that is due after this step, once its mean has arrived.
-    fn returned(&mut self, after: After) -> Result<Option<usize>, OptimError> {
+    fn returned(&mut self, after: StepEnd) -> Result<Option<usize>, OptimError> {
         let due = after.last || self.timeline.returns(after.step).is_some();
         let Some(flight) = self.flight.filter(|_| due) else { return Ok(None) };
         Ok(match flight {
@@ -238,10 +238,10 @@ impl Synchroniser for Delayed {
     fn gradients(&mut self) -> Option<&mut Average> {
         None
     }
-    fn is_due(&self, after: After) -> bool {
+    fn is_due(&self, after: StepEnd) -> bool {
         after.last || self.timeline.returns(after.step).is_some()
     }
-    fn exchange(&mut self, params: &Tensor, after: After, weight: f64) -> Result<(), OptimError> {
+    fn exchange(&mut self, params: &Tensor, after: StepEnd, weight: f64) -> Result<(), OptimError> {
         (self.merging, self.goes_on) = (None, false);
         if let Some(fragment) = self.returned(after)? {
             self.merges(fragment..fragment + 1, false);
@@ -319,7 +319,7 @@ impl Synchroniser for Delayed {
         }
         Ok(())
     }
-    fn depart(&mut self, params: &Tensor, after: After, weight: f64) -> Result<bool, OptimError> {
+    fn start_exchanges(&mut self, params: &Tensor, after: StepEnd, weight: f64) -> Result<bool, OptimError> {
         let leaves = self.timeline.leaves(after.step).filter(|_| self.timeline.delay() > 0 && !after.last);
         if let Some(fragment) = leaves {
             self.send(params, fragment..fragment + 1, weight)?;
@@ -327,7 +327,7 @@ impl Synchroniser for Delayed {
         }
         Ok(leaves.is_some())
     }
-    fn goes_on(&self) -> bool {
+    fn needs_another_exchange(&self) -> bool {
         self.goes_on
     }
     fn common(&self) -> Option<&Tensor> {
@@ -336,7 +336,7 @@ impl Synchroniser for Delayed {
     fn common_mut(&mut self) -> Option<&mut Tensor> {
         Some(&mut self.outer.anchor)
     }
-    fn settle(&mut self) -> Result<(), OptimError> {
+    fn wait_in_flight(&mut self) -> Result<(), OptimError> {
         if let Some(Flight::Away(fragment)) = self.flight {
             self.average.finish_fragments(&mut self.mean)?;
             self.average.commit();
@@ -344,7 +344,7 @@ impl Synchroniser for Delayed {
         }
         Ok(())
     }
-    fn abandon(&mut self) {
+    fn drop_in_flight(&mut self) {
         self.flight = None;
         self.average.open();
     }

@@ -5,7 +5,7 @@ use farflung_comm::Algorithm;
 use farflung_tensor::Tensor;
 
 use super::mean::copy;
-use super::{After, Buffers, DiLoCo, Kept, Missing, SyncMethod, SyncSettings, Synchroniser};
+use super::{Buffers, DiLoCo, Kept, Missing, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::finite::is_finite;
 use crate::transform::StateKind;
 use crate::{Average, AverageConfig, Chain, Coding, OptimError, weigh};
@@ -99,7 +99,7 @@ impl DesLoc {
     }
 
     /// Returns whether states of a kind are averaged after a step.
-    const fn averages(&self, kind: StateKind, after: After) -> bool {
+    const fn averages(&self, kind: StateKind, after: StepEnd) -> bool {
         let every = match kind {
             StateKind::Weights => self.every,
             StateKind::FirstMoment => self.periods.first,
@@ -113,17 +113,17 @@ impl Synchroniser for DesLoc {
     fn gradients(&mut self) -> Option<&mut Average> {
         None
     }
-    fn is_due(&self, after: After) -> bool {
+    fn is_due(&self, after: StepEnd) -> bool {
         self.params.is_due(after)
     }
-    fn exchange(&mut self, params: &Tensor, after: After, weight: f64) -> Result<(), OptimError> {
+    fn exchange(&mut self, params: &Tensor, after: StepEnd, weight: f64) -> Result<(), OptimError> {
         self.params.exchange(params, after, weight)
     }
     fn exchange_gathered(
         &mut self,
         params: &Tensor,
         chain: &Chain,
-        after: After,
+        after: StepEnd,
         weight: f64,
     ) -> Result<(), OptimError> {
         self.due.clear();
@@ -172,10 +172,10 @@ impl Synchroniser for DesLoc {
     fn agreed(&self) -> Option<&Tensor> {
         self.params.agreed()
     }
-    fn abandon(&mut self) {
+    fn drop_in_flight(&mut self) {
         self.due.clear();
         self.plain.open();
-        self.params.abandon();
+        self.params.drop_in_flight();
     }
     fn rollback(&mut self) {
         self.due.clear();

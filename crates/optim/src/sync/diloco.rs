@@ -2,7 +2,7 @@
 
 use farflung_tensor::Tensor;
 
-use super::{After, Buffers, Kept, Missing, SyncMethod, SyncSettings, Synchroniser};
+use super::{Buffers, Kept, Missing, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError, OuterOptimizer, Prepared, diloco_outer, weigh};
 
 /// Row of [`METHODS`](super::METHODS) for [`DiLoCo`].
@@ -60,10 +60,10 @@ impl Synchroniser for DiLoCo {
     fn gradients(&mut self) -> Option<&mut Average> {
         None
     }
-    fn is_due(&self, after: After) -> bool {
+    fn is_due(&self, after: StepEnd) -> bool {
         after.step.is_multiple_of(self.every) || after.last
     }
-    fn exchange(&mut self, params: &Tensor, _: After, weight: f64) -> Result<(), OptimError> {
+    fn exchange(&mut self, params: &Tensor, _: StepEnd, weight: f64) -> Result<(), OptimError> {
         let delta = self.outer.delta(params)?;
         weigh(delta, weight)?;
         self.average.all(delta)?;

@@ -8,7 +8,7 @@ use farflung_tensor::Tensor;
 use super::exchange::Packing;
 use super::mean::CommonMean;
 use super::saved::required;
-use super::{After, Buffers, IN_FLIGHT, SyncMethod, SyncSettings, Synchroniser};
+use super::{Buffers, IN_FLIGHT, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, AverageConfig, OptimError};
 
 /// Row of [`METHODS`](super::METHODS) for [`Eager`].
@@ -57,9 +57,9 @@ pub struct Eager {
     copies: f64,
     packing: Packing,
     /// Position that means move: the same on all replicas.
-    shared: Path,
+    shared: Position,
     /// Position that this replica's own differences move.
-    own: Path,
+    own: Position,
     /// Change that was sent last; `part` is its weight in the mean.
     left: Vec<f32>,
     part: f32,
@@ -80,7 +80,7 @@ pub struct Eager {
 
 /// A position and its velocity.
 #[derive(Debug, Clone)]
-struct Path {
+struct Position {
     at: Vec<f32>,
     velocity: Vec<f32>,
 }
@@ -88,8 +88,8 @@ struct Path {
 /// Both paths after the step, and the change that the step is for.
 #[derive(Debug)]
 struct Next {
-    shared: Path,
-    own: Path,
+    shared: Position,
+    own: Position,
     change: Vec<f32>,
     part: f32,
 }
@@ -105,7 +105,7 @@ enum Flight {
     Here,
 }
 
-impl Path {
+impl Position {
     fn new(at: Vec<f32>) -> Self {
         Self { velocity: vec![0.0; at.len()], at }
     }
@@ -150,7 +150,7 @@ impl Eager {
         };
         let plain = Average::new(comm.clone(), device, layout, plain)?;
         let average = Average::new(comm, device, layout, average)?;
-        let shared = Path::new(packing.pack(params)?);
+        let shared = Position::new(packing.pack(params)?);
         let nothing = vec![0.0; packing.len()];
         Ok(Self {
             every: every.max(1),
@@ -158,7 +158,7 @@ impl Eager {
             momentum: outer_momentum as f32,
             copies,
             shared,
-            own: Path::new(nothing.clone()),
+            own: Position::new(nothing.clone()),
             left: nothing,
             part: 0.0,
             mean: CommonMean::new(plain, &weights, device, layout)?,
@@ -211,10 +211,10 @@ impl Synchroniser for Eager {
     fn gradients(&mut self) -> Option<&mut Average> {
         None
     }
-    fn is_due(&self, after: After) -> bool {
+    fn is_due(&self, after: StepEnd) -> bool {
         after.step.is_multiple_of(self.every) || after.last
     }
-    fn exchange(&mut self, params: &Tensor, after: After, weight: f64) -> Result<(), OptimError> {
+    fn exchange(&mut self, params: &Tensor, after: StepEnd, weight: f64) -> Result<(), OptimError> {
         if std::mem::take(&mut self.goes_on) {
             return self.mean.exchange(params, true);
         }
@@ -239,7 +239,7 @@ impl Synchroniser for Eager {
         }
         self.mean.commit(params)
     }
-    fn depart(&mut self, _: &Tensor, after: After, _: f64) -> Result<bool, OptimError> {
+    fn start_exchanges(&mut self, _: &Tensor, after: StepEnd, _: f64) -> Result<bool, OptimError> {
         if !after.step.is_multiple_of(self.every) || after.last {
             return Ok(false);
         }
@@ -250,10 +250,10 @@ impl Synchroniser for Eager {
         self.flight = Flight::Away;
         Ok(false)
     }
-    fn goes_on(&self) -> bool {
+    fn needs_another_exchange(&self) -> bool {
         self.goes_on
     }
-    fn is_apart(&self) -> bool {
+    fn replicas_differ(&self) -> bool {
         true
     }
     fn gather_common(&mut self, params: &Tensor) -> Result<(), OptimError> {
@@ -263,7 +263,7 @@ impl Synchroniser for Eager {
     fn common(&self) -> Option<&Tensor> {
         self.mean.common()
     }
-    fn settle(&mut self) -> Result<(), OptimError> {
+    fn wait_in_flight(&mut self) -> Result<(), OptimError> {
         self.arrive()?;
         for (tensor, values) in self.states.iter_mut().zip([&self.shared.at, &self.shared.velocity]) {
             self.packing.unpack(values, tensor)?;
@@ -277,7 +277,7 @@ impl Synchroniser for Eager {
         }
         Ok(())
     }
-    fn abandon(&mut self) {
+    fn drop_in_flight(&mut self) {
         self.flight = Flight::Nothing;
         self.average.open();
     }
@@ -287,7 +287,7 @@ impl Synchroniser for Eager {
     }
     fn moved(&mut self, params: &Tensor) -> Result<(), OptimError> {
         self.shared.at = self.packing.pack(params)?;
-        self.own = Path::new(vec![0.0; self.packing.len()]);
+        self.own = Position::new(vec![0.0; self.packing.len()]);
         Ok(())
     }
     fn steps(&self) -> u64 {
@@ -307,10 +307,10 @@ impl Synchroniser for Eager {
         let own: Vec<Vec<f32>> = OWN.iter().map_while(|name| found(name).ok()).collect();
         let [at, velocity] = [self.packing.pack_host(&shared[0]), self.packing.pack_host(&shared[1])];
         let own: Vec<_> = own.iter().map(|flat| self.packing.pack_host(flat)).collect();
-        self.shared = Path { at, velocity };
+        self.shared = Position { at, velocity };
         self.flight = Flight::Nothing;
         if let [at, velocity, change, mean @ ..] = &own[..] {
-            self.own = Path { at: at.clone(), velocity: velocity.clone() };
+            self.own = Position { at: at.clone(), velocity: velocity.clone() };
             // The change was saved multiplied by its weight.
             (self.left, self.part) = (change.clone(), 1.0);
             if let [mean] = mean {
@@ -318,7 +318,7 @@ impl Synchroniser for Eager {
                 self.flight = Flight::Here;
             }
         } else {
-            self.own = Path::new(vec![0.0; self.packing.len()]);
+            self.own = Position::new(vec![0.0; self.packing.len()]);
             self.left.fill(0.0);
         }
         self.rounds = steps;

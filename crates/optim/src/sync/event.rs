@@ -8,9 +8,9 @@ use farflung_tensor::{Param, Tensor};
 
 use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
 use super::mean::CommonMean;
-use super::neighbours::{Graph, Meeting};
+use super::neighbours::{Graph, Neighbours};
 use super::saved::optional;
-use super::{After, Buffers, OWN_COPIES, SyncMethod, SyncSettings, Synchroniser};
+use super::{Buffers, OWN_COPIES, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
 /// Row of [`METHODS`](super::METHODS) for [`EventTriggered`].
@@ -53,14 +53,14 @@ pub struct EventTriggered {
     trigger: f64,
     every: u64,
     /// Neighbours, the same in each round.
-    meeting: Meeting,
+    meeting: Neighbours,
     packing: Packing,
     /// Range of each tensor in packed values.
     tensors: Vec<Range<usize>>,
     /// Parameters as this replica last sent them.
     sent: Vec<f32>,
     /// Parameters as neighbours last sent them, by rank.
-    heard: Vec<Heard>,
+    heard: Vec<Received>,
     flight: Flight,
     mean: CommonMean,
     rounds: u64,
@@ -71,7 +71,7 @@ pub struct EventTriggered {
 
 /// Parameters as a neighbour last sent them.
 #[derive(Debug)]
-struct Heard {
+struct Received {
     from: u32,
     values: Vec<f32>,
 }
@@ -98,7 +98,7 @@ impl EventTriggered {
             0 => Graph::Ring.meeting(comm.rank().0, comm.size() as u32, 0),
             _ => Graph::Ring.weighted(comm.rank().0, &weights, 0),
         };
-        let heard = meeting.from.iter().map(|n| Heard { from: n.rank, values: sent.clone() }).collect();
+        let heard = meeting.from.iter().map(|n| Received { from: n.rank, values: sent.clone() }).collect();
         let mut end = 0;
         let tensors = layout.params().iter().map(Param::range).map(|range| {
             end += range.len();
@@ -188,7 +188,7 @@ impl Synchroniser for EventTriggered {
     fn gradients(&mut self) -> Option<&mut Average> {
         None
     }
-    fn mix(&mut self, params: &mut Tensor, _: After, _: f64) -> Result<(), OptimError> {
+    fn mix(&mut self, params: &mut Tensor, _: StepEnd, _: f64) -> Result<(), OptimError> {
         self.arrive()?;
         if let Flight::Here(change) = std::mem::replace(&mut self.flight, Flight::Nothing) {
             let mut values = self.packing.pack(params)?;
@@ -197,10 +197,10 @@ impl Synchroniser for EventTriggered {
         }
         Ok(())
     }
-    fn is_due(&self, after: After) -> bool {
+    fn is_due(&self, after: StepEnd) -> bool {
         after.step.is_multiple_of(self.every) || after.last
     }
-    fn exchange(&mut self, params: &Tensor, after: After, _: f64) -> Result<(), OptimError> {
+    fn exchange(&mut self, params: &Tensor, after: StepEnd, _: f64) -> Result<(), OptimError> {
         self.mean.exchange(params, after.last)
     }
     fn exchanged(&mut self) -> Option<&mut Tensor> {
@@ -212,7 +212,7 @@ impl Synchroniser for EventTriggered {
     fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
         self.mean.commit(params)
     }
-    fn depart(&mut self, params: &Tensor, after: After, _: f64) -> Result<bool, OptimError> {
+    fn start_exchanges(&mut self, params: &Tensor, after: StepEnd, _: f64) -> Result<bool, OptimError> {
         if !after.last {
             let now = self.packing.pack(params)?;
             let message = self.message(&now);
@@ -222,7 +222,7 @@ impl Synchroniser for EventTriggered {
         }
         Ok(false)
     }
-    fn is_apart(&self) -> bool {
+    fn replicas_differ(&self) -> bool {
         true
     }
     fn gather_common(&mut self, params: &Tensor) -> Result<(), OptimError> {
@@ -231,7 +231,7 @@ impl Synchroniser for EventTriggered {
     fn common(&self) -> Option<&Tensor> {
         self.mean.common()
     }
-    fn settle(&mut self) -> Result<(), OptimError> {
+    fn wait_in_flight(&mut self) -> Result<(), OptimError> {
         self.arrive()?;
         let nothing = Vec::new();
         let heard = |i: usize| self.heard.get(i).map_or(&self.sent, |heard| &heard.values);
@@ -243,7 +243,7 @@ impl Synchroniser for EventTriggered {
         }
         Ok(())
     }
-    fn abandon(&mut self) {
+    fn drop_in_flight(&mut self) {
         self.flight = Flight::Nothing;
         self.mean.average.open();
     }

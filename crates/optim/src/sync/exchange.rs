@@ -6,7 +6,7 @@ use farflung_base::{PeerId, Pending, Rank};
 use farflung_comm::{CommError, Communicator};
 use farflung_tensor::{Param, ParamLayout, Tensor};
 
-use super::neighbours::Meeting;
+use super::neighbours::Neighbours;
 use crate::OptimError;
 
 /// Packs the parameters of flat buffers without padding, and unpacks them.
@@ -97,7 +97,7 @@ const TAG: u32 = 0x6055_1900;
 
 impl Exchange {
     /// Sends `bytes` to all ranks of `meeting.to`, and starts to receive from all of `meeting.from`.
-    pub(super) fn start(comm: &Communicator, meeting: Meeting, round: u64, bytes: &[u8]) -> Self {
+    pub(super) fn start(comm: &Communicator, meeting: Neighbours, round: u64, bytes: &[u8]) -> Self {
         let tag = TAG + (round % 2) as u32;
         let coming = meeting.from.into_iter().map(|neighbour| {
             let from = Rank(neighbour.rank);

@@ -7,7 +7,7 @@ use super::mean::CommonMean;
 use super::modulo::{Inferred, Modulo};
 use super::neighbours::Graph;
 use super::saved::optional;
-use super::{After, Buffers, OWN_COPIES, SyncMethod, SyncSettings, Synchroniser};
+use super::{Buffers, OWN_COPIES, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
 /// Row of [`METHODS`](super::METHODS) for [`Gossip`] on a ring.
@@ -190,7 +190,7 @@ impl Synchroniser for Gossip {
     fn gradients(&mut self) -> Option<&mut Average> {
         None
     }
-    fn mix(&mut self, params: &mut Tensor, _: After, _: f64) -> Result<(), OptimError> {
+    fn mix(&mut self, params: &mut Tensor, _: StepEnd, _: f64) -> Result<(), OptimError> {
         self.arrive()?;
         if matches!(self.flight, Flight::Here) {
             let (program, reads) = (&self.add, &[self.change.view()]);
@@ -199,10 +199,10 @@ impl Synchroniser for Gossip {
         }
         Ok(())
     }
-    fn is_due(&self, after: After) -> bool {
+    fn is_due(&self, after: StepEnd) -> bool {
         after.step.is_multiple_of(self.every) || after.last
     }
-    fn exchange(&mut self, params: &Tensor, after: After, _: f64) -> Result<(), OptimError> {
+    fn exchange(&mut self, params: &Tensor, after: StepEnd, _: f64) -> Result<(), OptimError> {
         self.mean.exchange(params, after.last)
     }
     fn exchanged(&mut self) -> Option<&mut Tensor> {
@@ -214,7 +214,7 @@ impl Synchroniser for Gossip {
     fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
         self.mean.commit(params)
     }
-    fn depart(&mut self, params: &Tensor, after: After, _: f64) -> Result<bool, OptimError> {
+    fn start_exchanges(&mut self, params: &Tensor, after: StepEnd, _: f64) -> Result<bool, OptimError> {
         if after.last {
             return Ok(false);
         }
@@ -230,7 +230,7 @@ impl Synchroniser for Gossip {
         self.rounds += 1;
         Ok(false)
     }
-    fn is_apart(&self) -> bool {
+    fn replicas_differ(&self) -> bool {
         true
     }
     fn gather_common(&mut self, params: &Tensor) -> Result<(), OptimError> {
@@ -239,10 +239,10 @@ impl Synchroniser for Gossip {
     fn common(&self) -> Option<&Tensor> {
         self.mean.common()
     }
-    fn settle(&mut self) -> Result<(), OptimError> {
+    fn wait_in_flight(&mut self) -> Result<(), OptimError> {
         self.arrive()
     }
-    fn abandon(&mut self) {
+    fn drop_in_flight(&mut self) {
         self.flight = Flight::Nothing;
         self.mean.average.open();
     }

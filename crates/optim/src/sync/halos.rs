@@ -7,7 +7,9 @@ use std::sync::{Arc, Mutex};
 
 use farflung_base::Rank;
 
-use super::asynchronous::{Asynchronous, Owner, Pace, Parts, Remembered, Route, Servers, WorldSettings};
+use super::asynchronous::{
+    Asynchronous, Route, ServerHandle, ServerState, Servers, WaitPolicy, WorkerServers, WorldSettings,
+};
 use super::exchange::Packing;
 use super::server::DelayedNesterov;
 use super::{ASYNC, Buffers, Kept, SyncMethod, SyncSettings};
@@ -70,7 +72,7 @@ pub const HALOS: SyncMethod = SyncMethod {
         Buffers { held: (3 + world + region) + remembered + 3, saved: remembered + 3 }
     },
     build: |s| {
-        let pace = Pace { waits: Some(s.delay), staleness: None, weight: 1.0 };
+        let pace = WaitPolicy { waits: Some(s.delay), staleness: None, weight: 1.0 };
         let parts = parts(&s)?;
         Ok(Box::new(Asynchronous::over(s, pace, parts)?))
     },
@@ -78,7 +80,7 @@ pub const HALOS: SyncMethod = SyncMethod {
 };
 
 /// Placement of the servers.
-struct Sites {
+struct ServerPlacement {
     /// Ranks by region.
     regions: Vec<Vec<Rank>>,
     /// Number of shards of each region's model and of the world's.
@@ -86,7 +88,7 @@ struct Sites {
     values: usize,
 }
 
-impl Sites {
+impl ServerPlacement {
     fn range(&self, shard: usize) -> Range<usize> {
         self.values * shard / self.shards..self.values * (shard + 1) / self.shards
     }
@@ -109,14 +111,14 @@ impl Sites {
 }
 
 /// Returns a worker's servers, and what its rank serves.
-fn parts(s: &SyncSettings<'_>) -> Result<Parts, OptimError> {
+fn parts(s: &SyncSettings<'_>) -> Result<WorkerServers, OptimError> {
     let SyncSettings { comm, average, asynchronous, .. } = s;
     let WorldSettings { lr, momentum, every, mixing } = asynchronous.world;
     let values = Packing::new(s.layout).pack(s.params)?;
     let regions = comm.regions();
     let least = regions.iter().map(Vec::len).min().unwrap_or(1);
     let shards = if asynchronous.servers == Servers::Central { 1 } else { least };
-    let sites = Sites { regions, shards, values: values.len() };
+    let sites = ServerPlacement { regions, shards, values: values.len() };
     let me = comm.rank();
     let (home, place) = sites.place(me);
     let members = sites.regions[home].clone();
@@ -143,15 +145,15 @@ fn parts(s: &SyncSettings<'_>) -> Result<Parts, OptimError> {
     let node = Node::new(me, comm.size(), region.transpose()?, world.transpose()?);
     let owner = |shard: usize| {
         let (server, range) = (members[shard], sites.range(shard));
-        Owner::new(server, range.clone(), &values[range]).by(Route::Own(me, forward(server)))
+        ServerHandle::new(server, range.clone(), &values[range]).by(Route::Own(me, forward(server)))
     };
     let owners = (0..sites.shards).filter(|shard| !sites.range(*shard).is_empty()).map(owner).collect();
     let remembered = |names: Vec<&'static str>, shared| {
-        names.into_iter().map(move |name| Remembered { name, shared }).collect::<Vec<_>>()
+        names.into_iter().map(move |name| ServerState { name, shared }).collect::<Vec<_>>()
     };
     let held = held.filter(|range| !range.is_empty());
     let remembered =
         [remembered(World::names(&worldwide(1)), true), remembered(Region::names(&regional(1)), false)]
             .concat();
-    Ok(Parts { owners, server: Arc::new(Mutex::new(node)), held, remembered, packs: false })
+    Ok(WorkerServers { owners, server: Arc::new(Mutex::new(node)), held, remembered, packs: false })
 }

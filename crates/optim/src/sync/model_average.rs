@@ -2,12 +2,12 @@
 //! started by a timer.
 
 use farflung_base::{Nanos, Pending};
-use farflung_comm::{CommError, Communicator, Look, ReduceOp};
+use farflung_comm::{CommError, Communicator, ReduceOp, WaitMode};
 use farflung_tensor::Tensor;
 
 use super::exchange::Packing;
 use super::mean::CommonMean;
-use super::{After, Buffers, IN_FLIGHT, SyncMethod, SyncSettings, Synchroniser};
+use super::{Buffers, IN_FLIGHT, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
 /// Row of [`METHODS`](super::METHODS) for [`ModelAverage`].
@@ -159,7 +159,7 @@ impl ModelAverage {
     /// Returns whether the round that was joined has arrived by now.
     fn has_arrived(&mut self) -> bool {
         match &mut self.flight {
-            Flight::Away { mean, .. } => self.background.first(&mut [mean], Look::Now).is_some(),
+            Flight::Away { mean, .. } => self.background.first(&mut [mean], WaitMode::Now).is_some(),
             Flight::Here(_) => true,
             Flight::Nothing => false,
         }
@@ -198,7 +198,7 @@ impl Synchroniser for ModelAverage {
     fn averages_gradients(&self) -> bool {
         self.step < self.warmup
     }
-    fn mix(&mut self, params: &mut Tensor, after: After, _: f64) -> Result<(), OptimError> {
+    fn mix(&mut self, params: &mut Tensor, after: StepEnd, _: f64) -> Result<(), OptimError> {
         self.step = after.step;
         if after.step <= self.warmup {
             return Ok(());
@@ -214,10 +214,10 @@ impl Synchroniser for ModelAverage {
         }
         Ok(())
     }
-    fn is_due(&self, after: After) -> bool {
+    fn is_due(&self, after: StepEnd) -> bool {
         after.step <= self.warmup || after.step.is_multiple_of(self.meet_every) || after.last
     }
-    fn exchange(&mut self, params: &Tensor, after: After, _: f64) -> Result<(), OptimError> {
+    fn exchange(&mut self, params: &Tensor, after: StepEnd, _: f64) -> Result<(), OptimError> {
         if after.step > self.warmup {
             self.complete(params)?;
         }
@@ -238,7 +238,7 @@ impl Synchroniser for ModelAverage {
         self.due = Nanos::ZERO;
         self.mean.commit(params)
     }
-    fn is_apart(&self) -> bool {
+    fn replicas_differ(&self) -> bool {
         true
     }
     fn gather_common(&mut self, params: &Tensor) -> Result<(), OptimError> {
@@ -247,7 +247,7 @@ impl Synchroniser for ModelAverage {
     fn common(&self) -> Option<&Tensor> {
         self.mean.common()
     }
-    fn abandon(&mut self) {
+    fn drop_in_flight(&mut self) {
         self.flight = Flight::Nothing;
         // Drops the steps since the last synchronisation.
         self.step = self.met;

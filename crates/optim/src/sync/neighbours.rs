@@ -34,14 +34,14 @@ pub struct Neighbour {
 
 /// Neighbours of a rank in a round.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Meeting {
+pub struct Neighbours {
     /// Ranks that it sends to.
     pub to: Vec<u32>,
     /// Ranks that it receives from.
     pub from: Vec<Neighbour>,
 }
 
-impl Meeting {
+impl Neighbours {
     fn both(others: impl IntoIterator<Item = u32>, weight: f64) -> Self {
         let to: Vec<u32> = others.into_iter().collect();
         Self { from: to.iter().map(|&rank| Neighbour { rank, weight }).collect(), to }
@@ -56,7 +56,7 @@ impl Graph {
     /// neighbour `j` (Metropolis-Hastings). On an exponential graph, a rank takes half of `w_min / w_i` of the
     /// rank before it, where `w_min` is the least weight.
     #[must_use]
-    pub fn weighted(self, rank: u32, weights: &[f64], round: u64) -> Meeting {
+    pub fn weighted(self, rank: u32, weights: &[f64], round: u64) -> Neighbours {
         let mut meeting = self.meeting(rank, weights.len() as u32, round);
         let Some(&own) = weights.get(rank as usize) else { return meeting };
         let least = weights.iter().copied().fold(f64::INFINITY, f64::min);
@@ -78,17 +78,17 @@ impl Graph {
 
     /// Returns the neighbours of `rank` among `size` ranks in a round, counted from 0.
     #[must_use]
-    pub fn meeting(self, rank: u32, size: u32, round: u64) -> Meeting {
+    pub fn meeting(self, rank: u32, size: u32, round: u64) -> Neighbours {
         let others = |shift: u32| (rank + shift) % size;
         match self {
-            _ if size < 2 => Meeting::default(),
-            Self::Ring if size == 2 => Meeting::both([1 - rank], 0.5),
-            Self::Ring => Meeting::both([others(size - 1), others(1)], 1.0 / 3.0),
+            _ if size < 2 => Neighbours::default(),
+            Self::Ring if size == 2 => Neighbours::both([1 - rank], 0.5),
+            Self::Ring => Neighbours::both([others(size - 1), others(1)], 1.0 / 3.0),
             Self::Exponential => {
                 let rounds = u64::from(size.next_power_of_two().trailing_zeros());
                 let shift = 1 << (round % rounds);
                 let from = vec![Neighbour { rank: others(size - shift), weight: 0.5 }];
-                Meeting { to: vec![others(shift)], from }
+                Neighbours { to: vec![others(shift)], from }
             }
             Self::ShiftOne => {
                 let half = size.div_ceil(2);
@@ -98,7 +98,7 @@ impl Graph {
                 } else {
                     (rank - half + half - step) % half
                 };
-                Meeting::both((other < size).then_some(other), 0.5)
+                Neighbours::both((other < size).then_some(other), 0.5)
             }
             Self::RandomPairs { seed } => {
                 let mut order: Vec<u32> = (0..size).collect();
@@ -112,7 +112,7 @@ impl Graph {
                     [a, b] if b == rank => Some(a),
                     _ => None,
                 });
-                Meeting::both(other, 0.5)
+                Neighbours::both(other, 0.5)
             }
         }
     }

@@ -5,7 +5,7 @@ use farflung_tensor::Tensor;
 use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
 use super::mean::{CommonMean, copy};
 use super::neighbours::Graph;
-use super::{After, Buffers, OWN_COPIES, SyncMethod, SyncSettings, Synchroniser};
+use super::{Buffers, OWN_COPIES, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
 /// Row of [`METHODS`](super::METHODS) for [`NoLoCo`].
@@ -150,10 +150,10 @@ impl Synchroniser for NoLoCo {
     fn gradients(&mut self) -> Option<&mut Average> {
         None
     }
-    fn is_due(&self, after: After) -> bool {
+    fn is_due(&self, after: StepEnd) -> bool {
         after.step.is_multiple_of(self.every) || after.last
     }
-    fn exchange(&mut self, params: &Tensor, after: After, weight: f64) -> Result<(), OptimError> {
+    fn exchange(&mut self, params: &Tensor, after: StepEnd, weight: f64) -> Result<(), OptimError> {
         self.stepped = !after.last;
         if self.stepped {
             self.step(params, weight)?;
@@ -174,7 +174,7 @@ impl Synchroniser for NoLoCo {
         }
         self.mean.commit(params)
     }
-    fn is_apart(&self) -> bool {
+    fn replicas_differ(&self) -> bool {
         true
     }
     fn gather_common(&mut self, params: &Tensor) -> Result<(), OptimError> {

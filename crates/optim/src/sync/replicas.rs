@@ -8,7 +8,7 @@ use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
 use super::mean::{CommonMean, copy};
 use super::neighbours::{Graph, Neighbour};
 use super::saved::optional;
-use super::{After, Buffers, OWN_COPIES, SyncMethod, SyncSettings, Synchroniser};
+use super::{Buffers, OWN_COPIES, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, AverageConfig, OptimError};
 
 /// Row of [`METHODS`](super::METHODS) for [`Replicas`] in which a worker's parameters equal its replica.
@@ -182,7 +182,7 @@ impl Synchroniser for Replicas {
     fn gradients(&mut self) -> Option<&mut Average> {
         None
     }
-    fn mix(&mut self, params: &mut Tensor, after: After, _: f64) -> Result<(), OptimError> {
+    fn mix(&mut self, params: &mut Tensor, after: StepEnd, _: f64) -> Result<(), OptimError> {
         if !self.known {
             self.learn()?;
         }
@@ -210,10 +210,10 @@ impl Synchroniser for Replicas {
         self.rounds += 1;
         Ok(())
     }
-    fn is_due(&self, after: After) -> bool {
+    fn is_due(&self, after: StepEnd) -> bool {
         after.step.is_multiple_of(self.every) || after.last
     }
-    fn exchange(&mut self, params: &Tensor, after: After, _: f64) -> Result<(), OptimError> {
+    fn exchange(&mut self, params: &Tensor, after: StepEnd, _: f64) -> Result<(), OptimError> {
         self.mean.exchange(params, after.last)
     }
     fn exchanged(&mut self) -> Option<&mut Tensor> {
@@ -225,7 +225,7 @@ impl Synchroniser for Replicas {
     fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
         self.mean.commit(params)
     }
-    fn is_apart(&self) -> bool {
+    fn replicas_differ(&self) -> bool {
         true
     }
     fn gather_common(&mut self, params: &Tensor) -> Result<(), OptimError> {
@@ -234,10 +234,10 @@ impl Synchroniser for Replicas {
     fn common(&self) -> Option<&Tensor> {
         self.mean.common()
     }
-    fn settle(&mut self) -> Result<(), OptimError> {
+    fn wait_in_flight(&mut self) -> Result<(), OptimError> {
         self.arrive()
     }
-    fn abandon(&mut self) {
+    fn drop_in_flight(&mut self) {
         (self.flight, self.known) = (None, false);
         self.mean.average.open();
     }

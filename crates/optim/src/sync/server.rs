@@ -6,10 +6,10 @@ mod nesterov;
 mod quorum;
 
 use farflung_base::{Nanos, Rank};
-use farflung_comm::{Answer, Asked, Service};
+use farflung_comm::{Answer, Question, Service};
 use farflung_compress::{Compressor, PayloadRef};
 
-pub(super) use message::{FromServer, ToServer, Wants};
+pub(super) use message::{FromServer, SyncRequest, ToServer};
 pub use nesterov::DelayedNesterov;
 pub use quorum::{Quorum, QuorumMean};
 
@@ -39,7 +39,7 @@ pub struct RuleState<'a> {
 }
 
 /// A service that holds a model, or shards of models.
-pub(super) trait Serves: Service + std::fmt::Debug {
+pub(super) trait ModelService: Service + std::fmt::Debug {
     /// Sets the model.
     fn stand_at(&mut self, model: &[f32]);
     /// Restores the state of this name.
@@ -76,7 +76,7 @@ struct Worker {
     /// Whether the model must be sent to it.
     due: bool,
     /// What it asks for in a synchronisation; `None` until it asked.
-    meets: Option<Wants>,
+    meets: Option<SyncRequest>,
 }
 
 /// A model, or a shard of one, and the workers that move it.
@@ -160,18 +160,20 @@ impl Server {
         for (rank, worker) in (0..).zip(&mut self.workers) {
             let Some(wants) = worker.meets.take() else { continue };
             let states = match wants {
-                Wants::Model | Wants::End => Vec::new(),
-                Wants::All => self.rule.states().iter().flat_map(|state| state.values).copied().collect(),
+                SyncRequest::Model | SyncRequest::End => Vec::new(),
+                SyncRequest::All => {
+                    self.rule.states().iter().flat_map(|state| state.values).copied().collect()
+                }
             };
             let values = [&self.model[..], &states].concat();
-            let met = FromServer::Met { pushes: self.pushes, values };
+            let met = FromServer::Synchronised { pushes: self.pushes, values };
             answers.push(Answer::new(Rank(rank), met.to_bytes()));
         }
         answers
     }
 }
 
-impl Serves for Server {
+impl ModelService for Server {
     fn stand_at(&mut self, model: &[f32]) {
         self.model.copy_from_slice(model);
     }
@@ -188,7 +190,7 @@ impl Serves for Server {
 }
 
 impl Service for Server {
-    fn receive(&mut self, Asked { from, at, bytes }: Asked) -> Vec<Answer> {
+    fn receive(&mut self, Question { from, at, bytes }: Question) -> Vec<Answer> {
         let told = self.rule.reach(&mut self.model, at);
         self.mark(told);
         let known = self.read(&bytes);
@@ -211,7 +213,7 @@ impl Service for Server {
             }
             // `read` has decoded it to a `Push`.
             ToServer::Packed { .. } => Vec::new(),
-            ToServer::Meet { wants } => {
+            ToServer::Synchronise { wants } => {
                 worker.meets = Some(wants);
                 if self.workers.iter().all(|worker| worker.meets.is_some()) {
                     self.meet()

@@ -5,9 +5,9 @@ use farflung_tensor::Tensor;
 
 use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
 use super::mean::CommonMean;
-use super::neighbours::{Graph, Meeting};
+use super::neighbours::{Graph, Neighbours};
 use super::saved::optional;
-use super::{After, Buffers, OWN_COPIES, SyncMethod, SyncSettings, Synchroniser};
+use super::{Buffers, OWN_COPIES, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
 /// Row of [`METHODS`](super::METHODS) for [`PushSum`] on exponential graphs.
@@ -158,7 +158,7 @@ impl Synchroniser for PushSum {
     fn gradients(&mut self) -> Option<&mut Average> {
         None
     }
-    fn mix(&mut self, params: &mut Tensor, _: After, _: f64) -> Result<(), OptimError> {
+    fn mix(&mut self, params: &mut Tensor, _: StepEnd, _: f64) -> Result<(), OptimError> {
         self.arrive()?;
         if let Flight::Here { mass } = self.flight {
             let (mut values, change) = (self.packing.pack(params)?, self.packing.pack(&self.change)?);
@@ -170,10 +170,10 @@ impl Synchroniser for PushSum {
         }
         Ok(())
     }
-    fn is_due(&self, after: After) -> bool {
+    fn is_due(&self, after: StepEnd) -> bool {
         after.step.is_multiple_of(self.every) || after.last
     }
-    fn exchange(&mut self, params: &Tensor, after: After, _: f64) -> Result<(), OptimError> {
+    fn exchange(&mut self, params: &Tensor, after: StepEnd, _: f64) -> Result<(), OptimError> {
         if after.last {
             self.weigh()?;
         }
@@ -188,13 +188,13 @@ impl Synchroniser for PushSum {
     fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
         self.mean.commit(params)
     }
-    fn depart(&mut self, params: &Tensor, after: After, _: f64) -> Result<bool, OptimError> {
+    fn start_exchanges(&mut self, params: &Tensor, after: StepEnd, _: f64) -> Result<bool, OptimError> {
         if after.last {
             return Ok(false);
         }
         let sent = self.packing.pack(params)?;
         let comm = self.mean.average.communicator();
-        let meeting: Meeting = self.graph.meeting(comm.rank().0, comm.size() as u32, self.rounds);
+        let meeting: Neighbours = self.graph.meeting(comm.rank().0, comm.size() as u32, self.rounds);
         let pushed = self.mass / (meeting.to.len() as u32 + 1);
         let kept = self.mass - pushed * meeting.to.len() as u32;
         let bytes = [&pushed.to_le_bytes()[..], &to_bytes(&sent)].concat();
@@ -203,7 +203,7 @@ impl Synchroniser for PushSum {
         self.rounds += 1;
         Ok(false)
     }
-    fn is_apart(&self) -> bool {
+    fn replicas_differ(&self) -> bool {
         true
     }
     fn gather_common(&mut self, params: &Tensor) -> Result<(), OptimError> {
@@ -213,7 +213,7 @@ impl Synchroniser for PushSum {
     fn common(&self) -> Option<&Tensor> {
         self.mean.common()
     }
-    fn settle(&mut self) -> Result<(), OptimError> {
+    fn wait_in_flight(&mut self) -> Result<(), OptimError> {
         self.arrive()?;
         let next = if let Flight::Here { mass } = self.flight { mass } else { self.mass };
         for (mass, saved) in [self.mass, next].into_iter().zip(&mut self.masses) {
@@ -222,7 +222,7 @@ impl Synchroniser for PushSum {
         }
         Ok(())
     }
-    fn abandon(&mut self) {
+    fn drop_in_flight(&mut self) {
         self.flight = Flight::Nothing;
         self.mean.average.open();
     }

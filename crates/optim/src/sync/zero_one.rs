@@ -4,10 +4,10 @@
 use farflung_tensor::Tensor;
 
 use super::mean::copy;
-use super::{After, Buffers, Missing, SyncMethod, SyncSettings, Synchroniser};
+use super::{Buffers, Missing, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::finite::is_finite;
-use crate::transform::Rounds;
-use crate::{Average, AverageConfig, Chain, Coding, Meets, OptimError, weigh};
+use crate::transform::SyncSchedule;
+use crate::{Average, AverageConfig, Chain, Coding, GatheredUpdate, OptimError, weigh};
 
 /// Row of [`METHODS`](super::METHODS) for [`ZeroOne`].
 pub const ZERO_ONE: SyncMethod = SyncMethod {
@@ -30,7 +30,7 @@ pub const ZERO_ONE: SyncMethod = SyncMethod {
     build: |s| Ok(Box::new(ZeroOne::new(s)?)),
 };
 
-/// Synchronises replicas whose optimizer is [`zero_one_adam`](crate::zero_one_adam), by its [`Rounds`]. Before
+/// Synchronises replicas whose optimizer is [`zero_one_adam`](crate::zero_one_adam), by its [`SyncSchedule`]. Before
 /// `freeze`, the gradients of each step are averaged, as f32 where the variance changes and through the codec
 /// elsewhere. After it, replicas average through the codec what their local steps accumulated.
 ///
@@ -40,7 +40,7 @@ pub const ZERO_ONE: SyncMethod = SyncMethod {
 /// Source: Lu et al. 2022, "0/1 Adam", Alg. 1; `DeepSpeed`'s `zoadam.py`.
 #[derive(Debug)]
 pub struct ZeroOne {
-    rounds: Rounds,
+    rounds: SyncSchedule,
     /// Averages gradients in steps in which the variance changes.
     plain: Average,
     /// Averages everything else.
@@ -102,7 +102,7 @@ impl Synchroniser for ZeroOne {
     fn averages_gradients(&self) -> bool {
         !self.rounds.is_local(self.step)
     }
-    fn mix(&mut self, params: &mut Tensor, after: After, _: f64) -> Result<(), OptimError> {
+    fn mix(&mut self, params: &mut Tensor, after: StepEnd, _: f64) -> Result<(), OptimError> {
         self.step = after.step;
         if !self.rounds.is_local(after.step - 1) {
             self.met = after.step;
@@ -113,10 +113,10 @@ impl Synchroniser for ZeroOne {
         }
         Ok(())
     }
-    fn is_due(&self, after: After) -> bool {
+    fn is_due(&self, after: StepEnd) -> bool {
         self.rounds.meets(after.step - 1) || after.last
     }
-    fn exchange(&mut self, _: &Tensor, _: After, _: f64) -> Result<(), OptimError> {
+    fn exchange(&mut self, _: &Tensor, _: StepEnd, _: f64) -> Result<(), OptimError> {
         Err(OptimError::Setting {
             transform: "sync",
             field: "optimizer",
@@ -128,7 +128,7 @@ impl Synchroniser for ZeroOne {
         &mut self,
         _: &Tensor,
         chain: &Chain,
-        after: After,
+        after: StepEnd,
         weight: f64,
     ) -> Result<(), OptimError> {
         if self.rounds.is_local(after.step - 1) {
@@ -155,7 +155,7 @@ impl Synchroniser for ZeroOne {
     }
     fn commit_gathered(&mut self, params: &mut Tensor, chain: &mut Chain) -> Result<(), OptimError> {
         if std::mem::take(&mut self.exchanged) {
-            let meets = Meets { mean: &self.mean, anchor: &self.anchor, steps: self.met..self.step };
+            let meets = GatheredUpdate { mean: &self.mean, anchor: &self.anchor, steps: self.met..self.step };
             chain.take_gathered(meets, params)?;
             copy(params, &mut self.anchor)?;
             self.met = self.step;
@@ -165,7 +165,7 @@ impl Synchroniser for ZeroOne {
     fn agreed(&self) -> Option<&Tensor> {
         (!self.averages_gradients()).then_some(&self.anchor)
     }
-    fn abandon(&mut self) {
+    fn drop_in_flight(&mut self) {
         // Drops the local steps since the last synchronisation.
         self.step = self.met;
         self.plain.open();

@@ -18,16 +18,16 @@ use crate::{LrSchedule, OptimError};
 /// `zoadam.py`, rather than with the learning rate.
 ///
 /// ```
-/// use farflung_optim::transform::Rounds;
+/// use farflung_optim::transform::SyncSchedule;
 ///
-/// let rounds = Rounds { freeze: 12, variance_doubling: 2, local_doubling: 4, most: 4 };
+/// let rounds = SyncSchedule { freeze: 12, variance_doubling: 2, local_doubling: 4, most: 4 };
 /// let varies: Vec<u64> = (0..20).filter(|&step| rounds.varies(step)).collect();
 /// let meets: Vec<u64> = (12..30).filter(|&step| rounds.meets(step)).collect();
 /// assert_eq!(varies, [0, 1, 2, 4, 6, 10]);
 /// assert_eq!(meets, [12, 13, 14, 15, 17, 19, 23, 27]);
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Rounds {
+pub struct SyncSchedule {
     /// Number of steps after which the variance is frozen and steps are local.
     pub freeze: u64,
     /// Number of changes of the variance after which the steps between two changes double.
@@ -38,7 +38,7 @@ pub struct Rounds {
     pub most: u64,
 }
 
-impl Rounds {
+impl SyncSchedule {
     /// Returns whether the variance changes in a step. Gradients are not compressed in such a step.
     #[must_use]
     pub fn varies(&self, step: u64) -> bool {
@@ -84,7 +84,7 @@ pub struct ZeroOneAdam {
     /// Added to the root of the second moment.
     pub eps: f64,
     /// Steps in which the variance changes, and after which replicas synchronise.
-    pub rounds: Rounds,
+    pub rounds: SyncSchedule,
     /// Learning rate, which is part of what replicas average.
     pub schedule: LrSchedule,
     /// Decoupled weight decay of matrices, applied when replicas synchronise.
@@ -92,7 +92,7 @@ pub struct ZeroOneAdam {
 }
 
 /// Rescales gradients as 0/1 Adam does: `m / (sqrt(v) + eps)`, without bias correction. `v` changes only in the
-/// steps of [`Rounds::varies`]. From `freeze` on, each replica accumulates `u = sum of lr m` over its local
+/// steps of [`SyncSchedule::varies`]. From `freeze` on, each replica accumulates `u = sum of lr m` over its local
 /// steps. When replicas synchronise, they average `u` and set `m = u / sum of lr` and
 /// `p = a - u / (sqrt(v) + eps)`, where `a` is `p` at the previous synchronisation.
 ///
@@ -171,7 +171,7 @@ impl Transform for ScaleByZeroOneAdam {
         p.store(e.states + 2, u);
         self.direction(p, m, v, [most, least])
     }
-    fn rounds(&self) -> Option<Rounds> {
+    fn rounds(&self) -> Option<SyncSchedule> {
         Some(self.0.rounds)
     }
     fn gathers(&self) -> Option<Gathered> {
@@ -214,7 +214,8 @@ mod tests {
     #[test]
     fn intervals_are_the_papers() {
         for doubling in [1, 2, 3, 16] {
-            let rounds = Rounds { freeze: 500, variance_doubling: doubling, local_doubling: 10, most: 6 };
+            let rounds =
+                SyncSchedule { freeze: 500, variance_doubling: doubling, local_doubling: 10, most: 6 };
             let (mut next, mut changes) = (0, 0);
             for step in 0..500 {
                 let varies = step == next;
@@ -232,10 +233,10 @@ mod tests {
             assert!(!rounds.varies(500) && rounds.is_local(500));
         }
         // Nothing overflows at the extremes.
-        let rounds = Rounds { freeze: u64::MAX, variance_doubling: 0, local_doubling: 0, most: 0 };
+        let rounds = SyncSchedule { freeze: u64::MAX, variance_doubling: 0, local_doubling: 0, most: 0 };
         assert!(rounds.varies(0) && rounds.meets(u64::MAX - 1));
-        let never = Rounds { variance_doubling: u64::MAX, ..rounds };
+        let never = SyncSchedule { variance_doubling: u64::MAX, ..rounds };
         assert!(never.varies(u64::MAX - 1) && never.is_adam(1 << 40));
-        assert!(Rounds { freeze: 0, ..rounds }.meets(u64::MAX));
+        assert!(SyncSchedule { freeze: 0, ..rounds }.meets(u64::MAX));
     }
 }

@@ -11,7 +11,7 @@ use farflung_base::{Nanos, Rank, Topology};
 use farflung_comm::{Communicator, simulated};
 use farflung_compress::{CodecSpec, Compressor as _, Payload, RoundKey};
 use farflung_optim::sync::{
-    ASYNC, After, AsynchronousSettings, BOUNDED_STALE, DECOUPLED, PARAMETER_SERVER, Quorum, Servers,
+    ASYNC, AsynchronousSettings, BOUNDED_STALE, DECOUPLED, PARAMETER_SERVER, Quorum, Servers, StepEnd,
 };
 
 /// Microseconds per step of each rank. No two ranks finish a step within 553 us of each other.
@@ -118,7 +118,7 @@ fn nobody_waits_for_the_slowest_unless_the_bound_says_so() {
             let mut done = Vec::new();
             for step in 1..=10 {
                 comm.advance(Nanos::from_millis([10, 100][number]));
-                sync.mix(&mut params, After { step, last: false }, 1.0).unwrap();
+                sync.mix(&mut params, StepEnd { step, last: false }, 1.0).unwrap();
                 done.push((comm.now() - begun).0 / 1_000_000);
             }
             comm.barrier().unwrap();
@@ -222,7 +222,7 @@ fn bytes_are_those_of_the_formula() {
             let mut sync = make(&ASYNC, case, comm.clone(), &[], &params);
             comm.barrier().unwrap();
             let before = comm.stats().sent.payload.0;
-            sync.mix(&mut params, After { step: 3, last: false }, 1.0).unwrap();
+            sync.mix(&mut params, StepEnd { step: 3, last: false }, 1.0).unwrap();
             let sent = comm.stats().sent.payload.0 - before;
             comm.send(Rank((comm.rank().0 + 1) % 3), 9, &[]).unwrap();
             comm.recv(Rank((comm.rank().0 + 2) % 3), 9).unwrap();

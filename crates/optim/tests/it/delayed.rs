@@ -10,7 +10,7 @@ use crate::synchronise::{CPU, Case, PLAIN, STEPS, elements, far, layout, local, 
 use farflung_comm::{Communicator, memory};
 use farflung_optim::AverageConfig;
 use farflung_optim::sync::{
-    After, COCKTAIL, DILOCO, Delayed, DelayedSettings, Merge, MomentPeriods, STREAMING, SyncSettings,
+    COCKTAIL, DILOCO, Delayed, DelayedSettings, Merge, MomentPeriods, STREAMING, StepEnd, SyncSettings,
     Timeline,
 };
 use farflung_tensor::{ParamLayout, Shape};
@@ -166,8 +166,8 @@ fn what_is_in_flight_is_not_taken_up_on_another_timeline() {
     let sync =
         |case| make(&STREAMING, case, Communicator::new(memory::cluster(1).pop().unwrap()), &[1.0], &params);
     let mut leaves = sync(PLAIN);
-    leaves.depart(&params, After { step: 2, last: false }, 1.0).unwrap();
-    leaves.settle().unwrap();
+    leaves.start_exchanges(&params, StepEnd { step: 2, last: false }, 1.0).unwrap();
+    leaves.wait_in_flight().unwrap();
     let states = leaves.states().into_iter().chain(leaves.own_states());
     let states: BTreeMap<String, Vec<f32>> =
         states.map(|(name, state)| (name.to_owned(), state.to_vec().unwrap())).collect();
@@ -311,7 +311,7 @@ fn torchfts_streaming_fixture() {
         })
         .unwrap();
         for step in 1..=9 {
-            let after = After { step, last: false };
+            let after = StepEnd { step, last: false };
             let moved: Vec<f32> = params.to_vec::<f32>().unwrap().iter().map(|p| p - 2.0).collect();
             params.write(&moved).unwrap();
             sync.mix(&mut params, after, 1.0).unwrap();
@@ -320,7 +320,7 @@ fn torchfts_streaming_fixture() {
                 sync.prepare().unwrap();
                 sync.commit(&mut params).unwrap();
             }
-            sync.depart(&params, after, 1.0).unwrap();
+            sync.start_exchanges(&params, after, 1.0).unwrap();
             if step % 3 == 0 {
                 let all = params.to_vec::<f32>().unwrap();
                 // Fragments are counted from the last parameters, which are ready first.

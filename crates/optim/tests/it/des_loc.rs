@@ -10,7 +10,9 @@ use std::thread;
 use farflung_base::{Algorithm, Philox};
 use farflung_comm::{Communicator, memory};
 use farflung_optim::local::{Adam, Sgd, adam, sgd};
-use farflung_optim::sync::{After, AsynchronousSettings, DES_LOC, MomentPeriods, SyncSettings, Synchroniser};
+use farflung_optim::sync::{
+    AsynchronousSettings, DES_LOC, MomentPeriods, StepEnd, SyncSettings, Synchroniser,
+};
 use farflung_optim::{AverageConfig, Chain, ChainBuilder, OptimError};
 use farflung_tensor::{Device, Param, ParamLayout, Shape, Tensor};
 
@@ -111,7 +113,7 @@ impl Replica {
         let grads = flat(&gradient(self.number, step));
         let prepared = self.chain.prepare(&grads).unwrap();
         self.chain.commit(&mut self.params, &grads, prepared).unwrap();
-        let after = After { step: step + 1, last: step + 1 == STEPS };
+        let after = StepEnd { step: step + 1, last: step + 1 == STEPS };
         if !self.sync.is_due(after) {
             return false;
         }

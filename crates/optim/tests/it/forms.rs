@@ -6,7 +6,7 @@
 use std::sync::LazyLock;
 use std::thread;
 
-use farflung_base::{Algorithm, Bandwidth, Nanos, Philox, Port, Rank, Topology};
+use farflung_base::{AccessLink, Algorithm, Bandwidth, Nanos, Philox, Rank, Topology};
 use farflung_comm::{Communicator, memory};
 use farflung_compress::{CodecSpec, Compressor as _, Payload, RoundKey, State};
 use farflung_optim::{Average, AverageConfig, OptimError};
@@ -16,7 +16,7 @@ use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
 fn topology() -> Topology {
     let mut topology = Topology::uniform(5, "1gbit,1ms".parse().unwrap());
     for rank in 0..5 {
-        let port = Port { up: Bandwidth(10_000_000 << rank), down: Bandwidth(1 << 30) };
+        let port = AccessLink { up: Bandwidth(10_000_000 << rank), down: Bandwidth(1 << 30) };
         topology.set_port(Rank(rank), port);
         for other in (0..5).filter(|other| (rank < 3) != (*other < 3)) {
             topology.set_link(Rank(rank), Rank(other), "50mbit,30ms".parse().unwrap());

@@ -9,8 +9,8 @@ use farflung_comm::{Communicator, memory};
 use farflung_compress::{CodecSpec, Payload, RoundKey};
 use farflung_optim::OptimError;
 use farflung_optim::sync::{
-    After, CHOCO, D_PSGD, EVENT, EXPONENTIAL, Graph, LOW_PRECISION, MONIQUA, Meeting, MomentPeriods, NOLOCO,
-    Neighbour, RANDOM_PAIRS, SGP, SHIFT_ONE, SyncMethod, SyncSettings,
+    CHOCO, D_PSGD, EVENT, EXPONENTIAL, Graph, LOW_PRECISION, MONIQUA, MomentPeriods, NOLOCO, Neighbour,
+    Neighbours, RANDOM_PAIRS, SGP, SHIFT_ONE, StepEnd, SyncMethod, SyncSettings,
 };
 
 /// Parameters of all ranks.
@@ -45,7 +45,7 @@ fn unequal(ranks: usize) -> &'static [f64] {
 }
 
 /// Returns a neighbour's weight as in the methods' documentation.
-fn part(graph: Graph, weights: &[f64], rank: usize, meeting: &Meeting, of: Neighbour) -> f64 {
+fn part(graph: Graph, weights: &[f64], rank: usize, meeting: &Neighbours, of: Neighbour) -> f64 {
     let (own, theirs) = (weights[rank], weights[of.rank as usize]);
     match graph {
         Graph::Exponential => of.weight * weights.iter().copied().fold(f64::INFINITY, f64::min) / own,
@@ -229,8 +229,8 @@ fn a_bound_that_does_not_hold_ends_the_run_and_names_the_neighbour() {
             let moved: Vec<f32> = random(1).iter().map(|x| x + 0.01 * rank as f32).collect();
             let mut params = CPU.tensor(&moved, layout().len()).unwrap();
             let mut sync = make(&MONIQUA, case, comm, &[1.0; 2], &params);
-            let after = |step| After { step, last: false };
-            sync.depart(&params, after(1), 1.0).unwrap();
+            let after = |step| StepEnd { step, last: false };
+            sync.start_exchanges(&params, after(1), 1.0).unwrap();
             let refused = sync.mix(&mut params, after(2), 1.0).unwrap_err();
             assert!(matches!(refused, OptimError::TooFar { from, .. } if from == 1 - rank), "{refused}");
             assert!(refused.to_string().contains("--theta"), "{refused}");
@@ -294,7 +294,7 @@ fn with_replicas(case: Case, ranks: usize, choco: Option<f64>) -> Vec<All> {
         learn(&mut params, step);
         let before = replicas.clone();
         for i in 0..ranks {
-            let Meeting { from, .. } = Graph::Ring.meeting(i as u32, ranks as u32, 0);
+            let Neighbours { from, .. } = Graph::Ring.meeting(i as u32, ranks as u32, 0);
             let near = |e: usize| -> f64 {
                 let away = |n: &Neighbour| n.weight * (before[n.rank as usize][e] - before[i][e]);
                 from.iter().map(away).sum()
@@ -448,7 +448,8 @@ fn a_rate_that_leads_nowhere_and_a_protocol_are_refused() {
         assert!(error.contains(said), "{error}");
     }
     assert!(
-        make(&CHOCO, PLAIN, Communicator::new(memory::cluster(1).pop().unwrap()), &[1.0], &params).is_apart()
+        make(&CHOCO, PLAIN, Communicator::new(memory::cluster(1).pop().unwrap()), &[1.0], &params)
+            .replicas_differ()
     );
 }
 

@@ -10,7 +10,7 @@ use crate::synchronise::timed::{Cut, Trace, trace, trace_over};
 use crate::synchronise::{CPU, Case, PLAIN, STEPS, elements, far, layout, local, make, random};
 use farflung_base::{Link, Rank, Topology};
 use farflung_comm::{Communicator, simulated};
-use farflung_optim::sync::{ASYNC, After, AsynchronousSettings, HALOS, Servers, WorldSettings};
+use farflung_optim::sync::{ASYNC, AsynchronousSettings, HALOS, Servers, StepEnd, WorldSettings};
 
 /// Microseconds per step of each rank. No two ranks finish at nearly the same time.
 const SPEEDS: [u64; 5] = [10_000, 16_877, 25_617, 12_347, 18_211];
@@ -240,7 +240,7 @@ fn across(codec: &'static str, rounds: u64) -> u64 {
         let mut sync = make(&HALOS, case, comm.clone(), &[], &params);
         for round in 1..=rounds {
             comm.barrier().unwrap();
-            sync.mix(&mut params, After { step: EVERY * round, last: false }, 1.0).unwrap();
+            sync.mix(&mut params, StepEnd { step: EVERY * round, last: false }, 1.0).unwrap();
         }
         comm.barrier().unwrap();
         comm.stats().sent.payload.0

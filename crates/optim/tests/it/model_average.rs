@@ -8,7 +8,7 @@ use std::thread;
 use crate::synchronise::{CPU, Case, PLAIN, STEPS, far, layout, local, make, random};
 use farflung_base::{Nanos, Topology};
 use farflung_comm::{Communicator, simulated};
-use farflung_optim::sync::{ASYNC_AVERAGE, After, AsynchronousSettings};
+use farflung_optim::sync::{ASYNC_AVERAGE, AsynchronousSettings, StepEnd};
 
 /// Microseconds per step of each rank.
 const SPEEDS: [u64; 3] = [10_000, 16_877, 25_617];
@@ -38,7 +38,7 @@ fn trace(case: Case, speeds: &[u64], cut: Option<u64>) -> Vec<Seen> {
         let mut seen = Vec::new();
         let before = comm.stats().sent.payload.0;
         for step in 1..=STEPS {
-            let after = After { step, last: step == STEPS };
+            let after = StepEnd { step, last: step == STEPS };
             let mut grads = CPU.tensor(&local(number, step), layout().len()).unwrap();
             comm.advance(Nanos::from_micros(speeds[number]));
             assert_eq!(sync.averages_gradients(), step <= case.asynchronous.warmup);
@@ -61,7 +61,7 @@ fn trace(case: Case, speeds: &[u64], cut: Option<u64>) -> Vec<Seen> {
             }
             seen.push(params.to_vec().unwrap());
             if cut == Some(step) {
-                sync.settle().unwrap();
+                sync.wait_in_flight().unwrap();
                 assert!(sync.states().is_empty() && sync.own_states().is_empty());
                 let steps = sync.steps();
                 let other = CPU.tensor(&random(2), layout().len()).unwrap();

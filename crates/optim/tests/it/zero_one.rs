@@ -11,9 +11,9 @@ use crate::signs::{Reduce, plain_mean};
 use farflung_base::{Algorithm, Philox};
 use farflung_comm::{Communicator, memory};
 use farflung_optim::sync::{
-    After, AsynchronousSettings, MomentPeriods, SyncSettings, Synchroniser, ZERO_ONE,
+    AsynchronousSettings, MomentPeriods, StepEnd, SyncSettings, Synchroniser, ZERO_ONE,
 };
-use farflung_optim::transform::{Rounds, ZeroOneAdam};
+use farflung_optim::transform::{SyncSchedule, ZeroOneAdam};
 use farflung_optim::{AverageConfig, Chain, LrSchedule, OnebitAdam, OptimError, onebit_adam, zero_one_adam};
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
 
@@ -24,9 +24,9 @@ const RANKS: usize = 3;
 /// Weights in a mean, as of replicas with unequal numbers of tokens.
 const WEIGHTS: [f64; RANKS] = [0.5, 1.0, 1.5];
 
-const ROUNDS: Rounds = Rounds { freeze: 13, variance_doubling: 3, local_doubling: 6, most: 4 };
+const ROUNDS: SyncSchedule = SyncSchedule { freeze: 13, variance_doubling: 3, local_doubling: 6, most: 4 };
 
-fn settings(rounds: Rounds) -> ZeroOneAdam {
+fn settings(rounds: SyncSchedule) -> ZeroOneAdam {
     let schedule = LrSchedule::new(0.02, 0.001, 5, STEPS, farflung_optim::Decay::Linear).unwrap();
     ZeroOneAdam { beta1: 0.9, beta2: 0.95, eps: 1e-6, rounds, schedule, weight_decay: 0.1 }
 }
@@ -71,7 +71,7 @@ fn flat(values: &[f32]) -> Tensor {
 }
 
 impl Replica {
-    fn new(comm: Communicator, rounds: Rounds, codec: &str, weight: f64) -> Self {
+    fn new(comm: Communicator, rounds: SyncSchedule, codec: &str, weight: f64) -> Self {
         let params = flat(&random(1));
         let number = comm.rank().index();
         let chain = zero_one_adam(settings(rounds), None).build(&CPU, &layout()).unwrap();
@@ -103,7 +103,7 @@ impl Replica {
         if let Some(average) = self.sync.gradients() {
             average.commit();
         }
-        let after = After { step: step + 1, last: step + 1 == STEPS };
+        let after = StepEnd { step: step + 1, last: step + 1 == STEPS };
         self.sync.mix(&mut self.params, after, 1.0).unwrap();
         if !self.sync.is_due(after) {
             return false;
@@ -125,7 +125,7 @@ impl Replica {
 fn of(
     comm: Communicator,
     average: AverageConfig,
-    rounds: Option<Rounds>,
+    rounds: Option<SyncSchedule>,
     params: &Tensor,
 ) -> SyncSettings<'_> {
     static LAYOUT: LazyLock<ParamLayout> = LazyLock::new(layout);
@@ -164,7 +164,7 @@ fn on_ranks<T: Send>(n: usize, rank: impl Fn(Communicator) -> T + Sync) -> Vec<T
 }
 
 /// The algorithm in f64 on values without padding: compressed with `signs`, otherwise exact.
-fn reference(rounds: Rounds, signs: bool) -> Vec<f64> {
+fn reference(rounds: SyncSchedule, signs: bool) -> Vec<f64> {
     let ZeroOneAdam { beta1, beta2, eps, schedule, weight_decay, .. } = settings(rounds);
     let places = places();
     let matrix = layout().params()[0].range();
@@ -244,7 +244,7 @@ fn reference(rounds: Rounds, signs: bool) -> Vec<f64> {
     x.swap_remove(0)
 }
 
-fn trained(rounds: Rounds, codec: &str) -> Vec<Vec<f32>> {
+fn trained(rounds: SyncSchedule, codec: &str) -> Vec<Vec<f32>> {
     on_ranks(RANKS, |comm| {
         let weight = WEIGHTS[comm.rank().index()];
         let mut replica = Replica::new(comm, rounds, codec, weight);
@@ -260,8 +260,8 @@ fn it_is_the_papers_algorithm_with_its_compression_errors() {
     for (rounds, codec) in [
         (ROUNDS, "sign+ef"),
         (ROUNDS, "none"),
-        (Rounds { freeze: STEPS, ..ROUNDS }, "sign+ef"),
-        (Rounds { freeze: 5, local_doubling: 1, most: 3, ..ROUNDS }, "sign+ef"),
+        (SyncSchedule { freeze: STEPS, ..ROUNDS }, "sign+ef"),
+        (SyncSchedule { freeze: 5, local_doubling: 1, most: 3, ..ROUNDS }, "sign+ef"),
     ] {
         let wanted = reference(rounds, codec != "none");
         let places = places();
@@ -275,7 +275,7 @@ fn it_is_the_papers_algorithm_with_its_compression_errors() {
 
 #[test]
 fn while_every_step_changes_the_variance_it_is_adam_without_bias_correction() {
-    let rounds = Rounds { freeze: STEPS, variance_doubling: STEPS, ..ROUNDS };
+    let rounds = SyncSchedule { freeze: STEPS, variance_doubling: STEPS, ..ROUNDS };
     let ZeroOneAdam { beta1, beta2, eps, schedule, weight_decay, .. } = settings(rounds);
     let adam = OnebitAdam { beta1, beta2, eps, freeze: STEPS, weight_decay, clip: None, schedule };
     let got = on_ranks(1, |comm| {

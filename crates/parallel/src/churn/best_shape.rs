@@ -2,14 +2,14 @@
 
 use farflung_base::Nanos;
 
-use super::{Prices, Shape};
+use super::{Shape, StepTimes};
 
 /// Returns the shape with the fastest step on at most `machines` machines, with at least `copies` pipelines.
 /// Among equally fast shapes, returns the one with the fewest machines. `None` if the model does not fit.
 ///
 /// Simulates every number of stages, each with as many pipelines as the machines allow and with one fewer. The
 /// global batch stays the same. Source: Athlur et al. 2022, "Varuna", section 4 (job morphing).
-pub fn best_shape(prices: &mut Prices<'_>, machines: u32, copies: u32) -> Option<Shape> {
+pub fn best_shape(prices: &mut StepTimes<'_>, machines: u32, copies: u32) -> Option<Shape> {
     let most = prices.fleet().microbatches;
     let mut best: Option<(Nanos, u32, Shape)> = None;
     for stages in 1..=machines.min(prices.fleet().layers.len() as u32) {
@@ -34,7 +34,7 @@ mod tests {
     #[test]
     fn no_shape_is_faster() {
         let fleet = fleet();
-        let mut prices = Prices::new(&fleet).unwrap();
+        let mut prices = StepTimes::new(&fleet).unwrap();
         for machines in 3..=24 {
             let shape = best_shape(&mut prices, machines, 1).unwrap();
             let step = prices.step(shape).unwrap();

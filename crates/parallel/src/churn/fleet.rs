@@ -56,13 +56,13 @@ pub(super) struct Division {
 
 /// Times of a fleet's steps. Each is computed once and cached.
 #[derive(Debug)]
-pub struct Prices<'a> {
+pub struct StepTimes<'a> {
     fleet: &'a Fleet,
     divisions: BTreeMap<u32, Option<Division>>,
     passes: BTreeMap<(u32, u32), Option<Nanos>>,
 }
 
-impl<'a> Prices<'a> {
+impl<'a> StepTimes<'a> {
     /// Creates an empty cache for `fleet`.
     ///
     /// Errors: [`ParallelError::Zero`] if the fleet has no layers, no microbatches, or a speed or a bandwidth
@@ -255,7 +255,7 @@ pub(super) mod tests {
     #[test]
     fn a_division_is_that_of_the_planner_for_unequal_machines() {
         let fleet = fleet();
-        let mut prices = Prices::new(&fleet).unwrap();
+        let mut prices = StepTimes::new(&fleet).unwrap();
         assert!(prices.division(2).is_none() && prices.division(9).is_none());
         for stages in 3..=8 {
             let chain = Chain {
@@ -282,15 +282,15 @@ pub(super) mod tests {
     #[test]
     fn a_step_is_its_pass_and_averages_and_bad_fleets_are_refused() {
         let fleet = fleet();
-        let mut prices = Prices::new(&fleet).unwrap();
+        let mut prices = StepTimes::new(&fleet).unwrap();
         let shape = Shape { stages: 4, pipelines: 3 };
         let (pass, averages) = (prices.pass(4, 8).unwrap(), prices.averages(4, 3).unwrap());
         assert_eq!(prices.step(shape), Some(pass.saturating_add(averages)));
         // The slowest stage has two layers that together take at least 30 ms, and processes 8 microbatches.
         assert!(pass.0 >= 8 * 30_000_000, "{pass}");
         assert!(prices.step(Shape { stages: 4, pipelines: 25 }).is_none());
-        assert!(Prices::new(&Fleet { microbatches: 0, ..fleet.clone() }).is_err());
+        assert!(StepTimes::new(&Fleet { microbatches: 0, ..fleet.clone() }).is_err());
         let dead = Link { bandwidth: Bandwidth(0), ..fleet.link };
-        assert!(Prices::new(&Fleet { link: dead, ..fleet }).is_err());
+        assert!(StepTimes::new(&Fleet { link: dead, ..fleet }).is_err());
     }
 }

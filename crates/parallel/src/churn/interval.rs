@@ -1,6 +1,6 @@
 //! Time between checkpoints: Young's and Daly's intervals, and the work that a run gets done at any interval.
 
-use crate::draw::Draw;
+use crate::draw::SeededRng;
 
 /// Returns Young's interval: the working time between two checkpoints, in seconds, that loses least, to first
 /// order.
@@ -100,7 +100,7 @@ impl Checkpoints {
     /// Simulates a run of `segments` checkpoints, failure by failure, and returns its fractions.
     #[must_use]
     pub fn simulated(self, segments: u64, seed: u64) -> Lost {
-        let mut draw = Draw::new(seed, 21);
+        let mut draw = SeededRng::new(seed, 21);
         let t = self.every + self.save;
         let mut all = 0.0;
         for _ in 0..segments {

@@ -6,15 +6,15 @@ use std::ops::Range;
 
 use farflung_base::{Bytes, Nanos};
 
-use super::Prices;
-use super::policy::{Now, Policy, Reaction, Row, Saves};
+use super::StepTimes;
+use super::policy::{ChangeContext, CheckpointInterval, Policy, PolicyRow, Reaction};
 
 /// Row of [`POLICIES`](super::POLICIES).
-pub(super) const ROW: Row = Row {
+pub(super) const ROW: PolicyRow = PolicyRow {
     name: "oobleck",
     summary: "at least two copies of each layer, in pipelines of planned lengths; lost layers are fetched \
               from another copy",
-    saves: Saves::Hourly,
+    saves: CheckpointInterval::Hourly,
     begin: || Box::new(Oobleck::default()),
 };
 
@@ -58,7 +58,7 @@ pub fn mixes(templates: &[u32], machines: u32) -> Vec<Vec<u32>> {
 
 /// Time that a pipeline takes: for the first microbatch, and for each further one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Pace {
+pub struct PipelineTimes {
     /// Time of the first microbatch.
     pub first: Nanos,
     /// Time of each further microbatch.
@@ -72,12 +72,12 @@ pub struct Pace {
 /// 4.2.2. Differs: theirs is an integer program for equal `b_i T_i`; this one is exact, by bisection on the
 /// time.
 #[must_use]
-pub fn shares(pipelines: &[Pace], microbatches: u32) -> Option<Vec<u32>> {
+pub fn shares(pipelines: &[PipelineTimes], microbatches: u32) -> Option<Vec<u32>> {
     if pipelines.is_empty() || pipelines.len() > microbatches as usize {
         return None;
     }
     let most = u64::from(microbatches);
-    let within = |pace: &Pace, time: u64| {
+    let within = |pace: &PipelineTimes, time: u64| {
         let further =
             time.checked_sub(pace.first.0).map(|rest| rest.checked_div(pace.each.0).unwrap_or(most));
         further.map_or(0, |further| (further + 1).min(most))
@@ -122,11 +122,11 @@ const FINALISTS: usize = 8;
 ///
 /// The time of a step is the pass of the slowest pipeline, simulated under 1F1B, plus the averages of the
 /// shortest pipeline's stages. Source: Jang et al. 2023, section 4.2.
-pub fn best_mix(prices: &mut Prices<'_>, machines: u32, copies: u32) -> Option<Mix> {
+pub fn best_mix(prices: &mut StepTimes<'_>, machines: u32, copies: u32) -> Option<Mix> {
     let layers = prices.fleet().layers.len() as u32;
     let least = (1..=layers).find(|&stages| prices.division(stages).is_some())?;
     let lengths: Vec<u32> = (least..=layers.min(machines)).collect();
-    let paces: BTreeMap<u32, Pace> =
+    let paces: BTreeMap<u32, PipelineTimes> =
         lengths.iter().filter_map(|&stages| Some((stages, pace(prices, stages)?))).collect();
     let fewest = machines.saturating_sub(least - 1);
     let templates = templates(least, layers);
@@ -144,10 +144,10 @@ pub fn best_mix(prices: &mut Prices<'_>, machines: u32, copies: u32) -> Option<M
     all.dedup();
     let mut ranked = Vec::new();
     for sizes in all.into_iter().filter(|sizes| sizes.len() >= copies as usize) {
-        let each: Option<Vec<Pace>> = sizes.iter().map(|size| paces.get(size).copied()).collect();
+        let each: Option<Vec<PipelineTimes>> = sizes.iter().map(|size| paces.get(size).copied()).collect();
         let Some(each) = each else { continue };
         let Some(microbatches) = shares(&each, prices.fleet().microbatches) else { continue };
-        let time = |(pace, &share): (&Pace, &u32)| {
+        let time = |(pace, &share): (&PipelineTimes, &u32)| {
             pace.first.0.saturating_add(pace.each.0.saturating_mul(u64::from(share) - 1))
         };
         let pass = each.iter().zip(&microbatches).map(time).max()?;
@@ -171,13 +171,13 @@ fn sizes(templates: &[u32], mix: &[u32]) -> Vec<u32> {
 }
 
 /// Measures a pace from simulated passes, because links can make the period longer than the slowest stage.
-fn pace(prices: &mut Prices<'_>, stages: u32) -> Option<Pace> {
+fn pace(prices: &mut StepTimes<'_>, stages: u32) -> Option<PipelineTimes> {
     let first = prices.pass(stages, 1)?;
     let (fewer, more) = (prices.pass(stages, 2 * stages)?, prices.pass(stages, 4 * stages)?);
     let each = Nanos(more.saturating_sub(fewer).0 / u64::from(2 * stages));
     // Time of the first microbatches, which fill the pipeline.
     let fill = fewer.saturating_sub(Nanos(each.0.saturating_mul(u64::from(2 * stages - 1))));
-    Some(Pace { first: first.max(fill), each })
+    Some(PipelineTimes { first: first.max(fill), each })
 }
 
 /// The policy's state: the layers that each machine holds.
@@ -190,8 +190,8 @@ struct Oobleck {
 impl Oobleck {
     /// Assigns the stages of a mix to the machines that already hold most of their layers. Returns the bytes
     /// that the machine with most missing state must copy.
-    fn place(&mut self, mix: &Mix, live: &[u32], prices: &mut Prices<'_>) -> Bytes {
-        let state = |layers: Range<usize>, prices: &Prices<'_>| -> u64 {
+    fn place(&mut self, mix: &Mix, live: &[u32], prices: &mut StepTimes<'_>) -> Bytes {
+        let state = |layers: Range<usize>, prices: &StepTimes<'_>| -> u64 {
             prices.fleet().layers[layers].iter().map(|layer| layer.state.0).sum()
         };
         let common = |a: &Range<usize>, b: &Range<usize>| a.start.max(b.start)..a.end.min(b.end);
@@ -227,7 +227,7 @@ impl Oobleck {
 }
 
 impl Policy for Oobleck {
-    fn change(&mut self, now: Now<'_>, prices: &mut Prices<'_>) -> Reaction {
+    fn change(&mut self, now: ChangeContext<'_>, prices: &mut StepTimes<'_>) -> Reaction {
         self.held.resize(now.there.len(), None);
         let mut is_hit = self.step.is_none();
         for &machine in now.lost {
@@ -238,7 +238,7 @@ impl Policy for Oobleck {
         let mix = best_mix(prices, machines, FAILURES + 1).or_else(|| best_mix(prices, machines, 1));
         let Some(mix) = mix else {
             self.step = None;
-            return Reaction { gone: super::policy::Gone::Step, ..Reaction::same(None) };
+            return Reaction { gone: super::policy::LostWork::Step, ..Reaction::same(None) };
         };
         let is_whole = self.is_whole(prices.fleet().layers.len());
         let before = self.held.clone();
@@ -263,7 +263,7 @@ impl Policy for Oobleck {
 mod tests {
     use super::super::fleet::tests::fleet;
     use super::*;
-    use crate::draw::Draw;
+    use crate::draw::SeededRng;
 
     #[test]
     fn the_mixes_are_as_many_as_published() {
@@ -289,14 +289,17 @@ mod tests {
 
     #[test]
     fn no_shares_are_faster() {
-        let mut draw = Draw::new(3, 0);
+        let mut draw = SeededRng::new(3, 0);
         for _ in 0..300 {
-            let pipelines: Vec<Pace> = (0..=draw.below(3))
-                .map(|_| Pace { first: Nanos(draw.below(50) as u64), each: Nanos(draw.below(20) as u64) })
+            let pipelines: Vec<PipelineTimes> = (0..=draw.below(3))
+                .map(|_| PipelineTimes {
+                    first: Nanos(draw.below(50) as u64),
+                    each: Nanos(draw.below(20) as u64),
+                })
                 .collect();
             let microbatches = 1 + draw.below(9) as u32;
             let time = |shares: &[u32]| -> Option<u64> {
-                let each = |(pace, &share): (&Pace, &u32)| {
+                let each = |(pace, &share): (&PipelineTimes, &u32)| {
                     Some(pace.first.0 + pace.each.0 * u64::from(share.checked_sub(1)?))
                 };
                 pipelines.iter().zip(shares).map(each).collect::<Option<Vec<u64>>>()?.into_iter().max()
@@ -319,7 +322,7 @@ mod tests {
     #[test]
     fn a_mix_takes_nearly_all_machines_and_holds_copies() {
         let fleet = fleet();
-        let mut prices = Prices::new(&fleet).unwrap();
+        let mut prices = StepTimes::new(&fleet).unwrap();
         for machines in 6..=16 {
             let mix = best_mix(&mut prices, machines, 2).unwrap();
             assert!((machines - 2..=machines).contains(&mix.sizes.iter().sum()));

@@ -2,15 +2,15 @@
 
 use farflung_base::Nanos;
 
-use super::policy::{Now, Policy, Reaction, Row, Saves};
-use super::{Prices, Shape};
+use super::policy::{ChangeContext, CheckpointInterval, Policy, PolicyRow, Reaction};
+use super::{Shape, StepTimes};
 
 /// Row of [`POLICIES`](super::POLICIES).
-pub(super) const ROW: Row = Row {
+pub(super) const ROW: PolicyRow = PolicyRow {
     name: "parcae",
     summary: "the numbers of pipelines and stages with the highest expected throughput under the losses to \
               come, with spare machines",
-    saves: Saves::Hourly,
+    saves: CheckpointInterval::Hourly,
     begin: || Box::new(Parcae::default()),
 };
 
@@ -85,7 +85,7 @@ fn convolved(a: &[f64], b: &[f64], most: usize) -> Vec<f64> {
 }
 
 /// Returns the expected steps per second of a shape after `lost` of `machines` machines fail.
-pub fn liveput(prices: &mut Prices<'_>, shape: Shape, machines: u32, lost: u32) -> f64 {
+pub fn liveput(prices: &mut StepTimes<'_>, shape: Shape, machines: u32, lost: u32) -> f64 {
     let chances = survivors(shape, machines, lost);
     let mut rate = 0.0;
     for (pipelines, chance) in (0..).zip(chances) {
@@ -108,7 +108,7 @@ struct Parcae {
 
 impl Parcae {
     /// Returns the shape that does the most work over the intervals ahead, minus the pause for changing to it.
-    fn best(&self, now: Now<'_>, prices: &mut Prices<'_>, machines: u32) -> Option<Shape> {
+    fn best(&self, now: ChangeContext<'_>, prices: &mut StepTimes<'_>, machines: u32) -> Option<Shape> {
         let seen = Nanos(INTERVAL.0 * u64::from(AHEAD));
         let recent = self.losses.iter().filter(|&&at| at.saturating_add(seen) > now.at).count() as u32;
         let lost = recent.div_ceil(AHEAD).max(1);
@@ -135,7 +135,7 @@ impl Parcae {
 
     /// Returns the seconds that a change to a shape takes: machines regroup, and copy a stage if the stages
     /// change.
-    fn migration(&self, now: Now<'_>, prices: &mut Prices<'_>, shape: Shape) -> f64 {
+    fn migration(&self, now: ChangeContext<'_>, prices: &mut StepTimes<'_>, shape: Shape) -> f64 {
         let is_same = self
             .shape
             .is_some_and(|before| before.stages == shape.stages && before.pipelines >= shape.pipelines);
@@ -181,7 +181,7 @@ impl Parcae {
 }
 
 impl Policy for Parcae {
-    fn change(&mut self, now: Now<'_>, prices: &mut Prices<'_>) -> Reaction {
+    fn change(&mut self, now: ChangeContext<'_>, prices: &mut StepTimes<'_>) -> Reaction {
         self.stage.resize(now.there.len(), None);
         let mut is_hit = self.shape.is_none();
         for &machine in now.lost {
@@ -248,7 +248,7 @@ mod tests {
     #[test]
     fn liveput_without_losses_is_throughput_and_falls_with_them() {
         let fleet = fleet();
-        let mut prices = Prices::new(&fleet).unwrap();
+        let mut prices = StepTimes::new(&fleet).unwrap();
         let shape = Shape { stages: 4, pipelines: 3 };
         let rate = 1.0 / prices.step(shape).unwrap().as_secs_f64();
         assert!((liveput(&mut prices, shape, 12, 0) / rate - 1.0).abs() < 1e-12);

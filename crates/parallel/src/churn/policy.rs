@@ -2,7 +2,7 @@
 
 use farflung_base::Nanos;
 
-use super::Prices;
+use super::StepTimes;
 
 /// Times that recovery steps of a job take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,7 +19,7 @@ pub struct Recovery {
 
 /// The machines that are present, and the change that a policy must react to.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Now<'a> {
+pub(super) struct ChangeContext<'a> {
     /// Whether each machine is present.
     pub(super) there: &'a [bool],
     /// Machines that failed in this change.
@@ -28,7 +28,7 @@ pub(super) struct Now<'a> {
     pub(super) recovery: &'a Recovery,
 }
 
-impl Now<'_> {
+impl ChangeContext<'_> {
     /// Returns the machines that are present.
     pub(super) fn live(&self) -> Vec<u32> {
         (0..).zip(self.there).filter(|(_, there)| **there).map(|(machine, _)| machine).collect()
@@ -45,7 +45,7 @@ impl Now<'_> {
 
 /// Work that a change loses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Gone {
+pub(super) enum LostWork {
     Nothing,
     /// The step under way.
     Step,
@@ -60,7 +60,7 @@ pub(super) struct Reaction {
     pub(super) step: Option<Nanos>,
     /// Pause before the next step.
     pub(super) pause: Nanos,
-    pub(super) gone: Gone,
+    pub(super) gone: LostWork,
     /// Whether the pause contains a checkpoint.
     pub(super) has_saved: bool,
     /// Time at which the policy is called again if nothing changes before.
@@ -70,17 +70,17 @@ pub(super) struct Reaction {
 impl Reaction {
     /// Continues unchanged.
     pub(super) const fn same(step: Option<Nanos>) -> Self {
-        Self { step, pause: Nanos::ZERO, gone: Gone::Nothing, has_saved: false, wake: None }
+        Self { step, pause: Nanos::ZERO, gone: LostWork::Nothing, has_saved: false, wake: None }
     }
 
     /// Continues with other machines. The step under way is lost.
     pub(super) const fn regrouped(step: Option<Nanos>, pause: Nanos) -> Self {
-        Self { pause, gone: Gone::Step, ..Self::same(step) }
+        Self { pause, gone: LostWork::Step, ..Self::same(step) }
     }
 
     /// Restarts from the newest checkpoint.
     pub(super) const fn restarted(step: Option<Nanos>, pause: Nanos) -> Self {
-        Self { pause, gone: Gone::SinceSaved, ..Self::same(step) }
+        Self { pause, gone: LostWork::SinceSaved, ..Self::same(step) }
     }
 }
 
@@ -88,12 +88,12 @@ impl Reaction {
 pub(super) trait Policy {
     /// Reacts to the start of the job, to a change, or to a requested wake-up. Machines that come back hold no
     /// state.
-    fn change(&mut self, now: Now<'_>, prices: &mut Prices<'_>) -> Reaction;
+    fn change(&mut self, now: ChangeContext<'_>, prices: &mut StepTimes<'_>) -> Reaction;
 }
 
 /// How often a policy saves checkpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Saves {
+pub enum CheckpointInterval {
     /// At Daly's interval for the loss of any machine.
     Daly,
     /// Every hour. Only the loss of all copies of a layer requires a checkpoint.
@@ -102,12 +102,12 @@ pub enum Saves {
 
 /// A recovery policy, by name.
 #[derive(Debug, Clone, Copy)]
-pub struct Row {
+pub struct PolicyRow {
     /// Name of the policy.
     pub name: &'static str,
     /// What the policy does, in one line.
     pub summary: &'static str,
     /// How often the policy saves checkpoints.
-    pub saves: Saves,
+    pub saves: CheckpointInterval,
     pub(super) begin: fn() -> Box<dyn Policy>,
 }

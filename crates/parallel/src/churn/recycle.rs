@@ -6,22 +6,22 @@ use std::collections::BTreeMap;
 use farflung_base::{Nanos, Rank};
 
 use super::best_shape::best_shape;
-use super::policy::{Gone, Now, Policy, Reaction, Row, Saves};
-use super::{Prices, Shape};
+use super::policy::{ChangeContext, CheckpointInterval, LostWork, Policy, PolicyRow, Reaction};
+use super::{Shape, StepTimes};
 use crate::ParallelError;
 use crate::pipeline::{Action, ComputeKind, ComputeOrder, Op, PipelineCost, Placement, peak_bytes, simulate};
 
 /// Row of [`POLICIES`](super::POLICIES).
-pub(super) const ROW: Row = Row {
+pub(super) const ROW: PolicyRow = PolicyRow {
     name: "recycle",
     summary: "microbatches of a lost machine are sent through machines of the same stage in other pipelines",
-    saves: Saves::Hourly,
+    saves: CheckpointInterval::Hourly,
     begin: || Box::new(Recycle::default()),
 };
 
 /// The position of a machine: one stage of one pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Seat {
+pub struct Position {
     /// Index of the pipeline.
     pub pipeline: u32,
     /// Index of the stage.
@@ -36,7 +36,7 @@ pub struct Rerouted {
     /// per pipeline. Each distinct route through the machines is one copy of the model.
     pub order: ComputeOrder,
     /// Seat of each rank of the order.
-    pub seats: Vec<Seat>,
+    pub seats: Vec<Position>,
 }
 
 /// Builds the order of several pipelines of `base` side by side without the machines at `lost`.
@@ -56,7 +56,7 @@ pub struct Rerouted {
 pub fn reroute(
     base: &ComputeOrder,
     pipelines: u32,
-    lost: &[Seat],
+    lost: &[Position],
     cost: &PipelineCost,
 ) -> Result<Rerouted, ParallelError> {
     let stages = base.placement().stages();
@@ -70,7 +70,7 @@ pub fn reroute(
         return zero("the order".to_owned(), "pipelines");
     }
     for stage in 0..stages {
-        if (0..pipelines).all(|pipeline| lost.contains(&Seat { pipeline, stage })) {
+        if (0..pipelines).all(|pipeline| lost.contains(&Position { pipeline, stage })) {
             return zero(format!("stage {stage}"), "machines");
         }
     }
@@ -82,7 +82,7 @@ pub fn reroute(
     let lists = merge.run();
     let ranks = routes.copies.iter().flatten().copied();
     let rank_of = ranks.zip((0..stages).cycle()).map(|(pipeline, stage)| {
-        routes.seats.binary_search(&Seat { pipeline, stage }).map_or(Rank(0), |at| Rank(at as u32))
+        routes.seats.binary_search(&Position { pipeline, stage }).map_or(Rank(0), |at| Rank(at as u32))
     });
     let placement = Placement::new(rank_of.collect(), routes.copies.len() as u32)?;
     let order = ComputeOrder::new(placement, pipelines * base.microbatches(), 1, lists)?;
@@ -92,7 +92,7 @@ pub fn reroute(
 /// The route of each microbatch through the machines.
 struct Routes {
     /// Seats of the machines that are left, sorted.
-    seats: Vec<Seat>,
+    seats: Vec<Position>,
     /// Distinct routes: for each stage, the pipeline whose machine is used.
     copies: Vec<Vec<u32>>,
     /// Index into `copies` for each microbatch of all pipelines.
@@ -100,8 +100,8 @@ struct Routes {
 }
 
 impl Routes {
-    fn new(stages: u32, pipelines: u32, microbatches: u32, lost: &[Seat]) -> Self {
-        let is_lost = |pipeline, stage| lost.contains(&Seat { pipeline, stage });
+    fn new(stages: u32, pipelines: u32, microbatches: u32, lost: &[Position]) -> Self {
+        let is_lost = |pipeline, stage| lost.contains(&Position { pipeline, stage });
         let left: Vec<Vec<u32>> = (0..stages)
             .map(|stage| (0..pipelines).filter(|&pipeline| !is_lost(pipeline, stage)).collect())
             .collect();
@@ -128,14 +128,15 @@ impl Routes {
                 copy_of.push(copy);
             }
         }
-        let all = (0..pipelines).flat_map(|pipeline| (0..stages).map(move |stage| Seat { pipeline, stage }));
+        let all =
+            (0..pipelines).flat_map(|pipeline| (0..stages).map(move |stage| Position { pipeline, stage }));
         Self { seats: all.filter(|seat| !lost.contains(seat)).collect(), copies, copy_of }
     }
 
     /// Returns the machine that processes a microbatch at a stage.
     fn machine(&self, microbatch: usize, stage: u32) -> usize {
         let pipeline = self.copies[self.copy_of[microbatch]][stage as usize];
-        self.seats.binary_search(&Seat { pipeline, stage }).unwrap_or(0)
+        self.seats.binary_search(&Position { pipeline, stage }).unwrap_or(0)
     }
 }
 
@@ -302,24 +303,24 @@ impl<'a> Merge<'a> {
 #[derive(Default)]
 struct Recycle {
     shape: Option<Shape>,
-    seats: BTreeMap<Seat, u32>,
+    seats: BTreeMap<Position, u32>,
     /// Machines that copy a seat's stage, each with the time at which the copy is complete.
-    coming: Vec<(Nanos, Seat, u32)>,
+    coming: Vec<(Nanos, Position, u32)>,
     /// Cached step times by list of empty seats.
-    known: BTreeMap<Vec<Seat>, Option<Nanos>>,
+    known: BTreeMap<Vec<Position>, Option<Nanos>>,
 }
 
 impl Recycle {
-    fn empty(&self) -> Vec<Seat> {
+    fn empty(&self) -> Vec<Position> {
         let Some(shape) = self.shape else { return Vec::new() };
         let all = (0..shape.pipelines)
-            .flat_map(|pipeline| (0..shape.stages).map(move |stage| Seat { pipeline, stage }));
+            .flat_map(|pipeline| (0..shape.stages).map(move |stage| Position { pipeline, stage }));
         all.filter(|seat| !self.seats.contains_key(seat)).collect()
     }
 
     /// Returns the time of a step without the empty seats. If the other machines cannot hold the microbatches,
     /// the pipelines with empty seats are left out.
-    fn step(&mut self, prices: &mut Prices<'_>) -> Option<Nanos> {
+    fn step(&mut self, prices: &mut StepTimes<'_>) -> Option<Nanos> {
         let (shape, empty) = (self.shape?, self.empty());
         if empty.is_empty() {
             return prices.step(shape);
@@ -337,7 +338,7 @@ impl Recycle {
 
     /// Starts again in the best shape with at least two pipelines, or in the best shape of all if there is
     /// none.
-    fn begin(&mut self, live: &[u32], prices: &mut Prices<'_>) {
+    fn begin(&mut self, live: &[u32], prices: &mut StepTimes<'_>) {
         let machines = live.len() as u32;
         self.shape = best_shape(prices, machines, 2).or_else(|| best_shape(prices, machines, 1));
         self.coming.clear();
@@ -348,7 +349,7 @@ impl Recycle {
     }
 
     /// Assigns idle machines to empty seats and starts their copies.
-    fn call(&mut self, now: Now<'_>, live: &[u32], prices: &mut Prices<'_>) {
+    fn call(&mut self, now: ChangeContext<'_>, live: &[u32], prices: &mut StepTimes<'_>) {
         let Some(state) = self.shape.and_then(|shape| prices.state(shape.stages)) else { return };
         let has = prices.fleet().link.time(state).saturating_add(now.at);
         for seat in self.empty() {
@@ -366,7 +367,7 @@ impl Recycle {
 }
 
 impl Policy for Recycle {
-    fn change(&mut self, now: Now<'_>, prices: &mut Prices<'_>) -> Reaction {
+    fn change(&mut self, now: ChangeContext<'_>, prices: &mut StepTimes<'_>) -> Reaction {
         let live = now.live();
         let before = self.seats.len();
         self.seats.retain(|_, machine| !now.lost.contains(machine));
@@ -380,7 +381,7 @@ impl Policy for Recycle {
             let step = self.step(prices);
             return match step {
                 Some(_) => Reaction::restarted(step, now.recovery.restart),
-                None => Reaction { gone: Gone::Step, ..Reaction::same(None) },
+                None => Reaction { gone: LostWork::Step, ..Reaction::same(None) },
             };
         }
         let (there, coming): (Vec<_>, Vec<_>) = self.coming.drain(..).partition(|(at, ..)| *at <= now.at);
@@ -400,7 +401,7 @@ impl Policy for Recycle {
 }
 
 /// Returns the time of a step of a shape without some seats. `None` if a machine's memory would not be enough.
-fn rerouted(prices: &mut Prices<'_>, shape: Shape, empty: &[Seat]) -> Option<Nanos> {
+fn rerouted(prices: &mut StepTimes<'_>, shape: Shape, empty: &[Position]) -> Option<Nanos> {
     let each = prices.fleet().microbatches.div_ceil(shape.pipelines);
     let memory = prices.fleet().machine.memory;
     let cost = prices.division(shape.stages)?.cost.clone();
@@ -431,8 +432,11 @@ mod tests {
     #[test]
     fn each_stage_does_all_microbatches_on_machines_that_hold_it() {
         let (base, cost) = base(4, 8);
-        let lost =
-            [Seat { pipeline: 1, stage: 2 }, Seat { pipeline: 2, stage: 0 }, Seat { pipeline: 0, stage: 2 }];
+        let lost = [
+            Position { pipeline: 1, stage: 2 },
+            Position { pipeline: 2, stage: 0 },
+            Position { pipeline: 0, stage: 2 },
+        ];
         let found = reroute(&base, 4, &lost, &cost).unwrap();
         assert_eq!((found.seats.len(), found.order.microbatches()), (13, 32));
         let mut forwards = vec![0; 4];
@@ -458,7 +462,7 @@ mod tests {
             // Without losses, the merged order is no slower than the order that it is made from.
             assert!(whole <= simulate(&base, &cost).unwrap().makespan());
             for stage in 0..stages {
-                let found = reroute(&base, pipelines, &[Seat { pipeline: 0, stage }], &cost).unwrap();
+                let found = reroute(&base, pipelines, &[Position { pipeline: 0, stage }], &cost).unwrap();
                 let time = simulate(&found.order, &cost).unwrap().makespan();
                 let fewer = Method::OneFOneB
                     .order(&Settings::new(stages, (microbatches * pipelines).div_ceil(pipelines - 1)))
@@ -474,7 +478,7 @@ mod tests {
     #[test]
     fn what_cannot_be_is_refused() {
         let (base, cost) = base(2, 4);
-        let seat = |pipeline, stage| Seat { pipeline, stage };
+        let seat = |pipeline, stage| Position { pipeline, stage };
         assert!(reroute(&base, 0, &[], &cost).is_err());
         let gone = reroute(&base, 2, &[seat(0, 1), seat(1, 1)], &cost).unwrap_err();
         assert!(gone.to_string().contains("stage 1"), "{gone}");

@@ -3,8 +3,8 @@
 use farflung_base::Nanos;
 
 use super::best_shape::best_shape;
-use super::policy::{Gone, Now, Policy, Reaction, Row, Saves};
-use super::{Prices, Recovery, Trace, daly};
+use super::policy::{ChangeContext, CheckpointInterval, LostWork, Policy, PolicyRow, Reaction};
+use super::{Recovery, StepTimes, Trace, daly};
 use crate::ParallelError;
 
 /// Result of a replay.
@@ -40,10 +40,10 @@ const HOUR: Nanos = Nanos(3_600_000_000_000);
 /// Errors: [`ParallelError::Zero`] if `recovery.lifetime` is zero; [`ParallelError::TooSmall`] if all machines
 /// together cannot hold the model.
 pub fn replay(
-    row: &Row,
+    row: &PolicyRow,
     trace: &Trace,
     recovery: &Recovery,
-    prices: &mut Prices<'_>,
+    prices: &mut StepTimes<'_>,
 ) -> Result<Replay, ParallelError> {
     if recovery.lifetime == Nanos::ZERO {
         return Err(ParallelError::Zero { of: "the recovery".to_owned(), field: "lifetime" });
@@ -53,12 +53,12 @@ pub fn replay(
     }
     let between = recovery.lifetime.as_secs_f64() / f64::from(trace.machines);
     let every = match row.saves {
-        Saves::Daly => Nanos::from_secs_f64(daly(recovery.save.as_secs_f64(), between)),
-        Saves::Hourly => HOUR,
+        CheckpointInterval::Daly => Nanos::from_secs_f64(daly(recovery.save.as_secs_f64(), between)),
+        CheckpointInterval::Hourly => HOUR,
     };
     let mut job = Job::new((row.begin)(), every, recovery.save);
     let mut there = vec![true; trace.machines as usize];
-    let first = Now { there: &there, lost: &[], at: Nanos::ZERO, recovery };
+    let first = ChangeContext { there: &there, lost: &[], at: Nanos::ZERO, recovery };
     job.react(first, prices);
     // At the start, all machines are present and the program already runs: no pause, no restart.
     (job.pause, job.done) = (Nanos::ZERO, Replay { restarts: 0, regroups: 0, ..job.done });
@@ -72,7 +72,7 @@ pub fn replay(
         for &machine in &change.back {
             there[machine as usize] = true;
         }
-        let now = Now { there: &there, lost: &change.lost, at: change.at, recovery };
+        let now = ChangeContext { there: &there, lost: &change.lost, at: change.at, recovery };
         job.react(now, prices);
     }
     job.until(trace.time, &there, recovery, prices);
@@ -90,7 +90,7 @@ struct Possible {
 }
 
 impl Possible {
-    fn until(&mut self, at: Nanos, there: &[bool], prices: &mut Prices<'_>) {
+    fn until(&mut self, at: Nanos, there: &[bool], prices: &mut StepTimes<'_>) {
         let machines = there.iter().filter(|there| **there).count() as u32;
         if let Some(step) = best_shape(prices, machines, 1).and_then(|shape| prices.step(shape)) {
             self.steps += (at - self.at).as_secs_f64() / step.as_secs_f64().max(1e-12);
@@ -152,22 +152,22 @@ impl Job {
         }
     }
 
-    fn react(&mut self, now: Now<'_>, prices: &mut Prices<'_>) {
+    fn react(&mut self, now: ChangeContext<'_>, prices: &mut StepTimes<'_>) {
         let Reaction { step, pause, gone, has_saved, wake } = self.policy.change(now, prices);
         if has_saved {
             (self.saved, self.since) = (self.done.steps, Nanos::ZERO);
         }
         match gone {
-            Gone::Nothing => {
+            LostWork::Nothing => {
                 if step != self.step {
                     self.begin(step);
                 }
             }
-            Gone::Step => {
+            LostWork::Step => {
                 self.begin(step);
                 self.done.regroups += 1;
             }
-            Gone::SinceSaved => {
+            LostWork::SinceSaved => {
                 self.done.lost += self.done.steps - self.saved;
                 self.done.steps = self.saved;
                 self.since = Nanos::ZERO;
@@ -185,10 +185,10 @@ impl Job {
     }
 
     /// Advances to `end` and calls the policy at each wake-up that it requested.
-    fn until(&mut self, end: Nanos, there: &[bool], recovery: &Recovery, prices: &mut Prices<'_>) {
+    fn until(&mut self, end: Nanos, there: &[bool], recovery: &Recovery, prices: &mut StepTimes<'_>) {
         while let Some(wake) = self.wake.filter(|&wake| wake < end) {
             self.go(wake.max(self.at));
-            let now = Now { there, lost: &[], at: self.at, recovery };
+            let now = ChangeContext { there, lost: &[], at: self.at, recovery };
             self.wake = None;
             self.react(now, prices);
         }
@@ -247,7 +247,7 @@ mod tests {
     #[test]
     fn without_losses_only_checkpoints_cost() {
         let fleet = fleet();
-        let mut prices = Prices::new(&fleet).unwrap();
+        let mut prices = StepTimes::new(&fleet).unwrap();
         let calm = Trace { machines: 12, time: HOUR * 5, changes: Vec::new() };
         for row in &POLICIES {
             let seen = replay(row, &calm, &RECOVERY, &mut prices).unwrap();
@@ -261,7 +261,7 @@ mod tests {
         // failure of the job.
         let fleet =
             Fleet { machine: ChainMachine { memory: Some(Bytes(60_000_000)), ..fleet().machine }, ..fleet() };
-        let mut prices = Prices::new(&fleet).unwrap();
+        let mut prices = StepTimes::new(&fleet).unwrap();
         let recovery = Recovery { lifetime: HOUR * 4, ..RECOVERY };
         let trace = Trace::drawn(8, 4.0 * 3600.0, 1e-3, HOUR * 2000, 9);
         let seen = replay(&POLICIES[0], &trace, &recovery, &mut prices).unwrap();
@@ -274,7 +274,7 @@ mod tests {
     #[test]
     fn going_on_is_better_than_beginning_again() {
         let fleet = fleet();
-        let mut prices = Prices::new(&fleet).unwrap();
+        let mut prices = StepTimes::new(&fleet).unwrap();
         for seed in 0..3 {
             let trace = Trace::drawn(16, 7200.0, 1800.0, HOUR * 24, seed);
             let seen: Vec<Replay> =
@@ -289,7 +289,7 @@ mod tests {
     #[test]
     fn a_model_that_does_not_fit_is_refused_and_machines_that_are_all_gone_stand_still() {
         let fleet = fleet();
-        let mut prices = Prices::new(&fleet).unwrap();
+        let mut prices = StepTimes::new(&fleet).unwrap();
         let trace = Trace { machines: 2, time: HOUR, changes: Vec::new() };
         let refused = replay(&POLICIES[0], &trace, &RECOVERY, &mut prices).unwrap_err();
         assert!(matches!(refused, ParallelError::TooSmall { machines: 2, .. }), "{refused}");

@@ -3,20 +3,20 @@
 use farflung_base::Nanos;
 
 use super::best_shape::best_shape;
-use super::policy::{Now, Policy, Reaction, Row, Saves};
-use super::{Prices, Shape};
+use super::policy::{ChangeContext, CheckpointInterval, Policy, PolicyRow, Reaction};
+use super::{Shape, StepTimes};
 
 /// Row of [`POLICIES`](super::POLICIES).
-pub(super) const ROW: Row = Row {
+pub(super) const ROW: PolicyRow = PolicyRow {
     name: "restart",
     summary: "restarts from the newest checkpoint, with the same stages and as many pipelines as the machines \
               allow",
-    saves: Saves::Daly,
+    saves: CheckpointInterval::Daly,
     begin: || Box::new(Restart::new(same_stages)),
 };
 
 /// Chooses a shape for a number of machines, given the job's first shape if there was one.
-type Choose = fn(&mut Prices<'_>, u32, Option<Shape>) -> Option<Shape>;
+type Choose = fn(&mut StepTimes<'_>, u32, Option<Shape>) -> Option<Shape>;
 
 /// The policy's state: a job that restarts from a checkpoint after each loss.
 pub(super) struct Restart {
@@ -27,7 +27,7 @@ pub(super) struct Restart {
     used: Vec<u32>,
 }
 
-fn same_stages(prices: &mut Prices<'_>, machines: u32, first: Option<Shape>) -> Option<Shape> {
+fn same_stages(prices: &mut StepTimes<'_>, machines: u32, first: Option<Shape>) -> Option<Shape> {
     let Some(first) = first else { return best_shape(prices, machines, 1) };
     let pipelines = (machines / first.stages).min(prices.fleet().microbatches);
     (pipelines > 0).then_some(Shape { pipelines, ..first })
@@ -38,7 +38,7 @@ impl Restart {
         Self { choose, first: None, shape: None, used: Vec::new() }
     }
 
-    fn step(&self, prices: &mut Prices<'_>) -> Option<Nanos> {
+    fn step(&self, prices: &mut StepTimes<'_>) -> Option<Nanos> {
         prices.step(self.shape?)
     }
 
@@ -50,7 +50,7 @@ impl Restart {
 }
 
 impl Policy for Restart {
-    fn change(&mut self, now: Now<'_>, prices: &mut Prices<'_>) -> Reaction {
+    fn change(&mut self, now: ChangeContext<'_>, prices: &mut StepTimes<'_>) -> Reaction {
         let live = now.live();
         let shape = (self.choose)(prices, live.len() as u32, self.first);
         if now.lost.iter().any(|machine| self.used.contains(machine)) || self.shape.is_none() {

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use farflung_base::Nanos;
 
 use crate::ParallelError;
-use crate::draw::Draw;
+use crate::draw::SeededRng;
 
 /// The machines that fail or come back at one time.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,7 +38,7 @@ impl Trace {
     pub fn drawn(machines: u32, lifetime: f64, absence: f64, time: Nanos, seed: u64) -> Self {
         let mut events = Vec::new();
         for machine in 0..machines {
-            let mut draw = Draw::new(seed, (u64::from(machine) << 8) + 22);
+            let mut draw = SeededRng::new(seed, (u64::from(machine) << 8) + 22);
             let (mut at, mut there) = (0.0, true);
             loop {
                 at += draw.exponential(if there { lifetime } else { absence });

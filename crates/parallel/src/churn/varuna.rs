@@ -2,14 +2,14 @@
 //! machines.
 
 use super::best_shape::best_shape;
-use super::policy::{Row, Saves};
+use super::policy::{CheckpointInterval, PolicyRow};
 use super::restart::Restart;
 
 /// Row of [`POLICIES`](super::POLICIES).
-pub(super) const ROW: Row = Row {
+pub(super) const ROW: PolicyRow = PolicyRow {
     name: "varuna",
     summary: "restarts from the newest checkpoint, with the best numbers of pipelines and stages for the \
               machines that are left",
-    saves: Saves::Daly,
+    saves: CheckpointInterval::Daly,
     begin: || Box::new(Restart::new(|prices, machines, _| best_shape(prices, machines, 1))),
 };

@@ -9,12 +9,12 @@
 ///
 /// Source: Athlur et al. 2022, "Varuna", section 3.2.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Arrivals {
+pub struct ArrivalRule {
     /// Maximum number of microbatches between the first stage's forward and its backward. No rank holds more.
     pub in_flight: u32,
 }
 
-impl Arrivals {
+impl ArrivalRule {
     /// Returns whether another microbatch may enter the first stage after this many forwards and backwards of
     /// it.
     #[must_use]

@@ -8,17 +8,17 @@ use farflung_base::{Rank, StageId};
 use super::method::greedy::{self, Greedy};
 use super::simulate::Simulator;
 use super::{
-    Action, Arrivals, ComputeKind, ComputeOrder, Lowered, LoweredKind, Message, Op, PipelineCost, Schedule,
-    Updates, Worker,
+    Action, ArrivalRule, ComputeKind, ComputeOrder, Lowered, LoweredKind, Message, Op, PipelineCost,
+    Schedule, Updates, Worker,
 };
 use crate::ParallelError;
 
-impl Arrivals {
+impl ArrivalRule {
     /// Returns the order that the rule gives if every action takes the time in `cost`. Only the lists differ
     /// from `order`.
     ///
     /// Errors: as [`PipelineCost::check`].
-    pub fn foresee(self, order: &ComputeOrder, cost: &PipelineCost) -> Result<ComputeOrder, ParallelError> {
+    pub fn order_at(self, order: &ComputeOrder, cost: &PipelineCost) -> Result<ComputeOrder, ParallelError> {
         cost.check(order)?;
         let (placement, microbatches) = (order.placement(), order.microbatches());
         let rule = Greedy { placement, microbatches, arrivals: self };
@@ -29,7 +29,7 @@ impl Arrivals {
 }
 
 /// A worker that can report which messages have arrived.
-pub trait Watch: Worker {
+pub trait PollArrivals: Worker {
     /// Returns the index of a message that has arrived, without blocking; the lowest if several have.
     /// [`Worker::wait`] on that message must not block. A message that ended with an error counts as arrived.
     fn arrived(&mut self, awaited: &mut [&mut Self::Pending]) -> Option<usize>;
@@ -65,9 +65,9 @@ enum Next {
 
 /// Runs one rank's work of a schedule in the order of arrivals.
 #[derive(Debug)]
-pub struct Follower<'a> {
+pub struct ArrivalExecutor<'a> {
     schedule: &'a Schedule,
-    rule: Arrivals,
+    rule: ArrivalRule,
     forwards: VecDeque<Entry>,
     backwards: VecDeque<Entry>,
     /// In the order of the backwards.
@@ -75,7 +75,7 @@ pub struct Follower<'a> {
     steps: Vec<Action>,
 }
 
-impl<'a> Follower<'a> {
+impl<'a> ArrivalExecutor<'a> {
     /// Creates a follower for `rank`'s list of `schedule`.
     ///
     /// Errors: [`ParallelError::NotFollowed`] unless the rank has one stage, microbatches are not sliced,
@@ -83,7 +83,7 @@ impl<'a> Follower<'a> {
     ///
     /// # Panics
     /// If the schedule has no such rank.
-    pub fn new(schedule: &'a Schedule, rank: Rank, rule: Arrivals) -> Result<Self, ParallelError> {
+    pub fn new(schedule: &'a Schedule, rank: Rank, rule: ArrivalRule) -> Result<Self, ParallelError> {
         let order = schedule.order();
         let refuse = |found| Err(ParallelError::NotFollowed { rank, found });
         if order.placement().stages_of(rank).count() != 1 {
@@ -134,7 +134,7 @@ impl<'a> Follower<'a> {
     /// Runs all of the work. Waits for at most one message of each direction at a time.
     ///
     /// Errors: those of the worker.
-    pub fn run<W: Watch>(self, worker: &mut W) -> Result<(), W::Error> {
+    pub fn run<W: PollArrivals>(self, worker: &mut W) -> Result<(), W::Error> {
         let Self { schedule, rule, forwards, backwards, mut recomputes, steps } = self;
         let placement = schedule.order().placement();
         let side = |left| Side { left, done: 0, awaited: None };
@@ -192,7 +192,7 @@ impl<'a> Follower<'a> {
                 worker.send(placement.rank(message.to()), message, data)?;
             }
             for (kind, stage, microbatch, slice) in behind {
-                worker.shift(kind, stage, microbatch, slice)?;
+                worker.start_transfer(kind, stage, microbatch, slice)?;
             }
         }
         steps.into_iter().try_for_each(|step| worker.compute(step, None).map(drop))

@@ -35,7 +35,7 @@ pub struct Comparison {
 
 /// Results of one schedule.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Figures {
+pub struct ScheduleStats {
     /// Number of chunks on each rank.
     pub chunks: u32,
     /// Number of copies of the model.
@@ -55,11 +55,11 @@ pub struct Figures {
 }
 
 /// A schedule and its results, or the reason why it is not possible.
-pub type ComparisonRow = (Method, Result<Figures, ParallelError>);
+pub type ComparisonRow = (Method, Result<ScheduleStats, ParallelError>);
 
 /// The result of a [`Comparison`].
 #[derive(Debug, Clone, PartialEq)]
-pub struct Compared {
+pub struct ComparisonTable {
     /// One row for each method, in the order of [`Method::ALL`].
     pub rows: Vec<ComparisonRow>,
     /// Copy of [`Comparison::memory`].
@@ -71,7 +71,7 @@ impl Comparison {
     ///
     /// Errors: [`ParallelError::Zero`] for no ranks or microbatches; [`ParallelError::PerStage`] for a list of
     /// the wrong length. If a method does not support the sizes, its row contains the error.
-    pub fn run(&self) -> Result<Compared, ParallelError> {
+    pub fn run(&self) -> Result<ComparisonTable, ParallelError> {
         for (field, value) in [("stages", self.ranks), ("microbatches", self.microbatches)] {
             if value == 0 {
                 return Err(ParallelError::Zero { of: "the comparison".to_owned(), field });
@@ -84,7 +84,7 @@ impl Comparison {
             }
         }
         let rows = Method::ALL.into_iter().map(|method| (method, self.figures(method)));
-        Ok(Compared { rows: rows.collect(), memory: self.memory })
+        Ok(ComparisonTable { rows: rows.collect(), memory: self.memory })
     }
 
     /// Returns the order of a method and the cost of its stages.
@@ -122,13 +122,13 @@ impl Comparison {
         self.boundaries[if self.boundaries.len() == 1 { 0 } else { behind }]
     }
 
-    fn figures(&self, method: Method) -> Result<Figures, ParallelError> {
+    fn figures(&self, method: Method) -> Result<ScheduleStats, ParallelError> {
         let (order, cost) = self.order(method)?;
         let simulation = simulate(&order, &cost)?;
         let placement = order.placement();
         let chunks = placement.depth() / placement.ranks();
         let most = peaks(&order).into_iter().max().unwrap_or_default();
-        Ok(Figures {
+        Ok(ScheduleStats {
             chunks,
             copies: placement.copies(),
             makespan: simulation.makespan(),
@@ -157,23 +157,23 @@ fn part(whole: StageCost, chunks: u64) -> StageCost {
     }
 }
 
-impl Compared {
+impl ComparisonTable {
     /// Returns the fastest schedule among the synchronous ones that train, with one copy of the model and
     /// within the memory. Among equally fast ones, returns the one with the lowest peak.
     #[must_use]
-    pub fn best(&self) -> Option<(Method, &Figures)> {
+    pub fn best(&self) -> Option<(Method, &ScheduleStats)> {
         let rows = self.rows.iter().filter_map(|(method, row)| Some((*method, row.as_ref().ok()?)));
         let trains = |m: Method| m.is_synchronous() && m.trains();
         rows.filter(|&(method, f)| trains(method) && f.copies == 1 && self.fits(f))
             .min_by(|(_, a), (_, b)| (a.makespan.cmp(&b.makespan)).then(a.peak.total_cmp(&b.peak)))
     }
 
-    fn fits(&self, figures: &Figures) -> bool {
+    fn fits(&self, figures: &ScheduleStats) -> bool {
         self.memory.is_none_or(|memory| figures.peak <= f64::from(memory))
     }
 }
 
-impl fmt::Display for Compared {
+impl fmt::Display for ComparisonTable {
     /// Prints a table with one line per method. Times are in milliseconds.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(

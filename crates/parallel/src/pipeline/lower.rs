@@ -98,7 +98,7 @@ impl<'a> List<'a> {
         let trains = !own_steps && !self.order.is_forward_only();
         let mut unfinished: BTreeMap<_, u32> = BTreeMap::new();
         for action in self.ops.iter().flat_map(Op::actions).filter(|a| a.releases()) {
-            *unfinished.entry(placement.home(action.stage)).or_default() += 1;
+            *unfinished.entry(placement.storage_stage(action.stage)).or_default() += 1;
         }
         for (at, (op, before)) in self.ops.iter().zip(before).enumerate() {
             self.out.extend(before);
@@ -109,7 +109,7 @@ impl<'a> List<'a> {
                 let message = Message::made_by(action, placement).filter(|m| m.wire(placement).is_some());
                 self.out.extend(message.map(|m| m.send()));
                 if trains && action.releases() {
-                    let stage = placement.home(action.stage);
+                    let stage = placement.storage_stage(action.stage);
                     let left = unfinished.entry(stage).or_default();
                     *left -= 1;
                     let last = *left == 0;

@@ -104,15 +104,19 @@ impl Lowered {
     /// Returns the message that the entry sends or receives, if it is a message between two stages of
     /// `placement`.
     #[must_use]
-    pub fn message(&self, placement: &Placement) -> Option<(Way, Message)> {
+    pub fn message(&self, placement: &Placement) -> Option<(TransferDirection, Message)> {
         let Self::Move { kind, stage, microbatch, slice } = *self else { return None };
         let action = |kind| Action { stage, microbatch, slice, kind };
         let (forward, backward) = (action(ComputeKind::Forward), action(ComputeKind::Backward));
         let (way, message) = match kind {
-            LoweredKind::SendForward => (Way::Send, Message::made_by(forward, placement)),
-            LoweredKind::ReceiveForward => (Way::Receive, Message::taken_by(forward, placement)),
-            LoweredKind::SendBackward => (Way::Send, Message::made_by(backward, placement)),
-            LoweredKind::ReceiveBackward => (Way::Receive, Message::taken_by(backward, placement)),
+            LoweredKind::SendForward => (TransferDirection::Send, Message::made_by(forward, placement)),
+            LoweredKind::ReceiveForward => {
+                (TransferDirection::Receive, Message::taken_by(forward, placement))
+            }
+            LoweredKind::SendBackward => (TransferDirection::Send, Message::made_by(backward, placement)),
+            LoweredKind::ReceiveBackward => {
+                (TransferDirection::Receive, Message::taken_by(backward, placement))
+            }
             _ => return None,
         };
         Some((way, message?))
@@ -161,7 +165,7 @@ impl FromStr for Lowered {
 
 /// Direction of a message, as seen by one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Way {
+pub enum TransferDirection {
     /// The rank sends the message.
     Send,
     /// The rank receives the message.

@@ -25,12 +25,12 @@ use std::str::FromStr;
 
 use farflung_base::Nanos;
 
-use super::{Arrivals, ComputeOrder, Op, Placement, StageCost, Updates, VersionSync};
+use super::{ArrivalRule, ComputeOrder, Op, Placement, StageCost, Updates, VersionSync};
 use crate::ParallelError;
 
 pub use gpipe::BackwardOrder;
 pub use one_f_one_b::slope;
-use row::{Asked, Need, Reads, Row, Shape, Sizes, Weights};
+use row::{MethodInput, Row, Shape, Sizes, Unsupported, UsedSetting, Weights};
 pub use tera_pipe::{Slicing, slice_tokens};
 
 /// Declares the enum of methods and the row of each.
@@ -196,13 +196,13 @@ impl Method {
     /// Returns whether the number of activations that a rank may hold can be limited.
     #[must_use]
     pub fn is_limited(self) -> bool {
-        self.row().reads.contains(&Reads::Memory)
+        self.row().reads.contains(&UsedSetting::Memory)
     }
 
     /// Returns whether the method works on slices of sequences.
     #[must_use]
     pub fn slices(self) -> bool {
-        self.row().reads.contains(&Reads::Slices)
+        self.row().reads.contains(&UsedSetting::Slices)
     }
 
     /// Returns when weights change in a pipeline of `ranks` ranks. `sync` is used by methods that keep a
@@ -231,7 +231,7 @@ impl Method {
     /// Returns the rule by which ranks may work in the order of arrivals, for methods that are defined by such
     /// a rule.
     #[must_use]
-    pub fn arrivals(self, settings: &Settings) -> Option<Arrivals> {
+    pub fn arrivals(self, settings: &Settings) -> Option<ArrivalRule> {
         self.row().arrivals.map(|rule| rule(settings))
     }
 
@@ -254,7 +254,7 @@ impl Method {
             Shape::Wave => Placement::wave(ranks, chunks),
             Shape::BothWays => Placement::both_ways(ranks),
         };
-        let asked = Asked { settings, ranks, microbatches, chunks, placement: &placement };
+        let asked = MethodInput { settings, ranks, microbatches, chunks, placement: &placement };
         let lists = (row.lists)(&asked)?;
         let order = ComputeOrder::new(placement, microbatches, slices, lists)?;
         Ok(order.with_updates(self.updates(ranks, VersionSync::Newest)))
@@ -264,22 +264,22 @@ impl Method {
     fn admits(self, settings: &Settings, chunks: u32) -> Result<(), ParallelError> {
         let row = self.row();
         let (ranks, microbatches) = (settings.ranks, settings.microbatches);
-        let refuse = |Need { field, given, needs }| {
+        let refuse = |Unsupported { field, given, needs }| {
             Err(ParallelError::NotAdmitted { method: self, field, given: u64::from(given), needs })
         };
         for (field, given) in [("stages", ranks), ("microbatches", microbatches)] {
             if given == 0 {
-                return refuse(Need { field, given, needs: "at least 1".to_owned() });
+                return refuse(Unsupported { field, given, needs: "at least 1".to_owned() });
             }
         }
         if let Some(needs) = row.chunks.refuses(chunks) {
-            return refuse(Need { field: "chunks", given: chunks, needs });
+            return refuse(Unsupported { field: "chunks", given: chunks, needs });
         }
         if let Some(need) = (row.needs)(settings) {
             return refuse(need);
         }
         let stages = u64::from(ranks) * u64::from(chunks);
-        if row.reads.contains(&Reads::Costs)
+        if row.reads.contains(&UsedSetting::Costs)
             && settings.cost.len() != 1
             && settings.cost.len() as u64 != stages
         {

@@ -9,7 +9,7 @@ use farflung_base::{Rank, StageId};
 
 use super::{Action, ComputeKind, Content, Message, Op, Placement, Updates};
 use crate::ParallelError;
-use flow::{Timeless, flow};
+use flow::{ZeroDurations, flow};
 
 /// The computations of every rank, in order.
 ///
@@ -95,7 +95,7 @@ impl ComputeOrder {
             order.enter(&mut done, rank, action)?;
         }
         order.complete(&done, forward_only)?;
-        flow(&order, &mut Timeless)?;
+        flow(&order, &mut ZeroDurations)?;
         Ok(order)
     }
 

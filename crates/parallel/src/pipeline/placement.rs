@@ -115,7 +115,7 @@ impl Placement {
     /// is the same part of the model. In pooled placements, several copies of the model share a rank's part,
     /// and its weights are stored once.
     #[must_use]
-    pub fn home(&self, stage: StageId) -> StageId {
+    pub fn storage_stage(&self, stage: StageId) -> StageId {
         let (rank, part) = (self.rank(stage), self.part(stage));
         let of_part = (part..self.stages()).step_by(self.depth() as usize).map(StageId);
         of_part.take(stage.index() + 1).find(|&other| self.rank(other) == rank).unwrap_or(stage)
@@ -123,7 +123,7 @@ impl Placement {
 
     /// Iterates over the stages under which a rank stores its parts, each part once.
     pub fn homes_of(&self, rank: Rank) -> impl Iterator<Item = StageId> {
-        self.stages_of(rank).filter(|&stage| self.home(stage) == stage)
+        self.stages_of(rank).filter(|&stage| self.storage_stage(stage) == stage)
     }
 
     /// Returns the ranks that hold a part of the model, each once, in ascending order.
@@ -141,7 +141,7 @@ impl Placement {
     /// of the token table are on the same ranks.
     #[must_use]
     pub fn is_pooled(&self) -> bool {
-        self.copies > 1 && self.tie() == Tie::Across
+        self.copies > 1 && self.tie() == TiedWeights::Across
     }
 
     /// Returns which part of the model a stage is. The same part has the same number in every copy.
@@ -164,7 +164,7 @@ impl Placement {
 
     /// Returns where the two users of the token table are.
     #[must_use]
-    pub fn tie(&self) -> Tie {
+    pub fn tie(&self) -> TiedWeights {
         let holders = |wanted: fn(&Self, StageId) -> bool| {
             let stages = (0..self.stages()).map(StageId).filter(|&s| wanted(self, s));
             let mut ranks: Vec<Rank> = stages.map(|s| self.rank(s)).collect();
@@ -172,9 +172,9 @@ impl Placement {
             ranks
         };
         match self.depth() {
-            1 => Tie::Whole,
-            _ if holders(Self::is_first) == holders(Self::is_last) => Tie::Local,
-            _ => Tie::Across,
+            1 => TiedWeights::Whole,
+            _ if holders(Self::is_first) == holders(Self::is_last) => TiedWeights::Local,
+            _ => TiedWeights::Across,
         }
     }
 
@@ -194,7 +194,7 @@ impl Placement {
 /// Location of the two users of a model's token table: the embedding in the first part and the head in the
 /// last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Tie {
+pub enum TiedWeights {
     /// The same part has both.
     Whole,
     /// Each rank that holds one of them also holds the other.
@@ -209,11 +209,11 @@ mod tests {
 
     #[test]
     fn the_table_is_shared_within_a_rank_or_across_two() {
-        assert_eq!(Placement::looped(4, 1).tie(), Tie::Across);
-        assert_eq!(Placement::looped(4, 2).tie(), Tie::Across);
-        assert_eq!(Placement::wave(4, 2).tie(), Tie::Local);
-        assert_eq!(Placement::both_ways(4).tie(), Tie::Local);
-        assert_eq!(Placement::looped(1, 1).tie(), Tie::Whole);
+        assert_eq!(Placement::looped(4, 1).tie(), TiedWeights::Across);
+        assert_eq!(Placement::looped(4, 2).tie(), TiedWeights::Across);
+        assert_eq!(Placement::wave(4, 2).tie(), TiedWeights::Local);
+        assert_eq!(Placement::both_ways(4).tie(), TiedWeights::Local);
+        assert_eq!(Placement::looped(1, 1).tie(), TiedWeights::Whole);
     }
 
     fn ranks(placement: &Placement) -> Vec<u32> {
@@ -239,11 +239,14 @@ mod tests {
         // Rank 0 has the first stage of both routes; ranks 1 and 2 have the second stage of one route each.
         let pools = Placement::new([0, 1, 0, 2].map(Rank).to_vec(), 2).unwrap();
         assert_eq!(pools.homes_of(Rank(0)).collect::<Vec<_>>(), [StageId(0)]);
-        assert_eq!((pools.home(StageId(2)), pools.home(StageId(3))), (StageId(0), StageId(3)));
+        assert_eq!(
+            (pools.storage_stage(StageId(2)), pools.storage_stage(StageId(3))),
+            (StageId(0), StageId(3))
+        );
         assert_eq!((pools.holders(0), pools.holders(1)), (vec![Rank(0)], vec![Rank(1), Rank(2)]));
-        assert!(pools.is_pooled() && pools.tie() == Tie::Across);
+        assert!(pools.is_pooled() && pools.tie() == TiedWeights::Across);
         let both = Placement::both_ways(4);
-        assert!((0..8).map(StageId).all(|stage| both.home(stage) == stage) && !both.is_pooled());
+        assert!((0..8).map(StageId).all(|stage| both.storage_stage(stage) == stage) && !both.is_pooled());
         let two_by_two = Placement::new([0, 2, 1, 3].map(Rank).to_vec(), 2).unwrap();
         assert!(two_by_two.is_pooled() && !Placement::looped(4, 2).is_pooled());
     }

@@ -64,7 +64,7 @@ impl Routed<'_> {
         }
         let copies = numbers.len() as u32;
         let placement = Placement::new(rank_of, copies)?;
-        let lists = Walk::new(self, copy_of).run();
+        let lists = RouteBuilder::new(self, copy_of).run();
         ComputeOrder::new(placement, microbatches, 1, lists)
     }
 }
@@ -99,14 +99,14 @@ enum Turn {
     Weight,
 }
 
-struct Walk<'a> {
+struct RouteBuilder<'a> {
     made_of: Routed<'a>,
     copy_of: Vec<usize>,
     depth: usize,
     workers: Vec<Worker>,
 }
 
-impl<'a> Walk<'a> {
+impl<'a> RouteBuilder<'a> {
     fn new(made_of: Routed<'a>, copy_of: Vec<usize>) -> Self {
         let depth = made_of.hops.len() + 1;
         let mut workers: Vec<Worker> = made_of.times.iter().map(|_| Worker::default()).collect();

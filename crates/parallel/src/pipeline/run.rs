@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use farflung_base::{Rank, StageId};
 
-use super::{Action, Lowered, LoweredKind, Message, Op, Schedule, Way};
+use super::{Action, Lowered, LoweredKind, Message, Op, Schedule, TransferDirection};
 
 /// Operations of a rank. The executor decides when each runs.
 pub trait Worker {
@@ -60,7 +60,7 @@ pub trait Worker {
     /// [`Lowered::Move`].
     ///
     /// Errors: those of the worker.
-    fn shift(
+    fn start_transfer(
         &mut self,
         kind: LoweredKind,
         stage: StageId,
@@ -72,7 +72,7 @@ pub trait Worker {
     /// anew.
     ///
     /// Errors: those of the worker, for example if it did not keep the data.
-    fn recall(&mut self, message: Message) -> Result<Self::Data, Self::Error>;
+    fn restore_output(&mut self, message: Message) -> Result<Self::Data, Self::Error>;
 }
 
 /// Whether entries are left.
@@ -112,7 +112,7 @@ impl<'a, W: Worker> Executor<'a, W> {
     }
 
     /// Creates an executor at position `at` of a rank's list. Posts again, in order, the receives that were
-    /// open there, and [recalls](Worker::recall) the outputs of this rank that were not yet used.
+    /// open there, and [recalls](Worker::restore_output) the outputs of this rank that were not yet used.
     ///
     /// Errors: those of the worker.
     ///
@@ -127,8 +127,8 @@ impl<'a, W: Worker> Executor<'a, W> {
         let (mut awaited, mut made): (Vec<Message>, Vec<Message>) = (Vec::new(), Vec::new());
         for entry in &list[..executor.at] {
             match (entry, entry.message(placement)) {
-                (_, Some((Way::Receive, message))) => awaited.push(message),
-                (_, Some((Way::Send, message))) => made.retain(|&m| m != message),
+                (_, Some((TransferDirection::Receive, message))) => awaited.push(message),
+                (_, Some((TransferDirection::Send, message))) => made.retain(|&m| m != message),
                 (Lowered::Compute(op), None) => {
                     for action in op.actions() {
                         if let Some(message) = Message::taken_by(action, placement) {
@@ -146,7 +146,7 @@ impl<'a, W: Worker> Executor<'a, W> {
             executor.awaited.insert(message, pending);
         }
         for message in made {
-            executor.made.insert(message, worker.recall(message)?);
+            executor.made.insert(message, worker.restore_output(message)?);
         }
         Ok(executor)
     }
@@ -169,19 +169,19 @@ impl<'a, W: Worker> Executor<'a, W> {
         let placement = self.schedule.order().placement();
         match (entry, entry.message(placement)) {
             (Lowered::Compute(op), _) => self.compute(op, worker)?,
-            (_, Some((Way::Send, message))) => {
+            (_, Some((TransferDirection::Send, message))) => {
                 let data = self
                     .made
                     .remove(&message)
                     .expect("the worker returned the output that the schedule sends");
                 worker.send(placement.rank(message.to()), message, data)?;
             }
-            (_, Some((Way::Receive, message))) => {
+            (_, Some((TransferDirection::Receive, message))) => {
                 let pending = worker.receive(placement.rank(message.from), message)?;
                 self.awaited.insert(message, pending);
             }
             (Lowered::Move { kind, stage, microbatch, slice }, None) => {
-                worker.shift(kind, stage, microbatch, slice)?;
+                worker.start_transfer(kind, stage, microbatch, slice)?;
             }
         }
         self.at += 1;

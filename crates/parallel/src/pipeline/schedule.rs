@@ -6,7 +6,7 @@ use std::fmt;
 use farflung_base::{Rank, StageId};
 
 use super::lower::lower;
-use super::{ComputeKind, ComputeOrder, Lowered, Lowering, Message, Op, Way};
+use super::{ComputeKind, ComputeOrder, Lowered, Lowering, Message, Op, TransferDirection};
 use crate::ParallelError;
 
 /// Lists that ranks can execute directly.
@@ -196,15 +196,15 @@ fn one_rank(
                 };
                 let wire = wires.entry(wire).or_default();
                 match way {
-                    Way::Send if take(&mut made, message).is_none() => {
+                    TransferDirection::Send if take(&mut made, message).is_none() => {
                         return Err(fault(
                             rank,
                             entry,
                             "its message was not computed yet, or was sent already",
                         ));
                     }
-                    Way::Send => wire.sent.push(message),
-                    Way::Receive => {
+                    TransferDirection::Send => wire.sent.push(message),
+                    TransferDirection::Receive => {
                         awaited.push(message);
                         wire.received.push(message);
                     }
@@ -246,13 +246,13 @@ fn walk(order: &ComputeOrder, lists: &[Vec<Lowered>], buffers: u32) -> Result<()
             {
                 let (sent, awaited) = counts.entry((from, to)).or_default();
                 match way {
-                    Way::Send if *sent >= *awaited + u64::from(buffers) => break,
-                    Way::Send => {
+                    TransferDirection::Send if *sent >= *awaited + u64::from(buffers) => break,
+                    TransferDirection::Send => {
                         *sent += 1;
                         is_sent[order.slot(message)] = true;
                         ready.push_back(to.index());
                     }
-                    Way::Receive => {
+                    TransferDirection::Receive => {
                         *awaited += 1;
                         ready.push_back(from.index());
                     }

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use farflung_base::{Algorithm, Nanos};
 
 use super::{Level, NO_CODEC, Part, Plan, Recompute, ScheduleSource};
-use crate::pipeline::{ComputeOrder, Pools, PoolsFault, Settings, StageCost, Tie, Updates};
+use crate::pipeline::{ComputeOrder, Pools, PoolsFault, Settings, StageCost, TiedWeights, Updates};
 use crate::{Axis, ParallelError};
 
 /// Returns the error for a field with an invalid value.
@@ -335,7 +335,7 @@ impl Plan {
         let expected = format!("of {microbatches} microbatches, the number of each replica");
         ensure(given == microbatches, field, format!("of {given} microbatches"), expected)?;
         ensure(!order.is_forward_only(), field, "without backward passes", "a schedule that trains")?;
-        let good = placement.copies() == 1 || placement.tie() != Tie::Across;
+        let good = placement.copies() == 1 || placement.tie() != TiedWeights::Across;
         let expected = "copies of the model that begin and end on the same ranks, because they share a token \
                         table";
         ensure(good, field, "with copies of the model that begin or end on different ranks", expected)

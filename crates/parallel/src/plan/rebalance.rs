@@ -3,7 +3,7 @@
 
 use farflung_base::Nanos;
 
-use crate::churn::{self, Pace};
+use crate::churn::{self, PipelineTimes};
 
 /// Recent times of a replica's or a rank's steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -75,8 +75,8 @@ struct Slow {
 /// The optimum is exact; see [`churn::shares`].
 #[must_use]
 pub fn shares_by_speed(microbatches: u32, measured: &[Measured]) -> Option<Vec<u32>> {
-    let pace = |measured: &Measured| Pace { first: measured.microbatch, each: measured.microbatch };
-    let paces: Vec<Pace> = measured.iter().map(pace).collect();
+    let pace = |measured: &Measured| PipelineTimes { first: measured.microbatch, each: measured.microbatch };
+    let paces: Vec<PipelineTimes> = measured.iter().map(pace).collect();
     if paces.iter().any(|pace| pace.each == Nanos::ZERO) {
         return None;
     }

@@ -199,7 +199,7 @@ impl<'a> Table<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::draw::Draw;
+    use crate::draw::SeededRng;
 
     /// Returns every list of stages for the layers from `first` on that uses exactly this number of devices.
     fn all(size: &AlpaSize, meshes: &[Submesh], first: usize, devices: u32) -> Vec<Vec<SubmeshStage>> {
@@ -221,7 +221,7 @@ mod tests {
 
     #[test]
     fn no_stages_are_faster() {
-        let mut draw = Draw::new(4, 0);
+        let mut draw = SeededRng::new(4, 0);
         let mut planned = 0;
         for _ in 0..150 {
             let size = AlpaSize {

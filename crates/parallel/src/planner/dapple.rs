@@ -305,7 +305,7 @@ impl Search<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::draw::Draw;
+    use crate::draw::SeededRng;
     use crate::pipeline::{Boundary, Method, PipelineCost, Settings, StageCost, simulate};
 
     /// Returns the latency, computed phase by phase for each pivot and each average.
@@ -355,7 +355,7 @@ mod tests {
 
     #[test]
     fn no_stages_are_faster() {
-        let mut draw = Draw::new(8, 0);
+        let mut draw = SeededRng::new(8, 0);
         let mut planned = 0;
         for _ in 0..150 {
             let size = DappleSize {
@@ -407,10 +407,10 @@ mod tests {
     /// For equal stages, the latency equals the time of 1F1B. For others, it is a lower bound.
     #[test]
     fn the_latency_is_that_of_1f1b_for_equal_stages_and_a_bound_for_others() {
-        let mut draw = Draw::new(9, 0);
+        let mut draw = SeededRng::new(9, 0);
         for round in 0..100 {
             let (stages, microbatches) = (1 + draw.below(5) as u32, 1 + draw.below(9) as u32);
-            let one = |draw: &mut Draw| (1 + draw.below(20) as u64, 1 + draw.below(20) as u64);
+            let one = |draw: &mut SeededRng| (1 + draw.below(20) as u64, 1 + draw.below(20) as u64);
             let first = one(&mut draw);
             let times: Vec<(u64, u64)> =
                 (0..stages).map(|_| if round % 2 == 0 { first } else { one(&mut draw) }).collect();

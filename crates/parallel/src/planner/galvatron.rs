@@ -115,7 +115,7 @@ const STATES: u64 = 1 << 26;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::draw::Draw;
+    use crate::draw::SeededRng;
 
     /// Returns the time and memory of a choice.
     fn price(
@@ -130,7 +130,7 @@ mod tests {
 
     #[test]
     fn no_choice_is_faster() {
-        let mut draw = Draw::new(7, 0);
+        let mut draw = SeededRng::new(7, 0);
         let mut planned = 0;
         for _ in 0..200 {
             let (layers, count) = (1 + draw.below(5), 1 + draw.below(3));

@@ -246,7 +246,7 @@ fn solve(graph: &OperatorGraph, limit: Option<&MemoryLimit>) -> Result<Option<Sh
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::draw::Draw;
+    use crate::draw::SeededRng;
 
     const FREE: MemoryLimit = MemoryLimit { copies: 4, microbatches: 3, bytes: Bytes(u64::MAX) };
 
@@ -266,7 +266,7 @@ mod tests {
         all.map(choice).filter(fits).map(|choice| graph.cost(&choice)).min()
     }
 
-    fn random(draw: &mut Draw) -> OperatorGraph {
+    fn random(draw: &mut SeededRng) -> OperatorGraph {
         let mut cost = |bound: usize| Nanos(draw.below(bound) as u64);
         let counts: Vec<usize> = (0..=cost(6).0).map(|_| 1 + cost(4).0 as usize).collect();
         let mut strategy = || OperatorStrategy {
@@ -293,7 +293,7 @@ mod tests {
 
     #[test]
     fn no_choice_is_cheaper() {
-        let mut draw = Draw::new(10, 0);
+        let mut draw = SeededRng::new(10, 0);
         for round in 0..300 {
             let graph = random(&mut draw);
             let found = choose(&graph).unwrap();
@@ -304,7 +304,7 @@ mod tests {
 
     #[test]
     fn no_choice_that_fits_is_cheaper() {
-        let mut draw = Draw::new(11, 0);
+        let mut draw = SeededRng::new(11, 0);
         let (mut none, mut dearer) = (0, 0);
         for round in 0..300 {
             let graph = random(&mut draw);

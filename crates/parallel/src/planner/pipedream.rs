@@ -190,7 +190,7 @@ impl Planner<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::draw::Draw;
+    use crate::draw::SeededRng;
 
     /// Returns the least period, by trying all lists of stages at each level.
     fn by_brute_force(layers: &[ProfiledLayer], levels: &[LinkLevel]) -> u64 {
@@ -221,16 +221,16 @@ mod tests {
 
     #[test]
     fn no_stages_have_a_shorter_period() {
-        let mut draw = Draw::new(5, 0);
+        let mut draw = SeededRng::new(5, 0);
         let mut replicated = 0;
         for _ in 0..100 {
-            let layer = |draw: &mut Draw| ProfiledLayer {
+            let layer = |draw: &mut SeededRng| ProfiledLayer {
                 time: Nanos(1000 * (1 + draw.below(20) as u64)),
                 weights: Bytes(draw.below(40) as u64),
                 output: Bytes(draw.below(60) as u64),
             };
             let layers: Vec<_> = (0..=draw.below(4)).map(|_| layer(&mut draw)).collect();
-            let level = |draw: &mut Draw| LinkLevel {
+            let level = |draw: &mut SeededRng| LinkLevel {
                 bandwidth: Bandwidth(20_000_000 * (1 + draw.below(10) as u64)),
                 units: 1 + draw.below(3) as u32,
             };

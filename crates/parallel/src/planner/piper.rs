@@ -163,7 +163,7 @@ impl<'a> Loads<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::draw::Draw;
+    use crate::draw::SeededRng;
 
     /// Returns the least period over all lists of stages, and the number of stages.
     fn by_brute_force(
@@ -191,10 +191,10 @@ mod tests {
 
     #[test]
     fn no_stages_have_a_shorter_period() {
-        let mut draw = Draw::new(6, 0);
+        let mut draw = SeededRng::new(6, 0);
         let mut planned = 0;
         for _ in 0..150 {
-            let shape = |draw: &mut Draw| StageShape {
+            let shape = |draw: &mut SeededRng| StageShape {
                 tensor: 1 << draw.below(2),
                 data: 1 + draw.below(2) as u32,
                 recompute: draw.below(2) == 0,

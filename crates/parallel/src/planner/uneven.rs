@@ -325,16 +325,16 @@ mod tests {
     use farflung_base::{Bandwidth, Link};
 
     use super::*;
-    use crate::draw::Draw;
+    use crate::draw::SeededRng;
 
-    fn chain(draw: &mut Draw, layers: usize, machines: usize) -> Chain {
-        let layer = |draw: &mut Draw| ChainLayer {
+    fn chain(draw: &mut SeededRng, layers: usize, machines: usize) -> Chain {
+        let layer = |draw: &mut SeededRng| ChainLayer {
             operations: 1_000_000 * (1 + draw.below(9) as u64),
             state: Bytes(1 + draw.below(5) as u64),
             activations: Bytes(draw.below(4) as u64),
             output: Bytes(1000 * (1 + draw.below(20) as u64)),
         };
-        let machine = |draw: &mut Draw| ChainMachine {
+        let machine = |draw: &mut SeededRng| ChainMachine {
             flops: 1_000_000_000 * (1 + draw.below(4) as u64),
             memory: (draw.below(4) > 0).then(|| Bytes(3 + draw.below(20) as u64)),
         };
@@ -372,7 +372,7 @@ mod tests {
 
     #[test]
     fn no_division_is_faster() {
-        let mut draw = Draw::new(3, 0);
+        let mut draw = SeededRng::new(3, 0);
         let mut planned = 0;
         for _ in 0..300 {
             let (layers, machines) = (1 + draw.below(6), 1 + draw.below(4));
@@ -390,7 +390,7 @@ mod tests {
 
     #[test]
     fn a_model_that_fits_nowhere_is_refused_with_what_is_missing() {
-        let mut chain = chain(&mut Draw::new(1, 0), 4, 2);
+        let mut chain = chain(&mut SeededRng::new(1, 0), 4, 2);
         chain.layers[2].state = Bytes(1000);
         chain.machines.iter_mut().for_each(|machine| machine.memory = Some(Bytes(100)));
         let error = uneven(&chain).unwrap_err().to_string();

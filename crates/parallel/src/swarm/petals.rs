@@ -1,6 +1,6 @@
 //! Petals' rules: which consecutive blocks a new server holds, and when a server moves.
 
-use crate::draw::Draw;
+use crate::draw::SeededRng;
 
 /// A server: its blocks and its rate.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -98,7 +98,7 @@ pub fn should_rebalance(servers: &[ServerRate], own: usize, blocks: usize, quali
     let mut servers = servers.to_vec();
     servers[own].start = start;
     let mut rates = through(&servers, blocks);
-    let mut draw = Draw::new(seed, 3);
+    let mut draw = SeededRng::new(seed, 3);
     let mut order: Vec<usize> = (0..servers.len()).filter(|&other| other != own).collect();
     // Equal servers could exchange places forever, so the number of rounds is limited to the number of servers.
     for _ in 0..servers.len() {

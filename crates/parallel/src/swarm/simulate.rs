@@ -5,7 +5,7 @@ use farflung_base::Nanos;
 
 use super::rebalance::{QueuedPeer, bound, rebalance};
 use crate::ParallelError;
-use crate::draw::Draw;
+use crate::draw::SeededRng;
 
 /// Settings of a simulated swarm.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -82,7 +82,7 @@ pub fn simulate_swarm(run: &SwarmRun, seed: u64) -> Result<Goodput, ParallelErro
     }
     let mut swarm = Swarm::new(run);
     let (mut done, mut possible) = (Vec::new(), Vec::new());
-    let mut draw = Draw::new(seed, 4);
+    let mut draw = SeededRng::new(seed, 4);
     let mut moves = 0;
     for second in 0..seconds {
         swarm.churn(run, second, &mut draw);
@@ -125,9 +125,9 @@ impl Swarm {
 
     /// Applies the losses and arrivals of a second. The numbers drawn do not depend on which peer is in which
     /// stage.
-    fn churn(&mut self, run: &SwarmRun, second: u64, draw: &mut Draw) {
+    fn churn(&mut self, run: &SwarmRun, second: u64, draw: &mut SeededRng) {
         const FINE: usize = 1 << 40;
-        let happens = |mean: f64, draw: &mut Draw| (draw.below(FINE) as f64) < FINE as f64 / mean;
+        let happens = |mean: f64, draw: &mut SeededRng| (draw.below(FINE) as f64) < FINE as f64 / mean;
         let alive: usize = self.stages.iter().map(Vec::len).sum();
         for _ in 0..alive {
             let (lost, who) = (happens(run.churn.lifetime, draw), draw.below(alive));

@@ -6,9 +6,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use farflung_base::{Bandwidth, Bytes, Link, Nanos, Rank, StageId};
 use farflung_parallel::pipeline::{
-    Action, Arrivals, Boundary, ComputeKind, ComputeOrder, Content, Executor, Follower, Lowered, LoweredKind,
-    Lowering, Message, Method, PipelineCost, Placement, Progress, Schedule, Settings, StageCost, Watch,
-    Worker, simulate,
+    Action, ArrivalExecutor, ArrivalRule, Boundary, ComputeKind, ComputeOrder, Content, Executor, Lowered,
+    LoweredKind, Lowering, Message, Method, PipelineCost, Placement, PollArrivals, Progress, Schedule,
+    Settings, StageCost, Worker, simulate,
 };
 
 /// A message with its time of arrival and its number.
@@ -118,21 +118,21 @@ impl Worker for Numbers {
         Ok(data)
     }
 
-    fn shift(&mut self, kind: LoweredKind, stage: StageId, _: u32, _: u16) -> Result<(), String> {
+    fn start_transfer(&mut self, kind: LoweredKind, stage: StageId, _: u32, _: u16) -> Result<(), String> {
         if kind == LoweredKind::Reduce {
             self.reduced.push(stage);
         }
         Ok(())
     }
 
-    fn recall(&mut self, message: Message) -> Result<u64, String> {
+    fn restore_output(&mut self, message: Message) -> Result<u64, String> {
         let kept = self.log.get(&message).map(|&(_, data)| data);
         kept.ok_or_else(|| format!("{message} was not kept"))
     }
 }
 
 /// Reports what is in the channels, in real time.
-impl Watch for Numbers {
+impl PollArrivals for Numbers {
     fn arrived(&mut self, awaited: &mut [&mut (Rank, Message)]) -> Option<usize> {
         for from in self.from.values() {
             self.log.extend(from.try_iter().map(|(message, arrival, data)| (message, (arrival, data))));
@@ -340,13 +340,13 @@ fn whatever_arrives_when_the_gradients_are_those_of_one_process() {
             let settings = Settings { memory: Some(in_flight), ..Settings::new(p, m) };
             let order = Method::Varuna.order(&settings).unwrap();
             let rule = Method::Varuna.arrivals(&settings).unwrap();
-            assert_eq!(rule, Arrivals { in_flight });
+            assert_eq!(rule, ArrivalRule { in_flight });
             let cost = uneven(&order);
-            let order = rule.foresee(&order, &cost).unwrap();
+            let order = rule.order_at(&order, &cost).unwrap();
             let order = if again { order.with_recompute() } else { order };
             let schedule = Schedule::new(order, &Lowering { replicas: true, ..Lowering::default() }).unwrap();
             let workers = run_all(&schedule, &cost, |rank, worker| {
-                Follower::new(&schedule, rank, rule).unwrap().run(worker).unwrap();
+                ArrivalExecutor::new(&schedule, rank, rule).unwrap().run(worker).unwrap();
             });
             assert_eq!(total(&workers), reference(schedule.order()), "{p} {m}");
             let done = |w: &Numbers| w.saved.is_empty() && (w.stepped.len(), w.reduced.len()) == (1, 1);
@@ -379,15 +379,15 @@ impl Worker for Scripted {
     fn wait(&mut self, message: Message) -> Result<(), String> {
         if self.script[&message] > self.done.len() { Err(format!("{message} is not there")) } else { Ok(()) }
     }
-    fn shift(&mut self, _: LoweredKind, _: StageId, _: u32, _: u16) -> Result<(), String> {
+    fn start_transfer(&mut self, _: LoweredKind, _: StageId, _: u32, _: u16) -> Result<(), String> {
         Ok(())
     }
-    fn recall(&mut self, message: Message) -> Result<(), String> {
+    fn restore_output(&mut self, message: Message) -> Result<(), String> {
         Err(message.to_string())
     }
 }
 
-impl Watch for Scripted {
+impl PollArrivals for Scripted {
     fn arrived(&mut self, awaited: &mut [&mut Message]) -> Option<usize> {
         awaited.iter().position(|message| self.script[message] <= self.done.len())
     }
@@ -411,7 +411,7 @@ fn a_backward_runs_when_its_gradient_is_there_and_a_forward_while_it_is_late() {
         let message = |m: u32| Message { from: StageId(1 - rank), content, microbatch: m, slice: 0 };
         let script = (0..4).map(message).zip(arrivals).collect();
         let mut worker = Scripted { script, done: Vec::new() };
-        Follower::new(&schedule, Rank(rank), rule).unwrap().run(&mut worker).unwrap();
+        ArrivalExecutor::new(&schedule, Rank(rank), rule).unwrap().run(&mut worker).unwrap();
         worker.done.join(" ")
     };
     // Gradients arrive early, then late. At most three microbatches are in flight.
@@ -428,7 +428,7 @@ fn a_backward_runs_when_its_gradient_is_there_and_a_forward_while_it_is_late() {
     for (method, found) in [(Method::ZbH1, "backwards that are split"), (Method::Hanayo, "several stages")] {
         let order = method.order(&Settings::new(2, 4)).unwrap();
         let schedule = Schedule::new(order, &Lowering::default()).unwrap();
-        let refused = Follower::new(&schedule, Rank(1), rule).unwrap_err().to_string();
+        let refused = ArrivalExecutor::new(&schedule, Rank(1), rule).unwrap_err().to_string();
         assert!(refused.contains(found), "{refused}");
     }
 }

@@ -1,6 +1,6 @@
 //! Tests of the topology file through the public API: its meaning, its errors, and printing.
 
-use farflung_base::{Bandwidth, Bytes, Link, Nanos, Port, Rank};
+use farflung_base::{AccessLink, Bandwidth, Bytes, Link, Nanos, Rank};
 use farflung_parallel::{
     Between, Cluster, Machine, ParallelError, Power, Price, Region, Speed, TensorEfficiency,
 };
@@ -22,7 +22,7 @@ fn the_closest_link_counts() {
     assert_eq!(link(0, 3), "100mbit,80ms");
     assert_eq!(link(6, 0), "100mbit,80ms");
     assert_eq!(link(3, 4), "100gbit,10us");
-    assert_eq!(t.port(Rank(0)), Port { up: Bandwidth(20_000_000), down: Bandwidth(200_000_000) });
+    assert_eq!(t.port(Rank(0)), AccessLink { up: Bandwidth(20_000_000), down: Bandwidth(200_000_000) });
     assert_eq!(t.port(Rank(3)).up, Bandwidth::UNLIMITED);
     assert_eq!(t.rate(Rank(3), Rank(1)), Bandwidth(40_000_000));
     assert_eq!(cluster.devices[0].memory, Some(Bytes(12_000_000_000)));

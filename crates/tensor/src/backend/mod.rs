@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use farflung_base::Pending;
 
 use crate::op::Op;
-use crate::{BlockCodec, DType, DrawnMask, Precision, Result, Shape, View, ViewMut};
+use crate::{BlockCodec, BlockMask, DType, Precision, Result, Shape, View, ViewMut};
 
 pub(crate) mod cpu;
 #[cfg(feature = "cube")]
@@ -74,14 +74,14 @@ pub(crate) trait Backend: Debug + Send + Sync {
 
     /// Returns the memory that matrix products use in addition to buffers. Zero if the backend does not count
     /// it.
-    fn operands(&self) -> OperandBytes {
-        OperandBytes::default()
+    fn operands(&self) -> MatMulScratchBytes {
+        MatMulScratchBytes::default()
     }
 }
 
 /// Bytes of working memory that matrix products use in addition to tensor buffers. It is kept between products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct OperandBytes {
+pub struct MatMulScratchBytes {
     /// Packed panels of both operands; per thread.
     pub packed: usize,
     /// Copies of both operands, rounded to 16 bits; zero if the precision is f32.
@@ -109,7 +109,7 @@ pub(crate) trait Codecs: Debug {
 
     fn squares(&self, x: View<'_>, matrix: View<'_>, inverse: bool, y: ViewMut<'_>) -> Result<()>;
 
-    fn mask(&self, mask: DrawnMask, indices: ViewMut<'_>) -> Result<()>;
+    fn mask(&self, mask: BlockMask, indices: ViewMut<'_>) -> Result<()>;
 
     fn gather(&self, x: View<'_>, indices: View<'_>, y: ViewMut<'_>) -> Result<()>;
 

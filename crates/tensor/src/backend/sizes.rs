@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 use farflung_base::Pending;
 
 use super::cpu::{GRAIN, packed_bytes};
-use super::{Backend, Downloaded, OperandBytes, Part, Storage};
+use super::{Backend, Downloaded, MatMulScratchBytes, Part, Storage};
 use crate::op::Op;
 use crate::{DType, Precision, Result, Shape, TensorError, ViewMut};
 
@@ -36,9 +36,9 @@ struct Count {
 
 /// The counting device.
 #[derive(Debug, Default)]
-pub(crate) struct Sizes(Mutex<Count>);
+pub(crate) struct CountingBackend(Mutex<Count>);
 
-impl Backend for Sizes {
+impl Backend for CountingBackend {
     fn name(&self) -> &'static str {
         "sizes"
     }
@@ -97,9 +97,9 @@ impl Backend for Sizes {
         (held, held)
     }
 
-    fn operands(&self) -> OperandBytes {
+    fn operands(&self) -> MatMulScratchBytes {
         let count = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        OperandBytes { packed: count.packed, rounded: count.rounded.iter().sum() }
+        MatMulScratchBytes { packed: count.packed, rounded: count.rounded.iter().sum() }
     }
 }
 

@@ -5,7 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
 
 use farflung_base::Philox;
-use farflung_tensor::{BlockCodec, Code, DType, Device, DrawnMask, Pattern};
+use farflung_tensor::{BlockCodec, BlockMask, Code, DType, Device, Pattern};
 
 /// Sums runs of 1024 terms in 32 lanes, then the lanes in a tree.
 fn sum(terms: &[f32]) -> f32 {
@@ -289,7 +289,7 @@ fn masks_are_drawn_gathered_and_put_back() {
             let (kept, gap) = (taken - taken % multiple, taken / 3);
             let mut wanted = all.clone();
             wanted.drain(gap as usize..(gap + taken - kept) as usize);
-            let mask = DrawnMask { pattern, stride, phase, kept, taken, gap, stream: key };
+            let mask = BlockMask { pattern, stride, phase, kept, taken, gap, stream: key };
             let mut indices = gpu.empty(DType::U32, kept as usize).unwrap();
             codecs.mask(mask, indices.view_mut()).unwrap();
             assert_eq!(indices.to_vec::<u32>().unwrap(), wanted, "{mask:?}");

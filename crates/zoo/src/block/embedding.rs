@@ -2,7 +2,7 @@
 
 use farflung_tensor::{Op, Result, Tensor};
 
-use super::{Cx, Grads};
+use super::{Grads, StageContext};
 
 /// Embedding: `wte[token] + wpe[position]`.
 #[derive(Debug, Clone, Copy)]
@@ -16,7 +16,7 @@ pub struct Embedding {
 impl Embedding {
     /// Returns hidden states `[B, T, C]` of tokens `[B, T]` (u32). The first token of each row is at position
     /// `start`.
-    pub fn forward(&self, cx: &Cx<'_>, tokens: &Tensor, start: usize) -> Result<Tensor> {
+    pub fn forward(&self, cx: &StageContext<'_>, tokens: &Tensor, start: usize) -> Result<Tensor> {
         let [wte, wpe] = cx.layout.views(cx.params, self.first)?;
         let (b, t) = (tokens.shape().rows(), tokens.shape().cols());
         let mut y = cx.empty([b, t, self.dim])?;
@@ -34,7 +34,7 @@ impl Embedding {
     /// token table has written its gradient already (`tied_head_wrote`), this is added to it.
     pub fn backward(
         &self,
-        cx: &Cx<'_>,
+        cx: &StageContext<'_>,
         tokens: &Tensor,
         start: usize,
         dy: &Tensor,

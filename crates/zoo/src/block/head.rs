@@ -3,7 +3,7 @@
 
 use farflung_tensor::{Fuse, Op, Result, Tensor};
 
-use super::{Cx, Grads, dims};
+use super::{Grads, StageContext, dims};
 
 /// Head: `logits = ln_f(x) wte^T`.
 #[derive(Debug, Clone, Copy)]
@@ -28,7 +28,7 @@ pub struct HeadSaved {
 
 impl Head {
     /// Returns the logits `[B, T, V]`, the normalised hidden states, and the statistics of the norm.
-    fn logits_of(&self, cx: &Cx<'_>, x: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
+    fn logits_of(&self, cx: &StageContext<'_>, x: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
         let [gain, bias] = cx.layout.views(cx.params, self.norm)?;
         let wte = cx.layout.view(cx.params, self.table)?;
         let [b, t, c] = dims(x)?;
@@ -55,12 +55,12 @@ impl Head {
     }
 
     /// Returns the logits `[B, T, V]` of hidden states.
-    pub fn logits(&self, cx: &Cx<'_>, x: &Tensor) -> Result<Tensor> {
+    pub fn logits(&self, cx: &StageContext<'_>, x: &Tensor) -> Result<Tensor> {
         Ok(self.logits_of(cx, x)?.0)
     }
 
     /// Returns the losses `[B T]` in nats, per token, against `targets` (u32 `[B, T]`).
-    pub fn losses(&self, cx: &Cx<'_>, x: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    pub fn losses(&self, cx: &StageContext<'_>, x: &Tensor, targets: &Tensor) -> Result<Tensor> {
         let (mut logits, ..) = self.logits_of(cx, x)?;
         let mut losses = cx.empty(targets.shape().len())?;
         cx.device.run(Op::CrossEntropy {
@@ -76,7 +76,7 @@ impl Head {
     /// of `scale` times the sum of the losses.
     pub fn forward(
         &self,
-        cx: &Cx<'_>,
+        cx: &StageContext<'_>,
         x: Tensor,
         targets: &Tensor,
         scale: f32,
@@ -93,7 +93,7 @@ impl Head {
     }
 
     /// Returns the gradient of the hidden states.
-    pub fn backward_input(&self, cx: &Cx<'_>, saved: &mut HeadSaved) -> Result<Tensor> {
+    pub fn backward_input(&self, cx: &StageContext<'_>, saved: &mut HeadSaved) -> Result<Tensor> {
         let gain = cx.layout.view(cx.params, self.norm)?;
         let wte = cx.layout.view(cx.params, self.table)?;
         let mut d_norm = cx.empty(saved.x.shape())?;
@@ -124,7 +124,12 @@ impl Head {
     ///
     /// # Panics
     /// If [`Head::backward_input`] was not called before.
-    pub fn backward_weight(&self, cx: &Cx<'_>, saved: HeadSaved, grads: &mut Grads<'_>) -> Result<()> {
+    pub fn backward_weight(
+        &self,
+        cx: &StageContext<'_>,
+        saved: HeadSaved,
+        grads: &mut Grads<'_>,
+    ) -> Result<()> {
         let accumulate = grads.accumulate;
         let d_norm = saved.d_norm.expect("`backward_input` is called before `backward_weight`");
         let [wte] = cx.layout.views_mut(grads.flat, self.table)?;

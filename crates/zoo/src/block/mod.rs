@@ -16,7 +16,7 @@ use farflung_tensor::{DType, Device, ParamLayout, Shape, Tensor};
 
 /// Context that every block of a stage needs.
 #[derive(Debug, Clone, Copy)]
-pub struct Cx<'a> {
+pub struct StageContext<'a> {
     /// Device on which the stage runs.
     pub device: &'a Device,
     /// Layout of the parameters in the stage's flat buffers.
@@ -27,7 +27,7 @@ pub struct Cx<'a> {
     pub gradient_scale: f32,
 }
 
-impl Cx<'_> {
+impl StageContext<'_> {
     /// Creates a tensor with unspecified contents, to be overwritten completely.
     pub(crate) fn empty(&self, shape: impl Into<Shape>) -> farflung_tensor::Result<Tensor> {
         self.device.empty(DType::F32, shape)

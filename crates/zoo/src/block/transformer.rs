@@ -2,7 +2,7 @@
 
 use farflung_tensor::{Fuse, Op, Result, Shape, Tensor, TensorError};
 
-use super::{Cx, Grads};
+use super::{Grads, StageContext};
 
 /// A transformer block with twelve parameters, in Hugging Face's order.
 #[derive(Debug, Clone, Copy)]
@@ -78,7 +78,7 @@ impl Transformer {
     pub const PARAMS: usize = PARAMS;
 
     /// Runs the forward pass, from `[B, T, C]` to `[B, T, C]`.
-    pub fn forward(&self, cx: &Cx<'_>, x: Tensor) -> Result<(Tensor, TransformerSaved)> {
+    pub fn forward(&self, cx: &StageContext<'_>, x: Tensor) -> Result<(Tensor, TransformerSaved)> {
         let heads = self.heads;
         self.forward_by(cx, x, |qkv, y, lse| {
             let (qkv, y, lse) = (qkv.view(), y.view_mut(), lse.view_mut());
@@ -91,7 +91,7 @@ impl Transformer {
     /// sequence.
     pub fn forward_slice(
         &self,
-        cx: &Cx<'_>,
+        cx: &StageContext<'_>,
         x: Tensor,
         past: usize,
         seen: &mut KeyValues,
@@ -113,7 +113,7 @@ impl Transformer {
     /// log-sum-exps.
     fn forward_by(
         &self,
-        cx: &Cx<'_>,
+        cx: &StageContext<'_>,
         x: Tensor,
         attend: impl FnOnce(&Tensor, &mut Tensor, &mut Tensor) -> Result<()>,
     ) -> Result<(Tensor, TransformerSaved)> {
@@ -172,7 +172,12 @@ impl Transformer {
 
     /// Returns the gradient of the input, given that of the output. `saved` keeps what the weight gradients
     /// need.
-    pub fn backward_input(&self, cx: &Cx<'_>, saved: &mut TransformerSaved, dy: Tensor) -> Result<Tensor> {
+    pub fn backward_input(
+        &self,
+        cx: &StageContext<'_>,
+        saved: &mut TransformerSaved,
+        dy: Tensor,
+    ) -> Result<Tensor> {
         self.backward_input_by(cx, saved, dy, |s, dy, d_qkv| {
             cx.device.run(Op::AttentionGrad {
                 heads: self.heads,
@@ -190,7 +195,7 @@ impl Transformer {
     /// as zeros.
     pub fn backward_input_slice(
         &self,
-        cx: &Cx<'_>,
+        cx: &StageContext<'_>,
         saved: &mut TransformerSaved,
         dy: Tensor,
         past: usize,
@@ -217,7 +222,7 @@ impl Transformer {
     /// from the gradient of attention's output.
     fn backward_input_by(
         &self,
-        cx: &Cx<'_>,
+        cx: &StageContext<'_>,
         saved: &mut TransformerSaved,
         dy: Tensor,
         attend: impl FnOnce(&TransformerSaved, &Tensor, &mut Tensor) -> Result<()>,
@@ -266,7 +271,12 @@ impl Transformer {
     ///
     /// # Panics
     /// If [`Transformer::backward_input`] was not called before.
-    pub fn backward_weight(&self, cx: &Cx<'_>, saved: TransformerSaved, grads: &mut Grads<'_>) -> Result<()> {
+    pub fn backward_weight(
+        &self,
+        cx: &StageContext<'_>,
+        saved: TransformerSaved,
+        grads: &mut Grads<'_>,
+    ) -> Result<()> {
         let [ln_1, ln_1_b, w_qkv, b_qkv, w_proj, b_proj, ln_2, ln_2_b, w_fc, b_fc, w_out, b_out] =
             cx.layout.views_mut::<PARAMS>(grads.flat, self.first)?;
         let accumulate = grads.accumulate;
@@ -304,7 +314,13 @@ impl Transformer {
 
     /// Runs the block on new tokens only. The cache `seen` contains the keys and values of the `past` tokens
     /// before them; those of the new ones are appended.
-    pub fn decode(&self, cx: &Cx<'_>, x: &Tensor, past: usize, seen: &mut KeyValues) -> Result<Tensor> {
+    pub fn decode(
+        &self,
+        cx: &StageContext<'_>,
+        x: &Tensor,
+        past: usize,
+        seen: &mut KeyValues,
+    ) -> Result<Tensor> {
         let [ln_1, ln_1_b, w_qkv, b_qkv, w_proj, b_proj, ln_2, ln_2_b, w_fc, b_fc, w_out, b_out] =
             cx.layout.views::<PARAMS>(cx.params, self.first)?;
         let [b, t, c] = dims(x)?;

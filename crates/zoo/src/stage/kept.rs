@@ -11,7 +11,7 @@ use crate::block::TransformerSaved;
 /// How a stage saves device memory between the forward and the backward pass of a microbatch. Gradients are
 /// bit-identical for all settings.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Keeping {
+pub struct ActivationPolicy {
     /// Number of blocks, from the first on, that save only their input. Their forward pass is run again right
     /// before their backward pass (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
     pub recompute: usize,
@@ -23,27 +23,27 @@ pub struct Keeping {
     pub steps: Option<Arc<[ChainStep]>>,
 }
 
-impl Keeping {
+impl ActivationPolicy {
     /// Converts the saved values of a block to the form in which they are kept. `block` is its index in the
     /// stage.
     ///
     /// # Panics
     /// If `steps` is set and has no forward step of the block.
-    pub(super) fn keep(&self, block: usize, saved: TransformerSaved) -> Kept {
+    pub(super) fn store(&self, block: usize, saved: TransformerSaved) -> StoredActivations {
         if let Some(steps) = &self.steps {
             let runs = |step: &ChainStep| match step {
                 ChainStep::Forward(i) | ChainStep::ForwardAll(i) => *i as usize == block,
                 _ => false,
             };
             let at = steps.iter().position(runs).expect("each block has a forward step");
-            return Kept::by(&steps[at..], saved);
+            return StoredActivations::by(&steps[at..], saved);
         }
         if block < self.recompute {
-            Kept::Input(saved.into_input())
+            StoredActivations::Input(saved.into_input())
         } else if block - self.recompute < self.offload {
-            Kept::Away(Box::new(saved.into_tensors().map(Tensor::offload)))
+            StoredActivations::Offloaded(Box::new(saved.into_tensors().map(Tensor::offload)))
         } else {
-            Kept::Here(saved)
+            StoredActivations::OnDevice(saved)
         }
     }
 }
@@ -51,15 +51,15 @@ impl Keeping {
 /// The form in which a block's saved values are kept.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "a stage has tens of them, most of them of the largest kind")]
-pub(super) enum Kept {
-    Here(TransformerSaved),
+pub(super) enum StoredActivations {
+    OnDevice(TransformerSaved),
     Input(Tensor),
-    Away(Box<[Offloaded; 11]>),
+    Offloaded(Box<[Offloaded; 11]>),
     /// Nothing is kept; steps recompute the values from the input of an earlier block.
     Nothing,
 }
 
-/// Remaining steps of a pass with [`Keeping::steps`].
+/// Remaining steps of a pass with [`ActivationPolicy::steps`].
 #[derive(Debug)]
 pub(super) struct Chain {
     steps: Arc<[ChainStep]>,
@@ -71,7 +71,7 @@ pub(super) struct Chain {
 
 impl Chain {
     /// Returns the state before the first backward step; `None` without steps.
-    pub(super) fn after_forward(keeping: &Keeping) -> Option<Self> {
+    pub(super) fn after_forward(keeping: &ActivationPolicy) -> Option<Self> {
         let steps = Arc::clone(keeping.steps.as_ref()?);
         let backward = |step: &ChainStep| matches!(step, ChainStep::Backward(_));
         let at = steps.iter().position(backward).unwrap_or(steps.len());
@@ -82,10 +82,10 @@ impl Chain {
     ///
     /// # Panics
     /// If the steps are not those of a pass over these blocks.
-    fn bring(
+    fn load(
         &mut self,
         block: usize,
-        blocks: &mut [Kept],
+        blocks: &mut [StoredActivations],
         mut forward: impl FnMut(usize, Tensor) -> Result<(Tensor, TransformerSaved)>,
     ) -> Result<TransformerSaved> {
         loop {
@@ -96,12 +96,12 @@ impl Chain {
                         "a forward step follows that of the block before, or the restoring of an input",
                     );
                     let (y, saved) = forward(i as usize, x)?;
-                    blocks[i as usize] = Kept::by(&self.steps[self.at..], saved);
+                    blocks[i as usize] = StoredActivations::by(&self.steps[self.at..], saved);
                     self.x = Some(y);
                 }
                 ChainStep::Restore(i) => {
-                    let kept = std::mem::replace(&mut blocks[i as usize], Kept::Nothing);
-                    let Kept::Input(x) = kept else {
+                    let kept = std::mem::replace(&mut blocks[i as usize], StoredActivations::Nothing);
+                    let StoredActivations::Input(x) = kept else {
                         unreachable!("only inputs that were kept are restored")
                     };
                     self.x = Some(x);
@@ -110,9 +110,9 @@ impl Chain {
                 ChainStep::Keep(_) | ChainStep::Drop(_) => {}
                 ChainStep::Backward(i) => {
                     (self.at, self.x) = (self.at + 1, None);
-                    let kept = std::mem::replace(&mut blocks[i as usize], Kept::Nothing);
+                    let kept = std::mem::replace(&mut blocks[i as usize], StoredActivations::Nothing);
                     match kept {
-                        Kept::Here(saved) if i as usize == block => return Ok(saved),
+                        StoredActivations::OnDevice(saved) if i as usize == block => return Ok(saved),
                         _ => {
                             unreachable!(
                                 "backward steps go from the last block to the first, each with all saved \
@@ -129,12 +129,12 @@ impl Chain {
 
 /// Removes the last of `blocks` and returns its saved values.
 pub(super) fn bring_last(
-    blocks: &mut Vec<Kept>,
+    blocks: &mut Vec<StoredActivations>,
     chain: &mut Option<Chain>,
     mut forward: impl FnMut(usize, Tensor) -> Result<(Tensor, TransformerSaved)>,
 ) -> Result<TransformerSaved> {
     let last = blocks.len() - 1;
-    let saved = chain.as_mut().map(|chain| chain.bring(last, blocks, &mut forward)).transpose()?;
+    let saved = chain.as_mut().map(|chain| chain.load(last, blocks, &mut forward)).transpose()?;
     let kept = blocks.pop().expect("there is a block left");
     match saved {
         Some(saved) => Ok(saved),
@@ -142,11 +142,11 @@ pub(super) fn bring_last(
     }
 }
 
-impl Kept {
+impl StoredActivations {
     /// Converts the saved values of a block after `steps[0]`, its forward step. With [`ChainStep::Forward`],
     /// only its input is kept, and only if a later step restores it.
     fn by(steps: &[ChainStep], saved: TransformerSaved) -> Self {
-        let ChainStep::Forward(block) = steps[0] else { return Self::Here(saved) };
+        let ChainStep::Forward(block) = steps[0] else { return Self::OnDevice(saved) };
         let fate = |step: &ChainStep| match *step {
             ChainStep::Restore(i) if i == block => Some(true),
             ChainStep::Keep(i) if i == block => Some(false),
@@ -156,9 +156,9 @@ impl Kept {
         if needed { Self::Input(saved.into_input()) } else { Self::Nothing }
     }
 
-    /// Applies `keep` to values that are on the device.
+    /// Applies `store` to values that are on the device.
     pub(super) fn again(self, keep: impl FnOnce(TransformerSaved) -> Self) -> Self {
-        if let Self::Here(saved) = self { keep(saved) } else { self }
+        if let Self::OnDevice(saved) = self { keep(saved) } else { self }
     }
 
     /// Returns the saved values on the device. `again` is the block's forward pass.
@@ -167,10 +167,10 @@ impl Kept {
         again: impl FnOnce(Tensor) -> Result<(Tensor, TransformerSaved)>,
     ) -> Result<TransformerSaved> {
         match self {
-            Self::Here(saved) => Ok(saved),
+            Self::OnDevice(saved) => Ok(saved),
             Self::Input(x) => Ok(again(x)?.1),
             Self::Nothing => unreachable!("only with `steps` is nothing kept, and then they recompute it"),
-            Self::Away(tensors) => {
+            Self::Offloaded(tensors) => {
                 let tensors: Vec<_> = tensors.into_iter().map(Offloaded::restore).collect::<Result<_>>()?;
                 Ok(TransformerSaved::from_tensors(
                     tensors.try_into().expect("all tensors that were offloaded are restored"),

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use farflung_tensor::Tensor;
 
-use super::{Cache, Input, Keeping, Output, Saved, Stage};
+use super::{ActivationPolicy, Cache, Input, Output, Saved, Stage};
 use crate::ZooError;
 
 /// Data that the slices of a microbatch share on a stage: keys and values in the forward pass, and their
@@ -74,7 +74,7 @@ impl Stage {
     ) -> Result<(Output, Saved), ZooError> {
         let seen = slices.seen_before(start)?;
         let (output, saved) =
-            self.forward_by(params, input, start, targets, &Keeping::default(), |cx, i, x| {
+            self.forward_by(params, input, start, targets, &ActivationPolicy::default(), |cx, i, x| {
                 Ok(self.blocks[i].forward_slice(cx, x, start, &mut seen.layers[i])?)
             })?;
         seen.len = seen.len.max(saved.positions.end);

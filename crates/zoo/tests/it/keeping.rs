@@ -5,7 +5,7 @@
 use farflung_base::ChainStep::{self, Backward, Drop, Forward, ForwardAll, Keep, Restore};
 use farflung_tensor::Device;
 use farflung_zoo::block::Grads;
-use farflung_zoo::{GptConfig, Input, Keeping, Output, Saved, Stage, stage};
+use farflung_zoo::{ActivationPolicy, GptConfig, Input, Output, Saved, Stage, stage};
 
 const LAYERS: usize = 6;
 
@@ -48,7 +48,7 @@ const NESTED: [ChainStep; 31] = [
 /// Returns the loss and the gradients of a step, and the maximum bytes on the device.
 fn step(
     device: &Device,
-    keeping: Keeping,
+    keeping: ActivationPolicy,
     halves: bool,
     after: impl Fn(&mut Saved),
 ) -> (f64, Vec<f32>, usize) {
@@ -75,10 +75,10 @@ fn step(
 /// Tests all settings on devices created by `open`. `apart` says whether device memory is separate from host
 /// memory.
 fn ways(open: impl Fn() -> Device, apart: bool) {
-    let (loss, grads, most) = step(&open(), Keeping::default(), false, |_| {});
+    let (loss, grads, most) = step(&open(), ActivationPolicy::default(), false, |_| {});
     for (recompute, offload) in [(2, 0), (LAYERS, 0), (usize::MAX, 1), (0, 2), (0, LAYERS), (2, 2)] {
         for halves in [false, true] {
-            let keeping = Keeping { recompute, offload, steps: None };
+            let keeping = ActivationPolicy { recompute, offload, steps: None };
             let (same_loss, same_grads, held) = step(&open(), keeping.clone(), halves, |_| {});
             assert_eq!(same_loss.to_bits(), loss.to_bits(), "{keeping:?}");
             assert!(same_grads == grads, "{keeping:?}");
@@ -90,13 +90,14 @@ fn ways(open: impl Fn() -> Device, apart: bool) {
         }
     }
     for halves in [false, true] {
-        let keeping = Keeping { steps: Some(NESTED.into()), ..Keeping::default() };
+        let keeping = ActivationPolicy { steps: Some(NESTED.into()), ..ActivationPolicy::default() };
         let (same_loss, same_grads, held) = step(&open(), keeping, halves, |_| {});
         assert_eq!(same_loss.to_bits(), loss.to_bits());
         assert!(same_grads == grads);
         assert!(halves || held < most * 7 / 10, "{held} of {most} bytes");
     }
-    let (same_loss, same_grads, _) = step(&open(), Keeping::default(), false, |saved| saved.offload(4));
+    let (same_loss, same_grads, _) =
+        step(&open(), ActivationPolicy::default(), false, |saved| saved.offload(4));
     assert!(same_loss.to_bits() == loss.to_bits() && same_grads == grads);
 }
 

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use farflung_base::Philox;
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
-use farflung_zoo::block::{Cx, Embedding, Grads, Head, Transformer};
+use farflung_zoo::block::{Embedding, Grads, Head, StageContext, Transformer};
 use farflung_zoo::{GptConfig, Input, Output, Stage, ZooError, stage};
 
 const CONFIG: GptConfig = GptConfig { layers: 3, heads: 2, dim: 24, context: 10, vocab: 19 };
@@ -279,7 +279,7 @@ fn halves_recomputation_and_empty_stages_change_no_bit() {
             let last = i + 1 == parts.len();
             let (out, mut saved) = stage.forward(p, taken, last.then_some((&targets, scale))).unwrap();
             if halves {
-                saved.forget(i + 1);
+                saved.drop_activations(i + 1);
                 stage.recompute(p, again, &mut saved).unwrap();
             }
             kept.push(saved);
@@ -320,7 +320,7 @@ fn halves_recomputation_and_empty_stages_change_no_bit() {
             Some((&targets, scale)),
         )
         .unwrap();
-    saved.forget(1);
+    saved.drop_activations(1);
     assert!(whole.backward_input(&whole.init(5).unwrap(), &mut saved, None).is_err());
 }
 
@@ -351,8 +351,8 @@ fn slopes_agree(what: &str, at: &[f32], grad: &[f32], loss: impl Fn(&[f32]) -> f
     }
 }
 
-fn cx<'a>(stage: &'a Stage, params: &'a Tensor) -> Cx<'a> {
-    Cx { device: stage.device(), layout: stage.layout(), params, gradient_scale: 1.0 }
+fn cx<'a>(stage: &'a Stage, params: &'a Tensor) -> StageContext<'a> {
+    StageContext { device: stage.device(), layout: stage.layout(), params, gradient_scale: 1.0 }
 }
 
 fn dot(y: &Tensor, dy: &[f32]) -> f64 {

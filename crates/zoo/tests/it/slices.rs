@@ -79,7 +79,7 @@ fn sliced(threads: usize, cuts: &[usize], lengths: &[usize], again: bool) -> Out
             let targets = (i + 1 == parts.len()).then_some((&targets, SCALE));
             let (output, mut saved) = stage.forward_slice(p, input, start, targets, &mut carried[i]).unwrap();
             if again {
-                saved.forget(i + 1);
+                saved.drop_activations(i + 1);
             }
             kept.push((i, start, saved, copy));
             match output {

@@ -9,9 +9,9 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use farflung::base::Philox;
 use farflung::comm::{Algorithm, Communicator, ReduceOp, tcp};
-use farflung::relay::{Relay, Relaying};
+use farflung::relay::{LinkEmulator, Relaying};
 
-use super::{Blow, DEADLINE, N, NEIGHBOR, VICTIM};
+use super::{DEADLINE, InjectedFault, N, NEIGHBOR, VICTIM};
 use crate::harness::{Mark, Options, Report};
 use crate::machine::now;
 
@@ -88,7 +88,7 @@ fn job(algorithm: usize) -> Result<(Vec<Rank>, Relaying)> {
         (0..N).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<Result<_, _>>()?;
     let mut peers: Vec<String> =
         held.iter().map(|l| Ok(l.local_addr()?.to_string())).collect::<Result<_>>()?;
-    let relaying = Relay::new("127.0.0.1:0", peers[VICTIM.index()].clone()).start()?;
+    let relaying = LinkEmulator::new("127.0.0.1:0", peers[VICTIM.index()].clone()).start()?;
     drop(held);
     let direct = std::mem::replace(&mut peers[VICTIM.index()], relaying.address().to_string());
     let through = peers.join(",");
@@ -107,7 +107,7 @@ fn job(algorithm: usize) -> Result<(Vec<Rank>, Relaying)> {
 
 /// Injects one fault and returns the survivors' observations; `None` for a survivor that printed nothing in
 /// time.
-fn strike(blow: Blow, algorithm: usize, after: Duration) -> Result<Vec<Option<Said>>> {
+fn strike(blow: InjectedFault, algorithm: usize, after: Duration) -> Result<Vec<Option<Said>>> {
     let (mut ranks, relaying) = job(algorithm)?;
     let lines: Vec<_> = ranks
         .iter_mut()
@@ -129,10 +129,10 @@ fn strike(blow: Blow, algorithm: usize, after: Duration) -> Result<Vec<Option<Sa
     }
     std::thread::sleep(after);
     match blow {
-        Blow::Crash => signal(&ranks[VICTIM.index()], "-KILL")?,
-        Blow::Freeze => signal(&ranks[VICTIM.index()], "-STOP")?,
-        Blow::Cut => relaying.cut(true),
-        Blow::Corrupt => relaying.corrupt(),
+        InjectedFault::Crash => signal(&ranks[VICTIM.index()], "-KILL")?,
+        InjectedFault::Freeze => signal(&ranks[VICTIM.index()], "-STOP")?,
+        InjectedFault::Cut => relaying.cut(true),
+        InjectedFault::Corrupt => relaying.corrupt(),
     }
     let read = |line: String| -> Option<Said> {
         let mut words = line.split(' ');
@@ -155,9 +155,16 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let times = if options.quick { 1 } else { 6 };
     let (mut survivors, mut silent, mut innocent, mut half, mut stuck) = (0_u32, 0_u32, 0_u32, 0_u32, 0_u32);
     let mut slowest = 0.0_f64;
-    for (i, blow) in [Blow::Crash, Blow::Freeze, Blow::Cut, Blow::Corrupt].into_iter().enumerate() {
+    for (i, blow) in [InjectedFault::Crash, InjectedFault::Freeze, InjectedFault::Cut, InjectedFault::Corrupt]
+        .into_iter()
+        .enumerate()
+    {
         for time in 0..times {
-            let choice = if matches!(blow, Blow::Crash | Blow::Freeze) { &any[..] } else { &everywhere };
+            let choice = if matches!(blow, InjectedFault::Crash | InjectedFault::Freeze) {
+                &any[..]
+            } else {
+                &everywhere
+            };
             let after = Duration::from_micros(20_000 + rng.below(100 * i as u64 + time, 150_000));
             for said in strike(blow, choice[time as usize % choice.len()], after)? {
                 survivors += 1;

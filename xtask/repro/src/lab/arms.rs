@@ -3,7 +3,7 @@
 #[cfg(test)]
 mod all;
 
-use farflung::optim::transform::Rounds;
+use farflung::optim::transform::SyncSchedule;
 
 #[cfg(test)]
 pub(crate) use all::ALL;
@@ -201,7 +201,7 @@ fn zero_one(sizes: &Sizes) -> f64 {
     let steps = sizes.steps as u64;
     let freeze = (steps * 15).div_ceil(100);
     let most = sizes.every as u64;
-    let rounds = Rounds { freeze, variance_doubling: 16, local_doubling: steps.div_ceil(5), most };
+    let rounds = SyncSchedule { freeze, variance_doubling: 16, local_doubling: steps.div_ceil(5), most };
     let each = Sizes { every: 1.0, ..sizes.clone() };
     let (plain, packed) = (f32_ring(&each), sign(&each));
     let sent = |step| match () {

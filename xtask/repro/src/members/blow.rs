@@ -4,13 +4,13 @@ use farflung::base::{Nanos, PeerId};
 use farflung::comm::simulated::Faults;
 
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Blow {
+pub(super) enum InjectedFault {
     Kill,
     Freeze,
     Cut,
 }
 
-impl Blow {
+impl InjectedFault {
     pub(super) const ALL: [Self; 3] = [Self::Kill, Self::Freeze, Self::Cut];
 
     /// Returns the fault, injected into one of `members` members at a time.

@@ -9,7 +9,7 @@ use farflung::config::choice::SyncKind;
 use farflung::optim::sync::DILOCO;
 use farflung::train::{Failure, Job, Moment};
 
-use super::blow::Blow;
+use super::blow::InjectedFault;
 use super::{
     DEADLINE, after_leaving, churn_pipelines, job, longest_wait, processes, report as report_of,
     run as run_once, times,
@@ -51,7 +51,7 @@ fn strike(
     allowed: &BTreeSet<String>,
 ) -> Result<Seen> {
     let mut seen = Seen::default();
-    for blow in Blow::ALL {
+    for blow in InjectedFault::ALL {
         for moment in 0..moments {
             let at = Nanos(from.0 + (to.0 - from.0) * moment / moments);
             let ended = run_once(job, MEMBERS, &[], &blow.on(member, MEMBERS, at))?;

@@ -7,7 +7,7 @@ use farflung::base::Nanos;
 use farflung::comm::simulated::Faults;
 use farflung::train::Job;
 
-use super::blow::Blow;
+use super::blow::InjectedFault;
 use super::{
     DEADLINE, Notes, after_leaving, job, longest_wait, report as report_of, run as run_once, times, watched,
 };
@@ -57,7 +57,7 @@ fn strike(
     let (from, to) = (at(step - 2), at(step - 1));
     let mut seen = Seen::default();
     for &member in members {
-        for blow in Blow::ALL {
+        for blow in InjectedFault::ALL {
             for moment in 0..moments {
                 let at = Nanos(from + (to - from) * moment / moments);
                 let mut notes = Notes::default();

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use farflung::base::{Nanos, Philox};
-use farflung::relay::{Relay, Relaying};
+use farflung::relay::{LinkEmulator, Relaying};
 use rustix::process::Signal;
 
 use super::processes::{Member, start, wait, wait_for_ticket};
@@ -51,7 +51,7 @@ struct Slot {
 impl Slot {
     fn new() -> Result<Self> {
         let free = TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
-        let mut link = Relay::new("127.0.0.1:0", &free);
+        let mut link = LinkEmulator::new("127.0.0.1:0", &free);
         (link.rate, link.delay) = ("100mbit".parse()?, Nanos::from_millis(20));
         Ok(Self { listen: free, link: link.start()?, member: None, came: 0 })
     }

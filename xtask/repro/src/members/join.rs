@@ -1,7 +1,7 @@
 //! Lets a newcomer join at any moment of a step.
 
 use anyhow::{Context, Result};
-use farflung::base::{Bandwidth, Link, Nanos, PeerId, Port, Rank, Topology};
+use farflung::base::{AccessLink, Bandwidth, Link, Nanos, PeerId, Rank, Topology};
 use farflung::comm::simulated::Faults;
 use farflung::config::choice::SyncKind;
 use farflung::optim::sync::DILOCO;
@@ -107,7 +107,8 @@ fn homes(report: &mut Report<'_>) -> Result<()> {
     let link: Link = "1gbit,10ms".parse()?;
     let mut topology = Topology::uniform(members + 1, link);
     for (rank, up) in (0..).map(Rank).zip(UPLINKS) {
-        topology.set_port(rank, Port { up: Bandwidth(up * 1_000_000), down: Bandwidth(up * 10_000_000) });
+        topology
+            .set_port(rank, AccessLink { up: Bandwidth(up * 1_000_000), down: Bandwidth(up * 10_000_000) });
     }
     let mut notes = Notes::default();
     // In the middle of a step, whose averages take the links.

@@ -24,15 +24,16 @@ const RESTART: f64 = 30.0;
 
 /// The time from when a machine joins until it is lost.
 #[derive(Debug, Clone, Copy)]
-struct Life {
+struct Lifetime {
     from: Nanos,
     /// `None` for a machine that is there at the end.
     to: Option<Nanos>,
 }
 
 /// Returns the lives of a trace's machines, beginning with those that are there at the start.
-fn lives(trace: &Trace) -> Vec<Life> {
-    let mut lives: Vec<Life> = (0..trace.machines).map(|_| Life { from: Nanos::ZERO, to: None }).collect();
+fn lives(trace: &Trace) -> Vec<Lifetime> {
+    let mut lives: Vec<Lifetime> =
+        (0..trace.machines).map(|_| Lifetime { from: Nanos::ZERO, to: None }).collect();
     let mut now: BTreeMap<u32, usize> =
         (0..trace.machines).map(|machine| (machine, machine as usize)).collect();
     for Change { at, lost, back } in &trace.changes {
@@ -43,7 +44,7 @@ fn lives(trace: &Trace) -> Vec<Life> {
         }
         for &machine in back {
             now.insert(machine, lives.len());
-            lives.push(Life { from: *at, to: None });
+            lives.push(Lifetime { from: *at, to: None });
         }
     }
     lives
@@ -67,7 +68,7 @@ fn steady(seed: u64, trace: &Trace) -> Result<Job> {
 }
 
 /// Results of a run.
-struct Soaked {
+struct ChurnResult {
     /// Tokens of committed steps.
     tokens: f64,
     /// Tokens that living machines could have trained on, if joins and losses took no time.
@@ -79,14 +80,15 @@ struct Soaked {
 }
 
 /// Returns the sum over all machines of the seconds for which each was alive until a given time.
-fn alive(lives: &[Life], until: Nanos) -> f64 {
-    let of =
-        |life: &Life| life.to.unwrap_or(until).min(until).saturating_sub(life.from.min(until)).as_secs_f64();
+fn alive(lives: &[Lifetime], until: Nanos) -> f64 {
+    let of = |life: &Lifetime| {
+        life.to.unwrap_or(until).min(until).saturating_sub(life.from.min(until)).as_secs_f64()
+    };
     lives.iter().map(of).sum()
 }
 
 /// Runs a trace. All members at the end must have the same bits, and must report the same tokens for each step.
-fn soak(seed: u64, trace: &Trace) -> Result<Soaked> {
+fn soak(seed: u64, trace: &Trace) -> Result<ChurnResult> {
     let (job, lives) = (steady(seed, trace)?, lives(trace));
     let mut faults = Faults::new();
     let mut come = Vec::new();
@@ -125,7 +127,7 @@ fn soak(seed: u64, trace: &Trace) -> Result<Soaked> {
     ensure!(first.tokens == told.values().last().copied().unwrap_or(0), "samples are lost or count twice");
     let end = times(first).into_iter().fold(0.0, f64::max);
     let until = Nanos((end * 1e9) as u64);
-    Ok(Soaked {
+    Ok(ChurnResult {
         tokens: first.tokens as f64,
         ideal: alive(&lives, until) / STEP * context as f64,
         steps: first.rows.last().map_or(0, |row| row.step),

@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::{In, Link, Out, lock};
-use crate::control::{Control, Near};
+use crate::control::{Control, SharedMemoryMessage};
 use crate::inbox::Inbox;
 use crate::shared::Consumer;
 use crate::sizes::HEADER_BYTES;
-use crate::tcp::near::NearOut;
+use crate::tcp::near::SharedMemorySender;
 use crate::wire::{self, Kind, NO_TAG};
 use crate::{DownReason, Frame, Pool, WireError};
 
@@ -35,14 +35,19 @@ impl Link {
     }
 
     /// Handles a message of the negotiation about shared memory.
-    pub(super) fn approach(&self, incoming: &mut In, near: Near, pool: &Arc<Pool>) -> Result<(), WireError> {
+    pub(super) fn approach(
+        &self,
+        incoming: &mut In,
+        near: SharedMemoryMessage,
+        pool: &Arc<Pool>,
+    ) -> Result<(), WireError> {
         let reply = incoming.negotiation.hear(near)?;
         let mut out = lock(&self.out);
         if let Some(say) = reply.say {
             self.say_near(&mut out, say, pool);
         }
         if let Some(producer) = reply.producer {
-            out.near = Some(NearOut::new(producer));
+            out.near = Some(SharedMemorySender::new(producer));
             self.shares.store(true, Ordering::Release);
         }
         if let Some(consumer) = reply.consumer {
@@ -52,7 +57,7 @@ impl Link {
     }
 
     /// Sends a message of the negotiation, always over the socket.
-    fn say_near(&self, out: &mut Out, near: Near, pool: &Arc<Pool>) {
+    fn say_near(&self, out: &mut Out, near: SharedMemoryMessage, pool: &Arc<Pool>) {
         let frame = pool.copy_of(&Control::Near(near).encode(), 0);
         let header = self.header(Kind::Control, NO_TAG, 0, frame.bytes());
         self.enqueue(out, header, Some(frame));
@@ -80,7 +85,7 @@ impl Link {
             return false;
         }
         let mut out = lock(&self.out);
-        let fed = out.near.as_mut().is_some_and(NearOut::flush);
+        let fed = out.near.as_mut().is_some_and(SharedMemorySender::flush);
         if fed {
             self.hungry.store(false, Ordering::SeqCst);
         }

@@ -6,7 +6,8 @@ use std::path::PathBuf;
 
 use farflung::base::{Bandwidth, Nanos};
 use farflung::parallel::churn::{
-    Checkpoints, POLICIES, Prices, Recovery, Replay, Row, Trace, alive, best_shape, copies_for, daly, replay,
+    Checkpoints, POLICIES, PolicyRow, Recovery, Replay, StepTimes, Trace, alive, best_shape, copies_for,
+    daly, replay,
 };
 use farflung::terminal::print;
 use farflung::train::{PipelineSizes, fleet, read_topology};
@@ -131,7 +132,7 @@ struct Found<'a> {
     mtbf: Nanos,
     /// Tokens per step.
     tokens: u64,
-    ways: Vec<(&'static Row, Replay)>,
+    ways: Vec<(&'static PolicyRow, Replay)>,
 }
 
 impl ChurnCommand {
@@ -140,7 +141,7 @@ impl ChurnCommand {
         let model = GptConfig::preset(&self.model)?;
         let sizes = PipelineSizes { batch: self.batch, microbatches: self.microbatches };
         let fleet = fleet(&model, &cluster, sizes)?;
-        let mut prices = Prices::new(&fleet)?;
+        let mut prices = StepTimes::new(&fleet)?;
         let machines = cluster.size() as u32;
         let mtbf = self.losses.mtbf;
         let trace = if let Some(path) = &self.trace {

@@ -7,7 +7,7 @@ use crate::train::chain::PipelineSizes;
 
 /// The input from which plans are drafted.
 #[derive(Clone, Copy)]
-pub(super) struct Asked<'a> {
+pub(super) struct PlanRequest<'a> {
     pub(super) name: &'a str,
     pub(super) model: &'a GptConfig,
     pub(super) cluster: &'a Cluster,

@@ -17,7 +17,7 @@ use farflung_parallel::planner::uneven::ChainStage;
 use farflung_parallel::{Cluster, ParallelError, Plan};
 use farflung_zoo::GptConfig;
 
-use super::asked::Asked;
+use super::asked::PlanRequest;
 use super::candidate::Candidate;
 use super::ranking::{Wanted, ranked};
 use crate::train::chain::PipelineSizes;
@@ -174,7 +174,7 @@ fn runnable(stages: &[PlannedStage], instance: &Instance<'_>, name: &str) -> Res
         return not_built("microbatches that copies share; ask for as many as there are copies");
     }
     let Instance { name: model_name, model, cluster, sizes, .. } = *instance;
-    let asked = Asked { name: model_name, model, cluster, sizes };
+    let asked = PlanRequest { name: model_name, model, cluster, sizes };
     let rows = rows(stages, replicas);
     let mut drafts = Vec::new();
     asked.rows(name, &rows, &chain_stages(stages), &mut drafts)?;

@@ -197,7 +197,7 @@ fn too_small(plan: &Plan, held: &[StepMemory], cluster: &Cluster) -> Option<Para
 
 #[cfg(test)]
 mod tests {
-    use super::super::asked::Asked;
+    use super::super::asked::PlanRequest;
     use super::*;
     use crate::train::PipelineSizes;
 
@@ -205,7 +205,7 @@ mod tests {
 
     fn drafts(cluster: &Cluster, model: &GptConfig) -> Vec<Draft> {
         let sizes = PipelineSizes { batch: 1, microbatches: 4 };
-        let asked = Asked { name: "small", model, cluster, sizes };
+        let asked = PlanRequest { name: "small", model, cluster, sizes };
         let mut drafts = Vec::new();
         asked.pipelines(&mut drafts).unwrap();
         asked.data(&mut drafts).unwrap();

@@ -12,7 +12,7 @@ use farflung_parallel::planner::uneven::{Chain, ChainMachine, ChainPlan, ChainSt
 use farflung_parallel::share::largest_remainder;
 use farflung_parallel::{Level, Machine, Plan, ScheduleSource, Speed};
 
-use super::asked::Asked;
+use super::asked::PlanRequest;
 use super::candidate::{Draft, Way, held};
 use super::planners::{chain_stages, equal_replicas, rows};
 use crate::Result;
@@ -39,7 +39,7 @@ struct Pool {
     machines: Vec<Rank>,
 }
 
-impl Asked<'_> {
+impl PlanRequest<'_> {
     /// Drafts one pipeline, over machines in several orders.
     ///
     /// Errors: as [`uneven`], if the model fits in no order.

@@ -7,10 +7,10 @@ use farflung_base::Rank;
 use farflung_comm::Communicator;
 
 use super::super::job::Job;
-use super::super::together::together;
+use super::super::together::all_succeed;
 use super::super::trainer::Trainer;
 use super::source::{self, Files, Residuals};
-use super::{Record, Source, beside, folder, lost, tell};
+use super::{Record, Source, all_gather_u64, beside, folder, lost};
 use crate::config::choice::Resume;
 use crate::{Checkpoint, Error, Result, RunDir};
 
@@ -22,7 +22,7 @@ pub(super) struct Chosen {
 }
 
 /// A rank's newest checkpoint of the parts that it holds now.
-enum Own {
+enum OwnCheckpoint {
     There(Checkpoint),
     /// None yet, in a folder in which the run has begun.
     NotYet,
@@ -52,34 +52,34 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
                 Ok(own) => checked_owner(own, rank).map(|own| Some(own).filter(fits)),
                 Err(_) => Ok(None),
             };
-            let own = together(comm, own)?;
-            let all_have = tell(comm, u64::from(own.is_some()))?.iter().all(|&has| has == 1);
+            let own = all_succeed(comm, own)?;
+            let all_have = all_gather_u64(comm, u64::from(own.is_some()))?.iter().all(|&has| has == 1);
             let source = match own.filter(|_| all_have) {
                 Some(own) => read(vec![own], Residuals::Own),
                 None => all_of(path, job).and_then(|all| read(all, Residuals::None)),
             };
-            together(comm, source).map(|source| Some(chosen(source)))
+            all_succeed(comm, source).map(|source| Some(chosen(source)))
         }
         Resume::Auto => {
-            let own = together(comm, own(run, rank, &fits))?;
+            let own = all_succeed(comm, own(run, rank, &fits))?;
             let (agreed, own) = agree(comm, run, own, job.plan.stages() as usize)?;
             if agreed == 0 {
-                return match together(comm, cut_otherwise(comm, run, job))? {
+                return match all_succeed(comm, cut_otherwise(comm, run, job))? {
                     None => Ok(None),
                     Some(all) => {
-                        together(comm, read(all, Residuals::None)).map(|source| Some(chosen(source)))
+                        all_succeed(comm, read(all, Residuals::None)).map(|source| Some(chosen(source)))
                     }
                 };
             }
             let files = match &own {
-                Own::There(own) => Files::read(own).map(Some),
+                OwnCheckpoint::There(own) => Files::read(own).map(Some),
                 _ => Ok(None),
             };
-            let files = together(comm, files)?;
+            let files = all_succeed(comm, files)?;
             let place = |rank| job.plan.place(rank);
-            let shared = lost::share(comm, agreed, place, files, matches!(own, Own::NotYet))?;
+            let shared = lost::share(comm, agreed, place, files, matches!(own, OwnCheckpoint::NotYet))?;
             let Some(lost::Shared { files, notes, residuals }) = shared else { return Ok(None) };
-            let source = together(comm, Source::new(job.model, vec![files], residuals))?;
+            let source = all_succeed(comm, Source::new(job.model, vec![files], residuals))?;
             Ok(Some(Chosen { source, notes }))
         }
     }
@@ -88,19 +88,19 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
 /// Returns the newest checkpoint in a rank's folder.
 ///
 /// Errors: [`Error::ForeignFolder`] if another rank wrote it.
-fn own(run: &RunDir, rank: Rank, fits: &dyn Fn(&Checkpoint) -> bool) -> Result<Own> {
+fn own(run: &RunDir, rank: Rank, fits: &dyn Fn(&Checkpoint) -> bool) -> Result<OwnCheckpoint> {
     let begun = run.has_begun();
     let newest = match run.latest() {
         Ok(Some(newest)) => Ok(Some(checked_owner(newest, rank)?)),
         other => other,
     };
     match newest {
-        Ok(Some(own)) if fits(&own) => Ok(Own::There(own)),
+        Ok(Some(own)) if fits(&own) => Ok(OwnCheckpoint::There(own)),
         // A checkpoint of other parts counts as none.
-        Ok(Some(_)) => Ok(Own::NotYet),
-        Ok(None) if begun => Ok(Own::NotYet),
-        Ok(None) => Ok(Own::Lost(None)),
-        Err(error) => Ok(Own::Lost(Some(error))),
+        Ok(Some(_)) => Ok(OwnCheckpoint::NotYet),
+        Ok(None) if begun => Ok(OwnCheckpoint::NotYet),
+        Ok(None) => Ok(OwnCheckpoint::Lost(None)),
+        Err(error) => Ok(OwnCheckpoint::Lost(Some(error))),
     }
 }
 
@@ -108,13 +108,18 @@ fn own(run: &RunDir, rank: Rank, fits: &dyn Fn(&Checkpoint) -> bool) -> Result<O
 /// none. A rank that was interrupted while it committed may be one checkpoint behind; the others then go back
 /// to its step. A step that was saved while some ranks did not answer is used nevertheless if the whole model
 /// was saved: those ranks get it from the others. `per_pipeline` ranks hold one copy of the model.
-fn agree(comm: &Communicator, run: &RunDir, own: Own, per_pipeline: usize) -> Result<(u64, Own)> {
+fn agree(
+    comm: &Communicator,
+    run: &RunDir,
+    own: OwnCheckpoint,
+    per_pipeline: usize,
+) -> Result<(u64, OwnCheckpoint)> {
     let (mine, alone) = match &own {
-        Own::There(own) => (own.step(), !source::record(own)?.absent.is_empty()),
+        OwnCheckpoint::There(own) => (own.step(), !source::record(own)?.absent.is_empty()),
         _ => (0, false),
     };
-    let steps = tell(comm, mine)?;
-    let saved_alone = tell(comm, u64::from(alone))?;
+    let steps = all_gather_u64(comm, mine)?;
+    let saved_alone = all_gather_u64(comm, u64::from(alone))?;
     let newest = (0..steps.len()).filter(|&rank| saved_alone[rank] == 1).map(|rank| steps[rank]).max();
     let has_all = |step: u64| {
         (0..per_pipeline).all(|part| steps.iter().skip(part).step_by(per_pipeline).any(|&has| has == step))
@@ -124,18 +129,19 @@ fn agree(comm: &Communicator, run: &RunDir, own: Own, per_pipeline: usize) -> Re
         None => steps.into_iter().filter(|&step| step > 0).min().unwrap_or(0),
     };
     let own = match own {
-        Own::There(newer) if newer.step() != agreed => {
+        OwnCheckpoint::There(newer) if newer.step() != agreed => {
             let path = run.path().join(crate::checkpoint::folder(agreed));
-            Checkpoint::open(&path).map_or_else(|error| Own::Lost(Some(error)), Own::There)
+            Checkpoint::open(&path)
+                .map_or_else(|error| OwnCheckpoint::Lost(Some(error)), OwnCheckpoint::There)
         }
         own => own,
     };
     // Damage is an error only if there is no other rank to get the state from.
     let damage = match own {
-        Own::Lost(Some(error)) if agreed == 0 => Err(error),
+        OwnCheckpoint::Lost(Some(error)) if agreed == 0 => Err(error),
         own => Ok(own),
     };
-    Ok((agreed, together(comm, damage)?))
+    Ok((agreed, all_succeed(comm, damage)?))
 }
 
 /// Returns the checkpoint, if this rank wrote it.
@@ -176,7 +182,7 @@ fn cut_otherwise(comm: &Communicator, run: &RunDir, job: &Job) -> Result<Option<
             }
         }
     }
-    let agreed = tell(comm, step)?.into_iter().max().unwrap_or(0);
+    let agreed = all_gather_u64(comm, step)?.into_iter().max().unwrap_or(0);
     match (agreed, missing) {
         (0, Some(error)) => Err(error),
         (0, None) => Ok(None),

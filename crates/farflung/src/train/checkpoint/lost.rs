@@ -4,8 +4,8 @@
 use farflung_base::Rank;
 use farflung_comm::Communicator;
 
+use super::all_gather_u64;
 use super::source::{Files, Residuals};
-use super::tell;
 use crate::{Error, Result};
 
 /// Bytes per message. Each message has the whole deadline, so that slow links are fast enough.
@@ -50,7 +50,7 @@ pub(super) fn share(
         (None, true) => NOT_YET,
         (None, false) => LOST,
     };
-    let states = tell(comm, state)?;
+    let states = all_gather_u64(comm, state)?;
     let mut pairs = Vec::new();
     for (to, &state) in (0..).map(Rank).zip(&states).filter(|(_, state)| **state != HAS) {
         let alike = |from: &Rank| place(*from) == place(to);
@@ -83,7 +83,7 @@ fn transfer(comm: &Communicator, pairs: &[Pair], mine: Option<&Files>) -> Result
     let me = comm.rank();
     let sends = pairs.iter().any(|pair| pair.from == me);
     let bytes = mine.filter(|_| sends).map(Files::to_bytes).unwrap_or_default();
-    let pieces = tell(comm, bytes.len().div_ceil(PIECE) as u64)?;
+    let pieces = all_gather_u64(comm, bytes.len().div_ceil(PIECE) as u64)?;
     let mut received = Vec::new();
     for round in 0..pieces.iter().copied().max().unwrap_or(0) {
         for &Pair { to, from } in pairs.iter().filter(|pair| round < pieces[pair.from.index()]) {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use farflung_base::{Nanos, PeerId};
 use farflung_comm::secure::PublicKey;
-use farflung_comm::tcp::{Connected, Gate, GateConfig};
+use farflung_comm::tcp::{Connected, GateConfig, GrowingNetwork};
 use farflung_parallel::membership::{Member, MemberId};
 
 use super::status::Status;
@@ -71,7 +71,7 @@ pub trait Arrivals: std::fmt::Debug + Send + Sync {
 #[derive(Debug)]
 pub struct AtGate {
     /// The gate.
-    pub gate: Arc<Gate>,
+    pub gate: Arc<GrowingNetwork>,
     /// Settings with which the gate was opened.
     pub config: GateConfig,
     /// Answer to a newcomer that asks about the run.

@@ -25,7 +25,7 @@ use super::status::Teller;
 use super::team::Team;
 use super::view::{Brings, stand};
 use super::watchman::Watchman;
-use crate::events::{What, causes};
+use crate::events::{EventKind, causes};
 use crate::train::job::Job;
 use crate::train::links;
 use crate::train::steps::Last;
@@ -144,15 +144,15 @@ impl Changed {
     }
 
     /// Returns the entry for `events.jsonl`. `deadline` is the time for which ranks now wait for each other.
-    pub(super) fn event(&self, deadline: Nanos) -> What {
+    pub(super) fn event(&self, deadline: Nanos) -> EventKind {
         let millis = |time: Nanos| time.0 / 1_000_000;
         let took_ms = millis(self.took);
         if self.is_repeat() {
             let (epoch, times, reason) = (self.epoch, self.repeated, self.reason.clone());
-            return What::Repeated { epoch, times, deadline_ms: millis(deadline), took_ms, reason };
+            return EventKind::Repeated { epoch, times, deadline_ms: millis(deadline), took_ms, reason };
         }
         let numbers = |peers: &[PeerId]| peers.iter().map(|peer| peer.0).collect();
-        What::Members {
+        EventKind::Members {
             epoch: self.epoch,
             members: self.members,
             came: numbers(&self.came),
@@ -492,5 +492,5 @@ fn slots(view: Option<&View>) -> Vec<u32> {
 }
 
 pub(super) fn tied(job: &Job, comm: Communicator) -> Communicator {
-    job.stop.tie(comm.with_deadline(job.deadline()))
+    job.stop.with_stop(comm.with_deadline(job.deadline()))
 }

@@ -4,7 +4,7 @@
 use std::sync::{Arc, Mutex};
 
 use farflung_base::{Nanos, Pending, Rank};
-use farflung_comm::{CommError, Communicator, Look, ServiceTags};
+use farflung_comm::{CommError, Communicator, ServiceTags, WaitMode};
 
 use super::fetching::{Fetching, Store, Wanted};
 use super::shelf::Shelf;
@@ -95,7 +95,7 @@ fn take(comm: &Communicator, mut fetching: Fetching<'_>) -> Result<usize> {
         asking.retain(|asking| !asking.is_ready());
         let mut next = arriving.take().unwrap_or_else(|| patient.start_recv_any(&donors, TAGS.answer));
         let patience = LOOK.min(deadline);
-        let arrived = if comm.first(&mut [&mut next], Look::Within(patience)).is_some() {
+        let arrived = if comm.first(&mut [&mut next], WaitMode::Within(patience)).is_some() {
             Some(next.wait()?)
         } else if comm.now().saturating_sub(came) >= deadline {
             drop(next);

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use farflung_base::{Nanos, Rank};
-use farflung_comm::{Answer, Asked, Cancel, Service};
+use farflung_comm::{Answer, Cancel, Question, Service};
 use farflung_parallel::membership::{Action, Event, Kept, MemberId, Message, Reason, State, View};
 use serde::{Deserialize, Serialize};
 
@@ -292,7 +292,7 @@ impl Keeper {
 }
 
 impl Service for Keeper {
-    fn receive(&mut self, Asked { from, at, bytes }: Asked) -> Vec<Answer> {
+    fn receive(&mut self, Question { from, at, bytes }: Question) -> Vec<Answer> {
         let Some(word) = decode(&bytes) else {
             tracing::warn!(from = from.0, "a message about members does not read as one");
             return Vec::new();

@@ -4,10 +4,10 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use farflung_comm::tcp::{Gate, GateConfig};
+use farflung_comm::tcp::{GateConfig, GrowingNetwork};
 use farflung_parallel::membership::{Kept, Place};
 
-use crate::train::run::Watch;
+use crate::train::run::RunObserver;
 use crate::{Error, Result, run_dir};
 
 /// Name of the file with the promises.
@@ -76,14 +76,14 @@ pub(super) fn write_addresses(folder: &Path, addresses: &[String]) -> Result<()>
 ///
 /// Errors: [`Error::StillRuns`] if a member answers. This machine must then join that run: otherwise there
 /// would be two runs from the same state.
-pub(super) fn is_over(folder: &Path, gate: &GateConfig, watch: &mut dyn Watch) -> Result<()> {
+pub(super) fn is_over(folder: &Path, gate: &GateConfig, watch: &mut dyn RunObserver) -> Result<()> {
     let Some(text) = text(folder, ADDRESSES)? else { return Ok(()) };
     let addresses: Vec<String> = text.lines().map(str::to_owned).collect();
     for address in addresses {
         watch.note(&format!("asking {address} whether the run of this folder goes on there"));
         let mut asks = gate.clone();
         asks.deadline = ASKED;
-        if let Ok(asked) = Gate::ask(&asks, std::slice::from_ref(&address)) {
+        if let Ok(asked) = GrowingNetwork::ask(&asks, std::slice::from_ref(&address)) {
             return Err(Error::StillRuns { address, members: asked.members().len() });
         }
     }

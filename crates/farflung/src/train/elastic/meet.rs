@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use farflung_comm::CommError;
-use farflung_comm::tcp::{Asked, Gate, GateConfig};
+use farflung_comm::tcp::{GateConfig, GrowingNetwork, MemberList};
 use farflung_parallel::membership::{Member, State};
 
 use super::arrivals::{AtGate, Newcomer};
@@ -20,7 +20,7 @@ use crate::train::job::{Job, plan_of};
 use crate::train::links::{Seat, pace, seat, shared_memory};
 use crate::train::planned;
 use crate::train::report::Report;
-use crate::train::run::{Watch, run_job};
+use crate::train::run::{RunObserver, run_job};
 use crate::train::sizes;
 use crate::train::trainer::check_pipelines;
 use crate::{Error, Existing, Result, RunDir, Stop, TrainArgs, TrainConfig, model_name};
@@ -103,8 +103,8 @@ pub fn host(
     gate: &GateConfig,
     former: Option<&GateConfig>,
     stop: &Stop,
-    watch: &mut dyn Watch,
-    open: &mut dyn FnMut(&Gate, &Path) -> Result<()>,
+    watch: &mut dyn RunObserver,
+    open: &mut dyn FnMut(&GrowingNetwork, &Path) -> Result<()>,
 ) -> Result<Option<Report>> {
     let mut job = founder(config, stop)?;
     let claim = Claim::new(job.config.out.as_deref(), &model_name(&job.model), None)?;
@@ -119,7 +119,7 @@ pub fn host(
     let mut gate = gate.clone();
     gate.shared_memory = shared_memory(&job.config);
     let gate = &gate;
-    let opened = Arc::new(Gate::found(gate)?);
+    let opened = Arc::new(GrowingNetwork::found(gate)?);
     opened.transport().keep_pace(pace(&job.config))?;
     let welcome = Welcome::of(&job);
     opened.set_welcome(welcome.to_bytes())?;
@@ -155,8 +155,8 @@ pub fn join(
     gate: &GateConfig,
     addresses: &[String],
     stop: &Stop,
-    watch: &mut dyn Watch,
-    open: &mut dyn FnMut(&Gate, &Path) -> Result<()>,
+    watch: &mut dyn RunObserver,
+    open: &mut dyn FnMut(&GrowingNetwork, &Path) -> Result<()>,
 ) -> Result<Option<Report>> {
     check_transport(given.transport.unwrap_or(TransportKind::Auto))?;
     let asked = ask(gate, addresses)?;
@@ -167,10 +167,10 @@ pub fn join(
 fn come_in(
     given: &TrainArgs,
     gate: &GateConfig,
-    (mut asked, mut claim): (Asked, Option<Claim>),
+    (mut asked, mut claim): (MemberList, Option<Claim>),
     stop: &Stop,
-    watch: &mut dyn Watch,
-    open: &mut dyn FnMut(&Gate, &Path) -> Result<()>,
+    watch: &mut dyn RunObserver,
+    open: &mut dyn FnMut(&GrowingNetwork, &Path) -> Result<()>,
 ) -> Result<Option<Report>> {
     loop {
         let welcome = Welcome::read(&asked.welcome)?;
@@ -211,7 +211,7 @@ fn come_in(
 }
 
 fn place(
-    (gate, config, welcome): (&Arc<Gate>, &GateConfig, Welcome),
+    (gate, config, welcome): (&Arc<GrowingNetwork>, &GateConfig, Welcome),
     me: Newcomer,
     (state, run): (State, RunDir),
     job: &Job,
@@ -228,8 +228,8 @@ pub fn status(gate: &GateConfig, addresses: &[String]) -> Result<Option<Status>>
     Ok(Welcome::read(&asked.welcome)?.status)
 }
 
-fn ask(gate: &GateConfig, addresses: &[String]) -> Result<Asked> {
-    Gate::ask(gate, addresses).map_err(|error| match error {
+fn ask(gate: &GateConfig, addresses: &[String]) -> Result<MemberList> {
+    GrowingNetwork::ask(gate, addresses).map_err(|error| match error {
         CommError::Missing { master, after, .. } => Error::NobodyAnswers { addresses: master, after },
         error => error.into(),
     })

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use farflung_base::{Nanos, PeerId, Pending};
-use farflung_comm::{CommError, Communicator, Look, PeerEvent, ServiceTags, Transport};
+use farflung_comm::{CommError, Communicator, PeerEvent, ServiceTags, Transport, WaitMode};
 use farflung_parallel::membership::{Event, MemberId, State, View};
 
 use super::arrivals::{Arrivals, Newcomer};
@@ -160,7 +160,7 @@ impl Place {
         self.renew();
         // A rank that is alone never waits for messages, so its services must be polled here.
         if let Some(Control { comm, serving, .. }) = &mut self.control {
-            comm.first(&mut [serving], Look::Now);
+            comm.first(&mut [serving], WaitMode::Now);
         }
         let now = self.transport.now();
         let due = self.keeper().wake().is_some_and(|at| at <= now);

@@ -14,7 +14,7 @@ use farflung_zoo::GptConfig;
 use super::change::{Changed, Member, start};
 use super::team::Team;
 use crate::Result;
-use crate::events::What;
+use crate::events::EventKind;
 use crate::train::costs::Work;
 use crate::train::job::Job;
 use crate::train::steps::Last;
@@ -96,7 +96,7 @@ pub(super) fn rates(lineup: &Lineup, pooling: &Pooling) -> Vec<u32> {
 }
 
 /// Returns the entry for `events.jsonl` on a plan's pools; `None` if it has none.
-pub(super) fn event(plan: &Plan, team: Option<&Team>, moved: Option<Moving>) -> Option<What> {
+pub(super) fn event(plan: &Plan, team: Option<&Team>, moved: Option<Moving>) -> Option<EventKind> {
     let (pools, slots) = (plan.pools()?, team?.slots());
     let mut at = 0_usize;
     let mut next = |size: &u32| {
@@ -107,7 +107,7 @@ pub(super) fn event(plan: &Plan, team: Option<&Team>, moved: Option<Moving>) -> 
     let ranges: Vec<_> = pools.sizes.iter().map(&mut next).collect();
     let of = |all: &[u32]| ranges.iter().map(|range| all[range.clone()].to_vec()).collect();
     let moved = moved.map(|moving| moving.slot);
-    Some(What::Pools { members: of(&slots), rates: of(&pools.rates), moved })
+    Some(EventKind::Pools { members: of(&slots), rates: of(&pools.rates), moved })
 }
 
 /// Changes the routes of microbatches to new rates. No part moves. All members that take steps call it after

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use farflung_base::{Bytes, Nanos, PeerId, Pending, Rank};
-use farflung_comm::{CommError, Communicator, Look};
+use farflung_comm::{CommError, Communicator, WaitMode};
 use farflung_parallel::membership::{MemberId, View};
 use serde::{Deserialize, Serialize};
 
@@ -136,7 +136,7 @@ pub(super) fn measured(comm: &Communicator, ids: &[MemberId], state: u64) -> Rea
             break;
         }
         let mut next = comm.start_recv_any(&open, TAGS.answer);
-        if comm.first(&mut [&mut next], Look::Within(left)).is_none() {
+        if comm.first(&mut [&mut next], WaitMode::Within(left)).is_none() {
             break;
         }
         // A lost rank gets no rate.

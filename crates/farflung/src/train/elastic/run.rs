@@ -19,14 +19,14 @@ use super::repeats::Repeats;
 use super::status::Teller;
 use super::team::Team;
 use super::watchman::Watchman;
-use crate::events::{EventLog, What, causes};
+use crate::events::{EventKind, EventLog, causes};
 use crate::train::checkpoint::{self, Totals};
 use crate::train::job::Job;
 use crate::train::links::{self, Seat};
-use crate::train::parting::{Kept, Leftover};
 use crate::train::report::{Report, sample};
-use crate::train::run::{Watch, announce};
+use crate::train::run::{RunObserver, announce};
 use crate::train::steps::{Clock, Last, Next, Record, Steps, evaluated};
+use crate::train::stop_in_step::{RunProgress, StopSummary};
 use crate::train::trainer::{Trainer, hash};
 use crate::{Error, Result, RunDir, Signal};
 
@@ -42,7 +42,7 @@ pub(in crate::train) fn work(
     job: &Job,
     seat: Seat,
     local: usize,
-    mut watch: Option<&mut (dyn Watch + '_)>,
+    mut watch: Option<&mut (dyn RunObserver + '_)>,
 ) -> Result<Option<Report>> {
     let Seat { comm, simulated, link, place } = seat;
     let mut place = place.expect("a seat of such a run has a place");
@@ -105,7 +105,7 @@ pub(in crate::train) fn work(
     }
     let metrics = run.as_ref().map(|run| run.metrics(begun)).transpose()?;
     let clock = Clock::new(trainer.comm(), before, Stats::default());
-    let mut kept = Kept::at(begun, run.as_ref(), before, clock);
+    let mut kept = RunProgress::at(begun, run.as_ref(), before, clock);
     job.stop.begin();
     events.time_s = before.time_s;
     if let Some(watch) = watch.as_deref_mut() {
@@ -116,7 +116,7 @@ pub(in crate::train) fn work(
     }
     if let Some(resumed) = resumed {
         let from = resumed.from.display().to_string();
-        events.write(begun, What::Resumed { from, notes: resumed.notes });
+        events.write(begun, EventKind::Resumed { from, notes: resumed.notes });
     }
     let record = Record { link, metrics, watch, rows: Vec::new(), told: 0, time_s: before.time_s };
     let (run, last) = (run.as_ref(), shared_last.unwrap_or(Last::at(begun)));
@@ -128,7 +128,7 @@ pub(in crate::train) fn work(
     if let Err(error) = &done
         && run.is_some_and(RunDir::has_begun)
     {
-        events.write(trainer.steps_done(), What::ended(error));
+        events.write(trainer.steps_done(), EventKind::ended(error));
     }
     let losses = (done?, steps.last_loss);
     let Steps { job, record, clock, .. } = steps;
@@ -149,7 +149,7 @@ pub(in crate::train) fn work(
 }
 
 /// Reports the cost of this newcomer's state, as sent by the members.
-fn tell_cost(watch: Option<&mut (dyn Watch + '_)>, cost: Cost) {
+fn tell_cost(watch: Option<&mut (dyn RunObserver + '_)>, cost: Cost) {
     let text = format!("this member is ready to come in: it takes {cost}");
     tracing::info!("{text}");
     if let Some(watch) = watch {
@@ -173,7 +173,7 @@ fn train(
     trainer: &mut Trainer,
     steps: &mut Steps<'_, '_>,
     events: &mut EventLog,
-    kept: &mut Kept,
+    kept: &mut RunProgress,
     from_the_start: bool,
 ) -> Result<Option<f64>> {
     let mut first_loss = None;
@@ -295,8 +295,10 @@ fn announce_admission(
     let Admission { peer, cost } = admission;
     let predicted_ms = cost.predicted.map(|time| time.0 / 1_000_000);
     let (member_number, state, at_most) = (peer.0, cost.state, cost.at_most);
-    events
-        .write(trainer.steps_done(), What::Admitting { member: member_number, state, predicted_ms, at_most });
+    events.write(
+        trainer.steps_done(),
+        EventKind::Admitting { member: member_number, state, predicted_ms, at_most },
+    );
     member.teller.announce(format!("after step {}: {text}", trainer.steps_done()));
     member.teller.tell((&mut *member.place, member.team.as_ref()), trainer, steps);
 }
@@ -440,7 +442,7 @@ fn tell_new_plan(
     trainer: &Trainer,
     steps: &mut Steps<'_, '_>,
     events: &mut EventLog,
-    (text, what): (&str, What),
+    (text, what): (&str, EventKind),
 ) -> Result<()> {
     tracing::info!("{text}");
     if let Some(watch) = steps.record.watch.as_deref_mut() {
@@ -469,7 +471,7 @@ fn note_shares(
     );
     let in_us = |time: Nanos| time.0 / 1_000;
     let (before_us, now_us) = (in_us(before), in_us(now));
-    tell_new_plan(trainer, steps, events, (&text, What::Shares { microbatches, before_us, now_us }))
+    tell_new_plan(trainer, steps, events, (&text, EventKind::Shares { microbatches, before_us, now_us }))
 }
 
 /// Saves a checkpoint of a member that leaves. In pipelines nothing is saved.
@@ -478,9 +480,9 @@ fn save_alone(
     trainer: &mut Trainer,
     steps: &mut Steps<'_, '_>,
     events: &mut EventLog,
-) -> Result<Leftover> {
+) -> Result<StopSummary> {
     let step = trainer.steps_done();
-    let mut left = Leftover { step, dropped: 0, saved: None, problem: None, resume: None };
+    let mut left = StopSummary { step, dropped: 0, saved: None, problem: None, resume: None };
     let Some(run) = steps.run else { return Ok(left) };
     if steps.job.plan.stages() > 1 {
         // This member has only a part of the model, and the remaining members have all of it.
@@ -490,7 +492,7 @@ fn save_alone(
     let totals = steps.clock.totals(trainer.comm());
     match checkpoint::save(trainer, &steps.job, run, totals) {
         Ok(path) => {
-            events.write(step, What::Saved { path: path.display().to_string() });
+            events.write(step, EventKind::Saved { path: path.display().to_string() });
             left.saved = Some((step, path));
         }
         Err(error) => left.problem = Some(causes(&error)),

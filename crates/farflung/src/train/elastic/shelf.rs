@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use farflung_comm::{Answer, Asked, Service};
+use farflung_comm::{Answer, Question, Service};
 use serde::{Deserialize, Serialize};
 
 /// Minimum and maximum bytes of a chunk. The last chunk of a blob may be shorter.
@@ -175,7 +175,7 @@ impl Shelf {
 }
 
 impl Service for Shelf {
-    fn receive(&mut self, Asked { from, bytes, .. }: Asked) -> Vec<Answer> {
+    fn receive(&mut self, Question { from, bytes, .. }: Question) -> Vec<Answer> {
         let Ok(item) = postcard::from_bytes::<Item>(&bytes) else {
             tracing::warn!(from = from.0, "a message about the run's state does not read as one");
             return Vec::new();
@@ -219,7 +219,7 @@ mod tests {
         let Label { root, len } = shelf.put(bytes.clone());
         assert_eq!(len, bytes.len() as u64);
         let mut ask = |bytes: Vec<u8>| {
-            let answers = shelf.receive(Asked { from: Rank(3), at: Nanos(0), bytes });
+            let answers = shelf.receive(Question { from: Rank(3), at: Nanos(0), bytes });
             answers.into_iter().map(|answer| Reply::from_bytes(&answer.bytes).unwrap().bytes).next()
         };
         let hashes = ask(Item::Hashes { root }.to_bytes()).unwrap().unwrap();

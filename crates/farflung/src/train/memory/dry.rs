@@ -6,16 +6,16 @@ use std::collections::BTreeMap;
 use farflung_base::{Rank, StageId};
 use farflung_optim::{Chain, Prepared, global_norm};
 use farflung_parallel::pipeline::{
-    Action, ComputeKind, LoweredKind, Message, Placement, Tie, Updates, Worker,
+    Action, ComputeKind, LoweredKind, Message, Placement, TiedWeights, Updates, Worker,
 };
 use farflung_parallel::{Plan, Recompute};
 use farflung_tensor::{DType, Device, Tensor};
-use farflung_zoo::{GptConfig, Input, Keeping, Output, Saved, Slices, Stage};
+use farflung_zoo::{ActivationPolicy, GptConfig, Input, Output, Saved, Slices, Stage};
 
 use crate::train::activations::within_budget;
 use crate::train::bind::ReplicaSchedule;
 use crate::train::executor::recomputed;
-use crate::train::part::{Held, Leaving, Part, Parts, copy};
+use crate::train::part::{Part, Parts, SavedMicrobatch, SendTiming, copy};
 use crate::train::trainer::chain;
 use crate::{Error, Result, TrainConfig};
 
@@ -35,7 +35,7 @@ pub(super) struct DryRun<'a> {
     batch: usize,
     parts: BTreeMap<StageId, Part>,
     again: Vec<Place>,
-    held: BTreeMap<Place, Held>,
+    held: BTreeMap<Place, SavedMicrobatch>,
     carried: BTreeMap<(StageId, u32), Slices>,
     /// Bytes of the largest message that was sent or received.
     message: u64,
@@ -118,7 +118,9 @@ impl<'a> DryRun<'a> {
 
     fn tokens(&self, action: Action) -> Result<Tensor> {
         let len = self.schedule.slices[usize::from(action.slice)].len();
-        Ok(self.parts[&self.placement.home(action.stage)].stage.tokens(&vec![0; self.batch * len], len)?)
+        Ok(self.parts[&self.placement.storage_stage(action.stage)]
+            .stage
+            .tokens(&vec![0; self.batch * len], len)?)
     }
 
     fn input(&self, action: Action, hidden: Option<Tensor>) -> Result<Input> {
@@ -131,7 +133,7 @@ impl<'a> DryRun<'a> {
     fn pass_on(&mut self, action: Action, version: u32, input: Input) -> Result<(Output, Saved)> {
         let targets = self.placement.is_last(action.stage).then(|| self.tokens(action)).transpose()?;
         let start = self.schedule.slices[usize::from(action.slice)].start;
-        let part = &self.parts[&self.placement.home(action.stage)];
+        let part = &self.parts[&self.placement.storage_stage(action.stage)];
         let key = (action.stage, action.microbatch);
         if self.schedule.slices.len() > 1 && !self.carried.contains_key(&key) {
             self.carried.insert(key, part.stage.slices(self.batch)?);
@@ -153,17 +155,17 @@ impl<'a> DryRun<'a> {
             Output::Hidden(y) => Some(y),
             Output::Losses(_) => None,
         };
-        let part = &self.parts[&self.placement.home(stage)];
+        let part = &self.parts[&self.placement.storage_stage(stage)];
         let saved = match part.recompute {
             Recompute::Full if again => None,
             recompute => {
                 if let (Recompute::Layers(layers), true) = (recompute, again) {
-                    saved.forget(layers as usize);
+                    saved.drop_activations(layers as usize);
                 }
                 Some(saved)
             }
         };
-        self.held.insert(place(action), Held { saved, input: kept, version });
+        self.held.insert(place(action), SavedMicrobatch { saved, input: kept, version });
         Ok(output)
     }
 
@@ -172,7 +174,12 @@ impl<'a> DryRun<'a> {
         let input = self.input(action, held.input.take())?;
         if let Some(saved) = &mut held.saved {
             let carried = self.carried.get_mut(&(action.stage, action.microbatch));
-            self.parts[&self.placement.home(action.stage)].recompute(held.version, input, saved, carried)?;
+            self.parts[&self.placement.storage_stage(action.stage)].recompute(
+                held.version,
+                input,
+                saved,
+                carried,
+            )?;
         } else {
             held.saved = Some(self.pass_on(action, held.version, input)?.1);
         }
@@ -185,18 +192,22 @@ impl<'a> DryRun<'a> {
         let mut held = self.take(action);
         let mut saved = held.saved.take().expect("a checked schedule recomputes before it");
         if kind == ComputeKind::Backward && self.schedule.slices.len() == 1 {
-            return self.part(stage).backward(held.version, saved, dy, |_| {}, Leaving::Later);
+            return self.part(stage).backward(held.version, saved, dy, |_| {}, SendTiming::Later);
         }
         let carried = self.carried.get_mut(&(stage, microbatch));
-        let dx =
-            self.parts[&self.placement.home(stage)].backward_input(held.version, &mut saved, dy, carried)?;
+        let dx = self.parts[&self.placement.storage_stage(stage)].backward_input(
+            held.version,
+            &mut saved,
+            dy,
+            carried,
+        )?;
         if slice == 0 {
             self.carried.remove(&(stage, microbatch));
         }
         if kind == ComputeKind::Backward {
             self.part(stage).backward_weight(saved)?;
         } else {
-            self.held.insert(place(action), Held { saved: Some(saved), ..held });
+            self.held.insert(place(action), SavedMicrobatch { saved: Some(saved), ..held });
         }
         Ok(dx)
     }
@@ -207,18 +218,18 @@ impl<'a> DryRun<'a> {
         let next = Some(action.microbatch + 1).filter(|&next| next < self.schedule.microbatches());
         let needed = next.map(|next| updates.version(self.placement.part(action.stage), depth, next));
         let ends = self.placement.is_first(action.stage) || self.placement.is_last(action.stage);
-        if self.placement.tie() == Tie::Across && ends {
-            return self.part(action.stage).put_off(None, needed);
+        if self.placement.tie() == TiedWeights::Across && ends {
+            return self.part(action.stage).defer_update(None, needed);
         }
         self.part(action.stage).commit(Prepared::with_norm(1.0)?, needed)
     }
 
     fn part(&mut self, stage: StageId) -> &mut Part {
-        let home = self.placement.home(stage);
+        let home = self.placement.storage_stage(stage);
         self.parts.get_mut(&home).expect("the schedule gives a rank its own stages")
     }
 
-    fn take(&mut self, action: Action) -> Held {
+    fn take(&mut self, action: Action) -> SavedMicrobatch {
         self.held.remove(&place(action)).expect("a checked schedule runs the forward first")
     }
 
@@ -254,7 +265,11 @@ fn part(
         let count = planned.layers.end - planned.layers.start;
         let steps = within_budget(planned, model, plan.batch as usize)?.map(|plan| plan.steps.into());
         // Offloading has no effect here, since a CPU's memory is the host's memory.
-        built.set_keeping(Keeping { recompute: planned.recompute.of(count) as usize, offload: 0, steps });
+        built.set_keeping(ActivationPolicy {
+            recompute: planned.recompute.of(count) as usize,
+            offload: 0,
+            steps,
+        });
     }
     let chain: Chain = chain(config, device, &built, 1)?;
     Part::new(Parts {
@@ -265,7 +280,8 @@ fn part(
         costs: Vec::new(),
         recompute: planned.recompute,
         offload: 0,
-        shares_table: placement.tie() != Tie::Whole && placement.is_first(stage) != placement.is_last(stage),
+        shares_table: placement.tie() != TiedWeights::Whole
+            && placement.is_first(stage) != placement.is_last(stage),
         weight: 1.0,
     })
 }
@@ -305,11 +321,11 @@ impl Worker for DryRun<'_> {
         Ok(self.device.empty(DType::F32, shape)?)
     }
 
-    fn shift(&mut self, _: LoweredKind, _: StageId, _: u32, _: u16) -> Result<()> {
+    fn start_transfer(&mut self, _: LoweredKind, _: StageId, _: u32, _: u16) -> Result<()> {
         Ok(())
     }
 
-    fn recall(&mut self, message: Message) -> Result<Tensor> {
+    fn restore_output(&mut self, message: Message) -> Result<Tensor> {
         Err(Error::Message { message: message.to_string(), problem: "was not kept" })
     }
 }

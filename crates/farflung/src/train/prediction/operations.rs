@@ -18,7 +18,7 @@ use crate::train::averages;
 use crate::train::bind::ReplicaSchedule;
 use crate::train::boundary;
 use crate::train::costs::Machines;
-use crate::train::tied::Exchanging;
+use crate::train::tied::TiedGroup;
 
 /// Identifies an operation of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -141,7 +141,7 @@ impl<'a> Operations<'a> {
                 let first = replica * self.plan.stages();
                 let bytes = Bytes((self.model.vocab * self.model.dim * size_of::<f32>()) as u64);
                 let mut ways: Vec<(Rank, Rank)> =
-                    Exchanging::of(schedule.placement()).into_iter().flat_map(|group| group.ways).collect();
+                    TiedGroup::of(schedule.placement()).into_iter().flat_map(|group| group.ways).collect();
                 if let Key::TakenTable { .. } = key {
                     // The average of the first stage is used for both.
                     ways.retain(|(from, _)| schedule.placement().homes_of(*from).any(|s| s.0 % depth == 0));

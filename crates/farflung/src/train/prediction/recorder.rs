@@ -7,9 +7,9 @@ use std::ops::Range;
 use farflung_base::{Nanos, Rank, StageId};
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{
-    Action, ComputeKind, LoweredKind, Message, Placement, StageCost, Tie, Updates, Worker,
+    Action, ComputeKind, LoweredKind, Message, Placement, StageCost, TiedWeights, Updates, Worker,
 };
-use farflung_parallel::script::Act;
+use farflung_parallel::script::ScriptOp;
 
 use super::operations::{Key, Operations};
 use crate::train::averages;
@@ -63,7 +63,7 @@ pub(super) struct Recorder<'a, 'b, 'o> {
     table: Option<StageId>,
     rounds: u32,
     begun_table: Option<usize>,
-    acts: Vec<Act>,
+    acts: Vec<ScriptOp>,
     marks: Marks,
     step: u32,
 }
@@ -77,7 +77,8 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
     ) -> Result<Self> {
         let placement = schedule.placement();
         let user = |stage: &StageId| placement.is_first(*stage) || placement.is_last(*stage);
-        let table = placement.homes_of(position).find(user).filter(|_| placement.tie() == Tie::Across);
+        let table =
+            placement.homes_of(position).find(user).filter(|_| placement.tie() == TiedWeights::Across);
         Ok(Self {
             costs: schedule.cost.by_slice(schedule.schedule.order())?,
             parts: placement.homes_of(position).map(|stage| (stage, PartState::default())).collect(),
@@ -95,7 +96,7 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
         })
     }
 
-    pub(super) fn done(self) -> (Vec<Act>, Marks) {
+    pub(super) fn done(self) -> (Vec<ScriptOp>, Marks) {
         (self.acts, self.marks)
     }
 
@@ -113,7 +114,7 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
 
     /// Records that the processor is busy.
     pub(super) fn compute(&mut self, time: Nanos) {
-        self.acts.push(Act::Compute(time));
+        self.acts.push(ScriptOp::Compute(time));
     }
 
     fn placement(&self) -> &'a Placement {
@@ -126,16 +127,16 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
 
     fn begin(&mut self, key: Key) -> Result<usize> {
         let number = self.number(key)?;
-        self.acts.push(Act::Begin(number));
+        self.acts.push(ScriptOp::Begin(number));
         Ok(number)
     }
 
     fn complete(&mut self, number: usize) {
-        self.acts.push(Act::Await(number));
+        self.acts.push(ScriptOp::Await(number));
     }
 
     fn state(&mut self, stage: StageId) -> &mut PartState {
-        let home = self.placement().home(stage);
+        let home = self.placement().storage_stage(stage);
         self.parts.get_mut(&home).expect("the schedule gives a rank its own stages")
     }
 
@@ -343,7 +344,7 @@ impl Worker for Recorder<'_, '_, '_> {
         Ok(())
     }
 
-    fn shift(&mut self, kind: LoweredKind, stage: StageId, _: u32, _: u16) -> Result<()> {
+    fn start_transfer(&mut self, kind: LoweredKind, stage: StageId, _: u32, _: u16) -> Result<()> {
         match kind {
             LoweredKind::Reduce => {
                 let leaves = self.each_step && self.operations.plan.outermost().overlap;
@@ -364,7 +365,7 @@ impl Worker for Recorder<'_, '_, '_> {
         Ok(())
     }
 
-    fn recall(&mut self, message: Message) -> Result<()> {
+    fn restore_output(&mut self, message: Message) -> Result<()> {
         Err(Error::Message { message: message.to_string(), problem: "was not kept" })
     }
 }

@@ -164,7 +164,7 @@ impl Case {
         self.launched.as_ref().map_or(0..config.workers, |launched| launched.rank..launched.rank + 1)
     }
 
-    /// Estimates the memory of these ranks. `config` may differ from the original in the settings of [`Knob`].
+    /// Estimates the memory of these ranks. `config` may differ from the original in the settings of [`AdjustableSetting`].
     fn need(&self, config: &TrainConfig, model: GptConfig, ranks: Range<usize>) -> Need {
         let whole = [held::whole(config, &model)];
         let world = self.launched.as_ref().map_or(config.workers, |launched| launched.world);
@@ -218,20 +218,22 @@ impl Case {
         fits: &dyn Fn(&TrainConfig) -> bool,
     ) -> Vec<Vec<(&'static str, usize)>> {
         let mut found = Vec::new();
-        for knob in Knob::ALL.into_iter().filter(|knob| self.has(*knob)) {
+        for knob in AdjustableSetting::ALL.into_iter().filter(|knob| self.has(*knob)) {
             let (unit, most) = (knob.unit(config), knob.get(config));
             let with = |n: usize| fits(&knob.set(config, n * unit));
             found.extend(largest(most / unit, with).map(|n| vec![(knob.name(), n * unit)]));
         }
         if found.is_empty() {
             let least = least(config);
-            let with = |n: usize| fits(&Knob::Batch.set(&least, n));
+            let with = |n: usize| fits(&AdjustableSetting::Batch.set(&least, n));
             if let Some(batch) = largest(config.batch.saturating_add(1), with) {
-                let changed = |knob: &Knob| {
-                    *knob != Knob::Batch && self.has(*knob) && knob.get(config) > knob.unit(config)
+                let changed = |knob: &AdjustableSetting| {
+                    *knob != AdjustableSetting::Batch
+                        && self.has(*knob)
+                        && knob.get(config) > knob.unit(config)
                 };
-                let others = Knob::ALL.into_iter().filter(changed);
-                let batch = std::iter::once((Knob::Batch.name(), batch));
+                let others = AdjustableSetting::ALL.into_iter().filter(changed);
+                let batch = std::iter::once((AdjustableSetting::Batch.name(), batch));
                 found.push(batch.chain(others.map(|knob| (knob.name(), knob.get(&least)))).collect());
             }
         }
@@ -239,19 +241,19 @@ impl Case {
     }
 
     /// Returns whether this setting can be changed in this run.
-    fn has(&self, knob: Knob) -> bool {
+    fn has(&self, knob: AdjustableSetting) -> bool {
         match knob {
-            Knob::Batch | Knob::EvalBatches => true,
-            Knob::Workers => self.launched.is_none(),
+            AdjustableSetting::Batch | AdjustableSetting::EvalBatches => true,
+            AdjustableSetting::Workers => self.launched.is_none(),
             // Would need another order of the pipeline.
-            Knob::Accumulate => self.pipeline.is_none(),
+            AdjustableSetting::Accumulate => self.pipeline.is_none(),
         }
     }
 }
 
-/// Returns the settings with every [`Knob`] at its minimum.
+/// Returns the settings with every [`AdjustableSetting`] at its minimum.
 fn least(config: &TrainConfig) -> TrainConfig {
-    Knob::ALL.into_iter().fold(config.clone(), |least, knob| knob.set(&least, knob.unit(config)))
+    AdjustableSetting::ALL.into_iter().fold(config.clone(), |least, knob| knob.set(&least, knob.unit(config)))
 }
 
 /// Returns the largest number in `1..end` for which `fits` is true, by bisection; `fits` must be true up to
@@ -267,14 +269,14 @@ fn largest(end: usize, fits: impl Fn(usize) -> bool) -> Option<usize> {
 
 /// A setting that can be lowered so that a run needs less memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Knob {
+enum AdjustableSetting {
     Batch,
     Workers,
     Accumulate,
     EvalBatches,
 }
 
-impl Knob {
+impl AdjustableSetting {
     const ALL: [Self; 4] = [Self::Batch, Self::Workers, Self::Accumulate, Self::EvalBatches];
 
     fn name(self) -> &'static str {

@@ -6,7 +6,7 @@ use farflung_optim::local::SGD;
 use farflung_optim::sync::DILOCO;
 use farflung_tensor::Device;
 use farflung_zoo::block::Grads;
-use farflung_zoo::{Input, Keeping, Stage};
+use farflung_zoo::{ActivationPolicy, Input, Stage};
 
 use super::*;
 use crate::config::choice::{OptimizerKind, SyncKind, TransportKind};
@@ -203,7 +203,7 @@ fn a_budget_of_memory_is_kept() {
         let recompute = Recompute::Within(Bytes(block.0 * blocks + block.0 / 4));
         let part = Part { layers: 0..6, recompute, offload: 0 };
         let plan = activations::within_budget(&part, &model, 4).unwrap().unwrap();
-        let keeping = Keeping { steps: Some(plan.steps.into()), ..Keeping::default() };
+        let keeping = ActivationPolicy { steps: Some(plan.steps.into()), ..ActivationPolicy::default() };
         let measured = measured(model, keeping);
         let position = held::whole(&TrainConfig { recompute, batch: 4, ..small() }, &model);
         let estimated = (position.held + position.logits) as usize * 4 * 4 * 64;
@@ -216,7 +216,7 @@ fn a_budget_of_memory_is_kept() {
 
 /// Returns the bytes that a device allocates for a forward and backward pass of four sequences, and for their
 /// gradients.
-fn measured(model: GptConfig, keeping: Keeping) -> usize {
+fn measured(model: GptConfig, keeping: ActivationPolicy) -> usize {
     let cpu = Device::cpu(1).unwrap();
     let mut stage = Stage::whole(model, &cpu).unwrap();
     stage.set_keeping(keeping);
@@ -237,7 +237,7 @@ fn activations_are_what_a_device_allocates() {
     for recompute in [0, 2, 5] {
         let cpu = Device::cpu(1).unwrap();
         let mut stage = Stage::whole(model, &cpu).unwrap();
-        stage.set_keeping(Keeping { recompute, ..Keeping::default() });
+        stage.set_keeping(ActivationPolicy { recompute, ..ActivationPolicy::default() });
         let (params, mut grads) = (stage.init(1).unwrap(), stage.zeros().unwrap());
         let before = cpu.memory().1;
         let ids: Vec<u32> = (0..4 * 64).collect();

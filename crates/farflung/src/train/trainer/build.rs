@@ -5,16 +5,16 @@ use std::collections::BTreeMap;
 use farflung_base::{Nanos, Rank, StageId};
 use farflung_comm::Communicator;
 use farflung_optim::sync::{SyncMethod, SyncSettings, Synchroniser};
-use farflung_optim::transform::Rounds;
+use farflung_optim::transform::SyncSchedule;
 use farflung_optim::{AverageConfig, Chain, token_weight};
-use farflung_parallel::pipeline::{Placement, Tie, Updates};
+use farflung_parallel::pipeline::{Placement, TiedWeights, Updates};
 use farflung_tensor::{Device, Interrupt, Tensor};
 use farflung_zoo::weights::Weights;
-use farflung_zoo::{Keeping, Stage};
+use farflung_zoo::{ActivationPolicy, Stage};
 
 use super::speed::Speedometer;
 use super::undecided::Undecided;
-use super::{Told, Trainer};
+use super::{StatusFlags, Trainer};
 use crate::train::activations::within_budget;
 use crate::train::averages;
 use crate::train::bind::{ReplicaSchedule, last_backwards};
@@ -25,7 +25,7 @@ use crate::train::part::{Part, Parts};
 use crate::train::repeat;
 use crate::train::resync::Resync;
 use crate::train::spent::Spent;
-use crate::train::tied::{Across, Exchanging, Tied};
+use crate::train::tied::{TableExchange, TiedGroup, TiedTable};
 use crate::{Result, TrainConfig};
 
 impl Trainer {
@@ -51,7 +51,7 @@ impl Trainer {
         let early = !placement.is_pooled() && (plan.replicas() == 1 || !each_step);
         let tied = tie(&comm, &placement, early, position)?;
         let voters = if each_step { comm.clone() } else { comm.split(replica, rank)? };
-        let copies = !holders.is_empty() || placement.tie() == Tie::Across;
+        let copies = !holders.is_empty() || placement.tie() == TiedWeights::Across;
         let resync = Resync::new(job, &comm, device.name(), copies)?;
         let updates = match schedule.updates() {
             Updates::Flush => 1,
@@ -135,7 +135,7 @@ impl Trainer {
             mark: None,
             half_done: false,
             tries: 0,
-            told: Told { sound: true, wants_change: false, copies: false },
+            told: StatusFlags { sound: true, wants_change: false, copies: false },
             unmet: false,
             speed: job.follows_speed().then(|| Speedometer::new(plan.pools().is_some())),
             undecided: Undecided::default(),
@@ -173,7 +173,7 @@ fn build_part(
         let (recompute, offload) = (planned.recompute.of(count) as usize, planned.offload as usize);
         let steps =
             within_budget(planned, &job.model, job.plan.batch as usize)?.map(|plan| plan.steps.into());
-        model.set_keeping(Keeping { recompute, offload, steps });
+        model.set_keeping(ActivationPolicy { recompute, offload, steps });
     }
     let params = match &job.config.init_from {
         Some(folder) => model.load(&mut Weights::open(folder)?)?,
@@ -199,7 +199,7 @@ fn build_part(
     };
     let placement = schedule.placement();
     let shares_table =
-        placement.tie() != Tie::Whole && (placement.is_first(stage) != placement.is_last(stage));
+        placement.tie() != TiedWeights::Whole && (placement.is_first(stage) != placement.is_last(stage));
     let slices = schedule.slices.len();
     let by_slice = schedule.cost.by_slice(schedule.schedule.order())?;
     let (recompute, offload) = match schedule.placement().depth() {
@@ -242,7 +242,7 @@ fn synchroniser(
     group: &Communicator,
     (device, share): (&Device, f64),
     model: &Stage,
-    (params, warmup, rounds): (&Tensor, Warmups, Option<Rounds>),
+    (params, warmup, rounds): (&Tensor, Warmups, Option<SyncSchedule>),
 ) -> Result<Box<dyn Synchroniser>> {
     let level = job.plan.outermost();
     let method = SyncMethod::by_name(&level.method).expect("the plan's names were checked");
@@ -331,24 +331,24 @@ fn groups(
 
 /// Returns how this rank exchanges the gradients of the token table, which the first and the last part use.
 /// `early` says that the gradients are complete on one rank, so that they can be sent before any averaging.
-fn tie(comm: &Communicator, placement: &Placement, early: bool, position: Rank) -> Result<Tied> {
+fn tie(comm: &Communicator, placement: &Placement, early: bool, position: Rank) -> Result<TiedTable> {
     let user = |&stage: &StageId| placement.is_first(stage) || placement.is_last(stage);
     let mine = placement.homes_of(position).find(user);
     Ok(match placement.tie() {
-        Tie::Whole => Tied::No,
-        Tie::Local => mine.map_or(Tied::No, |_| Tied::Here),
-        Tie::Across => {
+        TiedWeights::Whole => TiedTable::No,
+        TiedWeights::Local => mine.map_or(TiedTable::No, |_| TiedTable::Here),
+        TiedWeights::Across => {
             let replica = comm.rank().0 / placement.ranks();
-            let groups = Exchanging::of(placement);
+            let groups = TiedGroup::of(placement);
             let at = groups.iter().position(|group| group.ranks.contains(&position));
             let color = at.map_or(0, |at| 1 + replica * groups.len() as u32 + at as u32);
             let group = comm.split(color, comm.rank().0)?;
             match (mine, at) {
                 (Some(stage), Some(at)) => {
                     let (to, from) = groups[at].partners(position);
-                    Tied::Across(Across { group, to, from, stage, early, round: 0, begun: None })
+                    TiedTable::Across(TableExchange { group, to, from, stage, early, round: 0, begun: None })
                 }
-                _ => Tied::No,
+                _ => TiedTable::No,
             }
         }
     })

@@ -34,7 +34,8 @@ impl Trainer {
         }
         // The table allows the method to continue without a member, but replicas that can differ after an
         // average are rejected all the same.
-        let apart = self.executor.parts.values().any(|p| p.sync.as_ref().is_some_and(|sync| sync.is_apart()));
+        let apart =
+            self.executor.parts.values().any(|p| p.sync.as_ref().is_some_and(|sync| sync.replicas_differ()));
         // A rank that missed an average copies the parameters on which the others agreed, so the method must
         // keep them.
         let agrees = |part: &Part| part.sync.as_ref().is_none_or(|sync| sync.agreed().is_some());
@@ -68,7 +69,7 @@ impl Trainer {
                 part.params = own;
             }
             if let Some(sync) = &mut part.sync {
-                sync.abandon();
+                sync.drop_in_flight();
             }
             part.rollback();
             part.begin();

@@ -1,7 +1,7 @@
 //! Local steps of a replica, and its meetings with the others, at which they average parameters or changes.
 
 use farflung_optim::OptimError;
-use farflung_optim::sync::After;
+use farflung_optim::sync::StepEnd;
 
 use super::{StepDone, Synced, Trainer, by_number};
 use crate::Result;
@@ -24,7 +24,7 @@ impl Trainer {
     fn meet_where_due(&mut self, loss: f64, stop: bool) -> Result<StepDone> {
         self.window.push(loss);
         let (step, last) = (self.step, self.step == self.steps);
-        let after = After { step, last };
+        let after = StepEnd { step, last };
         let weight = self.weight_since(after);
         let Executor { parts, placement, .. } = &mut self.executor;
         for (_, part) in by_number(parts, placement) {
@@ -55,7 +55,7 @@ impl Trainer {
 
     fn meet_after_step(&mut self, stop: bool) -> Result<StepDone> {
         let (step, last) = (self.step, self.step == self.steps);
-        let after = After { step, last };
+        let after = StepEnd { step, last };
         // A vote that was started together with an exchange is completed together with it.
         let voting = self.voting.take();
         let voting = voting.unwrap_or_else(|| self.vote_on_window(stop));
@@ -82,7 +82,7 @@ impl Trainer {
 
     /// Returns this replica's weight in a mean over the tokens of the period that ends after a step, where 1 is
     /// an equal share.
-    fn weight_since(&self, after: After) -> f64 {
+    fn weight_since(&self, after: StepEnd) -> f64 {
         // A run may end within a period.
         let over = if after.last { (after.step - 1) % self.every + 1 } else { self.every };
         self.local.weight(self.replica, after.step.saturating_sub(over)..after.step)
@@ -90,7 +90,7 @@ impl Trainer {
 
     /// Averages over all replicas, then runs `beside`. If either fails, the average is rolled back and nothing
     /// has changed.
-    fn meet<T>(&mut self, after: After, beside: impl FnOnce() -> Result<T>) -> Result<T> {
+    fn meet<T>(&mut self, after: StepEnd, beside: impl FnOnce() -> Result<T>) -> Result<T> {
         let met = self.exchange(after).and_then(|()| beside());
         if met.is_err() {
             self.executor.parts.values_mut().for_each(Part::rollback);
@@ -105,7 +105,7 @@ impl Trainer {
         for part in self.executor.parts.values_mut() {
             if let Some(sync) = &mut part.sync {
                 sync.commit_gathered(&mut part.params, &mut part.chain)?;
-                goes_on |= sync.goes_on();
+                goes_on |= sync.needs_another_exchange();
             }
         }
         Ok(goes_on)
@@ -113,12 +113,12 @@ impl Trainer {
 
     /// Starts exchanges whose results are applied in later steps, and with them the vote on the steps so far.
     /// Both have the time of the next steps to complete.
-    fn depart(&mut self, after: After, stop: bool) -> Result<()> {
+    fn depart(&mut self, after: StepEnd, stop: bool) -> Result<()> {
         let (weight, mut departs) = (self.weight_since(after), false);
         let Executor { parts, placement, .. } = &mut self.executor;
         for (_, part) in by_number(parts, placement) {
             if let Some(sync) = &mut part.sync {
-                departs |= sync.depart(&part.params, after, weight)?;
+                departs |= sync.start_exchanges(&part.params, after, weight)?;
             }
         }
         if departs {
@@ -143,7 +143,7 @@ impl Trainer {
     /// Averages each part over its holders and computes its next values, without changing the parameters.
     ///
     /// Errors: on all ranks together if the next values of any part would not be finite.
-    fn exchange(&mut self, after: After) -> Result<()> {
+    fn exchange(&mut self, after: StepEnd) -> Result<()> {
         let weight = self.weight_since(after);
         let Executor { parts, placement, tied, .. } = &mut self.executor;
         let mut refused = None;
@@ -166,7 +166,7 @@ impl Trainer {
                 part.sync.as_mut().and_then(|sync| sync.exchanged_beside().into_iter().nth(number))
             })?;
         }
-        self.suffer(FaultyValue::Reduced, self.step)?;
+        self.inject_fault(FaultyValue::Reduced, self.step)?;
         let Executor { comm, parts, placement, .. } = &mut self.executor;
         for sync in parts.values_mut().filter_map(|part| part.sync.as_mut()) {
             if refused.is_none() {

@@ -8,13 +8,13 @@ use farflung_optim::Average;
 use farflung_parallel::pipeline::Updates;
 use farflung_tensor::{Device, Tensor};
 
-use super::undecided::Committed;
 use super::Trainer;
+use super::undecided::Committed;
 use crate::train::executor::Pass;
-use crate::train::hearing::{Word, start_to_tell};
+use crate::train::hearing::{ExitNotice, start_to_tell};
 use crate::train::job::Job;
 use crate::train::part::{Part, copy};
-use crate::train::parting::missing;
+use crate::train::stop_in_step::missing;
 use crate::{Error, Result};
 
 /// Copy of a rank's state at the last step after which all replicas were equal.
@@ -136,9 +136,9 @@ impl Trainer {
         if world == 1 {
             return Ok(Vec::new());
         }
-        let comm = self.stop.tie(self.executor.comm.clone()).with_deadline(answer);
+        let comm = self.stop.with_stop(self.executor.comm.clone()).with_deadline(answer);
         // Ranks of the same process share the stop request and need no message.
-        let telling = if job.processes > 1 { start_to_tell(&comm, &Word::Stopped) } else { Vec::new() };
+        let telling = if job.processes > 1 { start_to_tell(&comm, &ExitNotice::Stopped) } else { Vec::new() };
         let comm = comm.shrink()?;
         drop(telling);
         let own = Standing { rank: self.rank(), open, committed: self.committed() };
@@ -161,8 +161,11 @@ impl Trainer {
         // rank that no longer answers. Ranks at different steps are separated, and each group saves its state.
         let behind = u32::try_from(newest - self.step.min(newest)).unwrap_or(u32::MAX);
         let comm = comm.split(behind, self.rank().0)?;
-        self.members =
-            standing.iter().filter(|other| other.committed.step == self.step).map(|other| other.rank).collect();
+        self.members = standing
+            .iter()
+            .filter(|other| other.committed.step == self.step)
+            .map(|other| other.rank)
+            .collect();
         self.executor.comm = comm.with_deadline(job.config.deadline);
         Ok(missing(world, &self.members))
     }
@@ -173,7 +176,7 @@ impl Trainer {
         self.executor.boundaries.rollback();
         for part in self.executor.parts.values_mut() {
             if let Some(sync) = &mut part.sync {
-                sync.abandon();
+                sync.drop_in_flight();
             }
             part.rollback();
         }

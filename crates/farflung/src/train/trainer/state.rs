@@ -40,7 +40,7 @@ impl Trainer {
             return work(self);
         }
         for (_, part) in by_number(parts, placement) {
-            let Some(sync) = part.sync.as_mut().filter(|sync| sync.is_apart()) else { continue };
+            let Some(sync) = part.sync.as_mut().filter(|sync| sync.replicas_differ()) else { continue };
             sync.gather_common(&part.params)?;
             if let Some(common) = sync.common() {
                 let common = copy(common)?;
@@ -61,7 +61,7 @@ impl Trainer {
     pub(in crate::train) fn settle(&mut self) -> Result<()> {
         let Executor { parts, placement, .. } = &mut self.executor;
         let syncs = by_number(parts, placement).into_iter().filter_map(|(_, part)| part.sync.as_mut());
-        syncs.into_iter().try_for_each(|sync| Ok(sync.settle()?))
+        syncs.into_iter().try_for_each(|sync| Ok(sync.wait_in_flight()?))
     }
 
     /// Returns the numbers of steps, of the method's averages, and of rounds.
@@ -175,7 +175,7 @@ impl Trainer {
                 known.then(|| from.flat(&format!("outer.{name}"), &layout)).flatten()
             };
             sync.restore(from.outer_step(), &state)?;
-            if let Some(own) = from.flat(OWN, &layout).filter(|_| alike && sync.is_apart()) {
+            if let Some(own) = from.flat(OWN, &layout).filter(|_| alike && sync.replicas_differ()) {
                 part.params.write(&own)?;
             }
             let (prefix, average) = (format!("average.{stage}."), sync.average_mut());

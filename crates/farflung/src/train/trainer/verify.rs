@@ -25,7 +25,7 @@ pub enum Thoroughness {
 /// Report of a rank about its values, sent to the others.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Told {
+struct ChecksumMessage {
     /// Hashes of values that other ranks may hold too, by name.
     copies: Vec<Fact>,
     /// Message of the failure, if a value is not finite or cannot be read.
@@ -45,7 +45,10 @@ impl Trainer {
         let mine = self.told(thoroughness);
         let (told, failed) = match mine {
             Ok(told) => (told, None),
-            Err(error) => (Told { broken: Some(error.to_string()), ..Told::default() }, Some(error)),
+            Err(error) => (
+                ChecksumMessage { broken: Some(error.to_string()), ..ChecksumMessage::default() },
+                Some(error),
+            ),
         };
         let text = serde_json::to_vec(&told).expect("texts have no way to fail");
         let all = self.comm().all_gather_bytes(text)?;
@@ -53,12 +56,12 @@ impl Trainer {
             return Err(error);
         }
         let read = |(rank, text): (usize, &Vec<u8>)| {
-            serde_json::from_slice::<Told>(text).map_err(|_| Error::Message {
+            serde_json::from_slice::<ChecksumMessage>(text).map_err(|_| Error::Message {
                 message: format!("what rank {rank} tells of its values"),
                 problem: "cannot be read",
             })
         };
-        let all: Vec<Told> = all.iter().enumerate().map(read).collect::<Result<_>>()?;
+        let all: Vec<ChecksumMessage> = all.iter().enumerate().map(read).collect::<Result<_>>()?;
         if let Some((rank, told)) = all.iter().enumerate().find(|(_, told)| told.broken.is_some()) {
             let message = told.broken.clone().unwrap_or_default();
             let rank = self.members.get(rank).map_or(rank, |rank| rank.index());
@@ -70,7 +73,7 @@ impl Trainer {
     /// Returns the hashes of the values that this rank holds.
     ///
     /// Errors: [`Error::NotFinite`].
-    fn told(&self, thoroughness: Thoroughness) -> Result<Told> {
+    fn told(&self, thoroughness: Thoroughness) -> Result<ChecksumMessage> {
         let (placement, unlike) = (&self.executor.placement, self.resync.is_unlike());
         let compared = !unlike || self.resync.is_done_at(self.step);
         let whole = placement.depth() == 1;
@@ -104,13 +107,13 @@ impl Trainer {
                 copies.extend(hash.filter(|_| !unlike).map(|hash| Fact::new(of(what), hash)));
             }
         }
-        Ok(Told { copies, broken: None })
+        Ok(ChecksumMessage { copies, broken: None })
     }
 
     /// Compares the reports of all ranks.
     ///
     /// Errors: [`Error::Diverged`].
-    fn compare_copies(&self, all: &[Told]) -> Result<()> {
+    fn compare_copies(&self, all: &[ChecksumMessage]) -> Result<()> {
         let mut names: Vec<&str> = Vec::new();
         for fact in all.iter().flat_map(|told| &told.copies) {
             if !names.contains(&fact.name.as_str()) {

@@ -3,7 +3,7 @@
 use super::*;
 use crate::watch::curve::MOST_POINTS;
 use crate::watch::snapshot::Presence;
-use crate::{Event, What};
+use crate::{Event, EventKind};
 
 fn row(step: u64) -> StepMetrics {
     StepMetrics {
@@ -25,7 +25,7 @@ fn metrics(state: &mut State, steps: impl IntoIterator<Item = u64>) {
     }
 }
 
-fn event(state: &mut State, rank: u32, step: u64, what: What) {
+fn event(state: &mut State, rank: u32, step: u64, what: EventKind) {
     let event = Event { step, time_s: step as f64 * 2.0, what };
     state.line(Lines::Events(rank), &serde_json::to_vec(&event).unwrap());
 }
@@ -77,16 +77,16 @@ fn how_a_run_ended_is_its_last_event_unless_it_went_on() {
     let mut state = State::new("a");
     let phase = |state: &State| state.snapshot().summary.phase;
     metrics(&mut state, 1..=4);
-    event(&mut state, 0, 4, What::Stopped { reason: "stopped by SIGINT".to_owned() });
+    event(&mut state, 0, 4, EventKind::Stopped { reason: "stopped by SIGINT".to_owned() });
     assert_eq!(phase(&state), Phase::Ended { reason: "stopped by SIGINT".to_owned() });
-    event(&mut state, 0, 3, What::Resumed { from: "step-3".to_owned(), notes: Vec::new() });
+    event(&mut state, 0, 3, EventKind::Resumed { from: "step-3".to_owned(), notes: Vec::new() });
     metrics(&mut state, 4..=5);
     assert_eq!(phase(&state), Phase::Running);
     // Another rank's failure does not end this run.
-    event(&mut state, 1, 5, What::Refused { reason: "x".to_owned() });
+    event(&mut state, 1, 5, EventKind::Refused { reason: "x".to_owned() });
     assert_eq!(phase(&state), Phase::Running);
     // Files are read in turns, so rows may be read after the end.
-    event(&mut state, 0, 9, What::Lost { peer: "rank 1".to_owned() });
+    event(&mut state, 0, 9, EventKind::Lost { peer: "rank 1".to_owned() });
     metrics(&mut state, 6..=9);
     assert_eq!(phase(&state), Phase::Ended { reason: "lost: rank 1".to_owned() });
 }
@@ -94,13 +94,13 @@ fn how_a_run_ended_is_its_last_event_unless_it_went_on() {
 #[test]
 fn ranks_that_tell_of_the_same_event_are_told_once() {
     let mut state = State::new("a");
-    let saved = |rank: u32| What::Saved { path: format!("run/ranks/{rank}/step-2") };
+    let saved = |rank: u32| EventKind::Saved { path: format!("run/ranks/{rank}/step-2") };
     event(&mut state, 0, 2, saved(0));
-    event(&mut state, 0, 8, What::Stopped { reason: "s".to_owned() });
+    event(&mut state, 0, 8, EventKind::Stopped { reason: "s".to_owned() });
     event(&mut state, 2, 2, saved(2));
     event(&mut state, 1, 2, saved(1));
-    event(&mut state, 1, 4, What::Skipped { times: 1 });
-    event(&mut state, 1, 8, What::Stopped { reason: "s".to_owned() });
+    event(&mut state, 1, 4, EventKind::Skipped { times: 1 });
+    event(&mut state, 1, 8, EventKind::Stopped { reason: "s".to_owned() });
     let events = state.snapshot().summary.events;
     let seen: Vec<_> = events.iter().map(|e| (e.kind.as_str(), &e.ranks[..])).collect();
     assert_eq!(seen, [("saved", &[0, 1, 2][..]), ("skipped", &[1]), ("stopped", &[0, 1])]);
@@ -118,7 +118,7 @@ fn members_that_come_and_go_are_followed_and_their_time_is_counted() {
                 [[part]]\nlayers = \"0..1\"\n[[level]]\nmethod = \"diloco\"\ncodec = \"int8\"\n";
     state.document(Document::Plan, Some(plan));
     metrics(&mut state, 1..=10);
-    let change = |came: &[u32], went: &[u32], took_ms| What::Members {
+    let change = |came: &[u32], went: &[u32], took_ms| EventKind::Members {
         epoch: 1,
         members: 2,
         came: came.into(),
@@ -218,9 +218,9 @@ fn memory_is_bounded_whatever_is_told() {
     let mut state = State::new("a");
     metrics(&mut state, 1..=20_000);
     for step in 0..5_000 {
-        event(&mut state, (step % 90) as u32, step, What::Skipped { times: step as u32 });
+        event(&mut state, (step % 90) as u32, step, EventKind::Skipped { times: step as u32 });
         let (came, went) = (vec![step as u32], vec![]);
-        let change = What::Members {
+        let change = EventKind::Members {
             epoch: step,
             members: 1,
             came,

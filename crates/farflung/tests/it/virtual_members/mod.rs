@@ -9,7 +9,7 @@ use std::sync::Arc;
 use farflung::comm::Transport;
 use farflung::comm::simulated::{Faults, cluster_with};
 use farflung::config::choice::LrScheduleKind;
-use farflung::train::{Job, Report, Seat, Watch, elastic};
+use farflung::train::{Job, Report, RunObserver, Seat, elastic};
 use farflung::{Result, StepMetrics, TrainConfig};
 use farflung_base::{Link, Nanos, PeerId, Topology};
 
@@ -62,7 +62,7 @@ impl Told {
     }
 }
 
-impl Watch for Told {
+impl RunObserver for Told {
     fn step(&mut self, metrics: &StepMetrics, _: Option<f64>) {
         self.times.push(metrics.time_s);
     }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use farflung_base::{PeerId, Pending, Rank};
-use farflung_comm::{CommError, Communicator, Look, ServiceTags};
+use farflung_comm::{CommError, Communicator, ServiceTags, WaitMode};
 
 use super::packer::Packer;
 use crate::OptimError;
@@ -42,7 +42,7 @@ pub(in crate::sync) enum Route {
 
 /// A server as a worker sees it.
 #[derive(Debug)]
-pub(in crate::sync) struct Owner {
+pub(in crate::sync) struct ServerHandle {
     rank: Rank,
     route: Route,
     range: Range<usize>,
@@ -73,7 +73,7 @@ fn shift(values: &mut [f32], from: &[f32], to: &[f32]) {
     }
 }
 
-impl Owner {
+impl ServerHandle {
     /// Creates the view of the server of a range, whose model is `values` now.
     pub(in crate::sync) fn new(rank: Rank, range: Range<usize>, values: &[f32]) -> Self {
         Self {
@@ -144,7 +144,7 @@ impl Owner {
         self.packer.as_ref().map(|packer| packer.residual(self.range.len()))
     }
 
-    /// Restores what [`Owner::residual`] returned, from this server's range of `all`.
+    /// Restores what [`ServerHandle::residual`] returned, from this server's range of `all`.
     pub(super) fn set_residual(&mut self, all: &[f32]) -> Result<(), OptimError> {
         let range = self.range();
         Ok(self.packer.as_mut().map_or(Ok(()), |packer| packer.restore(&all[range]))?)
@@ -163,7 +163,7 @@ impl Owner {
     pub(super) fn look(&mut self, comm: &Communicator) -> Result<(), OptimError> {
         while !self.sent.is_empty() {
             let next = self.next.get_or_insert_with(|| comm.start_recv(self.rank, TAGS.answer));
-            if comm.first(&mut [next], Look::Now).is_none() {
+            if comm.first(&mut [next], WaitMode::Now).is_none() {
                 break;
             }
             self.receive(comm)?;
@@ -208,7 +208,7 @@ impl Owner {
         loop {
             match self.message(comm)? {
                 FromServer::Moved { pushes, model } => self.answer(pushes, model)?,
-                FromServer::Met { pushes, values } => return Ok((pushes, values)),
+                FromServer::Synchronised { pushes, values } => return Ok((pushes, values)),
                 FromServer::Refused => return Err(refused(self.rank, 2, 0)),
             }
         }

@@ -4,23 +4,23 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use farflung_base::{Nanos, Pending, Rank};
-use farflung_comm::{CommError, Communicator, Look};
+use farflung_comm::{CommError, Communicator, WaitMode};
 use farflung_tensor::Tensor;
 
 use super::Servers;
-use super::owner::{Owner, TAGS, refused};
+use super::owner::{ServerHandle, TAGS, refused};
 use super::packer::Packer;
 use crate::finite::is_finite;
 use crate::sync::exchange::Packing;
 use crate::sync::mean::copy;
 use crate::sync::saved::{optional, required};
-use crate::sync::server::{Server, ServerRule, Serves, ToServer, Wants};
-use crate::sync::{After, SyncSettings, Synchroniser};
+use crate::sync::server::{ModelService, Server, ServerRule, SyncRequest, ToServer};
+use crate::sync::{StepEnd, SyncSettings, Synchroniser};
 use crate::{Average, AverageConfig, Coding, OptimError};
 
 /// When a worker waits, and how its changes are weighted.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::sync) struct Pace {
+pub(in crate::sync) struct WaitPolicy {
     /// Number of steps after which the answer to a change is waited for; `None` means never.
     pub(in crate::sync) waits: Option<u64>,
     /// Number of steps that the worker may be ahead of the slowest; `None` sets no bound.
@@ -31,7 +31,7 @@ pub(in crate::sync) struct Pace {
 
 /// A state vector that servers send with the model before a checkpoint.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::sync) struct Remembered {
+pub(in crate::sync) struct ServerState {
     /// Its name in checkpoints.
     pub(in crate::sync) name: &'static str,
     /// Whether the values are the same on all ranks.
@@ -40,16 +40,16 @@ pub(in crate::sync) struct Remembered {
 
 /// The servers of one worker, and what its own rank serves.
 #[derive(Debug)]
-pub(in crate::sync) struct Parts {
+pub(in crate::sync) struct WorkerServers {
     /// The worker's servers, each with its shard. In a synchronisation they answer with the model and, for
-    /// [`Wants::All`], with their states in the order of `remembered`.
-    pub(in crate::sync) owners: Vec<Owner>,
+    /// [`SyncRequest::All`], with their states in the order of `remembered`.
+    pub(in crate::sync) owners: Vec<ServerHandle>,
     /// Service of this rank.
-    pub(in crate::sync) server: Arc<Mutex<dyn Serves>>,
+    pub(in crate::sync) server: Arc<Mutex<dyn ModelService>>,
     /// Range of the model that this rank serves.
     pub(in crate::sync) held: Option<Range<usize>>,
     /// States of the servers.
-    pub(in crate::sync) remembered: Vec<Remembered>,
+    pub(in crate::sync) remembered: Vec<ServerState>,
     /// Whether the worker's own changes go through a codec.
     pub(in crate::sync) packs: bool,
 }
@@ -77,13 +77,13 @@ pub(in crate::sync) struct Parts {
 pub struct Asynchronous {
     every: u64,
     meet_every: u64,
-    pace: Pace,
+    pace: WaitPolicy,
     comm: Communicator,
     /// Communicator on which answers are received. It has a deadline only if answers are waited for.
     answers: Communicator,
     packing: Packing,
-    owners: Vec<Owner>,
-    server: Arc<Mutex<dyn Serves>>,
+    owners: Vec<ServerHandle>,
+    server: Arc<Mutex<dyn ModelService>>,
     /// Range of the model that this rank serves.
     held: Option<Range<usize>>,
     /// The running service, which answers until this is dropped.
@@ -94,20 +94,20 @@ pub struct Asynchronous {
     gathered: bool,
     /// Whether the next commit sets the parameters to `common`.
     last: bool,
-    /// States of the servers, as of the last [`settle`](Synchroniser::settle).
-    remembered: Vec<(Remembered, Tensor)>,
-    /// Vectors of this worker's [`Owner`]s, as of the last [`settle`](Synchroniser::settle).
+    /// States of the servers, as of the last [`wait_in_flight`](Synchroniser::wait_in_flight).
+    remembered: Vec<(ServerState, Tensor)>,
+    /// Vectors of this worker's [`ServerHandle`]s, as of the last [`wait_in_flight`](Synchroniser::wait_in_flight).
     own: Vec<(&'static str, Tensor)>,
-    /// What codecs lost of this worker's changes, as of the last [`settle`](Synchroniser::settle); `None`
+    /// What codecs lost of this worker's changes, as of the last [`wait_in_flight`](Synchroniser::wait_in_flight); `None`
     /// without codecs.
     residual: Option<Tensor>,
-    /// Whether an answer was waiting to be applied at the last [`settle`](Synchroniser::settle).
+    /// Whether an answer was waiting to be applied at the last [`wait_in_flight`](Synchroniser::wait_in_flight).
     answered: bool,
     /// Number of changes of all workers, as of the last synchronisation.
     pushes: u64,
 }
 
-fn lock(server: &Arc<Mutex<dyn Serves>>) -> MutexGuard<'_, dyn Serves + 'static> {
+fn lock(server: &Arc<Mutex<dyn ModelService>>) -> MutexGuard<'_, dyn ModelService + 'static> {
     server.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -120,7 +120,7 @@ impl Asynchronous {
     pub(super) fn new(
         settings: SyncSettings<'_>,
         rule: &dyn Fn(usize) -> Box<dyn ServerRule>,
-        pace: Pace,
+        pace: WaitPolicy,
     ) -> Result<Self, OptimError> {
         let SyncSettings { comm, average, asynchronous, layout, params, .. } = &settings;
         let codec = || average.codec.compressor_alone();
@@ -137,31 +137,31 @@ impl Asynchronous {
         let mine = values[range(comm.rank().0)].to_vec();
         // Also for a worker that serves nothing.
         let remembered =
-            rule(1).states().iter().map(|state| Remembered { name: state.name, shared: true }).collect();
+            rule(1).states().iter().map(|state| ServerState { name: state.name, shared: true }).collect();
         let rule = rule(mine.len());
         let server = Server::new(mine, rule, comm.size(), pace.staleness).with_codec(codec()?);
         let owners = (0..comm.size() as u32)
             .map(|rank| (rank, range(rank)))
             .filter(|(_, range)| !range.is_empty())
             .map(|(rank, range)| {
-                let owner = Owner::new(Rank(rank), range.clone(), &values[range]);
+                let owner = ServerHandle::new(Rank(rank), range.clone(), &values[range]);
                 Ok(owner.with_packer(packer(rank)?))
             })
             .collect::<Result<Vec<_>, OptimError>>()?;
         let held = Some(range(comm.rank().0)).filter(|range| !range.is_empty());
         let server = Arc::new(Mutex::new(server));
         let packs = codec()?.is_some();
-        Self::over(settings, pace, Parts { owners, server, held, remembered, packs })
+        Self::over(settings, pace, WorkerServers { owners, server, held, remembered, packs })
     }
 
     /// Creates a worker of the given servers.
     pub(in crate::sync) fn over(
         settings: SyncSettings<'_>,
-        pace: Pace,
-        parts: Parts,
+        pace: WaitPolicy,
+        parts: WorkerServers,
     ) -> Result<Self, OptimError> {
         let SyncSettings { comm, device, layout, average, every, params, asynchronous, .. } = settings;
-        let Parts { owners, server, held, remembered, packs } = parts;
+        let WorkerServers { owners, server, held, remembered, packs } = parts;
         if let Some(delay) = pace.waits.filter(|&delay| delay > 0 && delay >= every) {
             let (field, value) = ("delay", delay as f64);
             let expected = "below the number of steps between two changes";
@@ -212,7 +212,7 @@ impl Asynchronous {
     fn push(&mut self, params: &[f32], step: u64, weight: f64) -> Result<(), OptimError> {
         let weight = weight * self.pace.weight;
         // Messages that have already arrived at this rank's service are handled first.
-        self.comm.first(&mut [&mut self.serving], Look::Now);
+        self.comm.first(&mut [&mut self.serving], WaitMode::Now);
         for owner in &mut self.owners {
             let message = owner.push(params, (step, step / self.every), weight)?;
             owner.send(&self.comm, message);
@@ -229,7 +229,7 @@ impl Asynchronous {
                 owner.receive(&self.answers)?;
             }
         }
-        if self.owners.iter().any(Owner::has_answer) {
+        if self.owners.iter().any(ServerHandle::has_answer) {
             let mut values = self.packing.pack(params)?;
             self.owners.iter_mut().for_each(|owner| owner.take_up(&mut values));
             self.packing.unpack(&values, params)?;
@@ -238,15 +238,15 @@ impl Asynchronous {
     }
 
     /// Synchronises all workers: each server then has all changes, and all workers have the model. For
-    /// [`Wants::All`] they also receive the servers' states.
-    fn meet(&mut self, wants: Wants) -> Result<(), OptimError> {
+    /// [`SyncRequest::All`] they also receive the servers' states.
+    fn meet(&mut self, wants: SyncRequest) -> Result<(), OptimError> {
         self.check()?;
         // A server that is alive answers, so a lost rank is noticed here: this wait has a deadline.
         self.comm.barrier()?;
         for owner in &mut self.owners {
-            owner.send(&self.comm, ToServer::Meet { wants }.to_bytes());
+            owner.send(&self.comm, ToServer::Synchronise { wants }.to_bytes());
         }
-        let parts = if wants == Wants::All { 1 + self.remembered.len() } else { 1 };
+        let parts = if wants == SyncRequest::All { 1 + self.remembered.len() } else { 1 };
         let mut all = vec![vec![0.0; self.packing.len()]; parts];
         for owner in &mut self.owners {
             let (pushes, values) = owner.met(&self.answers)?;
@@ -293,7 +293,7 @@ impl Asynchronous {
             }
             self.packing.unpack(&all, residual)?;
         }
-        self.answered = self.owners.iter().any(Owner::has_answer);
+        self.answered = self.owners.iter().any(ServerHandle::has_answer);
         Ok(())
     }
 }
@@ -302,7 +302,7 @@ impl Synchroniser for Asynchronous {
     fn gradients(&mut self) -> Option<&mut Average> {
         None
     }
-    fn mix(&mut self, params: &mut Tensor, after: After, weight: f64) -> Result<(), OptimError> {
+    fn mix(&mut self, params: &mut Tensor, after: StepEnd, weight: f64) -> Result<(), OptimError> {
         let waits = self.pace.waits;
         self.take_up(params, |step| waits.is_some_and(|delay| step + delay <= after.step))?;
         // A worker that took no local step has nothing to send.
@@ -315,17 +315,17 @@ impl Synchroniser for Asynchronous {
         }
         Ok(())
     }
-    fn is_due(&self, after: After) -> bool {
+    fn is_due(&self, after: StepEnd) -> bool {
         after.step.is_multiple_of(self.meet_every) || after.last
     }
-    fn exchange(&mut self, params: &Tensor, after: After, weight: f64) -> Result<(), OptimError> {
+    fn exchange(&mut self, params: &Tensor, after: StepEnd, weight: f64) -> Result<(), OptimError> {
         self.last = after.last;
         if after.last {
             if weight > 0.0 {
                 let values = self.packing.pack(params)?;
                 self.push(&values, after.step, weight)?;
             }
-            self.meet(Wants::End)?;
+            self.meet(SyncRequest::End)?;
         }
         Ok(())
     }
@@ -346,20 +346,20 @@ impl Synchroniser for Asynchronous {
         }
         Ok(())
     }
-    fn is_apart(&self) -> bool {
+    fn replicas_differ(&self) -> bool {
         true
     }
     fn gather_common(&mut self, _: &Tensor) -> Result<(), OptimError> {
-        self.meet(Wants::Model)
+        self.meet(SyncRequest::Model)
     }
     fn common(&self) -> Option<&Tensor> {
         self.gathered.then_some(&self.common)
     }
-    fn settle(&mut self) -> Result<(), OptimError> {
-        self.meet(Wants::All)?;
+    fn wait_in_flight(&mut self) -> Result<(), OptimError> {
+        self.meet(SyncRequest::All)?;
         self.note_own()
     }
-    fn abandon(&mut self) {
+    fn drop_in_flight(&mut self) {
         self.average.open();
     }
     fn rollback(&mut self) {
@@ -391,7 +391,7 @@ impl Synchroniser for Asynchronous {
         let found = |name: &str| required(get, name, expected);
         let model = self.packing.pack_host(&found("model")?);
         let mut remembered = Vec::new();
-        for (Remembered { name, shared }, _) in &self.remembered {
+        for (ServerState { name, shared }, _) in &self.remembered {
             let flat = if *shared { Some(found(name)?) } else { optional(get, name, expected)? };
             remembered.extend(flat.map(|flat| (*name, self.packing.pack_host(&flat))));
         }

@@ -3,11 +3,11 @@
 use std::collections::VecDeque;
 
 use farflung_base::{Nanos, Rank};
-use farflung_comm::{Answer, Asked, Service};
+use farflung_comm::{Answer, Question, Service};
 use farflung_compress::{Compressor, Payload, RoundKey};
 
 use crate::AverageConfig;
-use crate::sync::server::{FromServer, Server, ServerRule, Serves, ToServer, Wants};
+use crate::sync::server::{FromServer, ModelService, Server, ServerRule, SyncRequest, ToServer};
 
 /// Message kind: from a worker to its own rank's node, which passes it on to the server of a rank.
 const FORWARD: u8 = 0;
@@ -49,7 +49,7 @@ pub(super) struct Region {
     /// Largest step of its workers.
     step: u64,
     /// What each member asks for in a synchronisation; `None` until it asked.
-    meets: Vec<Option<Wants>>,
+    meets: Vec<Option<SyncRequest>>,
 }
 
 /// Compression of messages to the world.
@@ -148,14 +148,14 @@ impl Region {
             return vec![Answer::new(from, FromServer::Refused.to_bytes())];
         };
         match message {
-            ToServer::Meet { wants } => {
+            ToServer::Synchronise { wants } => {
                 self.meets[place] = Some(wants);
                 self.meet()
             }
             ToServer::Push { step, .. } | ToServer::Packed { step, .. } => {
                 self.step = self.step.max(step);
                 let before = self.server.model.clone();
-                let answers = self.server.receive(Asked { from: Rank(place as u32), at, bytes });
+                let answers = self.server.receive(Question { from: Rank(place as u32), at, bytes });
                 let moved = before.iter().zip(&self.server.model);
                 self.pending.iter_mut().zip(moved).for_each(|(sum, (from, to))| *sum += from - to);
                 let member = |answer: Answer| Answer { to: self.members[answer.to.index()], ..answer };
@@ -204,13 +204,13 @@ impl Region {
             return Vec::new();
         }
         let among = |wants| self.meets.contains(&Some(wants));
-        let (last, all) = (among(Wants::End), among(Wants::All));
+        let (last, all) = (among(SyncRequest::End), among(SyncRequest::All));
         let mut answers = Vec::new();
         if last && self.pending.iter().any(|value| *value != 0.0) {
             answers.push(self.send());
         }
-        let wants = if all { Wants::All } else { Wants::Model };
-        answers.push(self.to_world(&ToServer::Meet { wants }));
+        let wants = if all { SyncRequest::All } else { SyncRequest::Model };
+        answers.push(self.to_world(&ToServer::Synchronise { wants }));
         answers
     }
 
@@ -224,15 +224,16 @@ impl Region {
                 merged.filter(|_| stays < 1.0).for_each(|(x, world)| *x = stays * *x + (1.0 - stays) * world);
                 Vec::new()
             }
-            Some(FromServer::Met { pushes, values }) if values.len() >= len => {
+            Some(FromServer::Synchronised { pushes, values }) if values.len() >= len => {
                 let mut answers = Vec::new();
                 for (member, meets) in self.members.iter().zip(std::mem::take(&mut self.meets)) {
                     let Some(wants) = meets else { continue };
                     let values = match wants {
-                        Wants::All => [&values[..], &self.values()].concat(),
-                        Wants::Model | Wants::End => values[..len].to_vec(),
+                        SyncRequest::All => [&values[..], &self.values()].concat(),
+                        SyncRequest::Model | SyncRequest::End => values[..len].to_vec(),
                     };
-                    answers.push(Answer::new(*member, FromServer::Met { pushes, values }.to_bytes()));
+                    answers
+                        .push(Answer::new(*member, FromServer::Synchronised { pushes, values }.to_bytes()));
                 }
                 self.meets = vec![None; self.members.len()];
                 answers
@@ -269,7 +270,7 @@ impl World {
         let Some(place) = self.regions.iter().position(|region| *region == from) else {
             return refused(from);
         };
-        let answers = self.server.receive(Asked { from: Rank(place as u32), at, bytes });
+        let answers = self.server.receive(Question { from: Rank(place as u32), at, bytes });
         let tell = |answer: Answer| {
             Answer::to_service(self.regions[answer.to.index()], tagged(WORLD, &answer.bytes))
         };
@@ -297,7 +298,7 @@ impl Node {
         Self { me, ranks, region, world }
     }
 
-    fn one(&mut self, Asked { from, at, bytes }: Asked) -> Vec<Answer> {
+    fn one(&mut self, Question { from, at, bytes }: Question) -> Vec<Answer> {
         let Some((&kind, rest)) = bytes.split_first() else { return refused(from) };
         match (kind, &mut self.region, &mut self.world) {
             (FORWARD, _, _) if from == self.me => match rest.split_first_chunk::<4>() {
@@ -315,13 +316,13 @@ impl Node {
 }
 
 impl Service for Node {
-    fn receive(&mut self, asked: Asked) -> Vec<Answer> {
+    fn receive(&mut self, asked: Question) -> Vec<Answer> {
         let at = asked.at;
         let (mut here, mut leaving) = (VecDeque::from([asked]), Vec::new());
         while let Some(asked) = here.pop_front() {
             for answer in self.one(asked) {
                 if answer.asks && answer.to == self.me {
-                    here.push_back(Asked { from: self.me, at, bytes: answer.bytes });
+                    here.push_back(Question { from: self.me, at, bytes: answer.bytes });
                 } else {
                     leaving.push(answer);
                 }
@@ -331,7 +332,7 @@ impl Service for Node {
     }
 }
 
-impl Serves for Node {
+impl ModelService for Node {
     fn stand_at(&mut self, model: &[f32]) {
         if let Some(region) = &mut self.region {
             region.server.stand_at(model);

@@ -2,7 +2,7 @@
 
 /// What a worker asks for in a synchronisation of all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::sync) enum Wants {
+pub(in crate::sync) enum SyncRequest {
     /// The model.
     Model,
     /// The model and the states of the server's rule.
@@ -19,7 +19,7 @@ pub(in crate::sync) enum ToServer {
     /// A change through a codec: 17 bytes and the payload.
     Packed { step: u64, weight: f64, payload: Vec<u8> },
     /// Request to synchronise: the worker sends no change until all workers have synchronised.
-    Meet { wants: Wants },
+    Synchronise { wants: SyncRequest },
 }
 
 /// A server's message.
@@ -28,7 +28,7 @@ pub(in crate::sync) enum FromServer {
     /// The model, which includes this number of the worker's changes: 9 bytes, and 4 per value.
     Moved { pushes: u64, model: Vec<f32> },
     /// All workers have synchronised, after this number of changes: the model, and the states if asked for.
-    Met { pushes: u64, values: Vec<f32> },
+    Synchronised { pushes: u64, values: Vec<f32> },
     /// The worker's message was invalid.
     Refused,
 }
@@ -64,11 +64,11 @@ impl ToServer {
                 bytes.extend(payload);
                 bytes
             }
-            Self::Meet { wants } => {
+            Self::Synchronise { wants } => {
                 let wants = match wants {
-                    Wants::Model => 0,
-                    Wants::All => 1,
-                    Wants::End => 2,
+                    SyncRequest::Model => 0,
+                    SyncRequest::All => 1,
+                    SyncRequest::End => 2,
                 };
                 vec![MEET, wants]
             }
@@ -92,9 +92,9 @@ impl ToServer {
                 Some(Self::Push { step, weight, change })
             }
             MEET => match rest {
-                [0] => Some(Self::Meet { wants: Wants::Model }),
-                [1] => Some(Self::Meet { wants: Wants::All }),
-                [2] => Some(Self::Meet { wants: Wants::End }),
+                [0] => Some(Self::Synchronise { wants: SyncRequest::Model }),
+                [1] => Some(Self::Synchronise { wants: SyncRequest::All }),
+                [2] => Some(Self::Synchronise { wants: SyncRequest::End }),
                 _ => None,
             },
             _ => None,
@@ -106,7 +106,7 @@ impl FromServer {
     pub(in crate::sync) fn to_bytes(&self) -> Vec<u8> {
         match self {
             Self::Moved { pushes, model } => joined(MOVED, &[pushes.to_le_bytes()], model),
-            Self::Met { pushes, values } => joined(MET, &[pushes.to_le_bytes()], values),
+            Self::Synchronised { pushes, values } => joined(MET, &[pushes.to_le_bytes()], values),
             Self::Refused => vec![REFUSED],
         }
     }
@@ -121,7 +121,7 @@ impl FromServer {
         let (pushes, values) = (u64::from_le_bytes(pushes), values(rest)?);
         match kind {
             MOVED => Some(Self::Moved { pushes, model: values }),
-            MET => Some(Self::Met { pushes, values }),
+            MET => Some(Self::Synchronised { pushes, values }),
             _ => None,
         }
     }
@@ -140,13 +140,13 @@ mod tests {
         let packed = ToServer::Packed { step: 7, weight: 0.5, payload: vec![1, 2, 3] };
         assert_eq!(packed.to_bytes().len(), 17 + 3);
         assert_eq!(ToServer::from_bytes(&packed.to_bytes(), 2), Some(packed));
-        for wants in [Wants::Model, Wants::All, Wants::End] {
-            let meet = ToServer::Meet { wants };
+        for wants in [SyncRequest::Model, SyncRequest::All, SyncRequest::End] {
+            let meet = ToServer::Synchronise { wants };
             assert_eq!(ToServer::from_bytes(&meet.to_bytes(), 2), Some(meet));
         }
         let moved = FromServer::Moved { pushes: 3, model: vec![0.25; 3] };
         assert_eq!(moved.to_bytes().len(), 9 + 12);
-        let met = FromServer::Met { pushes: 9, values: vec![] };
+        let met = FromServer::Synchronised { pushes: 9, values: vec![] };
         for message in [moved, met, FromServer::Refused] {
             assert_eq!(FromServer::from_bytes(&message.to_bytes()), Some(message));
         }

@@ -8,7 +8,7 @@ fn push(server: &mut Server, from: u32, at: u64, step: u64, change: f32) -> Vec<
 }
 
 fn tell(server: &mut Server, from: u32, at: u64, bytes: Vec<u8>) -> Vec<(u32, FromServer)> {
-    let answers = server.receive(Asked { from: Rank(from), at: Nanos(at), bytes });
+    let answers = server.receive(Question { from: Rank(from), at: Nanos(at), bytes });
     answers.into_iter().map(|a| (a.to.0, FromServer::from_bytes(&a.bytes).unwrap())).collect()
 }
 
@@ -28,9 +28,9 @@ fn who_is_too_far_ahead_is_told_when_the_slowest_has_come() {
     assert_eq!(push(&mut server, 1, 5, 2, 4.0), [moved(0, 3, -6.0), moved(1, 2, -6.0)]);
     assert_eq!(push(&mut server, 0, 6, 4, 2.0), []);
     // In a synchronisation the bound on how far a worker is ahead does not apply.
-    let meet = ToServer::Meet { wants: Wants::Model }.to_bytes();
+    let meet = ToServer::Synchronise { wants: SyncRequest::Model }.to_bytes();
     assert_eq!(tell(&mut server, 0, 7, meet.clone()), []);
-    let met = |to| (to, FromServer::Met { pushes: 6, values: vec![-7.0] });
+    let met = |to| (to, FromServer::Synchronised { pushes: 6, values: vec![-7.0] });
     assert_eq!(tell(&mut server, 1, 8, meet), [moved(0, 4, -7.0), met(0), met(1)]);
 }
 
@@ -44,14 +44,14 @@ fn late_changes_are_told_apart_from_those_that_were_merged() {
     // The first worker's second change arrives after the grace time: the mean that answers it has only its
     // first change.
     assert_eq!(push(&mut server, 0, 20, 2, 5.0), [moved(0, 1, -2.0), moved(1, 1, -2.0)]);
-    let meet = ToServer::Meet { wants: Wants::All }.to_bytes();
+    let meet = ToServer::Synchronise { wants: SyncRequest::All }.to_bytes();
     for worker in [0, 1] {
         assert_eq!(tell(&mut server, worker, 21, meet.clone()), []);
     }
     let all = tell(&mut server, 2, 22, meet);
     assert_eq!(all[0], moved(0, 2, -7.0));
     // The momentum follows the model.
-    assert_eq!(all[3], (2, FromServer::Met { pushes: 3, values: vec![-7.0, 5.0] }));
+    assert_eq!(all[3], (2, FromServer::Synchronised { pushes: 3, values: vec![-7.0, 5.0] }));
 }
 
 #[test]

@@ -13,7 +13,7 @@ use farflung_base::{Nanos, Philox};
 use farflung_comm::{Communicator, memory};
 use farflung_optim::AverageConfig;
 use farflung_optim::sync::{
-    After, AsynchronousSettings, MomentPeriods, Quorum, Servers, SyncMethod, SyncSettings, Synchroniser,
+    AsynchronousSettings, MomentPeriods, Quorum, Servers, StepEnd, SyncMethod, SyncSettings, Synchroniser,
     WorldSettings,
 };
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
@@ -140,7 +140,7 @@ pub(crate) fn trace(
         let mut sync = make(method, case, comm.clone(), &weights[..ranks], &params);
         let mut trace = Vec::new();
         for step in 1..=STEPS {
-            let after = After { step, last: step == STEPS };
+            let after = StepEnd { step, last: step == STEPS };
             let moved: Vec<f32> = params.to_vec::<f32>().unwrap();
             let moved: Vec<f32> = moved.iter().zip(local(number, step)).map(|(p, g)| p - 0.01 * g).collect();
             if step <= case.still_after {
@@ -152,13 +152,13 @@ pub(crate) fn trace(
                 sync.exchange(&params, after, weights[number]).unwrap();
                 sync.prepare().unwrap();
                 sync.commit(&mut params).unwrap();
-                meets = sync.goes_on();
+                meets = sync.needs_another_exchange();
             }
-            sync.depart(&params, after, weights[number]).unwrap();
+            sync.start_exchanges(&params, after, weights[number]).unwrap();
             let common = sync.common().map_or_else(Vec::new, |common| common.to_vec().unwrap());
             trace.push((params.to_vec().unwrap(), common));
             if cut == Some(step) {
-                sync.settle().unwrap();
+                sync.wait_in_flight().unwrap();
                 let states = sync.states().into_iter().chain(sync.own_states());
                 let states: BTreeMap<String, Vec<f32>> =
                     states.map(|(name, state)| (name.to_owned(), state.to_vec().unwrap())).collect();

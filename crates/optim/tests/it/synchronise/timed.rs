@@ -5,7 +5,7 @@ use std::thread;
 
 use farflung_base::{Nanos, Rank, Topology};
 use farflung_comm::{Communicator, simulated};
-use farflung_optim::sync::{After, SyncMethod};
+use farflung_optim::sync::{StepEnd, SyncMethod};
 
 use super::{CPU, Case, STEPS, layout, local, make, random};
 
@@ -43,7 +43,7 @@ pub(crate) fn trace_over(
         let mut sync = make(method, case, comm.clone(), &[], &params);
         let mut trace = Vec::new();
         for step in 1..=STEPS {
-            let after = After { step, last: step == STEPS };
+            let after = StepEnd { step, last: step == STEPS };
             let before: Vec<f32> = params.to_vec().unwrap();
             let moved: Vec<f32> = before.iter().zip(local(number, step)).map(|(p, g)| p - 0.01 * g).collect();
             params.write(&moved).unwrap();
@@ -59,7 +59,7 @@ pub(crate) fn trace_over(
             if at != step {
                 continue;
             }
-            sync.settle().unwrap();
+            sync.wait_in_flight().unwrap();
             let states = sync.states().into_iter().chain(sync.own_states());
             let states: BTreeMap<String, Vec<f32>> =
                 states.map(|(name, state)| (name.to_owned(), state.to_vec().unwrap())).collect();

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use farflung_base::Nanos;
 
 use super::super::{Event, Member, MemberId, Message, Place, Reason, Settings, Start, State, View};
-use super::draw::Draw;
+use super::draw::EventRng;
 use super::history::Breach;
 use super::world::{Weather, World};
 use crate::plan::Digest;
@@ -153,7 +153,7 @@ struct Day {
 impl Day {
     fn new(churn: Churn) -> Self {
         let weather = Weather { loss: 1, twice: 1, delay: Nanos::from_millis(100) };
-        let world = World::new(Draw::new(churn.seed, 0), weather, Settings::default());
+        let world = World::new(EventRng::new(churn.seed, 0), weather, Settings::default());
         let mut day = Self {
             churn,
             world,

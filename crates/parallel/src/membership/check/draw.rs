@@ -4,12 +4,12 @@ use farflung_base::{Nanos, Philox};
 
 /// A counter-based random number generator.
 #[derive(Debug)]
-pub(super) struct Draw {
+pub(super) struct EventRng {
     philox: Philox,
     at: u64,
 }
 
-impl Draw {
+impl EventRng {
     pub(super) const fn new(seed: u64, stream: u64) -> Self {
         Self { philox: Philox::new(seed, stream), at: 0 }
     }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use farflung_base::Nanos;
 
 use super::super::{Event, Member, MemberId, Message, Place, Reason, Settings, Start, State, View};
-use super::draw::Draw;
+use super::draw::EventRng;
 use super::flaw::Flaw;
 use super::history::Breach;
 use super::world::{Machine, Weather, World};
@@ -114,7 +114,7 @@ impl Storm {
             patience: Nanos::from_millis(8_000),
             grace: Nanos::from_millis(4_000),
         };
-        let draw = Draw::new(trial.seed, u64::from(trial.members));
+        let draw = EventRng::new(trial.seed, u64::from(trial.members));
         let mut world = World::new(draw, CALM, settings);
         world.flaw = trial.flaw;
         let members: Vec<Member> =

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use farflung_base::Nanos;
 
 use super::super::{Action, Event, Kept, Member, MemberId, Message, Reason, Settings, Start, State, View};
-use super::draw::Draw;
+use super::draw::EventRng;
 use super::history::{Breach, History};
 use crate::plan::Digest;
 
@@ -50,7 +50,7 @@ enum Due<T> {
 #[derive(Debug)]
 pub(super) struct World<T> {
     pub(super) now: Nanos,
-    pub(super) draw: Draw,
+    pub(super) draw: EventRng,
     pub(super) weather: Weather,
     /// Links that lose all messages, as (sender, receiver).
     pub(super) cut: BTreeSet<(MemberId, MemberId)>,
@@ -71,7 +71,7 @@ pub(super) struct World<T> {
 }
 
 impl<T> World<T> {
-    pub(super) fn new(draw: Draw, weather: Weather, settings: Settings) -> Self {
+    pub(super) fn new(draw: EventRng, weather: Weather, settings: Settings) -> Self {
         Self {
             now: Nanos::ZERO,
             draw,

@@ -6,13 +6,13 @@ use farflung_base::{Nanos, Rank, StageId};
 
 use super::Lists;
 use crate::pipeline::order::flow::Clock;
-use crate::pipeline::{Action, Arrivals, ComputeKind, Op, Placement};
+use crate::pipeline::{Action, ArrivalRule, ComputeKind, Op, Placement};
 
 /// Input of the rule.
 pub(in crate::pipeline) struct Greedy<'a> {
     pub(in crate::pipeline) placement: &'a Placement,
     pub(in crate::pipeline) microbatches: u32,
-    pub(in crate::pipeline) arrivals: Arrivals,
+    pub(in crate::pipeline) arrivals: ArrivalRule,
 }
 
 /// Clock with the times from a method's settings.

@@ -5,7 +5,7 @@ use farflung_base::Nanos;
 use super::Lists;
 use super::greedy::{Even, Greedy, lists as greedy};
 use super::row::{Chunks, Row, Sizes};
-use crate::pipeline::{Arrivals, Placement};
+use crate::pipeline::{ArrivalRule, Placement};
 
 /// Row of the table of methods.
 pub(super) const ROW: Row = Row {
@@ -23,6 +23,6 @@ pub(super) const ROW: Row = Row {
 /// Source: Liu et al. 2023, "Hanayo", section 3.2.
 pub(super) fn lists(p: u32, m: u32, placement: &Placement) -> Lists {
     let times = |_| (Nanos(1), Nanos(2));
-    let rule = Greedy { placement, microbatches: m, arrivals: Arrivals { in_flight: p } };
+    let rule = Greedy { placement, microbatches: m, arrivals: ArrivalRule { in_flight: p } };
     greedy(&rule, &mut Even { times: &times, hop: Nanos::ZERO, free: vec![Nanos::ZERO; p as usize] })
 }

@@ -3,7 +3,7 @@
 use farflung_base::Nanos;
 
 use super::Settings;
-use super::row::{Need, Reads, Row, Sizes, Weights};
+use super::row::{Row, Sizes, Unsupported, UsedSetting, Weights};
 use crate::pipeline::{Action, Op};
 
 /// Row of 1F1B in the table of methods.
@@ -19,16 +19,16 @@ pub(super) const ROW: Row = Row {
 pub(super) const SLOPE: Row = Row {
     name: "1f1b-mu",
     summary: "1F1B with a steeper warm-up that hides slow links",
-    reads: &[Reads::Costs, Reads::Memory],
+    reads: &[UsedSetting::Costs, UsedSetting::Memory],
     needs: |settings| {
         if settings.slope == Some(0) {
-            return Some(Need { field: "mu", given: 0, needs: "at least 1".to_owned() });
+            return Some(Unsupported { field: "mu", given: 0, needs: "at least 1".to_owned() });
         }
         // At the minimum slope, the first rank holds as many microbatches as there are ranks.
         let least = settings.ranks.min(settings.microbatches);
         let given = settings.memory.filter(|&memory| settings.slope.is_none() && memory < least)?;
         let needs = format!("room for {least} microbatches on the first stage");
-        Some(Need { field: "memory", given, needs })
+        Some(Unsupported { field: "memory", given, needs })
     },
     lists: |asked| Ok(lists(asked.ranks, asked.microbatches, slope_of(asked.settings))),
     peak: |settings, Sizes { p, m, rank, .. }| {

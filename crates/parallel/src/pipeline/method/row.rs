@@ -2,7 +2,7 @@
 
 use super::{Lists, Settings};
 use crate::ParallelError;
-use crate::pipeline::{Arrivals, Placement};
+use crate::pipeline::{ArrivalRule, Placement};
 
 /// Description of a method.
 pub(super) struct Row {
@@ -19,15 +19,15 @@ pub(super) struct Row {
     /// Whether the method runs backward passes.
     pub(super) trains: bool,
     /// Settings that the method uses besides sizes.
-    pub(super) reads: &'static [Reads],
+    pub(super) reads: &'static [UsedSetting],
     /// Returns the first setting that the method does not support, if any.
-    pub(super) needs: fn(&Settings) -> Option<Need>,
+    pub(super) needs: fn(&Settings) -> Option<Unsupported>,
     /// Generates the list of each rank.
-    pub(super) lists: fn(&Asked<'_>) -> Result<Lists, ParallelError>,
+    pub(super) lists: fn(&MethodInput<'_>) -> Result<Lists, ParallelError>,
     /// Returns the maximum number of chunk activations that a rank holds at once.
     pub(super) peak: fn(&Settings, Sizes) -> u64,
     /// Returns the rule by which ranks may work in the order of arrivals.
-    pub(super) arrivals: Option<fn(&Settings) -> Arrivals>,
+    pub(super) arrivals: Option<fn(&Settings) -> ArrivalRule>,
 }
 
 impl Row {
@@ -102,7 +102,7 @@ pub(super) enum Shape {
 
 /// A setting that only some methods use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Reads {
+pub(super) enum UsedSetting {
     /// Costs of stages.
     Costs,
     /// Maximum number of activations that a rank may hold.
@@ -123,14 +123,14 @@ pub(super) enum Weights {
 }
 
 /// A setting that a method does not support, and what it needs instead.
-pub(super) struct Need {
+pub(super) struct Unsupported {
     pub(super) field: &'static str,
     pub(super) given: u32,
     pub(super) needs: String,
 }
 
 /// Input of [`Row::lists`].
-pub(super) struct Asked<'a> {
+pub(super) struct MethodInput<'a> {
     pub(super) settings: &'a Settings,
     pub(super) ranks: u32,
     pub(super) microbatches: u32,
@@ -148,23 +148,23 @@ pub(super) struct Sizes {
 }
 
 /// Returns a need for other numbers of microbatches unless `good`.
-pub(super) fn microbatches(given: u32, good: bool, needs: impl FnOnce() -> String) -> Option<Need> {
-    (!good).then(|| Need { field: "microbatches", given, needs: needs() })
+pub(super) fn microbatches(given: u32, good: bool, needs: impl FnOnce() -> String) -> Option<Unsupported> {
+    (!good).then(|| Unsupported { field: "microbatches", given, needs: needs() })
 }
 
 /// Returns the unmet need of a method whose microbatches enter from both ends: even numbers of ranks and
 /// microbatches.
-pub(super) fn both_ways(settings: &Settings) -> Option<Need> {
+pub(super) fn both_ways(settings: &Settings) -> Option<Unsupported> {
     let (given, microbatches) = (settings.ranks, settings.microbatches);
     if !given.is_multiple_of(2) {
-        return Some(Need { field: "stages", given, needs: "an even number".to_owned() });
+        return Some(Unsupported { field: "stages", given, needs: "an even number".to_owned() });
     }
     let half = || "an even number, because half go in each direction".to_owned();
     self::microbatches(microbatches, microbatches.is_multiple_of(2), half)
 }
 
 /// Returns a need for at least twice as many microbatches as ranks, if it is not met.
-pub(super) fn twice_the_ranks(settings: &Settings) -> Option<Need> {
+pub(super) fn twice_the_ranks(settings: &Settings) -> Option<Unsupported> {
     let (ranks, given) = (settings.ranks, settings.microbatches);
     let least = 2 * u64::from(ranks);
     microbatches(given, u64::from(given) >= least, || format!("at least {least} for {ranks} stages"))

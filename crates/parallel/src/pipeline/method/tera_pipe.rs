@@ -3,7 +3,7 @@
 use farflung_base::Nanos;
 
 use super::Lists;
-use super::row::{Need, Reads, Row, Sizes};
+use super::row::{Row, Sizes, Unsupported, UsedSetting};
 use crate::ParallelError;
 use crate::pipeline::{Action, ComputeKind, Op};
 
@@ -11,10 +11,10 @@ use crate::pipeline::{Action, ComputeKind, Op};
 pub(super) const ROW: Row = Row {
     name: "terapipe",
     summary: "each microbatch in slices of its tokens, one after the other",
-    reads: &[Reads::Slices],
+    reads: &[UsedSetting::Slices],
     needs: |settings| {
         let none = settings.slices == 0;
-        none.then(|| Need { field: "slices", given: 0, needs: "at least 1".to_owned() })
+        none.then(|| Unsupported { field: "slices", given: 0, needs: "at least 1".to_owned() })
     },
     lists: |asked| Ok(lists(asked.ranks, asked.microbatches, asked.settings.slices)),
     peak: |settings, Sizes { m, .. }| m * u64::from(settings.slices),

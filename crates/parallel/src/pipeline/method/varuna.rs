@@ -3,18 +3,18 @@
 use farflung_base::{Nanos, StageId};
 
 use super::greedy::{Even, Greedy, lists as greedy};
-use super::row::{Need, Reads, Row, Sizes};
+use super::row::{Row, Sizes, Unsupported, UsedSetting};
 use super::{Lists, Settings};
-use crate::pipeline::{Arrivals, Placement};
+use crate::pipeline::{ArrivalRule, Placement};
 
 /// Row of the table of methods.
 pub(super) const ROW: Row = Row {
     name: "varuna",
     summary: "backward as soon as a gradient has arrived, otherwise forward",
-    reads: &[Reads::Costs, Reads::Memory],
+    reads: &[UsedSetting::Costs, UsedSetting::Memory],
     needs: |settings| {
         let none = settings.memory == Some(0);
-        none.then(|| Need {
+        none.then(|| Unsupported {
             field: "memory",
             given: 0,
             needs: "room for the activations of one microbatch".to_owned(),
@@ -27,8 +27,8 @@ pub(super) const ROW: Row = Row {
 };
 
 /// Returns the rule, with at most `memory` microbatches in flight.
-pub(super) fn arrivals(settings: &Settings) -> Arrivals {
-    Arrivals { in_flight: settings.memory.unwrap_or(settings.ranks) }
+pub(super) fn arrivals(settings: &Settings) -> ArrivalRule {
+    ArrivalRule { in_flight: settings.memory.unwrap_or(settings.ranks) }
 }
 
 /// Generates the lists that the rule gives for the costs and the hop in the settings.

@@ -2,7 +2,7 @@
 
 use farflung_base::Nanos;
 
-use super::row::{Reads, Row, Sizes};
+use super::row::{Row, Sizes, UsedSetting};
 use super::{Lists, Method, Settings};
 use crate::ParallelError;
 use crate::pipeline::{Action, ComputeKind, Op, StageCost};
@@ -11,7 +11,7 @@ use crate::pipeline::{Action, ComputeKind, Op, StageCost};
 pub(super) const ROW: Row = Row {
     name: "zb-auto",
     summary: "split backward, ordered under a memory limit",
-    reads: &[Reads::Costs, Reads::Memory],
+    reads: &[UsedSetting::Costs, UsedSetting::Memory],
     lists: |asked| lists(asked.settings),
     // After its I, an activation takes one of `2 memory` units; a new forward takes two. So up to
     // `2 memory - 1` fit.

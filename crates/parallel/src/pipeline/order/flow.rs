@@ -17,9 +17,9 @@ pub(in crate::pipeline) trait Clock {
 }
 
 /// A clock with zero durations, to check only that an order has no deadlock.
-pub(in crate::pipeline) struct Timeless;
+pub(in crate::pipeline) struct ZeroDurations;
 
-impl Clock for Timeless {
+impl Clock for ZeroDurations {
     fn run(&mut self, _: Rank, _: usize, _: Op, _: Nanos) -> Nanos {
         Nanos::ZERO
     }
@@ -38,7 +38,7 @@ impl Clock for Timeless {
 ///
 /// Errors: [`ParallelError::Deadlock`] with the op at which each rank waits.
 pub(in crate::pipeline) fn flow(order: &ComputeOrder, clock: &mut impl Clock) -> Result<(), ParallelError> {
-    let mut walk = Walk::new(order);
+    let mut walk = ReadyTracker::new(order);
     let ranks = order.placement.ranks() as usize;
     let mut at = vec![0; ranks];
     // Visits the rank woken last first: neighbours alternate, which keeps their data in the cache.
@@ -72,7 +72,7 @@ pub(in crate::pipeline) fn flow(order: &ComputeOrder, clock: &mut impl Clock) ->
 /// Marks a rank that waits for no slot.
 const NOTHING: usize = usize::MAX;
 
-struct Walk<'a> {
+struct ReadyTracker<'a> {
     order: &'a ComputeOrder,
     /// Arrival time of each activation (first half) and gradient (second half); [`Nanos::MAX`]: not yet.
     arrivals: Vec<Nanos>,
@@ -81,7 +81,7 @@ struct Walk<'a> {
     waits_for: Vec<usize>,
 }
 
-impl<'a> Walk<'a> {
+impl<'a> ReadyTracker<'a> {
     fn new(order: &'a ComputeOrder) -> Self {
         let cells = order.cells();
         let per_stage = cells / order.placement.stages() as usize;

@@ -3,7 +3,7 @@
 use super::layout::Layout;
 use super::{Found, PairCosts};
 use crate::ParallelError;
-use crate::draw::Draw;
+use crate::draw::SeededRng;
 
 /// Number of initial layouts.
 const POPULATION: u64 = 100;
@@ -34,7 +34,7 @@ pub fn evolution(costs: &PairCosts, evaluations: u64, seed: u64) -> Result<Found
     if evaluations == 0 {
         return Err(super::no_evaluations());
     }
-    let mut draw = Draw::new(seed, 1);
+    let mut draw = SeededRng::new(seed, 1);
     let mut population: Vec<Member> = Vec::new();
     for _ in 0..evaluations.min(POPULATION) {
         let mut labels: Labels = (0..costs.devices()).map(|device| device / costs.size()).collect();
@@ -69,7 +69,7 @@ fn total(labels: &[usize], costs: &PairCosts) -> u64 {
     Layout::of(groups(labels, costs), costs).cost.total().0
 }
 
-fn crossover(first: &[usize], second: &[usize], costs: &PairCosts, draw: &mut Draw) -> Labels {
+fn crossover(first: &[usize], second: &[usize], costs: &PairCosts, draw: &mut SeededRng) -> Labels {
     let mut labels = second.to_vec();
     for _ in 0..CROSSED {
         let device = draw.below(labels.len());

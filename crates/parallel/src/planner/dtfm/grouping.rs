@@ -3,7 +3,7 @@
 use farflung_base::Rank;
 
 use super::PairCosts;
-use crate::draw::Draw;
+use crate::draw::SeededRng;
 
 /// Groups devices with adjacent numbers: group `k` has devices `k * size` to `(k + 1) * size - 1`. Averages
 /// stay inside a region if the topology file lists regions one after another.
@@ -23,7 +23,7 @@ pub fn transposed(costs: &PairCosts) -> Vec<Vec<Rank>> {
 #[must_use]
 pub fn random(costs: &PairCosts, seed: u64) -> Vec<Vec<Rank>> {
     let mut devices: Vec<usize> = (0..costs.devices()).collect();
-    Draw::new(seed, 0).shuffle(&mut devices);
+    SeededRng::new(seed, 0).shuffle(&mut devices);
     in_order(&devices, costs.size())
 }
 

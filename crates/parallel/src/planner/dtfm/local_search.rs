@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::layout::Layout;
 use super::{Found, PairCosts, grouping};
 use crate::ParallelError;
-use crate::draw::Draw;
+use crate::draw::SeededRng;
 use crate::planner::path::shortest_path;
 
 /// Number of random swaps before a descent that starts near a known layout.
@@ -35,7 +35,7 @@ pub fn local_search(costs: &PairCosts, evaluations: u64, seed: u64) -> Result<Fo
     if evaluations == 0 {
         return Err(super::no_evaluations());
     }
-    let draw = Draw::new(seed, 2);
+    let draw = SeededRng::new(seed, 2);
     let mut search =
         Search { costs, evaluations, spent: 0, looked: 0, draw, priced: BTreeMap::new(), kept: Vec::new() };
     let mut starts = Vec::new();
@@ -87,7 +87,7 @@ struct Search<'a> {
     spent: u64,
     /// Number of layouts examined, newly priced or known.
     looked: u64,
-    draw: Draw,
+    draw: SeededRng,
     /// Known keys by layout. A layout is the group of each device, with groups numbered by their first device.
     priced: BTreeMap<Vec<u16>, Key>,
     /// The best layouts, best first, each with a different total.

@@ -3,7 +3,7 @@
 use farflung_base::Rank;
 
 use super::*;
-use crate::draw::Draw;
+use crate::draw::SeededRng;
 use crate::shipped;
 
 fn case(number: usize) -> PairCosts {
@@ -47,7 +47,7 @@ fn the_path_of_case_5_is_the_published_one() {
 
 /// Small networks in which all pairs differ.
 fn uneven(devices: usize, groups: u32, seed: u64) -> PairCosts {
-    let mut draw = Draw::new(seed, 9);
+    let mut draw = SeededRng::new(seed, 9);
     let mut topology = farflung_base::Topology::uniform(devices, farflung_base::Link::FREE);
     for (a, b) in (0..devices).flat_map(|a| (0..devices).map(move |b| (a, b))) {
         let bandwidth = farflung_base::Bandwidth(100_000_000 + 1_000_000 * draw.below(3000) as u64);

@@ -1,6 +1,6 @@
 //! Groups machines into sites: the regions named in the topology file, or clusters of its links.
 
-use farflung_base::{Bandwidth, Bytes, Link, Nanos, Port, Rank};
+use farflung_base::{AccessLink, Bandwidth, Bytes, Link, Nanos, Rank};
 
 use crate::cluster::links::DeviceLinks;
 use crate::{Cluster, ParallelError};
@@ -13,7 +13,7 @@ pub struct Site {
     /// Machines of the site; instances of one device entry are adjacent.
     pub machines: Vec<Rank>,
     /// Line shared by everything that leaves and enters the site.
-    pub line: Port,
+    pub line: AccessLink,
 }
 
 /// Machines of a cluster by site, and the links between device entries. Stores no entry per pair of ranks.
@@ -22,7 +22,7 @@ pub struct Sites {
     /// All sites; every machine is in exactly one.
     pub all: Vec<Site>,
     links: DeviceLinks,
-    ports: Vec<Port>,
+    ports: Vec<AccessLink>,
     kinds: Vec<usize>,
     site_of: Vec<usize>,
 }
@@ -41,8 +41,11 @@ impl Sites {
     pub fn of(cluster: &Cluster, bytes: Bytes) -> Result<Self, ParallelError> {
         let links = cluster.device_links()?;
         let limit = |rate: Option<Bandwidth>| rate.unwrap_or(Bandwidth::UNLIMITED);
-        let ports =
-            cluster.devices.iter().map(|d| Port { up: limit(d.up), down: limit(d.down) }).collect::<Vec<_>>();
+        let ports = cluster
+            .devices
+            .iter()
+            .map(|d| AccessLink { up: limit(d.up), down: limit(d.down) })
+            .collect::<Vec<_>>();
         let kinds: Vec<usize> =
             (0..).zip(&cluster.devices).flat_map(|(at, d)| (0..d.count).map(move |_| at)).collect();
         let mut sites = Self { all: Vec::new(), links, ports, kinds, site_of: Vec::new() };
@@ -58,7 +61,7 @@ impl Sites {
                 None => cluster.devices[first].name.clone(),
             };
             let line =
-                Port { up: limit(region.and_then(|r| r.up)), down: limit(region.and_then(|r| r.down)) };
+                AccessLink { up: limit(region.and_then(|r| r.up)), down: limit(region.and_then(|r| r.down)) };
             let machines =
                 (0..).map(Rank).zip(&sites.kinds).filter(|(_, kind)| of_kind[**kind] == site).map(|(r, _)| r);
             sites.all.push(Site { name, machines: machines.collect(), line });
@@ -87,7 +90,7 @@ impl Sites {
 
     /// Returns the access link of a device entry.
     #[must_use]
-    pub fn port(&self, kind: usize) -> Port {
+    pub fn port(&self, kind: usize) -> AccessLink {
         self.ports[kind]
     }
 

@@ -34,7 +34,7 @@ impl Rows {
 
 /// The row of a head that a unit (thread) works on.
 #[derive(CubeType, Clone, Copy)]
-struct Seat {
+struct RowIndex {
     batch: u32,
     head: u32,
     /// First column of the head.
@@ -44,14 +44,14 @@ struct Seat {
 }
 
 #[cube]
-impl Seat {
+impl RowIndex {
     /// Computes the row of this unit. Each cube (workgroup) covers `units` consecutive rows of one head.
-    fn take(heads: u32, rows: u32, #[comptime] dim: u32, #[comptime] units: u32) -> Seat {
+    fn take(heads: u32, rows: u32, #[comptime] dim: u32, #[comptime] units: u32) -> RowIndex {
         let blocks = rows.div_ceil(units);
         let cube = CUBE_POS as u32;
         let head = cube / blocks % heads;
         let row = cube % blocks * units + UNIT_POS;
-        Seat { batch: cube / blocks / heads, head, column: head * dim, row }
+        RowIndex { batch: cube / blocks / heads, head, column: head * dim, row }
     }
 }
 
@@ -155,7 +155,7 @@ pub(super) fn forward<N: Size>(
     #[comptime] dim: u32,
     #[comptime] units: u32,
 ) {
-    let Seat { batch, head, column, row } = Seat::take(heads, tokens, dim, units);
+    let RowIndex { batch, head, column, row } = RowIndex::take(heads, tokens, dim, units);
     if row < tokens {
         let query = take(q, q_rows.at(batch, row, column), scale, dim);
         let mut sum = zeros::<N>(dim);
@@ -250,7 +250,7 @@ pub(super) fn queries<N: Size>(
     #[comptime] dim: u32,
     #[comptime] units: u32,
 ) {
-    let Seat { batch, head, column, row } = Seat::take(heads, tokens, dim, units);
+    let RowIndex { batch, head, column, row } = RowIndex::take(heads, tokens, dim, units);
     if row < tokens {
         let query = take(q, q_rows.at(batch, row, column), scale, dim);
         let grad = take(dy, y_rows.at(batch, row, column), 1.0, dim);
@@ -291,7 +291,7 @@ pub(super) fn keys_values<N: Size>(
     #[comptime] units: u32,
 ) {
     let seen = past + tokens;
-    let Seat { batch, head, column, row } = Seat::take(heads, seen, dim, units);
+    let RowIndex { batch, head, column, row } = RowIndex::take(heads, seen, dim, units);
     if row < seen {
         let key = take(k, k_rows.at(batch, row, column), scale, dim);
         let value = take(v, v_rows.at(batch, row, column), 1.0, dim);

@@ -4,14 +4,14 @@ use cubecl::prelude::*;
 
 /// Sigmoid of `2 sqrt(2 / pi) (x + 0.044715 x^3)`. In the tanh form, `gelu(x)` is x times this.
 #[cube]
-fn gate(x: f32) -> f32 {
+fn gelu_sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + f32::exp(-(x * (1.595_769 + 0.071_354_814 * x * x))))
 }
 
 /// Returns `gelu'(x)`, given `s = gate(x)`. Where the gate is 0 or 1, so is the slope: the form avoids 0 times
 /// infinity.
 #[cube]
-fn bend(x: f32, s: f32) -> f32 {
+fn gelu_slope(x: f32, s: f32) -> f32 {
     s + x * s * (1.0 - s) * (1.595_769 + 0.214_064_44 * x * x)
 }
 
@@ -35,10 +35,10 @@ pub(super) fn add_bias_gelu(
 ) {
     if ABSOLUTE_POS < len as usize {
         let x = c[ABSOLUTE_POS] + bias[ABSOLUTE_POS % cols as usize];
-        let s = gate(x);
+        let s = gelu_sigmoid(x);
         c[ABSOLUTE_POS] = x * s;
         if comptime!(keep) {
-            slope[ABSOLUTE_POS] = bend(x, s);
+            slope[ABSOLUTE_POS] = gelu_slope(x, s);
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Fetches from shelves that answer after given times. Some of them send wrong chunks or never answer.
 
-use farflung_comm::{Asked, Service};
+use farflung_comm::{Question, Service};
 
 use super::super::shelf::Shelf;
 use super::*;
@@ -13,7 +13,7 @@ fn bytes(len: usize) -> Vec<u8> {
 }
 
 fn ask(shelf: &mut Shelf, item: Item) -> Vec<u8> {
-    let asked = Asked { from: Rank(9), at: Nanos(0), bytes: item.to_bytes() };
+    let asked = Question { from: Rank(9), at: Nanos(0), bytes: item.to_bytes() };
     shelf.receive(asked).pop().unwrap().bytes
 }
 

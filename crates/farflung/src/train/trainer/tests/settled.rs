@@ -6,8 +6,8 @@ use farflung_tensor::TensorError;
 use super::*;
 use crate::events::EventLog;
 use crate::train::checkpoint::{Totals, folder};
-use crate::train::parting::{self, Kept};
 use crate::train::steps::Clock;
+use crate::train::stop_in_step::{self, RunProgress};
 use crate::{Existing, RunDir, Signal, metrics};
 
 /// Trains two steps and the third one up to its vote. The rank `lacking` throws the result away.
@@ -33,10 +33,10 @@ fn stopped_in_the_third_step(job: &Job, out: &std::path::Path, lacking: u32) -> 
             rank.mark().unwrap();
         }
         job.stop.request(Signal::Terminate);
-        let kept = Kept::at(2, Some(&run), Totals::default(), clock);
+        let kept = RunProgress::at(2, Some(&run), Totals::default(), clock);
         let mut events = EventLog::new(Some(run.path()));
         let error = Error::Tensor(TensorError::Interrupted);
-        let error = parting::part(job, &mut rank, Some(&run), &mut events, kept, None, error);
+        let error = stop_in_step::handle_stop(job, &mut rank, Some(&run), &mut events, kept, None, error);
         (error, values(&rank))
     })
 }

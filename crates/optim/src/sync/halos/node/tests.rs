@@ -3,8 +3,8 @@
 use super::*;
 use crate::sync::server::DelayedNesterov;
 
-fn asked(from: u32, kind: u8, message: &[u8]) -> Asked {
-    Asked { from: Rank(from), at: Nanos(1), bytes: tagged(kind, message) }
+fn asked(from: u32, kind: u8, message: &[u8]) -> Question {
+    Question { from: Rank(from), at: Nanos(1), bytes: tagged(kind, message) }
 }
 
 fn push(change: f32) -> Vec<u8> {
@@ -47,7 +47,7 @@ fn what_arrives_while_a_message_travels_is_part_of_the_next() {
     let wanted = 0.75 * (0.75 * (-1.5 - 2.0) + 25.0 - 4.0 - 8.0) + 25.0;
     assert!((model - wanted).abs() < 1e-5, "{model}, {wanted}");
     // The rest is sent at the end.
-    let meet = ToServer::Meet { wants: Wants::End }.to_bytes();
+    let meet = ToServer::Synchronise { wants: SyncRequest::End }.to_bytes();
     assert_eq!(node.receive(asked(0, WORKER, &meet)), []);
     let answers = node.receive(asked(1, WORKER, &meet));
     all.extend(sent(&answers));
@@ -59,15 +59,15 @@ fn what_arrives_while_a_message_travels_is_part_of_the_next() {
 fn a_meeting_in_between_sends_nothing() {
     let mut node = region(2, 0.75);
     node.receive(asked(0, WORKER, &push(1.0)));
-    let meet = ToServer::Meet { wants: Wants::All }.to_bytes();
+    let meet = ToServer::Synchronise { wants: SyncRequest::All }.to_bytes();
     node.receive(asked(0, WORKER, &meet));
     let answers = node.receive(asked(1, WORKER, &meet));
     assert_eq!(sent(&answers), None);
     assert_eq!(answers, [Answer::to_service(Rank(2), tagged(REGION, &meet))]);
     // The world's answer goes to both members, with the region's states: model, pending, number of changes.
-    let met = FromServer::Met { pushes: 7, values: vec![9.0] }.to_bytes();
+    let met = FromServer::Synchronised { pushes: 7, values: vec![9.0] }.to_bytes();
     let answers = node.receive(asked(2, WORLD, &met));
-    let wanted = FromServer::Met { pushes: 7, values: vec![9.0, -0.5, 0.5, 1.0] };
+    let wanted = FromServer::Synchronised { pushes: 7, values: vec![9.0, -0.5, 0.5, 1.0] };
     assert_eq!(answers, [0, 1].map(|to| Answer::new(Rank(to), wanted.to_bytes())));
     // A second answer of the world is not passed on.
     assert_eq!(node.receive(asked(2, WORLD, &met)), []);
@@ -80,7 +80,7 @@ fn messages_on_one_rank_do_not_leave_it() {
     let world = World::new(vec![0.0], rule(), vec![Rank(0)], None);
     let mut node = Node::new(Rank(0), 1, Some(region), Some(world));
     let bytes = [&forward(Rank(0))[..], &push(2.0)].concat();
-    let answers = node.receive(Asked { from: Rank(0), at: Nanos(1), bytes });
+    let answers = node.receive(Question { from: Rank(0), at: Nanos(1), bytes });
     let moved = FromServer::Moved { pushes: 1, model: vec![-2.0] };
     assert_eq!(answers, [Answer::new(Rank(0), moved.to_bytes())]);
     let world = node.world.as_ref().unwrap();
@@ -109,7 +109,7 @@ fn what_is_no_message_changes_nothing() {
         (1, tagged(REGION, &push(1.0))),
         (1, tagged(WORLD, &FromServer::Moved { pushes: 1, model: vec![5.0] }.to_bytes())),
     ] {
-        assert_eq!(node.receive(Asked { from: Rank(from), at: Nanos(1), bytes }), refused(from));
+        assert_eq!(node.receive(Question { from: Rank(from), at: Nanos(1), bytes }), refused(from));
     }
     // If the world's answer has another length, the members get an error.
     let long = FromServer::Moved { pushes: 1, model: vec![1.0; 9] }.to_bytes();

@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use super::super::tile::{Full, LINE, MOST_ROWS, Share, Update};
+use super::super::tile::{Full, LINE, MOST_ROWS, RowFactors, Update};
 use super::head::{Head, panels, pieces};
 use super::product::{Left, Right, Size, multiply, pack, pack_transposed};
 use super::rows::{Rows, RowsMut};
@@ -162,7 +162,7 @@ impl Pass<'_> {
         let weights = Left { data: ds, row: pitch, col: 1 };
         let keys = Right { data: self.keys, panel: tile.len() * wide };
         let size = Size { rows, depth: meeting.all, columns: width };
-        let shares = [Share { old: 1.0, new: self.head.score_scale() }; MOST_ROWS];
+        let shares = [RowFactors { old: 1.0, new: self.head.score_scale() }; MOST_ROWS];
         let dq = self.gradients.q.from(block.start);
         multiply(isa, size, weights, keys, dq, Update::shares(&shares, tile.start == 0));
     }
@@ -183,7 +183,7 @@ impl Pass<'_> {
         for (weights, panels, to, new) in products {
             let weights = Left { data: &weights[at..], row: 1, col: self.pitch };
             let right = Right { data: &panels[from * wide..], panel };
-            let shares = [Share { old: 1.0, new }; MOST_ROWS];
+            let shares = [RowFactors { old: 1.0, new }; MOST_ROWS];
             multiply(isa, size, weights, right, to.from(block.start), Update::shares(&shares, first));
         }
     }

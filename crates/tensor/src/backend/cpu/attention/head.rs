@@ -34,9 +34,9 @@ impl Head {
     }
 
     /// Returns which keys of a tile some queries attend to.
-    pub(super) fn meeting(&self, queries: &Range<usize>, keys: &Range<usize>) -> Meeting {
+    pub(super) fn meeting(&self, queries: &Range<usize>, keys: &Range<usize>) -> CausalMask {
         let first = (queries.start + self.keys - self.queries + 1).cast_signed() - keys.start.cast_signed();
-        let mut meeting = Meeting { first, keys: keys.len(), all: 0, whole: 0, padded: 0 };
+        let mut meeting = CausalMask { first, keys: keys.len(), all: 0, whole: 0, padded: 0 };
         meeting.all = meeting.seen(queries.len() - 1);
         meeting.whole = meeting.seen(0) / LANES * LANES;
         meeting.padded = meeting.all.next_multiple_of(LANES);
@@ -46,7 +46,7 @@ impl Head {
 
 /// The causal mask of some queries for a tile of keys.
 #[derive(Clone, Copy)]
-pub(super) struct Meeting {
+pub(super) struct CausalMask {
     /// Number of keys of the tile that the first query attends to, not yet clamped: it may be negative or
     /// greater than `keys`.
     first: isize,
@@ -60,7 +60,7 @@ pub(super) struct Meeting {
     pub(super) padded: usize,
 }
 
-impl Meeting {
+impl CausalMask {
     fn seen(self, row: usize) -> usize {
         (self.first + row.cast_signed()).clamp(0, self.keys.cast_signed()).cast_unsigned()
     }

@@ -9,15 +9,15 @@ use std::f32::consts::{LN_2, LOG2_E};
 use std::ops::Range;
 
 use super::super::simd::simd;
-use super::super::tile::{MOST_ROWS, Share};
+use super::super::tile::{MOST_ROWS, RowFactors};
 use super::super::vector::{LANES, Vector, exp2, greatest, sum};
 use super::super::vmath;
-use super::head::Meeting;
+use super::head::CausalMask;
 use super::rows::Rows;
 
 /// Products of a block of queries with a tile of keys, in rows `pitch` apart.
 pub(super) struct Block<'a> {
-    pub(super) meeting: Meeting,
+    pub(super) meeting: CausalMask,
     pub(super) products: &'a mut [f32],
     pub(super) pitch: usize,
     /// Factor that converts a product to an exponent of 2.
@@ -53,12 +53,12 @@ simd! {
     /// Replaces products by their exponentials relative to the greatest so far, and masked ones by 0. Returns
     /// the factors with which the weighted sums of values are updated. If this tile is the `first`, the
     /// contents of `running` are not read.
-    pub(super) fn softmax<L: Level + Vector>(block: Block<'_>, running: Running<'_>, first: bool) -> [Share; MOST_ROWS] {
+    pub(super) fn softmax<L: Level + Vector>(block: Block<'_>, running: Running<'_>, first: bool) -> [RowFactors; MOST_ROWS] {
         let Running { tops, sums } = running;
         let rows = tops.len();
         block.check(rows);
         let Block { meeting, products, pitch, scale } = block;
-        let mut shares = [Share { old: 0.0, new: 0.0 }; MOST_ROWS];
+        let mut shares = [RowFactors { old: 0.0, new: 0.0 }; MOST_ROWS];
         // Each step runs for all rows before the next step, so that the dependency chains of the rows overlap.
         // SAFETY: the rows are in bounds in whole vectors; this function is compiled for the level.
         unsafe {
@@ -99,7 +99,7 @@ simd! {
             for r in 0..rows {
                 sums[r] = shares[r].old + sum::<L>(lanes[r]);
                 let new = 1.0 / sums[r];
-                shares[r] = Share { old: shares[r].old * new, new };
+                shares[r] = RowFactors { old: shares[r].old * new, new };
             }
         }
         shares

@@ -203,7 +203,7 @@ pub(super) unsafe fn region<I: Registers, E: Epilogue>(
                         lanes,
                         k,
                     };
-                    let mut ahead = Ahead::nothing();
+                    let mut ahead = Prefetcher::nothing();
                     let mut packs = false;
                     if m0 == rows.start {
                         packs = lane_stride == 1 && tile.columns == I::NR && m1 - m0 >= I::MR;
@@ -214,8 +214,10 @@ pub(super) unsafe fn region<I: Registers, E: Epilogue>(
                         }
                         let next = j + I::NR;
                         if next < n1 {
-                            ahead =
-                                Ahead::new(block(next, (n1 - next).min(I::NR)), (m1 - m0).div_ceil(I::MR));
+                            ahead = Prefetcher::new(
+                                block(next, (n1 - next).min(I::NR)),
+                                (m1 - m0).div_ceil(I::MR),
+                            );
                         }
                     }
                     let vectors = tile.columns.div_ceil(I::LANES);
@@ -368,7 +370,7 @@ unsafe fn finish_empty<I: Registers, E: Epilogue>(
 }
 
 /// Prefetches the memory of the next panel of B while the kernel works on this one, a few cache lines per tile.
-struct Ahead {
+struct Prefetcher {
     block: Block,
     /// Position of the next cache line: row in memory, and element within it.
     row: usize,
@@ -379,13 +381,13 @@ struct Ahead {
     lines_per_call: usize,
 }
 
-impl Ahead {
+impl Prefetcher {
     const fn nothing() -> Self {
         let block = Block { at: std::ptr::null(), lane_stride: 0, k_stride: 0, lanes: 0, k: 0 };
         Self { block, row: 0, at: 0, rows: 0, row_len: 0, row_stride: 0, lines_per_call: 0 }
     }
 
-    /// Distributes the cache lines of `block` over `calls` calls of [`Ahead::some`].
+    /// Distributes the cache lines of `block` over `calls` calls of [`Prefetcher::some`].
     fn new(block: Block, calls: usize) -> Self {
         let (rows, row_len, row_stride) = if block.lane_stride == 1 {
             (block.k, block.lanes, block.k_stride)

@@ -25,12 +25,12 @@ const PARAMETERS: usize = 10;
 
 /// A recognised program: variant and parameters.
 #[derive(Debug)]
-pub(super) struct Known {
+pub(super) struct FusedExpression {
     decays: bool,
     parameters: [f32; PARAMETERS],
 }
 
-impl Known {
+impl FusedExpression {
     /// Returns the loop for `program`; `None` if there is none.
     pub(super) fn find(program: &Program, scalars: &[f32]) -> Option<Self> {
         static PATTERNS: OnceLock<Vec<(bool, Program)>> = OnceLock::new();
@@ -227,7 +227,7 @@ mod tests {
         let column = |k: usize| -> Vec<f32> { (0..1000).map(|i| value(i, k)).collect() };
         for (clips, decays) in [(false, false), (false, true), (true, false), (true, true)] {
             let program = written(clips, decays, 0);
-            let known = Known::find(&program, &SCALARS).expect("AdamW is known");
+            let known = FusedExpression::find(&program, &SCALARS).expect("AdamW is known");
             assert_eq!(known.decays, decays);
             for isa in [Isa::PORTABLE, Isa::detect()] {
                 let (g, before) = (column(0), [column(1), column(2), column(3)]);
@@ -249,7 +249,10 @@ mod tests {
     fn another_program_is_not_taken_for_it() {
         for twist in 1..=8 {
             let decays = twist == 7;
-            assert!(Known::find(&written(true, decays, twist), &SCALARS).is_none(), "twist {twist}");
+            assert!(
+                FusedExpression::find(&written(true, decays, twist), &SCALARS).is_none(),
+                "twist {twist}"
+            );
         }
     }
 }

@@ -7,7 +7,7 @@ mod known;
 use super::pool::Pool;
 use super::simd::Isa;
 use crate::program::{MAX_BUFFERS, Program};
-use known::Known;
+use known::FusedExpression;
 
 /// Elements per task.
 const TASK: usize = 1 << 15;
@@ -33,7 +33,7 @@ pub(super) fn run(
             });
         }
         (3, [a, b, c, _]) => {
-            let known = Known::find(program, scalars);
+            let known = FusedExpression::find(program, scalars);
             pool.for_chunks([(a, TASK), (b, TASK), (c, TASK)], |t, mut w| match &known {
                 Some(known) => known.run(isa, &part(t), w),
                 None => interpret::run(isa, program, scalars, &part(t), &mut w),

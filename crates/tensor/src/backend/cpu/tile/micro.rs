@@ -38,14 +38,14 @@ pub(in super::super) enum Update<'a> {
     /// `C = C + A B`.
     Add,
     /// `C = new A B`, with one `new` per row.
-    Scaled(&'a [Share; MOST_ROWS]),
+    Scaled(&'a [RowFactors; MOST_ROWS]),
     /// `C = old C + new A B`, with one `old` and one `new` per row.
-    Blend(&'a [Share; MOST_ROWS]),
+    Blend(&'a [RowFactors; MOST_ROWS]),
 }
 
 /// Factors with which a row of a product is combined with a row of C.
 #[derive(Debug, Clone, Copy)]
-pub(in super::super) struct Share {
+pub(in super::super) struct RowFactors {
     /// Factor of C's row.
     pub(in super::super) old: f32,
     /// Factor of the product's row.
@@ -119,7 +119,7 @@ pub(in super::super) unsafe fn micro<
 impl Update<'_> {
     /// Returns the update with factors per row. For the `first` product, C has no valid contents and is
     /// overwritten.
-    pub(in super::super) const fn shares(shares: &[Share; MOST_ROWS], first: bool) -> Update<'_> {
+    pub(in super::super) const fn shares(shares: &[RowFactors; MOST_ROWS], first: bool) -> Update<'_> {
         if first { Update::Scaled(shares) } else { Update::Blend(shares) }
     }
 

@@ -8,7 +8,7 @@ mod micro;
 #[cfg(target_arch = "x86_64")]
 pub(super) use micro::registers::{Avx2, Avx512};
 pub(super) use micro::registers::{BLOCK, Portable, Registers};
-pub(super) use micro::{Kernel, Share, Tile, Update};
+pub(super) use micro::{Kernel, RowFactors, Tile, Update};
 
 use super::simd::{Isa, Tag};
 

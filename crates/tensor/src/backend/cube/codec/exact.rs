@@ -14,7 +14,7 @@ const NORMAL: u32 = 0x0080_0000;
 /// subnormal operand to zero does not change the result.
 pub(super) const SMALL: u32 = (127 - 60) << 23;
 /// Bits to add to multiply by 2^64.
-pub(super) const LIFT: u32 = 64 << 23;
+pub(super) const SCALE_BITS: u32 = 64 << 23;
 
 /// 2^-85: the value of one unit of a subnormal number (2^-149), times 2^64.
 const COUNT: f32 = f32::from_bits((127 - 85) << 23);
@@ -27,18 +27,19 @@ pub(super) fn rounded(product: f32, zero: u32) -> f32 {
 
 /// Returns the bits of `2^64 x`, for a magnitude below [`SMALL`]. Exact, and never subnormal.
 #[cube]
-pub(super) fn lifted(x: u32) -> u32 {
+pub(super) fn scale_up(x: u32) -> u32 {
     let magnitude = x & MAGNITUDE;
     let counted = u32::reinterpret(f32::cast_from(magnitude) * f32::new(COUNT));
-    select(magnitude >= NORMAL, x + LIFT, (x & SIGN) | counted)
+    select(magnitude >= NORMAL, x + SCALE_BITS, (x & SIGN) | counted)
 }
 
 /// Returns the bits of `2^-64 x`, if `x` is a multiple of 2^-85.
 #[cube]
-fn lowered(x: u32) -> u32 {
+fn scale_down(x: u32) -> u32 {
     let magnitude = x & MAGNITUDE;
-    let count = u32::cast_from(f32::reinterpret(u32::min(magnitude, NORMAL + LIFT)) * f32::new(1.0 / COUNT));
-    select(magnitude >= NORMAL + LIFT, x - LIFT, (x & SIGN) | count)
+    let count =
+        u32::cast_from(f32::reinterpret(u32::min(magnitude, NORMAL + SCALE_BITS)) * f32::new(1.0 / COUNT));
+    select(magnitude >= NORMAL + SCALE_BITS, x - SCALE_BITS, (x & SIGN) | count)
 }
 
 /// Returns the bits of `a + b`.
@@ -47,7 +48,7 @@ pub(super) fn sum(a: u32, b: u32) -> u32 {
     let small = u32::max(a & MAGNITUDE, b & MAGNITUDE) < SMALL;
     let mut bits = u32::reinterpret(f32::reinterpret(a) + f32::reinterpret(b));
     if small {
-        bits = lowered(u32::reinterpret(f32::reinterpret(lifted(a)) + f32::reinterpret(lifted(b))));
+        bits = scale_down(u32::reinterpret(f32::reinterpret(scale_up(a)) + f32::reinterpret(scale_up(b))));
     }
     bits
 }
@@ -130,5 +131,5 @@ pub(super) fn root(x: u32) -> u32 {
     }
     let up = u32::cast_from(rest != 0) & digits & 1;
     // Biased half of the exponent, minus the leading unit that the digits contain.
-    ((digits + up) >> 1) + 0x3f00_0000 + (((exponent + 1) / 2) << 23) - LIFT
+    ((digits + up) >> 1) + 0x3f00_0000 + (((exponent + 1) / 2) << 23) - SCALE_BITS
 }

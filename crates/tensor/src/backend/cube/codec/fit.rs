@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::exact::{INFINITE, LIFT, MAGNITUDE, SMALL, lifted, quotient, root, rounded};
+use super::exact::{INFINITE, MAGNITUDE, SCALE_BITS, SMALL, quotient, root, rounded, scale_up};
 use super::{Form, value};
 use crate::Code;
 
@@ -68,9 +68,9 @@ pub(super) fn fit(
             }
             if small {
                 if comptime!(l2) {
-                    down -= LIFT;
+                    down -= SCALE_BITS;
                 } else {
-                    up -= LIFT;
+                    up -= SCALE_BITS;
                 }
             }
             let sum = magnitudes(x, before, start, count, small, down, zero, form, l2, units);
@@ -135,7 +135,7 @@ fn magnitudes(
             let mut lane = 0.0f32;
             while i < end {
                 let bits = value(x, before, start + i, form) & MAGNITUDE;
-                let scaled = f32::reinterpret(select(small, lifted(bits), bits)) * f32::reinterpret(down);
+                let scaled = f32::reinterpret(select(small, scale_up(bits), bits)) * f32::reinterpret(down);
                 if comptime!(l2) {
                     let scaled = rounded(scaled, zero);
                     lane += rounded(scaled * scaled, zero);

@@ -21,7 +21,7 @@ use self::exact::sum;
 use super::operand::Operand;
 use super::{Cube, u32_of};
 use crate::backend::Sum;
-use crate::codec::{BlockCodec, Code, DrawnMask};
+use crate::codec::{BlockCodec, BlockMask, Code};
 use crate::{Result, View, ViewMut};
 
 /// Compile-time arguments of the block kernels.
@@ -229,8 +229,8 @@ impl crate::backend::Codecs for Cube {
         Ok(())
     }
 
-    fn mask(&self, mask: DrawnMask, indices: ViewMut<'_>) -> Result<()> {
-        let DrawnMask { pattern, stride, phase, kept, taken, gap, stream: [key, stream] } = mask;
+    fn mask(&self, mask: BlockMask, indices: ViewMut<'_>) -> Result<()> {
+        let BlockMask { pattern, stride, phase, kept, taken, gap, stream: [key, stream] } = mask;
         let (low, high) = (|x: u64| x as u32, |x: u64| (x >> 32) as u32);
         let stream = select::StreamLaunch::new(low(key), high(key), low(stream), high(stream));
         let indices = self.write(&indices)?;

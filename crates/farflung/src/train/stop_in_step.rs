@@ -11,7 +11,7 @@ use super::job::Job;
 use super::steps::{Clock, Record};
 use super::trainer::{Thoroughness, Trainer};
 use crate::checkpoint::folder;
-use crate::events::{EventLog, What, causes};
+use crate::events::{EventKind, EventLog, causes};
 use crate::peer_counters::PeerCountersLog;
 use crate::step_times::StepTimesLog;
 use crate::{Error, PeerCounters, Result, RunDir};
@@ -23,7 +23,7 @@ const ANSWER: Nanos = Nanos::from_millis(500);
 
 /// What a stopped rank leaves on disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Leftover {
+pub struct StopSummary {
     /// Number of steps done that count on all ranks.
     pub step: u64,
     /// Number of later steps of this replica alone, since replicas last had the same parameters; they are
@@ -37,7 +37,7 @@ pub struct Leftover {
     pub resume: Option<String>,
 }
 
-impl fmt::Display for Leftover {
+impl fmt::Display for StopSummary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { step, dropped, saved, problem, resume } = self;
         if *dropped > 0 {
@@ -60,7 +60,7 @@ impl fmt::Display for Leftover {
 
 /// What a run has on disk, and the resources it has used.
 #[derive(Debug, Default)]
-pub(super) struct Kept {
+pub(super) struct RunProgress {
     /// The newest checkpoint of this rank.
     pub(super) saved: Option<(u64, PathBuf)>,
     /// Whether training has begun.
@@ -75,7 +75,7 @@ pub(super) struct Kept {
     pub(super) peers: PeerCountersLog,
 }
 
-impl Kept {
+impl RunProgress {
     /// Makes the record of a run that begins, or continues, after `step` steps.
     pub(super) fn at(step: u64, run: Option<&RunDir>, totals: Totals, clock: Clock) -> Self {
         let path = run.map(|run| run.path().join(folder(step))).filter(|path| path.exists());
@@ -87,12 +87,12 @@ impl Kept {
 
 /// Handles a failure that was caused by a stop, on this rank or on rank `stopper` in another process: saves the
 /// steps done, and returns the error with what is left on disk. Other failures are returned unchanged.
-pub(super) fn part(
+pub(super) fn handle_stop(
     job: &Job,
     trainer: &mut Trainer,
     run: Option<&RunDir>,
     events: &mut EventLog,
-    mut kept: Kept,
+    mut kept: RunProgress,
     stopper: Option<Rank>,
     error: Error,
 ) -> Error {
@@ -116,7 +116,7 @@ pub(super) fn part(
         match save(job, trainer, run, &mut kept) {
             Ok(Some(path)) => {
                 let step = trainer.steps_done();
-                events.write(step, What::Saved { path: path.display().to_string() });
+                events.write(step, EventKind::Saved { path: path.display().to_string() });
                 kept.saved = Some((step, path));
             }
             Ok(None) => {}
@@ -127,7 +127,7 @@ pub(super) fn part(
     let step = trainer.steps_done();
     // The retreat may also have committed a step that another rank had committed.
     let dropped = reached.saturating_sub(step);
-    let left = Leftover { step, dropped, saved: kept.saved, problem, resume };
+    let left = StopSummary { step, dropped, saved: kept.saved, problem, resume };
     let left = Box::new(left);
     match (stops, by) {
         (Some(signal), _) => Error::StoppedAt { signal, left },
@@ -137,7 +137,7 @@ pub(super) fn part(
 }
 
 /// Saves the newest step that all answering ranks have done. `None` if it is saved already.
-fn save(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &mut Kept) -> Result<Option<PathBuf>> {
+fn save(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &mut RunProgress) -> Result<Option<PathBuf>> {
     let deadline = job.config.deadline;
     let answer = if job.processes > 1 { ANSWER.min(deadline) } else { deadline };
     let missing = trainer.retreat(job, answer)?;
@@ -158,7 +158,7 @@ fn save(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &mut Kept) -> Resu
 }
 
 /// Records a step that the retreat has committed: its row on rank 0, and the resources used up to it.
-fn record_settled(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &mut Kept) -> Result<()> {
+fn record_settled(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &mut RunProgress) -> Result<()> {
     let (Some(done), Some(clock)) = (trainer.take_settled(), kept.clock) else { return Ok(()) };
     let time_s = kept.totals.time_s;
     kept.totals = clock.totals(trainer.comm());
@@ -205,7 +205,7 @@ mod tests {
     #[test]
     fn what_is_left_is_told_in_one_line() {
         let path = PathBuf::from("runs/a/step-00000007");
-        let left = |step, saved: Option<u64>, problem: Option<&str>| Leftover {
+        let left = |step, saved: Option<u64>, problem: Option<&str>| StopSummary {
             step,
             dropped: 0,
             saved: saved.map(|step| (step, path.clone())),
@@ -223,7 +223,7 @@ mod tests {
         );
         assert_eq!(left(0, None, None).to_string(), " before the first step was done");
         assert_eq!(
-            Leftover { dropped: 3, ..left(0, None, None) }.to_string(),
+            StopSummary { dropped: 3, ..left(0, None, None) }.to_string(),
             "; 3 steps since the last average of all replicas are dropped; there is no checkpoint"
         );
     }
