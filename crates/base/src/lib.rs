@@ -10,11 +10,14 @@ pub mod philox;
 pub mod topology;
 pub mod unit;
 
-pub use chain::ChainStep;
+// Used by everybody: ids, units and links.
 pub use id::{PeerId, Rank, StageId};
 pub use name::{Algorithm, Pattern, Precision, UnknownName};
+pub use topology::{AccessLink, Link, ParseLinkError, Topology};
+pub use unit::{Bandwidth, Bytes, Nanos, ParseUnitError};
+
+// For those who write transports, simulators and codecs.
+pub use chain::ChainStep;
 pub use operation::Operation;
 pub use pending::{Pending, PendingOp};
 pub use philox::Philox;
-pub use topology::{AccessLink, Link, ParseLinkError, Topology};
-pub use unit::{Bandwidth, Bytes, Nanos, ParseUnitError};

@@ -11,8 +11,8 @@ use crate::{Bandwidth, Bytes, Nanos, Rank, Topology};
 /// come, first served, at its own rate. The last byte arrives when it has passed the slowest of them.
 ///
 /// For one transfer, call [`Network::depart`], [`Network::cross`], [`Network::enter`] (needed only if
-/// [`Network::has_region_links`]) and [`Network::land`], in this order. Calls of each method must be ordered by time
-/// over all transfers.
+/// [`Network::has_region_links`]) and [`Network::land`], in this order. Calls of each method must be ordered by
+/// time over all transfers.
 #[derive(Debug, Clone)]
 pub struct Network {
     topology: Topology,

@@ -99,8 +99,8 @@ impl FromStr for Link {
     }
 }
 
-/// The links of a whole job: one [`Link`] per ordered pair of ranks, one [`AccessLink`] per rank, and one more per
-/// region whose ranks share a line.
+/// The links of a whole job: one [`Link`] per ordered pair of ranks, one [`AccessLink`] per rank, and one more
+/// per region whose ranks share a line.
 ///
 /// A transfer from `i` to `j` runs at the minimum of the pair's bandwidth, `i`'s free uplink and `j`'s free
 /// downlink. If it leaves `i`'s region it also shares that region's uplink; if it enters `j`'s region it also

@@ -55,43 +55,52 @@ mod service;
 // Values are sent as the bytes that they have in memory.
 const _: () = assert!(cfg!(target_endian = "little"), "farflung-comm needs a little-endian machine");
 
+// Used by everybody: communicators, their operations and their errors.
 pub use algorithm::{AllReduce, regions};
+pub use cancel::Cancel;
+pub use coded::{Coded, CodedAllReduce, CodedBuffer, CodedSlice, CodedValues, Coder};
+pub use communicator::{Communicator, Counter, WaitMode, shift_one};
+pub use element::{Element, Located, ReduceOp};
+pub use error::{CoderError, CommError, DownReason, Refusal, WireError};
+pub use farflung_base::Algorithm;
+pub use message::MAX_MESSAGE;
+pub use path::PathStats;
+pub use reduction::{Reduction, UserOp};
+pub use transport::{PeerEvent, Stats, Traffic, Transport};
+
+/// 16-bit float types that implement [`Element`].
+pub use half::{bf16, f16};
+
+// For algorithms as data: lists of steps that are printed, priced, compared, or written by hand.
 pub use all_to_all::{bruck_all_to_all, direct_all_to_all, pairwise_all_to_all};
 pub use butterfly::{
     butterfly, direct, direct_all_gather, direct_gather, direct_reduce_scatter, direct_scatter, shares,
 };
-pub use cancel::Cancel;
-pub use coded::{
-    Coded, CodedAllReduce, CodedBuffer, CodedSlice, CodedValues, Coder, coded_all_gather, coded_exchange,
-    coded_exchange_of, coded_ring, two_level,
-};
-pub use communicator::{Communicator, Counter, WaitMode, shift_one};
-pub use control::{BoundedVec, Control, SharedMemoryMessage};
+pub use coded::{coded_all_gather, coded_exchange, coded_exchange_of, coded_ring, two_level};
 pub use cost::{cost, cost_coded, message_operation, operation, operation_coded};
 pub use doubling::{halving_doubling, recursive_doubling};
-pub use element::{Element, Located, ReduceOp};
-pub use endpoint::{Driver, Endpoint, Wake};
-pub use error::{CoderError, CommError, DownReason, Refusal, WireError};
-pub use farflung_base::Algorithm;
-pub use frame::{Frame, Pool};
 pub use grouped::{hierarchical, moshpit, square};
-pub use inbox::{BlockedFor, Inbox, WINDOW};
-pub use message::MAX_MESSAGE;
 pub use ordered::{
     ordered_direct, ordered_direct_reduce, ordered_reduce_scatter, ordered_tree, ordered_tree_all_reduce,
     ordered_tree_reduce,
 };
-pub use path::PathStats;
-pub use reduction::{Reduction, UserOp};
 pub use ring::{bidirectional_ring, pipelined_ring, ring, ring_all_gather, ring_reduce_scatter};
 pub use scan::{chain_exclusive_scan, chain_scan, doubling_exclusive_scan, doubling_scan};
-pub use service::{Answer, Question, Service, ServiceTags};
-pub use sizes::{FRAME_BYTES, HEADER_BYTES};
-pub use started::Started;
 pub use steps::{Code, CodedMessage, Coding, Merge, Phase, Program, Step};
-pub use transport::{Channel, MPI_IS_FIXED, PeerEvent, Port, Source, Stats, Tag, Task, Traffic, Transport};
 pub use tree::{binomial_broadcast, binomial_reduce, chain_broadcast, dissemination_barrier, double_tree};
-pub use wire::{Message, Parsed, VERSION, parse};
 
-/// 16-bit float types that implement [`Element`].
-pub use half::{bf16, f16};
+// For a transport of your own: implement `Driver`, and make an `Endpoint` of it. `examples/transport` shows it.
+pub use endpoint::{Driver, Endpoint, Wake};
+pub use frame::{Frame, Pool};
+pub use inbox::{BlockedFor, Inbox, WINDOW};
+pub use sizes::{FRAME_BYTES, HEADER_BYTES};
+pub use transport::{Channel, MPI_IS_FIXED, Source, Tag};
+
+// For an operation of your own: a `Task` is polled with a `Port`.
+pub use service::{Answer, Question, Service, ServiceTags};
+pub use started::Started;
+pub use transport::{Port, Task};
+
+// For tools that read or write the bytes of the wire.
+pub use control::{BoundedVec, Control, SharedMemoryMessage};
+pub use wire::{Message, Parsed, VERSION, parse};

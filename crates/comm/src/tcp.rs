@@ -5,8 +5,8 @@
 //! a peer has gone.
 //!
 //! Memory is bounded: a sender stops after [`WINDOW`] frames of a tag that the receiver has not taken, and a
-//! peer with more than [`MAX_UNREAD_BYTES`] unread bytes is not read any more. This module is independent of the
-//! collectives.
+//! peer with more than [`MAX_UNREAD_BYTES`] unread bytes is not read any more. This module is independent of
+//! the collectives.
 
 mod door;
 mod gate;

@@ -27,8 +27,8 @@ const EDGE: i32 = (127 + 126) << 23;
 
 /// The arithmetic of one method: what a block's header holds, and how an element becomes a code.
 ///
-/// All functions are part of kernels and must be `#[inline(always)]`; `encode`, `decode` and `is_invalid` must be
-/// branch-free, so that the loops are vectorized. If a method has a header, a block whose header is all zero
+/// All functions are part of kernels and must be `#[inline(always)]`; `encode`, `decode` and `is_invalid` must
+/// be branch-free, so that the loops are vectorized. If a method has a header, a block whose header is all zero
 /// bytes holds only zeros; the encoder writes it when the largest magnitude is too small.
 pub trait Quantizer<const BITS: u32>: Copy + std::fmt::Debug + Send + Sync {
     /// Number of the codec in the wire format.

@@ -48,13 +48,20 @@ mod staging;
 mod threads;
 mod values;
 
+// Used by everybody: a codec by name, its payloads, and their errors.
 pub use average::AverageSpec;
+pub use compressor::{Compressor, Memoryless};
+pub use error::CompressError;
+pub use protocol::{MatrixShape, PowerSgd, Protocol, ProtocolSpec};
+pub use round_key::RoundKey;
+pub use spec::{CodecSpec, names, parse};
+pub use state::{State, StateMap, StateValue};
+
+// The codecs as types, for those who combine them without a name.
 pub use bf16::Bf16;
 pub use chunked::{Chunked, Chunks};
 pub use codebook::Codebook;
-pub use compressor::{Compressor, Memoryless};
 pub use dct::Dct;
-pub use error::CompressError;
 pub use error_feedback::ErrorFeedback;
 pub use f16::F16;
 pub use f32::F32;
@@ -63,13 +70,11 @@ pub use lossless::{Lossless, Packing};
 pub use min_max::MinMaxUint8;
 pub use minifloat::{E3M0, E4M3, E5M2};
 pub use momentum_correction::MomentumCorrection;
-pub use mutate::mutate;
 pub use natural::Natural;
-pub use protocol::{MatrixShape, PowerSgd, Protocol, ProtocolSpec};
-pub use round_key::RoundKey;
 pub use sign::Sign;
 pub use sparse::{Amount, IndexCoding, Mask, Masked, Pattern, Select, Sparse};
-pub use spec::{CodecSpec, names, parse};
-pub use state::{State, StateMap, StateValue};
 pub use uint::{Uint2, Uint3, Uint4, Uint8};
+
+// For a codec of your own, and for tests of one: the payload's header, and damaged payloads.
+pub use mutate::mutate;
 pub use wire::{CodecId, Payload, PayloadRef};

@@ -31,25 +31,31 @@ pub mod transports;
 #[cfg(feature = "watch")]
 pub mod watch;
 
-pub use access::{AccessArgs, Home};
-pub use checkpoint::{Checkpoint, CheckpointWriter, Packing};
+// Used by everybody: settings, a run and its errors. `train::run` trains.
 pub use config::flags::TrainFlags;
 pub use config::{TrainArgs, TrainConfig};
 pub use error::{Error, Result};
-pub use events::{Event, EventKind};
-pub use launch::Launch;
-pub use launch_env::LaunchEnv;
-pub use metrics::{MetricsWriter, StepMetrics};
 pub use model_name::model_name;
-pub use notice::NoticeArgs;
-pub use observe::ObserveArgs;
+pub use signals::{Signal, Stop};
+
+// For those who read a run's folder.
+pub use checkpoint::{Checkpoint, CheckpointWriter, Packing};
+pub use events::{Event, EventKind};
+pub use metrics::{MetricsWriter, StepMetrics};
 pub use peer_counters::{PathCounters, PeerCounters};
 pub use plot::loss_curve_svg;
-pub use progress::{Progress, Show};
 pub use run_dir::{Existing, RunDir};
-pub use signals::{Signal, Stop};
 pub use step_times::StepTimes;
 
+// For a command line or launcher of your own.
+pub use access::{AccessArgs, Home};
+pub use launch::Launch;
+pub use launch_env::LaunchEnv;
+pub use notice::NoticeArgs;
+pub use observe::ObserveArgs;
+pub use progress::{Progress, Show};
+
+// The crates below this one.
 pub use farflung_base as base;
 pub use farflung_comm as comm;
 pub use farflung_compress as compress;

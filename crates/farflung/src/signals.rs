@@ -2,9 +2,9 @@
 //! that wait for other ranks, which tells those ranks, and then ends the process at once.
 //!
 //! The training loop polls [`Stop::requested`] between steps, so that a step may still end normally after a
-//! signal. After [`DROP_STEP_AFTER`] the step is dropped if it is still computing; after [`ABANDON`] it is dropped also
-//! if it waits for other ranks. A run that is still loading has nothing to save and ends at once. This module
-//! does not depend on what is saved.
+//! signal. After [`DROP_STEP_AFTER`] the step is dropped if it is still computing; after [`ABANDON`] it is
+//! dropped also if it waits for other ranks. A run that is still loading has nothing to save and ends at once.
+//! This module does not depend on what is saved.
 
 use std::fmt;
 use std::path::Path;
@@ -79,8 +79,8 @@ const PARTING: Duration = Duration::from_millis(300);
 pub const DROP_STEP_AFTER: Duration = Duration::from_millis(400);
 
 /// Time after a signal for which a rank that has done its part of a step waits for the others. It is well above
-/// [`DROP_STEP_AFTER`], so that the ranks that have nearly finished a step still receive it after another rank has
-/// committed it.
+/// [`DROP_STEP_AFTER`], so that the ranks that have nearly finished a step still receive it after another rank
+/// has committed it.
 pub const ABANDON: Duration = Duration::from_millis(800);
 
 /// Time that a process that is still loading has to end by itself.
@@ -120,9 +120,9 @@ pub struct Stop {
 
 impl Stop {
     /// Catches SIGINT, SIGTERM and SIGHUP for the rest of the process's life. The first signal requests a stop
-    /// (see the module). The second one cancels the calls that are [tied](Stop::with_stop) to this handle and ends
-    /// the process a moment later. A SIGHUP that is ignored when the process starts, as under `nohup`, stays
-    /// ignored.
+    /// (see the module). The second one cancels the calls that are [tied](Stop::with_stop) to this handle and
+    /// ends the process a moment later. A SIGHUP that is ignored when the process starts, as under `nohup`,
+    /// stays ignored.
     ///
     /// Errors: [`Error::Io`] if the system refuses the handlers.
     pub fn install() -> Result<Self> {
@@ -236,8 +236,8 @@ impl Stop {
         comm.with_cancel(&self.abandon)
     }
 
-    /// As [`Stop::with_stop`], but [`Stop::hurry`] also cancels its calls: for messages without which no rank can do
-    /// the step.
+    /// As [`Stop::with_stop`], but [`Stop::hurry`] also cancels its calls: for messages without which no rank
+    /// can do the step.
     pub(crate) fn tie_messages(&self, comm: Communicator) -> Communicator {
         self.tied.store(true, Ordering::Relaxed);
         comm.with_cancel(&self.hurry)

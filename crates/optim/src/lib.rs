@@ -23,13 +23,9 @@ pub mod device_codec;
 #[cfg(feature = "sync")]
 pub mod sync;
 
-#[cfg(feature = "sync")]
-pub use average::{
-    Average, AverageConfig, Averaged, Averaging, Coding, MakeCompressor, MakeProtocol, agree, token_weight,
-};
-pub use chain::{Chain, ChainBuilder, GatheredUpdate, Prepared};
+// Used by everybody: an optimizer by name, its schedules, groups and errors.
+pub use chain::{Chain, ChainBuilder, Prepared};
 pub use error::OptimError;
-pub use finite::all_finite;
 pub use group::{GroupError, GroupRule, Groups, ParamGroup};
 pub use local::{
     AdamW, Lookahead, OnebitAdam, Sgd, adamw, onebit_adam, onebit_lamb, qadam, sgd, zero_one_adam,
@@ -37,7 +33,17 @@ pub use local::{
 pub use lr_schedule::{Decay, LrSchedule};
 pub use norm::{global_norm, sum_of_squares};
 pub use outer::{OuterOptimizer, diloco_outer};
-pub use per_tensor::{PerTensor, Tensors};
 pub use scaling::LossScale;
+
+// For averages over ranks (feature `sync`): the method of synchronisation is in `sync`.
+#[cfg(feature = "sync")]
+pub use average::{
+    Average, AverageConfig, Averaged, Averaging, Coding, MakeCompressor, MakeProtocol, agree, token_weight,
+};
+
+// For a transform of your own, and a trainer of your own.
+pub use chain::GatheredUpdate;
+pub use finite::all_finite;
+pub use per_tensor::{PerTensor, Tensors};
 pub use transform::Transform;
 pub use weigh::weigh;

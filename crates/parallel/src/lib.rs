@@ -23,17 +23,20 @@ pub mod swarm;
 pub mod timeline;
 pub mod what_if;
 
-pub use average::{AveragePrice, all_reduce_bytes};
+// Used by everybody: machines, a model, and the plan for them.
 pub use cluster::{Between, Cluster, Machine, Power, Price, Region, Speed, TensorEfficiency};
 pub use error::ParallelError;
 pub use farflung_base::{Algorithm, Precision};
-pub use mesh::{Axis, Mesh};
 pub use model::{Limits, ModelShape};
 pub use plan::{
     BoundaryCodecs, Level, LocalSteps, Part, Pipeline, Plan, PlannedModel, Recompute, ScheduleSource,
 };
 pub use planner::{Candidate, Planned, StepTime, plan};
+pub use what_if::{Answer, ComparisonRow, WhatIf};
+
+// For those who price and simulate: averages, replicas, meshes, timelines. Schedules are in `pipeline`.
+pub use average::{AveragePrice, all_reduce_bytes};
+pub use mesh::{Axis, Mesh};
 pub use replicas::{Codec, Overlap, Replicas, Sync};
 pub use simulate::{Cost, RankCost, simulate_replicas};
 pub use timeline::{Kind, Lane, Span, Timeline};
-pub use what_if::{Answer, ComparisonRow, WhatIf};

@@ -63,7 +63,8 @@ impl Script {
     ///     operations: vec![kilobytes(10), kilobytes(10)],
     ///     ranks: vec![
     ///         vec![compute(5), ScriptOp::Begin(0), compute(5), ScriptOp::Begin(1)],
-    ///         vec![ScriptOp::Begin(0), ScriptOp::Begin(1), ScriptOp::Await(0), compute(3), ScriptOp::Await(1)],
+    ///         [0, 1].map(ScriptOp::Begin).into_iter()
+    ///             .chain([ScriptOp::Await(0), compute(3), ScriptOp::Await(1)]).collect(),
     ///     ],
     /// };
     /// let played = script.play(&Topology::uniform(2, link))?;

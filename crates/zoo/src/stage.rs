@@ -380,8 +380,8 @@ impl Stage {
         Ok(Some(dx))
     }
 
-    /// Recomputes the values that [`Saved::drop_activations`] dropped. `input` must be the input of the forward pass. The
-    /// values are bit-identical.
+    /// Recomputes the values that [`Saved::drop_activations`] dropped. `input` must be the input of the forward
+    /// pass. The values are bit-identical.
     pub fn recompute(&self, params: &Tensor, input: Input, saved: &mut Saved) -> Result<(), ZooError> {
         self.recompute_by(params, input, saved, |cx, i, x| Ok(self.blocks[i].forward(cx, x)?))
     }

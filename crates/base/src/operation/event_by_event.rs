@@ -88,8 +88,8 @@ impl<'a> EventByEvent<'a> {
         }
     }
 
-    /// Begins a rank's part of an operation at `at`, once. `at` must not be before the end that `next_completion`
-    /// returned last.
+    /// Begins a rank's part of an operation at `at`, once. `at` must not be before the end that
+    /// `next_completion` returned last.
     pub(super) fn begin(&mut self, operation: usize, rank: Rank, at: Nanos) {
         let side = &self.operations[operation].sides[&rank];
         let cursors = vec![Cursor { clock: at, ..Cursor::default() }; side.lanes.len()];

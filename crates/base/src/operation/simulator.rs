@@ -160,9 +160,9 @@ struct Route {
 /// Simulates operations in virtual time on one network.
 ///
 /// Each rank begins its part of an operation at its own time ([`NetworkSimulator::begin`]).
-/// [`NetworkSimulator::next_completion`] returns the ends in the order in which they become known; a caller may begin
-/// further parts in response, at or after the time of that end. On each lane, a rank must receive the messages
-/// of each sender in the order in which they are sent.
+/// [`NetworkSimulator::next_completion`] returns the ends in the order in which they become known; a caller may
+/// begin further parts in response, at or after the time of that end. On each lane, a rank must receive the
+/// messages of each sender in the order in which they are sent.
 #[derive(Debug)]
 pub struct NetworkSimulator<'a> {
     network: Network,

@@ -351,16 +351,16 @@ impl MemberList {
         &self.members
     }
 
-    /// Sets whether members on this machine are reached through shared memory. [`MemberList::welcome`] may decide
-    /// it.
+    /// Sets whether members on this machine are reached through shared memory. [`MemberList::welcome`] may
+    /// decide it.
     #[must_use]
     pub fn with_shared_memory(mut self, shared_memory: SharedMemory) -> Self {
         self.config.shared_memory = shared_memory;
         self
     }
 
-    /// Listens, and connects to all members. A member that does not answer is skipped; [`GrowingNetwork::connected`]
-    /// returns those that were reached.
+    /// Listens, and connects to all members. A member that does not answer is skipped;
+    /// [`GrowingNetwork::connected`] returns those that were reached.
     ///
     /// # Errors
     /// If it cannot listen, if a member refuses it, or if there are members and none was reached.

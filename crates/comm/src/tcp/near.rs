@@ -1,7 +1,7 @@
 //! How a link between two processes of one machine moves to shared memory while it is in use. All messages
-//! about it are sent over the link itself, which keeps the order: frames sent before [`SharedMemoryMessage::Mapped`] arrive on
-//! the socket, frames sent after it in shared memory. The socket stays open, because its end shows that the
-//! peer has gone.
+//! about it are sent over the link itself, which keeps the order: frames sent before
+//! [`SharedMemoryMessage::Mapped`] arrive on the socket, frames sent after it in shared memory. The socket
+//! stays open, because its end shows that the peer has gone.
 
 use std::collections::VecDeque;
 use std::os::unix::net::UnixStream;

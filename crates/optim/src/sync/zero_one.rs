@@ -30,9 +30,9 @@ pub const ZERO_ONE: SyncMethod = SyncMethod {
     build: |s| Ok(Box::new(ZeroOne::new(s)?)),
 };
 
-/// Synchronises replicas whose optimizer is [`zero_one_adam`](crate::zero_one_adam), by its [`SyncSchedule`]. Before
-/// `freeze`, the gradients of each step are averaged, as f32 where the variance changes and through the codec
-/// elsewhere. After it, replicas average through the codec what their local steps accumulated.
+/// Synchronises replicas whose optimizer is [`zero_one_adam`](crate::zero_one_adam), by its [`SyncSchedule`].
+/// Before `freeze`, the gradients of each step are averaged, as f32 where the variance changes and through the
+/// codec elsewhere. After it, replicas average through the codec what their local steps accumulated.
 ///
 /// The codec's residuals are reset at `freeze`, because the averaged values have another scale from then on.
 /// Each mean is weighted.

@@ -92,9 +92,9 @@ pub struct ZeroOneAdam {
 }
 
 /// Rescales gradients as 0/1 Adam does: `m / (sqrt(v) + eps)`, without bias correction. `v` changes only in the
-/// steps of [`SyncSchedule::varies`]. From `freeze` on, each replica accumulates `u = sum of lr m` over its local
-/// steps. When replicas synchronise, they average `u` and set `m = u / sum of lr` and
-/// `p = a - u / (sqrt(v) + eps)`, where `a` is `p` at the previous synchronisation.
+/// steps of [`SyncSchedule::varies`]. From `freeze` on, each replica accumulates `u = sum of lr m` over its
+/// local steps. When replicas synchronise, they average `u` and set `m = u / sum of lr` and `p = a - u /
+/// (sqrt(v) + eps)`, where `a` is `p` at the previous synchronisation.
 ///
 /// Source: Lu et al. 2022, "0/1 Adam", Alg. 1, in the order of `DeepSpeed`'s `zoadam.py`: before `freeze`,
 /// gradients are averaged before the step. Differs:

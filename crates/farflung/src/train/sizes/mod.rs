@@ -164,7 +164,8 @@ impl Case {
         self.launched.as_ref().map_or(0..config.workers, |launched| launched.rank..launched.rank + 1)
     }
 
-    /// Estimates the memory of these ranks. `config` may differ from the original in the settings of [`AdjustableSetting`].
+    /// Estimates the memory of these ranks. `config` may differ from the original in the settings of
+    /// [`AdjustableSetting`].
     fn need(&self, config: &TrainConfig, model: GptConfig, ranks: Range<usize>) -> Need {
         let whole = [held::whole(config, &model)];
         let world = self.launched.as_ref().map_or(config.workers, |launched| launched.world);

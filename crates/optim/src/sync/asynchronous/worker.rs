@@ -96,12 +96,14 @@ pub struct Asynchronous {
     last: bool,
     /// States of the servers, as of the last [`wait_in_flight`](Synchroniser::wait_in_flight).
     remembered: Vec<(ServerState, Tensor)>,
-    /// Vectors of this worker's [`ServerHandle`]s, as of the last [`wait_in_flight`](Synchroniser::wait_in_flight).
+    /// Vectors of this worker's [`ServerHandle`]s, as of the last
+    /// [`wait_in_flight`](Synchroniser::wait_in_flight).
     own: Vec<(&'static str, Tensor)>,
-    /// What codecs lost of this worker's changes, as of the last [`wait_in_flight`](Synchroniser::wait_in_flight); `None`
-    /// without codecs.
+    /// What codecs lost of this worker's changes, as of the last
+    /// [`wait_in_flight`](Synchroniser::wait_in_flight); `None` without codecs.
     residual: Option<Tensor>,
-    /// Whether an answer was waiting to be applied at the last [`wait_in_flight`](Synchroniser::wait_in_flight).
+    /// Whether an answer was waiting to be applied at the last
+    /// [`wait_in_flight`](Synchroniser::wait_in_flight).
     answered: bool,
     /// Number of changes of all workers, as of the last synchronisation.
     pushes: u64,
