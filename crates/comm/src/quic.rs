@@ -11,8 +11,8 @@
 //! taken.
 
 mod address;
-mod door;
-mod line;
+mod acceptor;
+mod handshake_stream;
 mod meet;
 mod pacer;
 mod peer;

@@ -8,12 +8,12 @@
 //! peer with more than [`MAX_UNREAD_BYTES`] unread bytes is not read any more. This module is independent of
 //! the collectives.
 
-mod door;
-mod gate;
+mod acceptor;
+mod growing_network;
 mod kernel;
 mod link;
 mod links;
-mod near;
+mod shared_memory;
 mod pace;
 mod rendezvous;
 mod store;
@@ -36,12 +36,12 @@ pub use crate::rate::{Pace, SLOWEST};
 use crate::shared::RingWaker;
 use crate::transport::{Tag, Transport};
 use crate::{CommError, Frame, PathStats, Pool};
-pub use gate::{Connected, GateConfig, GrowingNetwork, MemberList};
+pub use growing_network::{Connected, GateConfig, GrowingNetwork, MemberList};
 use link::Link;
 use links::Links;
-pub use near::SharedMemory;
 use pace::Pacer;
 pub use rendezvous::Config;
+pub use shared_memory::SharedMemory;
 pub use store::{STORE_BYTES, Store, StoreHost, VALUE_BYTES};
 use stream::Stream;
 

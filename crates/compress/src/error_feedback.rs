@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::memory::TwoPhaseBuffer;
+use crate::two_phase_buffer::TwoPhaseBuffer;
 use crate::{CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey, State, StateMap};
 
 /// A codec with error feedback: `v = x + e; send C(v); e = v - D(C(v))`. The sum of all decoded vectors equals

@@ -37,7 +37,7 @@ mod low_rank;
 mod magnitude;
 #[cfg(test)]
 mod means;
-mod memory;
+mod two_phase_buffer;
 mod noise;
 mod norm;
 mod pack;

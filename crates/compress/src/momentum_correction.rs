@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::compressor::{LARGE, first_non_finite};
 use crate::magnitude::{INFINITE, magnitude};
-use crate::memory::TwoPhaseBuffer;
+use crate::two_phase_buffer::TwoPhaseBuffer;
 use crate::{CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey, State, StateMap};
 
 /// Deep Gradient Compression's memory around a selection `C`: `u = m u + x; v += u; send C(v)`. For each

@@ -5,22 +5,22 @@ mod amount;
 mod bits;
 mod index;
 mod mask;
-mod places;
+mod sparse_indices;
 mod select;
 
 pub use amount::Amount;
 pub use index::IndexCoding;
 pub use mask::{Mask, Masked, Pattern, RoundMask};
-pub use places::SparseIndices;
 pub use select::Select;
+pub use sparse_indices::SparseIndices;
 
 use crate::compressor::{Memoryless, add, check_lost};
 use crate::simd::{Level, NonTemporalStores};
 use crate::wire::CodecId;
 use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
 use index::Coding;
-use places::{MISSING_INDICES, PREFIX, UNORDERED};
 use select::{Chosen, Finder};
+use sparse_indices::{MISSING_INDICES, PREFIX, UNORDERED};
 
 /// Sends the selected elements of a vector: their indices in the smallest coding, and their values encoded by
 /// the codec `C`.

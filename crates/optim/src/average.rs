@@ -7,8 +7,8 @@ mod coder;
 mod coding;
 mod config;
 mod density;
-mod rounds;
-mod way;
+mod bucket_protocols;
+mod bucket_reduction;
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
@@ -21,10 +21,10 @@ use farflung_tensor::{Device, ParamLayout, Shape, Tensor, TensorError};
 
 use crate::OptimError;
 use bucket::{Bucket, Fetch, Slot};
+use bucket_protocols::BucketProtocols;
+use bucket_reduction::{BucketReduction, PendingBucket, ReductionStep};
 use coder::Codecs;
 use density::DensityWarmup;
-use rounds::BucketProtocols;
-use way::{BucketReduction, PendingBucket, ReductionStep};
 
 pub use coding::{Coding, MakeCompressor, MakeProtocol};
 pub use config::AverageConfig;

@@ -3,7 +3,7 @@
 pub mod average;
 pub mod churn;
 pub mod cluster;
-mod draw;
+mod seeded_rng;
 pub mod error;
 pub mod membership;
 pub mod memory;

@@ -12,9 +12,9 @@ use farflung_base::Rank;
 use iroh_relay::tls::CaTlsConfig;
 
 use super::Config;
+use super::acceptor::{Acceptor, AuthenticatedConnection, UNPROVEN};
 use super::address::{PeerAddresses, relay, relay_map};
-use super::door::{Acceptor, AuthenticatedConnection, UNPROVEN};
-use super::line::{HandshakeStream, control};
+use super::handshake_stream::{HandshakeStream, control};
 use super::peer::{STREAM_WINDOW, STREAMS, WINDOW_OF_ALL};
 use crate::CommError;
 use crate::control::{Control, Listed};

@@ -13,8 +13,8 @@ use farflung_base::{Bytes, Nanos, PeerId};
 
 use super::MAX_UNREAD_BYTES;
 use super::kernel;
-use super::near::{Negotiation, SharedMemorySender};
 use super::pace::Pacer;
+use super::shared_memory::{Negotiation, SharedMemorySender};
 use super::stream::{Stream, session_error};
 use crate::control::Control;
 use crate::credit::Counts;

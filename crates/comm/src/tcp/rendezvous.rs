@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use farflung_base::Rank;
 
-use super::door::{Acceptor, AuthenticatedConnection};
-use super::near::SharedMemory;
+use super::acceptor::{Acceptor, AuthenticatedConnection};
+use super::shared_memory::SharedMemory;
 use super::stream::Stream;
 use crate::control::{BoundedVec, Control};
 use crate::error::Refusal;

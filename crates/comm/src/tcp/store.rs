@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use farflung_base::Rank;
 
-use super::door::{Acceptor, AuthenticatedConnection};
+use super::acceptor::{Acceptor, AuthenticatedConnection};
 use super::rendezvous::{connect, hung_up, resolve};
 use super::stream::Stream;
 use crate::control::{BoundedVec, Control};

@@ -190,7 +190,7 @@ impl<D: VectorDevice> Stream<D> {
             Place::Device { feedback, .. } => feedback,
         };
         let Some(feedback) = feedback else { return Ok(()) };
-        let residual = crate::memory::TwoPhaseBuffer::load(residual_name(prefix), from)?;
+        let residual = crate::two_phase_buffer::TwoPhaseBuffer::load(residual_name(prefix), from)?;
         let committed = if residual.is_empty() { None } else { Some(self.device.upload(&residual)?) };
         *feedback = Feedback { share: feedback.share, committed, latest: None, spare: None };
         Ok(())

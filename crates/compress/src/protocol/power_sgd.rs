@@ -9,8 +9,8 @@ use super::{Protocol, Row};
 use crate::compressor::first_non_finite;
 use crate::low_rank::{Expand, Product, Project, ProjectBack, dot};
 use crate::magnitude::{INFINITE, magnitude};
-use crate::memory::TwoPhaseBuffer;
 use crate::simd::Level;
+use crate::two_phase_buffer::TwoPhaseBuffer;
 use crate::{CompressError, State, StateMap, StateValue};
 
 pub(super) const ROW: Row = Row {

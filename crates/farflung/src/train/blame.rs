@@ -4,7 +4,7 @@
 use farflung_base::{PeerId, Rank};
 use farflung_comm::{CommError, Communicator, DownReason, PeerEvent};
 
-use super::hearing::{self, ExitListener, ExitNotice, ReceivedNotice};
+use super::exit_listener::{self, ExitListener, ExitNotice, ReceivedNotice};
 use crate::Error;
 use crate::events::causes;
 
@@ -54,7 +54,7 @@ pub(super) fn settle(comm: &Communicator, hearing: &ExitListener, error: Error) 
         return error;
     }
     if !error.is_interruption() {
-        hearing::tell(comm, &ExitNotice::Failed { code: error.exit_code(), text: causes(&error) });
+        exit_listener::tell(comm, &ExitNotice::Failed { code: error.exit_code(), text: causes(&error) });
         return error;
     }
     let evidence = evidence(&error);
@@ -86,7 +86,7 @@ pub(super) fn settle(comm: &Communicator, hearing: &ExitListener, error: Error) 
         }
         error => {
             if let Error::PeerLost { peer, .. } = &error {
-                hearing::tell(comm, &ExitNotice::Lost { culprit: Rank(peer.0), text: causes(&error) });
+                exit_listener::tell(comm, &ExitNotice::Lost { culprit: Rank(peer.0), text: causes(&error) });
             }
             error
         }

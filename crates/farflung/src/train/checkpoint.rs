@@ -26,11 +26,11 @@ use farflung_parallel::membership::Place;
 use farflung_zoo::weights::{Dtype, TensorData, TensorView, config_text, write_tensors_to};
 use serde::{Deserialize, Serialize};
 
+use super::all_succeed::all_succeed;
 use super::job::{Base, Job};
 use super::meet::model_facts;
 pub(in crate::train) use super::named::Named;
 use super::planned;
-use super::together::all_succeed;
 use super::trainer::Trainer;
 use crate::config::shared::Fact;
 use crate::{Error, Packing, Result, RunDir, run_dir};

@@ -22,7 +22,7 @@ mod fingerprint;
 mod finished;
 mod fit;
 mod fleet;
-mod hearing;
+mod exit_listener;
 mod job;
 mod links;
 mod meet;
@@ -46,7 +46,7 @@ mod sizes;
 mod spent;
 mod steps;
 mod tied;
-mod together;
+mod all_succeed;
 mod trainer;
 pub mod tune;
 

@@ -3,14 +3,15 @@
 use farflung_base::Link;
 use farflung_comm::{Communicator, Stats};
 
+use super::all_succeed::all_succeed;
 use super::blame;
 pub use super::callbacks::{Quiet, RunObserver};
 use super::checkpoint::{self, Resumed, Totals};
 use super::claim::Claim;
 use super::deadline;
 use super::elastic;
+use super::exit_listener::{ExitListener, ExitNotice};
 use super::finished::{self, Left};
-use super::hearing::{ExitListener, ExitNotice};
 use super::job::Job;
 use super::links::{self, Seat, seats};
 use super::meet::{same_job, same_settings};
@@ -20,7 +21,6 @@ use super::report::{Report, sample};
 use super::sizes;
 use super::steps::{Clock, Last, Record, Steps, evaluated};
 use super::stop_in_step::{self, RunProgress};
-use super::together::all_succeed;
 use super::trainer::{Thoroughness, Trainer, hash};
 use super::tune::tune;
 use crate::config::choice::Resume;

@@ -6,8 +6,8 @@ use farflung_base::Algorithm;
 use farflung_tensor::ParamLayout;
 
 use super::bucket::{Bucket, Slot, cut};
+use super::bucket_protocols::BucketProtocols;
 use super::coding::Coding;
-use super::rounds::BucketProtocols;
 
 /// Configuration of averages.
 #[derive(Debug, Clone)]

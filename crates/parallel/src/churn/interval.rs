@@ -1,6 +1,6 @@
 //! Time between checkpoints: Young's and Daly's intervals, and the work that a run gets done at any interval.
 
-use crate::draw::SeededRng;
+use crate::seeded_rng::SeededRng;
 
 /// Returns Young's interval: the working time between two checkpoints, in seconds, that loses least, to first
 /// order.

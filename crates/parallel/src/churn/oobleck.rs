@@ -263,7 +263,7 @@ impl Policy for Oobleck {
 mod tests {
     use super::super::fleet::tests::fleet;
     use super::*;
-    use crate::draw::SeededRng;
+    use crate::seeded_rng::SeededRng;
 
     #[test]
     fn the_mixes_are_as_many_as_published() {

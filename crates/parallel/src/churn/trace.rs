@@ -6,7 +6,7 @@ use std::str::FromStr;
 use farflung_base::Nanos;
 
 use crate::ParallelError;
-use crate::draw::SeededRng;
+use crate::seeded_rng::SeededRng;
 
 /// The machines that fail or come back at one time.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -199,7 +199,7 @@ impl<'a> Table<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::draw::SeededRng;
+    use crate::seeded_rng::SeededRng;
 
     /// Returns every list of stages for the layers from `first` on that uses exactly this number of devices.
     fn all(size: &AlpaSize, meshes: &[Submesh], first: usize, devices: u32) -> Vec<Vec<SubmeshStage>> {

@@ -305,8 +305,8 @@ impl Search<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::draw::SeededRng;
     use crate::pipeline::{Boundary, Method, PipelineCost, Settings, StageCost, simulate};
+    use crate::seeded_rng::SeededRng;
 
     /// Returns the latency, computed phase by phase for each pivot and each average.
     fn by_phases(stages: &[PhaseCost], hops: &[Nanos], microbatches: u32) -> u64 {

@@ -115,7 +115,7 @@ const STATES: u64 = 1 << 26;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::draw::SeededRng;
+    use crate::seeded_rng::SeededRng;
 
     /// Returns the time and memory of a choice.
     fn price(

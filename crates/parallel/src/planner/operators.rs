@@ -246,7 +246,7 @@ fn solve(graph: &OperatorGraph, limit: Option<&MemoryLimit>) -> Result<Option<Sh
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::draw::SeededRng;
+    use crate::seeded_rng::SeededRng;
 
     const FREE: MemoryLimit = MemoryLimit { copies: 4, microbatches: 3, bytes: Bytes(u64::MAX) };
 

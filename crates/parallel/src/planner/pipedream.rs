@@ -190,7 +190,7 @@ impl Planner<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::draw::SeededRng;
+    use crate::seeded_rng::SeededRng;
 
     /// Returns the least period, by trying all lists of stages at each level.
     fn by_brute_force(layers: &[ProfiledLayer], levels: &[LinkLevel]) -> u64 {

@@ -163,7 +163,7 @@ impl<'a> Loads<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::draw::SeededRng;
+    use crate::seeded_rng::SeededRng;
 
     /// Returns the least period over all lists of stages, and the number of stages.
     fn by_brute_force(

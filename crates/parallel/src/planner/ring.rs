@@ -157,7 +157,7 @@ fn neighbours(ranks: &[usize]) -> impl Iterator<Item = Vec<usize>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::draw::SeededRng;
+    use crate::seeded_rng::SeededRng;
 
     fn by_brute_force(costs: &[u64], n: usize) -> (u64, u64) {
         fn rest(costs: &[u64], n: usize, ranks: &mut Vec<usize>, best: &mut (u64, u64)) {

@@ -325,7 +325,7 @@ mod tests {
     use farflung_base::{Bandwidth, Link};
 
     use super::*;
-    use crate::draw::SeededRng;
+    use crate::seeded_rng::SeededRng;
 
     fn chain(draw: &mut SeededRng, layers: usize, machines: usize) -> Chain {
         let layer = |draw: &mut SeededRng| ChainLayer {

@@ -1,6 +1,6 @@
 //! Petals' rules: which consecutive blocks a new server holds, and when a server moves.
 
-use crate::draw::SeededRng;
+use crate::seeded_rng::SeededRng;
 
 /// A server: its blocks and its rate.
 #[derive(Debug, Clone, Copy, PartialEq)]

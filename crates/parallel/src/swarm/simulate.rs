@@ -5,7 +5,7 @@ use farflung_base::Nanos;
 
 use super::rebalance::{QueuedPeer, bound, rebalance};
 use crate::ParallelError;
-use crate::draw::SeededRng;
+use crate::seeded_rng::SeededRng;
 
 /// Settings of a simulated swarm.
 #[derive(Debug, Clone, Copy, PartialEq)]

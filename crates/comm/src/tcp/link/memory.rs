@@ -8,7 +8,7 @@ use crate::control::{Control, SharedMemoryMessage};
 use crate::inbox::Inbox;
 use crate::shared::Consumer;
 use crate::sizes::HEADER_BYTES;
-use crate::tcp::near::SharedMemorySender;
+use crate::tcp::shared_memory::SharedMemorySender;
 use crate::wire::{self, Kind, NO_TAG};
 use crate::{DownReason, Frame, Pool, WireError};
 

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use farflung_base::Rank;
 use farflung_comm::Communicator;
 
+use super::super::all_succeed::all_succeed;
 use super::super::job::Job;
-use super::super::together::all_succeed;
 use super::super::trainer::Trainer;
 use super::source::{self, Files, Residuals};
 use super::{Record, Source, all_gather_u64, beside, folder, lost};

@@ -11,7 +11,7 @@ use farflung_tensor::{Device, Tensor};
 use super::Trainer;
 use super::undecided::Committed;
 use crate::train::executor::Pass;
-use crate::train::hearing::{ExitNotice, start_to_tell};
+use crate::train::exit_listener::{ExitNotice, start_to_tell};
 use crate::train::job::Job;
 use crate::train::part::{Part, copy};
 use crate::train::stop_in_step::missing;

@@ -3,7 +3,7 @@
 use super::layout::Layout;
 use super::{Found, PairCosts};
 use crate::ParallelError;
-use crate::draw::SeededRng;
+use crate::seeded_rng::SeededRng;
 
 /// Number of initial layouts.
 const POPULATION: u64 = 100;

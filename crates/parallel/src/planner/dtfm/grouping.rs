@@ -3,7 +3,7 @@
 use farflung_base::Rank;
 
 use super::PairCosts;
-use crate::draw::SeededRng;
+use crate::seeded_rng::SeededRng;
 
 /// Groups devices with adjacent numbers: group `k` has devices `k * size` to `(k + 1) * size - 1`. Averages
 /// stay inside a region if the topology file lists regions one after another.

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use super::layout::Layout;
 use super::{Found, PairCosts, grouping};
 use crate::ParallelError;
-use crate::draw::SeededRng;
 use crate::planner::path::shortest_path;
+use crate::seeded_rng::SeededRng;
 
 /// Number of random swaps before a descent that starts near a known layout.
 const KICKS: usize = 2;

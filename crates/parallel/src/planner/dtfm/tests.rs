@@ -3,7 +3,7 @@
 use farflung_base::Rank;
 
 use super::*;
-use crate::draw::SeededRng;
+use crate::seeded_rng::SeededRng;
 use crate::shipped;
 
 fn case(number: usize) -> PairCosts {

@@ -4,8 +4,8 @@ use farflung_base::Pending;
 use farflung_comm::{CommError, Communicator, ReduceOp};
 
 use super::bucket::Packed;
+use super::bucket_protocols::{BucketProtocols, Exchanged};
 use super::coder::{Codecs, Values};
-use super::rounds::{BucketProtocols, Exchanged};
 use crate::OptimError;
 
 /// Exchange of a bucket in progress.

@@ -14,9 +14,9 @@ use std::time::Duration;
 
 use farflung_base::PeerId;
 
-use super::door::{Acceptor, AuthenticatedConnection};
-use super::near::SharedMemory;
+use super::acceptor::{Acceptor, AuthenticatedConnection};
 use super::rendezvous::{answer_of, attempt, hung_up, resolve};
+use super::shared_memory::SharedMemory;
 use super::stream::Stream;
 use super::{Tcp, open};
 use crate::control::{BoundedVec, Control};

@@ -9,7 +9,7 @@ use std::time::Duration;
 use ::iroh::endpoint::Incoming;
 use tokio::sync::{Semaphore, mpsc};
 
-use super::line::{HandshakeStream, control};
+use super::handshake_stream::{HandshakeStream, control};
 use crate::control::{Control, HELLO};
 use crate::error::Refusal;
 use crate::secure::{Role, Security};
