@@ -168,7 +168,11 @@ fn members_come_at_once_freeze_wake_and_leave_while_the_others_train() {
     fs::write(run.at("notice"), "").unwrap();
     let left = c.ends();
     assert_eq!(left.status.code(), Some(143), "{}", said(&left));
-    assert!(said(&left).contains("notice is there: leaves after this step"), "{}", said(&left));
+    assert!(
+        said(&left).contains("notice exists: this process stops after the current step"),
+        "{}",
+        said(&left)
+    );
     members(&run, &host, 2);
     // Killed. The tie-breaker is another member since the host was given up.
     members(&run, &b, 2);
@@ -244,7 +248,7 @@ fn the_host_may_go_while_the_others_are_more_than_half() {
     let again = on(&run, "host").arg("host").args(run.flags("--steps 9 --out host --resume auto")).output();
     let again = again.unwrap();
     assert_eq!(again.status.code(), Some(2), "{}", said(&again));
-    assert!(said(&again).contains("the run of this folder goes on"), "{}", said(&again));
+    assert!(said(&again).contains("the run of this folder is still running"), "{}", said(&again));
     // A new member can join with another member's ticket.
     let c = join(&run, "c", "b/run.ticket", &[]);
     trains(&run, &c);

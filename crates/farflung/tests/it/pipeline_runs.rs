@@ -264,7 +264,7 @@ fn a_plan_with_unequal_shares_and_layers_trains_as_one_process() {
     // Settings that the plan decides cannot be given beside it; a plan that does not fit is refused with its
     // field.
     for (args, reason) in [
-        (format!("{plan} --batch 3"), "`batch` is 3, expected nothing beside `plan`"),
+        (format!("{plan} --batch 3"), "`batch` is 3, expected no value with `plan`"),
         (format!("{plan} --tokenizer gpt2"), "parameters; it is for gpt-4x16 with"),
         (format!("{plan} --codec int8"), "`codec`"),
     ] {
