@@ -95,7 +95,9 @@ fn write_events(folder: &std::path::Path) -> Result<Box<dyn Observer>> {
 /// Returns the error of a flag whose feature this build lacks.
 #[must_use]
 pub fn lacks(feature: &'static str, value: String) -> Error {
-    let expected = format!("a build with it: this one lacks it, build it with `--features {feature}`");
+    let expected = format!(
+        "a build with the feature `{feature}`, which this one lacks: build it with `--features {feature}`"
+    );
     Error::Setting { field: feature, value, expected }
 }
 

@@ -112,7 +112,7 @@ impl PlanCommand {
         let tokens = context.checked_mul(self.sequences).ok_or_else(|| Error::Setting {
             field: "sequences",
             value: self.sequences.to_string(),
-            expected: "a step of fewer tokens".to_owned(),
+            expected: "fewer sequences: the number of tokens in a step must fit into 64 bits".to_owned(),
         })?;
         let shape = ModelShape {
             tensors: model.tensors().iter().map(|t| t.count() as u64).collect(),

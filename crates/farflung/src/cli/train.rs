@@ -129,8 +129,9 @@ impl TrainCommand {
             return Ok(false);
         }
         if train.access != AccessArgs::default() {
-            let expected = "none of --ticket-file, --secret-file, --key-file, --allow, --insecure and --tls-*: \
-                            `launch` makes a key for each process, and a ticket; or start each rank by hand";
+            let expected = "none of --ticket-file, --secret-file, --key-file, --allow, --insecure and \
+                            --tls-*: `launch` creates a key for each process, and a ticket; to use these \
+                            flags, start each rank by hand";
             let (field, value, expected) = ("transport", IROH.name.to_owned(), expected.to_owned());
             return Err(Error::Setting { field, value, expected });
         }

@@ -206,7 +206,8 @@ impl AutoCommand {
     fn regional(&self, model: &GptConfig, cluster: &Cluster, sizes: PipelineSizes) -> Result<()> {
         let refused = |field: &'static str, value: String| {
             let expected =
-                "no such setting for plans by region: over 256 machines, or `--by-region`".to_owned();
+                "no value: plans by region (over 256 machines, or `--by-region`) do not support it"
+                    .to_owned();
             Err(Error::Setting { field, value, expected })
         };
         if let Some(path) = &self.map {
@@ -348,7 +349,7 @@ fn text(chosen: &Chosen<'_>, candidates: &[Candidate], compared: usize, top: usi
     {
         let _ = writeln!(
             text,
-            "{:.2} times as fast as the best of equal shares in the file's order.",
+            "{:.2} times as fast as the best plan with equal shares in the file's order.",
             ratio(baseline)
         );
     }
@@ -383,8 +384,8 @@ fn text(chosen: &Chosen<'_>, candidates: &[Candidate], compared: usize, top: usi
         let _ = write!(text, "\n{}", churn::interval(every));
         let _ = writeln!(
             text,
-            "A loss costs {} of work in the mean. `farflung train --checkpoint-every {}` saves so often: {:.0} \
-             tokens/s count.",
+            "On average a loss costs {} of work. With `farflung train --checkpoint-every {}`, which saves at \
+             this interval, {:.0} tokens/s are useful.",
             Nanos::from_secs_f64(every.vain()),
             every_steps(every, candidate.step),
             every.expected().work * rate(*tokens, candidate.step)

@@ -43,7 +43,7 @@ fn check(config: &TrainConfig) -> Result<()> {
         return wrong("pools", pools.value().to_string(), expected);
     }
     if config.workers > 1 {
-        let expected = "1: each member is one worker, and a machine may join several times";
+        let expected = "1, because each member is one worker; a machine may join several times";
         return wrong("workers", config.workers.to_string(), expected);
     }
     check_transport(config.transport)
