@@ -91,7 +91,7 @@ fn from_metadata() -> Result<Vec<PathBuf>> {
         .args(["metadata", "--offline", "--format-version", "1", "--manifest-path"])
         .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"))
         .output()
-        .map_err(|e| missing(format!("`{}` does not run: {e}", cargo.display())))?;
+        .map_err(|e| missing(format!("failed to run `{}`: {e}", cargo.display())))?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
         return Err(missing(format!("cargo metadata failed: {}", said.lines().next().unwrap_or_default())));

@@ -175,7 +175,7 @@ pub enum Error {
         want: usize,
     },
     /// A ticket cannot be parsed.
-    #[error("the ticket of {from} cannot be used")]
+    #[error("the ticket in {from} is invalid")]
     Ticket {
         /// The file or variable that held it.
         from: String,

@@ -186,7 +186,7 @@ impl EventLog {
     pub(crate) fn write(&mut self, step: u64, what: What) {
         let event = Event { step, time_s: self.time_s, what };
         if let Some(Err(error)) = self.file.as_mut().map(|file| file.append(&event)) {
-            tracing::warn!(%error, "an event was not written");
+            tracing::warn!(%error, "failed to write an event");
         }
     }
 }

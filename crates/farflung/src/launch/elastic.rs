@@ -117,9 +117,9 @@ impl Running<'_> {
             self.restarts -= 1;
             format!("it is started again, restart {nth} of {}", self.elastic.restarts)
         } else {
-            "it does not come back".to_owned()
+            "it is not started again".to_owned()
         };
-        terminal::say(format!("member {member} failed ({}), {left} go on: {what}\n", failure.status));
+        terminal::say(format!("member {member} failed ({}), {left} continue: {what}\n", failure.status));
         self.failed.push(failure);
     }
 

@@ -59,7 +59,7 @@ impl Remote {
     ) -> Result<()> {
         let Self { processes, master, grace, secret, ssh, program, dir, .. } = self;
         let text = |words: &OsString| {
-            let expected = "text (UTF-8)".to_owned();
+            let expected = "text in UTF-8".to_owned();
             let wrong = || Error::Setting { field: "command", value: words.display().to_string(), expected };
             words.clone().into_string().map_err(|_| wrong())
         };

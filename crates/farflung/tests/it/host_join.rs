@@ -199,7 +199,7 @@ fn a_frozen_member_is_noticed_when_a_step_takes_longer_than_those_before() {
     let lost: serde_json::Value = serde_json::from_str(events.lines().last().unwrap()).unwrap();
     assert!(lost["took_ms"].as_u64().unwrap() < 60_000, "{lost}");
     assert!(
-        said_by(&b).contains("does not answer: the step is ended")
+        said_by(&b).contains("does not answer: the step is stopped")
             || said_by(&host).contains("does not answer")
     );
     a.send(Signal::CONT);

@@ -211,14 +211,16 @@ impl Keeper {
                 Action::Keep(kept) => match self.write(&kept) {
                     Ok(()) => {}
                     Err(error) => {
-                        tracing::error!(%error, "a promise could not be written");
+                        tracing::error!(%error, "failed to write a promise of the membership rules");
                         break;
                     }
                 },
                 Action::Install(view) => self.outcome = Some(Outcome::Installed(view)),
                 Action::Stop(reason) => self.outcome = Some(Outcome::Stopped(reason)),
                 Action::Wake { at } => self.wake = Some(at),
-                Action::Fault { peer, fault } => tracing::warn!(%peer, %fault, "a view was not taken up"),
+                Action::Fault { peer, fault } => {
+                    tracing::warn!(%peer, %fault, "a proposed list of members was rejected")
+                }
                 _ => {}
             }
         }
@@ -294,7 +296,7 @@ impl Keeper {
 impl Service for Keeper {
     fn receive(&mut self, Asked { from, at, bytes }: Asked) -> Vec<Answer> {
         let Some(word) = decode(&bytes) else {
-            tracing::warn!(from = from.0, "a message about members does not read as one");
+            tracing::warn!(from = from.0, "a message about members cannot be parsed");
             return Vec::new();
         };
         let mut leaving = self.receive_word(word, from, at);
