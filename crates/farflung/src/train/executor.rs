@@ -419,7 +419,7 @@ impl Worker for Executor {
         };
         let values = coded.or_else(|| floats(&bytes, count)).ok_or_else(|| Error::Message {
             message: message.to_string(),
-            problem: "is not as long as a microbatch's hidden states",
+            problem: "does not have the length of a microbatch's hidden states",
         })?;
         Ok(self.device.tensor(&values, shape)?)
     }

@@ -279,7 +279,7 @@ impl Job {
         let named = self.config.device.of(rank) == DeviceName::Cpu;
         if self.config.offload > 0 && !named && device.tensor(&[0.0_f32], 1)?.host::<f32>().is_some() {
             let device = device.name();
-            tracing::warn!(rank, device, "--offload changes nothing: this device's memory is the host's");
+            tracing::warn!(rank, device, "--offload has no effect: this device's memory is the host's");
         }
         Ok(device)
     }
@@ -344,7 +344,7 @@ fn shards_of(config: &TrainConfig, plan: &Plan, training: &Split, context: usize
         return refuse("random with `sampling` epochs, whose windows are numbered over the whole text");
     }
     if config.own_data {
-        return refuse("random with `own-data`: each process has a text of its own already");
+        return refuse("random with `own-data`: each process already has its own text");
     }
     Ok(Shards::new(shards, training, context, plan.replicas() as usize, config.seed)?)
 }

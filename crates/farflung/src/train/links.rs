@@ -72,7 +72,10 @@ pub(super) fn of_plan(config: &TrainConfig, plan: &Plan, cluster: Option<&Cluste
         found.ok_or_else(|| Error::Setting {
             field: "topology",
             value: config.topology.as_ref().map_or_else(String::new, |p| p.display().to_string()),
-            expected: format!("one with the plan's machine `{name}`; it has {}", names.join(", ")),
+            expected: format!(
+                "a file with the plan's machine `{name}`; its machines are {}",
+                names.join(", ")
+            ),
         })
     };
     let machines: Vec<Rank> = plan.machines.iter().map(place).collect::<Result<_>>()?;

@@ -84,7 +84,7 @@ pub(super) fn same_facts(
 /// Returns the error for facts that this version cannot parse.
 fn another_version(mine: Rank, theirs: Rank) -> Error {
     let of = |rank, value: &str| RankValue { value: value.to_owned(), ranks: vec![rank] };
-    let values = vec![of(mine, VERSION), of(theirs, "another one, which it cannot tell")];
+    let values = vec![of(mine, VERSION), of(theirs, "another version, which cannot be read")];
     Error::RanksDiffer { what: "program's", field: "version".to_owned(), values, also: Vec::new() }
 }
 

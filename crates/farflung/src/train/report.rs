@@ -243,7 +243,7 @@ impl fmt::Display for Report {
         let clock = if self.simulated { "on the simulated link" } else { "on the clock" };
         writeln!(
             f,
-            "time              {} {clock}, {:.0} tokens/s ({} really passed)",
+            "time              {} {clock}, {:.0} tokens/s ({} of real time)",
             seconds(self.time_s),
             self.tokens_per_s,
             seconds(self.wall_s)

@@ -88,7 +88,7 @@ pub fn run(
             if env.rank.0 == 0 && !env.security.is_sealed() && !env.is_local() {
                 let at = &env.master_addr;
                 watch.note(&format!(
-                    "{at}: links are not encrypted, and nobody proves who they are: trusted networks only"
+                    "{at}: links are neither encrypted nor authenticated: use this only in trusted networks"
                 ));
             }
             let comm = stop.tie(links::join_unless_stopped(&config, env, &stop)?);

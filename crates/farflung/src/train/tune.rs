@@ -64,7 +64,7 @@ impl Tuned {
     #[must_use]
     pub fn lines(&self) -> Vec<String> {
         if self.tried.is_empty() {
-            return vec![format!("tune: {}, as the plan of the run's folder has them", self.chosen())];
+            return vec![format!("tune: {}, from the plan in the run's folder", self.chosen())];
         }
         let mut tried = self.tried.clone();
         tried.sort_by_key(|tried| tried.step);

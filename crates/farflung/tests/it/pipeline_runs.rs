@@ -160,11 +160,11 @@ fn what_does_not_run_is_refused_with_the_reason() {
     for (args, reason) in [
         ("--stages 4 --schedule inference", "nothing would be trained"),
         ("--stages 4 --schedule terapipe --slice-grain 5", "a divisor of the context"),
-        ("--stages 4 --schedule pipedream", "no step has a global norm"),
+        ("--stages 4 --schedule pipedream", "there is no global norm"),
         ("--stages 4 --schedule pipedream-2bw --clip 0 --microbatches 6", "a multiple of the 4 stages"),
         ("--stages 4 --schedule interleaved --microbatches 6", "a multiple of the 4 stages"),
         ("--stages 3 --workers 4", "a multiple of the 3 stages"),
-        ("--stages 4 --sync diloco --schedule chimera", "its parts are averaged inside of a step"),
+        ("--stages 4 --sync diloco --schedule chimera", "this schedule averages parts within a step"),
         ("--stages 4 --schedule dualpipe --microbatches 4", "at least 8"),
         ("--stages 4 --chunks 3", "for 1f1b 1"),
         ("--stages 4 --schedule varuna --memory 0", "at least 1"),

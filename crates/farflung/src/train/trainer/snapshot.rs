@@ -190,7 +190,7 @@ impl Trainer {
     ) -> Result<()> {
         let wrong = || Error::Message {
             message: "the state of another member".to_owned(),
-            problem: "is not that of these parts of the model",
+            problem: "does not belong to these parts of the model",
         };
         let get = |name: &str| {
             let own = own.and_then(|own| own.tensors.get(name));

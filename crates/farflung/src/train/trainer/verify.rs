@@ -54,8 +54,8 @@ impl Trainer {
         }
         let read = |(rank, text): (usize, &Vec<u8>)| {
             serde_json::from_slice::<Told>(text).map_err(|_| Error::Message {
-                message: format!("what rank {rank} tells of its values"),
-                problem: "cannot be read",
+                message: format!("the report of rank {rank} about its values"),
+                problem: "cannot be parsed",
             })
         };
         let all: Vec<Told> = all.iter().enumerate().map(read).collect::<Result<_>>()?;
