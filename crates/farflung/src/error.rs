@@ -36,7 +36,9 @@ pub enum Error {
     },
     /// Too few members of its run are left for this rank to continue: the others may have continued without it.
     #[error(
-        "this member cannot continue: {reason}{}", left.as_deref().map(ToString::to_string).unwrap_or_default())]
+        "this member cannot continue: {reason}{}",
+        left.as_deref().map(ToString::to_string).unwrap_or_default()
+    )]
     NoMajority {
         /// How many members are left, of how many.
         reason: String,

@@ -83,7 +83,7 @@ impl MetricsWriter {
 
     /// Appends a step.
     pub fn write(&mut self, metrics: &StepMetrics) -> Result<()> {
-        let mut line = serde_json::to_vec(metrics).expect("numbers have no way to fail");
+        let mut line = serde_json::to_vec(metrics).expect("numbers can be written as JSON");
         line.push(b'\n');
         self.file.write_all(&line).map_err(Error::io("write", &self.path))
     }

@@ -26,8 +26,8 @@ const HOST_EXAMPLES: &str = "Examples:
   farflung host --stages 4 --microbatches 8
   farflung host --stages 4 --pooled true --microbatches 16
   farflung host --listen 127.0.0.1:0 --steps 200 --out runs/shared --ticket-out run.ticket
-If a member leaves (Ctrl-C) or is lost, the others lose at most the step in progress; with a single pipeline, the
-steps since all parts of the model were last copied. The host may leave, too.
+If a member leaves (Ctrl-C) or is lost, the others lose at most the step in progress; with a single pipeline,
+the steps since all parts of the model were last copied. The host may leave, too.
 With --stages, members form as many complete pipelines as possible, and the remaining members are spares.
 With --pooled true, each stage is a pool of members, and there are no spares.
 ";

@@ -13,9 +13,9 @@ use farflung::{Error, Result, Stop};
   farflung net relay --listen 127.0.0.1:9001 --to 127.0.0.1:29500 --rate 100mbit --delay 20ms
   farflung net relay --listen 127.0.0.1:9002 --to 10.0.0.2:4000 --udp --loss 0.5% --jitter 3ms
 
-The first line on stdout is the address at which it listens; the last line is the number of bytes forwarded in each
-direction. If a rank's list of peers (`farflung net bench --peers`) contains the relay's address in place of another
-rank's, it reaches that rank through the relay.")]
+The first line on stdout is the address at which it listens; the last line is the number of bytes forwarded in
+each direction. If a rank's list of peers (`farflung net bench --peers`) contains the relay's address in place
+of another rank's, it reaches that rank through the relay.")]
 pub(crate) struct RelayArgs {
     /// Address at which to listen; port 0 takes any free port.
     #[arg(long, value_name = "HOST:PORT")]

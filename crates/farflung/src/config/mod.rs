@@ -58,7 +58,7 @@ const HOME: Link = Link { bandwidth: Bandwidth(20_000_000), latency: Nanos::from
 
 /// Returns the default codec: eight bits per value, with a scale per 256 values.
 fn default_codec() -> AverageSpec {
-    "int8".parse().expect("it is in the list of codecs")
+    "int8".parse().expect("the default codec is in the list of codecs")
 }
 
 /// Ratio of the highest learning rate to the default of the one at the end of the schedule.

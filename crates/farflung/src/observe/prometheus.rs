@@ -84,7 +84,7 @@ impl Numbers {
             )?,
             round_trips: gauge(
                 "peer_round_trip_seconds",
-                "Smoothed and minimum round-trip time to a peer.",
+                "Round-trip time to a peer: smoothed, and the least one.",
                 &["rank", "peer", "which"],
             )?,
             packets: counter(

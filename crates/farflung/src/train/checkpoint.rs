@@ -181,7 +181,7 @@ fn save_common(
         view: job.view,
         absent: absent.iter().map(|rank| rank.0).collect(),
     };
-    let text = serde_json::to_vec_pretty(&record).expect("numbers and names have no way to fail");
+    let text = serde_json::to_vec_pretty(&record).expect("numbers and names can be written as JSON");
     writer.write(TRAINER, &text)?;
 
     trainer.comm().barrier()?;

@@ -374,7 +374,7 @@ impl Worker for Executor {
             ComputeKind::Recompute => self.recompute(action)?,
             ComputeKind::Backward | ComputeKind::BackwardInput => return self.backward(action, input),
             ComputeKind::BackwardWeight => {
-                let saved = self.take(action).saved.expect("the first half left it here");
+                let saved = self.take(action).saved.expect("the backward pass of the input kept it");
                 self.comm.advance(self.cost(action).weight);
                 self.part(action.stage).backward_weight(saved)?;
             }

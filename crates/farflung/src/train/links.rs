@@ -129,7 +129,7 @@ pub fn join(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
         TransportKind::Named(row) => meets(&row),
     };
     let meet = wished.or_else(|| TRANSPORTS.iter().find_map(meets));
-    meet.expect("the table has one between processes")(&meeting)
+    meet.expect("the table has a transport between processes")(&meeting)
 }
 
 /// Time between two checks for a stop while waiting for other processes.
@@ -159,7 +159,7 @@ pub(super) fn join_unless_stopped(
                 }
             }
             Err(RecvTimeoutError::Disconnected) => {
-                let panic = joining.join().expect_err("it ends without a word only where it panics");
+                let panic = joining.join().expect_err("the thread ends without a message only if it panics");
                 std::panic::resume_unwind(panic);
             }
         }

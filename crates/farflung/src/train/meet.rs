@@ -61,7 +61,7 @@ pub(super) fn same_facts(
     comm: &Communicator,
     optional: fn(&str) -> bool,
 ) -> Result<()> {
-    let text = serde_json::to_vec(facts).expect("texts have no way to fail");
+    let text = serde_json::to_vec(facts).expect("texts can be written as JSON");
     let hashes = comm.all_gather_bytes(blake3::hash(&text).as_bytes().to_vec())?;
     if hashes.iter().all(|hash| *hash == hashes[0]) {
         return Ok(());

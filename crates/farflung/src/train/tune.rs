@@ -185,7 +185,7 @@ pub fn tune(job: &Job, comm: &Communicator, threads: usize) -> Result<Option<Tun
         Some(plan) => Candidate::of(plan.outermost()),
         None => search.run()?,
     };
-    let tuned = job.with_candidate(chosen).expect("it was tried, or a run had it");
+    let tuned = job.with_candidate(chosen).expect("the candidate was tried here or in an earlier run");
     let comm = comm.clone().with_algorithm(tuned.plain_algorithm());
     Ok(Some(Tuned { job: tuned, comm, tried: search.tried }))
 }

@@ -223,8 +223,8 @@ mod tests {
         let reason = "because".to_owned();
         for (what, expected) in [
             (members(&[], &[3], Some("frozen")), "member 3 lost, 2.1 s, 0 samples lost; 3 now"),
-            (members(&[5], &[], None), "member 5 came, 2.1 s; 3 now"),
-            (members(&[5], &[2, 3], None), "member 2, member 3 left, member 5 came, 2.1 s; 3 now"),
+            (members(&[5], &[], None), "member 5 joined, 2.1 s; 3 now"),
+            (members(&[5], &[2, 3], None), "member 2, member 3 left, member 5 joined, 2.1 s; 3 now"),
             (What::Saved { path: "runs/a/step-00000812".into() }, "checkpoint saved: step-00000812"),
             (
                 What::Resumed { from: "a/step-3".into(), notes: vec!["`lr` differs".into()] },

@@ -237,7 +237,7 @@ async fn snapshot(Shared(site): Shared<Site>) -> Response {
 }
 
 fn json(body: &impl Serialize) -> String {
-    serde_json::to_string(body).expect("numbers and texts have no way to fail")
+    serde_json::to_string(body).expect("numbers and texts can be written as JSON")
 }
 
 /// Data that is new for a viewer.

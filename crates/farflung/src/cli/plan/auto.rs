@@ -317,7 +317,7 @@ fn text(chosen: &Chosen<'_>, candidates: &[Candidate], compared: usize, top: usi
     let (plan, held) = (&candidate.plan, &candidate.held);
     let mut text = format!(
         "{:>16} {:>8} {:>12} {:>10} {:>12}\n",
-        "machine", "replica", "layers", "holds", "activations"
+        "machine", "replica", "layers", "memory", "activations"
     );
     for (rank, (machine, held)) in plan.machines.iter().zip(held).enumerate() {
         let (replica, part) = (rank / plan.parts.len(), &plan.parts[rank % plan.parts.len()]);

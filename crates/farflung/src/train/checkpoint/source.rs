@@ -50,7 +50,7 @@ impl Files {
 
     /// Encodes the files for another rank: each part preceded by its length.
     pub(super) fn to_bytes(&self) -> Vec<u8> {
-        let record = serde_json::to_vec(&self.record).expect("numbers and names have no way to fail");
+        let record = serde_json::to_vec(&self.record).expect("numbers and names can be written as JSON");
         let path = self.path.display().to_string();
         let mut bytes = Vec::new();
         for part in [path.as_bytes(), &record, self.settings.as_bytes(), &self.model, &self.optimizer] {

@@ -77,7 +77,7 @@ fn decode(bytes: &[u8]) -> Option<Word> {
 }
 
 fn encode(word: &Word) -> Vec<u8> {
-    postcard::to_stdvec(word).expect("words are plain data")
+    postcard::to_stdvec(word).expect("messages can be serialized")
 }
 
 /// Encodes an event for the rank's own keeper.
@@ -230,7 +230,7 @@ impl Keeper {
     /// Writes promises to the file.
     fn write(&self, kept: &Kept) -> Result<()> {
         let Some(path) = &self.promises else { return Ok(()) };
-        let text = serde_json::to_vec_pretty(kept).expect("promises are plain data");
+        let text = serde_json::to_vec_pretty(kept).expect("promises can be written as JSON");
         crate::run_dir::replace(path, &text)
     }
 

@@ -45,7 +45,7 @@ pub(in crate::train) fn work(
     mut watch: Option<&mut (dyn Watch + '_)>,
 ) -> Result<Option<Report>> {
     let Seat { comm, simulated, link, place } = seat;
-    let mut place = place.expect("a seat of such a run has a place");
+    let mut place = place.expect("each seat of a run with members has a place");
     let threads = job.threads(local);
     let mut job = Job { elastic: true, ..job.clone() };
     if job.config.stages > 1 && job.pipelines.is_none() {

@@ -47,7 +47,7 @@ impl Trainer {
             Ok(told) => (told, None),
             Err(error) => (Told { broken: Some(error.to_string()), ..Told::default() }, Some(error)),
         };
-        let text = serde_json::to_vec(&told).expect("texts have no way to fail");
+        let text = serde_json::to_vec(&told).expect("texts can be written as JSON");
         let all = self.comm().all_gather_bytes(text)?;
         if let Some(error) = failed {
             return Err(error);
