@@ -166,7 +166,8 @@ fn memory(plan: &Plan, model: &GptConfig, repeated: usize) -> String {
     let Recompute::Within(budget) = plan.parts[0].recompute else { return String::new() };
     let layers = model.layers;
     format!(
-        "Activations are kept within {budget}: of {layers} layers, {repeated} run forward again for each microbatch.\n"
+        "Activations are kept within {budget}: of {layers} layers, {repeated} are recomputed for each \
+         microbatch.\n"
     )
 }
 

@@ -257,7 +257,10 @@ impl ScheduleCommand {
                 return pools.order(self.microbatches, &cost, hop, memory).map_err(Error::schedule);
             }
             (true, None) => {
-                return refuse("missing", "the ranks of each stage, such as --pools 1,2".to_owned());
+                return refuse(
+                    "missing",
+                    "the number of ranks of each stage, such as --pools 1,2".to_owned(),
+                );
             }
             (false, Some(_)) => {
                 return refuse("given", format!("no value with a schedule other than {POOLS}"));

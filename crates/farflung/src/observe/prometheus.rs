@@ -95,7 +95,7 @@ impl Numbers {
             queued: gauge("peer_queued_bytes", "Bytes that are queued here for a peer.", &["rank", "peer"])?,
             queued_seconds: counter(
                 "peer_queued_seconds_total",
-                "Seconds in which frames to a peer waited in the process.",
+                "Seconds for which frames to a peer were queued in the process.",
                 &["rank", "peer"],
             )?,
             calls: counter("operations_total", "Operations that ended.", &["rank", "op", "algorithm"])?,

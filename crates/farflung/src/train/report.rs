@@ -259,7 +259,7 @@ impl fmt::Display for Report {
         if let Some(PlainAllReduce { time_s: time, bytes_sent: sent }) = self.plain {
             writeln!(
                 f,
-                "plain all-reduce  {} and {} there: {:.1} times the time, {:.1} times the bytes",
+                "plain all-reduce  {} and {} on the same link: {:.1} times the time, {:.1} times the bytes",
                 seconds(time),
                 Bytes(sent),
                 time / self.time_s,

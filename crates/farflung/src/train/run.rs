@@ -43,8 +43,8 @@ fn note(trainer: &Trainer, job: &Job) -> Result<Option<String>> {
     let each: Vec<String> = plan.microbatches.iter().map(ToString::to_string).collect();
     let alike = plan.microbatches.iter().all(|&m| m == plan.microbatches[0]);
     Ok(Some(format!(
-        "{} over {} stages, {} microbatches, {replicas}: a step takes {} sequences, {} tokens; predicted {} a step, \
-         {:.0}% of its pass bubble",
+        "{} over {} stages, {} microbatches, {replicas}: a step takes {} sequences, {} tokens; predicted {} \
+         per step, with {:.0}% bubble in its pass",
         schedule.name,
         plan.stages(),
         if alike { each[0].clone() } else { each.join(" + ") },

@@ -70,7 +70,7 @@ impl Tuned {
         tried.sort_by_key(|tried| tried.step);
         let mut lines = vec![format!("tune: {} of {} candidates is fastest", self.chosen(), tried.len())];
         lines.extend(
-            tried.iter().map(|Tried { candidate, step }| format!("tune: {candidate}: {step} a step")),
+            tried.iter().map(|Tried { candidate, step }| format!("tune: {candidate}: {step} per step")),
         );
         lines
     }

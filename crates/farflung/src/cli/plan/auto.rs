@@ -362,7 +362,7 @@ fn text(chosen: &Chosen<'_>, candidates: &[Candidate], compared: usize, top: usi
     }
     for improvement in improvements.iter().take(3) {
         let gain = 100.0 * (1.0 - ratio(improvement.step));
-        let _ = writeln!(text, "With {}: {:.1}% less.", improvement.what, gain);
+        let _ = writeln!(text, "With {}, a step takes {:.1}% less.", improvement.what, gain);
     }
     for Answer { change, candidate } in what_if {
         let change_percent = 100.0 * (ratio(candidate.step) - 1.0);

@@ -88,7 +88,7 @@ impl Status {
     /// Writes the members of each stage, if stages are pools.
     fn write_pools(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some(last) = self.members.iter().filter_map(|member| member.stage).max() else { return Ok(()) };
-        writeln!(f, "\nstage  members, and their parts of its microbatches")?;
+        writeln!(f, "\nstage  members, with their shares of its microbatches")?;
         for stage in 0..=last {
             let pool = self.members.iter().filter(|member| member.stage == Some(stage));
             let pool: Vec<String> =
@@ -318,7 +318,8 @@ mod tests {
         let at = |slot, stage, share| MemberStatus { stage: Some(stage), share, ..member(slot, None) };
         let members = vec![at(0, 0, 1.0), at(3, 1, 0.75), at(4, 1, 0.25)];
         let text = Status { members, ..status }.to_string();
-        let pools = "\nstage  members, and their parts of its microbatches\n    1  0 (100%)\n    2  3 (75%), 4 (25%)\n";
+        let pools = "\nstage  members, with their shares of its microbatches\n    1  0 (100%)\n    2  3 \
+                     (75%), 4 (25%)\n";
         assert!(text.contains(pools), "{text}");
     }
 
