@@ -279,7 +279,7 @@ impl Job {
         let named = self.config.device.of(rank) == DeviceName::Cpu;
         if self.config.offload > 0 && !named && device.tensor(&[0.0_f32], 1)?.host::<f32>().is_some() {
             let device = device.name();
-            tracing::warn!(rank, device, "--offload has no effect: this device's memory is the host's");
+            tracing::warn!(rank, device, "--offload changes nothing: this device's memory is the host's");
         }
         Ok(device)
     }
