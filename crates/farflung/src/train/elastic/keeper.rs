@@ -218,7 +218,7 @@ impl Keeper {
                 Action::Install(view) => self.outcome = Some(Outcome::Installed(view)),
                 Action::Stop(reason) => self.outcome = Some(Outcome::Stopped(reason)),
                 Action::Wake { at } => self.wake = Some(at),
-                Action::Fault { peer, fault } => tracing::warn!(%peer, %fault, "a proposed view was rejected"),
+                Action::Fault { peer, fault } => tracing::warn!(%peer, %fault, "a view was rejected"),
                 _ => {}
             }
         }
