@@ -40,7 +40,8 @@ pub struct AccessArgs {
     /// also be given by FARFLUNG_SECRET (the secret itself) or FARFLUNG_SECRET_FILE.
     #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true, conflicts_with = "ticket_file")]
     pub secret_file: Option<PathBuf>,
-    /// File with this machine's key, made on first use. Default: `key` in FARFLUNG_HOME or ~/.config/farflung.
+    /// File with this machine's key, created on first use. Default: `key` in FARFLUNG_HOME or
+    /// ~/.config/farflung.
     #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
     pub key_file: Option<PathBuf>,
     /// File with the public keys that may join, one per line; `farflung ticket --key` prints a machine's key.
@@ -66,8 +67,9 @@ pub struct AccessArgs {
 }
 
 const ACCESS: &str = "Who may join";
-const ALL_THREE: &str = "a file: --tls-ca, --tls-cert and --tls-key go together";
-const NO_TICKET: &str = "a secret or nothing beside certificates: a ticket names its host by a key";
+const ALL_THREE: &str = "a file: --tls-ca, --tls-cert and --tls-key must be given together";
+const NO_TICKET: &str =
+    "a secret or nothing together with certificates: a ticket identifies its host by a key";
 
 /// Returns the error of a flag whose file is wrong or missing.
 fn wrong(field: &'static str, path: Option<&PathBuf>, expected: &str) -> Error {
@@ -196,7 +198,7 @@ impl AccessArgs {
                 "certificate" => ("tls_cert", cert),
                 _ => ("tls_key", key),
             };
-            wrong(field, Some(path), &format!("PEM of the {}: {}", fault.what, fault.problem))
+            wrong(field, Some(path), &format!("a PEM file with the {}: {}", fault.what, fault.problem))
         })
     }
 

@@ -136,7 +136,8 @@ impl Drop for CheckpointWriter {
         if let Err(error) = fs::remove_dir_all(&self.partial)
             && error.kind() != io::ErrorKind::NotFound
         {
-            tracing::warn!(path = %self.partial.display(), %error, "could not remove a half-written checkpoint");
+            tracing::warn!(path = %self.partial.display(), %error, "failed to remove an incomplete \
+                                                                    checkpoint");
         }
     }
 }
@@ -159,7 +160,7 @@ impl Checkpoint {
             .and_then(|f| f.take(MANIFEST_LIMIT).read_to_end(&mut text))
             .map_err(Error::io("read the checkpoint's manifest", &file))?;
         let manifest: Manifest = serde_json::from_slice(&text)
-            .map_err(|_| Error::Damaged { path: file.clone(), what: "it is not a manifest" })?;
+            .map_err(|_| Error::Damaged { path: file.clone(), what: "it is not a valid manifest" })?;
         if manifest.version != 1 {
             return Err(Error::Damaged { path: file, what: "its version is not 1" });
         }
@@ -204,7 +205,7 @@ impl Checkpoint {
     fn copy(&self, name: &str, out: &mut dyn Write) -> Result<()> {
         let path = self.path.join(stored(name, self.manifest.packing));
         let damaged = |what| Error::Damaged { path: path.clone(), what };
-        let entry = self.manifest.files.get(name).ok_or_else(|| damaged("the manifest does not have it"))?;
+        let entry = self.manifest.files.get(name).ok_or_else(|| damaged("the manifest does not list it"))?;
         let file = File::open(&path).map_err(|e| match e.kind() {
             io::ErrorKind::NotFound => damaged("it is missing"),
             _ => Error::io("read", &path)(e),

@@ -91,13 +91,13 @@ fn from_metadata() -> Result<Vec<PathBuf>> {
         .args(["metadata", "--offline", "--format-version", "1", "--manifest-path"])
         .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"))
         .output()
-        .map_err(|e| missing(format!("`{}` does not run: {e}", cargo.display())))?;
+        .map_err(|e| missing(format!("failed to run `{}`: {e}", cargo.display())))?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
         return Err(missing(format!("cargo metadata failed: {}", said.lines().next().unwrap_or_default())));
     }
     let metadata: serde_json::Value = serde_json::from_slice(&output.stdout)
-        .map_err(|e| missing(format!("cargo metadata printed no JSON: {e}")))?;
+        .map_err(|e| missing(format!("cargo metadata did not print JSON: {e}")))?;
     let packages = metadata["packages"].as_array().map_or(&[][..], Vec::as_slice);
     let find = |&(name, version): &(&str, &str)| {
         let package = packages.iter().find(|p| {
@@ -105,7 +105,7 @@ fn from_metadata() -> Result<Vec<PathBuf>> {
         });
         let manifest = package.and_then(|p| p["manifest_path"].as_str());
         let folder = manifest.and_then(|m| Path::new(m).parent()).filter(|f| f.join("src").is_dir());
-        folder.map(Path::to_owned).ok_or_else(|| missing(format!("cargo does not know {name} {version}")))
+        folder.map(Path::to_owned).ok_or_else(|| missing(format!("cargo has no package {name} {version}")))
     };
     CRATES.iter().map(find).collect()
 }
@@ -115,7 +115,7 @@ fn from_cargo_home() -> Result<Vec<PathBuf>> {
     let home = env::var_os("CARGO_HOME")
         .map(PathBuf::from)
         .or_else(|| env::home_dir().map(|home| home.join(".cargo")))
-        .ok_or_else(|| Error::NoCorpus { what: "there is no cargo home".to_owned() })?;
+        .ok_or_else(|| Error::NoCorpus { what: "there is no home folder of cargo".to_owned() })?;
     let registries = home.join("registry/src");
     let mut candidates = Vec::new();
     for registry in fs::read_dir(&registries).into_iter().flatten().flatten() {

@@ -21,7 +21,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// A failure that a test injected into a run.
-    #[error("a failure was placed at moment {moment} of step {step}")]
+    #[error("a test injected a failure at moment {moment} of step {step}")]
     Placed {
         /// The step.
         step: u64,
@@ -29,13 +29,16 @@ pub enum Error {
         moment: u8,
     },
     /// This rank may not continue with the other ranks of its run.
-    #[error("this member may not go on: {reason}")]
+    #[error("this member cannot continue: {reason}")]
     Removed {
         /// Why this rank may not continue.
         reason: String,
     },
     /// Too few members of its run are left for this rank to continue: the others may have continued without it.
-    #[error("this member may not go on: {reason}{}", left.as_deref().map(ToString::to_string).unwrap_or_default())]
+    #[error(
+        "this member cannot continue: {reason}{}",
+        left.as_deref().map(ToString::to_string).unwrap_or_default()
+    )]
     NoMajority {
         /// How many members are left, of how many.
         reason: String,
@@ -44,20 +47,21 @@ pub enum Error {
     },
     /// Part of the model is lost: the members that held it are gone, and no other member has a copy.
     #[error(
-        "{tensor} of the model is lost with its member: no other member holds it, or can read a checkpoint \
-         of it"
+        "{tensor} of the model is lost: the member that held it failed, and no other member has it or can \
+         read a checkpoint of it"
     )]
     PartLost {
         /// The first tensor that is missing.
         tensor: String,
     },
     /// A spare member's run is over.
-    #[error("the run is over: this member was a spare, and holds no part of the model")]
+    #[error("the run has ended: this member was a spare, and has no part of the model")]
     OverForSpare,
     /// This rank is too slow: the other ranks of its run wait for it.
     #[error(
-        "this member is too slow for the run: {reason}; a host's `--microbatches N` makes smaller shares, and its \
-         `--balance equal` keeps everyone{left}"
+        "this member is too slow for the run: {reason}; to keep it, start the host with more \
+         `--microbatches` (smaller shares) or with `--balance equal` (no member is removed for its \
+         speed){left}"
     )]
     TooSlow {
         /// The time of a microbatch here and on the other members.
@@ -67,7 +71,8 @@ pub enum Error {
     },
     /// No member of a run answers.
     #[error(
-        "no member of the run answers at {addresses} within {after}: it may be over, or the ticket may be old"
+        "no member of the run answered at {addresses} within {after}: the run may have ended, or the ticket \
+         may be outdated"
     )]
     NobodyAnswers {
         /// The addresses that were tried.
@@ -77,8 +82,8 @@ pub enum Error {
     },
     /// The run of a folder is still running on other members.
     #[error(
-        "the run of this folder goes on: {address} answers, one of {members} members; join it there with its ticket, or \
-         give another folder with `--out`"
+        "the run of this folder is still running: {address} answers, one of {members} members; join the run \
+         with its ticket, or give another folder with `--out`"
     )]
     StillRuns {
         /// The address of the member that answers.
@@ -87,7 +92,7 @@ pub enum Error {
         members: usize,
     },
     /// A list of members is not a valid view.
-    #[error("no view of the run's members: {reason}")]
+    #[error("invalid list of the run's members: {reason}")]
     NotAView {
         /// What is wrong with it.
         reason: String,
@@ -142,16 +147,16 @@ pub enum Error {
     },
     /// Ranks would meet at an address that other machines can reach, without proof of identity.
     #[error(
-        "ranks meet at {at}, which other machines can reach, and nothing says who may join: give all ranks \
+        "ranks meet at {at}, which other machines can reach, and no secret protects the run: give all ranks \
          the same --secret-file or FARFLUNG_SECRET, or a ticket of rank 0 (`farflung ticket`), or --insecure \
-         where nobody else is in the network"
+         if nobody else is on the network"
     )]
     Unprotected {
         /// The address of the meeting place.
         at: String,
     },
     /// A file that holds a secret is readable by other users.
-    #[error("{path} holds a secret and others can read it (mode {mode:o}): chmod 600 {path}")]
+    #[error("{path} contains a secret, and other users can read it (mode {mode:o}): run `chmod 600 {path}`")]
     Exposed {
         /// The file.
         path: PathBuf,
@@ -159,7 +164,10 @@ pub enum Error {
         mode: u32,
     },
     /// A key file has the wrong length.
-    #[error("{path} is no key: it has {got} bytes, expected {want}; move it away, and a new one is made")]
+    #[error(
+        "{path} is not a key file: it has {got} bytes, expected {want}; move it away, and a new key is \
+         created"
+    )]
     KeyFile {
         /// The file.
         path: PathBuf,
@@ -169,7 +177,7 @@ pub enum Error {
         want: usize,
     },
     /// A ticket cannot be parsed.
-    #[error("the ticket of {from} cannot be used")]
+    #[error("the ticket in {from} is invalid")]
     Ticket {
         /// The file or variable that held it.
         from: String,
@@ -182,7 +190,8 @@ pub enum Error {
     TooLarge(Box<crate::train::TooLarge>),
     /// A device computed different bits for the same batch, and the run was asked to be deterministic.
     #[error(
-        "`{device}` gave other gradients for the same batch the second time; without `deterministic` a run goes on"
+        "device `{device}` computed different gradients when it repeated the same batch; to train on it \
+         anyway, leave out `deterministic`"
     )]
     NotRepeatable {
         /// The device.
@@ -215,7 +224,7 @@ pub enum Error {
         expected: String,
     },
     /// A config file is not valid TOML.
-    #[error("{path} is not TOML")]
+    #[error("{path} is not valid TOML")]
     ConfigSyntax {
         /// The config file.
         path: PathBuf,
@@ -291,7 +300,7 @@ pub enum Error {
         value: String,
     },
     /// The loss on the held-out text is not finite, so the weights are not usable.
-    #[error("after step {step} the validation loss is {loss}, which is not finite; nothing of it was saved")]
+    #[error("after step {step} the validation loss is {loss}, which is not finite; this state was not saved")]
     LossNotFinite {
         /// Number of steps done.
         step: u64,
@@ -312,9 +321,9 @@ pub enum Error {
     },
     /// Members of a pipeline each saved a part of the model, and some parts are not on this disk.
     #[error(
-        "the checkpoint {path} was saved by members that each held a part of the model, and none on this disk \
-         has layers {} to {}: copy the folders of the other members into `members` of the run's folder, or name \
-         an older checkpoint by --resume",
+        "the checkpoint {path} was saved by members that each held a part of the model, and none on this \
+         disk has layers {} to {}: copy the folders of the other members into the folder `members` of the \
+         run's folder, or give an older checkpoint with --resume",
         layers.start, layers.end - 1
     )]
     PartsElsewhere {
@@ -345,13 +354,13 @@ pub enum Error {
         step: u64,
     },
     /// A rank whose part of the model is needed does not answer.
-    #[error("rank {} does not answer, and the model is not whole without its part", rank.0)]
+    #[error("rank {} does not answer, and the model is incomplete without its part", rank.0)]
     NoAnswer {
         /// The rank.
         rank: farflung_base::Rank,
     },
     /// Copies of the same values are no longer equal: a machine or this program computed wrongly.
-    #[error("after step {step} {}; nothing of it was saved", diverged(what, ranks, *majority))]
+    #[error("after step {step} {}; this state was not saved", diverged(what, ranks, *majority))]
     Diverged {
         /// Number of steps done.
         step: u64,
@@ -369,7 +378,7 @@ pub enum Error {
         name: String,
     },
     /// A line of `metrics.jsonl` is not a step.
-    #[error("{path}:{line} is not a line of metrics")]
+    #[error("{path}:{line} is not a valid line of metrics")]
     Metrics {
         /// The file.
         path: PathBuf,
@@ -380,7 +389,7 @@ pub enum Error {
         source: serde_json::Error,
     },
     /// A line of `events.jsonl` is not an event.
-    #[error("{path}:{line} is not an event")]
+    #[error("{path}:{line} is not a valid event")]
     Events {
         /// The file.
         path: PathBuf,
@@ -440,7 +449,7 @@ pub enum Error {
         code: u8,
     },
     /// A machine of a launched job could not be reached, or the connection to it was lost.
-    #[error("ssh to {host} failed: see what it said, and try `ssh {host} true`")]
+    #[error("ssh to {host} failed: see its messages, and try `ssh {host} true`")]
     Ssh {
         /// The machine.
         host: String,
@@ -510,7 +519,7 @@ pub enum Error {
         source: farflung_compress::CompressError,
     },
     /// Two compared runs differ.
-    #[error("step {step}: `{field}` is {left} and {right}")]
+    #[error("step {step}: `{field}` is {left} in the first run and {right} in the second")]
     Differ {
         /// The first step at which they differ.
         step: u64,
@@ -545,7 +554,7 @@ pub enum Error {
 /// Returns a text on the ranks whose own gradients are not finite.
 fn not_finite(ranks: &[farflung_base::Rank]) -> String {
     match ranks {
-        [] => "each rank's own gradients are finite, and what they add up to is not".to_owned(),
+        [] => "each rank's own gradients are finite, but their sum is not".to_owned(),
         [_] => format!("{} has gradients that are not finite", crate::train::Ranks(ranks)),
         _ => format!("{} have gradients that are not finite", crate::train::Ranks(ranks)),
     }
@@ -555,8 +564,8 @@ fn not_finite(ranks: &[farflung_base::Rank]) -> String {
 fn diverged(what: &str, ranks: &[farflung_base::Rank], majority: bool) -> String {
     let shown = crate::train::Ranks(ranks);
     match (ranks, majority) {
-        ([_], _) => format!("{shown} has another copy of the {what} than the other ranks"),
-        (_, true) => format!("{shown} have other copies of the {what} than most ranks"),
+        ([_], _) => format!("{shown} has a different copy of the {what} than the other ranks"),
+        (_, true) => format!("{shown} have different copies of the {what} than most ranks"),
         (_, false) => format!("{shown} have different copies of the {what}, and no majority agrees"),
     }
 }

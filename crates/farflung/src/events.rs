@@ -186,7 +186,7 @@ impl EventLog {
     pub(crate) fn write(&mut self, step: u64, what: EventKind) {
         let event = Event { step, time_s: self.time_s, what };
         if let Some(Err(error)) = self.file.as_mut().map(|file| file.append(&event)) {
-            tracing::warn!(%error, "an event was not written");
+            tracing::warn!(%error, "failed to write an event");
         }
     }
 }
@@ -228,7 +228,7 @@ mod tests {
         log(Some(folder.path())).write(3, named.clone());
         assert_eq!(read(&path).unwrap(), [event(1, saved(1)), event(3, named)]);
         fs::write(&path, "{}\n").unwrap();
-        assert!(read(&path).unwrap_err().to_string().ends_with("events.jsonl:1 is not an event"));
+        assert!(read(&path).unwrap_err().to_string().ends_with("events.jsonl:1 is not a valid event"));
         // A log without a folder, or with a missing folder, writes nothing.
         log(None).write(1, saved(1));
         log(Some(&folder.path().join("missing"))).write(1, saved(1));

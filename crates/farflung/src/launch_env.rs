@@ -184,7 +184,11 @@ fn member(env: &impl Fn(&str) -> Option<String>, family: &Family) -> Result<Laun
     }
     if rank >= size {
         let value = rank.to_string();
-        return Err(Error::Variable { name: family.rank, value, expected: "a rank below the world's size" });
+        return Err(Error::Variable {
+            name: family.rank,
+            value,
+            expected: "a rank below the number of processes",
+        });
     }
     let wrong_port = |value| Error::Variable { name: "MASTER_PORT", value, expected: "a port, 1 to 65535" };
     let master_port = match env("MASTER_PORT") {

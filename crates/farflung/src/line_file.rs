@@ -26,7 +26,7 @@ impl LineFile {
     ///
     /// Errors: [`Error::Io`].
     pub(crate) fn append(&mut self, line: &impl Serialize) -> Result<()> {
-        let mut line = serde_json::to_vec(line).expect("numbers and texts have no way to fail");
+        let mut line = serde_json::to_vec(line).expect("numbers and texts can be written as JSON");
         line.push(b'\n');
         if self.file.is_none() {
             self.file = Some(open(&self.path).map_err(Error::io("open", &self.path))?);

@@ -83,7 +83,7 @@ impl MetricsWriter {
 
     /// Appends a step.
     pub fn write(&mut self, metrics: &StepMetrics) -> Result<()> {
-        let mut line = serde_json::to_vec(metrics).expect("numbers have no way to fail");
+        let mut line = serde_json::to_vec(metrics).expect("numbers can be written as JSON");
         line.push(b'\n');
         self.file.write_all(&line).map_err(Error::io("write", &self.path))
     }
@@ -168,7 +168,7 @@ mod tests {
         writer.file.write_all(b"\xff\n").unwrap();
         writer.write(&at(4)).unwrap();
         for error in [read(&path).unwrap_err(), MetricsWriter::open(&path, 9).unwrap_err()] {
-            assert!(error.to_string().ends_with("metrics.jsonl:3 is not a line of metrics"), "{error}");
+            assert!(error.to_string().ends_with("metrics.jsonl:3 is not a valid line of metrics"), "{error}");
         }
     }
 
@@ -179,7 +179,9 @@ mod tests {
         MetricsWriter::open(&path, 0).unwrap().write(&StepMetrics { train_loss: f64::NAN, ..at(1) }).unwrap();
         assert!(read(&path).unwrap()[0].train_loss.is_nan());
         fs::write(&path, "{}\n").unwrap();
-        assert!(read(&path).unwrap_err().to_string().ends_with("metrics.jsonl:1 is not a line of metrics"));
+        assert!(
+            read(&path).unwrap_err().to_string().ends_with("metrics.jsonl:1 is not a valid line of metrics")
+        );
         assert!(MetricsWriter::open(&path, 0).is_err());
     }
 }

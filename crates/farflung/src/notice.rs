@@ -25,7 +25,7 @@ pub struct NoticeArgs {
     every: Nanos,
 }
 
-const NOTICE: &str = "When this machine is taken away";
+const NOTICE: &str = "Termination notices";
 
 impl NoticeArgs {
     /// Starts a thread that checks for a notice at the given interval and requests a stop from `stop` once
@@ -41,7 +41,7 @@ impl NoticeArgs {
         let look = move || {
             while stop.requested().is_none() {
                 if let Some(what) = notice.given() {
-                    terminal::write_stderr(format!("{what}: leaves after this step\n"));
+                    terminal::write_stderr(format!("{what}: this process stops after the current step\n"));
                     stop.request(Signal::Terminate);
                     return;
                 }
@@ -55,7 +55,7 @@ impl NoticeArgs {
     /// Returns a description of the notice, or `None` if there is none yet.
     fn given(&self) -> Option<String> {
         if let Some(file) = self.file.as_ref().filter(|file| file.exists()) {
-            return Some(format!("{} is there", file.display()));
+            return Some(format!("{} exists", file.display()));
         }
         let command = self.command.as_ref()?;
         let mut shell = Command::new("sh");
@@ -63,7 +63,7 @@ impl NoticeArgs {
         match shell.status() {
             Ok(status) => status.success().then(|| format!("`{command}` succeeds")),
             Err(error) => {
-                tracing::warn!(%error, command, "the command of --notice-command cannot be run");
+                tracing::warn!(%error, command, "failed to run the command of --notice-command");
                 None
             }
         }

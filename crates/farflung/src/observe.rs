@@ -68,10 +68,10 @@ impl ObserveArgs {
 fn serve(address: &str, local_rank: usize, told: &mut dyn FnMut(&str)) -> Result<Box<dyn Observer>> {
     let served = prometheus::Served::start(address, local_rank)?;
     let at = served.address();
-    told(&format!("numbers for Prometheus: http://{at}/metrics"));
+    told(&format!("metrics for Prometheus: http://{at}/metrics"));
     if !at.ip().is_loopback() {
         tracing::warn!(
-            "whoever reaches {at} sees this run's numbers, without encryption and without a password"
+            "anyone who can reach {at} can see this run's metrics, without encryption and without a password"
         );
     }
     Ok(Box::new(served))
@@ -95,7 +95,9 @@ fn write_events(folder: &std::path::Path) -> Result<Box<dyn Observer>> {
 /// Returns the error of a flag whose feature this build lacks.
 #[must_use]
 pub fn lacks(feature: &'static str, value: String) -> Error {
-    let expected = format!("a build with it: this one lacks it, build it with `--features {feature}`");
+    let expected = format!(
+        "a build with the feature `{feature}`, which this one lacks: build it with `--features {feature}`"
+    );
     Error::Setting { field: feature, value, expected }
 }
 

@@ -82,7 +82,8 @@ impl fmt::Display for PathCounters {
         let time = |s: Option<f64>| s.map_or_else(|| "-".to_owned(), |s| Nanos::from_secs_f64(s).to_string());
         write!(
             f,
-            "round trip {} (least {}, queueing {}), {} of {} packets sent again, queued {} now, {} in all",
+            "round trip {} (minimum {}, queueing {}), {} of {} packets sent again, queued {} now, {} in \
+             total",
             time(self.round_trip_s),
             time(self.least_round_trip_s),
             time(self.queueing_s()),
@@ -141,7 +142,7 @@ impl PeerCountersLog {
 
     pub(crate) fn write(&mut self, line: &PeerCountersLine) {
         if let Some(Err(error)) = self.0.as_mut().map(|file| file.append(line)) {
-            tracing::warn!(%error, "the counters of peers were not written");
+            tracing::warn!(%error, "failed to write the counters of peers");
         }
     }
 }
@@ -180,8 +181,8 @@ mod tests {
         let json = serde_json::to_string(&peer).unwrap();
         assert!(json.contains("\"retransmissions\":3") && !json.contains("path"), "{json}");
         assert_eq!(serde_json::from_str::<PeerCounters>(&json).unwrap(), peer);
-        let text = "round trip 40ms (least 30ms, queueing 10ms), 3 of 200 packets sent again, \
-                    queued 1 MB now, 1.5s in all";
+        let text = "round trip 40ms (minimum 30ms, queueing 10ms), 3 of 200 packets sent again, queued 1 MB \
+                    now, 1.5s in total";
         assert_eq!(path.to_string(), text);
         assert!((path.loss() - 0.015).abs() < 1e-12);
         let unknown = PathCounters { round_trip_s: None, ..path };

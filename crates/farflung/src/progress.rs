@@ -54,7 +54,7 @@ impl Progress {
                     let screen = ProgressDrawTarget::term_like_with_hz(Box::new(Screen::default()), DRAWN_HZ);
                     let bar = ProgressBar::with_draw_target(Some(total), screen);
                     let style = "{bar:24} {pos}/{len}  {msg}  eta {eta}";
-                    bar.set_style(ProgressStyle::with_template(style).expect("the template is right"));
+                    bar.set_style(ProgressStyle::with_template(style).expect("the template is valid"));
                     // The rate counts the steps of this process only, not those of an earlier start.
                     bar.set_position(done);
                     bar.reset_eta();

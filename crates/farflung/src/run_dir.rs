@@ -60,8 +60,8 @@ impl RunDir {
             let partial = path.join(name);
             let removed =
                 if partial.is_dir() { fs::remove_dir_all(&partial) } else { fs::remove_file(&partial) };
-            removed.map_err(Error::io("remove what a crash left in", &partial))?;
-            tracing::info!(path = %partial.display(), "removed what an earlier run left half-written");
+            removed.map_err(Error::io("remove the incomplete files of an earlier run in", &partial))?;
+            tracing::info!(path = %partial.display(), "removed incomplete files of an earlier run");
         }
         Ok(Self { path: path.to_owned(), _lock: lock })
     }
@@ -149,7 +149,7 @@ pub fn latest(run: &Path) -> Result<Option<Checkpoint>> {
         match Checkpoint::open(&run.join(folder(step))) {
             Ok(checkpoint) => return Ok(Some(checkpoint)),
             Err(error) => {
-                tracing::warn!(step, %error, "passing over a damaged checkpoint");
+                tracing::warn!(step, %error, "skipping a damaged checkpoint");
                 first_error.get_or_insert(error);
             }
         }

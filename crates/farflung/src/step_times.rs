@@ -62,7 +62,7 @@ impl StepTimesLog {
 
     pub(crate) fn write(&mut self, times: &StepTimes) {
         if let Some(Err(error)) = self.0.as_mut().map(|file| file.append(times)) {
-            tracing::warn!(%error, "the times of a step were not written");
+            tracing::warn!(%error, "failed to write the times of a step");
         }
     }
 }

@@ -24,7 +24,7 @@ pub fn check(threads: usize, workers: usize) -> Result<()> {
     Err(Error::Setting {
         field: "threads",
         value: threads.to_string(),
-        expected: format!("at most {most}{each}: this machine runs {cores} at a time"),
+        expected: format!("at most {most}{each}: this machine runs {cores} threads at a time"),
     })
 }
 

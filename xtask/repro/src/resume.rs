@@ -118,7 +118,7 @@ fn other_ways(report: &mut Report<'_>, options: &Options, folder: &Path) -> Resu
     let before = std::fs::read(run.join("report.json"))?;
     let (code, text) = said(&mut train(&run, &["--steps", &half])?)?;
     let left = code == Some(0)
-        && text.contains("nothing was done")
+        && text.contains("there is nothing to do")
         && std::fs::read(run.join("report.json"))? == before;
     report.row(
         "a finished run: not changed, and reported",

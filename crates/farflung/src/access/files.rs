@@ -74,7 +74,7 @@ pub(super) fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
 fn beside(path: &Path) -> Result<PathBuf> {
     if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
         let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(folder);
-        made.map_err(Error::io("make the folder (or give --key-file or FARFLUNG_HOME)", folder))?;
+        made.map_err(Error::io("create the folder (or give --key-file or FARFLUNG_HOME)", folder))?;
     }
     let chance = JoinSecret::generate()?;
     let chance =

@@ -30,7 +30,7 @@ impl Home {
         let key = key.ok_or_else(|| Error::Setting {
             field: "key_file",
             value: "unknown".to_owned(),
-            expected: "a file: FARFLUNG_HOME and HOME are not set".to_owned(),
+            expected: "a file, because FARFLUNG_HOME and HOME are not set".to_owned(),
         })?;
         let secret = key.with_file_name("join-secret");
         Ok(Self { key, secret })
@@ -68,12 +68,16 @@ impl Home {
             let value = format!("a ticket of {}, and this machine's key is {own}", ticket.host);
             return wrong(
                 value,
-                "one that `farflung ticket` made with the key of rank 0, which this process is",
+                "a ticket that `farflung ticket` made with this machine's key, because this process is rank \
+                 0",
             );
         }
         let secret = self.join_secret()?;
         if secret.until(ticket.expiry).bytes() != ticket.secret.bytes() {
-            return wrong("from before --rotate".to_owned(), "a new one, by `farflung ticket`");
+            return wrong(
+                "older than the last --rotate".to_owned(),
+                "a new ticket, made by `farflung ticket`",
+            );
         }
         Ok(secret)
     }
@@ -87,7 +91,7 @@ fn made_once(path: &Path, make: impl Fn() -> Result<[u8; 32]>) -> Result<[u8; 32
             return Ok(bytes.try_into().expect("its length was checked"));
         }
         if files::create(path, &make()?)? {
-            tracing::info!(path = %path.display(), "made a new key");
+            tracing::info!(path = %path.display(), "created a new key");
         }
     }
 }

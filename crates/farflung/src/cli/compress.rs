@@ -28,11 +28,15 @@ enum Action {
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung compress analyze gradient.safetensors
-  farflung compress analyze model.safetensors --tensor mlp --codec int4:128 --codec topk:0.01/f16 --svg codecs.svg
+  farflung compress \
+                        analyze model.safetensors --tensor mlp --codec int4:128 --codec topk:0.01/f16 --svg \
+                        codecs.svg
   farflung compress analyze model.safetensors --json
 
-Codecs are named as in the documentation of farflung-compress: METHOD[:BLOCK], SELECTION:AMOUNT/METHOD,
-each with +zstd or +lz4 behind it for a lossless last stage.")]
+Codecs are named as \
+                        in the documentation of farflung-compress: METHOD[:BLOCK], \
+                        SELECTION:AMOUNT/METHOD,
+each may end with +zstd or +lz4 for a lossless last stage.")]
 struct Analyze {
     /// File with tensors in f32, f16 or bf16; all of them are measured together as one vector.
     #[arg(value_name = "FILE.safetensors")]
@@ -144,7 +148,9 @@ impl Analyze {
             x.truncate(limit);
             if let Some(index) = x[before..].iter().position(|x| !x.is_finite()) {
                 let value = x[before + index];
-                return Err(invalid(format!("value {index} of {name:?} is {value}, which no codec takes")));
+                return Err(invalid(format!(
+                    "value {index} of {name:?} is {value}, but codecs accept only finite values"
+                )));
             }
             if x.len() == limit {
                 break;
@@ -153,7 +159,7 @@ impl Analyze {
         if x.is_empty() {
             let named =
                 self.tensor.as_ref().map_or_else(String::new, |t| format!(" whose name contains {t:?}"));
-            return Err(invalid(format!("there are no values of f32, f16 or bf16 in a tensor{named}")));
+            return Err(invalid(format!("no tensor{named} has values of f32, f16 or bf16")));
         }
         Ok(x)
     }
@@ -339,9 +345,12 @@ mod tests {
         };
         assert_eq!(read(&of([1.0, 2.0, 3.0, f32::NAN]), Some("w")), Ok(vec![1.0, 2.0, 3.0]));
         let bad = read(&of([1.0, f32::NEG_INFINITY, 3.0, 4.0]), None).unwrap_err();
-        assert_eq!(bad, r#"value 1 of "w.a" is -inf, which no codec takes"#);
+        assert_eq!(bad, r#"value 1 of "w.a" is -inf, but codecs accept only finite values"#);
         let none = read(&of([0.0; 4]), Some("bias")).unwrap_err();
-        assert!(none.ends_with(r#"in a tensor whose name contains "bias""#), "{none}");
+        assert!(
+            none.ends_with(r#"no tensor whose name contains "bias" has values of f32, f16 or bf16"#),
+            "{none}"
+        );
         for bytes in [&b""[..], b"hello world", &[255; 40]] {
             let error = read(bytes, None).unwrap_err();
             assert!(error.starts_with("not a safetensors file: "), "{error}");

@@ -86,7 +86,7 @@ impl DevicesCommand {
         let trial = Trial { name: &self.model, model, batch: self.batch, time, seed: 1 };
         let measured = Measured { memory, ..measure(&device, &trial)? };
         if self.json {
-            let text = serde_json::to_string(&measured).expect("numbers and names have no way to fail");
+            let text = serde_json::to_string(&measured).expect("numbers and names can be written as JSON");
             return super::print(&format!("{text}\n"));
         }
         super::print(&measured.to_string())

@@ -59,7 +59,7 @@ impl EvalCommand {
             });
             format!("{object}\n")
         } else {
-            format!("loss {loss:.4} nats a token, perplexity {perplexity:.3}, over {count} tokens\n")
+            format!("loss {loss:.4} nats per token, perplexity {perplexity:.3}, over {count} tokens\n")
         })
     }
 }

@@ -38,18 +38,18 @@ pub(crate) struct LaunchCommand {
     /// 29500 of the first machine]
     #[arg(long, value_name = "ADDR:PORT", value_parser = master)]
     master: Option<(String, u16)>,
-    /// Time that the other processes may go on after one has failed, and time that they have to end when asked
-    /// to.
+    /// Time for which the other processes may continue after one has failed, and time within which they must
+    /// end when asked to.
     #[arg(long, value_name = "TIME", default_value = "5s")]
     grace: Nanos,
-    /// Number of times that all processes are started again after one failed, unless they were started wrongly.
-    /// With `train --resume auto --out DIR` they continue from their checkpoints.
+    /// Number of times that all processes are started again after one failed, unless it failed with a usage
+    /// error. With `train --resume auto --out DIR` they continue from their checkpoints.
     #[arg(long, value_name = "N", default_value_t = 0)]
     restarts: u32,
-    /// Start MIN to MAX processes of a `host` command, which may come and go: the first one hosts the run, the
-    /// others join it. A process that fails is started again after a second, while the others go on; --restarts
-    /// limits the restarts of all processes together. The job ends if fewer than MIN processes are running or
-    /// still to be started again, or if none is running. Further machines may join.
+    /// Start MIN to MAX processes of a `host` command, which may join and leave: the first one hosts the run,
+    /// the others join it. A process that fails is started again after a second, while the others continue;
+    /// --restarts limits the restarts of all processes together. The job ends if fewer than MIN processes are
+    /// running or still to be started again, or if none is running. Further machines may join.
     #[arg(long, value_name = "MIN:MAX", value_parser = range,
           conflicts_with_all = ["processes", "master", "hosts", "from_stdin"])]
     elastic: Option<Range>,
@@ -106,8 +106,9 @@ impl LaunchCommand {
 
     fn on_hosts(&self, hosts: Hosts, program: &Path) -> Result<()> {
         if TrainCommand::launched_over_quic(&self.command)? {
-            let expected = "tcp: over ssh processes meet over TCP; for iroh start each rank with RANK, \
-                            WORLD_SIZE and --ticket-file of a ticket that `farflung ticket` made where rank 0 runs";
+            let expected = "tcp, because processes that are started over ssh connect over TCP; for iroh, \
+                            start each rank by hand with RANK, WORLD_SIZE and --ticket-file, with a ticket \
+                            that `farflung ticket` made on the machine of rank 0";
             let (field, value, expected) = ("transport", "iroh".to_owned(), expected.to_owned());
             return Err(Error::Setting { field, value, expected });
         }
@@ -119,19 +120,19 @@ impl LaunchCommand {
             expected: expected.to_owned(),
         };
         if master.1 == 0 {
-            return Err(wrong("a port: rank 0 listens on another machine"));
+            return Err(wrong("a port other than 0, because rank 0 listens on another machine"));
         }
         let processes = self.processes.map_or(hosts.slots(), usize::from);
         let elsewhere = |address: &str| !launch_env::is_loopback(address);
         if !elsewhere(&master.0) && hosts.ranks(processes)?.iter().any(|(host, _)| elsewhere(host.address()))
         {
-            return Err(wrong("an address of the first machine that the others reach"));
+            return Err(wrong("an address of the first machine that the other machines can reach"));
         }
         let text = |path: &Path| {
             let wrong = Error::Setting {
                 field: "program",
                 value: path.display().to_string(),
-                expected: "a path that is text (UTF-8)".to_owned(),
+                expected: "a path in UTF-8".to_owned(),
             };
             path.to_str().map(str::to_owned).ok_or(wrong)
         };

@@ -36,11 +36,12 @@ pub(super) fn launch(program: &Path, command: &[OsString], job: &Elastic, stop: 
         let value = command.first().map_or_else(|| "nothing".to_owned(), |word| word.display().to_string());
         Error::Setting { field: "elastic", value, expected: expected.to_owned() }
     };
-    let host = HostCommand::read(command).ok_or_else(|| wrong("`host` with its flags behind `--`"))??;
+    let host = HostCommand::read(command).ok_or_else(|| wrong("`host` with its flags after `--`"))??;
     let config = host.config()?;
     let folder = config.out.clone();
-    let folder =
-        folder.ok_or_else(|| wrong("`host --out DIR`: the folders of the members that join are in it"))?;
+    let folder = folder.ok_or_else(|| {
+        wrong("`host --out DIR`, because the folders of the members that join are in this folder")
+    })?;
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let threads = (config.threads == 0 && !host.tells_threads()).then(|| cores.div_ceil(job.most));
     let former = written(&folder.join(TICKET));

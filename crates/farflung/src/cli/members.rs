@@ -26,8 +26,9 @@ const HOST_EXAMPLES: &str = "Examples:
   farflung host --stages 4 --microbatches 8
   farflung host --stages 4 --pooled true --microbatches 16
   farflung host --listen 127.0.0.1:0 --steps 200 --out runs/shared --ticket-out run.ticket
-A member that leaves (Ctrl-C) or is lost costs the others the step in flight at most. The host may leave, too.
-With --stages, members form pipelines: as many whole ones as there can be, and the others are spares.
+If a member leaves (Ctrl-C) or is lost, the others lose at most the step in progress; with a single pipeline,
+the steps since all parts of the model were last copied. The host may leave, too.
+With --stages, members form as many complete pipelines as possible, and the remaining members are spares.
 With --pooled true, each stage is a pool of members, and there are no spares.
 ";
 
@@ -51,7 +52,8 @@ pub(crate) struct HostCommand {
     /// folder.
     #[arg(long, value_name = "FILE")]
     ticket_out: Option<PathBuf>,
-    /// File with this machine's key, made on first use. Default: `key` in FARFLUNG_HOME or ~/.config/farflung.
+    /// File with this machine's key, created on first use. Default: `key` in FARFLUNG_HOME or
+    /// ~/.config/farflung.
     #[arg(long, value_name = "FILE")]
     key_file: Option<PathBuf>,
     #[command(flatten)]
@@ -104,7 +106,7 @@ impl HostCommand {
         match self.flags.args.workers {
             Some(workers) if workers > 1 => {
                 let expected =
-                    "1: each member is one worker, and a machine may join several times".to_owned();
+                    "1, because each member is one worker; a machine may join several times".to_owned();
                 return Err(Error::Setting { field: "workers", value: workers.to_string(), expected });
             }
             // One worker, also if the settings are those of a simulated run.
@@ -157,13 +159,14 @@ const JOIN_EXAMPLES: &str = "Examples:
   farflung join --ticket-file - --data book.txt --device wgpu < run.ticket
   farflung join --ticket-file run.ticket --out runs/helper --threads 4
   farflung join --ticket-file run.ticket --notice-command 'curl -sf http://169.254.169.254/latest/meta-data/spot/instance-action'
-Ctrl-C leaves after the step under way, with a checkpoint; the others go on.
+After Ctrl-C, this member finishes the current step, saves a checkpoint and leaves; the others continue.
 ";
 
 /// Join a run of `farflung host`, at any time, as a member that trains.
 ///
-/// The settings come from the run; only those of this machine are flags. The state comes from all members at
-/// once, by the rates of their links. How long the members wait for it is printed before.
+/// The settings are those of the run; flags set only what concerns this machine. All members send parts of the
+/// state at the same time, in proportion to the rates of their links. The time for which the members wait for
+/// this is printed before.
 #[derive(Debug, clap::Args)]
 #[command(after_help = JOIN_EXAMPLES)]
 pub(crate) struct JoinCommand {
@@ -193,7 +196,8 @@ pub(crate) struct JoinCommand {
     /// The run's name, if it is not the default.
     #[arg(long, value_name = "NAME")]
     job: Option<String>,
-    /// File with this machine's key, made on first use. Default: `key` in FARFLUNG_HOME or ~/.config/farflung.
+    /// File with this machine's key, created on first use. Default: `key` in FARFLUNG_HOME or
+    /// ~/.config/farflung.
     #[arg(long, value_name = "FILE")]
     key_file: Option<PathBuf>,
     /// Show no progress on stderr.

@@ -36,8 +36,8 @@ use farflung::terminal::{self, print};
 #[command(
     version,
     max_term_width = 110,
-    after_help = "Exit codes: 0; 1 failure; 2 usage; 75 a peer was lost, start \
-    the job again; 130, 143 and 129 after SIGINT, SIGTERM and SIGHUP."
+    after_help = "Exit codes: 0 success; 1 failure; 2 usage error; 75 a peer was lost, \
+    and the job can be started again; 130, 143 and 129 after SIGINT, SIGTERM and SIGHUP."
 )]
 struct Cli {
     #[command(flatten)]

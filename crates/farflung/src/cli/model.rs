@@ -47,7 +47,8 @@ fn weights_folder(path: &Path) -> Result<PathBuf> {
         None => Err(Error::Setting {
             field: "model",
             value: path.display().to_string(),
-            expected: "a run with a checkpoint, a checkpoint, or a folder with config.json".to_owned(),
+            expected: "the folder of a run with a checkpoint, a checkpoint, or a folder with config.json"
+                .to_owned(),
         }),
     }
 }
@@ -71,7 +72,7 @@ impl ModelArgs {
             return Err(Error::Setting {
                 field: "tokenizer",
                 value: format!("{} with {} tokens", tokenizer.name(), tokenizer.vocab_size()),
-                expected: format!("one with at most the model's {vocab}"),
+                expected: format!("a tokenizer with at most {vocab} tokens, the model's vocabulary"),
             });
         }
         Ok(Loaded { stage, params, tokenizer })

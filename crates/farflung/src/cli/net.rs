@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::relay::RelayArgs;
 
 /// Measure the network between the processes of a job, or simulate a bad link in it. Run bench and probe under
-/// `farflung launch` or another launcher, or with a list of peers; run relay alone.
+/// `farflung launch` or another launcher, or with a list of peers; run relay without a launcher.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung launch -n 4 -- net bench
@@ -167,7 +167,7 @@ fn place(access: &AccessArgs, peers: Option<&Path>, rank: Option<u32>) -> Result
     }
     let Some(env) = access.detect(variable)? else {
         let expected =
-            "a launcher around it, such as `farflung launch -n 2 -- net bench`, or --peers".to_owned();
+            "a launcher that starts it, such as `farflung launch -n 2 -- net bench`, or --peers".to_owned();
         return Err(Error::Setting { field: "net", value: "alone".to_owned(), expected });
     };
     let mut config = tcp::Config::new(env.rank.0, env.world_size as u32, env.meeting_place());
@@ -319,8 +319,8 @@ impl ProbeArgs {
         let (mut links, mut comments) = (Vec::new(), String::new());
         for (from, bytes) in all.iter().enumerate() {
             let malformed = |_| Error::Message {
-                message: format!("what rank {from} measured"),
-                problem: "does not read as that",
+                message: format!("the list of links that rank {from} measured"),
+                problem: "cannot be parsed",
             };
             let pairs: Vec<Pair> = serde_json::from_slice(bytes).map_err(malformed)?;
             for Pair { to, link, counters } in pairs {

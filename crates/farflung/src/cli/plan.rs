@@ -112,7 +112,7 @@ impl PlanCommand {
         let tokens = context.checked_mul(self.sequences).ok_or_else(|| Error::Setting {
             field: "sequences",
             value: self.sequences.to_string(),
-            expected: "a step of fewer tokens".to_owned(),
+            expected: "fewer sequences: the number of tokens in a step must fit into 64 bits".to_owned(),
         })?;
         let shape = ModelShape {
             tensors: model.tensors().iter().map(|t| t.count() as u64).collect(),
@@ -166,7 +166,8 @@ fn memory(plan: &Plan, model: &GptConfig, repeated: usize) -> String {
     let Recompute::Within(budget) = plan.parts[0].recompute else { return String::new() };
     let layers = model.layers;
     format!(
-        "Activations are kept within {budget}: of {layers} layers, {repeated} run forward again for each microbatch.\n"
+        "Activations are kept within {budget}: of {layers} layers, {repeated} are recomputed for each \
+         microbatch.\n"
     )
 }
 

@@ -13,8 +13,9 @@ use farflung::{Error, Result, Stop};
   farflung net relay --listen 127.0.0.1:9001 --to 127.0.0.1:29500 --rate 100mbit --delay 20ms
   farflung net relay --listen 127.0.0.1:9002 --to 10.0.0.2:4000 --udp --loss 0.5% --jitter 3ms
 
-The first line on stdout is the address at which it listens; the last line is what it carried. A rank whose list of peers
-(`farflung net bench --peers`) names the relay in place of another rank reaches that rank through it.")]
+The first line on stdout is the address at which it listens; the last line is the number of bytes forwarded in
+each direction. If a rank's list of peers (`farflung net bench --peers`) contains the relay's address in place
+of another rank's, it reaches that rank through the relay.")]
 pub(crate) struct RelayArgs {
     /// Address at which to listen; port 0 takes any free port.
     #[arg(long, value_name = "HOST:PORT")]
@@ -50,7 +51,7 @@ fn percent(text: &str) -> Result<u32, String> {
     let number = text.strip_suffix('%').and_then(|number| number.trim().parse::<f64>().ok());
     match number {
         Some(number) if (0.0..=100.0).contains(&number) => Ok((number * 1e4).round() as u32),
-        _ => Err("a share such as 0.5%, at most 100%".to_owned()),
+        _ => Err("a percentage such as 0.5%, at most 100%".to_owned()),
     }
 }
 
@@ -62,7 +63,7 @@ impl RelayArgs {
         (relay.delay, relay.jitter, relay.retransmit) = (self.delay, self.jitter, self.retransmit);
         (relay.loss, relay.seed) = (self.loss, self.seed);
         if relay.rate.0 == 0 {
-            let expected = "more than nothing".to_owned();
+            let expected = "more than 0".to_owned();
             return Err(Error::Setting { field: "rate", value: "0".to_owned(), expected });
         }
         let stop = Stop::install()?;

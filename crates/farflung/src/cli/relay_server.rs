@@ -10,10 +10,10 @@ const EXAMPLES: &str = "Examples:
   farflung relay --listen 0.0.0.0:3340 --allow keys
   farflung ticket --address http://198.51.100.7:3340 > ticket   (where rank 0 runs; the address of the relay)
 
-It needs one port that all processes reach, over TCP and UDP. Over TCP it passes packets on. Over UDP it tells
-each process the address that it has outside of its router, with which processes find a direct path where
-routers allow one. It cannot read what it passes on. It prints its URL when it listens, and the bytes that it
-passed on when it ends. Only a build with the feature `iroh` has it: cargo build --release --features iroh
+All processes must be able to reach the relay's port over TCP and UDP. Over TCP the relay forwards packets,
+which it cannot decrypt. Over UDP it tells each process its address outside of its router, so that processes can
+connect directly if their routers allow it. The relay prints its URL when it listens, and the number of
+forwarded bytes when it ends. This command needs a build with the feature `iroh`: cargo build --release --features iroh
 ";
 
 /// Run your own relay for `--transport iroh`, through which processes behind routers reach each other. Runs

@@ -45,8 +45,8 @@ pub(crate) struct ScheduleCommand {
     #[arg(long, value_name = "N", default_value_t = 1)]
     slices: u16,
     /// Times for one chunk: forward (F), input gradient (I), weight gradient (W), and latency of the link to
-    /// the next chunk (C). Several entries, joined by `:`, are for one stage each. For `compare`, the times are
-    /// for a rank's whole share of the model, and the last link is the one back to the first rank.
+    /// the next chunk (C). Several entries, separated by `:`, are for the stages in order. For `compare`, the
+    /// times are for a rank's whole share of the model, and the last link is the one back to the first rank.
     #[arg(long, value_name = "F,I,W,C", default_value = "1,1,1,0", value_parser = costs)]
     cost: Costs,
     /// Time for which a message occupies its link.
@@ -128,7 +128,7 @@ Schedules:\n"
     for method in Method::ALL {
         let _ = writeln!(text, "  {method:<14} {}", method.summary());
     }
-    let pools = "Stages are pools of ranks (--pools): a list schedule over each microbatch's way. \
+    let pools = "Stages are pools of ranks (--pools): a list schedule along the path of each microbatch. \
                  After Ryabinin et al. 2023.";
     let _ = writeln!(text, "  {POOLS:<14} {pools}");
     text
@@ -257,10 +257,13 @@ impl ScheduleCommand {
                 return pools.order(self.microbatches, &cost, hop, memory).map_err(Error::schedule);
             }
             (true, None) => {
-                return refuse("missing", "the ranks of each stage, such as --pools 1,2".to_owned());
+                return refuse(
+                    "missing",
+                    "the number of ranks of each stage, such as --pools 1,2".to_owned(),
+                );
             }
             (false, Some(_)) => {
-                return refuse("given", format!("nothing with another schedule than {POOLS}"));
+                return refuse("given", format!("no value with a schedule other than {POOLS}"));
             }
             (false, None) => {}
         }
@@ -310,12 +313,18 @@ impl ScheduleCommand {
             _ => return refuse("format", &"a drawing or a list", "grid or json"),
         }
         match *self {
-            Self { chunks: Some(chunks), .. } => refuse("chunks", &chunks, "each schedule's own"),
-            Self { mu: Some(mu), .. } => refuse("mu", &mu, "the slope that costs ask for"),
-            Self { reduce: Some(reduce), .. } => refuse("reduce", &millis(reduce), "computations alone"),
-            Self { gather: Some(gather), .. } => refuse("gather", &millis(gather), "computations alone"),
-            Self { offload: Some(distance), .. } => refuse("offload", &distance, "nothing moved"),
-            Self { ascending: true, .. } => refuse("ascending", &true, "each schedule's own order"),
+            Self { chunks: Some(chunks), .. } => refuse("chunks", &chunks, "each schedule's default"),
+            Self { mu: Some(mu), .. } => refuse("mu", &mu, "the slope that is computed from the costs"),
+            Self { reduce: Some(reduce), .. } => {
+                refuse("reduce", &millis(reduce), "no value (only computations are compared)")
+            }
+            Self { gather: Some(gather), .. } => {
+                refuse("gather", &millis(gather), "no value (only computations are compared)")
+            }
+            Self { offload: Some(distance), .. } => {
+                refuse("offload", &distance, "no value (nothing is moved to slower memory)")
+            }
+            Self { ascending: true, .. } => refuse("ascending", &true, "the order of each schedule"),
             Self { recompute: true, .. } => refuse("recompute", &true, "no recomputation"),
             _ => Ok(Comparison {
                 ranks: self.stages,

@@ -17,7 +17,7 @@ const ASKED: Duration = Duration::from_secs(10);
 const EXAMPLES: &str = "Examples:
   farflung status --ticket-file run.ticket
   farflung status --ticket-file runs/gpt-1/run.ticket --json
-Each member has a ticket in its folder with its own address, for when the host is gone.
+Each member has a ticket with its own address in its folder, which also works after the host has left.
 ";
 
 /// Show the state of a run of `farflung host`: its members, their shares, which member waits for which, loss,
@@ -32,7 +32,8 @@ pub(crate) struct StatusCommand {
     /// The run's name, if it is not the default.
     #[arg(long, value_name = "NAME")]
     job: Option<String>,
-    /// File with this machine's key, made on first use. Default: `key` in FARFLUNG_HOME or ~/.config/farflung.
+    /// File with this machine's key, created on first use. Default: `key` in FARFLUNG_HOME or
+    /// ~/.config/farflung.
     #[arg(long, value_name = "FILE")]
     key_file: Option<PathBuf>,
     /// Print the state as JSON.
@@ -78,7 +79,7 @@ impl StatusCommand {
             }
             Some(status) => super::print(&status.to_string()),
             None if self.json => super::print("null\n"),
-            None => super::print("the run has not made a step yet\n"),
+            None => super::print("the run has not completed a step yet\n"),
         }
     }
 }

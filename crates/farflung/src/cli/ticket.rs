@@ -37,13 +37,14 @@ pub(crate) struct TicketCommand {
     /// File with the ticket to show; - reads standard input.
     #[arg(long, value_name = "FILE", default_value = "-", requires = "show")]
     ticket_file: PathBuf,
-    /// Make a new secret: jobs that start from now on refuse earlier tickets.
+    /// Make a new secret: jobs that start from now on reject earlier tickets.
     #[arg(long, conflicts_with = "key")]
     rotate: bool,
     /// Print this machine's public key, for the --allow list of others.
     #[arg(long, conflicts_with = "address")]
     key: bool,
-    /// File with this machine's key, made on first use. Default: `key` in FARFLUNG_HOME or ~/.config/farflung.
+    /// File with this machine's key, created on first use. Default: `key` in FARFLUNG_HOME or
+    /// ~/.config/farflung.
     #[arg(long, value_name = "FILE")]
     key_file: Option<PathBuf>,
     /// Print results as JSON.
@@ -60,7 +61,7 @@ impl TicketCommand {
         if self.rotate {
             home.rotate()?;
             if self.address.is_empty() {
-                let said = "tickets from before are refused by jobs that start from now on\n";
+                let said = "jobs that start from now on reject earlier tickets\n";
                 return if self.json { super::print("{\"rotated\":true}\n") } else { super::print(said) };
             }
         }
@@ -101,7 +102,7 @@ impl TicketCommand {
             0.. => format!("for {}", lasting(left as u64)),
             _ => format!("no more: it expired {} ago", lasting(left.unsigned_abs() as u64)),
         };
-        super::print(&format!("host      {host}\naddresses {}\nholds     {holds}\n", addresses.join(" ")))
+        super::print(&format!("host      {host}\naddresses {}\nvalid     {holds}\n", addresses.join(" ")))
     }
 }
 

@@ -54,9 +54,9 @@ Which method for which link, with measured losses, bytes and step times: docs/ch
 fn help() -> String {
     let mut text = EXAMPLES.to_owned();
     let mut list = |title: &str, rows: &mut dyn Iterator<Item = (&str, &str)>| {
-        writeln!(text, "\n{title}:").expect("a string takes everything");
+        writeln!(text, "\n{title}:").expect("writing to a string cannot fail");
         for (name, summary) in rows {
-            writeln!(text, "  {name:<14} {summary}").expect("a string takes everything");
+            writeln!(text, "  {name:<14} {summary}").expect("writing to a string cannot fail");
         }
     };
     list("Optimizers of --optimizer", &mut local::METHODS.iter().map(|row| (row.name, row.summary)));
@@ -69,7 +69,7 @@ fn help() -> String {
             None => writeln!(text, "  {method:<14} {}", method.summary()),
             Some(reason) => writeln!(text, "  {method:<14} not in train: {reason}"),
         }
-        .expect("a string takes everything");
+        .expect("writing to a string cannot fail");
     }
     text
 }
@@ -129,8 +129,9 @@ impl TrainCommand {
             return Ok(false);
         }
         if train.access != AccessArgs::default() {
-            let expected = "none of --ticket-file, --secret-file, --key-file, --allow, --insecure and --tls-*: \
-                            `launch` makes a key for each process, and a ticket; or start each rank by hand";
+            let expected = "none of --ticket-file, --secret-file, --key-file, --allow, --insecure and \
+                            --tls-*: `launch` creates a key for each process, and a ticket; to use these \
+                            flags, start each rank by hand";
             let (field, value, expected) = ("transport", IROH.name.to_owned(), expected.to_owned());
             return Err(Error::Setting { field, value, expected });
         }

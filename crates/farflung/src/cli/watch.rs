@@ -12,7 +12,8 @@ const EXAMPLES: &str = "Examples:
 
 The first line on stdout is the page's address. The page reads what the run writes into its folder, live or afterwards:
 members and their links, shares, where each step's time went, loss, bytes, goodput, events. It changes nothing.
-/snapshot has the same as JSON. A build without the feature `watch` has no page: cargo build --release --features watch
+/snapshot returns the same data as JSON. The page needs a build with the feature `watch`:
+cargo build --release --features watch
 ";
 
 /// Show a run in a browser: members and links, shares, how each step's time is spent, loss, bytes, goodput,
@@ -34,7 +35,7 @@ pub(crate) struct WatchCommand {
     /// The run's name, if it is not the default.
     #[arg(long, value_name = "NAME", requires = "ticket_file")]
     job: Option<String>,
-    /// File with this machine's key, made on first use. Default: `key` in `FARFLUNG_HOME` or
+    /// File with this machine's key, created on first use. Default: `key` in `FARFLUNG_HOME` or
     /// ~/.config/farflung.
     #[arg(long, value_name = "FILE", requires = "ticket_file")]
     key_file: Option<PathBuf>,
@@ -43,7 +44,9 @@ pub(crate) struct WatchCommand {
 #[cfg(not(feature = "watch"))]
 impl WatchCommand {
     pub(crate) fn run(self) -> Result<()> {
-        let expected = "a build with it: this one has no page, build it with `--features watch`".to_owned();
+        let expected =
+            "a build with the feature `watch`, which this one lacks: build it with `--features watch`"
+                .to_owned();
         Err(farflung::Error::Setting { field: "watch", value: self.run.display().to_string(), expected })
     }
 }
@@ -56,8 +59,8 @@ impl WatchCommand {
         farflung::watch::serve(&self.run, &self.listen, ask, &stop, |address| {
             if !address.ip().is_loopback() {
                 tracing::warn!(
-                    "whoever reaches {address} sees this run, without encryption and without a password: trusted \
-                     networks only"
+                    "anyone who can reach {address} can see this run, without encryption and without a \
+                     password: use this only in trusted networks"
                 );
             }
             super::print(&format!("http://{address}/\n"))

@@ -288,7 +288,7 @@ impl Devices {
 
 impl Setting for Devices {
     fn expected() -> String {
-        "auto, cpu, wgpu[:n] or cuda[:n], or several with commas that ranks take in turn".to_owned()
+        "auto, cpu, wgpu[:n] or cuda[:n], or several separated by commas, which ranks use in turn".to_owned()
     }
     fn parse(text: &str) -> Option<Self> {
         text.split(',').map(|name| name.parse().ok()).collect::<Option<_>>().map(Self)
@@ -352,12 +352,13 @@ macro_rules! codec {
 codec!(
     CodecSpec,
     farflung_compress::names(),
-    "a codec such as int8, int4:128, sign or topk:0.01/f16: selections, then one of {}, joined by /"
+    "a codec such as int8, int4:128, sign or topk:0.01/f16: selections (if any), then one of {}, joined by /"
 );
 codec!(
     AverageSpec,
     Self::names(),
-    "a codec such as int8, int4:128, sign, topk:0.01/f16 or powersgd:4: selections, then one of {}, joined by /"
+    "a codec such as int8, int4:128, sign, topk:0.01/f16 or powersgd:4: selections (if any), then one of {}, \
+     joined by /"
 );
 codec!(
     LinkSpec,
@@ -432,7 +433,7 @@ impl Setting for VersionSync {
 
 impl Setting for Groups {
     fn expected() -> String {
-        "rules such as `*.bias:lr=0.1,decay=0` with `;` between them".to_owned()
+        "rules such as `*.bias:lr=0.1,decay=0`, separated by `;`".to_owned()
     }
     fn expected_not(text: &str) -> String {
         match text.parse::<Self>() {
@@ -450,7 +451,7 @@ impl Setting for Groups {
 
 impl Setting for Recompute {
     fn expected() -> String {
-        "none, full, a number of layers, or the memory of activations such as 2GB".to_owned()
+        "none, full, a number of layers, or an amount of memory for activations such as 2GB".to_owned()
     }
     fn parse(text: &str) -> Option<Self> {
         text.parse().ok()

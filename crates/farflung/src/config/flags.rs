@@ -52,13 +52,13 @@ impl Args for TrainFlags {
                     .long("config")
                     .value_name("FILE")
                     .value_parser(clap::value_parser!(PathBuf))
-                    .help("TOML file whose keys are the flags' names; a flag wins over it"),
+                    .help("TOML file whose keys are the names of flags; flags override it"),
             )
             .arg(
                 Arg::new("print_config")
                     .long("print-config")
                     .action(clap::ArgAction::SetTrue)
-                    .help("Print all settings as such a file, and do nothing"),
+                    .help("Print all settings in the format of --config, and exit"),
             )
     }
 

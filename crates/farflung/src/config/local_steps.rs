@@ -37,7 +37,7 @@ impl LocalStepsKind {
 
 impl Setting for LocalStepsKind {
     fn expected() -> String {
-        "equal, by-speed, or a number for each replica with commas, such as 30,30,10".to_owned()
+        "equal, by-speed, or a number for each replica, separated by commas, such as 30,30,10".to_owned()
     }
     fn parse(text: &str) -> Option<Self> {
         match text {

@@ -58,7 +58,7 @@ const HOME: Link = Link { bandwidth: Bandwidth(20_000_000), latency: Nanos::from
 
 /// Returns the default codec: eight bits per value, with a scale per 256 values.
 fn default_codec() -> AverageSpec {
-    "int8".parse().expect("it is in the list of codecs")
+    "int8".parse().expect("the default codec is in the list of codecs")
 }
 
 /// Ratio of the highest learning rate to the default of the one at the end of the schedule.
@@ -220,12 +220,12 @@ settings! {
         /// How text is split into tokens: byte or gpt2.
         tokenizer: TokenizerKind, "KIND", TokenizerKind::Byte;
         /// Folder with Hugging Face GPT-2 weights to start from.
-        init_from: PathBuf, "DIR" => "its path is; the weights are compared";
+        init_from: PathBuf, "DIR" => "the path may differ; the weights are compared";
     }
     "Data and output" {
         /// Text file, folder of text files, or .bin file of tokens. Default: the source code of farflung's own
         /// dependencies.
-        data: PathBuf, "PATH" => "its path is; the tokens are compared";
+        data: PathBuf, "PATH" => "the path may differ; the tokens are compared";
         /// Each process of a job trains on its own text: --data may then differ between processes.
         own_data: bool, "BOOL", false;
         /// How the sequences of a step are chosen: random (windows at random places) or epochs (windows that do
@@ -239,9 +239,9 @@ settings! {
         /// The run's folder. Default: the next free runs/MODEL-N.
         out: PathBuf, "DIR" => "each machine has its own folders";
         /// Print results as JSON on stdout.
-        json: bool, "BOOL", false => "only what a process prints";
+        json: bool, "BOOL", false => "it changes only what a process prints";
         /// Show no progress on stderr.
-        quiet: bool, "BOOL", false => "only what a process prints";
+        quiet: bool, "BOOL", false => "it changes only what a process prints";
     }
     "Training" {
         /// Optimizer steps.
@@ -314,9 +314,9 @@ settings! {
     "Workers and links" {
         /// TOML file with the plan, as written by `farflung plan --out` and --print-plan. It replaces the other
         /// settings of workers, pipeline, batch and precision.
-        plan: PathBuf, "FILE" => "its path is; what the file says is compared";
+        plan: PathBuf, "FILE" => "the path may differ; the file's contents are compared";
         /// Workers in this process. In a launched job each process has one worker.
-        workers: usize, "N", 4usize => "a job of several processes has a worker in each";
+        workers: usize, "N", 4usize => "in a job of several processes, each has one worker";
         /// A published method that consists of several settings, such as demo or sparseloco; the list is below.
         /// Settings given beside it override it.
         recipe: RecipeKind, "NAME";
@@ -418,21 +418,21 @@ settings! {
         link: Link, "LINK", HOME;
         /// TOML file with devices, links and regions, instead of --link; or the name of a shipped topology,
         /// such as home.
-        topology: PathBuf, "FILE" => "its path is; the machines and links are compared";
+        topology: PathBuf, "FILE" => "the path may differ; the machines and links are compared";
         /// Limit on what this process sends to all others together, such as 20mbit, so that training does not
         /// use all of a home connection. It counts the bytes given to sockets; TCP's headers add 3 to 4%.
-        up: Bandwidth, "BANDWIDTH", Bandwidth::UNLIMITED => "each process has a line of its own";
+        up: Bandwidth, "BANDWIDTH", Bandwidth::UNLIMITED => "each process has its own connection";
         /// Limit on what this process sends to each other process.
-        up_each: Bandwidth, "BANDWIDTH", Bandwidth::UNLIMITED => "each process has a line of its own";
-        /// Name of the job, if several jobs use one port: ranks of another job are refused.
-        job: String, "NAME", "farflung" => "ranks with another do not meet";
+        up_each: Bandwidth, "BANDWIDTH", Bandwidth::UNLIMITED => "each process has its own connection";
+        /// Name of the job, if several jobs use one port: ranks of another job are rejected.
+        job: String, "NAME", "farflung" => "ranks with different names do not connect";
         /// Transport between workers; the list is below. auto is simulated in one process and tcp in several,
         /// with shared memory between processes of one machine unless --up or --up-each is given. iroh reaches
         /// processes behind routers, and needs a ticket.
         transport: TransportKind, "KIND", TransportKind::Auto => "processes of a job only meet over sockets";
         /// Your own relays for --transport iroh, as http://HOST:PORT (`farflung relay` is one) or as https://
         /// with a publicly trusted certificate, separated by commas. A ticket may also contain relays.
-        relay: String, "URL" => "each process has relays that it reaches";
+        relay: String, "URL" => "each process uses the relays that it can reach";
         /// How values are summed: ring, double-tree, hierarchical and others, or auto, which takes the cheapest
         /// on the links of --topology; an invalid name lists them. With a codec: direct (equal shards, the
         /// default), butterfly (shards by access links), hierarchical (uncompressed inside a region, encoded
@@ -443,7 +443,7 @@ settings! {
         /// its machine's speed.
         compute_rate: f64, "FLOPS", 5e10;
         /// Longest time to wait for a peer.
-        deadline: Nanos, "TIME", Nanos::from_millis(60_000) => "how long a process waits changes no value";
+        deadline: Nanos, "TIME", Nanos::from_millis(60_000) => "the waiting time changes no results";
     }
     "Pipeline" {
         /// Number of ranks P that share one copy of the model in a pipeline. The workers make workers / P such
@@ -467,7 +467,7 @@ settings! {
         schedule: Method, "NAME", Method::OneFOneB;
         /// File with your own schedule, instead of --schedule, in the format that `farflung schedule --file`
         /// reads.
-        schedule_file: PathBuf, "PATH" => "its path is; the plan has the schedule";
+        schedule_file: PathBuf, "PATH" => "the path may differ; the plan has the schedule";
         /// Microbatches per step, instead of --accumulate. Default in a pipeline: twice the number of stages.
         microbatches: usize, "M";
         /// Parts of the model on each rank. Default: 2 for schedules that have several, else 1.
@@ -494,7 +494,7 @@ settings! {
         boundary_backward: LinkSpec, "CODEC", LinkSpec::default();
         /// Where aqsgd stores samples: memory (checkpoints contain them), file or mapped (files in the run's
         /// folder, at both ends of each boundary; a resumed run continues with the files' content).
-        boundary_store: StoreKind, "KIND", StoreKind::Memory => "each rank holds its own";
+        boundary_store: StoreKind, "KIND", StoreKind::Memory => "each rank stores its own samples";
         /// Which version of the weights a microbatch uses under pipedream: vertical (the first stage's version
         /// on all stages) or newest (each stage's own newest; the last stage then waits for the first at each
         /// update of their shared token table).
@@ -513,7 +513,7 @@ settings! {
         loss_scale: LossScaling, "SCALE", LossScaling::Auto;
         /// Stop with an error on a device that does not give the same bits twice in a trial before the first
         /// step. Kernels are never chosen by timing, so runs are repeatable on all other devices.
-        deterministic: bool, "BOOL", false => "a trial of this device alone";
+        deterministic: bool, "BOOL", false => "it tests only the device of this process";
         /// If copies of parameters (of replicas, or of the token table in a pipeline) are on devices that round
         /// differently: steps between comparisons, after which all copies are set to the first rank's. 0
         /// disables them.
@@ -540,7 +540,7 @@ settings! {
         compress_checkpoints: bool, "BOOL", false => "each rank has its own checkpoints";
         /// Where the run starts: auto (at the newest valid checkpoint of --out), no (a new run), or the path of
         /// a checkpoint.
-        resume: Resume, "WHERE", Resume::No => "its path is; whether and at which step a run goes on is compared";
+        resume: Resume, "WHERE", Resume::No => "the path may differ; the step is compared";
     }
     "Sample" {
         /// Text that the sample at the end continues.

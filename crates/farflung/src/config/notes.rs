@@ -111,7 +111,7 @@ impl TrainConfig {
         let constant = self.lr_schedule == LrScheduleKind::Constant;
         notes.idle(constant, &["min-lr"], "the learning rate of `lr-schedule` constant does not decay");
         let (warmup, steps) = (self.warmup, self.steps);
-        let ends = "the run ends before its warm-up";
+        let ends = "the run ends before its warm-up ends";
         notes.idle(warmup >= steps, &["min-lr", "lr-schedule", "decay-fraction"], ends);
         notes.say(warmup > steps, || {
             format!(
@@ -141,9 +141,9 @@ impl TrainConfig {
         notes.idle(run.world <= self.stages, &["shards"], "there is one replica, which has all data");
         notes.say(self.signs_into_adam(run.world), || {
             format!(
-                "`codec` {} sends gradients in one bit, and `optimizer` {} divides by what it knows of their \
-                 sizes: the loss ends higher. 1-bit Adam sends its moments instead: `--optimizer \
-                 onebit-adam`",
+                "`codec` {} sends gradients in one bit, without their magnitudes, but `optimizer` {} divides \
+                 by averages of these magnitudes: the final loss will be higher. 1-bit Adam sends its \
+                 momentum instead: `--optimizer onebit-adam`",
                 self.codec, self.optimizer.name
             )
         });
@@ -152,52 +152,67 @@ impl TrainConfig {
             &["codec", "error-feedback", "bucket-mb", "overlap", "algorithm"],
             "no two ranks hold the same part of the model, so nothing is averaged",
         );
-        notes.idle(self.outweighs_recipe(), &["recipe"], "all settings that it is made of have other values");
+        notes.idle(
+            self.outweighs_recipe(),
+            &["recipe"],
+            "all settings that it consists of are overridden with other values",
+        );
         let each_step = self.sync.each_step;
         notes.idle(
             !run.elastic,
             &["balance", "copy-share", "pooled"],
-            "nobody comes or leaves: it is for `farflung host`",
+            "the run's members do not change: it is for `farflung host`",
         );
-        let local = format!("`sync` {} takes local steps: buckets and algorithm matter little", self.sync);
+        let local = format!(
+            "`sync` {} takes local steps between averages, so bucket sizes and algorithms make little \
+             difference",
+            self.sync
+        );
         notes.idle(!each_step && self.tune > 0, &["tune"], &local);
         let compared = if run.simulated && !alone && self.stages == 1 && self.topology.is_none() {
-            ", but for the report's comparison"
+            "; only the comparison in the report uses it"
         } else {
             ""
         };
         let sync = self.sync;
-        let steps_each = format!("`sync` {sync} averages at each step, which all take");
+        let steps_each = format!("`sync` {sync} averages at each step, so all replicas take all steps");
         notes.idle(each_step, &["local-steps"], &steps_each);
         let equal = self.local_steps == LocalStepsKind::BySpeed && self.topology.is_none();
-        notes.idle(equal, &["local-steps"], "without `topology` all machines have one speed");
+        notes.idle(equal, &["local-steps"], "without `topology` all machines have the same speed");
         notes.idle(each_step, &["sync-every"], &format!("`sync` {sync} averages at each step{compared}"));
         let readers: Vec<_> =
             SyncKind::all().map(|row| Reads { name: row.name, settings: row.reads }).collect();
         notes.unread("sync", sync.name, &readers);
         let packs = !self.codec.is_plain() && self.codec.codec().is_some();
         let unpacked = self.algorithm == Algorithm::AllGather && !packs;
-        notes.idle(unpacked, &["algorithm"], "all-gather is for what a codec packs: a ring sums the values");
+        notes.idle(
+            unpacked,
+            &["algorithm"],
+            "all-gather is only for values that a codec packs; a ring is used instead",
+        );
         let after = format!("`sync` {sync} averages after a step, when no backward pass runs");
         notes.idle(!each_step, &["overlap"], &after);
         let codec = self.codec;
         let plain = codec.is_plain() && self.optimizer.averages == Averages::Gradients;
-        notes.idle(plain, &["codec-warmup"], "all averages travel as they are");
+        notes.idle(plain, &["codec-warmup"], "all averages are sent uncompressed");
         notes.idle(
             sync.codes_changes,
             &["density-warmup"],
-            &format!("`sync` {sync} sends changes, and its codec keeps one share of them"),
+            &format!(
+                "`sync` {sync} sends changes of parameters, and its codec always keeps the same fraction of \
+                 them"
+            ),
         );
         let keeps = codec.codec().and_then(|codec| codec.density()).is_some();
         notes.idle(
             !keeps || self.sync.compensates,
             &["density-warmup"],
-            &format!("`codec` {codec} keeps no share of the elements"),
+            &format!("`codec` {codec} does not select a fraction of the elements"),
         );
         let why = match codec {
-            _ if sync.compensates => "the method makes up itself for what the codec loses",
-            AverageSpec::Codec(codec) if codec.feedback() => "the codec's name sets its feedback",
-            AverageSpec::Protocol(_) => "a protocol has its own feedback",
+            _ if sync.compensates => "the method of synchronisation itself corrects what the codec loses",
+            AverageSpec::Codec(codec) if codec.feedback() => "the codec's name sets its error feedback",
+            AverageSpec::Protocol(_) => "the codec is a protocol with its own error feedback",
             AverageSpec::Codec(codec) if codec.method() == CodecSpec::default().method() => {
                 "the codec is lossless"
             }
@@ -207,7 +222,7 @@ impl TrainConfig {
         notes.idle(self.topology.is_some(), &["link"], "`topology` sets the links");
         notes.idle(!run.simulated, &["link"], "it is for simulated links, and this run's are real");
         let one_process = run.simulated || alone || self.transport == TransportKind::of(&MEMORY);
-        notes.idle(one_process, &["job"], "the run is one process, which no other joins");
+        notes.idle(one_process, &["job"], "the run is one process, which no other process joins");
         let no_sockets = "the run is one process, which sends nothing over sockets";
         notes.idle(one_process, &["up", "up-each"], no_sockets);
         let shares = self.transport == TransportKind::of(&SHARED_MEMORY);
@@ -215,7 +230,7 @@ impl TrainConfig {
         let over_quic = self.transport == TransportKind::of(&IROH);
         notes.idle(!over_quic, &["relay"], "only `transport` iroh uses relays");
         let mpi = self.transport == TransportKind::of(&MPI);
-        notes.idle(mpi, &["up", "up-each"], "what MPI sends is not paced");
+        notes.idle(mpi, &["up", "up-each"], "the traffic of MPI cannot be limited");
         notes.idle(one_process, &["own-data"], "the run is one process, which has one text");
         let speeds = "`topology` sets the speeds";
         notes.idle(self.topology.is_some(), &["compute-rate"], speeds);
@@ -230,7 +245,7 @@ impl TrainConfig {
         let boundary = ["boundary", "boundary-backward", "boundary-store"];
         notes.idle(none, &boundary, "`stages` is 1, so there is no pipeline");
         let remembers = self.boundary.remembers() || self.boundary_backward.remembers();
-        notes.idle(!remembers, &["boundary-store"], "no boundary's codec remembers samples");
+        notes.idle(!remembers, &["boundary-store"], "no boundary codec stores samples");
         let order = "`schedule-file` sets the order";
         notes.idle(file, &["schedule", "chunks", "memory", "slice-grain"], order);
         let pooled = self.pools.is_some();
@@ -252,7 +267,7 @@ impl TrainConfig {
         notes.idle(
             !versions,
             &["version-sync"],
-            &format!("`schedule` {method} keeps no versions to choose from"),
+            &format!("`schedule` {method} does not keep several versions of the weights"),
         );
 
         let layers = self.layers_of_a_part(run.model.layers);
@@ -265,10 +280,10 @@ impl TrainConfig {
         notes.say(again > layers, || {
             format!("`recompute` is {again} and {of} {layers} layers: all of them are recomputed")
         });
-        let processors = "a processor's memory is the host's";
+        let processors = "all devices are CPUs, whose memory is the host's";
         notes.idle(self.device.are_processors(), &["offload"], processors);
         let decides = matches!(self.recompute, Recompute::Within(_));
-        notes.idle(decides, &["offload"], "`recompute` says what fits into memory");
+        notes.idle(decides, &["offload"], "`recompute` is an amount of memory, and determines what is kept");
         let kept = if decides { 1 } else { layers.saturating_sub(again) };
         notes.idle(kept == 0, &["offload"], "all layers are recomputed, so none is offloaded");
         notes.say(!decides && kept > 0 && self.offload > kept && !self.device.are_processors(), || {
@@ -281,7 +296,7 @@ impl TrainConfig {
         notes.idle(!rounds, &["loss-scale"], "it is for `precision` f16 and bf16");
         // Another process of the job may use another `--device`.
         let one_process = run.simulated || self.transport == TransportKind::of(&MEMORY);
-        let same = "all devices are processors, whose copies of parameters stay equal";
+        let same = "all devices are CPUs, whose copies of parameters stay equal";
         notes.idle(one_process && self.device.are_processors(), &["resync-every"], same);
     }
 
@@ -292,7 +307,8 @@ impl TrainConfig {
         let checked = format!("the run ends at step {steps} and is checked then anyway");
         notes.idle(self.check_every >= steps, &["check-every"], &checked);
         notes.say(self.keep_last == 1, || {
-            "`keep-last` is 1 and two are kept: a rank may fail while it writes the newest".to_owned()
+            "`keep-last` is 1, but two checkpoints are kept: a rank may fail while it writes the newest"
+                .to_owned()
         });
         let new = self.resume == Resume::Auto && self.out.is_none();
         notes.idle(new, &["resume"], "without `out` the run's folder is a new one");

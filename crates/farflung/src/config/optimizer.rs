@@ -125,7 +125,12 @@ impl TrainConfig {
         for (field, value) in [("decay-fraction", self.decay_fraction), ("dampening", self.dampening)] {
             check(field, &value, share.contains(&value), "at least 0 and at most 1")?;
         }
-        check("eps", &self.eps, self.eps as f32 > 0.0 && self.eps.is_finite(), "more than 0 in 32 bits")?;
+        check(
+            "eps",
+            &self.eps,
+            self.eps as f32 > 0.0 && self.eps.is_finite(),
+            "more than 0 as a 32-bit float",
+        )?;
         let gamma = self.gamma;
         check("gamma", &gamma, gamma > 0.0 && gamma < 1.0, "more than 0 and below 1")?;
         let alpha = self.lookahead_alpha;
@@ -144,7 +149,7 @@ impl TrainConfig {
         let meant = nearest(pattern, names.iter().copied());
         let meant = meant.map_or_else(String::new, |name| format!("; did you mean `{name}`?"));
         let expected = format!(
-            "patterns of parameters that the model has, from {} to {}{meant}",
+            "patterns that match parameters of the model, whose names range from {} to {}{meant}",
             names[0],
             names[names.len() - 1]
         );

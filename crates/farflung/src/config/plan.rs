@@ -52,7 +52,7 @@ impl TrainArgs {
             Some((field, value)) => Err(Error::Setting {
                 field,
                 value,
-                expected: "nothing beside `plan`, which decides it".to_owned(),
+                expected: "no value with `plan`, which sets it".to_owned(),
             }),
         }
     }

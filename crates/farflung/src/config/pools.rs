@@ -14,7 +14,7 @@ pub struct Numbers(pub Vec<u32>);
 
 impl Setting for Numbers {
     fn expected() -> String {
-        "numbers from 1 on with commas, such as 1,2".to_owned()
+        "numbers of at least 1, separated by commas, such as 1,2".to_owned()
     }
     fn parse(text: &str) -> Option<Self> {
         let number = |n: &str| n.trim().parse().ok().filter(|&n: &u32| n > 0);
@@ -59,22 +59,23 @@ impl TrainConfig {
     pub(super) fn validate_pools(&self) -> Result<()> {
         if self.is_pooled() {
             let own = self.schedule_file.as_ref().map_or_else(String::new, |path| path.display().to_string());
-            let expected = "nothing with `pooled`, which sets the order";
+            let expected = "no file with `pooled`, which determines the schedule";
             check("schedule-file", &own, self.schedule_file.is_none(), expected)?;
         }
         let Some(Numbers(sizes)) = &self.pools else { return Ok(()) };
         let shown =
             self.pools.as_ref().map(Setting::value).map_or_else(String::new, |value| value.to_string());
-        check("pools", &shown, sizes.len() > 1, "two numbers or more, the ranks of each stage")?;
+        check("pools", &shown, sizes.len() > 1, "at least two numbers: the number of ranks of each stage")?;
         let ranks: u64 = sizes.iter().map(|&n| u64::from(n)).sum();
-        let expected = format!("{}, the stages of `pools`, or {ranks}, their ranks", sizes.len());
+        let expected =
+            format!("{} (number of stages in `pools`) or {ranks} (number of their ranks)", sizes.len());
         check("stages", &self.stages, self.stages as u64 == ranks, &expected)?;
         let own = self.schedule_file.as_ref().map_or_else(String::new, |path| path.display().to_string());
         check(
             "schedule-file",
             &own,
             self.schedule_file.is_none(),
-            "nothing with `pools`, which set the order",
+            "no file with `pools`, which determines the schedule",
         )?;
         if let Some(rates) = &self.pool_rates {
             let good = rates.0.len() as u64 == ranks && rates.0.iter().all(|&rate| rate <= Pools::MOST);
@@ -120,7 +121,9 @@ mod tests {
     #[test]
     fn what_does_not_fit_is_refused_by_its_name() {
         let refused = |stages, pools, rates| resolved(stages, pools, rates).unwrap_err().to_string();
-        assert!(refused(Some(4), "1,2", None).contains("`stages` is 4, expected 2, the stages of `pools`"));
+        assert!(
+            refused(Some(4), "1,2", None).contains("`stages` is 4, expected 2 (number of stages in `pools`)")
+        );
         assert!(refused(None, "3", None).contains("`pools` is"));
         assert!(refused(None, "1,2", Some("1,2")).contains("`pool-rates` is"));
         // Rates without pools are ignored; the settings' notes say so.

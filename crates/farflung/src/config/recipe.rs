@@ -35,7 +35,8 @@ pub const RECIPES: &[Recipe] = &[
     },
     Recipe {
         name: "dgc",
-        summary: "a thousandth of the gradients, momentum gathered before the selection, a density that falls",
+        summary: "the largest thousandth of the gradients; momentum is accumulated before the selection, and \
+                  the density falls at the start",
         source: "Lin et al. 2018, Deep Gradient Compression",
         settings: &[
             // AdamW without a first moment, since the codec accumulates momentum; the paper uses SGD.
@@ -47,7 +48,7 @@ pub const RECIPES: &[Recipe] = &[
     },
     Recipe {
         name: "demo",
-        summary: "the fast parts of a momentum that each worker keeps: 32 of 4096 DCT coefficients",
+        summary: "of each worker's own momentum, the 32 largest of 4096 DCT coefficients",
         source: "Peng et al. 2024, DeMo",
         settings: &[
             ("optimizer", "signum"),
@@ -58,7 +59,7 @@ pub const RECIPES: &[Recipe] = &[
     },
     Recipe {
         name: "distro",
-        summary: "as demo, the signs of 4 of 4096 coefficients",
+        summary: "as demo, but only the signs of the 4 largest of 4096 coefficients",
         source: "Nous Research 2024, DisTrO; Psyche",
         settings: &[
             ("optimizer", "signum"),
@@ -80,7 +81,7 @@ pub const RECIPES: &[Recipe] = &[
     },
     Recipe {
         name: "muloco",
-        summary: "DiLoCo every 30 steps with Muon, in 2 bits with feedback",
+        summary: "DiLoCo every 30 steps with Muon, in 2 bits with error feedback",
         source: "Therien et al. 2025, MuLoCo",
         settings: &[
             ("optimizer", "muon"),
@@ -94,7 +95,8 @@ pub const RECIPES: &[Recipe] = &[
     },
     Recipe {
         name: "sparseloco",
-        summary: "every 30 steps 64 of 4096 elements in 2 bits, with feedback instead of outer momentum",
+        summary: "DiLoCo every 30 steps, 64 of 4096 elements in 2 bits, with error feedback instead of outer \
+                  momentum",
         source: "Sarfi et al. 2025, SparseLoCo",
         settings: &[
             ("sync", "diloco"),
@@ -112,9 +114,9 @@ impl Recipe {
     pub(super) fn args(&self) -> TrainArgs {
         let mut args = TrainArgs::default();
         for (name, value) in self.settings {
-            let key = TrainArgs::key(name).expect("recipes have settings that there are");
+            let key = TrainArgs::key(name).expect("recipes name only existing settings");
             let value = value.parse().unwrap_or_else(|_| toml::Value::String((*value).to_owned()));
-            args.set(key, &value).expect("recipes have values that settings take");
+            args.set(key, &value).expect("recipes have only valid values");
         }
         args
     }

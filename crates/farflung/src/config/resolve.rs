@@ -49,12 +49,12 @@ impl TrainConfig {
         let mut text = String::new();
         for (heading, entries) in self.entries() {
             let gap = if text.is_empty() { "" } else { "\n" };
-            writeln!(text, "{gap}# {heading}").expect("a string takes everything");
+            writeln!(text, "{gap}# {heading}").expect("writing to a string cannot fail");
             for (name, value) in entries {
                 if let Some(value) = value.filter(|_| !self.is_decided(name)) {
                     let name = dashed(name);
                     let mark = if self.was_given(&name) { String::new() } else { format!(" {BY_DEFAULT}") };
-                    writeln!(text, "{name} = {value}{mark}").expect("a string takes everything");
+                    writeln!(text, "{name} = {value}{mark}").expect("writing to a string cannot fail");
                 }
             }
         }

@@ -13,7 +13,7 @@ impl TrainConfig {
         let several = processes > 1;
         let fitting = || TransportName::all().filter(|row| row.joins_processes() == several);
         let TransportKind::Named(row) = self.transport else {
-            return Ok(fitting().next().expect("the table has some of both"));
+            return Ok(fitting().next().expect("the table has both kinds of transports"));
         };
         // A job of one worker may use a transport between processes.
         if row.joins_processes() == several || (row.joins_processes() && self.workers == 1) {
@@ -26,8 +26,8 @@ impl TrainConfig {
         } else {
             let n = self.workers;
             format!(
-                "{names} for {n} workers in one process: with {row} each is a process of its own, as \
-                 `farflung launch -n {n} -- train` starts them"
+                "{names} for {n} workers in one process: with {row} each worker must be a separate process, \
+                 as `farflung launch -n {n} -- train` starts them"
             )
         };
         Err(Error::Setting { field: "transport", value: row.to_string(), expected })

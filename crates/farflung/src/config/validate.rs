@@ -66,7 +66,7 @@ impl TrainConfig {
         }
         if let Some(microbatches) = self.microbatches.filter(|_| self.accumulate > 1) {
             let (good, expected) =
-                (microbatches == self.accumulate, "the same as `accumulate`, which is its other name");
+                (microbatches == self.accumulate, "the same as `accumulate`, which is another name for it");
             check("microbatches", &microbatches, good, expected)?;
         }
         self.validate_pools()?;
@@ -74,9 +74,9 @@ impl TrainConfig {
         self.validate_optimizer()?;
         check("top-p", &self.top_p, self.top_p > 0.0 && self.top_p <= 1.0, "more than 0 and at most 1")?;
         check("min-lr", &self.min_lr, self.min_lr <= self.lr, "at most `lr`")?;
-        check("deadline", &self.deadline, self.deadline > Nanos::ZERO, "more than no time")?;
+        check("deadline", &self.deadline, self.deadline > Nanos::ZERO, "more than 0")?;
         for (field, rate) in [("up", self.up), ("up-each", self.up_each)] {
-            check(field, &rate, rate >= tcp::SLOWEST, "8kbit a second or more")?;
+            check(field, &rate, rate >= tcp::SLOWEST, "at least 8kbit per second")?;
         }
         Ok(())
     }

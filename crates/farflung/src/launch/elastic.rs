@@ -117,10 +117,10 @@ impl Running<'_> {
             self.restarts -= 1;
             format!("it is started again, restart {nth} of {}", self.elastic.restarts)
         } else {
-            "it does not come back".to_owned()
+            "it is not started again".to_owned()
         };
         terminal::write_stderr(format!(
-            "member {member} failed ({}), {left} go on: {what}\n",
+            "member {member} failed ({}), {left} continue: {what}\n",
             failure.status
         ));
         self.failed.push(failure);

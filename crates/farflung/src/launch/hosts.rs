@@ -52,7 +52,7 @@ impl Hosts {
             };
             let host = host(line).ok_or_else(|| wrong("`name`, `name slots=4` or `user@name slots=4`"))?;
             if hosts.iter().any(|other| other.name == host.name) {
-                return Err(wrong("each machine once, with all of its slots"));
+                return Err(wrong("each machine only once, with all of its slots"));
             }
             hosts.push(host);
         }
@@ -63,7 +63,7 @@ impl Hosts {
             expected,
         };
         match all {
-            0 => Err(wrong(0, "a machine at least".to_owned())),
+            0 => Err(wrong(0, "at least one machine".to_owned())),
             all if all > MOST_PROCESSES as usize => {
                 Err(wrong(all, format!("at most {MOST_PROCESSES} processes together")))
             }

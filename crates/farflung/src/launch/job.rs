@@ -281,7 +281,7 @@ impl Running {
         }
         let pid = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
         if let Some(Err(error)) = pid.map(|pid| kill_process(pid, signal)) {
-            tracing::warn!(pid = self.child.id(), %error, "could not signal");
+            tracing::warn!(pid = self.child.id(), %error, "failed to send a signal to a process");
         }
     }
 

@@ -59,7 +59,7 @@ impl Remote {
     ) -> Result<()> {
         let Self { processes, master, grace, secret, ssh, program, dir, .. } = self;
         let text = |words: &OsString| {
-            let expected = "text (UTF-8)".to_owned();
+            let expected = "text in UTF-8".to_owned();
             let wrong = || Error::Setting { field: "command", value: words.display().to_string(), expected };
             words.clone().into_string().map_err(|_| wrong())
         };
@@ -94,7 +94,7 @@ impl Remote {
             command.arg(format!("{} launch --from-stdin", quoted(program))).stdin(Stdio::piped());
             let started = job.start(command, Whose::Host(host.name.clone()));
             started.map_err(|source| Error::StartSsh { command: first.clone(), source })?;
-            job.tell_last(&serde_json::to_string(&share).expect("a share is text and numbers"));
+            job.tell_last(&serde_json::to_string(&share).expect("texts and numbers can be written as JSON"));
         }
         job.run(*grace, stop)
     }

@@ -48,9 +48,9 @@ pub fn serve(program: &Path, mut input: impl BufRead + Send + 'static, stop: &St
         expected: expected.to_owned(),
     };
     let read = input.by_ref().take(LONGEST).read_line(&mut line);
-    read.map_err(|error| wrong(&error, "what `farflung launch --hosts` says"))?;
-    let share: Share =
-        serde_json::from_str(&line).map_err(|error| wrong(&error, "what `farflung launch --hosts` says"))?;
+    read.map_err(|error| wrong(&error, "the line that `farflung launch --hosts` writes"))?;
+    let share: Share = serde_json::from_str(&line)
+        .map_err(|error| wrong(&error, "the line that `farflung launch --hosts` writes"))?;
     if let Some(dir) = &share.dir {
         std::env::set_current_dir(dir).map_err(Error::io("enter the folder", dir))?;
     }
@@ -70,7 +70,7 @@ fn listen(input: impl BufRead, grace: Duration, stop: &Stop) {
             Some(SystemSignal::TERM) => stop.request(Signal::Terminate),
             Some(SystemSignal::HUP) => stop.request(Signal::Hangup),
             Some(_) => insist(POLL * 3, stop),
-            None => tracing::warn!(line, "no signal has that name"),
+            None => tracing::warn!(line, "unknown name of a signal"),
         }
     }
     insist(grace, stop);

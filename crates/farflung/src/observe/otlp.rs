@@ -48,7 +48,7 @@ impl Traces {
             expected: expected.to_owned(),
         };
         if url.starts_with("https:") {
-            return Err(expected("http://: put a collector on this machine, which speaks https to others"));
+            return Err(expected("http://: run a collector on this machine that forwards to https"));
         }
         let collector = Collector::at(url).ok_or_else(|| expected("http://HOST:PORT"))?;
         let endpoint = format!("http://{}{}", collector.authority, collector.path);
@@ -185,7 +185,7 @@ mod tests {
         for url in ["", "box:4318", "http://", "http://:1", "http://a:b", "http://a:99999", "http://a b:1"] {
             assert!(Traces::to(url).unwrap_err().to_string().contains("http://HOST:PORT"), "{url}");
         }
-        assert!(Traces::to("https://box:4318").unwrap_err().to_string().contains("put a collector on"));
+        assert!(Traces::to("https://box:4318").unwrap_err().to_string().contains("run a collector on"));
     }
 
     #[test]

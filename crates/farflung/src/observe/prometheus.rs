@@ -63,7 +63,7 @@ impl Numbers {
         let numbers = Self {
             gauges: gauge(
                 "now",
-                "What holds after the last step: step, train_loss, val_loss, learning_rate, tokens_per_second.",
+                "Values after the last step: step, train_loss, val_loss, learning_rate, tokens_per_second.",
                 &["rank", "what"],
             )?,
             seconds: counter(
@@ -79,31 +79,31 @@ impl Numbers {
             )?,
             peer_bytes: counter(
                 "peer_bytes_total",
-                "Bytes sent to and received of a peer since it was met.",
+                "Bytes sent to and received from a peer since it connected.",
                 &["rank", "peer", "way"],
             )?,
             round_trips: gauge(
                 "peer_round_trip_seconds",
-                "Smoothed and least round trip to a peer.",
+                "Round-trip time to a peer: smoothed, and the least one.",
                 &["rank", "peer", "which"],
             )?,
             packets: counter(
                 "peer_packets_total",
-                "Packets with data that were sent to a peer: all, and those that were sent again.",
+                "Packets with data that were sent to a peer: all, and retransmitted ones.",
                 &["rank", "peer", "which"],
             )?,
-            queued: gauge(
-                "peer_queued_bytes",
-                "Bytes that wait here to be sent to a peer.",
-                &["rank", "peer"],
-            )?,
+            queued: gauge("peer_queued_bytes", "Bytes that are queued here for a peer.", &["rank", "peer"])?,
             queued_seconds: counter(
                 "peer_queued_seconds_total",
-                "Seconds in which frames to a peer waited in the process.",
+                "Seconds for which frames to a peer were queued in the process.",
                 &["rank", "peer"],
             )?,
             calls: counter("operations_total", "Operations that ended.", &["rank", "op", "algorithm"])?,
-            failed: counter("operations_failed_total", "Those that failed.", &["rank", "op", "algorithm"])?,
+            failed: counter(
+                "operations_failed_total",
+                "Operations that failed.",
+                &["rank", "op", "algorithm"],
+            )?,
             operation_seconds: counter(
                 "operation_seconds_total",
                 "Seconds from start to end, all operations together.",
@@ -116,7 +116,7 @@ impl Numbers {
             )?,
             waits: counter(
                 "operation_wait_seconds_total",
-                "Seconds in which operations could not go on, by the peer that they waited for.",
+                "Seconds for which operations waited, by the peer that they waited for.",
                 &["rank", "op", "algorithm", "peer"],
             )?,
             registry: registry.clone(),
@@ -268,7 +268,7 @@ fn names_this_machine(host: Option<&[u8]>) -> bool {
 async fn answer(State(site): State<Site>, request: Request) -> Response {
     let host = request.headers().get(header::HOST).map(axum::http::HeaderValue::as_bytes);
     if site.is_loopback && !names_this_machine(host) {
-        return (StatusCode::FORBIDDEN, "asked under another machine's name\n").into_response();
+        return (StatusCode::FORBIDDEN, "the request's Host is not a name of this machine\n").into_response();
     }
     let mut text = Vec::new();
     let encoder = TextEncoder::new();

@@ -59,7 +59,7 @@ impl EventFiles {
         };
         if let Err(error) = written {
             self.failed = true;
-            tracing::warn!(folder = %self.folder.display(), %error, "events for TensorBoard are not written");
+            tracing::warn!(folder = %self.folder.display(), %error, "failed to write events for TensorBoard");
         }
     }
 }

@@ -84,7 +84,7 @@ impl Shared {
             (state.writing, state.stands_still) = (false, false);
             if written && state.dropped > 0 {
                 let dropped = std::mem::take(&mut state.dropped);
-                state.add(format!("({dropped} messages were dropped: stderr took nothing)\n").into_bytes());
+                state.add(format!("({dropped} messages were dropped: stderr was blocked)\n").into_bytes());
             }
             self.gone.notify_all();
         }
@@ -212,6 +212,6 @@ mod tests {
         let written = (0..fits + 2).map(|_| seen.recv_timeout(Duration::from_mins(1)).unwrap());
         let (note, texts): (Vec<_>, Vec<_>) = written.partition(|text| text[0] == b'(');
         assert_eq!(texts, vec![text; 1 + fits]);
-        assert_eq!(note, [b"(3 messages were dropped: stderr took nothing)\n"]);
+        assert_eq!(note, [b"(3 messages were dropped: stderr was blocked)\n"]);
     }
 }

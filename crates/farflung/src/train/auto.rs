@@ -59,7 +59,7 @@ pub fn auto(
         return Err(Error::Setting {
             field: "only",
             value: only.to_string(),
-            expected: format!("a kind that fits these machines: {others} plans of other kinds do"),
+            expected: format!("a kind of plan that fits these machines; {others} plans of other kinds fit"),
         });
     }
     ranking::ranked(drafts, model, cluster, wanted)

@@ -23,14 +23,14 @@ pub(super) fn refusal(level: &Level) -> Option<String> {
     }
     if known && level.algorithm != Algorithm::Auto && !forms(level).contains(&level.algorithm) {
         let names: Vec<_> = forms(level).into_iter().map(Algorithm::name).collect();
-        let why = "each rank gathers momentum of its own values before they are added to others'";
+        let why = "each rank accumulates the momentum of its own values before they are summed";
         return Some(format!("{} or auto with codec {}: {why}", names.join(", "), level.codec));
     }
     if known {
         return None;
     }
     let names = Algorithm::CODED.map(Algorithm::name).join(", ");
-    Some(format!("one of {names}, auto with codec {}: no other sums what is packed", level.codec))
+    Some(format!("one of {names}, auto with codec {}: no other algorithm sums encoded values", level.codec))
 }
 
 /// Returns whether a level's values are sent as a codec's bytes. The exchanges of a protocol are summed

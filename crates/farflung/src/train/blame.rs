@@ -13,7 +13,7 @@ const LOOKS: u32 = 30;
 
 /// A failure that another rank reports.
 #[derive(Debug, thiserror::Error)]
-#[error("rank {} says: {text}", by.0)]
+#[error("rank {} reports: {text}", by.0)]
 struct Hearsay {
     by: Rank,
     text: String,

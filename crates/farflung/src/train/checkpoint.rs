@@ -181,7 +181,7 @@ fn save_common(
         view: job.view,
         absent: absent.iter().map(|rank| rank.0).collect(),
     };
-    let text = serde_json::to_vec_pretty(&record).expect("numbers and names have no way to fail");
+    let text = serde_json::to_vec_pretty(&record).expect("numbers and names can be written as JSON");
     writer.write(TRAINER, &text)?;
 
     trainer.comm().barrier()?;
@@ -234,7 +234,10 @@ pub(super) fn all_gather_u64(comm: &Communicator, mine: u64) -> Result<Vec<u64>>
     let all = comm.all_gather_bytes(mine.to_le_bytes().to_vec())?;
     let word = |(rank, bytes): (usize, &Vec<u8>)| {
         let word = bytes.as_slice().try_into().map(u64::from_le_bytes);
-        word.map_err(|_| Error::Message { message: format!("rank {rank}'s number"), problem: "is not one" })
+        word.map_err(|_| Error::Message {
+            message: format!("the number of rank {rank}"),
+            problem: "cannot be parsed",
+        })
     };
     all.iter().enumerate().map(word).collect()
 }

@@ -167,7 +167,7 @@ const RULES: &[Rule] = &[
         axes: ["schedule", "schedule"],
         refuses: |choices| {
             let order = choices.schedule.as_ref()?;
-            Some(refuse("schedule", &order.name, format!("one that trains: {}", order.idle?)))
+            Some(refuse("schedule", &order.name, format!("a schedule that trains: {}", order.idle?)))
         },
     },
     Rule {
@@ -177,7 +177,7 @@ const RULES: &[Rule] = &[
             let inside = order.copies || !order.flushes;
             let local = !method.each_step && inside;
             let name = &order.name;
-            let expected = format!("ddp with {name}: its parts are averaged inside of a step");
+            let expected = format!("ddp with {name}: this schedule averages parts within a step");
             local.then(|| refuse("sync", method.name, expected))
         },
     },
@@ -185,8 +185,7 @@ const RULES: &[Rule] = &[
         axes: ["optimizer", "sync"],
         refuses: |choices| {
             let (optimizer, method) = (choices.momentum()?, choices.sync?);
-            let expected =
-                format!("ddp with {}: it has replicas average momentum at each step", optimizer.name);
+            let expected = format!("ddp with {}: its replicas average momentum at each step", optimizer.name);
             (!method.each_step).then(|| refuse("sync", method.name, expected))
         },
     },
@@ -195,7 +194,7 @@ const RULES: &[Rule] = &[
         refuses: |choices| {
             let (optimizer, method) = (choices.optimizer, choices.sync?);
             let wanted = optimizer.averages.sync()?;
-            let expected = format!("{wanted} with {}: it says when replicas meet", optimizer.name);
+            let expected = format!("{wanted} with {}: this optimizer needs this method", optimizer.name);
             (method.name != wanted).then(|| refuse("sync", method.name, expected))
         },
     },
@@ -205,7 +204,7 @@ const RULES: &[Rule] = &[
             let (optimizer, method) = (choices.optimizer, choices.sync?);
             let name = |row: &&LocalMethod| row.averages.sync() == Some(method.name);
             let of = farflung_optim::local::METHODS.iter().find(name)?;
-            let expected = format!("{} with {}, which asks it when replicas meet", of.name, method.name);
+            let expected = format!("{} with {}, which works only with this optimizer", of.name, method.name);
             (optimizer.name != of.name).then(|| refuse("optimizer", optimizer.name, expected))
         },
     },
@@ -216,7 +215,7 @@ const RULES: &[Rule] = &[
             if optimizer.averages == Averages::Gradients {
                 return None;
             }
-            let why = "it adds whole gradients to its momentum, once a step";
+            let why = "it must add complete gradients to its momentum once per step";
             let expected = format!("with {}, another such as adamw: {why}", order.name);
             (order.copies || !order.flushes).then(|| refuse("optimizer", optimizer.name, expected))
         },
@@ -235,7 +234,10 @@ const RULES: &[Rule] = &[
             let sends = |method: &&SyncMethod| method.codec == Some(NO_CODEC) && !method.codes_changes;
             let method = choices.sync.filter(sends)?;
             let level = choices.levels.iter().find(|level| level.codec != NO_CODEC)?;
-            let expected = format!("{NO_CODEC} with {}: it sends parameters itself", method.name);
+            let expected = format!(
+                "{NO_CODEC} with {}: it has its own messages, to which no codec applies",
+                method.name
+            );
             Some(refuse("codec", &level.codec, expected))
         },
     },
@@ -249,7 +251,9 @@ const RULES: &[Rule] = &[
             };
             let level = choices.levels.iter().find(|level| !fits(level))?;
             let name = method.name;
-            let expected = format!("a codec without memory with {name}: it makes up itself for what is lost");
+            let expected = format!(
+                "a codec without memory with {name}: the method itself corrects what the codec loses"
+            );
             Some(refuse("codec", &level.codec, expected))
         },
     },
@@ -263,7 +267,7 @@ const RULES: &[Rule] = &[
             };
             let level = choices.levels.iter().find(|level| !fits(level))?;
             let name = method.name;
-            let expected = format!("a codec of values with {name}: a server decodes each change alone");
+            let expected = format!("a codec of values with {name}: a server decodes each change separately");
             Some(refuse("codec", &level.codec, expected))
         },
     },
@@ -271,7 +275,7 @@ const RULES: &[Rule] = &[
         axes: ["clip", "schedule"],
         refuses: |choices| {
             let order = choices.schedule.as_ref().filter(|order| choices.clips && !order.flushes)?;
-            let why = "its stages step at different times, so no step has a global norm";
+            let why = "its stages update at different times, so there is no global norm";
             Some(refuse("clip", "above 0", format!("0 with {}: {why}", order.name)))
         },
     },
@@ -281,14 +285,14 @@ const RULES: &[Rule] = &[
             let order = choices.schedule.as_ref().filter(|order| !order.flushes)?;
             let trial = choices.loss_scale.start(choices.precision).is_dynamic();
             let (precision, name) = (choices.precision, &order.name);
-            let expected = format!("a number in {precision}: under {name} no step can be tried again");
+            let expected = format!("a number in {precision}: with {name} a step cannot be repeated");
             trial.then(|| refuse("loss-scale", "auto", expected))
         },
     },
     Rule {
         axes: ["own-data", "schedule"],
         refuses: |choices| {
-            let why = "both ends of a pipeline read one text";
+            let why = "both ends of a pipeline must read the same text";
             let expected = format!("false with {} stages: {why}", choices.stages);
             (choices.own_data && choices.stages > 1).then(|| refuse("own-data", true, expected))
         },
@@ -315,7 +319,7 @@ const RULES: &[Rule] = &[
 fn unvisited(field: &'static str, specs: &[LinkSpec], choices: &Choices) -> Option<Refusal> {
     let order = choices.schedule.as_ref().filter(|order| order.pooled)?;
     let spec = specs.iter().find(|spec| spec.remembers())?;
-    let why = "a sample that comes again passes other ranks, which do not remember it";
+    let why = "a repeated sample passes other ranks, which have not stored it";
     Some(refuse(field, spec, format!("a codec without memory with {}: {why}", order.name)))
 }
 
@@ -323,7 +327,8 @@ fn unvisited(field: &'static str, specs: &[LinkSpec], choices: &Choices) -> Opti
 fn unnumbered(specs: &[LinkSpec], sampling: SamplingKind) -> Option<Refusal> {
     let remembers = specs.iter().find(|spec| spec.remembers());
     let spec = remembers.filter(|_| sampling != SamplingKind::Epochs)?;
-    let expected = format!("epochs with boundary {spec}, which knows samples by numbers that come again");
+    let expected =
+        format!("epochs with boundary {spec}, which identifies samples by numbers that repeat each epoch");
     Some(refuse("sampling", sampling, expected))
 }
 
@@ -377,8 +382,10 @@ pub fn pair(a: (&Axis, &str), b: (&Axis, &str)) -> Option<Refusal> {
 #[must_use]
 pub fn table() -> String {
     let axis = |axis: &Axis| format!("  {:<18} {}", axis.name, (axis.values)().join(" "));
-    let mut lines =
-        vec!["Any values of these go together, but for the pairs below:".to_owned(), String::new()];
+    let mut lines = vec![
+        "All values of these settings can be combined, except the pairs below:".to_owned(),
+        String::new(),
+    ];
     lines.extend(AXES.iter().map(axis));
     lines.push(String::new());
     for (reason, pairs) in by_reason() {

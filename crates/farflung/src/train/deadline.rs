@@ -47,7 +47,7 @@ pub(super) fn check(job: &Job, transport: TransportName) -> Result<()> {
     };
     let deadline = config.deadline;
     let expected = format!(
-        "one that is not slower than the deadline: {what} takes {time} at least, `deadline` is {deadline}"
+        "a link that is fast enough for the deadline: {what} takes at least {time}, `deadline` is {deadline}"
     );
     Err(Error::Setting { field, value, expected })
 }

@@ -20,7 +20,7 @@ impl Exchange {
         let Self { mine: mut sum, theirs, sent } = self;
         let theirs = floats(&theirs.wait()?, sum.len()).ok_or_else(|| Error::Message {
             message: "the token table's gradient".to_owned(),
-            problem: "is not as long as the table",
+            problem: "does not have the length of the table",
         })?;
         sum.iter_mut().zip(theirs).for_each(|(sum, theirs)| *sum += theirs);
         sent.into_iter().try_for_each(Pending::wait)?;

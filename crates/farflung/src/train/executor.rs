@@ -383,7 +383,7 @@ impl Worker for Executor {
             ComputeKind::Recompute => self.recompute(action)?,
             ComputeKind::Backward | ComputeKind::BackwardInput => return self.backward(action, input),
             ComputeKind::BackwardWeight => {
-                let saved = self.take(action).saved.expect("the first half left it here");
+                let saved = self.take(action).saved.expect("the backward pass of the input kept it");
                 self.comm.advance(self.cost(action).weight);
                 self.part(action.stage).backward_weight(saved)?;
             }
@@ -428,7 +428,7 @@ impl Worker for Executor {
         };
         let values = coded.or_else(|| floats(&bytes, count)).ok_or_else(|| Error::Message {
             message: message.to_string(),
-            problem: "is not as long as a microbatch's hidden states",
+            problem: "does not have the length of a microbatch's hidden states",
         })?;
         Ok(self.device.tensor(&values, shape)?)
     }

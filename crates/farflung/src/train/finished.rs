@@ -45,7 +45,9 @@ pub(super) fn left(
     }
     if let Some(watch) = watch {
         let folder = run.path().display();
-        watch.note(&format!("the run in {folder} was finished at step {begun}: nothing was done"));
+        watch.note(&format!(
+            "the run in {folder} has already finished at step {begun}: there is nothing to do"
+        ));
     }
     Ok(Left::Nothing(found.map(Box::new)))
 }
@@ -56,7 +58,7 @@ fn read(run: &RunDir, steps: u64) -> Option<Report> {
     let text = fs::read(&path).ok()?;
     let report = serde_json::from_slice::<Report>(&text);
     if let Err(error) = &report {
-        tracing::warn!(path = %path.display(), %error, "this is no report: it is written anew");
+        tracing::warn!(path = %path.display(), %error, "not a valid report: it is written again");
     }
     report.ok().filter(|report| report.steps == steps)
 }

@@ -344,7 +344,7 @@ fn shards_of(config: &TrainConfig, plan: &Plan, training: &Split, context: usize
         return refuse("random with `sampling` epochs, whose windows are numbered over the whole text");
     }
     if config.own_data {
-        return refuse("random with `own-data`: each process has a text of its own already");
+        return refuse("random with `own-data`: each process already has its own text");
     }
     Ok(Shards::new(shards, training, context, plan.replicas() as usize, config.seed)?)
 }

@@ -72,7 +72,10 @@ pub(super) fn of_plan(config: &TrainConfig, plan: &Plan, cluster: Option<&Cluste
         found.ok_or_else(|| Error::Setting {
             field: "topology",
             value: config.topology.as_ref().map_or_else(String::new, |p| p.display().to_string()),
-            expected: format!("one with the plan's machine `{name}`; it has {}", names.join(", ")),
+            expected: format!(
+                "a file with the plan's machine `{name}`; its machines are {}",
+                names.join(", ")
+            ),
         })
     };
     let machines: Vec<Rank> = plan.machines.iter().map(place).collect::<Result<_>>()?;
@@ -126,7 +129,7 @@ pub fn join(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
         TransportKind::Named(row) => meets(&row),
     };
     let meet = wished.or_else(|| TRANSPORTS.iter().find_map(meets));
-    meet.expect("the table has one between processes")(&meeting)
+    meet.expect("the table has a transport between processes")(&meeting)
 }
 
 /// Time between two checks for a stop while waiting for other processes.
@@ -156,7 +159,7 @@ pub(super) fn join_unless_stopped(
                 }
             }
             Err(RecvTimeoutError::Disconnected) => {
-                let panic = joining.join().expect_err("it ends without a word only where it panics");
+                let panic = joining.join().expect_err("the thread ends without a message only if it panics");
                 std::panic::resume_unwind(panic);
             }
         }

@@ -61,7 +61,7 @@ pub(super) fn same_facts(
     comm: &Communicator,
     optional: fn(&str) -> bool,
 ) -> Result<()> {
-    let text = serde_json::to_vec(facts).expect("texts have no way to fail");
+    let text = serde_json::to_vec(facts).expect("texts can be written as JSON");
     let hashes = comm.all_gather_bytes(blake3::hash(&text).as_bytes().to_vec())?;
     if hashes.iter().all(|hash| *hash == hashes[0]) {
         return Ok(());
@@ -84,7 +84,7 @@ pub(super) fn same_facts(
 /// Returns the error for facts that this version cannot parse.
 fn another_version(mine: Rank, theirs: Rank) -> Error {
     let of = |rank, value: &str| RankValue { value: value.to_owned(), ranks: vec![rank] };
-    let values = vec![of(mine, VERSION), of(theirs, "another one, which it cannot tell")];
+    let values = vec![of(mine, VERSION), of(theirs, "another version, which cannot be read")];
     Error::RanksDiffer { what: "program's", field: "version".to_owned(), values, also: Vec::new() }
 }
 

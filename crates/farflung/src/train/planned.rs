@@ -160,7 +160,8 @@ pub(super) fn check_warmup(config: &TrainConfig, steps: &[u32]) -> Result<()> {
     let averages = config.optimizer.averages.sync().is_some()
         || (config.sync.reads.contains(&"sync-warmup") && config.sync_warmup > 0);
     if averages && steps.windows(2).any(|pair| pair[0] != pair[1]) {
-        let expected = format!("equal with {}: all average gradients in its first steps", config.sync);
+        let expected =
+            format!("equal numbers with {}: all replicas average gradients in its first steps", config.sync);
         return Err(Error::Setting { field: "local-steps", value: format!("{steps:?}"), expected });
     }
     Ok(())
@@ -172,7 +173,7 @@ fn check_periods(plan: &Plan) -> Result<(), ParallelError> {
         let waits = SyncMethod::by_name(method).is_some_and(|row| !row.timed);
         if waits && steps.iter().max().is_some_and(|most| most != every) {
             let (field, value) = (format!("level[{i}].steps"), format!("{steps:?}"));
-            let expected = format!("{every} for the fastest with {method}: all meet then");
+            let expected = format!("{every} for the fastest replica with {method}: all replicas meet then");
             return Err(ParallelError::Plan { field, value, expected });
         }
     }
@@ -255,7 +256,11 @@ fn machines(world: usize, cluster: Option<&Cluster>) -> Vec<String> {
 pub(super) fn check_pools(config: &TrainConfig, pools: &Pools, world: usize) -> Result<()> {
     let (ranks, fewest, microbatches) = (pools.ranks(), pools.fewest(), microbatches(config));
     if world != ranks as usize {
-        return Err(refuse("workers", world, format!("{ranks}, the ranks of `pools`: they are one copy")));
+        return Err(refuse(
+            "workers",
+            world,
+            format!("{ranks}, the ranks of `pools`, which together hold one copy of the model"),
+        ));
     }
     if microbatches < fewest as usize {
         let expected = format!("at least {fewest}, so that each rank of the largest pool has one");
@@ -277,7 +282,9 @@ fn check(config: &TrainConfig, world: usize) -> Result<()> {
     let named = config.schedule_file.is_none() && stages > 1;
     match method.updates(small("stages", stages)?, config.version_sync) {
         Updates::TwoVersions { every } if named && !microbatches.is_multiple_of(every as usize) => {
-            let expected = format!("for {method} a multiple of the {stages} stages: as many make one update");
+            let expected = format!(
+                "for {method} a multiple of the {stages} stages: each update takes this many microbatches"
+            );
             Err(refuse("microbatches", microbatches, expected))
         }
         _ => Ok(()),
@@ -305,7 +312,7 @@ pub(super) fn from_file(path: &Path, model: &GptConfig, world: usize) -> Result<
     let tokens: u64 = plan.pipeline.slices.iter().map(|&n| u64::from(n)).sum();
     if tokens > 0 && tokens != model.context as u64 {
         let expected =
-            format!("slices of {} tokens together, the model's context; they have {tokens}", model.context);
+            format!("slices with {} tokens in total, the model's context; they have {tokens}", model.context);
         return Err(refuse("plan", shown(), expected));
     }
     if world != plan.ranks() as usize {

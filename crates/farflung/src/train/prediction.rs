@@ -44,7 +44,8 @@ impl Prediction {
     /// Errors: those of [`ReplicaSchedule::new`]; a codec or algorithm of the plan whose time cannot be
     /// predicted.
     pub fn new(plan: &Plan, model: &GptConfig, machines: &Machines) -> Result<Self> {
-        Self::limited(plan, model, machines, Nanos::MAX).map(|found| found.expect("nothing is later"))
+        Self::limited(plan, model, machines, Nanos::MAX)
+            .map(|found| found.expect("no time is later than Nanos::MAX"))
     }
 
     /// As [`Prediction::new`]; `None` if a step takes longer than `limit`.
@@ -201,7 +202,7 @@ impl<'a> Sequence<'a> {
 
     fn play(&self, operations: &mut Operations<'_>) -> Result<PlayedSequence> {
         let played = self.recorded(operations)?.play_within(Nanos::MAX)?;
-        Ok(played.expect("nothing is later"))
+        Ok(played.expect("no time is later than Nanos::MAX"))
     }
 
     fn recorded(&self, operations: &mut Operations<'_>) -> Result<Recorded<'a>> {

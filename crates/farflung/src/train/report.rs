@@ -243,7 +243,7 @@ impl fmt::Display for Report {
         let clock = if self.simulated { "on the simulated link" } else { "on the clock" };
         writeln!(
             f,
-            "time              {} {clock}, {:.0} tokens/s ({} really passed)",
+            "time              {} {clock}, {:.0} tokens/s ({} of real time)",
             seconds(self.time_s),
             self.tokens_per_s,
             seconds(self.wall_s)
@@ -259,7 +259,7 @@ impl fmt::Display for Report {
         if let Some(PlainAllReduce { time_s: time, bytes_sent: sent }) = self.plain {
             writeln!(
                 f,
-                "plain all-reduce  {} and {} there: {:.1} times the time, {:.1} times the bytes",
+                "plain all-reduce  {} and {} on the same link: {:.1} times the time, {:.1} times the bytes",
                 seconds(time),
                 Bytes(sent),
                 time / self.time_s,

@@ -43,8 +43,8 @@ fn note(trainer: &Trainer, job: &Job) -> Result<Option<String>> {
     let each: Vec<String> = plan.microbatches.iter().map(ToString::to_string).collect();
     let alike = plan.microbatches.iter().all(|&m| m == plan.microbatches[0]);
     Ok(Some(format!(
-        "{} over {} stages, {} microbatches, {replicas}: a step takes {} sequences, {} tokens; predicted {} a step, \
-         {:.0}% of its pass bubble",
+        "{} over {} stages, {} microbatches, {replicas}: a step takes {} sequences, {} tokens; predicted {} \
+         per step, with {:.0}% bubble in its pass",
         schedule.name,
         plan.stages(),
         if alike { each[0].clone() } else { each.join(" + ") },
@@ -88,7 +88,7 @@ pub fn run(
             if env.rank.0 == 0 && !env.security.is_sealed() && !env.is_local() {
                 let at = &env.master_addr;
                 watch.note(&format!(
-                    "{at}: links are not encrypted, and nobody proves who they are: trusted networks only"
+                    "{at}: links are neither encrypted nor authenticated: use this only in trusted networks"
                 ));
             }
             let comm = stop.with_stop(links::join_unless_stopped(&config, env, &stop)?);

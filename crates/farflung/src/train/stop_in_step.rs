@@ -52,7 +52,7 @@ impl fmt::Display for StopSummary {
             None => write!(f, "; there is no checkpoint")?,
         }
         match resume {
-            Some(resume) if saved.is_some() => write!(f, "; to go on: {resume}"),
+            Some(resume) if saved.is_some() => write!(f, "; to continue: {resume}"),
             _ => Ok(()),
         }
     }
@@ -214,12 +214,12 @@ mod tests {
         };
         assert_eq!(
             left(7, Some(7), None).to_string(),
-            "; step 7 is saved in runs/a/step-00000007; to go on: farflung train"
+            "; step 7 is saved in runs/a/step-00000007; to continue: farflung train"
         );
         assert_eq!(
             left(9, Some(7), Some("rank 1 is gone")).to_string(),
-            "; step 9 could not be saved: rank 1 is gone; step 7 is saved in runs/a/step-00000007; to go on: \
-             farflung train"
+            "; step 9 could not be saved: rank 1 is gone; step 7 is saved in runs/a/step-00000007; to \
+             continue: farflung train"
         );
         assert_eq!(left(0, None, None).to_string(), " before the first step was done");
         assert_eq!(

@@ -200,7 +200,7 @@ impl TiedTable {
                 let bytes = across.group.recv(across.from, tag)?;
                 let values = floats(&bytes, range.len()).ok_or_else(|| Error::Message {
                     message: "the token table's average".to_owned(),
-                    problem: "is not as long as the table",
+                    problem: "does not have the length of the table",
                 })?;
                 Ok(buffer.view_mut().part(range.start, range.len())?.write(&values)?)
             }

@@ -64,13 +64,13 @@ impl Tuned {
     #[must_use]
     pub fn lines(&self) -> Vec<String> {
         if self.tried.is_empty() {
-            return vec![format!("tune: {}, as the plan of the run's folder has them", self.chosen())];
+            return vec![format!("tune: {}, from the plan in the run's folder", self.chosen())];
         }
         let mut tried = self.tried.clone();
         tried.sort_by_key(|tried| tried.step);
         let mut lines = vec![format!("tune: {} of {} candidates is fastest", self.chosen(), tried.len())];
         lines.extend(
-            tried.iter().map(|Tried { candidate, step }| format!("tune: {candidate}: {step} a step")),
+            tried.iter().map(|Tried { candidate, step }| format!("tune: {candidate}: {step} per step")),
         );
         lines
     }
@@ -185,7 +185,7 @@ pub fn tune(job: &Job, comm: &Communicator, threads: usize) -> Result<Option<Tun
         Some(plan) => Candidate::of(plan.outermost()),
         None => search.run()?,
     };
-    let tuned = job.with_candidate(chosen).expect("it was tried, or a run had it");
+    let tuned = job.with_candidate(chosen).expect("the candidate was tried here or in an earlier run");
     let comm = comm.clone().with_algorithm(tuned.plain_algorithm());
     Ok(Some(Tuned { job: tuned, comm, tried: search.tried }))
 }

@@ -8,9 +8,10 @@ use crate::Result;
 /// `farflung_comm::quic`, in a build with the feature `iroh`.
 pub const IROH: TransportMethod = TransportMethod {
     name: "iroh",
-    summary: "QUIC through routers, over --relay where need be; with a ticket (in builds with --features iroh)",
+    summary: "QUIC through routers, over --relay if necessary; needs a ticket (in builds with --features \
+              iroh)",
     simulated: false,
-    fixed: Some("with iroh all ranks of a job start together: members come and leave over sockets"),
+    fixed: Some("with iroh all ranks of a job start together: members can join and leave only over sockets"),
     ends: Connects::Processes(meet),
 };
 
@@ -26,7 +27,7 @@ fn meet(meeting: &JoinSettings) -> Result<Communicator> {
     join.relays.clone_from(relays);
     let end = quic::join(&join)?;
     for peer in (0..*world_size).map(farflung_base::PeerId).filter(|peer| peer.0 != *rank) {
-        let path = end.path_to(peer).unwrap_or_else(|| "a path that is not known yet".to_owned());
+        let path = end.path_to(peer).unwrap_or_else(|| "path not known yet".to_owned());
         tracing::info!(peer = peer.0, path, "connected over QUIC");
     }
     Ok(Communicator::new(end).with_deadline(*deadline))

@@ -5,7 +5,7 @@ use super::{Connects, TransportMethod};
 /// `farflung_comm::mpi`, behind the feature `mpi`.
 pub const MPI: TransportMethod = TransportMethod {
     name: "mpi",
-    summary: "processes that mpirun starts, over its MPI (feature mpi); a lost one ends the job",
+    summary: "processes that mpirun starts, over its MPI (feature mpi); if one is lost, the job ends",
     simulated: false,
     fixed: Some(farflung_comm::MPI_IS_FIXED),
     ends: Connects::Processes(meet),
@@ -25,8 +25,8 @@ fn meet(meeting: &super::JoinSettings) -> crate::Result<farflung_comm::Communica
             field: "transport",
             value: "mpi".to_owned(),
             expected: format!(
-                "another, since mpirun has not started this process: start the job as \
-                 `mpirun -n {n} farflung train --transport mpi ...`"
+                "another transport, because mpirun has not started this process: start the job as `mpirun -n \
+                 {n} farflung train --transport mpi ...`"
             ),
         });
     }
@@ -35,8 +35,8 @@ fn meet(meeting: &super::JoinSettings) -> crate::Result<farflung_comm::Communica
             field: "transport",
             value: "mpi".to_owned(),
             expected:
-                "another where there is a secret, a ticket or a certificate, since MPI's messages are not \
-                       encrypted; without them, --insecure says that nobody else is in the network"
+                "another transport with a secret, a ticket or a certificate, because MPI's messages are not \
+                 encrypted; without these, confirm with --insecure that nobody else is on the network"
                     .to_owned(),
         });
     }
@@ -49,9 +49,9 @@ fn meet(_: &super::JoinSettings) -> crate::Result<farflung_comm::Communicator> {
     Err(crate::Error::Setting {
         field: "transport",
         value: "mpi".to_owned(),
-        expected: "another, since this program was built without MPI: `cargo xtask setup mpi` installs what that \
-                   needs on Debian, and `cargo build --release --features mpi` builds it in; under mpirun, auto and \
-                   tcp work as it is"
+        expected: "another transport, because this program was built without MPI: `cargo xtask setup mpi` \
+                   installs on Debian what MPI needs, and `cargo build --release --features mpi` builds with \
+                   it; under mpirun, auto and tcp work without it"
             .to_owned(),
     })
 }

@@ -7,10 +7,11 @@ use super::{Connects, JoinSettings, TransportMethod, tcp};
 /// [`farflung_comm::tcp`] with [`SharedMemory::Always`].
 pub const SHARED_MEMORY: TransportMethod = TransportMethod {
     name: "shared-memory",
-    summary: "memory shared by all processes, which are on one machine; without --up",
+    summary: "shared memory between processes of one machine; not with --up",
     simulated: false,
     fixed: Some(
-        "with auto members of one machine share memory by themselves, and others may come from elsewhere",
+        "with auto, members on one machine use shared memory automatically, and members on other machines \
+         can join",
     ),
     ends: Connects::Processes(|meeting| {
         tcp::meet(&JoinSettings { shared_memory: SharedMemory::Always, ..meeting.clone() })

@@ -12,7 +12,7 @@ pub const SIMULATED: TransportMethod = TransportMethod {
     simulated: true,
     fixed: None,
     ends: Connects::Threads(|_, topology| {
-        let topology = topology.expect("links are declared where a transport is simulated");
+        let topology = topology.expect("a simulated transport has a topology");
         simulated::cluster(topology).into_iter().map(|end| end as Arc<dyn Transport>).collect()
     }),
 };

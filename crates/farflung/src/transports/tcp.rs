@@ -24,7 +24,7 @@ pub(super) fn meet(meeting: &JoinSettings) -> Result<Communicator> {
     let first = *addresses.first().ok_or_else(|| Error::Setting {
         field: "transport",
         value: TCP.name.to_owned(),
-        expected: "iroh: the ticket names relays alone".to_owned(),
+        expected: "iroh, because the ticket contains only relays".to_owned(),
     })?;
     // Rank 0 listens at the first of its addresses; the others try all of them.
     let master = if *rank == 0 { first.to_owned() } else { addresses.join(",") };

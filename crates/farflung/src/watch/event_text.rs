@@ -83,7 +83,7 @@ impl EventLine {
 
     /// Returns the event in words.
     pub(super) fn text(&self) -> String {
-        let reason = self.text_of("reason").unwrap_or("for no reason that it told");
+        let reason = self.text_of("reason").unwrap_or("for an unknown reason");
         cut(&match self.kind.as_str() {
             "members" => self.members(),
             "saved" => format!("checkpoint saved: {}", self.text_of("path").map_or("somewhere", last_part)),
@@ -91,7 +91,11 @@ impl EventLine {
                 let notes = self.rest.get("notes").and_then(Value::as_array);
                 let notes: Vec<_> = notes.into_iter().flatten().filter_map(Value::as_str).collect();
                 let from = self.text_of("from").map_or("a checkpoint", last_part);
-                format!("went on from {from}{}{}", if notes.is_empty() { "" } else { "; " }, notes.join("; "))
+                format!(
+                    "continued from {from}{}{}",
+                    if notes.is_empty() { "" } else { "; " },
+                    notes.join("; ")
+                )
             }
             "skipped" => match self.count("times").unwrap_or(0) {
                 1 => "gradients overflowed: computed again".to_owned(),
@@ -100,7 +104,7 @@ impl EventLine {
             "admitting" => self.admitting(),
             "repeated" => {
                 let deadline = self.count("deadline_ms").unwrap_or(0) as f64 / 1e3;
-                format!("all members answer: the step is done again, with a deadline of {deadline} s")
+                format!("all members answer: the step is repeated, with a deadline of {deadline} s")
             }
             "shares" => self.shares_text(),
             "pools" => self.pools_text(),
@@ -118,10 +122,10 @@ impl EventLine {
             if self.rest.get("at_most").and_then(Value::as_bool) == Some(true) { "at most" } else { "about" };
         let waits = match self.count("predicted_ms") {
             Some(millis) => format!("{about} {:.1} s", millis as f64 / 1e3),
-            None => "not known how long".to_owned(),
+            None => "unknown time".to_owned(),
         };
         let (member, state) = (of("member"), Bytes(of("state")));
-        format!("member {member} is ready to come in: {state} of state, {waits}")
+        format!("member {member} is ready to join: {state} of state, {waits}")
     }
 
     fn shares_text(&self) -> String {
@@ -162,10 +166,10 @@ impl EventLine {
             parts.push(format!("{} {}", names(&went), if lost { "lost" } else { "left" }));
         }
         if !came.is_empty() {
-            parts.push(format!("{} came", names(&came)));
+            parts.push(format!("{} joined", names(&came)));
         }
         if parts.is_empty() {
-            parts.push("the same members go on".to_owned());
+            parts.push("the same members continue".to_owned());
         }
         let mut text = format!("{}, {took_s:.1} s", parts.join(", "));
         if lost {
@@ -219,12 +223,12 @@ mod tests {
         let reason = "because".to_owned();
         for (what, expected) in [
             (members(&[], &[3], Some("frozen")), "member 3 lost, 2.1 s, 0 samples lost; 3 now"),
-            (members(&[5], &[], None), "member 5 came, 2.1 s; 3 now"),
-            (members(&[5], &[2, 3], None), "member 2, member 3 left, member 5 came, 2.1 s; 3 now"),
+            (members(&[5], &[], None), "member 5 joined, 2.1 s; 3 now"),
+            (members(&[5], &[2, 3], None), "member 2, member 3 left, member 5 joined, 2.1 s; 3 now"),
             (EventKind::Saved { path: "runs/a/step-00000812".into() }, "checkpoint saved: step-00000812"),
             (
                 EventKind::Resumed { from: "a/step-3".into(), notes: vec!["`lr` differs".into()] },
-                "went on from step-3; `lr` differs",
+                "continued from step-3; `lr` differs",
             ),
             (
                 EventKind::Admitting {
@@ -233,7 +237,7 @@ mod tests {
                     predicted_ms: Some(2500),
                     at_most: false,
                 },
-                "member 3 is ready to come in: 60 MB of state, about 2.5 s",
+                "member 3 is ready to join: 60 MB of state, about 2.5 s",
             ),
             (EventKind::Skipped { times: 2 }, "gradients overflowed: computed again 2 times"),
             (

@@ -180,9 +180,10 @@ async fn guarded(Shared(site): Shared<AppState>, request: Request, next: Next) -
             (StatusCode::METHOD_NOT_ALLOWED, [(header::ALLOW, "GET")], "this page is read only\n")
                 .into_response()
         }
-        Err(Refusal::NoHost) => (StatusCode::BAD_REQUEST, "a request needs a Host\n").into_response(),
+        Err(Refusal::NoHost) => (StatusCode::BAD_REQUEST, "a request needs a Host header\n").into_response(),
         Err(Refusal::OtherHost) => {
-            let text = "this is not that host: ask by address, or by the name that --listen was given\n";
+            let text = "the request's Host is not this server: use its address, or the name that was given \
+                        to --listen\n";
             (StatusCode::MISDIRECTED_REQUEST, text).into_response()
         }
     };
@@ -236,7 +237,7 @@ async fn snapshot(Shared(site): Shared<AppState>) -> Response {
 }
 
 fn json(body: &impl Serialize) -> String {
-    serde_json::to_string(body).expect("numbers and texts have no way to fail")
+    serde_json::to_string(body).expect("numbers and texts can be written as JSON")
 }
 
 /// Data that is new for a viewer.
@@ -258,7 +259,7 @@ struct CurvePart<'a> {
 
 async fn events(Shared(site): Shared<AppState>) -> Response {
     let Ok(place) = site.viewers.clone().try_acquire_owned() else {
-        return (StatusCode::SERVICE_UNAVAILABLE, "too many browsers follow this run\n").into_response();
+        return (StatusCode::SERVICE_UNAVAILABLE, "too many browsers show this run\n").into_response();
     };
     let viewer = Viewer { published: site.published.clone(), known: None, _place: place };
     Sse::new(Updates::of(viewer))

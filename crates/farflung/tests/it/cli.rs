@@ -98,7 +98,7 @@ fn a_plan_says_what_was_compared_and_what_is_wrong_with_a_file() {
     assert!(plan["memory"]["home.0"].as_u64().unwrap() <= 15_500_000, "{plan}");
     assert!(!plan["candidates"].to_string().contains("diloco"), "{plan}");
     let output = farflung(&["plan", file, "--model", "nano"]);
-    assert!(text(&output.stdout).contains("3 run forward again"), "{}", text(&output.stdout));
+    assert!(text(&output.stdout).contains("3 are recomputed"), "{}", text(&output.stdout));
     let output = farflung(&["train", "--stages", "2", "--recompute", "3MB", "--print-plan"]);
     let stderr = text(&output.stderr);
     assert!(

@@ -45,7 +45,11 @@ fn a_finished_run_is_left_alone_and_its_report_is_printed() {
     // Also if other settings are given.
     let again = done(&run, &[], 3, "--resume auto --sample-tokens 5 --link lan");
     assert_eq!(told(&run), before);
-    assert!(stderr(&again).contains("run was finished at step 3: nothing was done"), "{}", stderr(&again));
+    assert!(
+        stderr(&again).contains("run has already finished at step 3: there is nothing to do"),
+        "{}",
+        stderr(&again)
+    );
     assert!(!stderr(&again).contains("resumed"), "{}", stderr(&again));
     let (first, again) = (stdout(&first), stdout(&again));
     for line in ["gpt-2x8: ", "validation loss ", "sent per worker ", "plain all-reduce "] {
@@ -66,7 +70,7 @@ fn all_ranks_of_a_finished_job_leave_it_alone() {
         let before = told(&run);
         let again = done(&run, &launch, 2, &format!("{args} --resume auto"));
         assert_eq!(told(&run), before);
-        assert_eq!(stderr(&again).matches("finished at step 2: nothing was done").count(), 1);
+        assert_eq!(stderr(&again).matches("finished at step 2: there is nothing to do").count(), 1);
         assert!(stdout(&again).contains("validation loss"), "{}", stdout(&again));
     }
 }
@@ -114,6 +118,6 @@ fn a_report_of_fewer_steps_is_not_taken_for_that_of_the_run() {
     // As if the second part had been interrupted before its report.
     std::fs::write(run.at("run/report.json"), old).unwrap();
     let again = done(&run, &[], 4, "--resume auto");
-    assert!(!stderr(&again).contains("nothing was done"), "{}", stderr(&again));
+    assert!(!stderr(&again).contains("there is nothing to do"), "{}", stderr(&again));
     assert!(report(&run)["steps"] == 4 && report(&run)["val_loss"].is_number(), "{}", report(&run));
 }

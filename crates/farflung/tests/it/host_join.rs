@@ -168,7 +168,11 @@ fn members_come_at_once_freeze_wake_and_leave_while_the_others_train() {
     fs::write(run.at("notice"), "").unwrap();
     let left = c.ends();
     assert_eq!(left.status.code(), Some(143), "{}", said(&left));
-    assert!(said(&left).contains("notice is there: leaves after this step"), "{}", said(&left));
+    assert!(
+        said(&left).contains("notice exists: this process stops after the current step"),
+        "{}",
+        said(&left)
+    );
     members(&run, &host, 2);
     // Killed. The tie-breaker is another member since the host was given up.
     members(&run, &b, 2);
@@ -195,7 +199,7 @@ fn a_frozen_member_is_noticed_when_a_step_takes_longer_than_those_before() {
     let lost: serde_json::Value = serde_json::from_str(events.lines().last().unwrap()).unwrap();
     assert!(lost["took_ms"].as_u64().unwrap() < 60_000, "{lost}");
     assert!(
-        said_by(&b).contains("does not answer: the step is ended")
+        said_by(&b).contains("does not answer: the step is stopped")
             || said_by(&host).contains("does not answer")
     );
     a.send(Signal::CONT);
@@ -244,7 +248,7 @@ fn the_host_may_go_while_the_others_are_more_than_half() {
     let again = on(&run, "host").arg("host").args(run.flags("--steps 9 --out host --resume auto")).output();
     let again = again.unwrap();
     assert_eq!(again.status.code(), Some(2), "{}", said(&again));
-    assert!(said(&again).contains("the run of this folder goes on"), "{}", said(&again));
+    assert!(said(&again).contains("the run of this folder is still running"), "{}", said(&again));
     // A new member can join with another member's ticket.
     let c = join(&run, "c", "b/run.ticket", &[]);
     trains(&run, &c);

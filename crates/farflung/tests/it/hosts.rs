@@ -292,8 +292,8 @@ fn what_cannot_be_is_refused_before_anything_starts() {
         ("a\n-oProxyCommand=x\n", &["--", "train"][..], "in line 2"),
         ("a\nb\n", &["-n", "3", "--", "train"], "at most the 2 slots"),
         ("a\nb\n", &["--master", "10.0.0.1:0", "--", "train"], "a port"),
-        ("localhost\nb\n", &["--master", "127.0.0.1:1", "--", "train"], "that the others reach"),
-        ("# nobody\n", &["--", "train"], "a machine at least"),
+        ("localhost\nb\n", &["--master", "127.0.0.1:1", "--", "train"], "that the other machines can reach"),
+        ("# nobody\n", &["--", "train"], "at least one machine"),
     ] {
         hosts(&run, text);
         let output = launch(&run, &ssh, more).output().unwrap();

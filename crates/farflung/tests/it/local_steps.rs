@@ -105,7 +105,7 @@ fn numbers_that_a_plan_does_not_admit_are_refused_by_the_settings_name() {
         ("4,4,4", "2 numbers, one for each replica"),
         ("4,0", "at least 1 for each replica"),
         ("4,5", "a multiple of 4"),
-        ("8,4", "4 for the fastest with diloco"),
+        ("8,4", "4 for the fastest replica with diloco"),
     ] {
         let config = TrainConfig { local_steps: read(steps), ..base.clone() };
         let error = Job::new(config, 2, farflung::Stop::manual()).unwrap_err().to_string();

@@ -128,7 +128,7 @@ fn one_that_is_not_ready_costs_nobody_a_step() {
         {
             let (ended, told) = run(&job, &faults);
             assert_eq!(hashes(&ended), alone);
-            assert!(!told.has("is ready to come in"), "{:?}", told.notes);
+            assert!(!told.has("is ready to join"), "{:?}", told.notes);
             // The newcomer's probes use the members' links, so some extra time is allowed.
             let most = calm.times[7] + 0.2 * calm.times[0];
             assert!(told.times[7] <= most, "{at}: {:?} instead of {:?}", told.times, calm.times);
@@ -177,7 +177,7 @@ fn a_wrong_chunk_of_the_only_donor_ends_the_newcomer() {
     }
     // The newcomer joins after one of these steps, so one of the runs fails.
     assert_eq!(refused.len(), 1, "{refused:?}");
-    assert!(refused[0].contains("does not have the hashes that its members told"), "{refused:?}");
+    assert!(refused[0].contains("does not have the hashes that its members reported"), "{refused:?}");
 }
 
 /// Three pipelines of two members, and a spare that takes the place of a lost member. It fetches its part from
@@ -194,7 +194,7 @@ fn a_spare_takes_its_part_in_chunks_from_all_that_hold_it() {
         let mut told = Told::default();
         let faults = Faults::new().at(Nanos::from_millis(2_500)).crash(PeerId(5));
         let ended = run_seats(job, seats(job, 7, &[(PeerId(6), Nanos(1))], &faults), &mut told);
-        assert!(told.has("member 5 lost; 6 members go on"), "{:?}", told.notes);
+        assert!(told.has("member 5 lost; 6 members continue"), "{:?}", told.notes);
         assert!(told.has("of state from 3 of them; 3 pipelines of 2"), "{:?}", told.notes);
         let hashes = hashes(&ended);
         assert_eq!(hashes.len(), 1, "one member has the whole model: {:?}", told.notes);
@@ -223,7 +223,7 @@ fn members_with_slow_uplinks_give_less() {
         let seats = elastic::seats(&job, ends, &[(NEW, Nanos(1))], true).unwrap();
         let ended = run_seats(&job, seats, &mut told);
         assert!(hashes(&ended).len() == MEMBERS + 1 && all_same(&hashes(&ended)), "{:?}", told.notes);
-        // The note before the transfer is `it takes S of state, about T in which all wait`.
+        // The note before the transfer is `it receives S of state, about T during which all members wait`.
         let said = told.notes.iter().find_map(|note| note.split_once(", about ")).unwrap().1;
         let said: Nanos = said.split(' ').next().unwrap().parse().unwrap();
         let (from, to) = transfer(&told);

@@ -170,7 +170,7 @@ fn spares_and_a_newcomer_make_a_second_pipeline() {
         }
         let found = |text: &str| told.notes.iter().any(|note| note.contains(text));
         assert!(found("; stages of 2, 2, 1, 2 members, re-routed"), "{:?}", told.notes);
-        assert!(found("8 members go on") && found("; 2 pipelines of 4"), "{:?}", told.notes);
+        assert!(found("8 members continue") && found("; 2 pipelines of 4"), "{:?}", told.notes);
         let left = report(&results);
         assert_eq!((left.rows.last().unwrap().step, left.workers), (14, 8));
     }

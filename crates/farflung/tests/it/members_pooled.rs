@@ -196,7 +196,7 @@ fn rates_are_measured_and_microbatches_follow_them() {
     let speeds = [0.09, 0.06, 0.02];
     let calm = calm(folder.path(), &pools, steps);
     let (ended, told) = run(&job(folder.path(), &pools, &speeds, plain(steps)), 3, &[], &Faults::new());
-    assert!(told.has("microbatches take their ways by speed"), "{:?}", told.notes);
+    assert!(told.has("microbatches are routed by speed"), "{:?}", told.notes);
     same_sequences("by speed", report(&ended, None, "by speed"), &calm);
     let last = steps as usize - 1;
     let (before, after) = (pace(&told, 1..4), pace(&told, last - 4..last));
@@ -216,9 +216,9 @@ fn a_member_changes_its_stage_where_a_pool_holds_the_others_up() {
     let calm = calm(folder.path(), &pools, steps);
     let config = TrainConfig { boundary: "none".parse().unwrap(), ..plain(steps) };
     let (ended, told) = run(&job(folder.path(), &pools, &speeds, config), 6, &[], &Faults::new());
-    let moves = told.notes.iter().filter(|note| note.contains("goes to stage")).count();
+    let moves = told.notes.iter().filter(|note| note.contains("moves to stage")).count();
     assert!((1..=4).contains(&moves), "{:?}", told.notes);
-    assert!(told.notes.iter().any(|note| note.contains("goes to stage") && note.contains("of state")));
+    assert!(told.notes.iter().any(|note| note.contains("moves to stage") && note.contains("of state")));
     same_sequences("moves", report(&ended, None, "moves"), &calm);
     let last = steps as usize - 1;
     let (before, after) = (pace(&told, 1..4), pace(&told, last - 4..last));
@@ -232,7 +232,7 @@ fn a_loss_while_a_member_changes_its_stage_loses_no_sequence() {
     let calm = calm(folder.path(), &pools, steps);
     let make = || job(folder.path(), &pools, &[0.05; 7], plain(steps));
     let (_, told) = run(&make(), 7, &[], &Faults::new());
-    let moved = told.notes.iter().find(|note| note.contains("goes to stage")).unwrap();
+    let moved = told.notes.iter().find(|note| note.contains("moves to stage")).unwrap();
     let step: usize = moved.split(&[' ', ':'][..]).find_map(|word| word.parse().ok()).unwrap();
     // From the end of the step before the move to the end of the step after it.
     let (begin, end) = (told.times[step - 1] * 1e9, told.times[step] * 1e9);
@@ -246,7 +246,7 @@ fn a_loss_while_a_member_changes_its_stage_loses_no_sequence() {
             let left = report(&ended, Some(rank), &what);
             same_sequences(&what, left, &calm);
             assert_eq!((left.workers, left.rows.last().unwrap().step), (6, steps), "{what}");
-            before_the_move += u32::from(!told.has("goes to stage"));
+            before_the_move += u32::from(!told.has("moves to stage"));
         }
     }
     assert!(before_the_move > 0 && before_the_move < 16, "{before_the_move}");
@@ -259,7 +259,7 @@ fn a_newcomer_joins_the_pool_that_holds_the_others_up() {
     let calm = calm(folder.path(), &pools, steps);
     let job = job(folder.path(), &pools, &[0.05; 4], plain(steps));
     let (ended, told) = run(&job, 4, &[(PeerId(3), Nanos::from_millis(90))], &Faults::new());
-    assert!(told.has("member 3 came") && told.has("; pools of 2, 2 members"), "{:?}", told.notes);
+    assert!(told.has("member 3 joined") && told.has("; pools of 2, 2 members"), "{:?}", told.notes);
     same_sequences("comes", report(&ended, None, "comes"), &calm);
     let last = steps as usize - 1;
     let (before, after) = (pace(&told, 0..1), pace(&told, last - 4..last));

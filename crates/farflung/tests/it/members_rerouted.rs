@@ -135,7 +135,7 @@ fn pools_last_until_there_are_members_for_whole_pipelines() {
         let (ended, notes) = run(&job, 5, &[(PeerId(4), Nanos::from_millis(100))], &faults);
         let left = report(&ended, Some(3), codec);
         assert!(notes.has("; stages of 2, 1 members, re-routed"), "{:?}", notes.notes);
-        assert!(notes.has("4 members go on") && notes.has("; 2 pipelines of 2"), "{:?}", notes.notes);
+        assert!(notes.has("4 members continue") && notes.has("; 2 pipelines of 2"), "{:?}", notes.notes);
         assert_eq!((left.rows.len(), left.workers), (14, 4));
         if codec == "none" {
             same_losses(codec, &rows(left), &calm);

@@ -69,7 +69,7 @@ fn a_frozen_spare_is_noticed_although_no_step_waits_for_it() {
     let frozen = Nanos::from_millis(500);
     let faults = Faults::new().at(frozen).freeze(PeerId(SPARE), Nanos::from_millis(3_600_000));
     let (ended, told) = run(&faults);
-    let lost = told.notes.iter().find(|(_, note)| note.contains("member 2 lost; 2 members go on"));
+    let lost = told.notes.iter().find(|(_, note)| note.contains("member 2 lost; 2 members continue"));
     let (at, _) = lost.unwrap_or_else(|| unreachable!("{:?}", told.notes));
     // It is asked within six times the answer's deadline, and is silent for two; plus a step on each side.
     let noticed = at - frozen.as_secs_f64();

@@ -137,5 +137,5 @@ fn a_collector_that_is_not_there_costs_no_run() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let output = farflung().args(["train", "--otlp", "https://127.0.0.1:1"]).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && said.contains("put a collector on this machine"), "{said}");
+    assert!(!output.status.success() && said.contains("run a collector on this machine"), "{said}");
 }

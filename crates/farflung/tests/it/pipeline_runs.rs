@@ -160,11 +160,11 @@ fn what_does_not_run_is_refused_with_the_reason() {
     for (args, reason) in [
         ("--stages 4 --schedule inference", "nothing would be trained"),
         ("--stages 4 --schedule terapipe --slice-grain 5", "a divisor of the context"),
-        ("--stages 4 --schedule pipedream", "no step has a global norm"),
+        ("--stages 4 --schedule pipedream", "there is no global norm"),
         ("--stages 4 --schedule pipedream-2bw --clip 0 --microbatches 6", "a multiple of the 4 stages"),
         ("--stages 4 --schedule interleaved --microbatches 6", "a multiple of the 4 stages"),
         ("--stages 3 --workers 4", "a multiple of the 3 stages"),
-        ("--stages 4 --sync diloco --schedule chimera", "its parts are averaged inside of a step"),
+        ("--stages 4 --sync diloco --schedule chimera", "this schedule averages parts within a step"),
         ("--stages 4 --schedule dualpipe --microbatches 4", "at least 8"),
         ("--stages 4 --chunks 3", "for 1f1b 1"),
         ("--stages 4 --schedule varuna --memory 0", "at least 1"),
@@ -264,7 +264,7 @@ fn a_plan_with_unequal_shares_and_layers_trains_as_one_process() {
     // Settings that the plan decides cannot be given beside it; a plan that does not fit is refused with its
     // field.
     for (args, reason) in [
-        (format!("{plan} --batch 3"), "`batch` is 3, expected nothing beside `plan`"),
+        (format!("{plan} --batch 3"), "`batch` is 3, expected no value with `plan`"),
         (format!("{plan} --tokenizer gpt2"), "parameters; it is for gpt-4x16 with"),
         (format!("{plan} --codec int8"), "`codec`"),
     ] {

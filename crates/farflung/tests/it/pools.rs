@@ -197,7 +197,7 @@ fn what_pools_do_not_go_with_is_refused_with_the_reason() {
     let run = Run::new();
     for (args, said) in [
         ("--pools 1,2 --workers 6", "`workers` is 6, expected 3, the ranks of `pools`"),
-        ("--pools 1,2 --stages 4", "`stages` is 4, expected 2, the stages of `pools`"),
+        ("--pools 1,2 --stages 4", "`stages` is 4, expected 2 (number of stages in `pools`)"),
         ("--pools 1,3 --microbatches 2", "`microbatches` is 2, expected at least 3"),
         ("--pools 1,2 --sync diloco", "ddp with pools"),
         ("--pools 1,2 --optimizer onebit-adam", "with pools, another such as adamw"),

@@ -62,8 +62,8 @@ fn what_changes_the_model_is_refused_and_what_changes_the_training_is_told() {
     refused(&run, 2, &format!("{resume} --heads 1"), expected);
     refused(&run, 2, &format!("{resume} --dim 16"), "`dim` is 16, expected 8, as when");
     let said = done(&run, 2, &format!("{resume} --beta2 0.5 --eval-batches 2 --threads 2"));
-    let warning = "warning: the training goes on with other settings than the checkpoint's: `steps` is 4, was 2; \
-                   `beta2` is 0.5, was 0.95";
+    let warning = "warning: the training continues with settings that differ from the checkpoint's: `steps` \
+                   is 4, was 2; `beta2` is 0.5, was 0.95";
     assert!(said.contains(warning), "{said}");
     assert!(
         said.contains("settings that differ from the checkpoint's: `eval-batches` is 2, was 1"),
@@ -139,8 +139,9 @@ fn a_rank_whose_folder_is_lost_takes_its_state_from_another() {
         }
         let said = done(&run, ranks, &format!("--steps 6 {saves} --resume auto {args}"));
         for rank in lost {
-            let note =
-                format!("rank {rank} had lost its checkpoint: it took weights and optimizer state of step 4");
+            let note = format!(
+                "rank {rank} had lost its checkpoint: it received the weights and optimizer state of step 4"
+            );
             assert_eq!(said.matches(&note).count(), 1, "{args}: {said}");
         }
         if args.contains("diloco") {

@@ -79,5 +79,5 @@ fn a_run_that_members_join_does_not_take_shared_memory_alone() {
     let output = host.output().unwrap();
     assert_eq!(output.status.code(), Some(2));
     let said = String::from_utf8_lossy(&output.stderr);
-    assert!(said.contains("others may come from elsewhere"), "{said}");
+    assert!(said.contains("members on other machines can join"), "{said}");
 }

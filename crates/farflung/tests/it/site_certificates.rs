@@ -96,13 +96,17 @@ fn files_that_are_missing_exposed_or_something_else_are_named() {
         assert!(!output.status.success(), "{more}");
         said(&output)
     };
-    assert!(fails("--tls-ca site.ca").contains("go together"));
+    assert!(fails("--tls-ca site.ca").contains("must be given together"));
     assert!(
-        fails("--tls-ca site.key --tls-cert site.cert --tls-key site.key").contains("PEM of the authority")
+        fails("--tls-ca site.key --tls-cert site.cert --tls-key site.key")
+            .contains("a PEM file with the authority")
     );
     fs::write(run.at("wrong.key"), fs::read(run.at("site.ca")).unwrap()).unwrap();
     fs::set_permissions(run.at("wrong.key"), fs::Permissions::from_mode(0o600)).unwrap();
-    assert!(fails("--tls-ca site.ca --tls-cert site.cert --tls-key wrong.key").contains("PEM of the key"));
+    assert!(
+        fails("--tls-ca site.ca --tls-cert site.cert --tls-key wrong.key")
+            .contains("a PEM file with the key")
+    );
     fs::set_permissions(run.at("site.key"), fs::Permissions::from_mode(0o644)).unwrap();
     assert!(fails("--tls-ca site.ca --tls-cert site.cert --tls-key site.key").contains("site.key"));
 }

@@ -91,7 +91,7 @@ fn tcp_in_one_process_says_how_to_start_several() {
 #[test]
 fn a_link_that_is_slower_than_the_deadline_is_refused_before_the_first_step() {
     let expected = [
-        "error: `link` is 1kbit,10s, expected one that is not slower than the deadline",
+        "error: `link` is 1kbit,10s, expected a link that is fast enough for the deadline",
         "`deadline` is 15s",
     ];
     refused("--link 1kbit,10s --deadline 15s", &expected);

@@ -206,7 +206,8 @@ impl AutoCommand {
     fn regional(&self, model: &GptConfig, cluster: &Cluster, sizes: PipelineSizes) -> Result<()> {
         let refused = |field: &'static str, value: String| {
             let expected =
-                "no such setting for plans by region: over 256 machines, or `--by-region`".to_owned();
+                "no value: plans by region (over 256 machines, or `--by-region`) do not support it"
+                    .to_owned();
             Err(Error::Setting { field, value, expected })
         };
         if let Some(path) = &self.map {
@@ -316,7 +317,7 @@ fn text(chosen: &Chosen<'_>, candidates: &[Candidate], compared: usize, top: usi
     let (plan, held) = (&candidate.plan, &candidate.held);
     let mut text = format!(
         "{:>16} {:>8} {:>12} {:>10} {:>12}\n",
-        "machine", "replica", "layers", "holds", "activations"
+        "machine", "replica", "layers", "memory", "activations"
     );
     for (rank, (machine, held)) in plan.machines.iter().zip(held).enumerate() {
         let (replica, part) = (rank / plan.parts.len(), &plan.parts[rank % plan.parts.len()]);
@@ -348,7 +349,7 @@ fn text(chosen: &Chosen<'_>, candidates: &[Candidate], compared: usize, top: usi
     {
         let _ = writeln!(
             text,
-            "{:.2} times as fast as the best of equal shares in the file's order.",
+            "{:.2} times as fast as the best plan with equal shares in the file's order.",
             ratio(baseline)
         );
     }
@@ -361,7 +362,7 @@ fn text(chosen: &Chosen<'_>, candidates: &[Candidate], compared: usize, top: usi
     }
     for improvement in improvements.iter().take(3) {
         let gain = 100.0 * (1.0 - ratio(improvement.step));
-        let _ = writeln!(text, "With {}: {:.1}% less.", improvement.what, gain);
+        let _ = writeln!(text, "With {}, a step takes {:.1}% less.", improvement.what, gain);
     }
     for Answer { change, candidate } in what_if {
         let change_percent = 100.0 * (ratio(candidate.step) - 1.0);
@@ -383,8 +384,8 @@ fn text(chosen: &Chosen<'_>, candidates: &[Candidate], compared: usize, top: usi
         let _ = write!(text, "\n{}", churn::interval(every));
         let _ = writeln!(
             text,
-            "A loss costs {} of work in the mean. `farflung train --checkpoint-every {}` saves so often: {:.0} \
-             tokens/s count.",
+            "On average a loss costs {} of work. With `farflung train --checkpoint-every {}`, which saves at \
+             this interval, {:.0} tokens/s are useful.",
             Nanos::from_secs_f64(every.vain()),
             every_steps(every, candidate.step),
             every.expected().work * rate(*tokens, candidate.step)

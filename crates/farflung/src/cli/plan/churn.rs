@@ -193,7 +193,7 @@ fn given(path: &PathBuf, machines: u32) -> Result<Trace> {
         return Err(Error::Setting {
             field: "trace",
             value: format!("a trace of {} machines", trace.machines),
-            expected: format!("one of the {machines} machines of the topology"),
+            expected: format!("a trace of {machines} machines, as many as the topology has"),
         });
     }
     Ok(trace)
@@ -225,7 +225,7 @@ impl Found<'_> {
     fn text(&self) -> String {
         let trace = self.trace;
         let mut text = format!(
-            "{} machines, {:.1} of them there in the mean; {} losses in {:.0} h.\n",
+            "{} machines, {:.1} of them present on average; {} losses in {:.0} h.\n",
             trace.machines,
             trace.mean(),
             trace.losses(),
@@ -236,7 +236,7 @@ impl Found<'_> {
         if let Some(copies) = copies_for(0.999, self.stages, lifetime, absence) {
             let _ = writeln!(
                 text,
-                "{copies} copies of each of {} stages keep the model whole for {:.3}% of the time.",
+                "{copies} copies of each of {} stages keep the model complete for {:.3}% of the time.",
                 self.stages,
                 100.0 * alive(self.stages, copies, lifetime, absence)
             );
@@ -266,8 +266,8 @@ impl Found<'_> {
             );
         }
         text.push_str(
-            "\n`share`: of what a job does that always has the best plan and changes in no time. `lost`: steps \
-             done in vain.\n\n",
+            "\n`share`: relative to a job that always has the best plan and changes it in no time. `lost`: \
+             steps whose work was lost.\n\n",
         );
         for (row, _) in &self.ways {
             let _ = writeln!(text, "{:<10} {}", row.name, row.summary);
@@ -281,8 +281,8 @@ pub(super) fn interval(every: &Checkpoints) -> String {
     let lost = every.expected();
     let time = |seconds: f64| Nanos::from_secs_f64(seconds).to_string();
     format!(
-        "A machine is lost every {}: with a checkpoint of {} every {} (Daly), {:.1}% of the time is work that \
-         counts, {:.1}% saving, {:.1}% work in vain and starting again.\n",
+        "A machine is lost every {}: with a checkpoint that takes {} every {} (Daly's formula), {:.1}% of \
+         the time is useful work, {:.1}% saving, {:.1}% lost work and restarts.\n",
         time(every.between),
         time(every.save),
         time(every.every),

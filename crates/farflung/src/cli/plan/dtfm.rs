@@ -212,6 +212,6 @@ fn text(chosen: &Finalist, finalists: &[Finalist], cluster: &Cluster, evaluation
             "{mark} {data_parallel:>12.4} s {pipeline:>12.4} s {total:>12.4} s {step:>14.2} s"
         );
     }
-    let _ = writeln!(text, "\n{evaluations} layouts priced.");
+    let _ = writeln!(text, "\n{evaluations} layouts evaluated.");
     text
 }

@@ -201,6 +201,8 @@ fn text(model: &Transformer, rows: &[Row], memory: Bytes) -> String {
             100.0 * row.method.repeated(model)
         );
     }
-    text.push_str("\n`again`: forward operations that run a second time, of all operations of a step.\n");
+    text.push_str(
+        "\n`again`: forward operations that are recomputed, as a fraction of all operations of a step.\n",
+    );
     text
 }

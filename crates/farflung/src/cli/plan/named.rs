@@ -50,7 +50,7 @@ impl NamedCommand {
                 return Err(Error::Setting {
                     field: "out",
                     value: path.display().to_string(),
-                    expected: format!("a choice that can be run, as with `--runnable`: {reason}"),
+                    expected: format!("a plan that the trainer can run, as with `--runnable`: {reason}"),
                 });
             };
             write(path, "write the plan", &plan.to_string())?;
@@ -121,9 +121,9 @@ fn text(planner: &str, choice: &Choice, names: &[String]) -> String {
         (Some(_), _) => writeln!(text, "The trainer can run it: {} in simulation.", choice.simulated),
         (None, reason) => writeln!(
             text,
-            "1F1B with its stages takes {} in simulation. It cannot be run: {}.",
+            "1F1B with its stages takes {} in simulation. The trainer cannot run it: {}.",
             choice.simulated,
-            reason.as_deref().unwrap_or("it is no plan")
+            reason.as_deref().unwrap_or("it is not a valid plan")
         ),
     };
     text

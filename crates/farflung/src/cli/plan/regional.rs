@@ -85,7 +85,8 @@ pub(super) fn text(found: &ByRegion, tokens: u64, top: usize) -> String {
     }
     let most = plan.stages.iter().map(ExactSizeIterator::len).max().unwrap_or(0);
     let held = found.plans[0].held;
-    let _ = writeln!(text, "\nA stage has at most {most} layers, a machine holds at most {held}.");
+    let _ =
+        writeln!(text, "\nA stage has at most {most} layers, and a machine needs at most {held} of memory.");
     let (few, many) = (plan.microbatches.iter().min(), plan.microbatches.iter().max());
     let (few, many) = (few.copied().unwrap_or(0), many.copied().unwrap_or(0));
     let (busy, all) = (ranks(&found.plans[0]), found.sites.size());
@@ -93,7 +94,8 @@ pub(super) fn text(found: &ByRegion, tokens: u64, top: usize) -> String {
     if let Some(over) = above_limit(&found.plans[0]) {
         let _ = writeln!(
             text,
-            "A run has {} ranks at most: this plan has {over} too many, and is priced here but cannot be trained.",
+            "A run can have at most {} ranks: this plan has {over} too many. Its time is predicted here, but \
+             it cannot be trained.",
             Cluster::MAX_RANKS
         );
     }
@@ -119,8 +121,8 @@ pub(super) fn text(found: &ByRegion, tokens: u64, top: usize) -> String {
     }
     let _ = writeln!(
         text,
-        "\n{} layouts priced by closed forms. No plan of contiguous stages takes less than {}: \
-         the first is {:.2} times that.",
+        "\n{} layouts were compared with closed-form costs. No plan of contiguous stages takes less than {}: \
+         the first one takes {:.2} times as long.",
         found.priced,
         found.bound,
         ratio(plan.time.step(), found.bound)

@@ -135,7 +135,7 @@ impl NamedPlanner {
             }
             Err(Error::Parallel(ParallelError::NotBuilt { what })) => {
                 let simulated = one_f_one_b(&facts, &stages)?;
-                let refused = Some(format!("the trainer has no {what}"));
+                let refused = Some(format!("the trainer does not support {what}"));
                 Ok(Choice { stages, modelled, simulated, plan: None, refused })
             }
             Err(Error::Parallel(error @ ParallelError::PartMemory { .. })) => {
@@ -165,7 +165,7 @@ fn runnable(stages: &[PlannedStage], instance: &Instance<'_>, name: &str) -> Res
         return not_built("sharded optimizer states in a plan");
     }
     if stages.iter().any(|stage| stage.recompute) {
-        return not_built("choice of layers to recompute in a pipeline");
+        return not_built("a choice of layers to recompute in a pipeline");
     }
     if stages.iter().any(|stage| stage.devices.len() != replicas) {
         return not_built("stages with unequal numbers of copies");
@@ -179,7 +179,7 @@ fn runnable(stages: &[PlannedStage], instance: &Instance<'_>, name: &str) -> Res
     let mut drafts = Vec::new();
     asked.rows(name, &rows, &chain_stages(stages), &mut drafts)?;
     if drafts.is_empty() {
-        return not_built("schedule for these stages");
+        return not_built("a schedule for these stages");
     }
     let wanted = Wanted { only: None, keep: 1, each_kind: false };
     let found = ranked(drafts, model, cluster, wanted)?.candidates;

@@ -155,7 +155,7 @@ fn no_link(cluster: &Cluster, [a, b]: &[String; 2]) -> Error {
         .map(|region| format!("`{0}:{0}`", region.name))
         .chain(cluster.links.iter().map(|link| format!("`{}:{}`", link.ends[0], link.ends[1])))
         .collect();
-    let known = if known.is_empty() { "it has none".to_owned() } else { known.join(", ") };
+    let known = if known.is_empty() { "the file has none".to_owned() } else { known.join(", ") };
     refused(&format!("{a}:{b}"), format!("a link of the file: {known}"))
 }
 

@@ -81,7 +81,7 @@ fn exchange(comm: &Communicator, first: u32, mine: &[Told]) -> Result<Vec<Vec<u8
         let bytes = bytes.wait()?;
         if bytes.len() != told.bytes.len() {
             let (message, problem) =
-                (format!("checksums of {}", told.end.name()), "are not as many as windows");
+                (format!("checksums of {}", told.end.name()), "do not match the number of windows");
             return Err(Error::Message { message, problem });
         }
         theirs.push(bytes);

@@ -43,7 +43,7 @@ impl Stores {
             return Ok(Box::new(Staged::new(MemoryStore::new(samples))));
         };
         let failed = |source: io::Error| CompressError::Store {
-            action: "make the folder of",
+            action: "create the folder of",
             kind: source.kind(),
             why: format!("{}: {source}", folder.display()),
         };

@@ -72,7 +72,7 @@ pub(super) fn differing_settings(source: &Source, job: &Job) -> Vec<String> {
         (!differing.is_empty()).then(|| format!("{intro}: {}", differing.join("; ")))
     };
     [
-        line("warning: the training goes on with other settings than the checkpoint's", training),
+        line("warning: the training continues with settings that differ from the checkpoint's", training),
         line("settings that differ from the checkpoint's", others),
     ]
     .into_iter()

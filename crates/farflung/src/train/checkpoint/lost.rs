@@ -63,8 +63,8 @@ pub(super) fn share(
     let received = transfer(comm, &pairs, mine.as_ref())?;
     let note = |Pair { to, from }: &Pair| {
         format!(
-            "rank {} had lost its checkpoint: it took weights and optimizer state of step {step} from rank {}, \
-             and begins without a codec's residuals",
+            "rank {} had lost its checkpoint: it received the weights and optimizer state of step {step} \
+             from rank {}, and starts without residuals of the codec",
             to.0, from.0
         )
     };
@@ -101,7 +101,7 @@ fn transfer(comm: &Communicator, pairs: &[Pair], mine: Option<&Files>) -> Result
     let Some(&Pair { from, .. }) = pairs.iter().find(|pair| pair.to == me) else { return Ok(None) };
     let files = Files::from_bytes(&received).ok_or_else(|| Error::Message {
         message: format!("the checkpoint of rank {}", from.0),
-        problem: "cannot be read",
+        problem: "cannot be parsed",
     })?;
     Ok(Some(files))
 }

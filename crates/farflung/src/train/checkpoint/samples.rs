@@ -51,15 +51,17 @@ pub(super) fn agree(trainer: &mut Trainer) -> Result<()> {
         tracing::info!(
             rank,
             forgotten,
-            "samples of boundaries that the other end does not hold alike go in full again"
+            "boundary samples that differ between the two ends are sent in full again"
         );
     }
     Ok(())
 }
 
 fn parse(source: &Source) -> Result<StateMap<'_>> {
-    let file = SafeTensors::deserialize(&source.samples)
-        .map_err(|_| Error::Damaged { path: source.path().join(SAMPLES), what: "it is not safetensors" })?;
+    let file = SafeTensors::deserialize(&source.samples).map_err(|_| Error::Damaged {
+        path: source.path().join(SAMPLES),
+        what: "it is not a valid safetensors file",
+    })?;
     let entry = |(name, tensor): (&str, safetensors::tensor::TensorView<'_>)| {
         (name.to_owned(), StateValue::Bytes(Cow::Owned(tensor.data().to_vec())))
     };

@@ -50,7 +50,7 @@ impl Files {
 
     /// Encodes the files for another rank: each part preceded by its length.
     pub(super) fn to_bytes(&self) -> Vec<u8> {
-        let record = serde_json::to_vec(&self.record).expect("numbers and names have no way to fail");
+        let record = serde_json::to_vec(&self.record).expect("numbers and names can be written as JSON");
         let path = self.path.display().to_string();
         let mut bytes = Vec::new();
         for part in [path.as_bytes(), &record, self.settings.as_bytes(), &self.model, &self.optimizer] {
@@ -114,7 +114,7 @@ pub(in super::super) struct Source {
 pub(super) fn record(checkpoint: &Checkpoint) -> Result<Record> {
     serde_json::from_slice(&checkpoint.read(TRAINER)?).map_err(|_| Error::Damaged {
         path: checkpoint.path().join(TRAINER),
-        what: "it does not hold a trainer's counters",
+        what: "it does not contain the trainer's counters",
     })
 }
 
@@ -128,14 +128,14 @@ impl Source {
         let (mut weights, mut states) = (BTreeMap::new(), BTreeMap::new());
         for files in &checkpoints {
             let file = SafeTensors::deserialize(&files.model)
-                .map_err(|_| files.damaged(MODEL, "it is not safetensors"))?;
+                .map_err(|_| files.damaged(MODEL, "it is not a valid safetensors file"))?;
             for (name, tensor) in file.iter() {
                 let values = floats(tensor.data());
                 finite::check(name, &values)?;
                 weights.insert(name.to_owned(), (tensor.shape().to_vec(), values));
             }
             let file = SafeTensors::deserialize(&files.optimizer)
-                .map_err(|_| files.damaged(OPTIMIZER, "it is not safetensors"))?;
+                .map_err(|_| files.damaged(OPTIMIZER, "it is not a valid safetensors file"))?;
             for (name, tensor) in file.iter() {
                 let values = floats(tensor.data());
                 finite::check(name, &values)?;
@@ -185,7 +185,7 @@ impl Source {
             let found = self.weights.get(&p.name);
             let (shape, values) = found.ok_or_else(|| self.damaged("a tensor is missing"))?;
             if shape != p.shape.dims() {
-                return Err(self.damaged("it holds a model of another shape"));
+                return Err(self.damaged("it contains a model of another shape"));
             }
             flat[p.range()].copy_from_slice(values);
         }

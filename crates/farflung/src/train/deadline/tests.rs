@@ -153,7 +153,7 @@ fn a_run_that_works_over_a_slow_link_is_not_refused() {
     let never = TrainConfig { out: Some(folder.path().join("never")), ..never };
     let message = run(never, None, Stop::manual(), &mut Quiet).unwrap_err().to_string();
     assert!(
-        message.starts_with("`link` is 1kbit,10s, expected one that is not slower than the"),
+        message.starts_with("`link` is 1kbit,10s, expected a link that is fast enough for the"),
         "{message}"
     );
     assert!(

@@ -91,13 +91,13 @@ impl Arrivals for AtGate {
     fn tell(&self, status: Status) {
         let welcome = Welcome { status: Some(status), ..self.welcome.clone() };
         if let Err(error) = self.gate.set_welcome(welcome.to_bytes()) {
-            tracing::warn!(%error, "how the run stands is not told");
+            tracing::warn!(%error, "failed to publish the status of the run");
         }
     }
 
     fn meet(&self) {
         if let Err(error) = self.gate.meet_others(&self.config) {
-            tracing::debug!(%error, "who else has come is not known");
+            tracing::debug!(%error, "failed to learn which other members have connected");
         }
     }
 }

@@ -52,7 +52,7 @@ impl Balance {
         let others = (0..self.measured.len()).filter(|&other| other != replica as usize);
         let slowest = others.map(time).max().unwrap_or_default();
         format!(
-            "a microbatch takes it {}, and no other more than {slowest}: the others are faster without it",
+            "a microbatch takes {} on it and at most {slowest} on the others, which are faster without it",
             time(replica as usize)
         )
     }

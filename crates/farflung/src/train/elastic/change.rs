@@ -87,7 +87,7 @@ impl fmt::Display for Changed {
         let mut parts = Vec::new();
         if self.is_repeat() {
             parts.push(format!(
-                "all members answer, and the step is done again (attempt {})",
+                "all members answer, and the step is repeated (attempt {})",
                 self.repeated + 1
             ));
         }
@@ -95,16 +95,16 @@ impl fmt::Display for Changed {
             parts.push(format!("{} {}", names(went), if reason.is_some() { "lost" } else { "left" }));
         }
         if !came.is_empty() {
-            parts.push(format!("{} came", names(came)));
+            parts.push(format!("{} joined", names(came)));
         }
         if let Some((peer, stage)) = self.moved {
-            parts.push(format!("member {} goes to stage {}", peer.0, stage + 1));
+            parts.push(format!("member {} moves to stage {}", peer.0, stage + 1));
         }
         if parts.is_empty() {
             parts.push("all members".to_owned());
         }
-        let verb = if *members == 1 { "member goes" } else { "members go" };
-        write!(f, "after step {step}: {}; {members} {verb} on after {took}", parts.join(", "))?;
+        let verb = if *members == 1 { "member continues" } else { "members continue" };
+        write!(f, "after step {step}: {}; {members} {verb} after {took}", parts.join(", "))?;
         match donors {
             0 => Ok(()),
             1 => write!(f, ", {} of state from 1 of them", Bytes(*state)),
@@ -422,7 +422,7 @@ impl Member<'_> {
                 }
                 if trainer.steps_done() != stood.exchange.progress.step {
                     // The others have taken local steps since the last average.
-                    let reason = "this newcomer came in the middle of a round of local steps".to_owned();
+                    let reason = "this newcomer joined in the middle of a round of local steps".to_owned();
                     return Err(Error::Removed { reason });
                 }
                 Ok((stood.job, trainer, stood.last))

@@ -112,7 +112,7 @@ impl Copies {
                 if coming.bytes.len() as u64 >= whole {
                     let wrong = || Error::Message {
                         message: "the copy of another member's part".to_owned(),
-                        problem: "does not read as one",
+                        problem: "cannot be parsed",
                     };
                     let pieces = Pieces::from_bytes(&coming.bytes[8..]).ok_or_else(wrong)?;
                     keep(&mut self.held, pieces);

@@ -196,7 +196,7 @@ impl Place {
         // more to find out which of them is removed.
         let patience = Nanos(self.deadline.0.saturating_mul(4));
         self.decide(events, (suspect, again), patience)?.ok_or_else(|| Error::NoMajority {
-            reason: format!("the members did not agree on who goes on within {patience}"),
+            reason: format!("within {patience} the members did not agree on who continues"),
             left: None,
         })
     }
@@ -316,7 +316,7 @@ impl Place {
             }
             let now = self.transport().now();
             if now >= until {
-                let reason = format!("no member took this one in within {patience}");
+                let reason = format!("the members did not admit this member within {patience}");
                 return Err(Error::Removed { reason });
             }
             if now >= meets {

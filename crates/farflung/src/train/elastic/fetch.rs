@@ -73,7 +73,7 @@ fn tell(comm: &Communicator, word: u8, telling: &mut Vec<Sending>) {
 fn take(comm: &Communicator, mut fetching: Fetching<'_>) -> Result<usize> {
     let nobody = |_| Error::Message {
         message: "the state of the run".to_owned(),
-        problem: "does not have the hashes that its members told",
+        problem: "does not have the hashes that its members reported",
     };
     let deadline = comm.deadline();
     let patient = comm.clone().with_deadline(Nanos::MAX);

@@ -258,7 +258,10 @@ impl<'a> Fetching<'a> {
         if right {
             return Ok(());
         }
-        tracing::error!(rank = rank.0, "a chunk of the run's state is wrong: another member is asked for it");
+        tracing::error!(
+            rank = rank.0,
+            "a chunk of the run's state has a wrong hash: it is requested from another member"
+        );
         self.ask_again(number, reply.item);
         self.distrust(rank)
     }

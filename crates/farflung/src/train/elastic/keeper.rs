@@ -77,7 +77,7 @@ fn decode(bytes: &[u8]) -> Option<Word> {
 }
 
 fn encode(word: &Word) -> Vec<u8> {
-    postcard::to_stdvec(word).expect("words are plain data")
+    postcard::to_stdvec(word).expect("messages can be serialized")
 }
 
 /// Encodes an event for the rank's own keeper.
@@ -211,14 +211,14 @@ impl Keeper {
                 Action::Keep(kept) => match self.write(&kept) {
                     Ok(()) => {}
                     Err(error) => {
-                        tracing::error!(%error, "a promise could not be written");
+                        tracing::error!(%error, "failed to write a promise of the membership rules");
                         break;
                     }
                 },
                 Action::Install(view) => self.outcome = Some(Outcome::Installed(view)),
                 Action::Stop(reason) => self.outcome = Some(Outcome::Stopped(reason)),
                 Action::Wake { at } => self.wake = Some(at),
-                Action::Fault { peer, fault } => tracing::warn!(%peer, %fault, "a view was not taken up"),
+                Action::Fault { peer, fault } => tracing::warn!(%peer, %fault, "a view was rejected"),
                 _ => {}
             }
         }
@@ -228,7 +228,7 @@ impl Keeper {
     /// Writes promises to the file.
     fn write(&self, kept: &Kept) -> Result<()> {
         let Some(path) = &self.promises else { return Ok(()) };
-        let text = serde_json::to_vec_pretty(kept).expect("promises are plain data");
+        let text = serde_json::to_vec_pretty(kept).expect("promises can be written as JSON");
         crate::run_dir::replace(path, &text)
     }
 
@@ -294,7 +294,7 @@ impl Keeper {
 impl Service for Keeper {
     fn receive(&mut self, Question { from, at, bytes }: Question) -> Vec<Answer> {
         let Some(word) = decode(&bytes) else {
-            tracing::warn!(from = from.0, "a message about members does not read as one");
+            tracing::warn!(from = from.0, "a message about members cannot be parsed");
             return Vec::new();
         };
         let mut leaving = self.receive_word(word, from, at);

@@ -46,7 +46,7 @@ pub(super) fn read(folder: &Path) -> Result<Option<Kept>> {
     let kept = serde_json::from_str(&text).map_err(|error| Error::Setting {
         field: "out",
         value: path(folder).display().to_string(),
-        expected: format!("what a member has promised: {error}"),
+        expected: format!("a valid file with a member's promises: {error}"),
     })?;
     Ok(Some(kept))
 }
@@ -80,7 +80,7 @@ pub(super) fn is_over(folder: &Path, gate: &GateConfig, watch: &mut dyn RunObser
     let Some(text) = text(folder, ADDRESSES)? else { return Ok(()) };
     let addresses: Vec<String> = text.lines().map(str::to_owned).collect();
     for address in addresses {
-        watch.note(&format!("asking {address} whether the run of this folder goes on there"));
+        watch.note(&format!("asking {address} whether the run of this folder is still running there"));
         let mut asks = gate.clone();
         asks.deadline = ASKED;
         if let Ok(asked) = GrowingNetwork::ask(&asks, std::slice::from_ref(&address)) {

@@ -24,7 +24,7 @@ pub(super) fn measured(
         return None;
     }
     let found = measure(job, (comm, slot), threads, simulated);
-    found.inspect_err(|error| tracing::warn!("this machine is not measured: {}", causes(error))).ok()
+    found.inspect_err(|error| tracing::warn!("failed to measure this machine: {}", causes(error))).ok()
 }
 
 fn measure(job: &Job, (comm, slot): (&Communicator, u32), threads: usize, simulated: bool) -> Result<Nanos> {
@@ -39,6 +39,7 @@ fn measure(job: &Job, (comm, slot): (&Communicator, u32), threads: usize, simula
     }
     let (begun, ended) = trainer.last_pass();
     let time = Nanos(ended.saturating_sub(begun).0 / u64::from(each));
-    let wrong = Error::Message { message: "what a microbatch takes".to_owned(), problem: "is no time" };
+    let wrong =
+        Error::Message { message: "the measured time of a microbatch".to_owned(), problem: "is not above 0" };
     if time > Nanos::ZERO { Ok(time) } else { Err(wrong) }
 }

@@ -31,19 +31,19 @@ fn check(config: &TrainConfig) -> Result<()> {
         Err(Error::Setting { field, value, expected: expected.to_owned() })
     };
     if let Some(plan) = &config.plan {
-        let expected = "none: a plan is made for whoever is there";
+        let expected = "none, because plans are made for the members that are present";
         return wrong("plan", plan.display().to_string(), expected);
     }
     if let Some(topology) = &config.topology {
-        let expected = "none: members come with their own links";
+        let expected = "none, because members have their own links";
         return wrong("topology", topology.display().to_string(), expected);
     }
     if let Some(pools) = &config.pools {
-        let expected = "none: with `stages` and `pooled` members form pools by themselves";
+        let expected = "none, because with `stages` and `pooled` the pools are formed automatically";
         return wrong("pools", pools.value().to_string(), expected);
     }
     if config.workers > 1 {
-        let expected = "1: each member is one worker, and a machine may join several times";
+        let expected = "1, because each member is one worker; a machine may join several times";
         return wrong("workers", config.workers.to_string(), expected);
     }
     check_transport(config.transport)
@@ -53,7 +53,7 @@ fn check(config: &TrainConfig) -> Result<()> {
 fn check_transport(transport: TransportKind) -> Result<()> {
     let TransportKind::Named(row) = transport else { return Ok(()) };
     let Some(reason) = row.fixed else { return Ok(()) };
-    let expected = format!("another, since {reason}");
+    let expected = format!("another, because {reason}");
     Err(Error::Setting { field: "transport", value: row.to_string(), expected })
 }
 
@@ -134,7 +134,7 @@ pub fn host(
     let seat = Seat { comm, simulated: false, link: None, place: Some(place) };
     match run_job(&job, vec![seat], watch) {
         Err(Error::Removed { reason }) if stop.requested().is_none() => {
-            watch.note(&format!("{reason}: comes back as a newcomer"));
+            watch.note(&format!("{reason}: this member joins again as a newcomer"));
             let given = TrainArgs::from_toml(&job.config.to_toml(), Path::new("the host's settings"))?;
             let asked = opened.ask_again(gate)?;
             drop(opened);
@@ -187,8 +187,7 @@ fn come_in(
         let existing = if was_here { Existing::Continue } else { Existing::Refuse };
         let run = RunDir::open(folder.path(), existing)?;
         job.out = Some(folder.path().to_owned());
-        watch
-            .note(&format!("{} of the run's members are told of: connecting to them", asked.members().len()));
+        watch.note(&format!("connecting to the run's {} known members", asked.members().len()));
         let opened = Arc::new(asked.with_shared_memory(shared_memory(&job.config)).join()?);
         opened.transport().keep_pace(pace(&job.config))?;
         let welcome = Welcome { status: None, ..welcome };
@@ -201,7 +200,7 @@ fn come_in(
         let seat = Seat { comm, simulated: false, link: None, place: Some(place) };
         match run_job(&job, vec![seat], watch) {
             Err(Error::Removed { reason }) if stop.requested().is_none() => {
-                watch.note(&format!("{reason}: comes back as a newcomer"));
+                watch.note(&format!("{reason}: this member joins again as a newcomer"));
                 asked = opened.ask_again(gate)?;
                 claim = Some(folder);
             }

@@ -48,8 +48,8 @@ pub(super) fn offered(all: &Communicator, own: Option<&Pieces>, moving: &[Move])
             let new = || Wanted { label, holders: BTreeSet::new() };
             let wanted = held.entry(name.clone()).or_insert_with(new);
             if wanted.label != label {
-                tracing::error!(name, "members that hold this tensor have other values");
-                return Err(wrong("is not the same on all members that have it"));
+                tracing::error!(name, "members have different values of this tensor");
+                return Err(wrong("differs between the members that have it"));
             }
             wanted.holders.insert(rank);
         }
@@ -76,7 +76,7 @@ pub(super) fn exchange(
     let mut coming: BTreeMap<&String, &Wanted> = BTreeMap::new();
     for moved in moving.iter().filter(|moved| moved.to == me) {
         let wanted = held.get(&moved.name).filter(|wanted| wanted.label.len == moved.bytes);
-        coming.insert(&moved.name, wanted.ok_or_else(|| wrong("is not as long as was told"))?);
+        coming.insert(&moved.name, wanted.ok_or_else(|| wrong("does not have the reported length"))?);
     }
     // Tensors with equal values are the same blob, which is fetched once.
     let unlike: BTreeMap<Label, &Wanted> = coming.values().map(|wanted| (wanted.label, *wanted)).collect();
@@ -84,12 +84,12 @@ pub(super) fn exchange(
     fetch(all, Part { takers: &takers, wanted, shelf, store: &mut *store })?;
     let mut blobs = BTreeMap::new();
     for label in unlike.into_keys() {
-        blobs.insert(label, store.take(&label).ok_or_else(|| wrong("is not as long as was told"))?);
+        blobs.insert(label, store.take(&label).ok_or_else(|| wrong("does not have the reported length"))?);
     }
     let mut came = BTreeMap::new();
     for (name, wanted) in coming {
         let bytes = &blobs[&wanted.label];
-        let values = floats(bytes, bytes.len() / 4).ok_or_else(|| wrong("is cut off"))?;
+        let values = floats(bytes, bytes.len() / 4).ok_or_else(|| wrong("is truncated"))?;
         came.insert(name.clone(), values);
     }
     Ok(came)

@@ -106,7 +106,7 @@ impl Member<'_> {
                 Ok(None) => {
                     let team = self.team.clone().expect("it has just been formed");
                     tracing::info!(
-                        "this member is a spare: it has no part of the model until somebody is lost or comes"
+                        "this member is a spare: it has no part of the model until a member is lost or joins"
                     );
                     let waited = self.place.wait_as_spare(&team, job)?;
                     self.repeats = Repeats::default();

@@ -91,15 +91,15 @@ impl fmt::Display for Cost {
         let about = if self.at_most { "at most" } else { "about" };
         write!(f, "{} of state", Bytes(self.state))?;
         match self.predicted {
-            Some(time) => write!(f, ", {about} {time} in which all wait"),
-            None => write!(f, " for which all wait; how long is not known"),
+            Some(time) => write!(f, ", {about} {time} during which all members wait"),
+            None => write!(f, " for which all members wait; the time is not known"),
         }
     }
 }
 
 impl fmt::Display for Admission {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "member {} is ready to come in: it takes {}", self.peer.0, self.cost)
+        write!(f, "member {} is ready to join: it receives {}", self.peer.0, self.cost)
     }
 }
 
@@ -185,16 +185,16 @@ mod tests {
         let cost = |told: &[_]| Cost::new(&ready, told);
         let ddp = cost(&told(60_000_000, 0, false));
         assert_eq!((ddp.state, ddp.predicted), (60_000_000, Some(Nanos::from_millis(3_000))));
-        assert_eq!(ddp.to_string(), "60 MB of state, about 3s in which all wait");
+        assert_eq!(ddp.to_string(), "60 MB of state, about 3s during which all members wait");
         // A replica's own state comes from the first member only.
         let local = cost(&told(10_000_000, 40_000_000, false));
         assert_eq!(local.predicted, Some(Nanos::from_millis(4_000)));
         // The newcomer's part may be held by the slowest member only.
         let part = cost(&told(20_000_000, 0, true));
-        assert_eq!(part.to_string(), "20 MB of state, at most 4s in which all wait");
+        assert_eq!(part.to_string(), "20 MB of state, at most 4s during which all members wait");
         // The rate of one member is not known.
         let cost = Cost::new(&rates(&[1, 1]), &told(5, 0, false));
         assert_eq!(cost.predicted, None);
-        assert_eq!(cost.to_string(), "5 B of state for which all wait; how long is not known");
+        assert_eq!(cost.to_string(), "5 B of state for which all members wait; the time is not known");
     }
 }

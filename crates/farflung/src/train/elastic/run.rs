@@ -45,7 +45,7 @@ pub(in crate::train) fn work(
     mut watch: Option<&mut (dyn RunObserver + '_)>,
 ) -> Result<Option<Report>> {
     let Seat { comm, simulated, link, place } = seat;
-    let mut place = place.expect("a seat of such a run has a place");
+    let mut place = place.expect("each seat of a run with members has a place");
     let threads = job.threads(local);
     let mut job = Job { elastic: true, ..job.clone() };
     if job.config.stages > 1 && job.pipelines.is_none() {
@@ -111,7 +111,7 @@ pub(in crate::train) fn work(
     if let Some(watch) = watch.as_deref_mut() {
         announce(&job, &trainer, simulated, resumed.as_ref(), watch)?;
         if !founds {
-            watch.note(&format!("came in at step {begun}, one of {} members", job.world));
+            watch.note(&format!("joined at step {begun}, one of {} members", job.world));
         }
     }
     if let Some(resumed) = resumed {
@@ -150,7 +150,7 @@ pub(in crate::train) fn work(
 
 /// Reports the cost of this newcomer's state, as sent by the members.
 fn tell_cost(watch: Option<&mut (dyn RunObserver + '_)>, cost: Cost) {
-    let text = format!("this member is ready to come in: it takes {cost}");
+    let text = format!("this member is ready to join: it receives {cost}");
     tracing::info!("{text}");
     if let Some(watch) = watch {
         watch.note(&text);
@@ -332,8 +332,7 @@ fn follow_pools(
         PoolAdvice::Rates(rates) => match pools::reroute(&mut steps.job, trainer, rates) {
             Ok(()) => {
                 let what = pools::event(&steps.job.plan, member.team.as_ref(), None);
-                let text =
-                    format!("after step {}: microbatches take their ways by speed", trainer.steps_done());
+                let text = format!("after step {}: microbatches are routed by speed", trainer.steps_done());
                 what.map_or(Ok(()), |what| tell_new_plan(trainer, steps, events, (&text, what)))
             }
             Err(error) => go_on_without(member, trainer, steps, events, error),
@@ -466,7 +465,7 @@ fn note_shares(
     let counts: Vec<String> = microbatches.iter().map(u32::to_string).collect();
     let step = trainer.steps_done();
     let text = format!(
-        "after step {step}: microbatches by speed are {}: {now} a step, where it was {before}",
+        "after step {step}: microbatches by speed are {}: a step takes {now} instead of {before}",
         counts.join(", ")
     );
     let in_us = |time: Nanos| time.0 / 1_000;

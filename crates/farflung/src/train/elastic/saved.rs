@@ -102,7 +102,7 @@ fn bytes_of(folders: &[PathBuf]) -> u64 {
 /// Reads a checkpoint; `None` if it belongs to another run or is incomplete.
 fn read(path: &Path, job: &Job) -> Option<Saved> {
     saved(path, job).unwrap_or_else(|error| {
-        tracing::warn!(path = %path.display(), "passing over a checkpoint: {}", causes(&error));
+        tracing::warn!(path = %path.display(), "skipping a checkpoint: {}", causes(&error));
         None
     })
 }

@@ -101,11 +101,11 @@ pub(super) fn share(
         has = Some(Has { shared, own: own.map(|own| shelf.put(own.to_bytes())) });
     }
     let told: Vec<Option<Has>> = tell_all(comm, &has)?;
-    let first = told[donors[0].index()].ok_or_else(|| wrong("is told by no member"))?;
+    let first = told[donors[0].index()].ok_or_else(|| wrong("was reported by no member"))?;
     let of = |rank: &Rank| told[rank.index()].map(|has| has.shared);
     if let Some(other) = donors.iter().find(|donor| of(donor) != Some(first.shared)) {
-        tracing::error!(rank = other.0, "the state of this member differs from that of the first");
-        return Err(wrong("is not the same on all members that have it"));
+        tracing::error!(rank = other.0, "the state of this member differs from that of the first member");
+        return Err(wrong("differs between the members that have it"));
     }
     let is_taker = exchange.takers.contains(&me);
     let own = first.own.filter(|_| trainer.is_none());
@@ -121,8 +121,8 @@ pub(super) fn share(
         return Ok((shared, None));
     }
     let mut read = |label: &Label| {
-        let bytes = store.take(label).ok_or_else(|| wrong("is not as long as was told"))?;
-        Snapshot::from_bytes(&bytes).ok_or_else(|| wrong("does not read as one"))
+        let bytes = store.take(label).ok_or_else(|| wrong("does not have the reported length"))?;
+        Snapshot::from_bytes(&bytes).ok_or_else(|| wrong("cannot be parsed"))
     };
     let taken = Taken { shared: read(&first.shared)?, own: own.as_ref().map(&mut read).transpose()? };
     Ok((shared, Some(taken)))

@@ -177,7 +177,7 @@ impl Shelf {
 impl Service for Shelf {
     fn receive(&mut self, Question { from, bytes, .. }: Question) -> Vec<Answer> {
         let Ok(item) = postcard::from_bytes::<Item>(&bytes) else {
-            tracing::warn!(from = from.0, "a message about the run's state does not read as one");
+            tracing::warn!(from = from.0, "a message about the run's state cannot be parsed");
             return Vec::new();
         };
         let bytes = self.get(&item);

@@ -28,7 +28,7 @@ impl Team {
             self.spares().map(|spare| self.all.start_send(spare, OVER, Vec::new())).collect();
         for told in telling {
             if let Err(error) = told.wait() {
-                tracing::debug!(%error, "a spare does not hear that the run is over");
+                tracing::debug!(%error, "failed to tell a spare that the run has ended");
             }
         }
     }
@@ -73,7 +73,7 @@ impl Place {
                 return match over.wait() {
                     Ok(_) => Ok(Waited::Over),
                     Err(error) => {
-                        tracing::debug!(%error, "who leads does not say any more when the run is over");
+                        tracing::debug!(%error, "the leading member will not report the end of the run");
                         // Or the others' step has failed: they decide whether to repeat it.
                         let loss = Loss { suspect: None, silent: Vec::new(), again: true };
                         self.after_loss(loss, None).map(Waited::View)

@@ -88,7 +88,7 @@ impl Status {
     /// Writes the members of each stage, if stages are pools.
     fn write_pools(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some(last) = self.members.iter().filter_map(|member| member.stage).max() else { return Ok(()) };
-        writeln!(f, "\nstage  members, and their parts of its microbatches")?;
+        writeln!(f, "\nstage  members, with their shares of its microbatches")?;
         for stage in 0..=last {
             let pool = self.members.iter().filter(|member| member.stage == Some(stage));
             let pool: Vec<String> =
@@ -129,7 +129,7 @@ impl fmt::Display for Status {
         self.write_pools(f)?;
         let counters = |member: &MemberStatus| member.counters.filter(|counters| counters.path.is_some());
         if self.members.iter().any(|member| counters(member).is_some()) {
-            writeln!(f, "\nas the member that answers sees the others:")?;
+            writeln!(f, "\nconnections of the member that answered:")?;
         }
         for PeerCounters { peer, bytes_sent, bytes_received, path } in
             self.members.iter().filter_map(counters)
@@ -140,7 +140,7 @@ impl fmt::Display for Status {
         }
         if !self.waiting.is_empty() {
             let waiting: Vec<String> = self.waiting.iter().map(ToString::to_string).collect();
-            writeln!(f, "waiting to come in: {}", waiting.join(", "))?;
+            writeln!(f, "waiting to join: {}", waiting.join(", "))?;
         }
         if !self.changes.is_empty() {
             writeln!(f)?;
@@ -305,25 +305,21 @@ mod tests {
             sent: 5_000_000,
             time_s: 20.0,
             changing_s: 1.0,
-            changes: vec!["after step 3: member 7 came".to_owned()],
+            changes: vec!["after step 3: member 7 joined".to_owned()],
         };
-        let text = "gpt-2x32: step 12 of 100\n\
-            loss      2.5000 (held out -)\n\
-            speed     1234 tokens/s; 95.0% of 20 s in steps, 5 MB sent\n\
-            view      3 of incarnation 1\n\n\
-            member  share  since view  waits for  address\n\
-            \x20    0    50%           1          -  10.0.0.0:29500 (answers)\n\
-            \x20    7    50%           1          0  10.0.0.7:29500\n\
-            \nas the member that answers sees the others:\n\
-            \x20    7  sent it 2 MB, received 1 MB; round trip 25ms (least 20ms, queueing 5ms), \
-            2 of 1500 packets sent again, queued 0 B now, 500ms in all\n\
-            waiting to come in: 9\n\n\
-            after step 3: member 7 came\n";
+        let text = "gpt-2x32: step 12 of 100\nloss      2.5000 (held out -)\nspeed     1234 tokens/s; 95.0% \
+                    of 20 s in steps, 5 MB sent\nview      3 of incarnation 1\n\nmember  share  since view  \
+                    waits for  address\n\x20    0    50%           1          -  10.0.0.0:29500 \
+                    (answers)\n\x20    7    50%           1          0  10.0.0.7:29500\n\nconnections of the \
+                    member that answered:\n\x20    7  sent it 2 MB, received 1 MB; round trip 25ms (minimum \
+                    20ms, queueing 5ms), 2 of 1500 packets sent again, queued 0 B now, 500ms in \
+                    total\nwaiting to join: 9\n\nafter step 3: member 7 joined\n";
         assert_eq!(status.to_string(), text);
         let at = |slot, stage, share| MemberStatus { stage: Some(stage), share, ..member(slot, None) };
         let members = vec![at(0, 0, 1.0), at(3, 1, 0.75), at(4, 1, 0.25)];
         let text = Status { members, ..status }.to_string();
-        let pools = "\nstage  members, and their parts of its microbatches\n    1  0 (100%)\n    2  3 (75%), 4 (25%)\n";
+        let pools = "\nstage  members, with their shares of its microbatches\n    1  0 (100%)\n    2  3 \
+                     (75%), 4 (25%)\n";
         assert!(text.contains(pools), "{text}");
     }
 

@@ -171,12 +171,12 @@ pub(super) struct Formed {
 }
 
 fn wrong(problem: &'static str) -> Error {
-    Error::Message { message: "where a member stands".to_owned(), problem }
+    Error::Message { message: "the members' state".to_owned(), problem }
 }
 
 /// Returns the settings from which pipelines are planned.
 fn wished(job: &Job) -> Result<&TrainConfig> {
-    job.pipelines.as_deref().ok_or_else(|| wrong("is a place in a pipeline, and this run has none"))
+    job.pipelines.as_deref().ok_or_else(|| wrong("has pipelines, but this run has none"))
 }
 
 /// Agrees on the places of a view's members and on the step, and transfers the tensors that they need. All
@@ -200,7 +200,7 @@ pub(super) fn form(view: &View, all: &Communicator, brings: Brings<'_>) -> Resul
     // The plan so far is that of the newest view that any member has reached.
     let newest = |told: &&Standing| (told.made, told.held.first().map(|held| held.counted.step));
     let reference = told.iter().filter(|told| told.made.is_some()).max_by_key(newest);
-    let reference = reference.ok_or_else(|| wrong("is nowhere: no member has a part"))?;
+    let reference = reference.ok_or_else(|| wrong("is lost: no member has a part of the model"))?;
     let before: Plan = reference.plan.parse()?;
     let stood: Vec<Option<Stood>> = (view.members.iter().zip(&told))
         .map(|(member, told)| {
@@ -287,7 +287,7 @@ fn in_memory_at(
     (holdings, held): (Vec<Holding>, Vec<Pieces>),
 ) -> Result<Whole> {
     let at_step = told.iter().flat_map(|told| &told.held).find(|held| held.counted.step == step);
-    let at_step = at_step.ok_or_else(|| wrong("is at no step"))?.clone();
+    let at_step = at_step.ok_or_else(|| wrong("is lost: no member is at the step to continue from"))?.clone();
     let own = Pieces::together(held.into_iter().filter(|held| held.counted.step == step));
     Ok(Whole { holdings, held: at_step, own })
 }

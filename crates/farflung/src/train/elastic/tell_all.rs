@@ -14,5 +14,5 @@ pub(super) fn tell_all<T: Serialize + DeserializeOwned>(all: &Communicator, mine
 }
 
 fn unreadable() -> Error {
-    Error::Message { message: "where a member stands".to_owned(), problem: "does not read as that" }
+    Error::Message { message: "the state of a member".to_owned(), problem: "cannot be parsed" }
 }

@@ -74,14 +74,14 @@ pub(super) fn stand(view: &View, comm: &Communicator, brings: Brings<'_>) -> Res
     let standing = Standing { progress, plan, members: before, microbatches, local, last, speeds, speed };
     let mine = postcard::to_stdvec(&standing).expect("numbers and texts are plain data");
     let told = comm.all_gather_bytes(mine)?;
-    let wrong = |problem| Error::Message { message: "where a member stands".to_owned(), problem };
+    let wrong = |problem| Error::Message { message: "the members' state".to_owned(), problem };
     let told: Vec<Standing> = told
         .iter()
-        .map(|bytes| postcard::from_bytes(bytes).map_err(|_| wrong("does not read as that")))
+        .map(|bytes| postcard::from_bytes(bytes).map_err(|_| wrong("cannot be parsed")))
         .collect::<Result<_>>()?;
     let standing: Vec<Option<Progress>> = told.iter().map(|told| told.progress).collect();
     let exchange = Exchange::new(&standing, job.averages_each_step())
-        .ok_or_else(|| wrong("is nowhere: no member has the state"))?;
+        .ok_or_else(|| wrong("is lost: no member has the run's state"))?;
     let furthest = &told[exchange.furthest.index()];
     let newcomers: Vec<Option<u64>> = told.iter().map(|told| told.speed).collect();
     let plan = plan_for(view, furthest, (job.config.balance, &newcomers))?;
@@ -89,7 +89,7 @@ pub(super) fn stand(view: &View, comm: &Communicator, brings: Brings<'_>) -> Res
     if !next.averages_each_step() {
         // In the round in which members change, count the tokens of the replicas that trained on them.
         if !furthest.local.is_sound() {
-            return Err(wrong("has steps of other replicas than its plan"));
+            return Err(wrong("has local steps that do not match its plan"));
         }
         let step = exchange.progress.step;
         let since = step.saturating_sub(1) / u64::from(next.plan.outermost().every.max(1));

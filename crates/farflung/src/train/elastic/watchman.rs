@@ -102,7 +102,7 @@ impl Watchman {
         let watched = Arc::clone(&shared);
         let thread = thread::Builder::new().name("watchman".to_owned()).spawn(move || watched.watch());
         if let Err(error) = &thread {
-            tracing::warn!(%error, "silent members are noticed after the deadline only");
+            tracing::warn!(%error, "members that do not answer will only be noticed after the deadline");
         }
         let patience = Patience::new(ROLL_CALL, deadline);
         Self { shared, thread: thread.ok(), patience, steps: 0 }
@@ -214,7 +214,7 @@ impl Shared {
             }
             if self.transport.now().saturating_sub(begun) >= step.silence {
                 for member in &left {
-                    tracing::warn!(%member, "a member does not answer: the step is ended");
+                    tracing::warn!(%member, "a member does not answer: the step is stopped");
                 }
                 return Some(left);
             }

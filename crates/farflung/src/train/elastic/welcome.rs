@@ -66,8 +66,8 @@ impl Welcome {
     /// Errors: [`Error::Message`] if it is malformed.
     pub(super) fn read(bytes: &[u8]) -> Result<Self> {
         let malformed = |_| Error::Message {
-            message: "what members say of the run".to_owned(),
-            problem: "does not read as that",
+            message: "the members' description of the run".to_owned(),
+            problem: "cannot be parsed",
         };
         serde_json::from_slice(bytes).map_err(malformed)
     }

@@ -297,7 +297,7 @@ impl Worker for DryRun<'_> {
             ComputeKind::Recompute => self.recompute(action)?,
             ComputeKind::Backward | ComputeKind::BackwardInput => return self.backward(action, input),
             ComputeKind::BackwardWeight => {
-                let saved = self.take(action).saved.expect("the first half left it here");
+                let saved = self.take(action).saved.expect("the backward pass of the input kept it");
                 self.part(action.stage).backward_weight(saved)?;
             }
             // With a flush, all stages are updated together after all ranks have agreed.

@@ -67,7 +67,7 @@ impl fmt::Display for TooLarge {
             Some(bytes) => write!(f, ") and {} are available: ", size(u128::from(*bytes)))?,
             None => write!(
                 f,
-                "), more than the {} that are allowed where available memory is unknown: ",
+                "), more than the {} that are allowed when the available memory is unknown: ",
                 size(UNKNOWN.into())
             )?,
         }
@@ -83,7 +83,7 @@ impl fmt::Display for TooLarge {
             (true, Some(model)) => {
                 write!(f, "with `batch` 1 and `workers` 1 the largest `model` that would fit is {model}")
             }
-            (true, None) => f.write_str("nothing smaller would fit"),
+            (true, None) => f.write_str("no smaller settings would fit"),
         }
     }
 }

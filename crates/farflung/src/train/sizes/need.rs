@@ -74,7 +74,7 @@ impl Part {
             Self::Gradients => "gradients",
             Self::Optimizer => "optimizer",
             Self::Outer => "DiLoCo's anchor, delta and momentum",
-            Self::Mark => "what a stop within a step goes back to",
+            Self::Mark => "copies of the state for a stop within a step",
             Self::Averaging => "buckets and messages",
             Self::Residuals => "codec residuals",
             Self::Samples => "samples of boundaries",

@@ -78,7 +78,7 @@ fn where_no_single_setting_is_enough_several_are_named_or_the_model() {
     );
     assert!(refusal(&TrainConfig { model, batch: 1, workers: 1, ..small() }, machine(16_000)).is_none());
     let none = refusal(&huge, machine(1)).unwrap();
-    assert!(none.model.is_none() && none.to_string().ends_with("nothing smaller would fit"), "{none}");
+    assert!(none.model.is_none() && none.to_string().ends_with("no smaller settings would fit"), "{none}");
 }
 
 #[test]

@@ -26,7 +26,7 @@ impl Trainer {
         let level = job.plan.outermost();
         let method = SyncMethod::by_name(&level.method);
         let refuse = |reason: &str| {
-            let expected = format!("{} where members come and leave: {reason}", survivors());
+            let expected = format!("{} in a run whose members may join and leave: {reason}", survivors());
             Err(Error::Setting { field: "sync", value: level.method.clone(), expected })
         };
         if let Some(Missing::Refused(reason)) = method.map(|method| method.missing) {
@@ -141,10 +141,10 @@ fn survivors() -> String {
 pub(in crate::train) fn check_pipelines(plan: &Plan) -> Result<()> {
     let level = plan.outermost();
     let (field, value, expected) = if !averages::each_step(plan) {
-        let why = "ddp with `stages`: only then do all parts of the model stand behind the same step";
+        let why = "ddp with `stages`: only then are all parts of the model at the same step";
         ("sync", level.method.clone(), why)
     } else if plan.updates() != Updates::Flush {
-        let why = "one with a flush: only then do all parts of the model stand behind the same step";
+        let why = "a schedule with a flush: only then are all parts of the model at the same step";
         ("schedule", plan.pipeline.schedule.to_string(), why)
     } else {
         return Ok(());

@@ -63,7 +63,7 @@ impl Trainer {
                 let bytes = comm.recv(placement.rank(stage), GATHERED - stage.0)?;
                 floats(&bytes, there.layout().len()).ok_or_else(|| Error::Message {
                     message: format!("part {stage} of the model"),
-                    problem: "is not as long as its parameters",
+                    problem: "does not have the length of its parameters",
                 })?
             };
             for param in there.layout().params() {

@@ -167,7 +167,7 @@ impl Trainer {
                 let whole = get(&param.name).filter(|values| values.len() == len * flats.len());
                 let values = whole.ok_or_else(|| Error::Message {
                     message: format!("{} of the run's state", param.name),
-                    problem: "is missing or has another length",
+                    problem: "is missing or has the wrong length",
                 })?;
                 for (flat, values) in flats.iter_mut().zip(values.chunks_exact(len.max(1))) {
                     flat[param.range()].copy_from_slice(values);

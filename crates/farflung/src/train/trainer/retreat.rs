@@ -107,7 +107,7 @@ impl Trainer {
         let gone_on = |mark: &Mark| half_done || mark.step != self.step;
         let Some(mut mark) = self.mark.take().filter(gone_on) else { return Ok(()) };
         for (stage, part) in &mut self.executor.parts {
-            mark.parts.remove(stage).expect("a rank has the same parts all along").restore(part)?;
+            mark.parts.remove(stage).expect("a rank's parts do not change").restore(part)?;
         }
         self.scale.restore(&mark.scale);
         self.step = mark.step;

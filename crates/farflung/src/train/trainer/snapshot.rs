@@ -54,7 +54,7 @@ impl Snapshot {
     /// Encodes as bytes: the length of the counters (`u64`, little endian), the counters, then all values as
     /// little-endian `f32`.
     pub(in crate::train) fn to_bytes(&self) -> Vec<u8> {
-        let head = postcard::to_stdvec(&self.counters).expect("numbers and names have no way to fail");
+        let head = postcard::to_stdvec(&self.counters).expect("numbers and names can be serialized");
         let mut bytes = (head.len() as u64).to_le_bytes().to_vec();
         bytes.extend(head);
         for values in self.tensors.values() {
@@ -190,7 +190,7 @@ impl Trainer {
     ) -> Result<()> {
         let wrong = || Error::Message {
             message: "the state of another member".to_owned(),
-            problem: "is not that of these parts of the model",
+            problem: "does not belong to these parts of the model",
         };
         let get = |name: &str| {
             let own = own.and_then(|own| own.tensors.get(name));

@@ -91,7 +91,7 @@ impl Speedometer {
         let time = |replica: usize, seconds: f64| match seconds {
             seconds if (0.0..f64::INFINITY).contains(&seconds) => Nanos::from_secs_f64(seconds.min(1e6)),
             seconds => {
-                tracing::warn!(replica, seconds, "what this replica tells of its steps is no time");
+                tracing::warn!(replica, seconds, "this replica reported an invalid step time");
                 Nanos::ZERO
             }
         };

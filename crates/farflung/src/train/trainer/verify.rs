@@ -50,15 +50,15 @@ impl Trainer {
                 Some(error),
             ),
         };
-        let text = serde_json::to_vec(&told).expect("texts have no way to fail");
+        let text = serde_json::to_vec(&told).expect("texts can be written as JSON");
         let all = self.comm().all_gather_bytes(text)?;
         if let Some(error) = failed {
             return Err(error);
         }
         let read = |(rank, text): (usize, &Vec<u8>)| {
             serde_json::from_slice::<ChecksumMessage>(text).map_err(|_| Error::Message {
-                message: format!("what rank {rank} tells of its values"),
-                problem: "cannot be read",
+                message: format!("the report of rank {rank} about its values"),
+                problem: "cannot be parsed",
             })
         };
         let all: Vec<ChecksumMessage> = all.iter().enumerate().map(read).collect::<Result<_>>()?;
