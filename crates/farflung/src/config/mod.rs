@@ -254,7 +254,7 @@ settings! {
         optimizer: OptimizerKind, "KIND", OptimizerKind::default();
         /// Highest learning rate.
         lr: f64, "RATE", 1e-3;
-        /// Learning rate at the end of the schedule; if not given, a tenth of --lr.
+        /// Learning rate at the end of the schedule. If only --lr is given, a tenth of --lr.
         min_lr: f64, "RATE", 1e-4;
         /// Number of steps over which the learning rate rises from zero.
         warmup: u64, "N", 50u64;
@@ -272,15 +272,15 @@ settings! {
         /// Decay of the first moment in Adam and its variants; in Lion, the weight of the momentum in the
         /// update.
         beta1: f64, "X", 0.9;
-        /// Decay of the second moment in Adam and its variants; in Lion, decay of the momentum (0.99 if not
-        /// given).
+        /// Decay of the second moment in Adam and its variants; in Lion, decay of the momentum. Other default:
+        /// 0.99 for lion.
         beta2: f64, "X", 0.95;
-        /// Small constant that optimizers add to the denominator; if not given, 1e-6 for lamb and its 1-bit
-        /// form, 1e-10 for adagrad, 1e-16 for adabelief.
+        /// Small constant that optimizers add to the denominator. Other defaults: 1e-6 for lamb and its
+        /// 1-bit form, 1e-10 for adagrad, 1e-16 for adabelief.
         eps: f64, "X", 1e-8;
-        /// Momentum of sgd, signum, rmsprop (0 if not given) and muon (0.95 if not given).
+        /// Momentum of sgd, signum, rmsprop and muon. Other defaults: 0 for rmsprop, 0.95 for muon.
         momentum: f64, "X", 0.9;
-        /// Use Nesterov momentum in sgd and muon (true for muon if not given).
+        /// Use Nesterov momentum in sgd and muon. Other default: true for muon.
         nesterov: bool, "BOOL", false;
         /// Dampening of sgd: fraction of each gradient after the first that is not added to the momentum.
         dampening: f64, "X", 0.0;
@@ -343,7 +343,7 @@ settings! {
         copy_share: f64, "X", 0.1;
         /// Outer learning rate of DiLoCo.
         outer_lr: f64, "RATE", 0.7;
-        /// Outer momentum of the methods that have one; if not given, 0.5 for noloco and async, 0.3 for
+        /// Outer momentum of the methods that have one. Other defaults: 0.5 for noloco and async, 0.3 for
         /// decoupled, 0 for eager.
         outer_momentum: f64, "X", 0.9;
         /// Number of fragments of the parameters, which streaming averages at different times. Default: 4, but

@@ -91,8 +91,8 @@ impl Corpus {
     ///
     /// - a file ending in `.bin`: tokens in nanoGPT's or llm.c's format;
     /// - any other file: text;
-    /// - a folder that directly contains `.bin` files: only these files, ordered by name. Files with `val` in
-    ///   the name are the held-out part (`train.bin` and `val.bin`, `fineweb_val_000000.bin`);
+    /// - a folder that directly contains `.bin` files: only these files, ordered by name. Files whose name contains the word
+    ///   `val`, `valid` or `validation` are the held-out part (`val.bin`, `fineweb_val_000000.bin`);
     /// - any other folder: all text files in it and its subfolders, ordered by relative path. Links are not
     ///   followed, and files with a zero byte in their first 8 KiB are not text. The tokenizer's end-of-text
     ///   token, if it has one, is added after each file.
@@ -232,8 +232,11 @@ fn is_bin(path: &Path) -> bool {
     path.extension().is_some_and(|e| e == "bin")
 }
 
+/// Returns whether a word of the file's name says that it is for validation. `interval.bin` is not.
 fn is_validation(path: &Path) -> bool {
-    path.file_stem().is_some_and(|stem| stem.to_string_lossy().contains("val"))
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+    let mut words = stem.split(|c: char| !c.is_ascii_alphabetic());
+    words.any(|word| ["val", "valid", "validation"].contains(&word))
 }
 
 /// Returns whether the bytes look like text: no zero byte near the start, as in grep and git.

@@ -74,9 +74,10 @@ fn token_files() {
     }
     // In a folder of token files, the validation file is the held-out part, and text files are ignored.
     fs::write(dir.path().join("val.bin"), llm_c(&[7, 8])).unwrap();
+    fs::write(dir.path().join("interval.bin"), llm_c(&[9])).unwrap();
     fs::write(dir.path().join("input.txt"), "not this").unwrap();
     let (training, held_out) = Corpus::open(dir.path(), &Byte).unwrap().split(HoldOut::Standard).unwrap();
-    assert_eq!((all(&training), all(&held_out)), (vec![1, 2, 255], vec![7, 8]));
+    assert_eq!((all(&training), all(&held_out)), (vec![9, 1, 2, 255], vec![7, 8]));
 
     let mut long = llm_c(&[1, 2]);
     long.push(0);
