@@ -82,26 +82,23 @@ const CONFINED: &[(&str, &[&str])] = &[
 ];
 
 /// Circles between files that are still to be cut: the crate, and the files in order.
-const TO_CUT: &[(&str, &[&str])] = &[
-    (
-        "farflung",
-        &[
-            "train/elastic/arrivals",
-            "train/elastic/change",
-            "train/elastic/decide",
-            "train/elastic/idle",
-            "train/elastic/measure",
-            "train/elastic/place",
-            "train/elastic/pools",
-            "train/elastic/saved",
-            "train/elastic/status",
-            "train/elastic/team",
-            "train/elastic/watchman",
-            "train/elastic/welcome",
-        ],
-    ),
-    ("farflung-comm", &["secure/certificates", "secure/tls"]),
-];
+const TO_CUT: &[(&str, &[&str])] = &[(
+    "farflung",
+    &[
+        "train/elastic/arrivals",
+        "train/elastic/change",
+        "train/elastic/decide",
+        "train/elastic/idle",
+        "train/elastic/measure",
+        "train/elastic/place",
+        "train/elastic/pools",
+        "train/elastic/saved",
+        "train/elastic/status",
+        "train/elastic/team",
+        "train/elastic/watchman",
+        "train/elastic/welcome",
+    ],
+)];
 
 pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
     crate::no_arguments(args)?;

@@ -13,6 +13,7 @@ use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::server::{ParsedCertificate, WebPkiClientVerifier};
+use rustls::sign::CertifiedKey;
 use rustls::{
     CertificateError, DigitallySignedStruct, DistinguishedName, Error, RootCertStore, SignatureScheme,
 };
@@ -75,9 +76,9 @@ impl Certificates {
             .ok_or_else(|| fault("certificate")("it is not a valid X.509 certificate".to_owned()))?;
         let key = PrivateKeyDer::from_pem_slice(key).map_err(|e| fault("key")(e.to_string()))?;
         let common: [u8; 32] = hash.finish().as_ref().try_into().expect("SHA-256 has 32 bytes");
-        let own = Self { roots: Arc::new(roots), chain, key, common: JoinSecret::new(common) };
-        super::tls::Tls::by_certificates(&own).map_err(|e| fault("key")(e.to_string()))?;
-        Ok(own)
+        CertifiedKey::from_der(chain.clone(), key.clone_key(), &rustls::crypto::ring::default_provider())
+            .map_err(|e| fault("key")(e.to_string()))?;
+        Ok(Self { roots: Arc::new(roots), chain, key, common: JoinSecret::new(common) })
     }
 
     /// Returns the key by which peers identify this process.
@@ -96,7 +97,7 @@ impl Certificates {
 /// Returns the key that identifies the holder of a certificate; `None` if the certificate cannot be parsed.
 pub(super) fn key_of(certificate: &CertificateDer<'_>) -> Option<PublicKey> {
     let key = ParsedCertificate::try_from(certificate).ok()?.subject_public_key_info();
-    if let Some(raw) = super::tls::raw_key(&key) {
+    if let Some(raw) = PublicKey::of_info(&key) {
         return Some(raw);
     }
     digest(&SHA256, &key).as_ref().try_into().ok().map(PublicKey::new)

@@ -27,7 +27,20 @@ impl PublicKey {
     pub const fn bytes(&self) -> &[u8; 32] {
         &self.0
     }
+
+    /// Returns the key in a `SubjectPublicKeyInfo` of ed25519; `None` for other data.
+    pub(super) fn of_info(info: &[u8]) -> Option<Self> {
+        info.strip_prefix(&INFO)?.try_into().ok().map(Self::new)
+    }
+
+    /// Returns its `SubjectPublicKeyInfo`.
+    pub(super) fn to_info(self) -> Vec<u8> {
+        [&INFO[..], &self.0].concat()
+    }
 }
+
+/// Bytes before the 32 bytes of an ed25519 key in its `SubjectPublicKeyInfo`.
+const INFO: [u8; 12] = [0x30, 0x2a, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x03, 0x21, 0x00];
 
 impl fmt::Display for PublicKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

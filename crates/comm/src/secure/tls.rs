@@ -20,9 +20,6 @@ use zeroize::Zeroizing;
 use super::certificates::{self, Certificates, SiteClients, SiteServers};
 use super::identity::{Identity, PublicKey};
 
-/// Bytes before the 32 bytes of an ed25519 key in its `SubjectPublicKeyInfo`.
-const SPKI: [u8; 12] = [0x30, 0x2a, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x03, 0x21, 0x00];
-
 /// Bytes before the seed in the PKCS #8 encoding of an ed25519 private key.
 const PKCS8: [u8; 16] =
     [0x30, 0x2e, 0x02, 0x01, 0x00, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x04, 0x22, 0x04, 0x20];
@@ -49,7 +46,8 @@ impl Tls {
         let verifier = Arc::new(AnyKey(Arc::clone(&crypto)));
         let pkcs8 = Zeroizing::new([&PKCS8[..], &identity.seed()[..]].concat());
         let signing = provider::sign::any_eddsa_type(&PrivatePkcs8KeyDer::from(&pkcs8[..]))?;
-        let own = Arc::new(CertifiedKey::new(vec![CertificateDer::from(spki(identity.public()))], signing));
+        let own =
+            Arc::new(CertifiedKey::new(vec![CertificateDer::from(identity.public().to_info())], signing));
         let versions = &[&rustls::version::TLS13];
         let mut client = ClientConfig::builder_with_provider(Arc::clone(&crypto))
             .with_protocol_versions(versions)?
@@ -142,23 +140,14 @@ pub(super) fn nobody() -> ServerName<'static> {
     ServerName::try_from("farflung").expect("`farflung` is a valid server name")
 }
 
-fn spki(key: PublicKey) -> Vec<u8> {
-    [&SPKI[..], key.bytes()].concat()
-}
-
 /// Returns the key that the other side has proven to hold.
 pub(super) fn key_of(certificates: Option<&[CertificateDer<'static>]>) -> Option<PublicKey> {
     let [first, rest @ ..] = certificates? else { return None };
-    match raw_key(first) {
+    match PublicKey::of_info(first) {
         Some(key) if rest.is_empty() => Some(key),
         // A certificate or a chain. Sessions use either raw keys or certificates, never both.
         _ => certificates::key_of(first),
     }
-}
-
-/// Returns the key in a `SubjectPublicKeyInfo` of ed25519; `None` for other data.
-pub(super) fn raw_key(info: &[u8]) -> Option<PublicKey> {
-    info.strip_prefix(&SPKI)?.try_into().ok().map(PublicKey::new)
 }
 
 /// Verifies that the other side holds the private key of the key that it shows, and accepts any key.
@@ -167,8 +156,7 @@ struct AnyKey(Arc<CryptoProvider>);
 
 impl AnyKey {
     fn is_key(certificate: &CertificateDer<'_>, rest: &[CertificateDer<'_>]) -> Result<(), Error> {
-        let is_key =
-            certificate.len() == SPKI.len() + 32 && certificate.starts_with(&SPKI) && rest.is_empty();
+        let is_key = PublicKey::of_info(certificate).is_some() && rest.is_empty();
         is_key.then_some(()).ok_or(Error::InvalidCertificate(CertificateError::BadEncoding))
     }
 
