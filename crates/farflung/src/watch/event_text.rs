@@ -98,6 +98,11 @@ impl EventLine {
                 times => format!("gradients overflowed: computed again {times} times"),
             },
             "admitting" => self.admitting(),
+            "following" => {
+                let of = |field: &str| self.count(field).unwrap_or(0);
+                let (member, state, record) = (of("member"), Bytes(of("state")), Bytes(of("record")));
+                format!("member {member} fetches {state} while the others train on; {record} for each step since")
+            }
             "repeated" => {
                 let deadline = self.count("deadline_ms").unwrap_or(0) as f64 / 1e3;
                 format!("all members answer: the step is done again, with a deadline of {deadline} s")
@@ -229,6 +234,10 @@ mod tests {
             (
                 What::Admitting { member: 3, state: 60_000_000, predicted_ms: Some(2500), at_most: false },
                 "member 3 is ready to come in: 60 MB of state, about 2.5 s",
+            ),
+            (
+                What::Following { member: 3, state: 60_000_000, record: 20_000_000 },
+                "member 3 fetches 60 MB while the others train on; 20 MB for each step since",
             ),
             (What::Skipped { times: 2 }, "gradients overflowed: computed again 2 times"),
             (

@@ -11,7 +11,7 @@ use farflung_parallel::membership::{Event, MemberId, State, View};
 use super::arrivals::{Arrivals, Newcomer};
 use super::keeper::{Keeper, event};
 use super::kept;
-use super::ready::{Admission, Ready, measured};
+use super::ready::{Admission, Follows, Ready, measured};
 use super::shelf::Shelf;
 use super::watchman::{Caller, numbered};
 use crate::{Result, RunDir};
@@ -20,8 +20,12 @@ use crate::{Result, RunDir};
 const CONTROL: u64 = u64::MAX;
 /// Context number of the communicator of a rank that is alone.
 const ALONE: u64 = u64::MAX - 1;
+/// Time within which a newcomer must have been heard to be admitted. It announces itself more often.
+const FRESH: Nanos = Nanos::from_millis(1_500);
+/// Time after which a newcomer that is silent counts as gone, and nothing is kept for it any more.
+const GONE: Nanos = Nanos::from_millis(10_000);
 /// Tags of messages about members.
-const TAGS: ServiceTags = ServiceTags { ask: 1, answer: 2 };
+pub(super) const TAGS: ServiceTags = ServiceTags { ask: 1, answer: 2 };
 
 /// A process's connection to a run, as a member or a possible member.
 #[derive(Debug)]
@@ -120,6 +124,11 @@ impl Place {
         self.keeper.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Returns the shelf from which all connected peers can fetch.
+    pub(super) fn shelf(&self) -> MutexGuard<'_, Shelf> {
+        self.shelf.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Notes which connections have broken since the last call, and returns the ids of all peers that were
     /// connected and are gone.
     pub(super) fn lost(&mut self) -> Vec<MemberId> {
@@ -155,8 +164,9 @@ impl Place {
             .collect()
     }
 
-    /// Returns whether this rank sees a reason for a change of members. Called between two steps.
-    pub(in crate::train) fn wants_change(&mut self) -> Result<bool> {
+    /// Returns whether this rank sees a reason for a change of members, or for a log of steps. `logs` says
+    /// whether it keeps one. Called between two steps.
+    pub(in crate::train) fn wants_change(&mut self, logs: bool) -> Result<bool> {
         self.renew();
         // A rank that is alone never waits for messages, so its services must be polled here.
         if let Some(Control { comm, serving, .. }) = &mut self.control {
@@ -167,14 +177,45 @@ impl Place {
         if due {
             self.tell(Event::Tick)?;
         }
-        Ok(now >= self.pause && (!self.ready_newcomers().is_empty() || !self.lost_members().is_empty()))
+        let calls = self.callers().iter().any(|(_, follows)| follows.is_ready() || !logs);
+        Ok(now >= self.pause && (calls || !self.lost_members().is_empty()))
     }
 
-    /// Returns the newcomers that have announced that they are ready.
-    pub(super) fn ready_newcomers(&self) -> Vec<Newcomer> {
-        let mut newcomers = self.newcomers();
-        newcomers.retain(|peer| self.keeper().ready(&peer.id).is_some());
+    /// Returns the newcomers that have announced themselves and were heard within `within`.
+    fn announced(&self, within: Nanos) -> Vec<(Newcomer, Follows)> {
+        let since = self.transport.now().saturating_sub(within);
+        let keeper = self.keeper();
+        let newcomers = self.newcomers().into_iter().filter(|peer| keeper.has_heard(&peer.id, since));
+        newcomers.filter_map(|peer| Some((keeper.ready(&peer.id)?.follows, peer))).map(|(f, p)| (p, f)).collect()
+    }
+
+    /// Returns the newcomers that are ready, or ask for a copy of the state. One that has fallen silent is not
+    /// among them, so that nobody waits for it.
+    pub(super) fn callers(&self) -> Vec<(Newcomer, Follows)> {
+        let mut newcomers = self.announced(FRESH);
+        newcomers.retain(|(_, follows)| follows.is_ready() || *follows == Follows::Asks);
         newcomers
+    }
+
+    /// Returns the newcomers that need a log of this member's steps.
+    pub(super) fn followers(&self) -> Vec<(PeerId, MemberId, Follows)> {
+        let newcomers = self.announced(GONE).into_iter().filter(|(_, follows)| follows.needs_log());
+        newcomers.map(|(peer, follows)| (peer.peer, peer.id, follows)).collect()
+    }
+
+    /// Returns how far each newcomer is, as text.
+    pub(super) fn coming(&self) -> Vec<String> {
+        let keeper = self.keeper();
+        let line = |peer: Newcomer| {
+            keeper.ready(&peer.id).map(|ready| format!("member {} {}", peer.peer.0, ready.follows))
+        };
+        self.newcomers().into_iter().filter_map(line).collect()
+    }
+
+    /// Returns the communicator of the keepers, and the ids of its members by rank.
+    pub(super) fn keepers(&self) -> (Communicator, Vec<MemberId>) {
+        let Control { comm, peers, .. } = self.control();
+        (comm.clone(), peers.iter().map(|peer| peer.id).collect())
     }
 
     /// Measures how fast all connected peers send to this newcomer. `state` is the bytes of the state that it
@@ -279,7 +320,8 @@ impl Place {
         self.tell_others(&idle, &Keeper::agreed(view.epoch, events))
     }
 
-    fn tell_others(
+    /// Sends a message to the keepers of these peers.
+    pub(super) fn tell_others(
         &self,
         others: &[(PeerId, MemberId)],
         word: &[u8],

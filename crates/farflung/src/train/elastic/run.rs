@@ -2,21 +2,24 @@
 
 use std::sync::Arc;
 
-use farflung_base::Nanos;
+use farflung_base::{Bytes, Nanos, PeerId};
 use farflung_comm::{Cancel, Communicator, Stats};
 use farflung_parallel::plan::{Advice, PoolAdvice};
 
 use super::balance::{Balance, Reshared};
 use super::change::{Changed, Member};
 use super::copies::Copies;
+use super::decide::Agreement;
 use super::fetching::Store;
 use super::idle::Idle;
 use super::kept;
 use super::place::Place;
 use super::pools::{self, Moving, PoolSpeeds};
-use super::ready::{Admission, Cost};
+use super::ready::Admission;
 use super::repeats::Repeats;
+use super::share::spoils;
 use super::status::Teller;
+use super::step_log::StepLog;
 use super::team::Team;
 use super::watchman::Watchman;
 use crate::events::{EventLog, What, causes};
@@ -72,6 +75,7 @@ pub(in crate::train) fn work(
         repeats: Repeats::default(),
         pools: PoolSpeeds::default(),
         store: Store::default(),
+        log: StepLog::default(),
     };
     let (mut trainer, shared_last) = if founds {
         let comm = match &member.team {
@@ -80,7 +84,7 @@ pub(in crate::train) fn work(
         };
         (Trainer::new(&job, comm, threads)?, None)
     } else {
-        match member.come_in(&mut job, &comm, patience, &mut |cost| tell_cost(watch.as_deref_mut(), cost)) {
+        match member.come_in(&mut job, &comm, patience, &mut |text| tell(watch.as_deref_mut(), text)) {
             Ok((trainer, last)) => (trainer, Some(last)),
             // It was a spare for the whole run.
             Err(Error::OverForSpare) => return Ok(None),
@@ -148,12 +152,11 @@ pub(in crate::train) fn work(
     Ok(Some(report))
 }
 
-/// Reports the cost of this newcomer's state, as sent by the members.
-fn tell_cost(watch: Option<&mut (dyn Watch + '_)>, cost: Cost) {
-    let text = format!("this member is ready to come in: it takes {cost}");
+/// Reports how far this newcomer is.
+fn tell(watch: Option<&mut (dyn Watch + '_)>, text: &str) {
     tracing::info!("{text}");
     if let Some(watch) = watch {
-        watch.note(&text);
+        watch.note(text);
     }
 }
 
@@ -187,8 +190,11 @@ fn train(
     // If the average after the last step has failed, it must still be repeated.
     while trainer.steps_done() < steps.job.config.steps || trainer.is_unmet() {
         let leaves = leaving(&steps.job, trainer);
+        member.log.look(member.place, trainer);
         trainer.ask_for_change(member.wants_change()? || leaves.is_some());
-        let next = match member.watched(trainer, |trainer| steps.step(trainer, events, kept)) {
+        let done = member.watched(trainer, |trainer| steps.step(trainer, events, kept));
+        member.log.after_step(member.place, trainer)?;
+        let next = match done {
             Ok(next) => next,
             Err(error) => {
                 go_on_without(member, trainer, steps, events, error)?;
@@ -264,8 +270,14 @@ fn change(
 ) -> Result<Option<Changed>> {
     let begun = trainer.comm().now();
     match member.agree(trainer, leaves) {
-        Ok(None) => Ok(None),
-        Ok(Some(agreed)) => {
+        Ok(Agreement::GoOn) => Ok(None),
+        Ok(Agreement::Log(newcomer)) => {
+            let spoils = spoils(&steps.job, trainer.comm().rank(), trainer.steps_done());
+            member.log.begin(member.place, trainer, spoils)?;
+            announce_log(trainer, steps, events, newcomer);
+            Ok(None)
+        }
+        Ok(Agreement::Change(agreed)) => {
             if let Some(admission) = &agreed.admission {
                 announce_admission(member, trainer, steps, events, admission);
             }
@@ -278,6 +290,25 @@ fn change(
     }
 }
 
+/// Reports that a newcomer fetches the state while the members train on.
+fn announce_log(
+    trainer: &Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    newcomer: PeerId,
+) {
+    let sizes = trainer.state_bytes();
+    let (member, state, record) = (newcomer.0, sizes.shared, sizes.record);
+    let text = format!(
+        "member {member} fetches {} of state while the others train on, and then {} for each step since",
+        Bytes(state),
+        Bytes(record)
+    );
+    tell(steps.record.watch.as_deref_mut(), &text);
+    events.time_s = steps.clock.totals(trainer.comm()).time_s;
+    events.write(trainer.steps_done(), What::Following { member, state, record });
+}
+
 /// Reports the cost of a newcomer's state before the transfer begins.
 fn announce_admission(
     member: &mut Member<'_>,
@@ -287,10 +318,7 @@ fn announce_admission(
     admission: &Admission,
 ) {
     let text = admission.to_string();
-    tracing::info!("{text}");
-    if let Some(watch) = steps.record.watch.as_deref_mut() {
-        watch.note(&text);
-    }
+    tell(steps.record.watch.as_deref_mut(), &text);
     events.time_s = steps.clock.totals(trainer.comm()).time_s;
     let Admission { peer, cost } = admission;
     let predicted_ms = cost.predicted.map(|time| time.0 / 1_000_000);

@@ -36,6 +36,9 @@ pub struct Status {
     pub members: Vec<MemberStatus>,
     /// Endpoints that are connected and wait to become members.
     pub waiting: Vec<u32>,
+    /// How far each newcomer is that has announced itself, as text.
+    #[serde(default)]
+    pub coming: Vec<String>,
     /// Mean loss of the last step, in nats.
     pub train_loss: Option<f64>,
     /// Newest loss of the held-out text, in nats.
@@ -142,6 +145,7 @@ impl fmt::Display for Status {
             let waiting: Vec<String> = self.waiting.iter().map(ToString::to_string).collect();
             writeln!(f, "waiting to come in: {}", waiting.join(", "))?;
         }
+        self.coming.iter().try_for_each(|line| writeln!(f, "{line}"))?;
         if !self.changes.is_empty() {
             writeln!(f)?;
             self.changes.iter().try_for_each(|change| writeln!(f, "{change}"))?;
@@ -207,6 +211,7 @@ impl Teller {
             incarnation: view.map_or(0, |view| view.incarnation),
             members: members(place, team, &steps.job),
             waiting,
+            coming: place.coming(),
             train_loss: row.map(|row| row.train_loss),
             val_loss: steps.last_loss,
             tokens_per_s: row.map_or(0.0, |row| row.tokens_per_s),
@@ -299,6 +304,7 @@ mod tests {
             incarnation: 1,
             members: vec![member(0, None), member(7, Some(0))],
             waiting: vec![9],
+            coming: vec!["member 9 has replayed to step 11 of 12".to_owned()],
             train_loss: Some(2.5),
             val_loss: None,
             tokens_per_s: 1234.0,
@@ -317,7 +323,7 @@ mod tests {
             \nas the member that answers sees the others:\n\
             \x20    7  sent it 2 MB, received 1 MB; round trip 25ms (least 20ms, queueing 5ms), \
             2 of 1500 packets sent again, queued 0 B now, 500ms in all\n\
-            waiting to come in: 9\n\n\
+            waiting to come in: 9\nmember 9 has replayed to step 11 of 12\n\n\
             after step 3: member 7 came\n";
         assert_eq!(status.to_string(), text);
         let at = |slot, stage, share| MemberStatus { stage: Some(stage), share, ..member(slot, None) };
