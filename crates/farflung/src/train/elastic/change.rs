@@ -17,7 +17,7 @@ use super::fetching::Store;
 use super::follow::{Alone, Followed, Follower};
 use super::idle::Idle;
 use super::measure::measured;
-use super::place::Place;
+use super::place::{Logs, Place};
 use super::pools::PoolSpeeds;
 use super::repeats::Repeats;
 use super::share::{Holds, Shared, share};
@@ -200,8 +200,19 @@ pub(in crate::train) struct Member<'a> {
 impl Member<'_> {
     /// Returns whether this rank sees a reason for a change of members. Called between two steps.
     pub(in crate::train) fn wants_change(&mut self) -> Result<bool> {
-        let wants = self.place.wants_change(self.log.is_kept())?;
+        let wants = self.place.wants_change(self.logs())?;
         Ok(wants || !self.idle.look(self.place, self.team.as_ref()).is_empty())
+    }
+
+    /// Returns whether this rank keeps a log of its steps.
+    fn logs(&self) -> Logs {
+        // On a virtual clock, a rank that is alone never waits, so it answers only between its steps.
+        let is_alone = self.place.view().is_none_or(|view| view.members.len() == 1);
+        match self.log.is_kept() {
+            _ if self.simulated && is_alone => Logs::Never,
+            true => Logs::Yes,
+            false => Logs::No,
+        }
     }
 
     /// Returns whether another member caused an error, so that the remaining ones can continue.
@@ -215,7 +226,7 @@ impl Member<'_> {
     pub(super) fn agree(&mut self, trainer: &Trainer, leaves: bool) -> Result<Agreement> {
         let working = self.working();
         let silent = self.idle.look(self.place, self.team.as_ref()).to_vec();
-        let own = (trainer.steps_done(), trainer.state_bytes(), self.log.is_kept());
+        let own = (trainer.steps_done(), trainer.state_bytes(), self.logs());
         self.place.agree((trainer.comm(), &working), (leaves, &silent), own)
     }
 

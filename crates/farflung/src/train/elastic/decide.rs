@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 
 use super::arrivals::Newcomer;
 use super::keeper::Outcome;
-use super::place::Place;
-use super::ready::{Admission, Cost, Follows};
+use super::place::{Logs, Place};
+use super::ready::{Admission, Cost};
 use super::tell_all::tell_all;
 use crate::train::blame::{Evidence, evidence};
 use crate::train::trainer::StateBytes;
@@ -235,24 +235,23 @@ impl Place {
 
     /// Agrees on a change after a step at which a member requested it. All members that take steps must have
     /// finished the step, and all call this together. `comm` connects them, and `working` lists their ids by
-    /// rank. `logs` says whether this member keeps a log of its steps.
+    /// rank. `step` is the number of steps done.
     ///
     /// Errors: a member that is lost meanwhile.
     pub(super) fn agree(
         &mut self,
         (comm, working): (&Communicator, &[MemberId]),
         (leaves, silent): (bool, &[MemberId]),
-        (step, state, logs): (u64, StateBytes, bool),
+        (step, state, logs): (u64, StateBytes, Logs),
     ) -> Result<Agreement> {
         self.renew();
-        let caller = |(peer, follows): &(Newcomer, Follows)| Caller {
-            slot: peer.peer.0,
-            id: peer.id.0,
-            is_ready: follows.is_ready(),
+        let caller = |&(ref peer, is_ready): &(Newcomer, bool)| {
+            let Newcomer { peer, id } = peer;
+            Caller { slot: peer.0, id: id.0, is_ready }
         };
-        let here = self.callers().iter().map(caller).collect();
+        let here = self.callers(logs).iter().map(caller).collect();
         let silent = silent.iter().map(|id| id.0).collect();
-        let standing = Standing { leaves, silent, here, logs, state };
+        let standing = Standing { leaves, silent, here, logs: logs == Logs::Yes, state };
         let told = tell_all(comm, &standing)?;
         let leaving = working.iter().zip(&told).filter(|(_, told)| told.leaves);
         let mut events: Vec<Event> = leaving.map(|(&id, _)| Event::Leave(id)).collect();

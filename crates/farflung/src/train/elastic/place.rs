@@ -27,6 +27,17 @@ const GONE: Nanos = Nanos::from_millis(10_000);
 /// Tags of messages about members.
 pub(super) const TAGS: ServiceTags = ServiceTags { ask: 1, answer: 2 };
 
+/// Whether a member keeps a log of its steps for newcomers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Logs {
+    /// It keeps one.
+    Yes,
+    /// It keeps none now.
+    No,
+    /// It cannot send anything while it trains.
+    Never,
+}
+
 /// A process's connection to a run, as a member or a possible member.
 #[derive(Debug)]
 pub struct Place {
@@ -164,9 +175,9 @@ impl Place {
             .collect()
     }
 
-    /// Returns whether this rank sees a reason for a change of members, or for a log of steps. `logs` says
-    /// whether it keeps one. Called between two steps.
-    pub(in crate::train) fn wants_change(&mut self, logs: bool) -> Result<bool> {
+    /// Returns whether this rank sees a reason for a change of members, or for a log of steps. Called between two
+    /// steps.
+    pub(super) fn wants_change(&mut self, logs: Logs) -> Result<bool> {
         self.renew();
         // A rank that is alone never waits for messages, so its services must be polled here.
         if let Some(Control { comm, serving, .. }) = &mut self.control {
@@ -177,7 +188,7 @@ impl Place {
         if due {
             self.tell(Event::Tick)?;
         }
-        let calls = self.callers().iter().any(|(_, follows)| follows.is_ready() || !logs);
+        let calls = self.callers(logs).iter().any(|(_, is_ready)| *is_ready || logs == Logs::No);
         Ok(now >= self.pause && (calls || !self.lost_members().is_empty()))
     }
 
@@ -189,12 +200,17 @@ impl Place {
         newcomers.filter_map(|peer| Some((keeper.ready(&peer.id)?.follows, peer))).map(|(f, p)| (p, f)).collect()
     }
 
-    /// Returns the newcomers that are ready, or ask for a copy of the state. One that has fallen silent is not
-    /// among them, so that nobody waits for it.
-    pub(super) fn callers(&self) -> Vec<(Newcomer, Follows)> {
-        let mut newcomers = self.announced(FRESH);
-        newcomers.retain(|(_, follows)| follows.is_ready() || *follows == Follows::Asks);
-        newcomers
+    /// Returns the newcomers that are ready, or ask for a copy of the state, and whether they are ready. One that
+    /// has fallen silent is not among them, so that nobody waits for it. Where members cannot keep a log, those
+    /// that ask are as good as ready.
+    pub(super) fn callers(&self, logs: Logs) -> Vec<(Newcomer, bool)> {
+        let never = logs == Logs::Never;
+        let announced = self.announced(if never { Nanos::MAX } else { FRESH }).into_iter();
+        let calls = |(peer, follows): (Newcomer, Follows)| {
+            (follows.is_ready() || follows == Follows::Asks)
+                .then_some((peer, follows.is_ready() || never))
+        };
+        announced.filter_map(calls).collect()
     }
 
     /// Returns the newcomers that need a log of this member's steps.
