@@ -402,7 +402,7 @@ impl Part {
             (FaultyValue::Parameters, _) => fault.strike(&mut self.params, range),
             (FaultyValue::Reduced, Some(averaged)) => fault.strike(averaged, range),
             (FaultyValue::Reduced, None) => fault.strike(&mut self.grads, range),
-            (FaultyValue::Chunk, _) => Ok(()),
+            (FaultyValue::Chunk | FaultyValue::Record, _) => Ok(()),
             (FaultyValue::Moments, _) => {
                 let mut states = BTreeMap::new();
                 for (name, state) in self.chain.states() {

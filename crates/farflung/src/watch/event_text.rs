@@ -101,7 +101,9 @@ impl EventLine {
             "following" => {
                 let of = |field: &str| self.count(field).unwrap_or(0);
                 let (member, state, record) = (of("member"), Bytes(of("state")), Bytes(of("record")));
-                format!("member {member} fetches {state} while the others train on; {record} for each step since")
+                format!(
+                    "member {member} fetches {state} while the others train on; {record} for each step since"
+                )
             }
             "repeated" => {
                 let deadline = self.count("deadline_ms").unwrap_or(0) as f64 / 1e3;

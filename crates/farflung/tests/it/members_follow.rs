@@ -11,7 +11,7 @@ use farflung::comm::simulated::Faults;
 use farflung::config::choice::OptimizerKind;
 use farflung::optim::local::SGD;
 use farflung::train::{Fault, FaultyValue, Job, Watch, run_seats};
-use farflung::{Stop, StepMetrics, TrainConfig};
+use farflung::{StepMetrics, Stop, TrainConfig};
 use farflung_base::{Nanos, PeerId};
 
 const MEMBERS: usize = 3;
@@ -82,7 +82,8 @@ fn hash(ended: &[Ended], count: usize, told: &Noted) -> String {
 
 /// Returns the steps after which a note with this text came.
 fn step_of(told: &Noted, text: &str) -> u64 {
-    told.notes.iter().find(|(_, note)| note.contains(text)).unwrap_or_else(|| panic!("{text}: {told:?}")).0 as u64
+    let note = told.notes.iter().find(|(_, note)| note.contains(text));
+    note.ok_or_else(|| format!("{text} in {told:?}")).unwrap().0 as u64
 }
 
 /// Returns the steps after which the members began a log and after which the newcomer came.
@@ -244,6 +245,36 @@ fn a_wrong_chunk_in_the_background_is_taken_from_another() {
         let (ended, told) = run(&Job { fault: Some(fault), ..job.clone() }, Nanos(1), &Faults::new());
         assert_eq!(hash(&ended, MEMBERS + 1, &told), calm, "{told:?}");
         assert!(told.has("467.97 kB of the last step"), "{told:?}");
+    }
+}
+
+/// Of three records of a step, a wrong one is not taken. Of two that differ, the newcomer may take the wrong one:
+/// its state then differs from the members', so it takes theirs.
+#[test]
+fn a_wrong_record_is_found_out_by_the_state_after_it() {
+    let folder = tempfile::tempdir().unwrap();
+    for members in [3, 2] {
+        let job = job(folder.path(), ddp("none"));
+        let job = job.with_config(TrainConfig { workers: members, ..job.config.clone() }, members).unwrap();
+        let run = |job: &Job| {
+            let mut told = Noted::default();
+            let come = [(PeerId(members as u32), Nanos(1))];
+            let ended = run_seats(job, seats(job, members + 1, &come, &Faults::new()), &mut told);
+            (hash(&ended, members + 1, &told), told)
+        };
+        let (calm, told) = run(&job);
+        let (begins, _) = (step_of(&told, BEGINS), step_of(&told, " came; "));
+        let mut took_all = 0;
+        for rank in 0..members as u32 {
+            let fault = Fault { rank, step: begins + 1, value: FaultyValue::Record, element: 7, bit: 20 };
+            let (ended, told) = run(&Job { fault: Some(fault), ..job.clone() });
+            assert_eq!(ended, calm, "{told:?}");
+            // A record takes 0.4 s, and the state 1.1 s more.
+            let came = step_of(&told, " came; ");
+            let waited = (end(&told, came + 1) - end(&told, came)) as f64 / 1e9 - 6.1;
+            took_all += u32::from(waited > 1.0);
+        }
+        assert_eq!(took_all, u32::from(members == 2));
     }
 }
 

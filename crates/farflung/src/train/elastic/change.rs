@@ -415,7 +415,8 @@ impl Member<'_> {
         // With local steps the optimizers differ, so their state cannot be replayed.
         let (threads, simulated) = (self.threads, self.simulated);
         let follows = job.averages_each_step() && !job.barrier;
-        let mut follower = follows.then(|| Follower::new(Alone { job, comm: alone, slot, threads, simulated }));
+        let mut follower =
+            follows.then(|| Follower::new(Alone { job, comm: alone, slot, threads, simulated }));
         let view = self.place.wait_for_view(expects, follower.as_mut(), tell)?;
         let followed = follower.and_then(Follower::into_followed);
         self.first_place(job, view, speed, followed)

@@ -55,7 +55,8 @@ impl Caller {
     /// another is connected to that one, too.
     fn first_of(told: &[Standing], is_ready: bool) -> Option<Self> {
         let (first, others) = told.split_first()?;
-        let met = |here: &[Self], caller: &Self| here.iter().any(|h| (h.slot, h.id) == (caller.slot, caller.id));
+        let met =
+            |here: &[Self], caller: &Self| here.iter().any(|h| (h.slot, h.id) == (caller.slot, caller.id));
         let callers = first.here.iter().filter(|caller| caller.is_ready == is_ready);
         callers.copied().find(|caller| others.iter().all(|told| met(&told.here, caller)))
     }

@@ -21,7 +21,7 @@ use crate::{Error, Result};
 /// The rest of its uplink is left for the steps.
 pub(super) const SHARE: f64 = 0.5;
 /// Time to wait for the offers of other members after the first one.
-const OTHERS: Nanos = Nanos::from_millis(200);
+const OTHERS: Nanos = Nanos::from_millis(100);
 /// Number of copies of the state that may be lost on the way before the newcomer takes it while all wait.
 const TRIES: u32 = 3;
 /// Number of times in a row that the steps to replay may have become more before the newcomer gives up.
@@ -159,7 +159,9 @@ impl<'a> Follower<'a> {
                 if now < since.get_or_insert(now).saturating_add(OTHERS) {
                     return Vec::new();
                 }
-                if let Some(growth) = offers.growth().filter(|&growth| !keeps_up(growth, ready, &best.holders)) {
+                if let Some(growth) =
+                    offers.growth().filter(|&growth| !keeps_up(growth, ready, &best.holders))
+                {
                     tracing::info!(
                         "the members' links to this one do not carry {} in the time of a step",
                         Bytes(growth.bytes)
@@ -172,13 +174,11 @@ impl<'a> Follower<'a> {
             }
             Phase::Fetches(offer) => {
                 let offer = *offer;
-                match offers.best().filter(|best| best.what == offer) {
-                    Some(best) => vec![Offered { what: offer.label, holders: best.holders }],
-                    None => {
-                        self.lost();
-                        Vec::new()
-                    }
-                }
+                let Some(best) = offers.best().filter(|best| best.what == offer) else {
+                    self.lost();
+                    return Vec::new();
+                };
+                vec![Offered { what: offer.label, holders: best.holders }]
             }
             Phase::Replays(lap) => {
                 let Some(step) = self.followed.as_ref().map(Followed::step) else { return Vec::new() };
@@ -237,8 +237,7 @@ impl<'a> Follower<'a> {
         self.tries += 1;
         self.lap = (u64::MAX, 0);
         self.followed = None;
-        self.phase =
-            if self.tries >= TRIES { Phase::Gave(Follows::TooSlow) } else { Phase::Asks(None) };
+        self.phase = if self.tries >= TRIES { Phase::Gave(Follows::TooSlow) } else { Phase::Asks(None) };
     }
 
     /// Returns whether it needs the members' copies of the state anew.

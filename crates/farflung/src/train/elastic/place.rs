@@ -197,7 +197,7 @@ impl Place {
         let since = self.transport.now().saturating_sub(within);
         let keeper = self.keeper();
         let newcomers = self.newcomers().into_iter().filter(|peer| keeper.has_heard(&peer.id, since));
-        newcomers.filter_map(|peer| Some((keeper.ready(&peer.id)?.follows, peer))).map(|(f, p)| (p, f)).collect()
+        newcomers.filter_map(|peer| keeper.ready(&peer.id).map(|ready| (peer, ready.follows))).collect()
     }
 
     /// Returns the newcomers that are ready, or ask for a copy of the state, and whether they are ready. One that
@@ -207,8 +207,7 @@ impl Place {
         let never = logs == Logs::Never;
         let announced = self.announced(if never { Nanos::MAX } else { FRESH }).into_iter();
         let calls = |(peer, follows): (Newcomer, Follows)| {
-            (follows.is_ready() || follows == Follows::Asks)
-                .then_some((peer, follows.is_ready() || never))
+            (follows.is_ready() || follows == Follows::Asks).then_some((peer, follows.is_ready() || never))
         };
         announced.filter_map(calls).collect()
     }
@@ -219,12 +218,10 @@ impl Place {
         newcomers.map(|(peer, follows)| (peer.peer, peer.id, follows)).collect()
     }
 
-    /// Returns how far each newcomer is, as text.
-    pub(super) fn coming(&self) -> Vec<String> {
+    /// Returns how far each newcomer is, as text, by endpoint.
+    pub(super) fn coming(&self) -> BTreeMap<u32, String> {
         let keeper = self.keeper();
-        let line = |peer: Newcomer| {
-            keeper.ready(&peer.id).map(|ready| format!("member {} {}", peer.peer.0, ready.follows))
-        };
+        let line = |peer: Newcomer| Some((peer.peer.0, keeper.ready(&peer.id)?.follows.to_string()));
         self.newcomers().into_iter().filter_map(line).collect()
     }
 

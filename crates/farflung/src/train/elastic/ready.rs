@@ -241,7 +241,9 @@ mod tests {
     use super::*;
 
     fn told(shared: u64, own: u64, is_part: bool) -> Vec<(MemberId, StateBytes)> {
-        (0..3).map(|n| (MemberId::number(n), StateBytes { shared, own, is_part, record: shared / 3 })).collect()
+        (0..3)
+            .map(|n| (MemberId::number(n), StateBytes { shared, own, is_part, record: shared / 3 }))
+            .collect()
     }
 
     fn rates(rates: &[u64]) -> Ready {

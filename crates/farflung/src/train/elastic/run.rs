@@ -58,15 +58,14 @@ pub(in crate::train) fn work(
     let run = place.run.take();
     let mut events = EventLog::new(run.as_ref().map(RunDir::path));
     let patience = job.config.deadline.max(PATIENCE);
-    let (teller, balance) = (Teller::default(), Balance::default());
     let watchman = (!simulated).then(|| Watchman::new(place.transport(), job.config.deadline));
     let team = founded(&mut job, &place, &comm);
     let mut member = Member {
         place: &mut place,
         threads,
         simulated,
-        teller,
-        balance,
+        teller: Teller::default(),
+        balance: Balance::default(),
         watchman,
         team,
         copies: Copies::default(),
@@ -193,7 +192,7 @@ fn train(
         member.log.look(member.place, trainer);
         trainer.ask_for_change(member.wants_change()? || leaves.is_some());
         let done = member.watched(trainer, |trainer| steps.step(trainer, events, kept));
-        member.log.after_step(member.place, trainer)?;
+        member.log.after_step(member.place, trainer, &steps.job)?;
         let next = match done {
             Ok(next) => next,
             Err(error) => {
@@ -291,12 +290,7 @@ fn change(
 }
 
 /// Reports that a newcomer fetches the state while the members train on.
-fn announce_log(
-    trainer: &Trainer,
-    steps: &mut Steps<'_, '_>,
-    events: &mut EventLog,
-    newcomer: PeerId,
-) {
+fn announce_log(trainer: &Trainer, steps: &mut Steps<'_, '_>, events: &mut EventLog, newcomer: PeerId) {
     let sizes = trainer.state_bytes();
     let (member, state, record) = (newcomer.0, sizes.shared, sizes.record);
     let text = format!(

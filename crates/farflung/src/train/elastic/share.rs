@@ -167,7 +167,9 @@ pub(super) fn share(
             caught = Some(snapshot);
             return Ok(Vec::new());
         }
-        tracing::warn!("this newcomer's state differs from the members' after the same steps: it takes theirs");
+        tracing::warn!(
+            "this newcomer's state differs from the members' after the same steps: it takes theirs"
+        );
         Ok(vec![whole()])
     };
     let then = lacks.is_some().then_some(&mut replay as _);
@@ -194,8 +196,10 @@ pub(super) fn share(
 /// is missing.
 fn records(told: &[Option<Has>], step: u64, until: u64) -> Option<Vec<Wanted>> {
     let record = |step: u64| {
-        let label = |has: &Has| has.records.iter().find(|logged| logged.step == step).map(|logged| logged.label);
-        let offered = || (0..).map(Rank).zip(told).filter_map(|(rank, has)| Some((rank, label(has.as_ref()?)?)));
+        let label =
+            |has: &Has| has.records.iter().find(|logged| logged.step == step).map(|logged| logged.label);
+        let offered =
+            || (0..).map(Rank).zip(told).filter_map(|(rank, has)| Some((rank, label(has.as_ref()?)?)));
         let (_, first) = offered().next()?;
         let holders = offered().filter(|(_, label)| *label == first).map(|(rank, _)| rank).collect();
         Some(Wanted { label: first, holders })

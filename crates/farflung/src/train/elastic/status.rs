@@ -1,5 +1,6 @@
 //! Status of a run that machines join and leave, as seen by one of its members.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use farflung_base::{Bytes, Nanos, PeerId};
@@ -36,9 +37,9 @@ pub struct Status {
     pub members: Vec<MemberStatus>,
     /// Endpoints that are connected and wait to become members.
     pub waiting: Vec<u32>,
-    /// How far each newcomer is that has announced itself, as text.
+    /// How far the newcomers are that have announced themselves, as text, by endpoint.
     #[serde(default)]
-    pub coming: Vec<String>,
+    pub coming: BTreeMap<u32, String>,
     /// Mean loss of the last step, in nats.
     pub train_loss: Option<f64>,
     /// Newest loss of the held-out text, in nats.
@@ -145,7 +146,7 @@ impl fmt::Display for Status {
             let waiting: Vec<String> = self.waiting.iter().map(ToString::to_string).collect();
             writeln!(f, "waiting to come in: {}", waiting.join(", "))?;
         }
-        self.coming.iter().try_for_each(|line| writeln!(f, "{line}"))?;
+        self.coming.iter().try_for_each(|(slot, line)| writeln!(f, "member {slot} {line}"))?;
         if !self.changes.is_empty() {
             writeln!(f)?;
             self.changes.iter().try_for_each(|change| writeln!(f, "{change}"))?;
@@ -304,7 +305,7 @@ mod tests {
             incarnation: 1,
             members: vec![member(0, None), member(7, Some(0))],
             waiting: vec![9],
-            coming: vec!["member 9 has replayed to step 11 of 12".to_owned()],
+            coming: [(9, "has replayed to step 11 of 12".to_owned())].into(),
             train_loss: Some(2.5),
             val_loss: None,
             tokens_per_s: 1234.0,

@@ -13,13 +13,15 @@ use super::place::Place;
 use super::ready::Follows;
 use super::shelf::{Blob, Shelf};
 use crate::Result;
+use crate::train::fault::FaultyValue;
+use crate::train::job::Job;
 use crate::train::trainer::Trainer;
 
 /// The records may have this many times the bytes of the state. A newcomer whose links carry records in two
 /// thirds of a step's time catches up within that, if the optimizer keeps two values for each parameter.
 const MOST: u64 = 2;
-/// Number of records that are always kept, however small the state is.
-const LEAST: u64 = 8;
+/// Bytes of records that are always kept, however small the state is: steps of small models are short.
+const LEAST: u64 = 64 << 20;
 
 /// A copy of the state, and the records of the steps since.
 struct Log {
@@ -61,7 +63,7 @@ impl StepLog {
         let label = shelf.put(bytes);
         shelf.spoils = spoils;
         drop(shelf);
-        let most = MOST.saturating_mul(label.len).max(LEAST.saturating_mul(trainer.record_bytes()));
+        let most = MOST.saturating_mul(label.len).max(LEAST);
         let offer = Offer { step, label };
         self.log = Some(Log { offer, last: step, records: Vec::new(), bytes: 0, most });
         self.look(place, trainer);
@@ -72,7 +74,7 @@ impl StepLog {
     /// is dropped. Called directly after each step, even a failed one.
     ///
     /// Errors: those of the device.
-    pub(super) fn after_step(&mut self, place: &mut Place, trainer: &Trainer) -> Result<()> {
+    pub(super) fn after_step(&mut self, place: &mut Place, trainer: &Trainer, job: &Job) -> Result<()> {
         let (step, now) = (trainer.steps_done(), place.transport().now());
         if let Some((before, at)) = self.seen.filter(|(before, _)| *before != step) {
             self.every = (before + 1 == step).then(|| now.saturating_sub(at));
@@ -84,7 +86,12 @@ impl StepLog {
             self.check(place, trainer);
             return Ok(());
         };
-        let label = place.shelf().put(trainer.step_record()?.to_bytes());
+        let mut record = trainer.step_record()?;
+        let rank = trainer.comm().rank().0;
+        if let Some(fault) = job.fault.filter(|fault| fault.is_in(rank, step, FaultyValue::Record)) {
+            record.suffer(fault);
+        }
+        let label = place.shelf().put(record.to_bytes());
         log.records.push(Logged { step, label });
         (log.last, log.bytes) = (step, log.bytes + label.len);
         if log.bytes > log.most {
@@ -122,9 +129,9 @@ impl StepLog {
         let asking = followers.into_iter().filter(|(.., follows)| *follows == Follows::Asks);
         let asking: Vec<_> = asking.map(|(peer, id, _)| (peer, id)).collect();
         let growth = Growth { bytes: trainer.record_bytes(), every: self.every };
-        let (offer, newest) = (Keeper::offering(log.offer, growth), Keeper::logging(log.newest()));
+        let (offer, records) = (Keeper::offering(log.offer, growth), Keeper::logging(&log.records));
         self.tell(place, &asking, &offer);
-        self.tell(place, &asking, &newest);
+        self.tell(place, &asking, &records);
     }
 
     fn tell(&mut self, place: &Place, whom: &[(PeerId, MemberId)], words: &[u8]) {

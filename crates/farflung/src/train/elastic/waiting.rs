@@ -37,7 +37,7 @@ struct Waiting {
     told: Option<(Follows, Nanos)>,
     connected: usize,
     meets: Nanos,
-    _telling: Vec<Sending>,
+    telling: Vec<Sending>,
 }
 
 /// How a fetch in the background ended.
@@ -69,7 +69,7 @@ impl Place {
         let ready = self.measure_links(state);
         let (connected, meets) = (0, Nanos::ZERO);
         let mut waiting =
-            Waiting { until, ready, said: None, told: None, connected, meets, _telling: Vec::new() };
+            Waiting { until, ready, said: None, told: None, connected, meets, telling: Vec::new() };
         self.keeper().awaited = true;
         let view = self.wait_with(&mut waiting, &mut follower, tell);
         self.keeper().awaited = false;
@@ -150,14 +150,16 @@ impl Place {
             }
             waiting.told = Some((follows, now));
         }
-        let repeats = waiting.said.is_none_or(|said| is_due(said, SAYS) || now >= said.1.saturating_add(SAYS));
+        let repeats =
+            waiting.said.is_none_or(|said| is_due(said, SAYS) || now >= said.1.saturating_add(SAYS));
         if repeats || waiting.connected != self.connected() {
             // Announced again and again, for peers that have connected since, and so that all hear that this
             // newcomer is not frozen.
             waiting.connected = self.connected();
             waiting.ready.follows = follows;
             waiting.said = Some((follows, now));
-            waiting._telling = self.tell_ready(&waiting.ready);
+            // An announcement that could not be sent yet is replaced.
+            waiting.telling = self.tell_ready(&waiting.ready);
         }
         Ok(None)
     }
@@ -172,10 +174,9 @@ impl Place {
     ) -> Result<Ended> {
         let (comm, ids) = self.keepers();
         let rank = |id: &MemberId| ids.iter().position(|peer| peer == id).map(|rank| Rank(rank as u32));
-        let wanted = wants.iter().map(|want| Wanted {
-            label: want.what,
-            holders: want.holders.iter().filter_map(rank).collect(),
-        });
+        let wanted = wants
+            .iter()
+            .map(|want| Wanted { label: want.what, holders: want.holders.iter().filter_map(rank).collect() });
         let wanted: Vec<Wanted> = wanted.collect();
         if wanted.iter().any(|wanted| wanted.holders.is_empty()) {
             return Ok(Ended::Gone);

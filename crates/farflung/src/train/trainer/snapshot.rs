@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Trainer;
 use super::retreat::agreed;
+use crate::train::fault::Fault;
 use crate::train::floats::floats;
 use crate::{Error, Result};
 
@@ -73,6 +74,11 @@ impl Snapshot {
     /// Returns the values of a tensor; `None` if it has no such tensor.
     pub(super) fn get(&self, name: &str) -> Option<&[f32]> {
         self.tensors.get(name).map(Vec::as_slice)
+    }
+
+    /// Flips the bit that a test requests, in the last tensor.
+    pub(in crate::train) fn suffer(&mut self, fault: Fault) {
+        self.tensors.values_mut().next_back().into_iter().for_each(|values| fault.strike_values(values));
     }
 
     /// Returns the state of the loss scale.
