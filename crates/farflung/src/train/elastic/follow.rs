@@ -1,11 +1,8 @@
 //! A newcomer that takes the run's state while the members train on: what it fetches next, and the replay of the
 //! steps since. It has no clock and no network of its own (`waiting.rs` has).
 
-use std::collections::BTreeSet;
-
 use farflung_base::{Bytes, Nanos};
 use farflung_comm::Communicator;
-use farflung_parallel::membership::MemberId;
 use farflung_parallel::plan::Replica;
 
 use super::fetching::Store;
@@ -156,17 +153,16 @@ impl<'a> Follower<'a> {
         match &mut self.phase {
             Phase::Asks(since) => {
                 let Some(best) = offers.best() else { return Vec::new() };
-                if now < since.get_or_insert(now).saturating_add(OTHERS) {
-                    return Vec::new();
-                }
-                if let Some(growth) =
-                    offers.growth().filter(|&growth| !keeps_up(growth, ready, &best.holders))
-                {
+                let growth = offers.growth();
+                if let Some(growth) = growth.filter(|&growth| !keeps_up(growth, ready.sum())) {
                     tracing::info!(
                         "the members' links to this one do not carry {} in the time of a step",
                         Bytes(growth.bytes)
                     );
                     self.phase = Phase::Gave(Follows::TooSlow);
+                    return Vec::new();
+                }
+                if now < since.get_or_insert(now).saturating_add(OTHERS) {
                     return Vec::new();
                 }
                 self.phase = Phase::Fetches(best.what);
@@ -246,9 +242,9 @@ impl<'a> Follower<'a> {
     }
 }
 
-/// Returns whether records arrive faster than they grow, as far as both are known.
-fn keeps_up(growth: Growth, ready: &Ready, holders: &BTreeSet<MemberId>) -> bool {
-    let rate: u64 = holders.iter().filter_map(|id| ready.rate(id)).sum();
+/// Returns whether records arrive faster than they grow, as far as both are known. `rate` is that of all members
+/// together, in bytes a second.
+fn keeps_up(growth: Growth, rate: u64) -> bool {
     let Some(every) = growth.every.filter(|_| rate > 0) else { return true };
     (growth.bytes as f64) < SHARE * rate as f64 * every.as_secs_f64()
 }

@@ -99,6 +99,11 @@ impl Ready {
         self.rates.get(id).copied().filter(|&rate| rate > 0)
     }
 
+    /// Returns the bytes a second from all members together.
+    pub(super) fn sum(&self) -> u64 {
+        self.rates.values().fold(0, |sum: u64, &rate| sum.saturating_add(rate))
+    }
+
     /// Returns whether the number of rates is possible for a view.
     pub(super) fn is_sound(&self) -> bool {
         self.rates.len() <= View::MOST_MEMBERS
@@ -137,10 +142,12 @@ impl Cost {
         if let Follows::Stands { step: at } = ready.follows {
             let record = sizes().map(|sizes| sizes.record).max().unwrap_or(0);
             let behind = step.saturating_sub(at);
-            let state = record.saturating_mul(behind);
+            // If the steps are more than the state, it takes the state.
+            let (records, whole) = (record.saturating_mul(behind), shared + own);
+            let (state, replays) = if records < whole { (records, Some(behind)) } else { (whole, None) };
             let predicted = rates.map(|rates| seconds(state, rates.iter().sum::<u64>().max(1)));
             let predicted = predicted.map(Nanos::from_secs_f64);
-            return Self { state, predicted, at_most: false, replays: Some(behind) };
+            return Self { state, predicted, at_most: false, replays };
         }
         let predicted = rates.map(|rates| {
             if at_most {
@@ -293,5 +300,6 @@ mod tests {
         assert_eq!(cost(8).to_string(), "20 MB of the last step, about 1s in which all wait");
         assert_eq!(cost(7).to_string(), "40 MB of the last 2 steps, about 2s in which all wait");
         assert_eq!(cost(9).to_string(), "no state any more");
+        assert_eq!(cost(6).to_string(), "60 MB of state, about 3s in which all wait");
     }
 }
