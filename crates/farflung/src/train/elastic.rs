@@ -15,6 +15,8 @@ mod follow;
 mod idle;
 mod keeper;
 mod kept;
+mod lent;
+mod logging;
 mod measure;
 mod meet;
 mod offers;

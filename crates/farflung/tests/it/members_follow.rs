@@ -1,5 +1,6 @@
-//! Tests of a newcomer that fetches the state while the members train on, and replays the steps since. It has the
-//! same bits as one that takes the state while all wait, and whatever happens to it costs the members no step.
+//! Tests of a newcomer that fetches the state while the members train on, and replays the steps since. It has
+//! the same bits as one that takes the state while all wait, and whatever happens to it costs the members no
+//! step.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -248,8 +249,8 @@ fn a_wrong_chunk_in_the_background_is_taken_from_another() {
     }
 }
 
-/// The newcomer may take a wrong record of a step, if its member is the first to tell of it. Its state then differs
-/// from the members', so it takes theirs.
+/// The newcomer may take a wrong record of a step, if its member is the first to tell of it. Its state then
+/// differs from the members', so it takes theirs.
 #[test]
 fn a_wrong_record_is_found_out_by_the_state_after_it() {
     let folder = tempfile::tempdir().unwrap();

@@ -16,13 +16,14 @@ use super::decide::{Agreed, Agreement, Loss, Next, suspect};
 use super::fetching::Store;
 use super::follow::{Alone, Followed, Follower};
 use super::idle::Idle;
+use super::lent::Lent;
 use super::measure::measured;
 use super::place::{Logs, Place};
 use super::pools::PoolSpeeds;
 use super::repeats::Repeats;
 use super::share::{Holds, Shared, share};
 use super::status::Teller;
-use super::step_log::{Lent, StepLog};
+use super::step_log::StepLog;
 use super::team::Team;
 use super::view::{Brings, stand};
 use super::watchman::Watchman;
@@ -378,7 +379,7 @@ impl Member<'_> {
         let stood = stood.inspect_err(|_| comm.abort())?;
         let comm = links::seat(&stood.job, comm, self.simulated)?;
         // `share` runs before `carry_over`: the trainer's steps so far belong to the old plan.
-        self.log.check(self.place, trainer);
+        self.log.check(&mut self.place.shelf(), trainer);
         let lent = Lent::new(self.log.records(), &self.place.shelf());
         let holds = Holds::Member(trainer, lent);
         let done = share(holds, &comm, (&stood.job, &stood.exchange), &mut self.store);

@@ -1,5 +1,5 @@
-//! A newcomer that takes the run's state while the members train on: what it fetches next, and the replay of the
-//! steps since. It has no clock and no network of its own (`waiting.rs` has).
+//! A newcomer that takes the run's state while the members train on: what it fetches next, and the replay of
+//! the steps since. It has no clock and no network of its own (`waiting.rs` has).
 
 use farflung_base::{Bytes, Nanos};
 use farflung_comm::Communicator;
@@ -242,8 +242,8 @@ impl<'a> Follower<'a> {
     }
 }
 
-/// Returns whether records arrive faster than they grow, as far as both are known. `rate` is that of all members
-/// together, in bytes a second.
+/// Returns whether records arrive faster than they grow, as far as both are known. `rate` is that of all
+/// members together, in bytes a second.
 fn keeps_up(growth: Growth, rate: u64) -> bool {
     let Some(every) = growth.every.filter(|_| rate > 0) else { return true };
     (growth.bytes as f64) < SHARE * rate as f64 * every.as_secs_f64()

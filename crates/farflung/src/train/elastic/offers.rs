@@ -1,5 +1,5 @@
-//! What members offer to a newcomer while they train: a copy of the state after a certain step, and records from
-//! which the steps since can be replayed. Pure data, without clock or network.
+//! What members offer to a newcomer while they train: a copy of the state after a certain step, and records
+//! from which the steps since can be replayed. Pure data, without clock or network.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -175,8 +175,8 @@ impl Place {
             .collect()
     }
 
-    /// Returns whether this rank sees a reason for a change of members, or for a log of steps. Called between two
-    /// steps.
+    /// Returns whether this rank sees a reason for a change of members, or for a log of steps. Called between
+    /// two steps.
     pub(super) fn wants_change(&mut self, logs: Logs) -> Result<bool> {
         self.renew();
         // A rank that is alone never waits for messages, so its services must be polled here.
@@ -200,9 +200,9 @@ impl Place {
         newcomers.filter_map(|peer| keeper.ready(&peer.id).map(|ready| (peer, ready.follows))).collect()
     }
 
-    /// Returns the newcomers that are ready, or ask for a copy of the state, and whether they are ready. One that
-    /// has fallen silent is not among them, so that nobody waits for it. Where members cannot keep a log, those
-    /// that ask are as good as ready.
+    /// Returns the newcomers that are ready, or ask for a copy of the state, and whether they are ready. One
+    /// that has fallen silent is not among them, so that nobody waits for it. Where members cannot keep a
+    /// log, those that ask are as good as ready.
     pub(super) fn callers(&self, logs: Logs) -> Vec<(Newcomer, bool)> {
         let never = logs == Logs::Never;
         let announced = self.announced(if never { Nanos::MAX } else { FRESH }).into_iter();

@@ -1,6 +1,6 @@
-//! A newcomer's announcements. It first measures how fast each member sends to it, then fetches the state while
-//! the members train on, and says how far it is. Members propose no view with a newcomer before it has said that
-//! it is ready, and predict from these rates for how long they will wait for it.
+//! A newcomer's announcements. It first measures how fast each member sends to it, then fetches the state
+//! while the members train on, and says how far it is. Members propose no view with a newcomer before it has
+//! said that it is ready, and predict from these rates for how long they will wait for it.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -129,8 +129,8 @@ pub(in crate::train) struct Cost {
 }
 
 impl Cost {
-    /// Computes the cost of a newcomer after `step` steps. `told` has the sizes of each member's state; the first
-    /// member is the one that sends the part of the state that replicas do not share.
+    /// Computes the cost of a newcomer after `step` steps. `told` has the sizes of each member's state; the
+    /// first member is the one that sends the part of the state that replicas do not share.
     pub(super) fn new(ready: &Ready, told: &[(MemberId, StateBytes)], step: u64) -> Self {
         let members: Vec<MemberId> = told.iter().map(|(id, _)| *id).collect();
         let rates = ready.of(&members);

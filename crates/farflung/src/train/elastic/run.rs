@@ -17,7 +17,6 @@ use super::place::Place;
 use super::pools::{self, Moving, PoolSpeeds};
 use super::ready::Admission;
 use super::repeats::Repeats;
-use super::share::spoils;
 use super::status::Teller;
 use super::step_log::StepLog;
 use super::team::Team;
@@ -189,10 +188,10 @@ fn train(
     // If the average after the last step has failed, it must still be repeated.
     while trainer.steps_done() < steps.job.config.steps || trainer.is_unmet() {
         let leaves = leaving(&steps.job, trainer);
-        member.log.look(member.place, trainer);
+        member.look_at_log(trainer);
         trainer.ask_for_change(member.wants_change()? || leaves.is_some());
         let done = member.watched(trainer, |trainer| steps.step(trainer, events, kept));
-        member.log.after_step(member.place, trainer, &steps.job)?;
+        member.log_step(trainer, &steps.job)?;
         let next = match done {
             Ok(next) => next,
             Err(error) => {
@@ -271,8 +270,7 @@ fn change(
     match member.agree(trainer, leaves) {
         Ok(Agreement::GoOn) => Ok(None),
         Ok(Agreement::Log(newcomer)) => {
-            let spoils = spoils(&steps.job, trainer.comm().rank(), trainer.steps_done());
-            member.log.begin(member.place, trainer, spoils)?;
+            member.begin_log(trainer, &steps.job)?;
             announce_log(trainer, steps, events, newcomer);
             Ok(None)
         }

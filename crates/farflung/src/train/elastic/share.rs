@@ -8,9 +8,9 @@ use serde::{Deserialize, Serialize};
 use super::fetch::{Part, fetch};
 use super::fetching::{Store, Wanted};
 use super::follow::Followed;
+use super::lent::Lent;
 use super::offers::Logged;
 use super::shelf::{Label, Shelf, label_of};
-use super::step_log::Lent;
 use super::tell_all::tell_all;
 use crate::train::fault::FaultyValue;
 use crate::train::job::Job;
@@ -192,8 +192,8 @@ pub(super) fn share(
     Ok((shared, Some(taken)))
 }
 
-/// Returns the records of the steps after `step` up to `until`, each with the donors that offer it. `None` if one
-/// is missing.
+/// Returns the records of the steps after `step` up to `until`, each with the donors that offer it. `None` if
+/// one is missing.
 fn records(told: &[Option<Has>], step: u64, until: u64) -> Option<Vec<Wanted>> {
     let record = |step: u64| {
         let label =

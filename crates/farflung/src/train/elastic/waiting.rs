@@ -54,8 +54,8 @@ enum Ended {
 
 impl Place {
     /// Announces that this newcomer is here, for a state of about `state` bytes, and waits for a view that
-    /// contains it. A `follower` fetches the state meanwhile; without one, the newcomer takes it while all wait.
-    /// `tell` is called with messages for the user.
+    /// contains it. A `follower` fetches the state meanwhile; without one, the newcomer takes it while all
+    /// wait. `tell` is called with messages for the user.
     ///
     /// Errors: [`Error::Removed`] if no view contains it within `patience`; those of the follower's device.
     pub(super) fn wait_for_view(

@@ -1,5 +1,5 @@
-//! Replay of a committed step on a rank that took no part in it. The averaged gradient of the step is enough: the
-//! update is computed from it again, with the same bits on the same kind of device.
+//! Replay of a committed step on a rank that took no part in it. The averaged gradient of the step is enough:
+//! the update is computed from it again, with the same bits on the same kind of device.
 
 use std::collections::BTreeMap;
 
@@ -14,8 +14,8 @@ use crate::{Error, Result};
 const GRADS: &str = "grads";
 
 impl Trainer {
-    /// Returns the record of the step that was just committed: its averaged gradient, and the counters after it.
-    /// Only valid if gradients are averaged at each step, and until the next step begins.
+    /// Returns the record of the step that was just committed: its averaged gradient, and the counters after
+    /// it. Only valid if gradients are averaged at each step, and until the next step begins.
     ///
     /// Errors: those of the device.
     pub(in crate::train) fn step_record(&self) -> Result<Snapshot> {
