@@ -59,6 +59,15 @@ pub enum EventKind {
         /// The failure that this member saw; `None` if members joined or left normally.
         reason: Option<String>,
     },
+    /// A newcomer fetches the state while the members train on.
+    Following {
+        /// Endpoint of the newcomer.
+        member: u32,
+        /// Bytes of the state, which the members have copied after this step.
+        state: u64,
+        /// Bytes of each step since, which the newcomer replays.
+        record: u64,
+    },
     /// A newcomer is about to be admitted: the cost of its state for the members.
     Admitting {
         /// Endpoint of the newcomer.

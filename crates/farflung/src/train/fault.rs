@@ -18,6 +18,8 @@ pub enum FaultyValue {
     Moments,
     /// The first chunk of its state that it sends to another member which lacks it behind that step.
     Chunk,
+    /// The record of that step that it keeps for newcomers.
+    Record,
 }
 
 /// A bit that is flipped on one rank in one step.

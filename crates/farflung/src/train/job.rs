@@ -91,6 +91,9 @@ pub struct Job {
     pub failure: Option<Failure>,
     /// A member that a test makes leave.
     pub departure: Option<Departure>,
+    /// Whether newcomers take the state while all members wait, even if they could fetch it while the members
+    /// train: for tests and benches.
+    pub barrier: bool,
 }
 
 impl Job {
@@ -139,6 +142,7 @@ impl Job {
             processes: 1,
             fault: None,
             failure: None,
+            barrier: false,
             departure: None,
         })
     }

@@ -16,6 +16,7 @@ mod carry;
 mod gather;
 mod meeting;
 mod pieces;
+mod replay;
 mod retreat;
 mod snapshot;
 mod speed;

@@ -102,6 +102,13 @@ impl EventLine {
                 times => format!("gradients overflowed: computed again {times} times"),
             },
             "admitting" => self.admitting(),
+            "following" => {
+                let of = |field: &str| self.count(field).unwrap_or(0);
+                let (member, state, record) = (of("member"), Bytes(of("state")), Bytes(of("record")));
+                format!(
+                    "member {member} fetches {state} while the others train on; {record} for each step since"
+                )
+            }
             "repeated" => {
                 let deadline = self.count("deadline_ms").unwrap_or(0) as f64 / 1e3;
                 format!("all members answer: the step is repeated, with a deadline of {deadline} s")
@@ -238,6 +245,10 @@ mod tests {
                     at_most: false,
                 },
                 "member 3 is ready to join: 60 MB of state, about 2.5 s",
+            ),
+            (
+                EventKind::Following { member: 3, state: 60_000_000, record: 20_000_000 },
+                "member 3 fetches 60 MB while the others train on; 20 MB for each step since",
             ),
             (EventKind::Skipped { times: 2 }, "gradients overflowed: computed again 2 times"),
             (

@@ -136,6 +136,9 @@ pub struct MemberFacts {
     pub share: Option<f64>,
     /// Whether it belongs to the run.
     pub presence: Presence,
+    /// How far it is with the state of the run, while it waits to join.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub progress: Option<String>,
     /// The address at which it listens.
     pub address: Option<String>,
     /// The member for which it last reported to wait.

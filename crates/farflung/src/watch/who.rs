@@ -211,6 +211,7 @@ fn asked(status: &Status) -> Vec<MemberFacts> {
     let waiting = status.waiting.iter().map(|&slot| MemberFacts {
         name: name(slot),
         presence: Presence::Waiting,
+        progress: status.coming.get(&slot).map(|text| cut(text)),
         ..MemberFacts::default()
     });
     (0..).zip(&status.members).map(member).chain(waiting).collect()

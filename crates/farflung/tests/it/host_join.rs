@@ -183,6 +183,49 @@ fn members_come_at_once_freeze_wake_and_leave_while_the_others_train() {
     assert_eq!(ended.status.code(), Some(130), "{}", said(&ended));
 }
 
+/// Each newcomer fetches the state while the others take steps, and then has the same bits.
+#[test]
+fn newcomers_fetch_the_state_while_the_others_train() {
+    let run = Run::new();
+    // Steps that are long beside what a newcomer does for each.
+    let more = "--dim 64 --context 64 --batch 128 --deadline 20s --checkpoint-every 2 --keep-last 0";
+    let host = host(&run, &format!("--steps 1000000 --out host {more}"));
+    let mut names = ["a", "b"].map(|name| (name, 0));
+    let mut joined = Vec::new();
+    for (number, (name, came)) in names.iter_mut().enumerate() {
+        let member = join(&run, name, "host/run.ticket", &[]);
+        members(&run, &host, number + 2);
+        trains(&run, &member);
+        let events = fs::read_to_string(run.at("host/events.jsonl")).unwrap();
+        let events = events.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        let events: Vec<_> = events.collect();
+        let newest = |kind: &str| events.iter().rfind(|event| event["event"] == kind).unwrap().clone();
+        let (follows, comes) = (newest("following"), newest("members"));
+        let step = |event: &serde_json::Value| event["step"].as_u64().unwrap();
+        assert_eq!(follows["member"], comes["came"][0], "{follows} {comes}");
+        assert!(step(&follows) < step(&comes), "steps while it fetches: {follows} {comes}");
+        let admitting = newest("admitting");
+        // It takes the last steps only.
+        assert!(admitting["state"].as_u64() < follows["state"].as_u64(), "{follows} {admitting}");
+        let said = said_by(&member);
+        assert!(
+            said.contains("fetches the state of step") && said.contains("has replayed to step"),
+            "{said}"
+        );
+        *came = step(&comes);
+        joined.push(member);
+    }
+    let (_, came) = names[1];
+    let both = || {
+        let (host, last) = (saved(&run, &host), saved(&run, &joined[1]));
+        let number = |name: &str| name.rsplit('-').next().unwrap().parse::<u64>().unwrap();
+        let step = last.keys().find(|name| number(name) > came && host.contains_key(*name))?;
+        Some((fs::read(&host[step]).unwrap(), fs::read(&last[step]).unwrap()))
+    };
+    let (of_host, of_last) = wait_until_or(|| said_by(&host), both);
+    assert!(of_host == of_last, "the newcomer has the host's bits");
+}
+
 /// Noticed long before the deadline: a slow member would have announced that it is there.
 #[test]
 fn a_frozen_member_is_noticed_when_a_step_takes_longer_than_those_before() {

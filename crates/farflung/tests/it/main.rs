@@ -17,6 +17,7 @@ mod local_steps;
 mod members;
 mod members_checkpoints;
 mod members_chunks;
+mod members_follow;
 mod members_in_pipelines;
 mod members_repeat;
 mod members_pooled;

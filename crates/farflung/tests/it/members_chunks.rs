@@ -20,7 +20,8 @@ const NEW: PeerId = PeerId(MEMBERS as u32);
 
 /// Creates a job of three members with about 1.5 MB of state each, on links of 10 Mbit/s.
 fn job(folder: &Path, config: TrainConfig) -> Job {
-    Job::new(settings(folder, config), MEMBERS, Stop::manual()).unwrap()
+    // All wait while the newcomer takes the state.
+    Job { barrier: true, ..Job::new(settings(folder, config), MEMBERS, Stop::manual()).unwrap() }
 }
 
 fn settings(folder: &Path, config: TrainConfig) -> TrainConfig {

@@ -6,12 +6,15 @@ use farflung::comm::simulated::Faults;
 use farflung::config::choice::SyncKind;
 use farflung::optim::sync::DILOCO;
 
-use super::{Notes, job, longest_wait, over, report as report_of, run as run_once, times};
+use farflung::train::Job;
+
+use super::{Notes, job, longest_wait, over, report as report_of, run as run_once, times, watched};
 use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "join-anywhere",
-    claim: "a newcomer joins three members at any moment of a step: all end with the same bits, its \
+    claim: "a newcomer that fetches its state while three members train costs them a step's record, and at most a \
+            hundredth of their time before that; one for which all wait, at any moment of a step: all end with the same bits, its \
             sequences are in a step at most three steps after it is ready, and no member waits longer than a \
             step plus the time to send the state over its link; members with unequal uplinks send parts of \
             the state in proportion to their rates: the wait is the size of the state divided by the sum of \
@@ -34,6 +37,7 @@ const PROBED: f64 = 16.0;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let moments = if options.quick { 6 } else { 60 };
+    followed(report, moments)?;
     for (name, every) in [("ddp", 1), ("diloco", 2)] {
         let job = job(report.seed(), MEMBERS, |config| {
             config.steps = STEPS;
@@ -42,6 +46,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                 config.sync_every = every;
             }
         })?;
+        // All wait while the newcomer takes the state.
+        let job = Job { barrier: true, ..job };
         let calm = run_once(&job, MEMBERS, &[], &Faults::new())?;
         let calm = report_of(&calm[0]).context("the run without newcomers has no report")?;
         let (calm_times, usual) = (times(calm), longest_wait(calm));
@@ -90,6 +96,51 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     homes(report)
 }
 
+/// A newcomer takes the state while the members train on, and replays the steps since.
+fn followed(report: &mut Report<'_>, moments: u32) -> Result<()> {
+    let job = job(report.seed(), MEMBERS, |config| {
+        config.steps = 2 * STEPS;
+        // A step takes about a second, so that the links carry its record in the meantime.
+        config.compute_rate = 2e7;
+    })?;
+    let calm = run_once(&job, MEMBERS, &[], &Faults::new())?;
+    let calm = report_of(&calm[0]).context("a run without newcomers ends")?;
+    let (calm_times, usual) = (times(calm), longest_wait(calm));
+    let (from, to) = (calm_times[1] * 1e9, calm_times[3] * 1e9);
+    let link = job.config.link;
+    let transfer = |bytes: f64| bytes * 8.0 / link.bandwidth.0 as f64;
+    let record = calm.parameters as f64 * 4.0;
+    let (mut apart, mut waited, mut slowest, mut slowed) = (0_u32, 0_u32, 0.0_f64, 0.0_f64);
+    for moment in 0..moments {
+        let at = Nanos((from + (to - from) * f64::from(moment) / f64::from(moments)) as u64);
+        let come = [(PeerId(MEMBERS as u32), at)];
+        let mut notes = Notes::default();
+        let ended = watched(&job, MEMBERS + 1, &come, &Faults::new(), &mut notes)?;
+        let all: Vec<_> = ended.iter().filter_map(report_of).collect();
+        let same = all.len() == MEMBERS + 1 && all.iter().all(|report| report.hash == all[0].hash);
+        apart += u32::from(!same);
+        waited += u32::from(!notes.0.iter().any(|note| note.contains("of the last step")));
+        let Some(first) = all.first() else { continue };
+        slowest = slowest.max(longest_wait(first));
+        // The steps during which the newcomer fetches: up to the longest one, at whose begin it comes in.
+        let times = times(first);
+        let steps: Vec<f64> = times.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        let came = (0..steps.len()).max_by(|&a, &b| steps[a].total_cmp(&steps[b])).unwrap_or(0);
+        slowed = slowed.max(times[came] / calm_times[came] - 1.0);
+    }
+    let bound = usual + transfer(record) + MESSAGES * link.latency.as_secs_f64();
+    report.row("followed: newcomers", f64::from(moments), "1", Mark::None)?;
+    report.row("followed: runs whose members differ", f64::from(apart), "1", Mark::AtMost(0.0))?;
+    let metric = "followed: newcomers for which all waited for more than a step's record";
+    report.row(metric, f64::from(waited), "1", Mark::AtMost(0.0))?;
+    report.row("followed: a step without newcomers", usual, "s", Mark::None)?;
+    report.row("followed: the state on one link", transfer(3.0 * record), "s", Mark::None)?;
+    report.row("followed: a step's record on one link", transfer(record), "s", Mark::None)?;
+    report.row("followed: longest time between two steps", slowest, "s", Mark::AtMost(bound))?;
+    let metric = "followed: members slower while the newcomer fetches";
+    report.row(metric, 100.0 * slowed, "%", Mark::AtMost(1.0))
+}
+
 /// Uplinks of homes, in Mbit/s. All have ten times as much down.
 const UPLINKS: [u64; 5] = [10, 40, 20, 20, 40];
 
@@ -104,6 +155,7 @@ fn homes(report: &mut Report<'_>) -> Result<()> {
         config.deadline = Nanos::from_millis(60_000);
         config.codec = "int8".parse().unwrap_or_default();
     })?;
+    let job = Job { barrier: true, ..job };
     let link: Link = "1gbit,10ms".parse()?;
     let mut topology = Topology::uniform(members + 1, link);
     for (rank, up) in (0..).map(Rank).zip(UPLINKS) {

@@ -12,16 +12,18 @@ use farflung_parallel::plan::Digest;
 
 use super::balance::Balance;
 use super::copies::Copies;
-use super::decide::{Agreed, Loss, Next, suspect};
+use super::decide::{Agreed, Agreement, Loss, Next, suspect};
 use super::fetching::Store;
+use super::follow::{Alone, Followed, Follower};
 use super::idle::Idle;
+use super::lent::Lent;
 use super::measure::measured;
-use super::place::Place;
+use super::place::{Logs, Place};
 use super::pools::PoolSpeeds;
-use super::ready::Cost;
 use super::repeats::Repeats;
-use super::share::{Shared, share};
+use super::share::{Holds, Shared, share};
 use super::status::Teller;
+use super::step_log::StepLog;
 use super::team::Team;
 use super::view::{Brings, stand};
 use super::watchman::Watchman;
@@ -192,13 +194,26 @@ pub(in crate::train) struct Member<'a> {
     pub(super) pools: PoolSpeeds,
     /// Chunks received of a state that is not complete yet.
     pub(super) store: Store,
+    /// Records of its steps, if a newcomer follows them.
+    pub(super) log: StepLog,
 }
 
 impl Member<'_> {
     /// Returns whether this rank sees a reason for a change of members. Called between two steps.
     pub(in crate::train) fn wants_change(&mut self) -> Result<bool> {
-        let wants = self.place.wants_change()?;
+        let wants = self.place.wants_change(self.logs())?;
         Ok(wants || !self.idle.look(self.place, self.team.as_ref()).is_empty())
+    }
+
+    /// Returns whether this rank keeps a log of its steps.
+    fn logs(&self) -> Logs {
+        // On a virtual clock, a rank that is alone never waits, so it answers only between its steps.
+        let is_alone = self.place.view().is_none_or(|view| view.members.len() == 1);
+        match self.log.is_kept() {
+            _ if self.simulated && is_alone => Logs::Never,
+            true => Logs::Yes,
+            false => Logs::No,
+        }
     }
 
     /// Returns whether another member caused an error, so that the remaining ones can continue.
@@ -206,14 +221,14 @@ impl Member<'_> {
         error.is_interruption()
     }
 
-    /// Agrees with the other members on a change after a step that all have done. `None` if nothing needs to
-    /// change.
+    /// Agrees with the other members on a change after a step that all have done.
     ///
     /// Errors: a member that is lost meanwhile.
-    pub(super) fn agree(&mut self, trainer: &Trainer, leaves: bool) -> Result<Option<Agreed>> {
+    pub(super) fn agree(&mut self, trainer: &Trainer, leaves: bool) -> Result<Agreement> {
         let working = self.working();
         let silent = self.idle.look(self.place, self.team.as_ref()).to_vec();
-        self.place.agree((trainer.comm(), &working), (leaves, &silent), trainer.state_bytes())
+        let own = (trainer.steps_done(), trainer.state_bytes(), self.logs());
+        self.place.agree((trainer.comm(), &working), (leaves, &silent), own)
     }
 
     /// Carries out a change that all members have agreed on; `begun` is the time at which it began. `None` if
@@ -364,7 +379,10 @@ impl Member<'_> {
         let stood = stood.inspect_err(|_| comm.abort())?;
         let comm = links::seat(&stood.job, comm, self.simulated)?;
         // `share` runs before `carry_over`: the trainer's steps so far belong to the old plan.
-        let done = share(Some(trainer), &comm, (&stood.job, &stood.exchange), &mut self.store);
+        self.log.check(&mut self.place.shelf(), trainer);
+        let lent = Lent::new(self.log.records(), &self.place.shelf());
+        let holds = Holds::Member(trainer, lent);
+        let done = share(holds, &comm, (&stood.job, &stood.exchange), &mut self.store);
         let done = done.and_then(|(shared, taken)| {
             if let Some(taken) = taken {
                 trainer.take_snapshot(&taken.shared, None)?;
@@ -386,19 +404,23 @@ impl Member<'_> {
         job: &mut Job,
         alone: &Communicator,
         patience: Nanos,
-        tell: &mut dyn FnMut(Cost),
+        tell: &mut dyn FnMut(&str),
     ) -> Result<(Trainer, Last)> {
         let expects = (patience, expected(job)?);
         if job.pipelines.is_some() {
             return self.come_into_pipelines(job, expects, tell);
         }
-        let speed = {
-            self.place.wait_to_begin();
-            let slot = self.place.transport().me().0;
-            measured(job, (alone, slot), self.threads, self.simulated)
-        };
-        let view = self.place.wait_for_view(expects, tell)?;
-        self.first_place(job, view, speed)
+        self.place.wait_to_begin();
+        let slot = self.place.transport().me().0;
+        let speed = measured(job, (alone, slot), self.threads, self.simulated);
+        // With local steps the optimizers differ, so their state cannot be replayed.
+        let (threads, simulated) = (self.threads, self.simulated);
+        let follows = job.averages_each_step() && !job.barrier;
+        let mut follower =
+            follows.then(|| Follower::new(Alone { job, comm: alone, slot, threads, simulated }));
+        let view = self.place.wait_for_view(expects, follower.as_mut(), tell)?;
+        let followed = follower.and_then(Follower::into_followed);
+        self.first_place(job, view, speed, followed)
     }
 
     /// Receives the state from the members of its first view. If one of them is lost meanwhile, tries again
@@ -408,6 +430,7 @@ impl Member<'_> {
         job: &mut Job,
         mut view: View,
         speed: Option<Nanos>,
+        mut followed: Option<Followed>,
     ) -> Result<(Trainer, Last)> {
         loop {
             let comm = tied(job, self.place.enter(view.clone())?);
@@ -415,7 +438,10 @@ impl Member<'_> {
             let brings = Brings { job, before, progress: None, last, measured: &[], speed };
             let came = stand(&view, &comm, brings).and_then(|stood| {
                 let comm = links::seat(&stood.job, comm.clone(), self.simulated)?;
-                let (_, taken) = share(None, &comm, (&stood.job, &stood.exchange), &mut self.store)?;
+                let holds = Holds::Newcomer(followed.as_mut());
+                let (_, taken) = share(holds, &comm, (&stood.job, &stood.exchange), &mut self.store)?;
+                // Its memory is needed for the rank's own trainer.
+                followed = None;
                 let mut trainer = Trainer::new(&stood.job, comm, self.threads)?;
                 if let Some(taken) = taken {
                     trainer.take_snapshot(&taken.shared, taken.own.as_ref())?;

@@ -8,8 +8,9 @@ use farflung_comm::Communicator;
 use farflung_parallel::membership::{Event, Member, MemberId, Reason, Start, View};
 use serde::{Deserialize, Serialize};
 
+use super::arrivals::Newcomer;
 use super::keeper::Outcome;
-use super::place::Place;
+use super::place::{Logs, Place};
 use super::ready::{Admission, Cost};
 use super::tell_all::tell_all;
 use crate::train::blame::{Evidence, evidence};
@@ -21,8 +22,6 @@ pub(super) const LOOK: Nanos = Nanos::from_millis(50);
 /// Time within which a member must answer a ping; after that it counts as silent. Two round trips around the
 /// world.
 pub(super) const ROLL_CALL: Nanos = Nanos::from_millis(800);
-/// Time between two attempts of a newcomer to connect to other newcomers.
-const MEETS: Nanos = Nanos::from_millis(1000);
 /// Time after a change that was requested but not reached, before the next change may be requested.
 const PAUSE: Nanos = Nanos::from_millis(1000);
 
@@ -32,11 +31,35 @@ struct Standing {
     leaves: bool,
     /// Ids of members without a part that do not answer.
     silent: Vec<[u8; 32]>,
-    /// Endpoint number and id of each newcomer that is connected to this member and has announced that it is
-    /// ready.
-    here: Vec<(u32, [u8; 32])>,
+    /// The newcomers that are connected to this member and are ready, or ask for a copy of the state.
+    here: Vec<Caller>,
+    /// Whether the sender keeps a log of its steps for newcomers.
+    logs: bool,
     /// Sizes of the sender's state in memory.
     state: StateBytes,
+}
+
+/// A newcomer of which a member has heard.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+struct Caller {
+    /// Its endpoint's number.
+    slot: u32,
+    id: [u8; 32],
+    /// Whether it is ready. If not, it asks for a copy of the state.
+    is_ready: bool,
+}
+
+impl Caller {
+    /// Returns the first newcomer that every member has heard of, of those that are ready or of those that are
+    /// not, by what rank 0 has heard. A newcomer must be connected to all members, so that one that comes after
+    /// another is connected to that one, too.
+    fn first_of(told: &[Standing], is_ready: bool) -> Option<Self> {
+        let (first, others) = told.split_first()?;
+        let met =
+            |here: &[Self], caller: &Self| here.iter().any(|h| (h.slot, h.id) == (caller.slot, caller.id));
+        let callers = first.here.iter().filter(|caller| caller.is_ready == is_ready);
+        callers.copied().find(|caller| others.iter().all(|told| met(&told.here, caller)))
+    }
 }
 
 /// Returns the peer that this rank itself found broken or silent, according to its error. `None` if the error
@@ -53,6 +76,16 @@ pub(super) struct Next {
     pub(super) view: View,
     /// Reason for the change, if a member does not answer.
     pub(super) reason: Option<String>,
+}
+
+/// What the working members agree on between two steps.
+pub(super) enum Agreement {
+    /// Nothing.
+    GoOn,
+    /// All begin a log of their steps, for this newcomer.
+    Log(PeerId),
+    /// Members change.
+    Change(Agreed),
 }
 
 /// A change on which the working members agree between two steps.
@@ -203,19 +236,23 @@ impl Place {
 
     /// Agrees on a change after a step at which a member requested it. All members that take steps must have
     /// finished the step, and all call this together. `comm` connects them, and `working` lists their ids by
-    /// rank. `None` if nothing needs to change.
+    /// rank. `step` is the number of steps done.
     ///
     /// Errors: a member that is lost meanwhile.
     pub(super) fn agree(
         &mut self,
         (comm, working): (&Communicator, &[MemberId]),
         (leaves, silent): (bool, &[MemberId]),
-        state: StateBytes,
-    ) -> Result<Option<Agreed>> {
+        (step, state, logs): (u64, StateBytes, Logs),
+    ) -> Result<Agreement> {
         self.renew();
-        let here = self.ready_newcomers().iter().map(|peer| (peer.peer.0, peer.id.0)).collect();
+        let caller = |&(ref peer, is_ready): &(Newcomer, bool)| {
+            let Newcomer { peer, id } = peer;
+            Caller { slot: peer.0, id: id.0, is_ready }
+        };
+        let here = self.callers(logs).iter().map(caller).collect();
         let silent = silent.iter().map(|id| id.0).collect();
-        let standing = Standing { leaves, silent, here, state };
+        let standing = Standing { leaves, silent, here, logs: logs == Logs::Yes, state };
         let told = tell_all(comm, &standing)?;
         let leaving = working.iter().zip(&told).filter(|(_, told)| told.leaves);
         let mut events: Vec<Event> = leaving.map(|(&id, _)| Event::Leave(id)).collect();
@@ -227,29 +264,28 @@ impl Place {
         let idle = idle.into_iter().filter(|id| self.is_named(id) && !working.contains(id));
         events.extend(idle.map(Event::Silent));
         let mut admission = None;
-        if events.is_empty()
-            && let Some((first, others)) = told.split_first()
-        {
-            // Admit only a newcomer that every member is connected to. A newcomer after it must also be
-            // connected to it.
-            let met = |come: &&(u32, [u8; 32])| others.iter().all(|told| told.here.contains(come));
-            if let Some(&(slot, id)) = first.here.iter().find(met) {
+        if events.is_empty() {
+            if let Some(Caller { slot, id, .. }) = Caller::first_of(&told, true) {
                 let id = MemberId(id);
                 events.push(Event::Ready(Member::new(id, slot)));
                 let sizes: Vec<_> = working.iter().copied().zip(told.iter().map(|told| told.state)).collect();
-                let cost = self.keeper().ready(&id).map(|ready| Cost::new(ready, &sizes));
+                let cost = self.keeper().ready(&id).map(|ready| Cost::new(ready, &sizes, step));
                 admission = cost.map(|cost| Admission { peer: PeerId(slot), cost });
+            } else if let Some(Caller { slot, .. }) = Caller::first_of(&told, false)
+                && !told.iter().any(|told| told.logs)
+            {
+                return Ok(Agreement::Log(PeerId(slot)));
             }
         }
         self.pause = self.transport().now().saturating_add(PAUSE);
         if events.is_empty() {
-            return Ok(None);
+            return Ok(Agreement::GoOn);
         }
         events.push(Event::Admit);
         // The member that proposes the view may be one that takes no steps.
         let _telling = if comm.rank().0 == 0 { self.tell_agreed(working, &events) } else { Vec::new() };
         let _costing = admission.map(|admission| self.tell_costs(admission)).unwrap_or_default();
-        Ok(Some(Agreed { events, reason, admission }))
+        Ok(Agreement::Change(Agreed { events, reason, admission }))
     }
 
     /// Returns the next view after members have agreed on a change; `None` if they did not reach one.
@@ -286,54 +322,6 @@ impl Place {
     pub(super) fn wait_to_begin(&self) {
         let begins = self.arrivals.begins(self.transport().me());
         self.transport().advance(begins.saturating_sub(self.transport().now()));
-    }
-
-    /// Announces that this newcomer is ready for a state of `state` bytes, and waits for a view that contains
-    /// it. `tell` is called with the cost of the state when the members have sent it.
-    ///
-    /// Errors: [`Error::Removed`] if no view contains it within `patience`.
-    pub(in crate::train) fn wait_for_view(
-        &mut self,
-        (patience, state): (Nanos, u64),
-        tell: &mut dyn FnMut(Cost),
-    ) -> Result<View> {
-        self.wait_to_begin();
-        let until = self.transport().now().saturating_add(patience);
-        let ready = self.measure_links(state);
-        let (mut connected, mut meets) = (0, Nanos::ZERO);
-        let mut _telling = Vec::new();
-        self.keeper().awaited = true;
-        loop {
-            self.renew();
-            let costs = self.keeper().costs();
-            if let Some(cost) = costs {
-                tell(cost);
-            }
-            let outcome = self.keeper().outcome();
-            if let Some(Outcome::Installed(view)) = outcome {
-                self.keeper().awaited = false;
-                return Ok(view);
-            }
-            let now = self.transport().now();
-            if now >= until {
-                let reason = format!("the members did not admit this member within {patience}");
-                return Err(Error::Removed { reason });
-            }
-            if now >= meets {
-                if connected > 0 {
-                    self.arrivals.meet();
-                }
-                meets = now.saturating_add(MEETS);
-                connected = 0;
-            }
-            if connected != self.connected() {
-                // Announce it again to all, for peers that have connected since and for peers that missed the
-                // first message.
-                connected = self.connected();
-                _telling = self.tell_ready(&ready);
-            }
-            self.wait(LOOK.min(until.saturating_sub(now)))?;
-        }
     }
 }
 

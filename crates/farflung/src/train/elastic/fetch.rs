@@ -33,7 +33,12 @@ pub(super) struct Part<'a> {
     pub(super) shelf: Shelf,
     /// Receives the chunks. It keeps them if the fetch is interrupted.
     pub(super) store: &'a mut Store,
+    /// Called once this rank has all that it wanted. Returns what it wants beside that.
+    pub(super) then: Option<&'a mut Then<'a>>,
 }
+
+/// What a rank does with the blobs that it has received, before it reports that it has all.
+pub(super) type Then<'a> = dyn FnMut(&mut Store) -> Result<Vec<Wanted>> + 'a;
 
 /// Fetches blobs for all ranks in `takers`. All ranks of the communicator call it, and it returns once every
 /// taker has reported that it has its blobs. Returns the number of donors that sent chunks to this rank.
@@ -41,11 +46,17 @@ pub(super) struct Part<'a> {
 /// Errors: [`Error::PeerLost`] for a taker that falls silent, or for a donor that does not send a blob that no
 /// other donor has; [`Error::Message`] if all holders of a blob have sent wrong data or no longer have it.
 pub(super) fn fetch(comm: &Communicator, part: Part<'_>) -> Result<usize> {
-    let Part { takers, wanted, shelf, store } = part;
+    let Part { takers, wanted, shelf, store, then } = part;
     let shelf = Arc::new(Mutex::new(shelf));
     let serving = comm.start_service(TAGS, &shelf);
     let me = comm.rank();
-    let gave = if wanted.is_empty() { 0 } else { take(comm, Fetching::new(wanted, store))? };
+    let mut gave = if wanted.is_empty() { 0 } else { take(comm, Fetching::new(wanted, store))? };
+    if let Some(then) = then {
+        let more = then(store)?;
+        if !more.is_empty() {
+            gave = take(comm, Fetching::new(more, store))?;
+        }
+    }
     let mut telling = Vec::new();
     if takers.contains(&me) {
         tell(comm, DONE, &mut telling);

@@ -142,6 +142,29 @@ impl<'a> Fetching<'a> {
         self.blobs.iter().all(|blob| blob.is_whole)
     }
 
+    /// Returns the bytes of the chunks still to be received, rounded up to whole chunks.
+    pub(super) fn left(&self) -> u64 {
+        self.missing * self.chunk
+    }
+
+    /// Returns the bytes of the answer to a request.
+    pub(super) fn size_of(&self, item: &Item) -> u64 {
+        let Some(number) = self.number_of(item) else { return 0 };
+        let len = self.blobs[number].wanted.label.len;
+        match *item {
+            Item::Chunk { number, .. } => chunk_range(len, number).map_or(0, |range| range.len() as u64),
+            Item::Hashes { .. } => chunks_of(len) * size_of::<Hash>() as u64,
+            Item::Probe { len, .. } => u64::from(len),
+        }
+    }
+
+    /// Returns whether a donor was asked for what it has sent. An answer to an earlier fetch was not.
+    pub(super) fn is_asked(&self, rank: Rank, bytes: &[u8]) -> bool {
+        let asked = self.donors.get(&rank).map(|donor| &donor.asked);
+        Reply::from_bytes(bytes)
+            .is_none_or(|reply| asked.is_some_and(|asked| asked.iter().any(|(item, _)| *item == reply.item)))
+    }
+
     /// Returns the donors that may still be asked.
     pub(super) fn donors(&self) -> Vec<Rank> {
         self.donors.iter().filter(|(_, donor)| !donor.is_wrong).map(|(&rank, _)| rank).collect()

@@ -10,6 +10,7 @@ use farflung_comm::{Answer, Cancel, Question, Service};
 use farflung_parallel::membership::{Action, Event, Kept, MemberId, Message, Reason, State, View};
 use serde::{Deserialize, Serialize};
 
+use super::offers::{Growth, Logged, Offer, Offers};
 use super::ready::{Cost, Ready};
 use crate::Result;
 
@@ -35,6 +36,10 @@ enum Word {
     Ready(Ready),
     /// From a member to a newcomer that is about to be admitted: the cost of its state.
     Costs(Cost),
+    /// From a member to a newcomer: the copy of the state that it offers.
+    Offers(Offer, Growth),
+    /// From a member to a newcomer: its newest records of steps.
+    Logged(Vec<Logged>),
 }
 
 /// Outcome of a decision about members.
@@ -69,6 +74,8 @@ pub(super) struct Keeper {
     ready: BTreeMap<MemberId, Ready>,
     /// Cost of this newcomer's state, as sent by the members.
     costs: Option<Cost>,
+    /// What members offer to this newcomer.
+    offers: Offers,
 }
 
 /// Decodes a message. The connection proves who the sender is, but the content may be malformed: then `None`.
@@ -104,6 +111,7 @@ impl Keeper {
             given_up,
             ready: BTreeMap::new(),
             costs: None,
+            offers: Offers::default(),
         };
         if let Some(kept) = keeper.state.kept() {
             keeper.write(kept)?;
@@ -114,6 +122,7 @@ impl Keeper {
     /// Sets the ids of the connected peers, by rank in the keepers' communicator.
     pub(super) fn reaches(&mut self, ranks: Vec<MemberId>) {
         self.ready.retain(|id, _| ranks.contains(id));
+        self.offers.keep(&ranks);
         self.ranks = ranks;
     }
 
@@ -160,6 +169,26 @@ impl Keeper {
     /// Encodes the cost of a newcomer's state, for that newcomer.
     pub(super) fn costing(cost: Cost) -> Vec<u8> {
         encode(&Word::Costs(cost))
+    }
+
+    /// Encodes the offer of a copy of the state, for a newcomer.
+    pub(super) fn offering(offer: Offer, growth: Growth) -> Vec<u8> {
+        encode(&Word::Offers(offer, growth))
+    }
+
+    /// Encodes a list of records of steps, for a newcomer.
+    pub(super) fn logging(records: &[Logged]) -> Vec<u8> {
+        encode(&Word::Logged(records.to_vec()))
+    }
+
+    /// Returns what members offer to this newcomer.
+    pub(super) const fn offers(&self) -> &Offers {
+        &self.offers
+    }
+
+    /// Forgets the copies of the state that members have offered.
+    pub(super) fn forget_copies(&mut self) {
+        self.offers.forget_copies();
     }
 
     /// Returns a newcomer's announcement; `None` if it is not ready.
@@ -269,6 +298,14 @@ impl Keeper {
             }
             Word::Costs(cost) => {
                 self.costs = Some(cost);
+                (None, false)
+            }
+            Word::Offers(offer, growth) => {
+                self.offers.offer(sender, offer, growth);
+                (None, false)
+            }
+            Word::Logged(records) => {
+                self.offers.log(sender, &records);
                 (None, false)
             }
             Word::Agreed { epoch, events } => {

@@ -81,7 +81,7 @@ pub(super) fn exchange(
     // Tensors with equal values are the same blob, which is fetched once.
     let unlike: BTreeMap<Label, &Wanted> = coming.values().map(|wanted| (wanted.label, *wanted)).collect();
     let wanted = unlike.values().map(|&wanted| wanted.clone()).collect();
-    fetch(all, Part { takers: &takers, wanted, shelf, store: &mut *store })?;
+    fetch(all, Part { takers: &takers, wanted, shelf, store: &mut *store, then: None })?;
     let mut blobs = BTreeMap::new();
     for label in unlike.into_keys() {
         blobs.insert(label, store.take(&label).ok_or_else(|| wrong("does not have the reported length"))?);

@@ -6,7 +6,6 @@ use farflung_comm::Cancel;
 use farflung_parallel::membership::View;
 
 use super::change::{Changed, Member, start, tied};
-use super::ready::Cost;
 use super::repeats::Repeats;
 use super::spare::Waited;
 use super::team::{Brings, Formed, Team, form};
@@ -79,9 +78,9 @@ impl Member<'_> {
         &mut self,
         job: &mut Job,
         expects: (Nanos, u64),
-        tell: &mut dyn FnMut(Cost),
+        tell: &mut dyn FnMut(&str),
     ) -> Result<(Trainer, Last)> {
-        let view = self.place.wait_for_view(expects, tell)?;
+        let view = self.place.wait_for_view(expects, None, tell)?;
         let placed = self.place_in((&*job, Last::at(0)), None, view)?;
         *job = placed.job;
         Ok((placed.trainer, placed.last))

@@ -11,7 +11,7 @@ use farflung_parallel::membership::{Event, MemberId, State, View};
 use super::arrivals::{Arrivals, Newcomer};
 use super::keeper::{Keeper, event};
 use super::kept;
-use super::ready::{Admission, Ready, measured};
+use super::ready::{Admission, Follows, Ready, measured};
 use super::shelf::Shelf;
 use super::watchman::{Caller, numbered};
 use crate::{Result, RunDir};
@@ -20,8 +20,23 @@ use crate::{Result, RunDir};
 const CONTROL: u64 = u64::MAX;
 /// Context number of the communicator of a rank that is alone.
 const ALONE: u64 = u64::MAX - 1;
+/// Time within which a newcomer must have been heard to be admitted. It announces itself more often.
+const FRESH: Nanos = Nanos::from_millis(1_500);
+/// Time after which a newcomer that is silent counts as gone, and nothing is kept for it any more.
+const GONE: Nanos = Nanos::from_millis(10_000);
 /// Tags of messages about members.
-const TAGS: ServiceTags = ServiceTags { ask: 1, answer: 2 };
+pub(super) const TAGS: ServiceTags = ServiceTags { ask: 1, answer: 2 };
+
+/// Whether a member keeps a log of its steps for newcomers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Logs {
+    /// It keeps one.
+    Yes,
+    /// It keeps none now.
+    No,
+    /// It cannot send anything while it trains.
+    Never,
+}
 
 /// A process's connection to a run, as a member or a possible member.
 #[derive(Debug)]
@@ -120,6 +135,11 @@ impl Place {
         self.keeper.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Returns the shelf from which all connected peers can fetch.
+    pub(super) fn shelf(&self) -> MutexGuard<'_, Shelf> {
+        self.shelf.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Notes which connections have broken since the last call, and returns the ids of all peers that were
     /// connected and are gone.
     pub(super) fn lost(&mut self) -> Vec<MemberId> {
@@ -155,8 +175,9 @@ impl Place {
             .collect()
     }
 
-    /// Returns whether this rank sees a reason for a change of members. Called between two steps.
-    pub(in crate::train) fn wants_change(&mut self) -> Result<bool> {
+    /// Returns whether this rank sees a reason for a change of members, or for a log of steps. Called between
+    /// two steps.
+    pub(super) fn wants_change(&mut self, logs: Logs) -> Result<bool> {
         self.renew();
         // A rank that is alone never waits for messages, so its services must be polled here.
         if let Some(Control { comm, serving, .. }) = &mut self.control {
@@ -167,14 +188,47 @@ impl Place {
         if due {
             self.tell(Event::Tick)?;
         }
-        Ok(now >= self.pause && (!self.ready_newcomers().is_empty() || !self.lost_members().is_empty()))
+        let calls = self.callers(logs).iter().any(|(_, is_ready)| *is_ready || logs == Logs::No);
+        Ok(now >= self.pause && (calls || !self.lost_members().is_empty()))
     }
 
-    /// Returns the newcomers that have announced that they are ready.
-    pub(super) fn ready_newcomers(&self) -> Vec<Newcomer> {
-        let mut newcomers = self.newcomers();
-        newcomers.retain(|peer| self.keeper().ready(&peer.id).is_some());
-        newcomers
+    /// Returns the newcomers that have announced themselves and were heard within `within`.
+    fn announced(&self, within: Nanos) -> Vec<(Newcomer, Follows)> {
+        let since = self.transport.now().saturating_sub(within);
+        let keeper = self.keeper();
+        let newcomers = self.newcomers().into_iter().filter(|peer| keeper.has_heard(&peer.id, since));
+        newcomers.filter_map(|peer| keeper.ready(&peer.id).map(|ready| (peer, ready.follows))).collect()
+    }
+
+    /// Returns the newcomers that are ready, or ask for a copy of the state, and whether they are ready. One
+    /// that has fallen silent is not among them, so that nobody waits for it. Where members cannot keep a
+    /// log, those that ask are as good as ready.
+    pub(super) fn callers(&self, logs: Logs) -> Vec<(Newcomer, bool)> {
+        let never = logs == Logs::Never;
+        let announced = self.announced(if never { Nanos::MAX } else { FRESH }).into_iter();
+        let calls = |(peer, follows): (Newcomer, Follows)| {
+            (follows.is_ready() || follows == Follows::Asks).then_some((peer, follows.is_ready() || never))
+        };
+        announced.filter_map(calls).collect()
+    }
+
+    /// Returns the newcomers that need a log of this member's steps.
+    pub(super) fn followers(&self) -> Vec<(PeerId, MemberId, Follows)> {
+        let newcomers = self.announced(GONE).into_iter().filter(|(_, follows)| follows.needs_log());
+        newcomers.map(|(peer, follows)| (peer.peer, peer.id, follows)).collect()
+    }
+
+    /// Returns how far each newcomer is, as text, by endpoint.
+    pub(super) fn coming(&self) -> BTreeMap<u32, String> {
+        let keeper = self.keeper();
+        let line = |peer: Newcomer| Some((peer.peer.0, keeper.ready(&peer.id)?.follows.to_string()));
+        self.newcomers().into_iter().filter_map(line).collect()
+    }
+
+    /// Returns the communicator of the keepers, and the ids of its members by rank.
+    pub(super) fn keepers(&self) -> (Communicator, Vec<MemberId>) {
+        let Control { comm, peers, .. } = self.control();
+        (comm.clone(), peers.iter().map(|peer| peer.id).collect())
     }
 
     /// Measures how fast all connected peers send to this newcomer. `state` is the bytes of the state that it
@@ -279,7 +333,8 @@ impl Place {
         self.tell_others(&idle, &Keeper::agreed(view.epoch, events))
     }
 
-    fn tell_others(
+    /// Sends a message to the keepers of these peers.
+    pub(super) fn tell_others(
         &self,
         others: &[(PeerId, MemberId)],
         word: &[u8],

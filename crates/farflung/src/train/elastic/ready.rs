@@ -1,6 +1,6 @@
-//! A newcomer's announcement that it is ready. It first measures how fast each member sends to it. Members
-//! propose no view with a newcomer before its announcement, and predict from these rates how long the transfer
-//! of its state will take.
+//! A newcomer's announcements. It first measures how fast each member sends to it, then fetches the state
+//! while the members train on, and says how far it is. Members propose no view with a newcomer before it has
+//! said that it is ready, and predict from these rates for how long they will wait for it.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -23,15 +23,87 @@ const LEAST: u32 = 256;
 /// The probes of one member are together at most one `PART`th of the state, unless `LEAST` requires more.
 const PART: u64 = 16;
 
+/// How far a newcomer is with the state of the run.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Follows {
+    /// It takes the state while all members wait. It is ready.
+    #[default]
+    Barrier,
+    /// Its links cannot keep up with the steps, so it takes the state while all members wait. It is ready.
+    TooSlow,
+    /// It asks for a copy of the state that it can fetch while the members train.
+    Asks,
+    /// It fetches a copy of the state.
+    Fetches {
+        /// Number of steps done when the state was copied.
+        step: u64,
+        /// Bytes received.
+        got: u64,
+        /// Bytes of the copy.
+        of: u64,
+    },
+    /// It replays the steps since.
+    Replays {
+        /// The last step replayed.
+        step: u64,
+        /// The newest step of which it has heard.
+        newest: u64,
+    },
+    /// It has the state after the newest step of which it has heard. It is ready.
+    Stands {
+        /// The last step replayed.
+        step: u64,
+    },
+}
+
+impl Follows {
+    /// Returns whether the newcomer may be admitted.
+    pub(super) const fn is_ready(self) -> bool {
+        matches!(self, Self::Barrier | Self::TooSlow | Self::Stands { .. })
+    }
+
+    /// Returns whether the newcomer needs a member's copy of the state and its records of steps.
+    pub(super) const fn needs_log(self) -> bool {
+        !matches!(self, Self::Barrier | Self::TooSlow)
+    }
+}
+
+impl fmt::Display for Follows {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Barrier => write!(f, "is ready, and takes the state while all wait"),
+            Self::TooSlow => write!(f, "cannot keep up with the steps, and takes the state while all wait"),
+            Self::Asks => write!(f, "asks for a copy of the state"),
+            Self::Fetches { step, got, of } => {
+                write!(f, "fetches the state of step {step}: {} of {}", Bytes(got), Bytes(of))
+            }
+            Self::Replays { step, newest } => write!(f, "has replayed to step {step} of {newest}"),
+            Self::Stands { step } => write!(f, "has replayed to step {step}, and is ready"),
+        }
+    }
+}
+
 /// Announcement of a newcomer to all members.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Ready {
     /// Bytes a second from each member to the newcomer, measured while all members send. Members that have not
     /// answered are missing.
     rates: BTreeMap<MemberId, u64>,
+    /// How far it is with the state.
+    pub(super) follows: Follows,
 }
 
 impl Ready {
+    /// Returns the bytes a second from a member; `None` if it has not answered.
+    pub(super) fn rate(&self, id: &MemberId) -> Option<u64> {
+        self.rates.get(id).copied().filter(|&rate| rate > 0)
+    }
+
+    /// Returns the bytes a second from all members together.
+    pub(super) fn sum(&self) -> u64 {
+        self.rates.values().fold(0, |sum: u64, &rate| sum.saturating_add(rate))
+    }
+
     /// Returns whether the number of rates is possible for a view.
     pub(super) fn is_sound(&self) -> bool {
         self.rates.len() <= View::MOST_MEMBERS
@@ -52,12 +124,14 @@ pub(in crate::train) struct Cost {
     pub(in crate::train) predicted: Option<Nanos>,
     /// Whether the values are upper bounds, because the newcomer's part of the model is decided later.
     pub(in crate::train) at_most: bool,
+    /// Number of steps that the newcomer still has to replay, if it has the state after an earlier step.
+    pub(in crate::train) replays: Option<u64>,
 }
 
 impl Cost {
-    /// Computes the cost of a newcomer. `told` has the sizes of each member's state; the first member is the
-    /// one that sends the part of the state that replicas do not share.
-    pub(super) fn new(ready: &Ready, told: &[(MemberId, StateBytes)]) -> Self {
+    /// Computes the cost of a newcomer after `step` steps. `told` has the sizes of each member's state; the
+    /// first member is the one that sends the part of the state that replicas do not share.
+    pub(super) fn new(ready: &Ready, told: &[(MemberId, StateBytes)], step: u64) -> Self {
         let members: Vec<MemberId> = told.iter().map(|(id, _)| *id).collect();
         let rates = ready.of(&members);
         let seconds = |bytes: u64, rate: u64| bytes as f64 / rate as f64;
@@ -65,6 +139,16 @@ impl Cost {
         let at_most = sizes().any(|sizes| sizes.is_part);
         let shared = sizes().map(|sizes| sizes.shared).max().unwrap_or(0);
         let own = sizes().map(|sizes| sizes.own).max().unwrap_or(0);
+        if let Follows::Stands { step: at } = ready.follows {
+            let record = sizes().map(|sizes| sizes.record).max().unwrap_or(0);
+            let behind = step.saturating_sub(at);
+            // If the steps are more than the state, it takes the state.
+            let (records, whole) = (record.saturating_mul(behind), shared + own);
+            let (state, replays) = if records < whole { (records, Some(behind)) } else { (whole, None) };
+            let predicted = rates.map(|rates| seconds(state, rates.iter().sum::<u64>().max(1)));
+            let predicted = predicted.map(Nanos::from_secs_f64);
+            return Self { state, predicted, at_most: false, replays };
+        }
         let predicted = rates.map(|rates| {
             if at_most {
                 // Worst case: only the slowest member holds the newcomer's part.
@@ -73,7 +157,8 @@ impl Cost {
             let all = seconds(shared + own, rates.iter().sum::<u64>().max(1));
             all.max(seconds(own, rates.first().copied().unwrap_or(1)))
         });
-        Self { state: shared + own, predicted: predicted.map(Nanos::from_secs_f64), at_most }
+        let predicted = predicted.map(Nanos::from_secs_f64);
+        Self { state: shared + own, predicted, at_most, replays: None }
     }
 }
 
@@ -89,7 +174,12 @@ pub(in crate::train) struct Admission {
 impl fmt::Display for Cost {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let about = if self.at_most { "at most" } else { "about" };
-        write!(f, "{} of state", Bytes(self.state))?;
+        match self.replays {
+            None => write!(f, "{} of state", Bytes(self.state))?,
+            Some(0) => return write!(f, "no state any more"),
+            Some(1) => write!(f, "{} of the last step", Bytes(self.state))?,
+            Some(n) => write!(f, "{} of the last {n} steps", Bytes(self.state))?,
+        }
         match self.predicted {
             Some(time) => write!(f, ", {about} {time} during which all members wait"),
             None => write!(f, " for which all members wait; the time is not known"),
@@ -150,7 +240,7 @@ pub(super) fn measured(comm: &Communicator, ids: &[MemberId], state: u64) -> Rea
         }
     }
     let rate = |(rank, seen): (&Rank, &Vec<Nanos>)| Some((*ids.get(rank.index())?, rate(seen, len)?));
-    Ready { rates: seen.iter().filter_map(rate).collect() }
+    Ready { rates: seen.iter().filter_map(rate).collect(), follows: Follows::default() }
 }
 
 #[cfg(test)]
@@ -158,12 +248,14 @@ mod tests {
     use super::*;
 
     fn told(shared: u64, own: u64, is_part: bool) -> Vec<(MemberId, StateBytes)> {
-        (0..3).map(|n| (MemberId::number(n), StateBytes { shared, own, is_part })).collect()
+        (0..3)
+            .map(|n| (MemberId::number(n), StateBytes { shared, own, is_part, record: shared / 3 }))
+            .collect()
     }
 
     fn rates(rates: &[u64]) -> Ready {
         let named = |(n, &rate): (usize, &u64)| (MemberId::number(n as u32), rate);
-        Ready { rates: rates.iter().enumerate().map(named).collect() }
+        Ready { rates: rates.iter().enumerate().map(named).collect(), ..Ready::default() }
     }
 
     #[test]
@@ -182,7 +274,7 @@ mod tests {
     #[test]
     fn a_state_costs_its_bytes_over_the_sum_of_the_rates() {
         let ready = rates(&[10_000_000, 5_000_000, 5_000_000]);
-        let cost = |told: &[_]| Cost::new(&ready, told);
+        let cost = |told: &[_]| Cost::new(&ready, told, 9);
         let ddp = cost(&told(60_000_000, 0, false));
         assert_eq!((ddp.state, ddp.predicted), (60_000_000, Some(Nanos::from_millis(3_000))));
         assert_eq!(ddp.to_string(), "60 MB of state, about 3s during which all members wait");
@@ -193,8 +285,21 @@ mod tests {
         let part = cost(&told(20_000_000, 0, true));
         assert_eq!(part.to_string(), "20 MB of state, at most 4s during which all members wait");
         // The rate of one member is not known.
-        let cost = Cost::new(&rates(&[1, 1]), &told(5, 0, false));
+        let cost = Cost::new(&rates(&[1, 1]), &told(5, 0, false), 9);
         assert_eq!(cost.predicted, None);
         assert_eq!(cost.to_string(), "5 B of state for which all members wait; the time is not known");
+    }
+    #[test]
+    fn one_that_has_followed_costs_the_steps_that_it_lacks() {
+        let mut ready = rates(&[10_000_000, 5_000_000, 5_000_000]);
+        let mut cost = |at| {
+            ready.follows = Follows::Stands { step: at };
+            Cost::new(&ready, &told(60_000_000, 0, false), 9)
+        };
+        assert_eq!((cost(8).state, cost(8).predicted), (20_000_000, Some(Nanos::from_millis(1_000))));
+        assert_eq!(cost(8).to_string(), "20 MB of the last step, about 1s in which all wait");
+        assert_eq!(cost(7).to_string(), "40 MB of the last 2 steps, about 2s in which all wait");
+        assert_eq!(cost(9).to_string(), "no state any more");
+        assert_eq!(cost(6).to_string(), "60 MB of state, about 3s in which all wait");
     }
 }

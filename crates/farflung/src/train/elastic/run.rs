@@ -2,21 +2,23 @@
 
 use std::sync::Arc;
 
-use farflung_base::Nanos;
+use farflung_base::{Bytes, Nanos, PeerId};
 use farflung_comm::{Cancel, Communicator, Stats};
 use farflung_parallel::plan::{Advice, PoolAdvice};
 
 use super::balance::{Balance, Reshared};
 use super::change::{Changed, Member};
 use super::copies::Copies;
+use super::decide::Agreement;
 use super::fetching::Store;
 use super::idle::Idle;
 use super::kept;
 use super::place::Place;
 use super::pools::{self, Moving, PoolSpeeds};
-use super::ready::{Admission, Cost};
+use super::ready::Admission;
 use super::repeats::Repeats;
 use super::status::Teller;
+use super::step_log::StepLog;
 use super::team::Team;
 use super::watchman::Watchman;
 use crate::events::{EventKind, EventLog, causes};
@@ -55,15 +57,14 @@ pub(in crate::train) fn work(
     let run = place.run.take();
     let mut events = EventLog::new(run.as_ref().map(RunDir::path));
     let patience = job.config.deadline.max(PATIENCE);
-    let (teller, balance) = (Teller::default(), Balance::default());
     let watchman = (!simulated).then(|| Watchman::new(place.transport(), job.config.deadline));
     let team = founded(&mut job, &place, &comm);
     let mut member = Member {
         place: &mut place,
         threads,
         simulated,
-        teller,
-        balance,
+        teller: Teller::default(),
+        balance: Balance::default(),
         watchman,
         team,
         copies: Copies::default(),
@@ -72,6 +73,7 @@ pub(in crate::train) fn work(
         repeats: Repeats::default(),
         pools: PoolSpeeds::default(),
         store: Store::default(),
+        log: StepLog::default(),
     };
     let (mut trainer, shared_last) = if founds {
         let comm = match &member.team {
@@ -80,7 +82,7 @@ pub(in crate::train) fn work(
         };
         (Trainer::new(&job, comm, threads)?, None)
     } else {
-        match member.come_in(&mut job, &comm, patience, &mut |cost| tell_cost(watch.as_deref_mut(), cost)) {
+        match member.come_in(&mut job, &comm, patience, &mut |text| tell(watch.as_deref_mut(), text)) {
             Ok((trainer, last)) => (trainer, Some(last)),
             // It was a spare for the whole run.
             Err(Error::OverForSpare) => return Ok(None),
@@ -148,12 +150,11 @@ pub(in crate::train) fn work(
     Ok(Some(report))
 }
 
-/// Reports the cost of this newcomer's state, as sent by the members.
-fn tell_cost(watch: Option<&mut (dyn RunObserver + '_)>, cost: Cost) {
-    let text = format!("this member is ready to join: it receives {cost}");
+/// Reports how far this newcomer is.
+fn tell(watch: Option<&mut (dyn RunObserver + '_)>, text: &str) {
     tracing::info!("{text}");
     if let Some(watch) = watch {
-        watch.note(&text);
+        watch.note(text);
     }
 }
 
@@ -187,8 +188,11 @@ fn train(
     // If the average after the last step has failed, it must still be repeated.
     while trainer.steps_done() < steps.job.config.steps || trainer.is_unmet() {
         let leaves = leaving(&steps.job, trainer);
+        member.look_at_log(trainer);
         trainer.ask_for_change(member.wants_change()? || leaves.is_some());
-        let next = match member.watched(trainer, |trainer| steps.step(trainer, events, kept)) {
+        let done = member.watched(trainer, |trainer| steps.step(trainer, events, kept));
+        member.log_step(trainer, &steps.job)?;
+        let next = match done {
             Ok(next) => next,
             Err(error) => {
                 go_on_without(member, trainer, steps, events, error)?;
@@ -264,8 +268,13 @@ fn change(
 ) -> Result<Option<Changed>> {
     let begun = trainer.comm().now();
     match member.agree(trainer, leaves) {
-        Ok(None) => Ok(None),
-        Ok(Some(agreed)) => {
+        Ok(Agreement::GoOn) => Ok(None),
+        Ok(Agreement::Log(newcomer)) => {
+            member.begin_log(trainer, &steps.job)?;
+            announce_log(trainer, steps, events, newcomer);
+            Ok(None)
+        }
+        Ok(Agreement::Change(agreed)) => {
             if let Some(admission) = &agreed.admission {
                 announce_admission(member, trainer, steps, events, admission);
             }
@@ -278,6 +287,20 @@ fn change(
     }
 }
 
+/// Reports that a newcomer fetches the state while the members train on.
+fn announce_log(trainer: &Trainer, steps: &mut Steps<'_, '_>, events: &mut EventLog, newcomer: PeerId) {
+    let sizes = trainer.state_bytes();
+    let (member, state, record) = (newcomer.0, sizes.shared, sizes.record);
+    let text = format!(
+        "member {member} fetches {} of state while the others train on, and then {} for each step since",
+        Bytes(state),
+        Bytes(record)
+    );
+    tell(steps.record.watch.as_deref_mut(), &text);
+    events.time_s = steps.clock.totals(trainer.comm()).time_s;
+    events.write(trainer.steps_done(), What::Following { member, state, record });
+}
+
 /// Reports the cost of a newcomer's state before the transfer begins.
 fn announce_admission(
     member: &mut Member<'_>,
@@ -287,10 +310,7 @@ fn announce_admission(
     admission: &Admission,
 ) {
     let text = admission.to_string();
-    tracing::info!("{text}");
-    if let Some(watch) = steps.record.watch.as_deref_mut() {
-        watch.note(&text);
-    }
+    tell(steps.record.watch.as_deref_mut(), &text);
     events.time_s = steps.clock.totals(trainer.comm()).time_s;
     let Admission { peer, cost } = admission;
     let predicted_ms = cost.predicted.map(|time| time.0 / 1_000_000);

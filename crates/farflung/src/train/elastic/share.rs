@@ -1,5 +1,5 @@
 //! Transfer of the run's state in memory to members without it: newcomers, and ranks that are one step behind
-//! after a loss.
+//! after a loss. A newcomer that has followed the run takes only the records of the steps that it lacks.
 
 use farflung_base::{Bytes, Rank};
 use farflung_comm::Communicator;
@@ -7,7 +7,10 @@ use serde::{Deserialize, Serialize};
 
 use super::fetch::{Part, fetch};
 use super::fetching::{Store, Wanted};
-use super::shelf::{Label, Shelf};
+use super::follow::Followed;
+use super::lent::Lent;
+use super::offers::Logged;
+use super::shelf::{Label, Shelf, label_of};
 use super::tell_all::tell_all;
 use crate::train::fault::FaultyValue;
 use crate::train::job::Job;
@@ -49,7 +52,7 @@ impl Exchange {
 /// Statistics of a transfer of the state.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Shared {
-    /// Bytes of state that each taker received.
+    /// Bytes that a taker received; on a donor: those of the taker that receives most.
     pub(super) state: Bytes,
     /// Number of donors that sent chunks. On a donor: the number of all donors.
     pub(super) donors: usize,
@@ -65,27 +68,51 @@ pub(super) struct Taken {
 }
 
 /// Labels of the state that a donor offers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Has {
     shared: Label,
     /// The donor's own optimizer state; only the first donor offers it.
     own: Option<Label>,
+    /// Records of the newest steps.
+    records: Vec<Logged>,
+}
+
+/// What a rank tells the others before the transfer.
+#[derive(Debug, Serialize, Deserialize)]
+struct Told {
+    /// What it offers; `None` if it is no donor.
+    has: Option<Has>,
+    /// Steps after which a newcomer has the state; `None` without a state.
+    at: Option<u64>,
+}
+
+/// What a rank has before the transfer.
+pub(super) enum Holds<'a> {
+    /// A member's state, and records of its newest steps.
+    Member(&'a Trainer, Lent),
+    /// A newcomer's state, if it has followed the run.
+    Newcomer(Option<&'a mut Followed>),
 }
 
 /// Transfers the run's state from the donors to the takers. Takers fetch chunks of the shared state from all
 /// donors, in proportion to their rates. If steps are local, a newcomer also fetches the optimizer state of the
-/// first donor. All ranks call it; a donor has a `trainer`. `store` keeps received chunks until the state is
+/// first donor. A newcomer that has followed the run fetches the records of the steps that it lacks, and the
+/// state only if its own then differs. All ranks call it. `store` keeps received chunks until the state is
 /// complete.
 ///
 /// Errors: [`Error::Message`] if the donors' states differ, or if no remaining donor sends chunks with the
 /// announced hashes; [`Error::PeerLost`] for a lost rank.
 pub(super) fn share(
-    trainer: Option<&Trainer>,
+    holds: Holds<'_>,
     comm: &Communicator,
     (job, exchange): (&Job, &Exchange),
     store: &mut Store,
 ) -> Result<(Shared, Option<Taken>)> {
     let (me, donors) = (comm.rank(), &exchange.donors);
+    let (trainer, lent, mut followed) = match holds {
+        Holds::Member(trainer, lent) => (Some(trainer), lent, None),
+        Holds::Newcomer(followed) => (None, Lent::default(), followed),
+    };
     if exchange.takers.is_empty() {
         return Ok((Shared::default(), None));
     }
@@ -98,27 +125,64 @@ pub(super) fn share(
         // If ranks agree at each step, the shared state already contains the optimizer's.
         let gives_own = number == 0 && !job.averages_each_step();
         let own = gives_own.then(|| trainer.own_snapshot()).transpose()?;
-        has = Some(Has { shared, own: own.map(|own| shelf.put(own.to_bytes())) });
+        let (own, records) = (own.map(|own| shelf.put(own.to_bytes())), lent.records());
+        lent.put_on(&mut shelf);
+        has = Some(Has { shared, own, records });
     }
-    let told: Vec<Option<Has>> = tell_all(comm, &has)?;
-    let first = told[donors[0].index()].ok_or_else(|| wrong("was reported by no member"))?;
-    let of = |rank: &Rank| told[rank.index()].map(|has| has.shared);
+    let told = tell_all(comm, &Told { has, at: followed.as_ref().map(|followed| followed.step()) })?;
+    let at: Vec<Option<u64>> = told.iter().map(|told| told.at).collect();
+    let told: Vec<Option<Has>> = told.into_iter().map(|told| told.has).collect();
+    let first = told[donors[0].index()].as_ref().ok_or_else(|| wrong("was reported by no member"))?;
+    let of = |rank: &Rank| told[rank.index()].as_ref().map(|has| has.shared);
     if let Some(other) = donors.iter().find(|donor| of(donor) != Some(first.shared)) {
         tracing::error!(rank = other.0, "the state of this member differs from that of the first member");
         return Err(wrong("differs between the members that have it"));
     }
     let is_taker = exchange.takers.contains(&me);
     let own = first.own.filter(|_| trainer.is_none());
+    let whole = || Wanted { label: first.shared, holders: donors.iter().copied().collect() };
+    let lacks = |rank: &Rank| {
+        let lacks = records(&told, at[rank.index()]?, exchange.progress.step)?;
+        // The whole state is taken if that is less.
+        (bytes_of(&lacks) < first.shared.len).then_some(lacks)
+    };
+    // What the taker that takes most takes.
+    let takes = |rank: &Rank| lacks(rank).map_or(first.shared.len, |lacks| bytes_of(&lacks));
+    let mut state = exchange.takers.iter().map(takes).max().unwrap_or(0);
+    let lacks = is_taker.then(|| lacks(&me)).flatten();
     let mut wanted = Vec::new();
     if is_taker {
-        wanted.push(Wanted { label: first.shared, holders: donors.iter().copied().collect() });
+        wanted.extend(lacks.clone().unwrap_or_else(|| vec![whole()]));
         wanted.extend(own.map(|label| Wanted { label, holders: [donors[0]].into() }));
     }
-    let gave = fetch(comm, Part { takers: &exchange.takers, wanted, shelf, store: &mut *store })?;
-    let shared =
-        Shared { state: Bytes(first.shared.len), donors: if is_taker { gave } else { donors.len() } };
+    // The state that this newcomer has after the steps that it lacked, if it is that of the members.
+    let mut caught = None;
+    let mut replay = |store: &mut Store| {
+        let (Some(followed), Some(lacks)) = (&mut followed, &lacks) else { return Ok(Vec::new()) };
+        for record in lacks {
+            followed.replay(&store.take(&record.label).ok_or_else(|| wrong("lacks a record"))?)?;
+        }
+        let snapshot = followed.snapshot()?;
+        if label_of(&snapshot.to_bytes()) == first.shared {
+            caught = Some(snapshot);
+            return Ok(Vec::new());
+        }
+        tracing::warn!(
+            "this newcomer's state differs from the members' after the same steps: it takes theirs"
+        );
+        Ok(vec![whole()])
+    };
+    let then = lacks.is_some().then_some(&mut replay as _);
+    let gave = fetch(comm, Part { takers: &exchange.takers, wanted, shelf, store: &mut *store, then })?;
+    if is_taker && caught.is_none() {
+        state = first.shared.len;
+    }
+    let shared = Shared { state: Bytes(state), donors: if is_taker { gave } else { donors.len() } };
     if !is_taker {
         return Ok((shared, None));
+    }
+    if let Some(shared_state) = caught {
+        return Ok((shared, Some(Taken { shared: shared_state, own: None })));
     }
     let mut read = |label: &Label| {
         let bytes = store.take(label).ok_or_else(|| wrong("does not have the reported length"))?;
@@ -126,6 +190,25 @@ pub(super) fn share(
     };
     let taken = Taken { shared: read(&first.shared)?, own: own.as_ref().map(&mut read).transpose()? };
     Ok((shared, Some(taken)))
+}
+
+/// Returns the records of the steps after `step` up to `until`, each with the donors that offer it. `None` if
+/// one is missing.
+fn records(told: &[Option<Has>], step: u64, until: u64) -> Option<Vec<Wanted>> {
+    let record = |step: u64| {
+        let label =
+            |has: &Has| has.records.iter().find(|logged| logged.step == step).map(|logged| logged.label);
+        let offered =
+            || (0..).map(Rank).zip(told).filter_map(|(rank, has)| Some((rank, label(has.as_ref()?)?)));
+        let (_, first) = offered().next()?;
+        let holders = offered().filter(|(_, label)| *label == first).map(|(rank, _)| rank).collect();
+        Some(Wanted { label: first, holders })
+    };
+    (step + 1..=until).map(record).collect()
+}
+
+fn bytes_of(wanted: &[Wanted]) -> u64 {
+    wanted.iter().map(|wanted| wanted.label.len).sum()
 }
 
 /// Returns whether a test makes this rank send a wrong chunk of the state after `step` steps.

@@ -3,12 +3,14 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
-use farflung_comm::{Answer, Question, Service};
+use farflung_comm::{Answer, FRAME_BYTES, Question, Service};
 use serde::{Deserialize, Serialize};
 
-/// Minimum and maximum bytes of a chunk. The last chunk of a blob may be shorter.
-const SIZES: std::ops::RangeInclusive<u64> = 16 << 10..=256 << 10;
+/// Minimum and maximum bytes of a chunk. The last chunk of a blob may be shorter. An answer with a chunk is one
+/// frame, so that it is never torn when a service is restarted.
+const SIZES: std::ops::RangeInclusive<u64> = 16 << 10..=FRAME_BYTES as u64 - 1024;
 /// Number of chunks of a blob, if the limits in `SIZES` allow it. It is large enough that donors of unequal
 /// rates finish together.
 const COUNT: u64 = 256;
@@ -50,6 +52,18 @@ pub(super) fn chunk_range(len: u64, number: u32) -> Option<Range<usize>> {
 /// Returns the hash of some bytes.
 pub(super) fn hash_of(bytes: &[u8]) -> Hash {
     *blake3::hash(bytes).as_bytes()
+}
+
+/// Returns the hashes of the chunks of a blob.
+fn hashes_of(bytes: &[u8]) -> Vec<Hash> {
+    let len = bytes.len() as u64;
+    let chunks = (0..chunks_of(len) as u32).filter_map(|number| chunk_range(len, number));
+    chunks.map(|range| hash_of(&bytes[range])).collect()
+}
+
+/// Returns the name and length of a blob.
+pub(super) fn label_of(bytes: &[u8]) -> Label {
+    Label { root: root_of(&hashes_of(bytes)), len: bytes.len() as u64 }
 }
 
 /// Returns the name of a blob whose chunks have these hashes.
@@ -134,7 +148,7 @@ impl Reply {
 
 /// Bytes that others may fetch, and the hashes of its chunks.
 #[derive(Debug)]
-struct Blob {
+pub(super) struct Blob {
     bytes: Vec<u8>,
     hashes: Vec<Hash>,
 }
@@ -142,7 +156,7 @@ struct Blob {
 /// All blobs that a member offers.
 #[derive(Debug, Default)]
 pub(super) struct Shelf {
-    blobs: BTreeMap<Hash, Blob>,
+    blobs: BTreeMap<Hash, Arc<Blob>>,
     /// For tests: flip a bit in the next chunk that is sent.
     pub(super) spoils: bool,
 }
@@ -150,12 +164,25 @@ pub(super) struct Shelf {
 impl Shelf {
     /// Adds a blob, and returns its name and length.
     pub(super) fn put(&mut self, bytes: Vec<u8>) -> Label {
-        let chunks = (0..chunks_of(bytes.len() as u64) as u32)
-            .filter_map(|number| chunk_range(bytes.len() as u64, number));
-        let hashes: Vec<Hash> = chunks.map(|range| hash_of(&bytes[range])).collect();
+        let hashes = hashes_of(&bytes);
         let label = Label { root: root_of(&hashes), len: bytes.len() as u64 };
-        self.blobs.insert(label.root, Blob { bytes, hashes });
+        self.blobs.insert(label.root, Arc::new(Blob { bytes, hashes }));
         label
+    }
+
+    /// Returns a blob, so that another shelf can offer it, too.
+    pub(super) fn lend(&self, label: &Label) -> Option<Arc<Blob>> {
+        self.blobs.get(&label.root).cloned()
+    }
+
+    /// Adds a blob of another shelf.
+    pub(super) fn borrow(&mut self, label: &Label, blob: Arc<Blob>) {
+        self.blobs.insert(label.root, blob);
+    }
+
+    /// Removes all blobs.
+    pub(super) fn clear(&mut self) {
+        self.blobs.clear();
     }
 
     fn get(&mut self, item: &Item) -> Option<Vec<u8>> {
@@ -193,7 +220,7 @@ mod tests {
 
     /// Bytes of the smallest and of the largest chunks.
     const CHUNK: usize = 16 << 10;
-    const LARGE: usize = 256 << 10;
+    const LARGE: usize = FRAME_BYTES - 1024;
 
     #[test]
     fn chunks_cover_a_blob_once() {
@@ -210,6 +237,13 @@ mod tests {
             assert_eq!(chunk_range(len as u64, u32::MAX), None);
         }
         assert_eq!(chunk_range(u64::MAX, u32::MAX).map(|range| range.len()), Some(LARGE));
+    }
+
+    #[test]
+    fn an_answer_with_a_chunk_is_one_frame() {
+        let item = Item::Chunk { root: [0xFF; 32], number: u32::MAX };
+        let reply = Reply { item, bytes: Some(vec![0; LARGE]) };
+        assert!(reply.to_bytes().len() < FRAME_BYTES);
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Status of a run that machines join and leave, as seen by one of its members.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use farflung_base::{Bytes, Nanos, PeerId};
@@ -36,6 +37,9 @@ pub struct Status {
     pub members: Vec<MemberStatus>,
     /// Endpoints that are connected and wait to become members.
     pub waiting: Vec<u32>,
+    /// How far the newcomers are that have announced themselves, as text, by endpoint.
+    #[serde(default)]
+    pub coming: BTreeMap<u32, String>,
     /// Mean loss of the last step, in nats.
     pub train_loss: Option<f64>,
     /// Newest loss of the held-out text, in nats.
@@ -142,6 +146,7 @@ impl fmt::Display for Status {
             let waiting: Vec<String> = self.waiting.iter().map(ToString::to_string).collect();
             writeln!(f, "waiting to join: {}", waiting.join(", "))?;
         }
+        self.coming.iter().try_for_each(|(slot, line)| writeln!(f, "member {slot} {line}"))?;
         if !self.changes.is_empty() {
             writeln!(f)?;
             self.changes.iter().try_for_each(|change| writeln!(f, "{change}"))?;
@@ -207,6 +212,7 @@ impl Teller {
             incarnation: view.map_or(0, |view| view.incarnation),
             members: members(place, team, &steps.job),
             waiting,
+            coming: place.coming(),
             train_loss: row.map(|row| row.train_loss),
             val_loss: steps.last_loss,
             tokens_per_s: row.map_or(0.0, |row| row.tokens_per_s),
@@ -299,6 +305,7 @@ mod tests {
             incarnation: 1,
             members: vec![member(0, None), member(7, Some(0))],
             waiting: vec![9],
+            coming: [(9, "has replayed to step 11 of 12".to_owned())].into(),
             train_loss: Some(2.5),
             val_loss: None,
             tokens_per_s: 1234.0,
@@ -313,7 +320,7 @@ mod tests {
                     (answers)\n\x20    7    50%           1          0  10.0.0.7:29500\n\nconnections of the \
                     member that answered:\n\x20    7  sent it 2 MB, received 1 MB; round trip 25ms (minimum \
                     20ms, queueing 5ms), 2 of 1500 packets sent again, queued 0 B now, 500ms in \
-                    total\nwaiting to join: 9\n\nafter step 3: member 7 joined\n";
+                    total\nwaiting to join: 9\nmember 9 has replayed to step 11 of 12\n\nafter step 3: member 7 joined\n";
         assert_eq!(status.to_string(), text);
         let at = |slot, stage, share| MemberStatus { stage: Some(stage), share, ..member(slot, None) };
         let members = vec![at(0, 0, 1.0), at(3, 1, 0.75), at(4, 1, 0.25)];

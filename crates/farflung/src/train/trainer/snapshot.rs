@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Trainer;
 use super::retreat::agreed;
+use crate::train::fault::Fault;
 use crate::train::floats::floats;
 use crate::{Error, Result};
 
@@ -28,6 +29,8 @@ pub(in crate::train) struct StateBytes {
     pub(in crate::train) shared: u64,
     /// Bytes of the optimizer's state, if it differs between replicas; else 0.
     pub(in crate::train) own: u64,
+    /// Bytes from which a step can be replayed.
+    pub(in crate::train) record: u64,
     /// Whether the rank holds only a part of the model.
     pub(in crate::train) is_part: bool,
 }
@@ -63,6 +66,38 @@ impl Snapshot {
         bytes
     }
 
+    /// Returns the number of steps after which it was taken.
+    pub(in crate::train) const fn step(&self) -> u64 {
+        self.counters.progress.step
+    }
+
+    /// Returns the values of a tensor; `None` if it has no such tensor.
+    pub(super) fn get(&self, name: &str) -> Option<&[f32]> {
+        self.tensors.get(name).map(Vec::as_slice)
+    }
+
+    /// Flips the bit that a test requests, in the last tensor.
+    pub(in crate::train) fn suffer(&mut self, fault: Fault) {
+        self.tensors.values_mut().next_back().into_iter().for_each(|values| fault.strike_values(values));
+    }
+
+    /// Returns the state of the loss scale.
+    pub(super) fn scale(&self) -> &[f32] {
+        &self.counters.scale
+    }
+
+    /// Returns this state with the numbers of steps and of rounds of averages that `other` has.
+    pub(in crate::train) fn counted_as(mut self, other: &Self) -> Self {
+        self.counters.progress = other.counters.progress;
+        self.counters.rounds = other.counters.rounds;
+        self
+    }
+
+    /// Returns the counters without the values of any tensor.
+    pub(in crate::train) fn without_values(&self) -> Self {
+        Self { counters: self.counters.clone(), tensors: BTreeMap::new() }
+    }
+
     /// Decodes the output of [`Snapshot::to_bytes`]. Returns `None` if the bytes are not valid. Lengths in
     /// untrusted bytes are checked before anything is allocated.
     pub(in crate::train) fn from_bytes(bytes: &[u8]) -> Option<Self> {
@@ -81,7 +116,7 @@ impl Snapshot {
 }
 
 /// Returns the name of a buffer of a part.
-fn named(stage: StageId, kind: &str, name: &str) -> String {
+pub(super) fn named(stage: StageId, kind: &str, name: &str) -> String {
     format!("{stage}/{kind}/{name}")
 }
 
@@ -111,8 +146,8 @@ impl Trainer {
     /// Returns the sizes of this rank's state.
     pub(in crate::train) fn state_bytes(&self) -> StateBytes {
         let len = |x: &Tensor| (x.shape().len() * size_of::<f32>()) as u64;
-        let mut bytes =
-            StateBytes { is_part: self.schedule.placement().depth() > 1, ..StateBytes::default() };
+        let is_part = self.schedule.placement().depth() > 1;
+        let mut bytes = StateBytes { is_part, record: self.record_bytes(), ..StateBytes::default() };
         for part in self.executor.parts.values() {
             let chain: u64 = part.chain.states().map(|(_, state)| len(state)).sum();
             let sync: u64 =
@@ -156,7 +191,7 @@ impl Trainer {
         })
     }
 
-    fn snapshot<'a>(
+    pub(super) fn snapshot<'a>(
         &'a self,
         of: impl Fn(&'a super::Part, &mut Vec<(String, &'a Tensor)>, StageId),
     ) -> Result<Snapshot> {

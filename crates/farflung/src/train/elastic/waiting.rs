@@ -1,0 +1,278 @@
+//! A newcomer's time before it is a member: it announces itself, fetches the state in the background if it can,
+//! and waits for a view that contains it.
+
+use std::collections::BTreeMap;
+
+use farflung_base::{Nanos, Pending, Rank};
+use farflung_comm::{CommError, Look};
+use farflung_parallel::membership::{MemberId, View};
+
+use super::decide::LOOK;
+use super::fetch;
+use super::fetching::{Fetching, Store, Wanted};
+use super::follow::{Follower, SHARE, Want};
+use super::keeper::Outcome;
+use super::place::{Place, TAGS};
+use super::ready::{Follows, Ready};
+use crate::{Error, Result};
+
+/// Time between two attempts of a newcomer to connect to other newcomers.
+const MEETS: Nanos = Nanos::from_millis(1_000);
+/// Time between two announcements of a newcomer.
+const SAYS: Nanos = Nanos::from_millis(250);
+/// Time without any answer after which open requests are forgotten and made again.
+const STALLS: Nanos = Nanos::from_millis(3_000);
+/// Rate of a member that has not been measured, in bytes a second.
+const UNKNOWN: u64 = 64 << 10;
+/// Time between two messages about the progress to the newcomer's user.
+const TELLS: Nanos = Nanos::from_millis(5_000);
+
+type Sending = Pending<std::result::Result<(), CommError>>;
+
+/// What a newcomer has announced, and when.
+struct Waiting {
+    until: Nanos,
+    ready: Ready,
+    said: Option<(Follows, Nanos)>,
+    told: Option<(Follows, Nanos)>,
+    connected: usize,
+    meets: Nanos,
+    telling: Vec<Sending>,
+}
+
+/// How a fetch in the background ended.
+enum Ended {
+    /// All is received.
+    Whole,
+    /// The members have admitted this newcomer.
+    In(Box<View>),
+    /// Peers have come or gone, or no answer came for a while: what is missing must be requested again.
+    Again,
+    /// No member has it any more.
+    Gone,
+}
+
+impl Place {
+    /// Announces that this newcomer is here, for a state of about `state` bytes, and waits for a view that
+    /// contains it. A `follower` fetches the state meanwhile; without one, the newcomer takes it while all
+    /// wait. `tell` is called with messages for the user.
+    ///
+    /// Errors: [`Error::Removed`] if no view contains it within `patience`; those of the follower's device.
+    pub(super) fn wait_for_view(
+        &mut self,
+        (patience, state): (Nanos, u64),
+        mut follower: Option<&mut Follower<'_>>,
+        tell: &mut dyn FnMut(&str),
+    ) -> Result<View> {
+        self.wait_to_begin();
+        let until = self.transport().now().saturating_add(patience);
+        let ready = self.measure_links(state);
+        let (connected, meets) = (0, Nanos::ZERO);
+        let mut waiting =
+            Waiting { until, ready, said: None, told: None, connected, meets, telling: Vec::new() };
+        self.keeper().awaited = true;
+        let view = self.wait_with(&mut waiting, &mut follower, tell);
+        self.keeper().awaited = false;
+        view
+    }
+
+    fn wait_with(
+        &mut self,
+        waiting: &mut Waiting,
+        follower: &mut Option<&mut Follower<'_>>,
+        tell: &mut dyn FnMut(&str),
+    ) -> Result<View> {
+        loop {
+            let Some(follower) = follower else {
+                if let Some(view) = self.attend(waiting, Follows::Barrier, tell)? {
+                    return Ok(view);
+                }
+                self.wait(LOOK)?;
+                continue;
+            };
+            let offers = self.keeper().offers().clone();
+            let wants = follower.next(&offers, &waiting.ready, self.transport().now());
+            if let Some(view) = self.attend(waiting, follower.says(&offers, u64::MAX), tell)? {
+                return Ok(view);
+            }
+            if wants.is_empty() {
+                self.wait(LOOK)?;
+                continue;
+            }
+            match self.fetch_behind(&wants, waiting, follower, tell)? {
+                Ended::Whole => follower.fetched()?,
+                Ended::In(view) => return Ok(*view),
+                // A little later, so that a broken connection is not tried without a pause.
+                Ended::Again => self.wait(LOOK)?,
+                Ended::Gone => follower.lost(),
+            }
+            if follower.asks() {
+                self.keeper().forget_copies();
+            }
+        }
+    }
+
+    /// Announces how far this newcomer is, if that is due. Returns the view that contains it, if there is one.
+    fn attend(
+        &mut self,
+        waiting: &mut Waiting,
+        follows: Follows,
+        tell: &mut dyn FnMut(&str),
+    ) -> Result<Option<View>> {
+        self.renew();
+        let costs = self.keeper().costs();
+        if let Some(cost) = costs {
+            tell(&format!("this member is ready to come in: it takes {cost}"));
+        }
+        let outcome = self.keeper().outcome();
+        if let Some(Outcome::Installed(view)) = outcome {
+            return Ok(Some(view));
+        }
+        let now = self.transport().now();
+        if now >= waiting.until {
+            let reason = "no member took this one in within its patience".to_owned();
+            return Err(Error::Removed { reason });
+        }
+        if now >= waiting.meets {
+            if waiting.connected > 0 {
+                self.arrivals.meet();
+            }
+            waiting.meets = now.saturating_add(MEETS);
+            waiting.connected = 0;
+        }
+        let kind = std::mem::discriminant::<Follows>;
+        let is_due = |(before, at): (Follows, Nanos), every| {
+            kind(&before) != kind(&follows) || before != follows && now >= at.saturating_add(every)
+        };
+        if waiting.told.is_none_or(|told| is_due(told, TELLS)) {
+            if follows.needs_log() {
+                tell(&format!("this member {follows}"));
+            }
+            waiting.told = Some((follows, now));
+        }
+        let repeats =
+            waiting.said.is_none_or(|said| is_due(said, SAYS) || now >= said.1.saturating_add(SAYS));
+        if repeats || waiting.connected != self.connected() {
+            // Announced again and again, for peers that have connected since, and so that all hear that this
+            // newcomer is not frozen.
+            waiting.connected = self.connected();
+            waiting.ready.follows = follows;
+            waiting.said = Some((follows, now));
+            // An announcement that could not be sent yet is replaced.
+            waiting.telling = self.tell_ready(&waiting.ready);
+        }
+        Ok(None)
+    }
+
+    /// Fetches blobs from members that train. Each member is asked for no more than its share.
+    fn fetch_behind(
+        &mut self,
+        wants: &[Want],
+        waiting: &mut Waiting,
+        follower: &mut Follower<'_>,
+        tell: &mut dyn FnMut(&str),
+    ) -> Result<Ended> {
+        let (comm, ids) = self.keepers();
+        let rank = |id: &MemberId| ids.iter().position(|peer| peer == id).map(|rank| Rank(rank as u32));
+        let wanted = wants
+            .iter()
+            .map(|want| Wanted { label: want.what, holders: want.holders.iter().filter_map(rank).collect() });
+        let wanted: Vec<Wanted> = wanted.collect();
+        if wanted.iter().any(|wanted| wanted.holders.is_empty()) {
+            return Ok(Ended::Gone);
+        }
+        let mut store = std::mem::take(&mut follower.store);
+        let ended = self.fetch_from((&comm, &ids), (wanted, &mut store), waiting, follower, tell);
+        follower.store = store;
+        ended
+    }
+
+    fn fetch_from(
+        &mut self,
+        (comm, ids): (&farflung_comm::Communicator, &[MemberId]),
+        (wanted, store): (Vec<Wanted>, &mut Store),
+        waiting: &mut Waiting,
+        follower: &Follower<'_>,
+        tell: &mut dyn FnMut(&str),
+    ) -> Result<Ended> {
+        let patient = comm.clone().with_deadline(Nanos::MAX);
+        let me = comm.rank();
+        let mut fetching = Fetching::new(wanted, store);
+        let mut paces = Paces::new(ids, &waiting.ready);
+        let mut asking: Vec<Sending> = Vec::new();
+        let mut came = comm.now();
+        while !fetching.is_done() {
+            let offers = self.keeper().offers().clone();
+            if let Some(view) = self.attend(waiting, follower.says(&offers, fetching.left()), tell)? {
+                return Ok(Ended::In(Box::new(view)));
+            }
+            if self.keepers().1 != ids || comm.now().saturating_sub(came) >= STALLS {
+                return Ok(Ended::Again);
+            }
+            let donors = fetching.donors();
+            for &donor in &donors {
+                while paces.may(donor, comm.now()) {
+                    let Some(item) = fetching.next(donor, comm.now()) else { break };
+                    paces.asked(donor, fetching.size_of(&item), comm.now());
+                    asking.push(patient.start_send(donor, fetch::TAGS.ask, item.to_bytes()));
+                }
+            }
+            asking.retain(|asking| !asking.is_ready());
+            let mut answer = patient.start_recv_any(&donors, fetch::TAGS.answer);
+            let mut word = patient.start_recv_any(&[me], TAGS.answer);
+            let look = LOOK.min(paces.next(&donors, comm.now()));
+            match comm.first(&mut [&mut answer, &mut word], Look::Within(look)) {
+                Some(0) => match answer.wait() {
+                    // Answers to requests of an earlier fetch are skipped.
+                    Ok((donor, bytes)) if fetching.is_asked(donor, &bytes) => {
+                        came = comm.now();
+                        if fetching.arrived(donor, &bytes, came).is_err() {
+                            return Ok(Ended::Gone);
+                        }
+                    }
+                    Ok(_) | Err(CommError::CancelledBy { .. }) => {}
+                    Err(_) => return Ok(Ended::Again),
+                },
+                // The keeper has a message; it is read in `attend`.
+                Some(_) => drop(word.wait()),
+                None => {}
+            }
+        }
+        Ok(Ended::Whole)
+    }
+}
+
+/// When each member may be asked again.
+struct Paces(BTreeMap<Rank, Pace>);
+
+struct Pace {
+    /// Bytes a second.
+    rate: f64,
+    at: Nanos,
+}
+
+impl Paces {
+    fn new(ids: &[MemberId], ready: &Ready) -> Self {
+        let pace = |(rank, id): (u32, &MemberId)| {
+            let rate = SHARE * ready.rate(id).unwrap_or(UNKNOWN) as f64;
+            (Rank(rank), Pace { rate, at: Nanos::ZERO })
+        };
+        Self((0..).zip(ids).map(pace).collect())
+    }
+
+    fn may(&self, donor: Rank, now: Nanos) -> bool {
+        self.0.get(&donor).is_some_and(|pace| pace.at <= now)
+    }
+
+    fn asked(&mut self, donor: Rank, bytes: u64, now: Nanos) {
+        let Some(pace) = self.0.get_mut(&donor) else { return };
+        let takes = Nanos::from_secs_f64(bytes as f64 / pace.rate);
+        pace.at = pace.at.max(now).saturating_add(takes);
+    }
+
+    /// Returns the time until the next of these donors may be asked that may not be asked now.
+    fn next(&self, donors: &[Rank], now: Nanos) -> Nanos {
+        let ats = donors.iter().filter_map(|donor| self.0.get(donor)).map(|pace| pace.at);
+        ats.filter(|&at| at > now).min().map_or(LOOK, |at| at.saturating_sub(now))
+    }
+}
