@@ -100,8 +100,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 fn followed(report: &mut Report<'_>, moments: u32) -> Result<()> {
     let job = job(report.seed(), MEMBERS, |config| {
         config.steps = 2 * STEPS;
-        // A step takes about a second, so that the links carry its record in the meantime.
-        config.compute_rate = 2e7;
+        // A step takes half a second, so that the links carry its record in the meantime.
+        config.compute_rate = 1e6;
     })?;
     let calm = run_once(&job, MEMBERS, &[], &Faults::new())?;
     let calm = report_of(&calm[0]).context("a run without newcomers ends")?;
