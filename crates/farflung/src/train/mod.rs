@@ -33,6 +33,7 @@ mod stop_in_step;
 mod planned;
 mod prediction;
 mod prices;
+mod record;
 mod repeat;
 mod report;
 mod resync;

@@ -1,121 +1,17 @@
 //! The steps of a run on one rank, and what is recorded after each: its row, checks and evaluation, its
 //! checkpoint. It does not depend on how ranks meet.
 
-use std::time::Instant;
-
-use farflung_base::{Link, Nanos};
-use farflung_comm::{Communicator, Stats};
 use serde::{Deserialize, Serialize};
 
-use super::callbacks::RunObserver;
-use super::checkpoint::{self, Totals};
+use super::checkpoint;
 use super::job::Job;
 use super::observation::Observation;
+use super::record::{Clock, Record};
 use super::stop_in_step::RunProgress;
-use super::trainer::{StepDone, Synced, Thoroughness, Trainer};
+use super::trainer::{Synced, Thoroughness, Trainer};
 use crate::events::{EventKind, EventLog};
 use crate::peer_counters::PeerCountersLine;
-use crate::{Error, MetricsWriter, PeerCounters, Result, RunDir, Signal, StepMetrics, StepTimes};
-
-/// The start of this part of the run, and the resources used before.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Clock {
-    before: Totals,
-    start: Nanos,
-    /// Bytes that trials sent and received before this part began.
-    trials: Stats,
-    wall: Instant,
-}
-
-impl Clock {
-    pub(super) fn new(comm: &Communicator, before: Totals, trials: Stats) -> Self {
-        #[expect(clippy::disallowed_methods, reason = "the run reports how long it really took")]
-        let wall = Instant::now();
-        Self { before, start: comm.now(), trials, wall }
-    }
-
-    pub(super) fn totals(&self, comm: &Communicator) -> Totals {
-        let stats = comm.stats();
-        Totals {
-            time_s: self.before.time_s + comm.now().saturating_sub(self.start).as_secs_f64(),
-            wall_s: self.before.wall_s + self.wall.elapsed().as_secs_f64(),
-            bytes_sent: self.before.bytes_sent + stats.sent.wire.0 - self.trials.sent.wire.0,
-            bytes_received: self.before.bytes_received + stats.received.wire.0 - self.trials.received.wire.0,
-        }
-    }
-}
-
-/// What rank 0 records about the run's steps.
-pub(super) struct Record<'a, 'w> {
-    pub(super) link: Option<Link>,
-    pub(super) metrics: Option<MetricsWriter>,
-    pub(super) watch: Option<&'a mut (dyn RunObserver + 'w)>,
-    pub(super) rows: Vec<StepMetrics>,
-    /// Number of rows, from the first, whose losses are known.
-    pub(super) told: usize,
-    /// The run's clock in seconds, after the last step.
-    pub(super) time_s: f64,
-}
-
-impl Record<'_, '_> {
-    /// Records a step. If replicas train apart, the row is written once their losses are known: `train_loss` is
-    /// the mean over all tokens of the step, of all replicas, for every method.
-    pub(super) fn step(
-        &mut self,
-        job: &Job,
-        done: &StepDone,
-        val_loss: Option<f64>,
-        digest: Option<String>,
-        totals: &Totals,
-        peers: Vec<PeerCounters>,
-    ) -> Result<()> {
-        let tokens = job.tokens_after(done.step);
-        let new = tokens - job.tokens_after(done.step - 1);
-        let row = StepMetrics {
-            step: done.step,
-            time_s: totals.time_s,
-            wall_s: totals.wall_s,
-            tokens,
-            train_loss: done.loss,
-            val_loss,
-            bytes_sent: totals.bytes_sent,
-            bytes_received: totals.bytes_received,
-            tokens_per_s: new as f64 / (totals.time_s - self.time_s).max(1e-9),
-            drift: done.drift.map(|d| d.distance),
-            digest,
-            peers,
-        };
-        self.time_s = totals.time_s;
-        if let Some(watch) = &mut self.watch {
-            if let Some(drift) = done.drift.filter(|d| d.distance > 0.0) {
-                watch.note(&format!(
-                    "step {}: copies of parameters were up to {:.1e} apart and are equal again (rank 0 sent {})",
-                    done.step,
-                    drift.distance,
-                    farflung_base::Bytes(drift.bytes)
-                ));
-            }
-            watch.step(&row, link_use(self.link, totals));
-        }
-        self.rows.push(row);
-        self.record_losses(&done.losses)
-    }
-
-    /// Adds losses to the oldest rows that lack them, and writes those rows.
-    pub(super) fn record_losses(&mut self, losses: &[f64]) -> Result<()> {
-        for (row, &loss) in self.rows[self.told..].iter_mut().zip(losses) {
-            row.train_loss = loss;
-            if let Some(metrics) = &mut self.metrics {
-                metrics.write(row)?;
-            }
-            if let Some(watch) = &mut self.watch {
-                watch.told(row);
-            }
-            self.told += 1;
-        }
-        Ok(())
-    }
-}
+use crate::{Error, PeerCounters, Result, RunDir, Signal, StepTimes};
 
 /// State of the loop over steps.
 pub(super) struct Steps<'a, 'w> {
@@ -311,11 +207,4 @@ impl Looks {
 pub(super) fn evaluated(trainer: &mut Trainer) -> Result<f64> {
     let loss = trainer.evaluate()?;
     if loss.is_finite() { Ok(loss) } else { Err(Error::LossNotFinite { step: trainer.steps_done(), loss }) }
-}
-
-/// Returns the fraction of the elapsed time that the sent bytes take on the link.
-fn link_use(link: Option<Link>, totals: &Totals) -> Option<f64> {
-    let link = link.filter(|l| l.bandwidth.0 != u64::MAX)?;
-    let sending = totals.bytes_sent as f64 * 8.0 / link.bandwidth.0 as f64;
-    (totals.time_s > 0.0).then(|| (sending / totals.time_s).min(1.0))
 }

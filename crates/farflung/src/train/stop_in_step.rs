@@ -8,7 +8,7 @@ use farflung_base::{Nanos, Rank};
 
 use super::checkpoint::{self, Totals};
 use super::job::Job;
-use super::steps::{Clock, Record};
+use super::record::{Clock, Record};
 use super::trainer::{Thoroughness, Trainer};
 use crate::checkpoint::folder;
 use crate::events::{EventKind, EventLog, causes};

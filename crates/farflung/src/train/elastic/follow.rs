@@ -81,7 +81,7 @@ impl Alone<'_> {
         let machines = vec![format!("member.{}", self.slot)];
         let plan = self.job.plan.with_replicas(&[Replica::New { machines, microbatches: each }])?;
         let job = Job { failure: None, departure: None, fault: None, ..self.job.with_plan(plan)? };
-        let comm = links::seat(&job, job.stop.tie(self.comm.clone()), self.simulated)?;
+        let comm = links::seat(&job, job.stop.with_stop(self.comm.clone()), self.simulated)?;
         let mut trainer = Trainer::new(&job, comm, self.threads)?;
         trainer.take_snapshot(snapshot, None)?;
         Ok(Followed { trainer, counters: snapshot.without_values() })

@@ -27,7 +27,8 @@ use crate::train::job::Job;
 use crate::train::links::{self, Seat};
 use crate::train::report::{Report, sample};
 use crate::train::run::{RunObserver, announce};
-use crate::train::steps::{Clock, Last, Next, Record, Steps, evaluated};
+use crate::train::record::{Clock, Record};
+use crate::train::steps::{Last, Next, Steps, evaluated};
 use crate::train::stop_in_step::{RunProgress, StopSummary};
 use crate::train::trainer::{Trainer, hash};
 use crate::{Error, Result, RunDir, Signal};
@@ -298,7 +299,7 @@ fn announce_log(trainer: &Trainer, steps: &mut Steps<'_, '_>, events: &mut Event
     );
     tell(steps.record.watch.as_deref_mut(), &text);
     events.time_s = steps.clock.totals(trainer.comm()).time_s;
-    events.write(trainer.steps_done(), What::Following { member, state, record });
+    events.write(trainer.steps_done(), EventKind::Following { member, state, record });
 }
 
 /// Reports the cost of a newcomer's state before the transfer begins.

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use farflung_base::{Nanos, Pending, Rank};
-use farflung_comm::{CommError, Look};
+use farflung_comm::{CommError, WaitMode};
 use farflung_parallel::membership::{MemberId, View};
 
 use super::decide::LOOK;
@@ -221,7 +221,7 @@ impl Place {
             let mut answer = patient.start_recv_any(&donors, fetch::TAGS.answer);
             let mut word = patient.start_recv_any(&[me], TAGS.answer);
             let look = LOOK.min(paces.next(&donors, comm.now()));
-            match comm.first(&mut [&mut answer, &mut word], Look::Within(look)) {
+            match comm.first(&mut [&mut answer, &mut word], WaitMode::Within(look)) {
                 Some(0) => match answer.wait() {
                     // Answers to requests of an earlier fetch are skipped.
                     Ok((donor, bytes)) if fetching.is_asked(donor, &bytes) => {

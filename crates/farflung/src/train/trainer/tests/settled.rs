@@ -6,7 +6,7 @@ use farflung_tensor::TensorError;
 use super::*;
 use crate::events::EventLog;
 use crate::train::checkpoint::{Totals, folder};
-use crate::train::steps::Clock;
+use crate::train::record::Clock;
 use crate::train::stop_in_step::{self, RunProgress};
 use crate::{Existing, RunDir, Signal, metrics};
 
