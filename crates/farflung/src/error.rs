@@ -40,7 +40,7 @@ pub enum Error {
         left.as_deref().map(ToString::to_string).unwrap_or_default()
     )]
     NoMajority {
-        /// How many members are left, of how many.
+        /// Why this rank cannot continue, such as the number of members that are left.
         reason: String,
         /// What is saved and what is not.
         left: Option<Box<crate::train::StopSummary>>,
@@ -54,7 +54,7 @@ pub enum Error {
         /// The first tensor that is missing.
         tensor: String,
     },
-    /// A spare member's run is over.
+    /// The run has ended while this member was a spare.
     #[error("the run has ended: this member was a spare, and has no part of the model")]
     OverForSpare,
     /// This rank is too slow: the other ranks of its run wait for it.
@@ -533,7 +533,7 @@ pub enum Error {
     /// A signal asked for a stop, and there was nothing to save.
     #[error("stopped by {0}")]
     Stopped(Signal),
-    /// A signal asked for a stop; tells what the run leaves on disk.
+    /// A signal asked for a stop; `left` describes what the run leaves on disk.
     #[error("stopped by {signal}{left}")]
     StoppedAt {
         /// The signal.

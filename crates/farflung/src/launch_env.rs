@@ -89,8 +89,8 @@ struct Family {
     local_size: &'static str,
 }
 
-/// In the order in which they are checked. `PMIX_RANK` comes without a size, which is then in PMI's or
-/// `OpenMPI`'s variables.
+/// The launchers' variables, in the order in which they are checked. `PMIX_RANK` has no variable for the number
+/// of processes; the variables of PMI or `OpenMPI` then contain it.
 const FAMILIES: [Family; 5] = [
     Family {
         source: "RANK",

@@ -131,7 +131,7 @@ mod tests {
         let path = dir.path().join("metrics.jsonl");
         let mut writer = MetricsWriter::open(&path, 0).unwrap();
         (1..=5).for_each(|step| writer.write(&at(step)).unwrap());
-        // Killed in the middle of a line.
+        // A line is incomplete, because the process was killed while it wrote the line.
         writer.file.write_all(b"{\"step\":6,\"ti").unwrap();
         let mut writer = MetricsWriter::open(&path, 3).unwrap();
         writer.write(&at(4)).unwrap();
@@ -163,7 +163,7 @@ mod tests {
             writer.write(&at(4)).unwrap();
             assert_eq!(read(&path).unwrap(), (1..=4).map(at).collect::<Vec<_>>(), "{tail:?}");
         }
-        // Such a line is damage if it is not at the end.
+        // In the middle of the file, an invalid line is an error.
         let mut writer = MetricsWriter::open(&path, 2).unwrap();
         writer.file.write_all(b"\xff\n").unwrap();
         writer.write(&at(4)).unwrap();

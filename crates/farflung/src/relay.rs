@@ -21,7 +21,7 @@ use crate::Result;
 const CHUNK: usize = 8 * 1024;
 /// Highest number of chunks or datagrams of one connection in flight.
 const ON_THE_WAY: usize = 8192;
-/// Length of the link's queue, as the time that it takes to send it.
+/// Length of the link's queue, as the time that the link needs to send all queued bytes.
 const QUEUE: Duration = Duration::from_millis(50);
 /// Time between two checks of whether the link is cut or the relay has ended.
 const LOOK: Duration = Duration::from_millis(5);
@@ -199,8 +199,8 @@ impl Way {
         lock(&self.free).0.saturating_duration_since(now()).saturating_sub(QUEUE)
     }
 
-    /// Accepts so many bytes; returns when they arrive at the other end, and how often they were lost on the
-    /// way.
+    /// Accepts this number of bytes. Returns when they arrive at the other end, and how often they were lost on
+    /// the way.
     fn take(&self, bytes: usize) -> (Instant, u32) {
         let (out, number) = {
             let mut free = lock(&self.free);
@@ -246,7 +246,7 @@ impl Way {
     }
 }
 
-/// Bytes, and when they are due to arrive.
+/// The time at which data arrives at the other end, and the data.
 type Load = (Instant, Vec<u8>);
 
 #[derive(Debug)]
@@ -319,7 +319,7 @@ impl Shared {
             self.wait(due);
             way.corrupt_bytes(&mut bytes);
             if to.write_all(&bytes).is_err() {
-                // What the reader reads can no longer be delivered.
+                // The other side is closed, so data that is still read from `from` cannot be delivered.
                 let _ = from.shutdown(Shutdown::Both);
                 return;
             }
@@ -355,7 +355,7 @@ impl Shared {
         }
         let (due, losses) = way.take(datagram.len());
         if losses == 0 {
-            // Also dropped if the connection has too many datagrams in flight.
+            // A datagram is also dropped if the connection has too many datagrams in flight.
             let _: Result<_, TrySendError<_>> = sender.try_send((due, datagram.to_vec()));
         }
     }

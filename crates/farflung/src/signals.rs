@@ -124,7 +124,7 @@ impl Stop {
     /// ends the process a moment later. A SIGHUP that is ignored when the process starts, as under `nohup`,
     /// stays ignored.
     ///
-    /// Errors: [`Error::Io`] if the system refuses the handlers.
+    /// Errors: [`Error::Io`] if the system does not accept the handlers.
     pub fn install() -> Result<Self> {
         let stop = Self::catch(Repeat::Exits, |_| {})?;
         stop.begin();
@@ -134,7 +134,7 @@ impl Stop {
     /// As [`Stop::install`], but before [`Stop::begin`] the first signal also ends the process: it may end by
     /// itself for half a second; after that this handle calls `say` and exits.
     ///
-    /// Errors: [`Error::Io`] if the system refuses the handlers.
+    /// Errors: [`Error::Io`] if the system does not accept the handlers.
     pub fn install_loading(say: Say) -> Result<Self> {
         Self::catch(Repeat::Exits, say)
     }
@@ -194,7 +194,8 @@ impl Stop {
         Ok(stop)
     }
 
-    /// Does what follows the first signal, after the times above.
+    /// Escalates after the first signal: drops the step after [`DROP_STEP_AFTER`] and [`ABANDON`], or ends a
+    /// process that is still loading.
     fn escalate(&self, signal: Signal, say: Say) {
         if self.begun.load(Ordering::Acquire) {
             thread::sleep(DROP_STEP_AFTER);

@@ -64,8 +64,8 @@ pub fn print_bytes(text: &[u8]) -> Result<()> {
     })
 }
 
-/// Waits until stderr has accepted all queued text, or has accepted nothing for a second. For the end of the
-/// process.
+/// Waits until stderr has accepted all queued text, or has accepted nothing for a second. Called at the end of
+/// the process.
 pub fn flush() {
     queue().flush();
 }

@@ -50,7 +50,7 @@ impl Home {
         made_once(&self.secret, || Ok(**JoinSecret::generate()?.bytes())).map(JoinSecret::new)
     }
 
-    /// Makes a new secret: jobs that start from now on refuse all earlier tickets.
+    /// Makes a new secret: jobs that start from now on reject all earlier tickets.
     ///
     /// Errors: [`Error::Io`].
     pub fn rotate(&self) -> Result<()> {

@@ -279,7 +279,7 @@ impl Devices {
         self.0[rank % self.0.len()]
     }
 
-    /// Returns whether all of them are CPUs.
+    /// Returns whether all devices are CPUs.
     #[must_use]
     pub fn are_processors(&self) -> bool {
         self.0.iter().all(|device| *device == DeviceName::Cpu)

@@ -129,7 +129,7 @@ macro_rules! settings {
             pub const OWN: &'static [PerRankSetting] =
                 &[$($($(PerRankSetting { name: stringify!($name), why: $own },)?)+)+];
 
-            /// Returns these settings, completed by those of `other`.
+            /// Returns these settings; a setting that is not given here is taken from `other`.
             #[must_use]
             pub fn or(self, other: Self) -> Self {
                 let mut by_default = self.by_default.clone();

@@ -182,7 +182,8 @@ mod tests {
         assert_eq!(config("optimizer = 'rmsprop'").momentum, 0.0);
         let muon = config("optimizer = 'muon'");
         assert_eq!((muon.momentum, muon.nesterov, muon.was_given("momentum")), (0.95, true, false));
-        // A run's own file contains them; another optimizer has different ones.
+        // `config.toml` of a run contains Muon's defaults. They are kept for Muon, and replaced for another
+        // optimizer.
         let file = |text: &str| TrainArgs::from_toml(text, Path::new("config.toml")).unwrap();
         let again = TrainConfig::merge(TrainArgs::default(), file(&muon.to_toml())).unwrap();
         assert_eq!((again.momentum, again.nesterov), (0.95, true));

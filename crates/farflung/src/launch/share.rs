@@ -76,7 +76,7 @@ fn listen(input: impl BufRead, grace: Duration, stop: &Stop) {
     insist(grace, stop);
 }
 
-/// Requests three stops, of which the third one kills.
+/// Requests a stop three times, with `between` as the pause. The third request kills the ranks.
 fn insist(between: Duration, stop: &Stop) {
     for _ in 0..3 {
         stop.request(Signal::Terminate);

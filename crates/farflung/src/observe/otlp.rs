@@ -73,7 +73,8 @@ impl Traces {
         Ok(Self(SdkTracerProvider::builder().with_span_processor(batches).with_resource(resource).build()))
     }
 
-    /// Returns the layer of a subscriber that receives this project's spans, whatever the log shows.
+    /// Returns the layer of a subscriber that receives this project's spans, even if the log does not show
+    /// them.
     #[must_use]
     pub fn layer<S: Subscriber + for<'a> LookupSpan<'a>>(&self) -> impl Layer<S> + use<S> {
         let own = Targets::new().with_target("farflung", LevelFilter::DEBUG);

@@ -114,7 +114,7 @@ impl Queue {
         }
     }
 
-    /// Adds a text if there is room now. For drawings, which the next one replaces.
+    /// Adds a text if there is room now, else drops it. Used for drawings, which the next drawing replaces.
     pub(super) fn offer(&self, text: Vec<u8>) {
         let mut state = self.shared.lock();
         if state.has_room(text.len()) {
@@ -144,7 +144,7 @@ mod tests {
 
     impl Write for Slow {
         fn write(&mut self, text: &[u8]) -> io::Result<usize> {
-            // Once the sender of permissions is dropped, it writes at once.
+            // Once the sender of permissions is dropped, this writer no longer waits.
             let _ = self.leave.recv();
             self.written.send(text.to_vec()).map_err(io::Error::other)?;
             Ok(text.len())

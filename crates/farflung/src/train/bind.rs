@@ -24,8 +24,8 @@ pub struct ReplicaSchedule {
     pub name: String,
     /// The work of a step.
     pub schedule: Schedule,
-    /// The rule by which ranks follow arrivals, if the schedule is such a rule; `schedule` is then a
-    /// prediction.
+    /// The rule by which ranks choose their next action among those whose messages have arrived, if the
+    /// schedule is such a rule; `schedule` is then a prediction.
     pub arrivals: Option<ArrivalRule>,
     /// The layers of each part of the model.
     pub layers: Vec<Range<usize>>,
@@ -200,8 +200,8 @@ fn positions(lengths: &[u32], context: usize) -> Vec<Range<usize>> {
     lengths.iter().map(slice).collect()
 }
 
-/// Returns, by stage, the microbatch of the last whole backward pass in a rank's list. Empty if ranks follow
-/// arrivals, since the order is then not known.
+/// Returns, by stage, the microbatch of the last whole backward pass in a rank's list. Empty if the order
+/// depends on the arrival of messages, since it is then not known.
 pub(super) fn last_backwards(schedule: &ReplicaSchedule, position: Rank) -> BTreeMap<StageId, u32> {
     let mut last = BTreeMap::new();
     if schedule.arrivals.is_some() {

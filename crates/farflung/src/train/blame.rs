@@ -58,7 +58,8 @@ pub(super) fn settle(comm: &Communicator, hearing: &ExitListener, error: Error) 
         return error;
     }
     let evidence = evidence(&error);
-    // If the cause is elsewhere, a message about it is on its way. A broken link may be one of several.
+    // If the cause is elsewhere, a message about it will arrive soon. A broken link may also be only a
+    // consequence.
     let heard = hearing.listen(if evidence == Evidence::Silent { 0 } else { LOOKS });
     if evidence == Evidence::Secondary
         && let Some(ReceivedNotice { from, word }) = heard
@@ -114,8 +115,8 @@ fn is_cut_off(comm: &Communicator, evidence: Evidence) -> bool {
             };
             others.all(lost)
         }
-        // A waiting rank announces that before its deadline. Here no announcement arrived from any rank,
-        // although others wait for this one.
+        // A rank that waits for this one announces its wait before its deadline. No such announcement arrived
+        // from any rank, so this rank has lost all others.
         Evidence::Silent => others.all(|peer| comm.transport().waits_of(peer).is_none()),
     }
 }

@@ -186,8 +186,8 @@ impl Boundaries {
 
     /// Encodes values to be sent; `None` if they are sent unencoded.
     ///
-    /// Values that a codec refuses, since they are not finite or too large, are sent as plain f32, and the
-    /// codec stores nothing of them. All ranks notice the overflow when they agree on the step.
+    /// Values that a codec cannot encode, since they are not finite or too large, are sent as plain f32, and
+    /// the codec stores nothing of them. All ranks notice the overflow when they agree on the step.
     pub(super) fn encode(&mut self, crossing: Crossing<'_>, values: &[f32]) -> Result<Option<Vec<u8>>> {
         let Some(end) = self.ends.get_mut(&End::of(crossing.message)) else { return Ok(None) };
         let key = RoundKey {

@@ -12,7 +12,7 @@ use farflung_comm::Communicator;
 use super::checkpoint::{all_gather_u64, folder};
 use crate::{Error, Result, RunDir};
 
-/// The parent of such folders.
+/// The folder in which the folders of such runs are created.
 const RUNS: &str = "runs";
 
 /// A run's folder, and the folders that were created for it: those that are still empty are removed on drop.

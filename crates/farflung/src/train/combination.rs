@@ -315,7 +315,7 @@ const RULES: &[Rule] = &[
     },
 ];
 
-/// Refuses codecs that store samples with pools, where a sample passes other ranks in each epoch.
+/// Rejects codecs that store samples with pools, since a sample passes other ranks in each epoch.
 fn unvisited(field: &'static str, specs: &[LinkSpec], choices: &Choices) -> Option<Refusal> {
     let order = choices.schedule.as_ref().filter(|order| order.pooled)?;
     let spec = specs.iter().find(|spec| spec.remembers())?;
@@ -323,7 +323,7 @@ fn unvisited(field: &'static str, specs: &[LinkSpec], choices: &Choices) -> Opti
     Some(refuse(field, spec, format!("a codec without memory with {}: {why}", order.name)))
 }
 
-/// Refuses codecs that store samples with a sampling in which samples never return.
+/// Rejects codecs that store samples with a sampling in which samples never return.
 fn unnumbered(specs: &[LinkSpec], sampling: SamplingKind) -> Option<Refusal> {
     let remembers = specs.iter().find(|spec| spec.remembers());
     let spec = remembers.filter(|_| sampling != SamplingKind::Epochs)?;
@@ -362,8 +362,8 @@ pub fn refusal_of(config: &TrainConfig) -> Option<Refusal> {
     first(&Choices::wished(config, config.workers))
 }
 
-/// Returns why a value of one axis cannot be combined with one of another, whatever the other axes are; `None`
-/// if it can.
+/// Returns why a value of one axis cannot be combined with one of another, for any values of the other axes;
+/// `None` if it can.
 ///
 /// # Panics
 /// If the axes do not have these values.
@@ -407,7 +407,7 @@ fn by_reason() -> Vec<(String, Vec<String>)> {
                         continue;
                     }
                     let Some(refusal) = pair((a, &x), (b, &y)) else { continue };
-                    // A value that is refused by itself is listed only once.
+                    // A value that is rejected by itself is listed only once.
                     if !alone
                         && [(a, &x), (b, &y)].iter().any(|(axis, v)| pair((axis, v), (axis, v)).is_some())
                     {

@@ -134,7 +134,7 @@ fn together(links: &[Link], access: Bandwidth) -> Link {
     Link { bandwidth: Bandwidth(all).min(access), latency }
 }
 
-/// Returns a lower bound of the bytes of a codec's payload for so many values.
+/// Returns a lower bound of the bytes of a codec's payload for this number of values.
 fn payload(codec: CodecSpec, values: usize) -> Bytes {
     let fixed = codec.method().is_some() && codec.packing().is_none();
     Bytes(if fixed { codec.build().max_payload(values) as u64 } else { 0 })

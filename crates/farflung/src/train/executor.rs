@@ -26,7 +26,7 @@ use crate::{Error, Result};
 /// The microbatches of a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Pass {
-    /// Those of a training step, counted over all steps and replicas.
+    /// The microbatches of a training step, counted over all steps and replicas.
     Training {
         /// The number of the step's microbatch 0.
         first: u64,
@@ -443,7 +443,8 @@ impl Worker for Executor {
     }
 
     fn restore_output(&mut self, message: Message) -> Result<Tensor> {
-        // A failed pass is started again from its beginning, so nothing is kept for a second executor.
+        // Outputs are not kept: a failed pass starts again from its beginning, so no second executor needs
+        // them.
         Err(Error::Message { message: message.to_string(), problem: "was not kept" })
     }
 }
@@ -454,7 +455,8 @@ impl PollArrivals for Executor {
     }
 
     fn first(&mut self, awaited: &mut [&mut Self::Pending]) -> usize {
-        // None only if the network has ended; waiting for the first message then returns the error.
+        // `first` returns `None` only if the network has ended. Waiting for the first message then returns the
+        // error.
         let begun = self.comm.now();
         let first = self.comm.first(&mut on_their_way(awaited), WaitMode::UntilOne).unwrap_or(0);
         add_since(begun, &self.comm, &mut self.spent.wait);

@@ -156,7 +156,7 @@ pub(super) fn start_to_tell(comm: &Communicator, word: &ExitNotice) -> Vec<Pendi
 /// As [`start_to_tell`], and waits until the messages are sent.
 pub(super) fn tell(comm: &Communicator, word: &ExitNotice) {
     for telling in start_to_tell(comm, word) {
-        // A rank that cannot be told notices the end in another way.
+        // Errors are ignored: a rank that does not get the message notices the end in another way.
         let _ = telling.wait();
     }
 }

@@ -16,7 +16,7 @@ pub enum FaultyValue {
     Parameters,
     /// Its optimizer's state.
     Moments,
-    /// The first chunk of its state that it sends to another member which lacks it behind that step.
+    /// The first chunk of its state that it sends to another member after that step.
     Chunk,
 }
 

@@ -46,7 +46,8 @@ pub struct Job {
     pub plan: Plan,
     /// Where the plan's steps and microbatches begin.
     pub base: Base,
-    /// Which replicas take which local steps, if for some steps that follows from the plans of earlier members.
+    /// The local steps that each replica takes, if earlier members' plans determine some of them; `None` if the
+    /// plan determines all.
     pub since_members_changed: Option<LocalSteps>,
     /// Whether members may join and leave during training.
     pub elastic: bool,
@@ -184,7 +185,7 @@ impl Job {
         Ok(Self { base, ..self.with_plan(plan)? })
     }
 
-    /// Returns which replicas take which local steps.
+    /// Returns the local steps that each replica takes.
     pub(super) fn local_steps(&self) -> LocalSteps {
         self.since_members_changed.clone().unwrap_or_else(|| self.plan.local_steps())
     }
@@ -275,7 +276,7 @@ impl Job {
     /// Errors: there is no device of that name here, and why.
     pub fn device(&self, rank: usize, threads: usize) -> Result<Device, TensorError> {
         let device = Device::open(self.config.device.of(rank), threads)?.with_precision(self.plan.precision);
-        // For a device set to a CPU, the run's notes contain this.
+        // If the settings name the CPU, the notes at the start of the run already contain this warning.
         let named = self.config.device.of(rank) == DeviceName::Cpu;
         if self.config.offload > 0 && !named && device.tensor(&[0.0_f32], 1)?.host::<f32>().is_some() {
             let device = device.name();

@@ -52,7 +52,7 @@ impl Prediction {
     fn limited(plan: &Plan, model: &GptConfig, machines: &Machines, limit: Nanos) -> Result<Option<Self>> {
         let schedules = schedules(plan, model, machines)?;
         let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
-        // A single replica meets itself after each step.
+        // For a single replica this is true too; its period is then one step.
         let meets = !averages::each_step(plan) && !averages::overlaps(plan);
         let paces = plan.local_steps();
         let repeats = meets || !paces.are_equal();
@@ -144,7 +144,7 @@ fn schedules(plan: &Plan, model: &GptConfig, machines: &Machines) -> Result<Vec<
 /// steps.
 const EXACT: u32 = 8;
 
-/// Which replicas take which local steps of a sequence that begins after `first` steps of a period.
+/// The local steps that each replica takes, in a sequence that begins after `first` steps of a period.
 #[derive(Clone, Copy)]
 struct Pace<'a> {
     steps: &'a LocalSteps,
@@ -159,9 +159,9 @@ struct Sequence<'a> {
     /// Time for which each rank is busy before the sequence; empty for none.
     before: &'a [Nanos],
     steps: u32,
-    /// Which replicas take which steps; all take all without it.
+    /// The steps that each replica takes; `None` if every replica takes all steps.
     pace: Option<Pace<'a>>,
-    /// Whether replicas meet after the last step, if they do not after each step.
+    /// Whether replicas meet after the last step; only for plans without averages in each step.
     meets: bool,
 }
 
@@ -238,7 +238,7 @@ impl<'a> Sequence<'a> {
 }
 
 impl PlayedSequence {
-    /// Returns the time at which a rank has done its first `acts` acts.
+    /// Returns the time at which a rank has done the first `acts` ops of its script.
     fn ended(&self, rank: usize, acts: usize) -> Nanos {
         self.played.ends[rank][..acts].last().copied().unwrap_or_default()
     }

@@ -298,7 +298,7 @@ fn train(
     }
     let Steps { job, mut record, clock, mut last_loss, .. } = steps;
     if begun == config.steps {
-        // For a run that was interrupted before its report.
+        // All steps were done before, but the run was interrupted before its report.
         last_loss = Some(evaluated(trainer)?);
         record.rows = if first { finished::rows(run)? } else { Vec::new() };
     }

@@ -278,7 +278,8 @@ struct Looks {
 struct Seen {
     val_loss: Option<f64>,
     digest: Option<String>,
-    /// Losses of earlier steps that were not recorded yet, before a checkpoint, which does not contain them.
+    /// Losses of earlier steps that are not in any row yet. They are recorded before a checkpoint, since the
+    /// checkpoint does not contain them.
     losses: Vec<f64>,
 }
 

@@ -226,7 +226,7 @@ mod tests {
 
     #[test]
     fn each_user_of_the_table_hears_one_of_the_others() {
-        // By route: the ranks of the first stage, and those of the second.
+        // Pairs of numbers: the ranks of the first stage, and the ranks of the last stage.
         for (first, last) in [(1, 1), (1, 3), (2, 2), (2, 5), (3, 1), (4, 3)] {
             let ways = |i: u32| [Rank(i % first), Rank(first + i % last)];
             let placement = Placement::new((0..first * last).flat_map(ways).collect(), first * last).unwrap();

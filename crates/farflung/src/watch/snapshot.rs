@@ -138,7 +138,7 @@ pub struct MemberFacts {
     pub presence: Presence,
     /// The address at which it listens.
     pub address: Option<String>,
-    /// The member for which it last reported to wait.
+    /// The member for which this member waits, by its last report.
     pub waits_for: Option<String>,
     /// The newest step that it reported.
     pub step: Option<u64>,

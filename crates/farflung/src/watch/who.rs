@@ -203,7 +203,7 @@ fn asked(status: &Status) -> Vec<MemberFacts> {
         stage: Some(0),
         share: Some(member.share).filter(|share| share.is_finite()),
         address: member.address.as_deref().map(cut),
-        // A member that reports to wait for itself waits for no other.
+        // A member that names itself here waits for no other member.
         waits_for: member.waits_for.filter(|&slot| slot != member.slot).map(name),
         bytes_sent: member.answers.then_some(status.sent),
         ..MemberFacts::default()

@@ -13,7 +13,7 @@ fn read<T: Setting>(text: &str) -> T {
     T::parse(text).unwrap()
 }
 
-/// Returns the parameters of each rank after so many steps.
+/// Returns the parameters of each rank after `steps` steps.
 fn after(config: &TrainConfig, steps: u64) -> Vec<Vec<f32>> {
     let job = job(config);
     on_all(&job, |seat| {

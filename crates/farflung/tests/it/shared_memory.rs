@@ -55,7 +55,7 @@ fn a_killed_rank_is_noticed_and_nothing_is_left_behind() {
         ranks_that_share(child.id(), 2)
     });
     send(ranks[1], Signal::KILL);
-    // Long before the deadline.
+    // The job ends long before the deadline.
     let status = wait_until("its end", || child.try_wait().unwrap());
     let said = fs::read_to_string(out.with_extension("said")).unwrap();
     assert_eq!(status.code(), Some(75), "{said}");

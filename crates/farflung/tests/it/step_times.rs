@@ -78,7 +78,7 @@ fn the_second_stage_of_a_pipeline_waits_for_a_slower_first() {
     for (slow, fast) in all[0].iter().zip(&all[1]) {
         let ahead = slow.compute_s() - fast.compute_s();
         assert!(ahead > 0.0 && fast.wait_s > 0.5 * ahead && slow.wait_s < fast.wait_s, "{slow:?} {fast:?}");
-        // The first stage's work after the last message is in the second stage's vote.
+        // While the first stage works after its last message, the second stage waits in the vote.
         assert!(fast.wait_s + fast.communicate_s > ahead, "{slow:?} {fast:?}");
         assert!(slow.met && fast.met && fast.wait_s + fast.communicate_s < fast.took_s);
     }

@@ -198,8 +198,8 @@ pub(super) fn chain_stages(stages: &[PlannedStage]) -> Vec<ChainStage> {
     stages.iter().enumerate().map(of).collect()
 }
 
-/// Returns the time of a step of 1F1B over stages that share each microbatch, plus the longest average after
-/// it.
+/// Returns the time of a step of 1F1B over stages whose devices share each microbatch, plus the longest average
+/// after the step.
 fn one_f_one_b(facts: &Facts, stages: &[PlannedStage]) -> Result<Nanos> {
     // Layers that are shared in different ways on the same machines count as one stage.
     let mut phases: Vec<(&PlannedStage, PhaseCost)> = Vec::new();

@@ -127,7 +127,8 @@ impl Best {
         }
     }
 
-    /// Returns the kind of which a plan may be the fastest, if the fastest of that kind is requested.
+    /// Returns the key of the plan's kind in `of_kind`; `None` if the fastest plan of this kind is not
+    /// requested.
     fn kind(&self, draft: &Draft) -> Option<(Option<Way>, bool)> {
         let each = self.wanted.each_kind;
         (each || draft.is_baseline).then_some((Some(draft.way).filter(|_| each), draft.is_baseline))

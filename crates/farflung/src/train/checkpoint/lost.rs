@@ -21,7 +21,7 @@ pub(super) struct Shared {
     pub(super) residuals: Residuals,
 }
 
-/// Whether a rank has its files of the agreed step.
+/// State of a rank: it has its files of the agreed step.
 const HAS: u64 = 0;
 const NOT_YET: u64 = 1;
 const LOST: u64 = 2;

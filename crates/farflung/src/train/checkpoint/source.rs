@@ -85,7 +85,7 @@ impl Files {
     }
 }
 
-/// Whose residuals of codecs a checkpoint contains; each rank has its own.
+/// The rank whose codec residuals a checkpoint contains. Each rank has its own residuals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in super::super) enum Residuals {
     /// This rank wrote them with its current parts.

@@ -16,22 +16,22 @@ use crate::train::averages;
 use crate::train::bind::{ReplicaSchedule, last_backwards};
 use crate::{Error, Result};
 
-/// Positions in a rank's list of acts.
+/// Positions in a rank's list of ops.
 #[derive(Debug, Default)]
 pub(super) struct Marks {
-    /// Number of acts until the end of the first pass.
+    /// Number of ops until the end of the first pass.
     pub(super) passed: usize,
-    /// Number of acts until the end of each step.
+    /// Number of ops until the end of each step.
     pub(super) steps: Vec<usize>,
-    /// The acts of each action of the schedule.
+    /// The ops of each action of the schedule.
     pub(super) worked: Vec<Worked>,
 }
 
-/// An action of the schedule and its acts.
+/// An action of the schedule and its ops.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Worked {
     pub(super) action: Action,
-    /// Range of indices in the list of acts.
+    /// Range of indices in the list of ops.
     pub(super) acts: Range<usize>,
 }
 
@@ -48,7 +48,7 @@ struct PartState {
     due: VecDeque<usize>,
 }
 
-/// Records the acts of one rank.
+/// Records the ops of one rank: what it computes, starts and waits for.
 pub(super) struct Recorder<'a, 'b, 'o> {
     schedule: &'a ReplicaSchedule,
     operations: &'b mut Operations<'o>,

@@ -246,7 +246,7 @@ impl Case {
         match knob {
             AdjustableSetting::Batch | AdjustableSetting::EvalBatches => true,
             AdjustableSetting::Workers => self.launched.is_none(),
-            // Would need another order of the pipeline.
+            // In a pipeline, another number of microbatches would need another order of work.
             AdjustableSetting::Accumulate => self.pipeline.is_none(),
         }
     }

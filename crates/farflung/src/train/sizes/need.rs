@@ -218,7 +218,8 @@ impl RankGroup<'_> {
             need.add(Part::Outer, model.saturating_mul(outer.held as u128 + apart));
         }
 
-        // On the rank's device if it is taken at each step, else in the host's memory.
+        // The copy of the state for a stop within a step. It is on the rank's device if each step makes one,
+        // else in the host's memory.
         let mark = match (position.within, outer.held > 0) {
             (_, true) => model.saturating_mul(states + apart),
             (true, false) if here => model.saturating_mul(states + 1),

@@ -57,7 +57,7 @@ impl Pipeline {
             check_pools(config, &pools, world)?;
             let all = number("microbatches", microbatches(config))?;
             let memory = config.memory.map(|n| number("memory", n)).transpose()?;
-            // What a rank holds does not grow with the number of microbatches.
+            // The memory of a rank does not grow with the number of microbatches, so a shorter order is enough.
             let few =
                 all.min((MOST_CELLS / u128::from(pools.ranks()).pow(2).max(1)) as u32).max(pools.fewest());
             let order = pools.order(few.min(all), &[StageCost::UNIT], Nanos::ZERO, memory);

@@ -31,7 +31,7 @@ pub(super) fn planned(facts: &Facts, runnable: bool) -> Result<Planned> {
     if runnable { equal_copies(facts, &devices, &size) } else { cut_operators(facts, &devices, &size) }
 }
 
-/// Plans with all submeshes and all splits.
+/// Makes a plan with the best of all submeshes and all splits of operators.
 fn cut_operators(facts: &Facts, devices: &EqualDevices, size: &AlpaSize) -> Result<Planned> {
     let meshes = submeshes(size.nodes, size.devices);
     let layers: BTreeMap<Submesh, LayerCuts> = meshes
@@ -73,7 +73,8 @@ fn cut_operators(facts: &Facts, devices: &EqualDevices, size: &AlpaSize) -> Resu
     Ok(Planned { stages, modelled })
 }
 
-/// Minimum over all layers. The first and last layer have more: tables and the head.
+/// Smallest values over all layers. The first and the last layer have larger values: they also contain the
+/// tables and the head.
 struct Least {
     state: u64,
     activations: u64,
@@ -194,7 +195,7 @@ impl LayerCuts {
     }
 }
 
-/// Plans with submeshes of one size, whose devices are copies.
+/// Makes a plan with submeshes of one size, whose devices are copies.
 fn equal_copies(facts: &Facts, devices: &EqualDevices, size: &AlpaSize) -> Result<Planned> {
     let mut best: Option<SubmeshPlan> = None;
     let mut refused = None;

@@ -194,7 +194,7 @@ pub(super) fn ring(bytes: Bytes, devices: u32, link: Link) -> Nanos {
     Nanos(part.0.saturating_mul(2 * u64::from(devices - 1)))
 }
 
-/// Returns the numbers of tensor ranks that are tried for so many devices: powers of two that divide them,
+/// Returns the numbers of tensor ranks that are tried for this number of devices: powers of two that divide it,
 /// within one machine.
 pub(super) fn tensor_degrees(devices: u32, each: u32, runnable: bool) -> Vec<u32> {
     let most = if runnable { 1 } else { devices.min(each) };
