@@ -17,7 +17,7 @@ const MANIFEST: &str = "manifest.json";
 /// Largest manifest that is read, in bytes; enough for thousands of files.
 const MANIFEST_LIMIT: u64 = 1 << 24;
 
-/// How a checkpoint's files are stored.
+/// Storage format of a checkpoint's files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Packing {

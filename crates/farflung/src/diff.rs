@@ -13,9 +13,9 @@ pub struct Difference {
     pub step: u64,
     /// The field of `metrics.jsonl`.
     pub field: &'static str,
-    /// Its value in the first run; `None` if that run lacks it.
+    /// The field's value in the first run; `None` if that run lacks it.
     pub left: Option<String>,
-    /// Its value in the second run; `None` if that run lacks it.
+    /// The field's value in the second run; `None` if that run lacks it.
     pub right: Option<String>,
 }
 

@@ -77,7 +77,7 @@ impl Launch {
         self.run_with(program, args, &BTreeMap::new(), stop)
     }
 
-    /// As [`Launch::run`], with further environment variables.
+    /// Like [`Launch::run`], with further environment variables.
     fn run_with(
         &self,
         program: &Path,

@@ -38,7 +38,7 @@ pub struct LaunchEnv {
     pub source: &'static str,
     /// Further addresses of rank 0, `host:port`, tried in turn after the first, and relays.
     pub more_addresses: Vec<String>,
-    /// How connections are protected, and which processes may join; [`detect`] leaves it unprotected.
+    /// Protection of connections, and the processes that may join; [`detect`] sets no protection.
     pub security: Security,
 }
 

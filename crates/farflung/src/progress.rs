@@ -14,12 +14,12 @@ const DRAWN_HZ: u8 = 10;
 /// Seconds between two plain lines.
 const LINE_EVERY_S: f64 = 5.0;
 
-/// How progress is shown.
+/// Form in which progress is shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Show {
-    /// A bar if stderr is a terminal, lines otherwise.
+    /// Shows a bar if stderr is a terminal, lines otherwise.
     Auto,
-    /// Nothing.
+    /// Shows nothing.
     Nothing,
 }
 

@@ -18,7 +18,7 @@ const LATEST: &str = "latest";
 /// The folder with the folders of ranks other than 0. It may exist before rank 0 has written anything.
 pub(crate) const RANKS: &str = "ranks";
 
-/// What to do with a folder that holds a run already.
+/// Treatment of a folder that holds a run already.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Existing {
     /// Return an error: the run is a new one.

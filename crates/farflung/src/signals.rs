@@ -86,11 +86,11 @@ pub const ABANDON: Duration = Duration::from_millis(800);
 /// Time that a process that is still loading has to end by itself.
 const LOADING: Duration = Duration::from_millis(500);
 
-/// What the signals after the first one do.
+/// Effect of the signals after the first one.
 #[derive(Clone, Copy)]
 enum Repeat {
     Exits,
-    /// As `Exits`, but the first signal does not interrupt the step.
+    /// Like `Exits`, but the first signal does not interrupt the step.
     ExitsPatiently,
     Passes,
 }
@@ -131,7 +131,7 @@ impl Stop {
         Ok(stop)
     }
 
-    /// As [`Stop::install`], but before [`Stop::begin`] the first signal also ends the process: it may end by
+    /// Like [`Stop::install`], but before [`Stop::begin`] the first signal also ends the process: it may end by
     /// itself for half a second; after that this handle calls `say` and exits.
     ///
     /// Errors: [`Error::Io`] if the system does not accept the handlers.
@@ -139,13 +139,13 @@ impl Stop {
         Self::catch(Repeat::Exits, say)
     }
 
-    /// As [`Stop::install`], but no signal ends the process: for a launcher, which takes signals with
+    /// Like [`Stop::install`], but no signal ends the process: for a launcher, which takes signals with
     /// [`Stop::take`] and passes them on to its children.
     pub fn install_passing() -> Result<Self> {
         Self::catch(Repeat::Passes, |_| {})
     }
 
-    /// As [`Stop::install`], but the step in flight is always finished, however long that takes: for a member
+    /// Like [`Stop::install`], but the step in flight is always finished, however long that takes: for a member
     /// that leaves while the other members go on.
     pub fn install_leaving() -> Result<Self> {
         Self::catch(Repeat::ExitsPatiently, |_| {})
@@ -180,7 +180,8 @@ impl Stop {
                     (Repeat::Exits, None) => {
                         seen.request(signal);
                         let pressing = seen.clone();
-                        // In a thread of its own, since this thread must receive the second signal meanwhile.
+                        // The escalation runs in another thread, since this thread must receive the second
+                        // signal meanwhile.
                         let thread = thread::Builder::new().name("stop".to_owned());
                         if thread.spawn(move || pressing.escalate(signal, say)).is_err() {
                             seen.abandon();
@@ -231,13 +232,13 @@ impl Stop {
         comm.with_cancel(&self.cancel)
     }
 
-    /// As [`Stop::with_stop`], but [`Stop::abandon`] also cancels its calls.
+    /// Like [`Stop::with_stop`], but [`Stop::abandon`] also cancels its calls.
     pub(crate) fn tie_step(&self, comm: Communicator) -> Communicator {
         self.tied.store(true, Ordering::Relaxed);
         comm.with_cancel(&self.abandon)
     }
 
-    /// As [`Stop::with_stop`], but [`Stop::hurry`] also cancels its calls: for messages without which no rank
+    /// Like [`Stop::with_stop`], but [`Stop::hurry`] also cancels its calls: for messages without which no rank
     /// can do the step.
     pub(crate) fn tie_messages(&self, comm: Communicator) -> Communicator {
         self.tied.store(true, Ordering::Relaxed);

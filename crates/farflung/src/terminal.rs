@@ -53,7 +53,7 @@ pub fn print(text: &str) -> Result<()> {
     print_bytes(text.as_bytes())
 }
 
-/// As [`print()`], for bytes that need not be valid UTF-8.
+/// Like [`print()`], for bytes that need not be valid UTF-8.
 pub fn print_bytes(text: &[u8]) -> Result<()> {
     flush();
     let mut out = stdout().lock();

@@ -41,7 +41,7 @@ pub(crate) struct StatusCommand {
     json: bool,
 }
 
-/// How to ask the members of a run for its state.
+/// The settings and addresses with which the members of a run are asked for its state.
 pub(super) struct Asking {
     gate: GateConfig,
     addresses: Vec<String>,

@@ -117,7 +117,7 @@ macro_rules! settings {
         #[derive(Debug, Clone, PartialEq)]
         pub struct TrainConfig {
             $($($(#[doc = $doc])+ pub $name: resolved!($ty $(, $default)?),)+)+
-            /// Which settings were given by a flag or file.
+            /// The settings that were given by a flag or file.
             pub given: Given,
         }
 

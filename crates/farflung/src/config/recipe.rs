@@ -110,7 +110,7 @@ pub const RECIPES: &[Recipe] = &[
 ];
 
 impl Recipe {
-    /// Returns its settings.
+    /// Returns the settings of this recipe.
     pub(super) fn args(&self) -> TrainArgs {
         let mut args = TrainArgs::default();
         for (name, value) in self.settings {

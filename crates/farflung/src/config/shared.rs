@@ -7,9 +7,9 @@ use super::{TrainArgs, TrainConfig, dashed};
 /// A setting that may differ between the ranks of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PerRankSetting {
-    /// Its field name, such as `keep_last`.
+    /// The setting's field name, such as `keep_last`.
     pub name: &'static str,
-    /// Why it may differ.
+    /// The reason why the setting may differ.
     pub why: &'static str,
 }
 

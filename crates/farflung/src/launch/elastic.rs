@@ -29,7 +29,7 @@ pub struct Elastic {
 /// A process that is to be started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Start {
-    /// Its number, below [`Elastic::most`]. Number 0 hosts the run.
+    /// The process's number, below [`Elastic::most`]. Number 0 hosts the run.
     pub member: usize,
     /// The running members, through which it can join; empty if it hosts the run.
     pub running: Vec<usize>,

@@ -14,12 +14,12 @@ use crate::{Error, Result, Signal, Stop, terminal};
 /// Time between two checks for exits and signals.
 pub(super) const POLL: Duration = Duration::from_millis(20);
 
-/// What a child process runs.
+/// Description of the work of a child process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Whose {
-    /// This rank, on this machine.
+    /// The child is this rank, on this machine.
     Rank(usize),
-    /// ssh to a machine that runs some of the ranks.
+    /// The child is ssh to a machine that runs some of the ranks.
     Host(String),
 }
 
@@ -120,7 +120,7 @@ fn end_with_parent(_: &mut Command) {}
 struct Running {
     child: Child,
     whose: Whose,
-    /// Its standard input, if it reads the names of signals there instead of getting signals.
+    /// The child's standard input, if it reads the names of signals there instead of getting signals.
     listens: Option<ChildStdin>,
     status: Option<ExitStatus>,
 }
@@ -137,8 +137,8 @@ impl Job {
     /// line.
     pub(super) fn start(&mut self, mut command: Command, whose: Whose) -> std::io::Result<()> {
         end_with_parent(&mut command);
-        // In a process group of its own: a terminal's Ctrl-C goes to the whole group, so the child would get it
-        // a second time, and a second signal kills it.
+        // The child gets a process group of its own. A terminal's Ctrl-C goes to the whole group of the
+        // launcher; the child would then get each signal twice, and a second signal kills it.
         let mut child = command.process_group(0).stderr(Stdio::piped()).spawn()?;
         let listens = child.stdin.take();
         let by = whose.clone();

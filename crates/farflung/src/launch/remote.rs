@@ -30,8 +30,8 @@ pub struct Remote {
     pub processes: usize,
     /// Host and port of rank 0.
     pub master: (String, u16),
-    /// As [`Launch::grace`](super::Launch::grace); also the time to wait at the end for a machine that can no
-    /// longer be reached.
+    /// The same as [`Launch::grace`](super::Launch::grace); also the time to wait at the end for a machine that
+    /// can no longer be reached.
     pub grace: Duration,
     /// A join secret for the processes; `None` if they get one in another way.
     pub secret: Option<JoinSecret>,

@@ -38,8 +38,8 @@ pub(super) struct Share {
 /// ranks are asked to end, and killed if they still run after twice `grace`.
 ///
 /// # Errors
-/// As [`Launch::run`]; [`Error::Setting`] for a first line that `launch --hosts` did not write; [`Error::Io`]
-/// for a folder that does not exist.
+/// Those of [`Launch::run`]; [`Error::Setting`] for a first line that `launch --hosts` did not write;
+/// [`Error::Io`] for a folder that does not exist.
 pub fn serve(program: &Path, mut input: impl BufRead + Send + 'static, stop: &Stop) -> Result<()> {
     let mut line = String::new();
     let wrong = |value: &dyn ToString, expected: &str| Error::Setting {

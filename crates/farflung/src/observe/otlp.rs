@@ -138,7 +138,7 @@ impl Collector {
         stream.take(ANSWER).read_to_end(&mut answer)?;
         let status =
             status_of(&answer).ok_or_else(|| io::Error::other("the collector's answer is not HTTP"))?;
-        // Only the status says whether the spans were accepted: partly accepted batches are not sent again.
+        // Only the status of the answer is used: a batch that was accepted in part is not sent again.
         Response::builder().status(status).body(Bytes::new()).map_err(io::Error::other)
     }
 }

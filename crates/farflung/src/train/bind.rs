@@ -17,7 +17,7 @@ use super::job::Job;
 use super::{averages, boundary};
 use crate::{Error, Result};
 
-/// How one replica executes the plan's step.
+/// The schedule with which one replica executes the plan's step, with predicted times.
 #[derive(Debug, Clone)]
 pub struct ReplicaSchedule {
     /// The schedule's name; `own` for a schedule file of the user.

@@ -19,7 +19,7 @@ struct Hearsay {
     text: String,
 }
 
-/// How this rank detected the loss of another one.
+/// The way in which this rank detected the loss of another one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Evidence {
     /// The connection broke.

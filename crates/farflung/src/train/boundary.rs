@@ -74,7 +74,7 @@ impl End {
         Self { from: message.from, content: message.content, slice: message.slice }
     }
 
-    /// Returns its name in checkpoints and file names.
+    /// Returns the end's name in checkpoints and file names.
     fn name(self) -> String {
         let content = match self.content {
             Content::Activation => "hidden",
@@ -139,7 +139,7 @@ fn ends(
 struct Coded {
     codec: Box<dyn LinkCodec>,
     other: Rank,
-    /// Separates its random numbers from those of other ends.
+    /// Number that separates this end's random numbers from those of other ends.
     stream: u32,
     remembers: bool,
 }

@@ -27,7 +27,7 @@ pub use covering::{Covering, covering};
 /// The choices that rules examine: those of the plan, and those of settings that the plan does not decide.
 #[derive(Debug, Clone)]
 struct Choices {
-    /// How replicas average.
+    /// The levels at which replicas average.
     levels: Vec<Level>,
     sync: Option<&'static SyncMethod>,
     optimizer: &'static LocalMethod,
@@ -139,7 +139,7 @@ impl Choices {
 pub struct Refusal {
     /// The setting, as in `--name`.
     pub field: &'static str,
-    /// Its value.
+    /// The setting's value.
     pub value: String,
     /// The allowed values, and why.
     pub expected: String,

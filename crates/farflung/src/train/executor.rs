@@ -90,7 +90,7 @@ pub(super) struct Executor {
     pub(super) sending: Vec<Pending<Result<(), CommError>>>,
     /// The codecs of messages to other ranks.
     pub(super) boundaries: Boundaries,
-    /// How the time of the step was spent so far.
+    /// Times of the step so far, by use.
     pub(super) spent: Spent,
 }
 

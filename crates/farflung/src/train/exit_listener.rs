@@ -29,7 +29,7 @@ pub(super) enum ExitNotice {
     Stopped,
     /// The rank failed by itself.
     Failed {
-        /// Its exit code.
+        /// The rank's exit code.
         code: u8,
         /// The error's text, with its causes.
         text: String,
@@ -153,7 +153,7 @@ pub(super) fn start_to_tell(comm: &Communicator, word: &ExitNotice) -> Vec<Pendi
     others(&comm).map(|rank| comm.start_send(rank, TAG, word.encode())).collect()
 }
 
-/// As [`start_to_tell`], and waits until the messages are sent.
+/// Like [`start_to_tell`], and waits until the messages are sent.
 pub(super) fn tell(comm: &Communicator, word: &ExitNotice) {
     for telling in start_to_tell(comm, word) {
         // Errors are ignored: a rank that does not get the message notices the end in another way.

@@ -10,13 +10,13 @@ use crate::{Error, Result};
 /// The values of a rank in which a bit is flipped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultyValue {
-    /// An average that it received: of gradients, or of DiLoCo's changes.
+    /// An average that the rank received: of gradients, or of DiLoCo's changes.
     Reduced,
-    /// Its parameters.
+    /// The rank's parameters.
     Parameters,
-    /// Its optimizer's state.
+    /// The state of the rank's optimizer.
     Moments,
-    /// The first chunk of its state that it sends to another member after that step.
+    /// The first chunk of its state that the rank sends to another member after that step.
     Chunk,
 }
 
@@ -55,7 +55,7 @@ impl Moment {
     /// All moments.
     pub const ALL: [Self; 5] = [Self::Begun, Self::Agreed, Self::Prepared, Self::Committed, Self::Met];
 
-    /// Returns its index, from 0.
+    /// Returns the moment's index, from 0.
     #[must_use]
     pub const fn number(self) -> u8 {
         self as u8

@@ -10,11 +10,11 @@ use super::job::Job;
 use super::report::{REPORT, Report};
 use crate::{Error, Result, RunDir, StepMetrics, metrics};
 
-/// What a resumed run still has to do.
+/// The work that a resumed run still has to do.
 pub(super) enum Left {
-    /// Steps, or the report of a run that was interrupted between its last step and its report.
+    /// There are steps left, or the run was interrupted between its last step and its report.
     Work,
-    /// Nothing. On rank 0, contains the existing report.
+    /// There is no work left. On rank 0, this contains the existing report.
     Nothing(Option<Box<Report>>),
 }
 

@@ -26,12 +26,13 @@ use crate::config::nearest::with_nearest;
 use crate::signals::Stop;
 use crate::{Error, Result, TrainConfig, corpus, finite};
 
-/// Where the steps and microbatches of a plan begin; earlier ones belong to other plans of the same run.
+/// The point at which the steps and microbatches of a plan begin; earlier ones belong to other plans of the
+/// same run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Base {
-    /// Number of steps before it.
+    /// Number of steps before that point.
     pub step: u64,
-    /// Number of microbatches of all replicas before it.
+    /// Number of microbatches of all replicas before that point.
     pub microbatches: u64,
 }
 
@@ -44,7 +45,7 @@ pub struct Job {
     pub model: GptConfig,
     /// Every decision that the ranks share.
     pub plan: Plan,
-    /// Where the plan's steps and microbatches begin.
+    /// The point at which the plan's steps and microbatches begin.
     pub base: Base,
     /// The local steps that each replica takes, if earlier members' plans determine some of them; `None` if the
     /// plan determines all.
@@ -64,7 +65,7 @@ pub struct Job {
     pub cluster: Option<Cluster>,
     /// Speed of each rank's machine on the virtual clock, in FLOP/s.
     pub rates: Vec<f64>,
-    /// How text is split into tokens.
+    /// The tokenizer of the text.
     pub tokenizer: Arc<dyn Tokenizer>,
     /// The training data.
     pub training: Split,
@@ -273,7 +274,7 @@ impl Job {
 
     /// Opens the device of a rank.
     ///
-    /// Errors: there is no device of that name here, and why.
+    /// Errors: [`TensorError`] with the reason, if this machine has no such device.
     pub fn device(&self, rank: usize, threads: usize) -> Result<Device, TensorError> {
         let device = Device::open(self.config.device.of(rank), threads)?.with_precision(self.plan.precision);
         // If the settings name the CPU, the notes at the start of the run already contain this warning.
@@ -413,7 +414,7 @@ fn tokenizer_of(config: &TrainConfig) -> Result<Arc<dyn Tokenizer>, ZooError> {
     })
 }
 
-/// What settings and plan decide for a model.
+/// Values that follow from the settings and the plan, for a model.
 struct Decided {
     config: TrainConfig,
     plan: Plan,

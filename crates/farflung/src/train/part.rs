@@ -24,12 +24,12 @@ pub(super) struct Part {
     pub(super) params: Tensor,
     pub(super) grads: Tensor,
     pub(super) chain: Chain,
-    /// How all holders of the part keep it equal; `None` if this rank is the only holder, or if the part has no
-    /// parameters.
+    /// Method that keeps the part equal on all its holders; `None` if this rank is the only holder, or if the
+    /// part has no parameters.
     pub(super) sync: Option<Box<dyn Synchroniser>>,
     /// Predicted times of each slice of a microbatch.
     pub(super) costs: Vec<StageCost>,
-    /// What is recomputed, starting from the part's input.
+    /// Layers that are recomputed, starting from the part's input.
     pub(super) recompute: Recompute,
     /// Number of layers whose activations are kept in the host's memory.
     pub(super) offload: usize,
@@ -83,7 +83,7 @@ struct Due {
     needed: Option<u32>,
 }
 
-/// What a part keeps of a microbatch between its forward and backward pass.
+/// Values that a part keeps of a microbatch between its forward and backward pass.
 #[derive(Debug)]
 pub(super) struct SavedMicrobatch {
     /// `None` after a forward pass of which nothing was kept, until it is recomputed.

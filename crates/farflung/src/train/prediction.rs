@@ -48,7 +48,7 @@ impl Prediction {
             .map(|found| found.expect("no time is later than Nanos::MAX"))
     }
 
-    /// As [`Prediction::new`]; `None` if a step takes longer than `limit`.
+    /// Like [`Prediction::new`]; `None` if a step takes longer than `limit`.
     fn limited(plan: &Plan, model: &GptConfig, machines: &Machines, limit: Nanos) -> Result<Option<Self>> {
         let schedules = schedules(plan, model, machines)?;
         let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
@@ -89,8 +89,8 @@ impl Prediction {
         Self::new(plan, model, &Machines::of_plan(plan, model, cluster)?)
     }
 
-    /// As [`Prediction::on`]; `None` if a step takes longer than `limit`. That is cheaper: no time beyond the
-    /// limit is played, and nothing at all if the busiest processor or link alone takes longer.
+    /// Like [`Prediction::on`]; `None` if a step takes longer than `limit`. This function is cheaper: no time
+    /// beyond the limit is played, and nothing at all if the busiest processor or link alone takes longer.
     ///
     /// Errors: as [`Prediction::on`].
     pub fn within(plan: &Plan, model: &GptConfig, cluster: &Cluster, limit: Nanos) -> Result<Option<Self>> {

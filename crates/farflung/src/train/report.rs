@@ -56,7 +56,7 @@ pub struct Report {
     pub model: String,
     /// Number of the model's parameters.
     pub parameters: u64,
-    /// Where the text came from, and its hash.
+    /// Source of the text, and its hash.
     pub data: DataSource,
     /// Number of workers.
     pub workers: usize,

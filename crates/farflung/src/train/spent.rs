@@ -1,4 +1,4 @@
-//! How the time of a step is spent on a rank, by the transport's clock.
+//! Times of a step on a rank, by use, measured with the transport's clock.
 
 use farflung_base::Nanos;
 use farflung_comm::Communicator;

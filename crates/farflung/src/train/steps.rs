@@ -45,7 +45,7 @@ impl Clock {
     }
 }
 
-/// What rank 0 records about the run's steps.
+/// Rows, metrics and events that rank 0 records about the run's steps.
 pub(super) struct Record<'a, 'w> {
     pub(super) link: Option<Link>,
     pub(super) metrics: Option<MetricsWriter>,
@@ -152,7 +152,7 @@ impl Last {
     }
 }
 
-/// What comes after a step.
+/// What the run does after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Next {
     /// Another step, or the end.
@@ -264,7 +264,7 @@ impl Steps<'_, '_> {
     }
 }
 
-/// What is due after a step.
+/// Checks, evaluation and checkpoint that are due after a step.
 struct Looks {
     verify: Option<Thoroughness>,
     evaluate: bool,

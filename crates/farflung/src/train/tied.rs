@@ -13,7 +13,7 @@ use super::floats::floats;
 use super::part::Part;
 use crate::{Error, Result};
 
-/// How this rank's gradient of the table is added to that of the other part.
+/// The way in which this rank's gradient of the token table is added to that of the other part.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "there is one of it on a rank")]
 pub(super) enum TiedTable {

@@ -47,7 +47,7 @@ pub struct Tried {
 pub struct Tuned {
     /// The job with the chosen plan.
     pub job: Job,
-    /// The communicator of its ranks, with the plan's algorithm.
+    /// The communicator of the job's ranks, with the plan's algorithm.
     pub comm: Communicator,
     /// All candidates, in the order of the trials; empty if the plan of the run's folder was used.
     pub tried: Vec<Tried>,

@@ -11,9 +11,9 @@ pub const MOST_POINTS: usize = 1000;
 /// A point of the curve: one or several consecutive steps.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Point {
-    /// The last of its steps.
+    /// The last of the point's steps.
     pub step: u64,
-    /// Number of its steps.
+    /// Number of the point's steps.
     pub steps: u64,
     /// Seconds of the run's clock after its last step.
     pub time_s: f64,
@@ -31,7 +31,7 @@ pub struct Point {
     pub tokens: u64,
     /// Bytes sent since the run's first step, after its last step.
     pub bytes_sent: u64,
-    /// Number of its steps that have a loss.
+    /// Number of the point's steps that have a loss.
     #[serde(skip)]
     losses: u64,
 }

@@ -36,7 +36,7 @@ pub enum Lines {
 }
 
 impl Lines {
-    /// Returns its path within the run's folder.
+    /// Returns the file's path within the run's folder.
     #[must_use]
     pub fn path(self) -> String {
         let of = |rank: u32, name: &str| match rank {

@@ -12,7 +12,7 @@ const MARK: usize = 64;
 /// Bytes read at once.
 const CHUNK: usize = 256 * 1024;
 
-/// What is new in a file.
+/// An item that is new in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum News<'a> {
     /// The file was replaced or cut: everything read before is invalid.
@@ -31,9 +31,9 @@ pub struct Tail {
     offset: u64,
     /// The last of the bytes read, at most [`MARK`].
     mark: Vec<u8>,
-    /// The beginning of a line without its newline.
+    /// The beginning of a line whose newline was not read yet.
     open: Vec<u8>,
-    /// Whether that line is too long already.
+    /// Whether the line in `open` is too long already.
     skips: bool,
 }
 

@@ -15,7 +15,7 @@ const MOST_GONE: usize = 8;
 /// Highest number of members that are kept in memory.
 const MOST_KNOWN: usize = 4 * MOST_MEMBERS;
 
-/// What is known about the members.
+/// The known facts about the members.
 #[derive(Debug, Default)]
 pub(super) struct Who {
     pub(super) plan: Option<Plan>,

@@ -391,7 +391,7 @@ fn a_host_goes_on_from_the_folders_of_all_that_held_parts() {
         Some(line)
     };
     let line = wait_until_or(|| said_by(&again), resumed);
-    // It resumes at least at the step that both had, and continues to train.
+    // The run resumes at least at the step that both members had, and continues to train.
     let number = |name: &str| name.rsplit('-').next().unwrap().parse::<u64>().unwrap();
     let from = line.split_once("step-").unwrap().1;
     let from: String = from.chars().take_while(char::is_ascii_digit).collect();

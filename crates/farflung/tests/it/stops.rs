@@ -13,7 +13,7 @@ use crate::child::{send, wait_until};
 use crate::tiny::{Run, farflung};
 use rustix::process::Signal;
 
-/// What this file needs of a run in `run`.
+/// Helpers for a run in the folder `run`.
 trait Stops {
     fn args_in(&self, steps: u64, resume: &str) -> Vec<String>;
     fn endless(&self, program: Command) -> Command;

@@ -82,7 +82,7 @@ pub(crate) struct ChurnCommand {
     json: bool,
 }
 
-/// How often machines are lost, and how long saving and restarting take.
+/// Mean time between losses of machines, and the times of saving and restarting.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub(super) struct Losses {
     /// Mean time until a machine is lost.
@@ -92,7 +92,7 @@ pub(super) struct Losses {
     pub(super) costs: SavingCosts,
 }
 
-/// How long saving and restarting take.
+/// Disk rate and restart time, from which the times of saving and restarting are computed.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub(super) struct SavingCosts {
     /// Rate at which a machine writes and reads checkpoints.

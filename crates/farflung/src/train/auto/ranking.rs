@@ -16,12 +16,12 @@ use crate::train::chain::layers;
 use crate::train::costs::Machines;
 use crate::train::memory::{StepMemory, planned_memory};
 
-/// Which plans to return.
+/// The plans that a search returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Wanted {
-    /// Only plans of this kind.
+    /// The only kind of plan to consider; `None` considers all.
     pub only: Option<Way>,
-    /// Number of fastest plans. The fastest baseline is returned in addition.
+    /// Number of fastest plans to return. The fastest baseline is returned in addition.
     pub keep: usize,
     /// Whether to also return the fastest plan and the fastest baseline of each kind.
     pub each_kind: bool,

@@ -16,7 +16,7 @@ const TAG: u32 = u32::MAX / 2;
 /// The state from which a rank continues, once all ranks have one.
 pub(super) struct Shared {
     pub(super) files: Files,
-    /// Which rank got its state from which other rank.
+    /// Notes that name each rank that got a copied state, and the rank that sent it.
     pub(super) notes: Vec<String>,
     pub(super) residuals: Residuals,
 }

@@ -88,9 +88,9 @@ impl Files {
 /// The rank whose codec residuals a checkpoint contains. Each rank has its own residuals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in super::super) enum Residuals {
-    /// This rank wrote them with its current parts.
+    /// This rank wrote the checkpoint with its current parts.
     Own,
-    /// Another rank wrote them: this rank starts without residuals, in the same round.
+    /// Another rank wrote the checkpoint: this rank starts without residuals, in the same round.
     Others,
     /// The model was divided differently: all ranks start without residuals.
     None,

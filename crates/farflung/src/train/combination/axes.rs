@@ -17,9 +17,9 @@ use crate::transports::{IROH, MPI};
 pub struct Axis {
     /// The setting, as in `--name`.
     pub name: &'static str,
-    /// Its values, the default first; for codecs one of each method, with numbers filled in.
+    /// The axis's values, the default first; for codecs one of each method, with numbers filled in.
     pub values: fn() -> Vec<String>,
-    /// Sets one of its values.
+    /// Sets the axis to one of these values.
     pub set: fn(&mut TrainConfig, &str),
 }
 

@@ -16,9 +16,9 @@ const LOOK: u64 = 8192;
 /// Memory of the data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Data {
-    /// Peak in bytes while it is read and tokenized.
+    /// Peak in bytes while the data is read and tokenized.
     pub(super) reading: u64,
-    /// Bytes of its tokens afterwards.
+    /// Bytes of the tokens afterwards.
     pub(super) tokens: u64,
     /// Whether the tokenizer has tables to load.
     pub(super) tokenizer: bool,
@@ -29,7 +29,7 @@ pub(super) struct Data {
 struct Files {
     sum: u64,
     largest: u64,
-    /// Whether they hold tokens of two bytes rather than text.
+    /// Whether the files hold tokens of two bytes rather than text.
     tokens: bool,
 }
 

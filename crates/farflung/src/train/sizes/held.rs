@@ -13,7 +13,7 @@ use super::super::planned::cut;
 use crate::{Result, TrainConfig};
 use farflung_parallel::Recompute;
 
-/// What one rank holds: a rank of a pipeline, or a rank with the whole model.
+/// Memory that one rank needs: a rank of a pipeline, or a rank with the whole model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Position {
     /// f32 values of its parameters, padding included.

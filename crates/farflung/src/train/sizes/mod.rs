@@ -289,7 +289,7 @@ impl AdjustableSetting {
         }
     }
 
-    /// Returns its minimum; all other values are multiples of it.
+    /// Returns the minimum of this setting; all other values are multiples of it.
     fn unit(self, config: &TrainConfig) -> usize {
         if self == Self::Workers { config.stages } else { 1 }
     }

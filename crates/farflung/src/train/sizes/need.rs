@@ -142,7 +142,7 @@ pub(super) fn size(bytes: u128) -> String {
 pub(super) struct RankGroup<'a> {
     pub(super) config: &'a TrainConfig,
     pub(super) model: GptConfig,
-    /// What each rank of a pipeline holds; without a pipeline, one entry for every rank.
+    /// Memory that each rank of a pipeline needs; without a pipeline, one entry for every rank.
     pub(super) positions: &'a [Position],
     /// Number of workers in all processes.
     pub(super) world: usize,

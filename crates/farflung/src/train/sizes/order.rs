@@ -16,7 +16,7 @@ const MOST_CELLS: u128 = 1 << 18;
 /// The properties of a pipeline that determine its memory.
 #[derive(Debug)]
 pub(super) struct Pipeline {
-    /// What each rank holds.
+    /// Memory that each rank needs.
     pub(super) positions: Vec<Position>,
     /// Number of actions in a step.
     step: u128,
