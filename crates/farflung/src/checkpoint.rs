@@ -194,7 +194,7 @@ impl Checkpoint {
 
     /// Returns a file's uncompressed bytes, verified again.
     ///
-    /// Errors: [`Error::Damaged`] if there is no such file or it differs from the manifest, [`Error::Io`].
+    /// Errors: [`Error::Damaged`] if the file is missing or differs from the manifest, [`Error::Io`].
     pub fn read(&self, name: &str) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
         self.copy(name, &mut bytes)?;

@@ -40,7 +40,7 @@ pub enum Error {
         left.as_deref().map(ToString::to_string).unwrap_or_default()
     )]
     NoMajority {
-        /// Why this rank cannot continue, such as the number of members that are left.
+        /// The reason why this rank cannot continue, such as the number of members that are left.
         reason: String,
         /// The steps that are saved, and those that are dropped.
         left: Option<Box<crate::train::StopSummary>>,
@@ -181,7 +181,7 @@ pub enum Error {
     Ticket {
         /// The file or variable that held it.
         from: String,
-        /// What is wrong with the ticket.
+        /// The error in the ticket.
         #[source]
         source: farflung_comm::secure::TicketError,
     },
@@ -281,7 +281,7 @@ pub enum Error {
         /// The process that holds the lock, if its id could be read.
         pid: Option<u32>,
     },
-    /// A file of a checkpoint differs from what was written.
+    /// A file of a checkpoint is missing or has changed since it was written.
     #[error("checkpoint file {path} is damaged: {what}")]
     Damaged {
         /// The file.

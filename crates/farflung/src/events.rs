@@ -50,7 +50,7 @@ pub enum EventKind {
         /// Steps that were done and are lost, since no remaining member has all of the model after them.
         #[serde(default)]
         lost_steps: u64,
-        /// Whether the members continued from their checkpoints, since none of them had all of the model in
+        /// Whether the members continued from their checkpoints, since no member had all of the model in
         /// memory.
         #[serde(default)]
         from_checkpoints: bool,

@@ -1,7 +1,7 @@
 //! A simulated bad link: forwards what arrives at one address to another, with a given rate, delay, jitter and
 //! loss. It runs in user space over TCP or UDP, so that a real run over a bad link can be tried on one machine.
 //!
-//! It does not depend on what it carries.
+//! It does not depend on the content of the data.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -35,7 +35,7 @@ pub enum Carries {
     /// TCP streams, which keep their order: a loss stalls the stream until the retransmission.
     #[default]
     Tcp,
-    /// UDP datagrams, forwarded in order: those that are lost, or that arrive while the queue is full, are
+    /// UDP datagrams, forwarded in order. A datagram that is lost, or that arrives while the queue is full, is
     /// dropped.
     Udp,
 }

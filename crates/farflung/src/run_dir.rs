@@ -31,8 +31,8 @@ pub enum Existing {
 #[derive(Debug)]
 pub struct RunDir {
     path: PathBuf,
-    /// The lock file, held by the system's file lock. The file's existence means nothing, so a crash leaves no
-    /// stale lock.
+    /// The lock file, held by the system's file lock. Only the lock counts, not whether the file exists, so a
+    /// crash leaves no stale lock.
     _lock: File,
 }
 

@@ -103,7 +103,7 @@ pub type Say = fn(&Error);
 pub struct Stop {
     /// The number of the signal that was requested, or 0.
     signal: Arc<AtomicI32>,
-    /// Cancels all waiting operations; nothing is saved any more.
+    /// Cancels all waiting operations. After it is raised, nothing is saved.
     cancel: Cancel,
     /// Cancels operations in which a step waits for other ranks, some of which may have committed the step
     /// already.

@@ -46,7 +46,7 @@ fn draw(text: String) {
     queue().offer(text.into_bytes());
 }
 
-/// Writes a result to stdout, after flushing what was queued for stderr before.
+/// Writes a result to stdout, after all text that was queued for stderr before.
 ///
 /// Errors: [`Error::Io`] if stdout does not accept all of it.
 pub fn print(text: &str) -> Result<()> {

@@ -108,7 +108,7 @@ enum Format {
 #[derive(Debug, Clone)]
 struct Costs(Vec<(StageCost, Nanos)>);
 
-/// A unit of the command line is a millisecond, so that six decimals are whole nanoseconds.
+/// Nanoseconds per unit of `--cost`. A unit counts as a millisecond, so that a value may have six decimals.
 const UNIT: u64 = 1_000_000;
 
 /// Widest grid in which each op has its name, in characters; wider ones show letters.

@@ -1,4 +1,4 @@
-//! Settings beside a plan: those that the plan decides must not be given, and are then set from the plan.
+//! Settings beside a plan: a setting that the plan decides must not be given, and is set from the plan.
 
 use farflung_parallel::pipeline::Method;
 use farflung_parallel::{Plan, ScheduleSource};
@@ -40,9 +40,9 @@ pub const DECIDED: &[&str] = &[
 ];
 
 impl TrainArgs {
-    /// Checks that no setting is given that a plan decides, if there is a plan.
+    /// If there is a plan, checks that no setting is given that the plan decides.
     ///
-    /// Errors: [`Error::Setting`] with the first such setting.
+    /// Errors: [`Error::Setting`] with the first setting that the plan decides.
     pub(super) fn beside_plan(&self) -> Result<()> {
         if self.plan.is_none() {
             return Ok(());

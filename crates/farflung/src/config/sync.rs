@@ -51,7 +51,7 @@ impl TrainConfig {
         }
     }
 
-    /// Returns what determines the number of buffers that the method of synchronisation keeps.
+    /// Returns the settings that determine the number of buffers of the method of synchronisation.
     pub(crate) fn kept(&self) -> Kept {
         let local = self.optimizer.memory(&self.local(LrSchedule::constant(self.lr), 1));
         let codec = self.averaged_codec();

@@ -1,5 +1,5 @@
-//! A job on several machines, with one ssh to each. What to start is sent over ssh's standard input, so that
-//! only the program's path is on a command line.
+//! A job on several machines, with one ssh to each. The description of the processes is sent over ssh's
+//! standard input, so that only the program's path is on a command line.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;

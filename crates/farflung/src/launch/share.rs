@@ -1,5 +1,5 @@
-//! The part of a job on one machine: what is sent to it over ssh, and how it starts its ranks and listens for
-//! signals.
+//! The part of a job on one machine: its description, which is sent over ssh, and how this machine starts its
+//! ranks and listens for signals.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;

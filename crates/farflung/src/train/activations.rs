@@ -1,5 +1,5 @@
-//! Sizes of the tensors of forward and backward passes, and what a part of the model keeps of them within a
-//! memory budget.
+//! Sizes of the tensors of forward and backward passes, and the choice of those that a part of the model keeps
+//! within a memory budget.
 
 use farflung_base::{Bytes, Nanos};
 use farflung_parallel::recompute::{Layer, RecomputePlan, rotor};
@@ -90,7 +90,8 @@ mod tests {
         };
         assert_eq!(again(13 * block).unwrap(), 0);
         let counts: Vec<usize> = (2..13).rev().map(|n| again(n * block).unwrap()).collect();
-        // Inputs are small compared with what a block keeps: if all inputs fit, a block runs at most twice.
+        // A block's input is small compared with its other activations: if all inputs fit, a block runs at most
+        // twice.
         assert_eq!(counts, (1..12).collect::<Vec<_>>());
         let hidden = bytes(PerToken::of(&model).hidden, &model, 2).0;
         assert!(again(block + 4 * hidden).unwrap() > 12);

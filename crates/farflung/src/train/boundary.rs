@@ -20,7 +20,7 @@ use crate::{Error, Result};
 pub(super) use memory::{SamplesSeen, coded_bytes};
 pub(super) use store::Stores;
 
-/// Returns the codec for what crosses a boundary in one direction.
+/// Returns the codec of a boundary for messages in one direction.
 ///
 /// Errors: none for a plan whose names were checked.
 fn spec(plan: &Plan, boundary: usize, content: Content) -> Result<LinkSpec> {
@@ -242,7 +242,7 @@ impl Boundaries {
         Ok(all)
     }
 
-    /// Restores what [`Boundaries::save`] returned.
+    /// Restores the states that [`Boundaries::save`] returned.
     ///
     /// Errors: entries with another shape.
     pub(super) fn load(&mut self, from: &mut StateMap<'_>) -> Result<()> {

@@ -1,5 +1,5 @@
-//! Which choices can be combined, and why others cannot: a single table for error messages,
-//! `train --combinations`, a test and a bench. Limits of single numbers are checked elsewhere, beside what they
+//! The choices that can be combined, and the reasons why others cannot: a single table for error messages,
+//! `train --combinations`, a test and a bench. Limits of single numbers are checked beside the code that they
 //! limit.
 
 mod axes;

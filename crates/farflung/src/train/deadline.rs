@@ -144,7 +144,7 @@ fn payload(codec: CodecSpec, values: usize) -> Bytes {
 /// minus the time by which the receiver may start later than the sender (ranks start after a barrier).
 fn message(job: &Job, topology: &Topology) -> Option<Slowest> {
     let (plan, model) = (&job.plan, &job.model);
-    // With slices, pools or a user's own schedule it is not known here which messages are sent.
+    // With slices, pools or a user's own schedule, the messages of a step are not known here.
     let elsewhere = !matches!(plan.pipeline.schedule, ScheduleSource::Named(_));
     if !plan.pipeline.slices.is_empty() || elsewhere {
         return None;

@@ -31,7 +31,7 @@ pub(super) enum Pass {
         /// The number of the step's microbatch 0.
         first: u64,
     },
-    /// Held-out microbatches: forward passes only, of which nothing is kept.
+    /// Held-out microbatches: forward passes only, which keep no activations.
     Evaluation,
 }
 

@@ -142,7 +142,7 @@ impl ExitListener {
 
 impl Drop for ExitListener {
     fn drop(&mut self) {
-        // The network closes once nothing is received from it.
+        // Drops the pending receive: the network closes only when no message is awaited.
         drop(self.message.lock().unwrap_or_else(PoisonError::into_inner).take());
     }
 }

@@ -41,9 +41,9 @@ pub struct Fault {
 pub enum Moment {
     /// Nothing of the step is done.
     Begun = 0,
-    /// All microbatches have passed, averages have arrived, and ranks have exchanged what they agree on.
+    /// All microbatches have passed, averages have arrived, and ranks have exchanged their votes.
     Agreed = 1,
-    /// The update is computed; nothing has changed yet.
+    /// The update is computed, but parameters and states have not changed yet.
     Prepared = 2,
     /// Parameters, moments, residuals and counters have changed.
     Committed = 3,

@@ -18,7 +18,7 @@ pub(super) enum Left {
     Nothing(Option<Box<Report>>),
 }
 
-/// Returns what a run still has to do that was resumed after `begun` steps, from the checkpoint `from`. A
+/// Returns the work that is left for a run that was resumed after `begun` steps, from the checkpoint `from`. A
 /// collective if `begun` is the number of all steps.
 ///
 /// Errors: [`Error::Setting`] for a checkpoint beyond the last step of the settings.

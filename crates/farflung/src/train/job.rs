@@ -98,7 +98,7 @@ pub struct Job {
 impl Job {
     /// Opens the data and determines the model's shape and the plan.
     ///
-    /// Errors: what is wrong with the data, the shape or the plan, with file and field.
+    /// Errors: an error in the data, the shape or the plan, with file and field.
     pub fn new(config: TrainConfig, world: usize, stop: Stop) -> Result<Self> {
         config.validate()?;
         let tokenizer = tokenizer_of(&config)?;

@@ -151,7 +151,7 @@ pub(super) fn same_settings(config: &TrainConfig, comm: &Communicator) -> Result
     same_facts("setting", &facts, comm, is_planned)
 }
 
-/// Returns what defines a model's function, with the names of settings.
+/// Returns the facts that define a model's function, with the names of settings.
 pub(super) fn model_facts(job: &Job) -> Vec<Fact> {
     let model = &job.model;
     vec![

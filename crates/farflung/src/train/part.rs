@@ -86,7 +86,7 @@ struct Due {
 /// Values that a part keeps of a microbatch between its forward and backward pass.
 #[derive(Debug)]
 pub(super) struct SavedMicrobatch {
-    /// `None` after a forward pass of which nothing was kept, until it is recomputed.
+    /// `None` after a forward pass that kept nothing, until the microbatch is recomputed.
     pub(super) saved: Option<Saved>,
     /// The received hidden states, if they are needed again.
     pub(super) input: Option<Tensor>,
@@ -309,7 +309,7 @@ impl Part {
         Ok(self.stage.backward_weight(saved, &mut grads)?)
     }
 
-    /// Starts the average with the other holders; this rank's gradients of the update are complete.
+    /// Starts the average with the other holders. This rank's gradients of the update must be complete.
     pub(super) fn reduce(&mut self) -> Result<()> {
         if self.reducing == Reducing::Ranges {
             return Ok(());
@@ -337,7 +337,7 @@ impl Part {
         Ok(())
     }
 
-    /// Makes a buffer for what replicas average in this step, if that is not the gradient.
+    /// Makes a buffer for the values that replicas average in this step, if these are not the gradients.
     fn make_room(&mut self) -> Result<()> {
         match (self.chain.contributes(), &self.contribution) {
             (true, None) => self.contribution = Some(self.stage.zeros()?),

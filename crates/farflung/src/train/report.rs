@@ -123,7 +123,7 @@ pub(super) fn sample(job: &Job, stage: &Stage, params: &Tensor) -> Result<Option
     Ok(Some(SampleText { prompt: config.prompt.clone(), text }))
 }
 
-/// Predicts what other methods of synchronisation would have taken on this link.
+/// Predicts the time of other methods of synchronisation on this link.
 fn what_if(job: &Job, link: Link) -> Result<Option<Answer>> {
     let plan = &job.plan;
     if job.world < 2 || plan.stages() > 1 || !plan.local_steps().are_equal() {

@@ -1,4 +1,4 @@
-//! A run from its first step to its report: the loop of each rank, and what rank 0 reports.
+//! A run from its first step to its report: the loop of each rank, and the report of rank 0.
 
 use farflung_base::Link;
 use farflung_comm::{Communicator, Stats};
@@ -315,7 +315,7 @@ fn train(
     Ok(Some(report))
 }
 
-/// Shows what is known before the first step.
+/// Shows the facts that are known before the first step.
 pub(super) fn announce(
     job: &Job,
     trainer: &Trainer,

@@ -1,5 +1,5 @@
-//! The steps of a run on one rank, and what is recorded after each: its row, checks and evaluation, its
-//! checkpoint. It does not depend on how ranks meet.
+//! The steps of a run on one rank, and the records after each step: its row, checks, evaluation and checkpoint.
+//! It does not depend on how ranks meet.
 
 use std::time::Instant;
 
@@ -152,7 +152,7 @@ impl Last {
     }
 }
 
-/// What the run does after a step.
+/// The next action of a run after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Next {
     /// Another step, or the end.
@@ -284,7 +284,8 @@ struct Seen {
 }
 
 impl Looks {
-    /// Does what is due; returns the results up to the first failure, and whether there was one.
+    /// Runs the checks, evaluation and checkpoint that are due. Returns the results up to the first failure,
+    /// and whether there was one.
     fn look(&self, trainer: &mut Trainer) -> (Seen, Result<()>) {
         let mut seen = Seen::default();
         let look = |trainer: &mut Trainer| {

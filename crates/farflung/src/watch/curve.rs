@@ -19,7 +19,7 @@ pub struct Point {
     pub time_s: f64,
     /// Seconds of real time after its last step.
     pub wall_s: f64,
-    /// Mean training loss of its steps in nats, over those that have one.
+    /// Mean training loss of the point's steps in nats, over the steps that have one.
     pub loss: Option<f64>,
     /// Smallest training loss of its steps.
     pub least: Option<f64>,

@@ -61,7 +61,7 @@ impl Folder {
         &self.state
     }
 
-    /// Returns the state, to add what is not in files.
+    /// Returns the state, so that a caller can add data that is not in files.
     pub const fn state_mut(&mut self) -> &mut State {
         &mut self.state
     }

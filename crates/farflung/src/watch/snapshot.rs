@@ -232,6 +232,6 @@ pub struct Problem {
     pub bad_lines: u64,
     /// Number of lines that are too long.
     pub long_lines: u64,
-    /// What is wrong with the last such line, or with the file.
+    /// The error in the last such line, or in the file.
     pub what: String,
 }

@@ -141,7 +141,7 @@ impl State {
         self.version
     }
 
-    /// Drops what was read of a file that has been replaced or cut.
+    /// Drops the lines of a file that has been replaced or cut.
     pub fn restart(&mut self, file: Lines) {
         self.version += 1;
         self.problems.remove(&file.path());

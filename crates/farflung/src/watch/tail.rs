@@ -1,4 +1,4 @@
-//! Follows a growing file of lines; reads only what is new, in bounded pieces.
+//! Follows a growing file of lines: reads only new bytes, in bounded pieces.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};

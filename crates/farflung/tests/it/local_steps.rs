@@ -1,4 +1,5 @@
-//! Slower replicas take fewer local steps: what they average, when they meet, and how long that takes.
+//! Slower replicas take fewer local steps: the values that replicas average, the steps in which they meet, and
+//! the time of a step.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 

@@ -102,8 +102,8 @@ fn losses(report: &Report) -> Vec<f64> {
     report.rows.iter().map(|row| row.train_loss).collect()
 }
 
-/// Returns what the events of a folder say about changes of members: steps lost, and whether checkpoints were
-/// read.
+/// Returns, for each change of members in the events of a folder, the number of lost steps and whether
+/// checkpoints were read.
 fn changes(folder: &Path) -> Vec<(u64, bool)> {
     let told = events::read(&folder.join(events::EVENTS)).unwrap();
     let change = |event: events::Event| match event.what {

@@ -210,7 +210,7 @@ fn without_a_replica_all_go_back_to_a_step_that_all_have_copied() {
             }
             let left = report(&results);
             assert_eq!(left.workers, 3);
-            // Rank 0 has the losses of all steps except those that it took from the others.
+            // Rank 0 has the losses of all steps, except for the steps that it took from other ranks.
             if rank > 0 {
                 let shorter = told.notes.iter().find(|note| note.contains("; 1 pipeline of 3"));
                 let shorter = shorter.unwrap_or_else(|| unreachable!("{:?}", told.notes));

@@ -71,7 +71,7 @@ fn files_are_compared_by_what_they_say() {
     std::fs::write(run.at("same.txt"), std::fs::read(run.at("text.txt")).unwrap()).unwrap();
     let other = format!("--data {}", run.at("other.txt").display());
     refused(&run, "--steps 2", &other, &["the setting `data` is 10000 tokens with hash"]);
-    // All ranks learn what one rank lacks.
+    // All ranks report the device or file that one rank lacks.
     for (rank, output) in job(&run, "--steps 2", "--device wgpu:99").iter().enumerate() {
         assert_eq!(output.status.code(), Some(1), "rank {rank}: {}", stderr(output));
         assert!(stderr(output).contains("wgpu"), "rank {rank}: {}", stderr(output));

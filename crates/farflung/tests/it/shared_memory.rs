@@ -60,7 +60,7 @@ fn a_killed_rank_is_noticed_and_nothing_is_left_behind() {
     let said = fs::read_to_string(out.with_extension("said")).unwrap();
     assert_eq!(status.code(), Some(75), "{said}");
     assert!(said.contains("peer 1 was lost"), "{said}");
-    // Sockets without a file and memory without a name: nothing remains after the processes have ended.
+    // Sockets have no file and shared memory has no name, so nothing remains after the processes have ended.
     assert!(ranks.iter().all(|id| !Path::new(&format!("/proc/{id}/maps")).exists()));
     let left: Vec<_> = fs::read_dir("/dev/shm")
         .into_iter()

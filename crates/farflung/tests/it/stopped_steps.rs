@@ -87,7 +87,7 @@ fn goes_on(run: &Run, command: impl Fn() -> Command, args: &str, more: u64) {
     assert!(bits.last().is_some_and(|(stopped, _)| stopped.is_some()), "{bits:?}");
 }
 
-/// A step of many seconds, of which nothing is done yet.
+/// A first step that takes many seconds is dropped when the signal arrives.
 #[test]
 fn a_first_step_that_is_long_is_dropped() {
     let pipedream = "--workers 2 --stages 2 --microbatches 2 --schedule pipedream --clip 0";

@@ -276,7 +276,7 @@ impl Found<'_> {
     }
 }
 
-/// Returns a text on how often to save, and what saving and losses cost.
+/// Returns a text on the interval between checkpoints, and the time that saving and losses take.
 pub(super) fn interval(every: &Checkpoints) -> String {
     let lost = every.expected();
     let time = |seconds: f64| Nanos::from_secs_f64(seconds).to_string();

@@ -1,4 +1,4 @@
-//! Plans before and after simulation, and what they hold and send.
+//! Plans before and after simulation, with their memory and the bytes that they send.
 
 use std::fmt;
 

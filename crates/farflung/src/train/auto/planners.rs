@@ -80,7 +80,7 @@ impl PlannedStage {
 pub struct OperatorCut {
     /// The operator's name.
     pub operator: String,
-    /// Description of the split: what each axis of the devices divides.
+    /// Description of the split: the dimension that each axis of the devices divides.
     pub cut: String,
 }
 

@@ -78,7 +78,7 @@ impl fmt::Display for FileChange {
 impl FileChange {
     /// Applies the change to a file.
     ///
-    /// Errors: names that the file does not have, with those that it has; those of [`Cluster::check`], for
+    /// Errors: a name that the file does not have, with the names that it has; those of [`Cluster::check`], for
     /// example if no machine is left.
     pub fn apply(&self, cluster: &Cluster) -> Result<Cluster> {
         let mut changed = cluster.clone();

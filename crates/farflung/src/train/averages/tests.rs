@@ -1,4 +1,5 @@
-//! Tests what `auto` chooses on declared links, which algorithms are refused, and that each algorithm trains.
+//! Tests the choice of `auto` on declared links, the algorithms that are rejected, and that each algorithm
+//! trains.
 
 use super::*;
 use crate::Stop;

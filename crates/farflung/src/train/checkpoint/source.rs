@@ -60,7 +60,7 @@ impl Files {
         bytes
     }
 
-    /// Decodes what [`Files::to_bytes`] returned; `None` for other bytes.
+    /// Decodes the bytes of [`Files::to_bytes`]; `None` for other bytes.
     pub(super) fn from_bytes(mut bytes: &[u8]) -> Option<Self> {
         let mut next = || {
             let (len, rest) = bytes.split_first_chunk::<8>()?;

@@ -1,5 +1,5 @@
-//! A worker that computes and sends nothing: it records what a rank does in a step, as `executor.rs`,
-//! `part.rs`, `tied.rs` and `trainer.rs` do it.
+//! A worker that computes and sends nothing: it records the ops of a rank in a step, in the same order as
+//! `executor.rs`, `part.rs`, `tied.rs` and `trainer.rs` run them.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -48,7 +48,7 @@ struct PartState {
     due: VecDeque<usize>,
 }
 
-/// Records the ops of one rank: what it computes, starts and waits for.
+/// Records the ops of one rank: computations, starts of operations, and waits.
 pub(super) struct Recorder<'a, 'b, 'o> {
     schedule: &'a ReplicaSchedule,
     operations: &'b mut Operations<'o>,

@@ -2,7 +2,7 @@
 //! that a run needs, compares it with what is available, and names the largest batch and number of workers
 //! that would fit.
 //!
-//! The memory of GPUs is not checked, only what a run on GPUs needs of the host.
+//! The memory of GPUs is not checked, only the host memory of a run on GPUs.
 
 mod available;
 mod buckets;
@@ -111,7 +111,7 @@ pub(super) fn admit(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<()>
     Case::new(config, env)?.admit(config, available(Path::new("/")))
 }
 
-/// The inputs of an estimate that do not depend on the batch or the number of workers.
+/// The inputs of an estimate that depend on neither the batch nor the number of workers.
 struct Case {
     model: GptConfig,
     pipeline: Option<Pipeline>,

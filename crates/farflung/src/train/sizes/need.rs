@@ -198,7 +198,7 @@ impl RankGroup<'_> {
         all
     }
 
-    /// Returns what one rank needs, without the data and its share of the process.
+    /// Returns the memory that one rank needs, without the data and its share of the process.
     fn of_rank(&self, rank: usize) -> Need {
         let config = self.config;
         let position = &self.positions[rank % self.positions.len()];

@@ -1,4 +1,4 @@
-//! Derives what each rank of a pipeline holds from the settings, without making very long orders.
+//! Derives the memory of each rank of a pipeline from the settings, without making very long orders.
 
 use farflung_base::{Nanos, Rank};
 use farflung_parallel::pipeline::{ComputeOrder, Method, Settings, StageCost, Updates};

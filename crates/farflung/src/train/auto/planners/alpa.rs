@@ -164,8 +164,8 @@ impl LayerCuts {
         }
         let mut found = self.found.borrow_mut();
         let known = found.entry(limit.microbatches).or_default();
-        // The best splits for as much memory or more are the best here too, if they fit. If nothing fits into
-        // more memory, nothing fits here.
+        // If the best splits for the same amount of memory or more fit here, they are also the best splits
+        // here. If no splits fit into more memory, none fit here.
         if let Some((_, found)) = known.range(room..).find(|(_, found)| found.as_ref().is_none_or(fits)) {
             return Ok(found.clone());
         }

@@ -69,7 +69,7 @@ impl Facts {
         self.layers[layers].iter().fold(0, |sum, layer| sum.saturating_add(layer.operations))
     }
 
-    /// Returns the bytes of weights, gradients and moments of layers, and those of the activations of a
+    /// Returns two sums over the layers in bytes: weights, gradients and moments; and the activations of a
     /// microbatch.
     pub(super) fn held(&self, layers: Range<usize>) -> (Bytes, Bytes) {
         let layers = &self.layers[layers];
