@@ -114,7 +114,7 @@ impl CheckpointWriter {
             file.sync_all()?;
             File::open(&self.partial)?.sync_all()?;
             if path.exists() {
-                // A name that a restart removes as a half-written checkpoint.
+                // A restart removes a folder with this name, as a half-written checkpoint.
                 let old = self.run.join(format!(".{}-old.tmp", folder(self.manifest.step)));
                 fs::rename(&path, &old)?;
                 fs::rename(&self.partial, &path)?;

@@ -49,7 +49,7 @@ impl LaunchEnv {
         is_loopback(&self.master_addr)
     }
 
-    /// Returns where rank 0 is reached: `host:port`, or several addresses separated by commas.
+    /// Returns the address of rank 0: `host:port`, or several addresses separated by commas.
     #[must_use]
     pub fn meeting_place(&self) -> String {
         let Self { master_addr: host, master_port: port, .. } = self;

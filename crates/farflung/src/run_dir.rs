@@ -130,7 +130,8 @@ impl RunDir {
         let excess = if keep == 0 { 0 } else { steps.len().saturating_sub(keep) };
         for step in &steps[..excess] {
             let path = self.path.join(folder(*step));
-            // Renamed first, so that a crash in between leaves a partial checkpoint rather than a damaged one.
+            // The folder is renamed first, so that a crash in between leaves a partial checkpoint rather than a
+            // damaged one.
             let partial = self.path.join(format!(".{}.tmp", folder(*step)));
             fs::rename(&path, &partial)
                 .and_then(|()| fs::remove_dir_all(&partial))

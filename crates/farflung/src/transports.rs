@@ -65,7 +65,7 @@ pub enum Connects {
 pub struct TransportMethod {
     /// The name on command lines.
     pub name: &'static str,
-    /// One line that describes it.
+    /// One-line description of the transport.
     pub summary: &'static str,
     /// Whether links are declared in a topology and time is virtual.
     pub simulated: bool,

@@ -65,7 +65,7 @@ choice!(
 choice!(
     /// Method that distributes the microbatches of a step among members that may join and leave.
     BalanceKind {
-        /// By speed: the numbers of microbatches that make steps shortest, by measured times.
+        /// The numbers of microbatches that make steps shortest, by the members' measured times.
         BySpeed = "by-speed",
         /// The same number for each member.
         Equal = "equal",
@@ -89,9 +89,9 @@ choice!(
 choice!(
     /// Scale of Muon's updates for hidden matrices.
     MuonScaleKind {
-        /// To about the size of AdamW's updates, so that one learning rate suits both.
+        /// Scales updates to about the size of AdamW's, so that one learning rate suits both.
         MatchAdamW = "match-adamw",
-        /// By the square root of outputs over inputs, if that is above 1.
+        /// Scales updates by the square root of outputs over inputs, if that is above 1.
         Original = "original",
     }
 );

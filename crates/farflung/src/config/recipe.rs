@@ -7,7 +7,7 @@ use super::{TrainArgs, TrainConfig};
 pub struct Recipe {
     /// The name on command lines.
     pub name: &'static str,
-    /// One line that describes it.
+    /// One-line description of the recipe.
     pub summary: &'static str,
     /// The publication.
     pub source: &'static str,

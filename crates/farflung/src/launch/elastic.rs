@@ -1,5 +1,5 @@
-//! A job whose processes come and go on one machine: a process that fails is started again, while the others go
-//! on.
+//! A job whose processes come and go on one machine: a process that fails is started again, while the others
+//! continue.
 
 use std::process::{Command, Stdio};
 use std::thread;
@@ -21,8 +21,8 @@ pub struct Elastic {
     pub most: usize,
     /// Number of restarts of failed processes, over all processes.
     pub restarts: u32,
-    /// Time that the other processes may go on after the run has ended for one of them, and time that they have
-    /// to end when asked to.
+    /// Time for which the other processes may continue after the run has ended for one of them, and time within
+    /// which they must end when asked to.
     pub grace: Duration,
 }
 
@@ -38,10 +38,10 @@ pub struct Start {
 /// State of a member of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Member {
-    /// To be started after this time.
+    /// The process is started after this time.
     Due(Duration),
     Runs,
-    /// Ended, and not to be started again.
+    /// The process has ended, and is not started again.
     Gone,
 }
 
@@ -126,7 +126,7 @@ impl Running<'_> {
         self.failed.push(failure);
     }
 
-    /// Returns why the job cannot go on, or `None` if it can.
+    /// Returns why the job cannot continue, or `None` if it can.
     fn is_lost(&self) -> Option<String> {
         if self.running().is_empty() {
             return Some("no member is left that others could join: the job ends\n".to_owned());

@@ -11,15 +11,15 @@ use crate::Result;
 /// Number of f32 values per token of the tensors of forward and backward passes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PerToken {
-    /// A hidden state.
+    /// Values of a hidden state.
     pub(super) hidden: u128,
-    /// Kept from a block's forward pass: `TransformerSaved`, which includes the block's input.
+    /// Values that are kept from a block's forward pass: `TransformerSaved`, which includes the block's input.
     pub(super) block: u128,
-    /// Added by the input half of a block's split backward pass: `Back`.
+    /// Values that the input half of a block's split backward pass adds: `Back`.
     pub(super) back: u128,
-    /// Needed only during a block's backward pass.
+    /// Values that are needed only during a block's backward pass.
     pub(super) while_back: u128,
-    /// Kept from the head's forward pass besides logits: `HeadSaved`.
+    /// Values that are kept from the head's forward pass besides logits: `HeadSaved`.
     pub(super) head: u128,
     pub(super) logits: u128,
 }

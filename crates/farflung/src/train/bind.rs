@@ -132,13 +132,13 @@ impl ReplicaSchedule {
         Ok(Self { name, schedule, arrivals, layers, slices, cost })
     }
 
-    /// Returns which rank holds which part.
+    /// Returns the placement: the rank of each part.
     #[must_use]
     pub fn placement(&self) -> &Placement {
         self.schedule.order().placement()
     }
 
-    /// Returns when weights change.
+    /// Returns the points of the schedule at which weights change.
     #[must_use]
     pub fn updates(&self) -> Updates {
         self.schedule.order().updates()
@@ -175,7 +175,7 @@ impl ReplicaSchedule {
             };
             let mut actions: Vec<Action> = stages.flat_map(op).collect();
             if placement.is_pooled() {
-                // A rank's microbatches are in the order in which the ranks before it have them.
+                // A rank of a pool runs its microbatches in the order in which it receives them.
                 actions.sort_by_key(|action| action.microbatch);
             }
             actions.into_iter().map(Op::Run).collect()

@@ -128,7 +128,7 @@ impl Drop for Claim {
     }
 }
 
-/// Sent instead of a number by ranks that were given a folder; numbers begin at 1.
+/// Number that ranks send if they were given a folder; real numbers begin at 1.
 const GIVEN: u64 = 0;
 
 fn numbered(model: &str, number: u64) -> PathBuf {

@@ -356,7 +356,7 @@ fn refused(refusal: Option<Refusal>) -> Result<()> {
         .map_or(Ok(()), |Refusal { field, value, expected }| Err(Error::Setting { field, value, expected }))
 }
 
-/// Returns why the choices of some settings cannot be combined; `None` if they can.
+/// Returns why the choices of the settings cannot be combined; `None` if they can.
 #[must_use]
 pub fn refusal_of(config: &TrainConfig) -> Option<Refusal> {
     first(&Choices::wished(config, config.workers))

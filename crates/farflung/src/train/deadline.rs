@@ -82,7 +82,7 @@ fn slowest(job: &Job, topology: &Topology) -> Result<Option<Slowest>> {
     } else {
         plainly(largest)
     };
-    // Each step's vote: a loss, and whether to stop.
+    // The ranks vote in each step: each sends a loss, and whether to stop.
     let numbers = Bytes(16);
     let vote = average(job, topology, algorithm, |by| by.programs(2, numbers, topology), numbers);
     let warmup = (job.config.warm_steps() > 0 || job.config.density_warmup > 0).then(|| plainly(largest));

@@ -71,7 +71,7 @@ pub(super) struct Executor {
     pub(super) dim: usize,
     /// Loss scale.
     pub(super) scale: f32,
-    /// By stage, the microbatch whose backward pass is the last of a step.
+    /// The microbatch whose backward pass is the last of a step, by stage.
     pub(super) last: BTreeMap<StageId, u32>,
     /// Whether gradients are averaged with other holders of a part in each step.
     pub(super) averages: bool,
@@ -345,7 +345,8 @@ impl Executor {
         let table = self.tied.exchange(stage, mine)?;
         add_since(begun, &self.comm, &mut self.spent.communicate);
         if let Some(table) = table {
-            // Put off, since waiting here for the other rank with the table would stall the pipeline.
+            // The update is deferred, since waiting here for the other rank with the table would stall the
+            // pipeline.
             return mine.defer_update(Some(table), needed);
         }
         let norm = farflung_optim::global_norm(&mine.grads)?;

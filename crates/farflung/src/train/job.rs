@@ -172,7 +172,7 @@ impl Job {
         Ok(Self { config, plan, since_members_changed: None, rates, shards, world, ..self.clone() })
     }
 
-    /// Returns how long ranks wait for each other.
+    /// Returns the time for which ranks wait for each other.
     #[must_use]
     pub fn deadline(&self) -> Nanos {
         Nanos(self.config.deadline.0.saturating_mul(1 << self.doublings.min(32)))
@@ -267,7 +267,7 @@ impl Job {
         averages::plain_algorithm(self.plan.outermost())
     }
 
-    /// Returns how the values of parts are averaged over their holders.
+    /// Returns the settings for averaging the values of parts over their holders.
     pub(super) fn average_config(&self) -> Result<AverageConfig> {
         Ok(AverageConfig { seed: self.config.seed, ..averages::config_of(self.plan.outermost())? })
     }
@@ -432,7 +432,7 @@ impl Decided {
         } else {
             combination::check_wished(&config, world)?;
             if cluster.is_some() {
-                // A topology for another number of ranks is refused before anything else is derived from it.
+                // A topology for another number of ranks is rejected before anything else is derived from it.
                 links::declared(&config, world, cluster.as_ref())?;
             }
             planned::from_settings(&config, model, world, cluster.as_ref())?

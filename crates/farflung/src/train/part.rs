@@ -65,7 +65,7 @@ pub(super) enum SendTiming {
 /// Progress of the average of a step's gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Reducing {
-    /// Not started.
+    /// The average was not started.
     No,
     /// Ranges are sent as they become ready.
     Ranges,
@@ -114,9 +114,9 @@ pub(super) struct Parts {
     pub(super) weight: f64,
 }
 
-/// Writes what replicas average of a range of the gradients into `into`. For a token table that another part
-/// also has, only half of the chain's state is added, so that the sum of both contributions is that of the
-/// whole gradient.
+/// Writes this replica's contribution to the average, for a range of the gradients, into `into`. For a token
+/// table that another part also has, only half of the chain's state is added, so that the sum of both
+/// contributions is that of the whole gradient.
 fn contribute(
     chain: &Chain,
     grads: &Tensor,

@@ -22,7 +22,7 @@ pub struct Drift {
     pub bytes: u64,
 }
 
-/// Decides when to compare copies.
+/// Schedule of the comparisons of copies.
 #[derive(Debug)]
 pub(super) struct Resync {
     /// Steps between comparisons; 0 disables them.

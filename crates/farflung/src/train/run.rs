@@ -265,7 +265,7 @@ fn train(
     }
     // Checks copies that were read from checkpoints, and initial weights.
     trainer.with_common(|trainer| trainer.verify(Thoroughness::All))?;
-    // Written only after all checks of the folder have passed.
+    // The settings are written only after all checks of the folder have passed.
     if let Some(run) = run {
         run.write_config(&config.to_toml())?;
         run.replace("plan.toml", job.plan.to_string().as_bytes())?;
@@ -325,7 +325,7 @@ pub(super) fn announce(
 ) -> Result<()> {
     let mut config = job.config.clone();
     if job.elastic {
-        // Others may join.
+        // The notes assume at least two workers, since other members may join.
         config.workers = job.world.max(2);
     }
     let world = if job.elastic { config.workers } else { job.world };

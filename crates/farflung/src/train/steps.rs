@@ -155,9 +155,9 @@ impl Last {
 /// The next action of a run after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Next {
-    /// Another step, or the end.
+    /// The run does another step, or ends.
     Step,
-    /// A change of members.
+    /// The members change.
     Change,
 }
 

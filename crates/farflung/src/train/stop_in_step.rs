@@ -69,9 +69,9 @@ pub(super) struct RunProgress {
     pub(super) totals: Totals,
     /// The start of this part of the run. `None` before it has begun.
     clock: Option<Clock>,
-    /// Log of how the time of its steps was spent.
+    /// Log of the times of the run's steps.
     pub(super) times: StepTimesLog,
-    /// Log of the exchange with its peers, on ranks that write no metrics.
+    /// Log of the bytes exchanged with peers, on ranks that write no metrics.
     pub(super) peers: PeerCountersLog,
 }
 

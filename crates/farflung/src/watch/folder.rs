@@ -66,7 +66,7 @@ impl Folder {
         &mut self.state
     }
 
-    /// Returns how long ago a step was last written.
+    /// Returns the time since a step was last written.
     #[must_use]
     pub fn age(&self) -> Option<Duration> {
         let modified = fs::metadata(self.path.join(run_dir::METRICS)).and_then(|file| file.modified());

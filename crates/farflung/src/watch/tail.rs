@@ -50,7 +50,7 @@ impl Tail {
         &self.path
     }
 
-    /// Reads on, at most about `budget` bytes. Returns whether there is more to read already.
+    /// Reads the next bytes, at most about `budget`. Returns whether the file has more bytes now.
     ///
     /// A file that cannot be read, or is not a regular file, has no news. Text after the last newline is kept
     /// until its line is complete.
@@ -162,7 +162,7 @@ mod tests {
         assert_eq!(read(&mut tail).len(), 3);
         fs::write(&path, "one\n").unwrap();
         assert_eq!(read(&mut tail), ["restarted", "one"]);
-        // Longer than before, and with another beginning.
+        // The new file is longer than the old one, and begins differently.
         fs::write(&path, "eins\nzwei\ndrei\nvier\n").unwrap();
         assert_eq!(read(&mut tail), ["restarted", "eins", "zwei", "drei", "vier"]);
         fs::remove_file(&path).unwrap();

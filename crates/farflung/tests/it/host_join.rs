@@ -254,7 +254,7 @@ fn the_host_may_go_while_the_others_are_more_than_half() {
     // A new member can join with another member's ticket.
     let c = join(&run, "c", "b/run.ticket", &[]);
     trains(&run, &c);
-    // All have the same bits after the same step.
+    // All three members have the same bits after the same step.
     let common = || {
         let [a, b, c] = [&a, &b, &c].map(|member| saved(&run, member));
         let step = a.keys().rev().find(|step| b.contains_key(*step) && c.contains_key(*step))?;

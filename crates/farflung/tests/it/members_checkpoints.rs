@@ -15,7 +15,7 @@ use farflung_base::{Nanos, PeerId};
 
 const STEPS: u64 = 12;
 const STAGES: usize = 2;
-/// Two stages, and a spare, which is given first.
+/// Number of members: two stages and a spare.
 const MEMBERS: usize = 3;
 /// The last checkpoint before the loss, and the step of the loss.
 const SAVED: u64 = 6;

@@ -148,7 +148,7 @@ fn members_that_come_make_a_pipeline_of_one_member_longer() {
         assert!(result.is_ok(), "{n}: {:?}", result.as_ref().err());
     }
     assert!(told.notes.iter().any(|note| note.contains("; 1 pipeline of 4")), "{:?}", told.notes);
-    // A step has the same sequences on any members.
+    // A step has the same sequences for any number of members.
     let (one, four) = (losses(report(&alone)), losses(report(&results)));
     assert_eq!((one.len(), four.len()), (12, 12));
     for (one, four) in one.iter().zip(&four) {

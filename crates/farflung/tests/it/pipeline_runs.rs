@@ -1,5 +1,5 @@
 //! Whole runs in pipelines started through the command line: over simulated links, over TCP, resumed with other
-//! stages, and refused.
+//! stages, and runs that are rejected.
 
 use std::process::Command;
 

@@ -272,7 +272,7 @@ fn the_ranks_of_a_launcher_that_is_killed_save_and_end() {
 #[test]
 fn a_run_that_is_loading_ends_at_once() {
     let run = Run::new();
-    // A pipe without a writer: the run waits for its data forever.
+    // The data is a pipe without a writer, so the run waits for its data forever.
     let data = run.at("pipe");
     assert!(Command::new("mkfifo").arg(&data).status().unwrap().success());
     let args = format!("--data {} --out {}", data.display(), run.at("run").display());

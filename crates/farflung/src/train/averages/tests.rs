@@ -87,7 +87,7 @@ fn auto_takes_the_cheapest_form_and_the_plan_says_which() {
     // Without a codec, `auto` is resolved for each size.
     let plain = job(config(&folder, "none", Algorithm::Auto)).unwrap();
     assert_eq!(plain.plan.outermost().algorithm, Algorithm::Auto);
-    // By default, equal shards.
+    // With a codec, the default is `direct`, with equal shards.
     let told = job(config(&folder, "int8", Algorithm::Ring)).unwrap();
     assert_eq!(told.plan.outermost().algorithm, Algorithm::Direct);
 }

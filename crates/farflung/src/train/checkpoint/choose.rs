@@ -24,9 +24,9 @@ pub(super) struct Chosen {
 /// A rank's newest checkpoint of the parts that it holds now.
 enum OwnCheckpoint {
     There(Checkpoint),
-    /// None yet, in a folder in which the run has begun.
+    /// The rank has no checkpoint yet, although the run has begun in its folder.
     NotYet,
-    /// No folder, or no valid checkpoint.
+    /// The rank has no folder, or no valid checkpoint in it.
     Lost(Option<Error>),
 }
 

@@ -34,7 +34,7 @@ mod tests {
         for folder in &all {
             assert_eq!(beside(folder), all, "{}", folder.display());
         }
-        // A folder elsewhere has no others beside it.
+        // A folder outside of the run has no other folders beside it.
         let alone = root.path().join("alone");
         assert_eq!(beside(&alone), std::slice::from_ref(&alone));
     }

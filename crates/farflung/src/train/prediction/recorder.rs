@@ -56,7 +56,7 @@ pub(super) struct Recorder<'a, 'b, 'o> {
     /// Times by stage and slice.
     costs: Vec<StageCost>,
     parts: BTreeMap<StageId, PartState>,
-    /// By stage, the microbatch whose backward is the last.
+    /// The microbatch whose backward pass is the last of a step, by stage.
     last: BTreeMap<StageId, u32>,
     each_step: bool,
     /// This rank's stage with the token table, if the other stage with it is on another rank.
@@ -223,7 +223,7 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
         Ok(())
     }
 
-    /// Starts the sum of the table's gradients, unless it was started already; returns its number.
+    /// Starts the sum of the table's gradients, unless it was started already; returns the operation's number.
     fn begin_table(&mut self) -> Result<usize> {
         if let Some(begun) = self.begun_table.take() {
             return Ok(begun);

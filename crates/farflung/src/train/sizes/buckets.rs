@@ -36,7 +36,8 @@ pub(in crate::train) fn averaging(
         if codec.is_plain() {
             return plain;
         }
-        // A protocol's state in the host's memory: the committed, the latest and the next.
+        // A protocol keeps three copies of its state in the host's memory: the committed, the latest and the
+        // next one.
         return AverageBytes { residuals: model.saturating_mul(3), saved: model, ..plain };
     };
     let block = 4096_u128;

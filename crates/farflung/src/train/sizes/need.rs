@@ -147,7 +147,7 @@ pub(super) struct RankGroup<'a> {
     /// Number of workers in all processes.
     pub(super) world: usize,
     pub(super) ranks: Range<usize>,
-    /// Number of processes of these ranks.
+    /// Number of processes that run these ranks.
     pub(super) processes: usize,
     pub(super) data: Data,
     /// Number of actions in the schedules of a step and of an evaluation.

@@ -86,7 +86,7 @@ impl Facts {
         self.layers[0].output
     }
 
-    /// Returns the time of operations on the slowest of some devices, which share them equally.
+    /// Returns the time of operations that these devices share equally, on the slowest of them.
     pub(super) fn compute(&self, operations: u64, devices: &[u32]) -> Nanos {
         let slowest = devices.iter().map(|&device| self.devices[device as usize].flops).min().unwrap_or(1);
         shared(operations, slowest, devices.len() as u32)
