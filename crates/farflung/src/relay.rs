@@ -43,9 +43,9 @@ pub enum Carries {
 /// Properties of the link, the same in both directions.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LinkEmulator {
-    /// The address at which it listens, `host:port`; port 0 takes any free port.
+    /// The address at which the emulator listens, `host:port`; port 0 takes any free port.
     pub listen: String,
-    /// The address to which it forwards.
+    /// The address to which the emulator forwards.
     pub to: String,
     /// The protocol.
     pub carries: Carries,
@@ -80,7 +80,7 @@ impl LinkEmulator {
         }
     }
 
-    /// Starts to forward, in threads of its own, until the returned handle is dropped.
+    /// Starts to forward, in separate threads, until the returned handle is dropped.
     ///
     /// # Errors
     /// [`CommError::Io`] if one of the two addresses cannot be used.
@@ -136,7 +136,7 @@ pub struct Relaying {
 }
 
 impl Relaying {
-    /// Returns the address at which it listens.
+    /// Returns the address at which the emulator listens.
     #[must_use]
     pub const fn address(&self) -> SocketAddr {
         self.address

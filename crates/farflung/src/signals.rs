@@ -250,8 +250,8 @@ impl Stop {
     pub(crate) fn arm(&self, interrupt: &Interrupt) -> Armed {
         let mut computing = self.computing();
         computing.push(interrupt.clone());
-        // Checked under the lock: a concurrent `hurry` either finds this interrupt in the list or has set the
-        // flag before.
+        // The flag is checked under the lock: a concurrent `hurry` either finds this interrupt in the list or
+        // has set the flag before.
         if self.hurry.is_cancelled() {
             interrupt.raise();
         }

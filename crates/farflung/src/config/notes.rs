@@ -36,8 +36,8 @@ struct Notes<'a> {
 }
 
 impl Notes<'_> {
-    /// Notes those of `names` that were given and have no effect, if `case` holds. Each setting is noted once,
-    /// with the first reason.
+    /// Adds a note for those of `names` that were given and have no effect, if `case` holds. Each setting is
+    /// noted once, with the first reason.
     fn idle(&mut self, case: bool, names: &[&'static str], why: &str) {
         let given = |name: &&&'static str| self.config.was_given(name) && !self.named.contains(**name);
         let given: Vec<_> = names.iter().filter(|_| case).filter(given).copied().collect();
@@ -50,7 +50,7 @@ impl Notes<'_> {
         self.named.extend(given);
     }
 
-    /// Notes the given settings that the chosen row of a table does not use, although other rows do.
+    /// Adds a note for given settings that the chosen row of a table does not use, although other rows do.
     fn unread(&mut self, choice: &str, chosen: &str, rows: &[Reads]) {
         let mut by_readers: BTreeMap<String, Vec<&'static str>> = BTreeMap::new();
         for &setting in rows.iter().flat_map(|row| row.settings) {

@@ -19,7 +19,7 @@ struct Follows {
     set: fn(&mut TrainConfig, f64),
 }
 
-/// The settings for which an optimizer may have a default of its own.
+/// The settings for which an optimizer may have its own default.
 const FOLLOWS: [Follows; 4] = [
     Follows {
         name: "beta2",

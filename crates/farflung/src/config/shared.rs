@@ -80,7 +80,7 @@ mod tests {
             assert_ne!(shared.iter().any(|fact| fact.name == name), is_own(&name), "{name}");
         }
         assert!(TrainArgs::OWN.iter().all(|own| !own.why.is_empty()));
-        // Settings that decide the result are shared.
+        // Settings that decide the result must be the same on all ranks.
         for name in ["lr", "beta2", "seed", "heads", "batch", "precision", "outer-lr", "clip", "warmup"] {
             assert!(shared.iter().any(|fact| fact.name == name), "{name}");
         }

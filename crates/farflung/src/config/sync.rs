@@ -26,7 +26,7 @@ impl TrainConfig {
         }
     }
 
-    /// Sets the outer momentum to the default of the method of synchronisation, if it has its own.
+    /// Sets the outer momentum to the default of the method of synchronisation, if the method has one.
     pub(super) fn take_outer_momentum_of_row(&mut self) {
         self.outer_momentum = self.sync.outer_momentum.unwrap_or(self.outer_momentum);
     }

@@ -161,7 +161,7 @@ impl HttpClient for Collector {
         'life0: 'async_trait,
         Self: 'async_trait,
     {
-        // Blocking is allowed, since the exporter runs on a thread of its own.
+        // Blocking is allowed, since the exporter runs on its own thread.
         Box::pin(async move { self.post(&request).map_err(HttpError::from) })
     }
 }

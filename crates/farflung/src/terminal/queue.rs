@@ -12,7 +12,7 @@ const ROOM: usize = 256 * 1024;
 /// Time without progress after which a writer counts as blocked.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Queue of texts that a thread of its own writes in order.
+/// Queue of texts that a separate thread writes in order.
 #[derive(Debug, Clone)]
 pub(super) struct Queue {
     shared: Arc<Shared>,

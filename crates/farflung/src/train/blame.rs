@@ -44,11 +44,11 @@ pub(super) fn evidence(error: &Error) -> Evidence {
     }
 }
 
-/// Returns this rank's failure with the rank that caused it, and tells the others. A failure by a stop is
-/// returned unchanged.
+/// Returns this rank's failure with the rank that caused it, and notifies the other ranks. A failure by a stop
+/// is returned unchanged.
 ///
-/// A rank that drops its step after hearing of a failure also cancels the collectives of others, as a stopped
-/// rank does. Its message, or that of the failed rank, tells the two cases apart.
+/// A rank that drops its step after it receives a failure also cancels the collectives of others, as a stopped
+/// rank does. The two cases differ in the message of this rank, or of the failed rank.
 pub(super) fn settle(comm: &Communicator, hearing: &ExitListener, error: Error) -> Error {
     if matches!(error, Error::Stopped(_)) {
         return error;
@@ -95,7 +95,7 @@ pub(super) fn settle(comm: &Communicator, hearing: &ExitListener, error: Error) 
 }
 
 /// Returns whether this rank has lost all others rather than one of them. With two ranks the cases cannot be
-/// told apart.
+/// distinguished.
 fn is_cut_off(comm: &Communicator, evidence: Evidence) -> bool {
     let (me, size) = (comm.transport().me(), comm.transport().size());
     let mut others = (0..size as u32).map(PeerId).filter(|&peer| peer != me);

@@ -353,8 +353,8 @@ impl Executor {
         mine.commit(Prepared::with_norm(norm)?, needed)
     }
 
-    /// Returns the number of a message's microbatch and those of its samples, over all steps and replicas.
-    /// `None` in an evaluation, which sends values unencoded and leaves the codecs' state unchanged.
+    /// Returns the number of a message's microbatch and the numbers of its samples, over all steps and
+    /// replicas. `None` in an evaluation, which sends values unencoded and leaves the codecs' state unchanged.
     fn crossing(&self, message: Message) -> Option<(u64, Vec<u64>)> {
         let Pass::Training { first } = self.pass else { return None };
         let (microbatch, batch) = (first + u64::from(message.microbatch), self.sampler.shard().batch as u64);

@@ -13,7 +13,7 @@ use farflung_comm::{CommError, Communicator};
 
 use crate::Stop;
 
-/// Tag of the messages, far from those of messages between stages.
+/// Tag of the messages, far from the tags of messages between stages.
 const TAG: u32 = u32::MAX / 2 - 1;
 
 /// Time limit for sending a message.

@@ -41,7 +41,8 @@ pub(super) struct Part {
     weight: f64,
     /// The values that replicas average, if these are not the gradients.
     contribution: Option<Tensor>,
-    /// Whether `grads` contain gradients for the next update, rather than those of the last one.
+    /// Whether `grads` contain gradients for the next update. If false, they are left over from the last
+    /// update.
     pending: bool,
     reducing: Reducing,
     /// Number of updates since the pipeline was last empty: the version of `params`.

@@ -111,7 +111,7 @@ pub struct State {
     val_loss: Option<f64>,
     /// Values before the first known step.
     base: Mark,
-    /// Marks of the newest steps, preceded by that of the step before them.
+    /// Marks of the newest steps. The first mark is that of the step before them.
     recent: VecDeque<Mark>,
     timeline: Timeline,
     events: Vec<EventFacts>,

@@ -51,7 +51,7 @@ fn losses(run: &Run, port: u16) -> Vec<String> {
     text.lines().map(loss).collect()
 }
 
-/// Collects all files below a folder.
+/// Collects the contents of all files below a folder.
 fn files(folder: &Path, all: &mut Vec<Vec<u8>>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();

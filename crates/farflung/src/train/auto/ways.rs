@@ -30,7 +30,7 @@ const LAYOUTS: u64 = 300;
 /// Highest number of stages that is tried for several pipelines.
 const STAGES: u32 = 16;
 
-/// Number of the fastest kinds of machines that are tried as limits: each without the slower kinds.
+/// Number of sets of machines that are tried by speed: the fastest kind, the two fastest kinds, and so on.
 const KINDS: usize = 4;
 
 /// A set of machines, and a suffix for the descriptions of its plans.

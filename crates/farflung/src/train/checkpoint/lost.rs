@@ -10,7 +10,7 @@ use crate::{Error, Result};
 
 /// Bytes per message. Each message has the whole deadline, so that slow links are fast enough.
 const PIECE: usize = 1 << 20;
-/// Tag of the messages, far from those of messages between stages.
+/// Tag of the messages, far from the tags of messages between stages.
 const TAG: u32 = u32::MAX / 2;
 
 /// The state from which a rank continues, once all ranks have one.
@@ -33,8 +33,9 @@ struct Pair {
     from: Rank,
 }
 
-/// Returns each rank's files of a step: its own, or for a rank without files those of another rank. `None` if a
-/// rank had not yet saved its first checkpoint and no other rank holds its parts: then all start at step 0.
+/// Returns each rank's files of a step: the rank's own files, or another rank's files for a rank that has lost
+/// them. `None` if a rank had not yet saved its first checkpoint and no other rank holds its parts: then all
+/// start at step 0.
 /// Ranks with equal `place` hold the same parts. A collective.
 ///
 /// Errors: [`Error::NoCopy`] on all ranks, if no other rank holds the state of a rank.

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 /// same disk.
 const MEMBERS: &str = "members";
 
-/// Returns a member's folder and those of other members on the same disk: the folder of the member that began
-/// the run, and those in its `members`.
+/// Returns the folders of a member and of other members on the same disk: the folder of the member that began
+/// the run, and the folders in its `members`.
 pub(in super::super) fn beside(folder: &Path) -> Vec<PathBuf> {
     let parent = folder.parent().filter(|parent| parent.file_name().is_some_and(|name| name == MEMBERS));
     let first = parent.and_then(Path::parent).unwrap_or(folder);
