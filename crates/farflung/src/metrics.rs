@@ -30,9 +30,9 @@ pub struct StepMetrics {
     pub bytes_received: u64,
     /// Tokens of all workers in the step per second of `time_s`.
     pub tokens_per_s: f64,
-    /// How far copies of parameters differed, if they are on devices that round differently and the step
-    /// compared them: the largest relative l2 distance of a copy from that of its first holder. All copies were
-    /// then set to the first holder's.
+    /// Largest relative l2 distance of a copy of parameters from the first holder's copy, if copies are on
+    /// devices that round differently and the step compared them. All copies were then set to the first
+    /// holder's copy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drift: Option<f64>,
     /// Hash of all parameters by tensor, the same under any plan, if it was due in this step

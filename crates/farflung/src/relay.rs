@@ -1,5 +1,5 @@
-//! A simulated bad link: forwards what arrives at one address to another, with a given rate, delay, jitter and
-//! loss. It runs in user space over TCP or UDP, so that a real run over a bad link can be tried on one machine.
+//! A simulated bad link: forwards data from one address to another, with a given rate, delay, jitter and loss.
+//! It runs in user space over TCP or UDP, so that a real run over a bad link can be tried on one machine.
 //!
 //! It does not depend on the content of the data.
 

@@ -43,7 +43,7 @@ impl Home {
         made_once(&self.key, || Ok(**Identity::generate()?.seed())).map(Identity::from_seed)
     }
 
-    /// Returns the secret from which this host's tickets are made; it is itself made on first use.
+    /// Returns the secret from which this host's tickets are made. The secret is created on first use.
     ///
     /// Errors: those of the file, with advice.
     pub fn join_secret(&self) -> Result<JoinSecret> {

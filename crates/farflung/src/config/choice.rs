@@ -143,7 +143,7 @@ macro_rules! row {
         pub struct $name(&'static $row);
 
         impl $name {
-            /// Returns the setting for a row of the table, or for a row that is not in the table.
+            /// Returns the setting for a row, which may also be one that is not in the table.
             #[must_use]
             pub const fn of(row: &'static $row) -> Self {
                 Self(row)
@@ -240,7 +240,7 @@ pub enum TransportKind {
 }
 
 impl TransportKind {
-    /// Returns the setting for a row of the table, or for a row that is not in the table.
+    /// Returns the setting for a row, which may also be one that is not in the table.
     #[must_use]
     pub const fn of(row: &'static TransportMethod) -> Self {
         Self::Named(TransportName::of(row))

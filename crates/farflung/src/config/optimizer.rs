@@ -1,5 +1,5 @@
-//! The settings of the optimizer: defaults that depend on it, the parameters of its chain, and rules by
-//! parameters' names.
+//! The settings of the optimizer: defaults that depend on the optimizer, parameters of its chain of transforms,
+//! and rules by names of parameters.
 
 use farflung_optim::local::{LocalSettings, Lookahead};
 use farflung_optim::transform::MuonScale;

@@ -34,7 +34,8 @@ struct State {
     bytes: usize,
     /// Whether a text was taken out of the queue and is not written yet.
     writing: bool,
-    /// Whether the writer made no progress for [`PATIENCE`]: callers do not wait for it until it does.
+    /// Whether the writer made no progress for [`PATIENCE`]. While this is true, callers do not wait for the
+    /// writer.
     stands_still: bool,
     /// Number of texts dropped since the last one that was written.
     dropped: u64,

@@ -1,5 +1,5 @@
-//! The encoding ends of a rank's pipeline boundaries: hidden states to the next part, and their gradients back,
-//! through the plan's codecs. It does not depend on a schedule.
+//! Encodes the messages of a rank's pipeline boundaries with the plan's codecs: hidden states to the next part,
+//! and their gradients back. It does not depend on a schedule.
 
 mod agree;
 mod memory;

@@ -134,7 +134,7 @@ impl Choices {
     }
 }
 
-/// Why some choices cannot be combined: the setting to change, its value, and the allowed values.
+/// The reason why some choices cannot be combined: the setting to change, its value, and the allowed values.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
     /// The setting, as in `--name`.

@@ -292,7 +292,7 @@ impl Job {
         self.elastic && self.world > 1
     }
 
-    /// Returns whether stages are pools of members that come and leave, once there are enough members.
+    /// Returns whether stages become pools of members that come and leave, as soon as there are enough members.
     #[must_use]
     pub fn is_pooled(&self) -> bool {
         self.pipelines.as_ref().is_some_and(|wished| wished.is_pooled())
@@ -368,7 +368,8 @@ fn weights_hash(folder: &Path) -> Result<blake3::Hash> {
     Ok(hasher.finalize())
 }
 
-/// Returns the preset's shape, modified by the settings. Weights to start from have their own shape.
+/// Returns the preset's shape, modified by the settings. If the run starts from given weights, their shape is
+/// used instead.
 pub(super) fn shape(config: &TrainConfig, vocab: usize) -> Result<GptConfig> {
     let mut model = match &config.init_from {
         Some(folder) => farflung_zoo::weights::Weights::open(folder)?.config(),

@@ -16,7 +16,7 @@ use crate::Result;
 /// Result of a comparison of all copies.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Drift {
-    /// Largest relative l2 distance of a copy from that of its first holder, before it was replaced.
+    /// Largest relative l2 distance of a copy from the first holder's copy, before the copy was replaced.
     pub distance: f64,
     /// Bytes that this process sent to compare copies and to make them equal.
     pub bytes: u64,

@@ -103,8 +103,8 @@ fn a_loss_at_any_moment_is_a_polite_leave_before_or_after_the_step() {
     }
 }
 
-/// With local steps, the average of a round in which a rank is lost uses only the other ranks' steps, at any
-/// moment of the loss.
+/// With local steps, a rank may be lost at any moment of a round. The average of this round then uses only the
+/// steps of the other ranks.
 #[test]
 fn a_round_in_which_a_rank_is_lost_is_that_of_the_others() {
     for rank in [0, 2, 4] {

@@ -52,9 +52,10 @@ pub(super) fn data(config: &TrainConfig) -> Data {
         // Files have two bytes per token; with a vocabulary of 256, tokens are stored in one byte.
         (true, true) => (files.sum / 2, files.largest),
         (true, false) => (files.sum, files.largest),
-        // While reading: the text, and an id of four bytes for each of its bytes.
+        // While text is read, memory holds the text and an id of four bytes for each of its bytes.
         (false, true) => (files.sum, times(files.largest, 5)),
-        // About four bytes of text per token, which is stored in two; while reading, an id of four bytes.
+        // A token is about four bytes of text, and is stored in two bytes. While text is read, it has an id of
+        // four bytes.
         (false, false) => (files.sum / 2, times(files.largest, 3)),
     };
     Data { reading: tokens.saturating_add(beside), tokens, tokenizer: !byte }

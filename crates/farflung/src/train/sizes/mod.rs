@@ -49,7 +49,7 @@ pub struct TooLarge {
     /// if one is not enough. Empty if nothing fits.
     pub fits: Vec<Vec<(&'static str, usize)>>,
     /// The largest preset that would fit with `batch` 1 and `workers` 1, if no alternative with this model
-    /// does.
+    /// fits.
     pub model: Option<&'static str>,
 }
 

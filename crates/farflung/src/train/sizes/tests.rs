@@ -1,5 +1,5 @@
-//! Tests which runs are refused on machines of several sizes, which alternatives are named, and estimates
-//! against a device's own counts.
+//! Tests which runs are rejected on machines of several sizes, and which alternatives are named. Compares
+//! estimates with the bytes that a device counts.
 
 use farflung_base::{Bytes, Rank};
 use farflung_optim::local::SGD;
