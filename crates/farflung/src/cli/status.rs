@@ -56,7 +56,7 @@ impl Asking {
     }
 }
 
-/// Prepares to ask the members of the run of a ticket.
+/// Prepares to ask the members of the run to which a ticket belongs.
 ///
 /// Errors: a ticket or a key that cannot be read.
 pub(super) fn asking(ticket: Option<&Path>, job: Option<String>, key: Option<&Path>) -> Result<Asking> {

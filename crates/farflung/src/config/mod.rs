@@ -61,7 +61,7 @@ fn default_codec() -> AverageSpec {
     "int8".parse().expect("the default codec is in the list of codecs")
 }
 
-/// Ratio of the highest learning rate to the default of the one at the end of the schedule.
+/// Ratio of the highest learning rate to the default of the final one.
 const LR_OVER_MIN_LR: f64 = 10.0;
 
 /// The type of a resolved setting: its own type if it has a default, else `Option`.
@@ -367,8 +367,8 @@ settings! {
         sync_warmup: u64, "STEPS", 0u64;
         /// Number of changes that async collects for a step of its outer momentum; 0 means one per worker.
         outer_buffer: u64, "N", 0u64;
-        /// Number of changes by a region's workers in halos after which its server sends them to the world's
-        /// server; 0 means two per worker.
+        /// Number of changes from a region's workers after which the region's server in halos sends them to the
+        /// world's server; 0 means two per worker.
         world_every: u64, "N", 0u64;
         /// Learning rate of the world server of halos.
         world_lr: f64, "RATE", 1.0;

@@ -11,8 +11,8 @@ use crate::{Error, Result, Stop, terminal};
 /// Time before a process is started again, since the cause of the failure may last a while.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// Processes of a run whose number of members may vary, as with torchrun's `--nnodes=MIN:MAX`. Differs: the
-/// remaining processes go on without a restart.
+/// Processes of a run whose number of members may vary, as with torchrun's `--nnodes=MIN:MAX`. Unlike with
+/// torchrun, the remaining processes continue without a restart.
 #[derive(Debug, Clone)]
 pub struct Elastic {
     /// The job ends when fewer processes than this are running or still to be started again.

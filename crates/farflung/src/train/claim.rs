@@ -15,7 +15,8 @@ use crate::{Error, Result, RunDir};
 /// The folder in which the folders of such runs are created.
 const RUNS: &str = "runs";
 
-/// A run's folder, and the folders that were created for it: those that are still empty are removed on drop.
+/// A run's folder, and the folders that were created for it. Created folders that are still empty are removed
+/// on drop.
 #[derive(Debug, Default)]
 pub(super) struct Claim {
     path: PathBuf,

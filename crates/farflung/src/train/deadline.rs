@@ -140,8 +140,9 @@ fn payload(codec: CodecSpec, values: usize) -> Bytes {
     Bytes(if fixed { codec.build().max_payload(values) as u64 } else { 0 })
 }
 
-/// Returns the time of a microbatch's hidden states on the slowest link from a rank of a pipeline to the next,
-/// minus the time by which the receiver may start later than the sender (ranks start after a barrier).
+/// Returns a lower bound of the time for which a rank waits for a microbatch's hidden states: the time on the
+/// slowest link from a rank to the next, minus the time by which the receiver may start later than the sender.
+/// (Ranks start after a barrier.)
 fn message(job: &Job, topology: &Topology) -> Option<Slowest> {
     let (plan, model) = (&job.plan, &job.model);
     // With slices, pools or a user's own schedule, the messages of a step are not known here.

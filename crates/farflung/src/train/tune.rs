@@ -82,7 +82,7 @@ impl Candidate {
     }
 }
 
-/// Fractions of the gradients (as divisors) that are tried as bucket sizes, besides the plan's own.
+/// Divisors of the size of the gradients. The quotients are tried as bucket sizes, besides the plan's own size.
 const SHARES: [u64; 5] = [1, 2, 4, 8, 16];
 
 impl TrainConfig {

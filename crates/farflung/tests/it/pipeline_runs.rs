@@ -337,7 +337,7 @@ fn runs_are_compared_by_losses_and_digests() {
     let same = diff("alone", "again", &[]);
     assert_eq!(String::from_utf8_lossy(&same.stdout), "the same over 6 steps\n");
     assert!(same.status.success());
-    // Another order of additions gives other bits; the digest of a pipeline is over the same tensors.
+    // A pipeline adds in another order, so its bits differ. Its digest is over the same tensors.
     run.done(&[], "piped", "--workers 2 --stages 2 --microbatches 4 --digest-every 1");
     run.done(&[], "vee", "--workers 2 --stages 2 --schedule zbv --microbatches 4 --digest-every 1");
     let parts = diff("alone", "piped", &["--json"]);

@@ -131,7 +131,8 @@ fn a_transport_that_only_one_rank_has_is_told_to_all() {
     refused(&Run::new(), "--steps 2", "--transport memory", &texts);
 }
 
-/// Two jobs on one port: a rank of the other job is refused, and this job's rank keeps waiting for its own.
+/// Two jobs use one port: a rank of the other job is rejected, and this job's rank keeps waiting for ranks of
+/// its own job.
 #[test]
 fn a_rank_of_another_job_is_turned_away() {
     let run = Run::new();

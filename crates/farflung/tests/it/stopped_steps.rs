@@ -111,7 +111,8 @@ fn a_first_step_that_is_long_is_dropped() {
     }
 }
 
-/// Steps of half a second or more, so that the signal arrives in a step that is dropped or has just been done.
+/// Steps take half a second or more, so that the signal arrives in a step that is dropped or has just been
+/// done.
 #[test]
 fn long_steps_are_saved_up_to_the_last_that_was_done() {
     for args in [

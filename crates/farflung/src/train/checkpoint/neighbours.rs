@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// In the folder of the member that began the run: the folder that contains the folders of other members on the
-/// same disk.
+/// Name of a folder in the folder of the member that began the run. It contains the folders of other members on
+/// the same disk.
 const MEMBERS: &str = "members";
 
 /// Returns the folders of a member and of other members on the same disk: the folder of the member that began
