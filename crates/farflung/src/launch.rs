@@ -45,7 +45,7 @@ pub struct Launch {
     pub grace: Duration,
     /// A join secret for the processes, passed in `FARFLUNG_SECRET`; `None` if they get one in another way.
     pub secret: Option<JoinSecret>,
-    /// Whether the processes meet over QUIC. Each then gets a key of its own, and all get a ticket.
+    /// Whether the processes meet over QUIC. Each process then gets its own key, and all get a ticket.
     pub over_quic: bool,
 }
 

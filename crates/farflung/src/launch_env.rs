@@ -199,8 +199,8 @@ fn member(env: &impl Fn(&str) -> Option<String>, family: &Family) -> Result<Laun
         },
     };
     let slurm_host = || env("SLURM_JOB_NODELIST").as_deref().and_then(first_host);
-    // Only OpenMPI and PMI start several machines without naming one of them; then a local job is all that can
-    // be assumed.
+    // Only OpenMPI and PMI start several machines without naming one of them. In this case the job is assumed
+    // to be on this machine.
     let master_addr = match env("MASTER_ADDR").filter(|a| !a.is_empty()) {
         Some(addr) => addr,
         None => slurm_host().unwrap_or_else(|| "127.0.0.1".to_owned()),

@@ -400,8 +400,8 @@ settings! {
         /// (+ef:0.95) or is unbiased.
         error_feedback: bool, "BOOL", true;
         /// Number of steps at the beginning in which averages are sent uncompressed, before --codec applies.
-        /// Default: 0, or 15% of --steps for optimizers that average momentum, where it is their warm-up. For
-        /// zero-one-adam: the steps after which its variance is frozen, also 15%.
+        /// Default: 0. For optimizers that average momentum, these steps are their warm-up: by default 15% of
+        /// --steps. For zero-one-adam, its variance is frozen after these steps, also 15%.
         codec_warmup: u64, "STEPS";
         /// Number of steps, after those of --codec-warmup, over which the density of a codec that keeps a
         /// fraction, such as dgc:0.001, falls from a quarter to its own: 0.25, 0.0625, 0.0156, 0.0039, 0.001.

@@ -64,8 +64,8 @@ impl TrainConfig {
         self.plan.is_some() && DECIDED.iter().any(|decided| dashed(decided) == dashed(name))
     }
 
-    /// Sets the settings that a plan decides, as far as settings can express them. They are only shown;
-    /// training reads the plan.
+    /// Sets the settings that a plan decides, as far as settings can express them. These settings are only
+    /// shown to the user; training reads the plan.
     pub(crate) fn follow(&mut self, plan: &Plan) {
         let level = plan.outermost();
         self.workers = plan.ranks() as usize;

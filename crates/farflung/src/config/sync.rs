@@ -60,8 +60,8 @@ impl TrainConfig {
         Kept { momentum, world_momentum, states: local.states, feedback }
     }
 
-    /// Returns the settings of asynchronous methods for one of `replicas` replicas. `tokens_per_step` is its
-    /// number of tokens in a step, relative to an equal share.
+    /// Returns the settings of asynchronous methods for one of `replicas` replicas. `tokens_per_step` is the
+    /// replica's number of tokens in a step, relative to an equal share.
     pub(crate) fn asynchronous(&self, replicas: u32, tokens_per_step: f64) -> AsynchronousSettings {
         let least = self.quorum.unwrap_or(replicas as usize / 2 + 1);
         AsynchronousSettings {

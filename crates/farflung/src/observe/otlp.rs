@@ -38,7 +38,8 @@ const ANSWER: u64 = 64 * 1024;
 pub struct Traces(SdkTracerProvider);
 
 impl Traces {
-    /// Sends to the collector at this address: `http://HOST:PORT`, with or without a path.
+    /// Returns traces that are sent to the collector at this address: `http://HOST:PORT`, with or without a
+    /// path.
     ///
     /// Errors: [`Error::Setting`] for an invalid address.
     pub fn to(url: &str) -> Result<Self> {

@@ -403,7 +403,8 @@ fn links_of(config: &TrainConfig, world: usize, stages: u32, cluster: Option<&Cl
 /// times do not show.
 const SLICES: usize = 8;
 
-/// Limit on the number of grains, so that the search for the best slices takes less than a second.
+/// Limit on the number of grains of a sequence (the units of slice lengths), so that the search for the best
+/// slices takes less than a second.
 const MOST_GRAINS: usize = 256;
 
 /// Returns the slices with which a pipeline of these parts takes the least time, where each slice costs its

@@ -39,7 +39,7 @@ pub(super) struct TableExchange {
     pub(super) stage: StageId,
     /// Whether this rank is the only holder of its part, so that its gradient can be sent before any average.
     pub(super) early: bool,
-    /// Number of exchanges so far; it is the tag of the next one, since several may be in flight.
+    /// Number of exchanges so far. This number is the tag of the next exchange, since several may be in flight.
     pub(super) round: u32,
     pub(super) begun: Option<Exchange>,
 }

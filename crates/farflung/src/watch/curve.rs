@@ -120,8 +120,8 @@ impl Curve {
         *self = Self { generation: self.generation + 1, ..Self::default() };
     }
 
-    /// Returns what is new for a viewer that has `known` points of a generation: the index from which on points
-    /// replace the viewer's, and those points. The last known point may have grown.
+    /// Returns the points to send to a viewer that has `known` points of a generation, and the index from which
+    /// on they replace the viewer's points. The last known point may have grown.
     #[must_use]
     pub fn since(&self, generation: u64, known: usize) -> (usize, &[Point]) {
         let from =
