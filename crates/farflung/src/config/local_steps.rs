@@ -10,8 +10,8 @@ pub enum LocalStepsKind {
     /// All replicas do all steps.
     #[default]
     Equal,
-    /// Each replica does as many steps as its machines compute in the time in which the fastest replica does
-    /// all.
+    /// Each replica does the number of steps that its machines can compute while the fastest replica does all
+    /// steps.
     BySpeed,
     /// Explicit numbers, by replica.
     Each(Vec<u32>),

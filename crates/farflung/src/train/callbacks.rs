@@ -13,8 +13,8 @@ pub trait RunObserver: Send {
     /// occupied its link.
     fn step(&mut self, metrics: &StepMetrics, link_use: Option<f64>);
 
-    /// Called when the row of a step was written, with its loss. If replicas train apart, losses are known only
-    /// when replicas meet, so this call may come later than `step`.
+    /// Called when the row of a step was written, with its loss. After local steps, losses are known only when
+    /// replicas synchronise, so this call may come later than `step`.
     fn told(&mut self, _row: &StepMetrics) {}
 
     /// Called after each step in every process, with the state of the process's first rank.

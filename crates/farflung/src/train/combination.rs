@@ -81,7 +81,7 @@ impl Order {
 }
 
 impl Choices {
-    /// Returns the choices of settings before a plan is made from them.
+    /// Returns the choices that the settings make, before a plan is made from them.
     fn wished(config: &TrainConfig, world: usize) -> Self {
         let named = config.schedule_file.is_none();
         let boundary = |spec| if config.stages > 1 { vec![spec] } else { Vec::new() };

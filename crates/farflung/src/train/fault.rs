@@ -47,7 +47,7 @@ pub enum Moment {
     Prepared = 2,
     /// Parameters, moments, residuals and counters have changed.
     Committed = 3,
-    /// Replicas have met, if that was due.
+    /// Replicas have synchronised, if that was due.
     Met = 4,
 }
 

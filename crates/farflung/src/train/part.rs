@@ -422,7 +422,7 @@ impl Part {
         averaged.then_some(&mut self.grads)
     }
 
-    /// Averages over all holders when replicas meet; parameters do not change yet.
+    /// Averages over all holders when replicas synchronise; parameters do not change yet.
     pub(super) fn exchange(&mut self, after: StepEnd, weight: f64) -> Option<Result<(), OptimError>> {
         let Self { sync, params, chain, .. } = self;
         sync.as_mut().map(|sync| sync.exchange_gathered(params, chain, after, weight))

@@ -58,7 +58,7 @@ impl Prediction {
         let repeats = meets || !paces.are_equal();
         let period = if repeats && plan.replicas() > 1 { paces.period() } else { 1 };
         let steps = period.min(EXACT);
-        // The last steps of a period, at whose end replicas meet.
+        // The last steps of a period, at whose end replicas synchronise.
         let first = u64::from(period - steps);
         let pace = Some(Pace { steps: &paces, first });
         let all = Sequence { schedules: &schedules, machines, before: &[], steps, pace, meets };
@@ -140,8 +140,8 @@ fn schedules(plan: &Plan, model: &GptConfig, machines: &Machines) -> Result<Vec<
     (0..plan.replicas()).map(|replica| ReplicaSchedule::of(plan, model, machines, replica)).collect()
 }
 
-/// Number of local steps of a period that are played one by one: ranks drift apart, and settle, within a few
-/// steps.
+/// Number of local steps of a period that are simulated one by one. After a few steps, the delays between ranks
+/// no longer change.
 const EXACT: u32 = 8;
 
 /// The local steps that each replica takes, in a sequence that begins after `first` steps of a period.
@@ -161,7 +161,7 @@ struct Sequence<'a> {
     steps: u32,
     /// The steps that each replica takes; `None` if every replica takes all steps.
     pace: Option<Pace<'a>>,
-    /// Whether replicas meet after the last step; only for plans without averages in each step.
+    /// Whether replicas synchronise after the last step; only for plans without averages in each step.
     meets: bool,
 }
 
@@ -195,7 +195,7 @@ struct PlayedSequence {
 }
 
 impl<'a> Sequence<'a> {
-    /// Returns the first step, without a meeting of replicas.
+    /// Returns the first step, without the synchronisation of replicas.
     const fn first(schedules: &'a [ReplicaSchedule], machines: &'a Machines) -> Self {
         Self { schedules, machines, before: &[], steps: 1, pace: None, meets: false }
     }

@@ -101,7 +101,7 @@ impl Comparison<'_> {
         Ok(())
     }
 
-    /// Returns the common result of all ranks; all ranks call it.
+    /// Returns the result of the comparison over all ranks; all ranks call it.
     pub(super) fn done(self) -> Result<Drift> {
         let mut farthest = [self.distance];
         self.comm.all_reduce(&mut farthest, ReduceOp::Max)?;

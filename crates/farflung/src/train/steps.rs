@@ -1,5 +1,5 @@
 //! The steps of a run on one rank, and the records after each step: its row, checks, evaluation and checkpoint.
-//! It does not depend on how ranks meet.
+//! It does not depend on how ranks connect.
 
 use std::time::Instant;
 
@@ -58,8 +58,8 @@ pub(super) struct Record<'a, 'w> {
 }
 
 impl Record<'_, '_> {
-    /// Records a step. If replicas train apart, the row is written once their losses are known: `train_loss` is
-    /// the mean over all tokens of the step, of all replicas, for every method.
+    /// Records a step. After local steps of replicas, the row is written once the losses of all replicas are
+    /// known: `train_loss` is the mean over all tokens of the step, of all replicas, for every method.
     pub(super) fn step(
         &mut self,
         job: &Job,

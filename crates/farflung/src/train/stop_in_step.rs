@@ -1,5 +1,5 @@
-//! Stopping within a step: the step is dropped; the ranks that answer meet again and save the steps that all of
-//! them have done. It does not depend on the timing of signals, which is in [`Stop`](crate::Stop).
+//! Stopping within a step: the step is dropped; the ranks that answer form a new group and save the steps that
+//! all of them have done. It does not depend on the timing of signals, which is in [`Stop`](crate::Stop).
 
 use std::fmt;
 use std::path::{Path, PathBuf};

@@ -206,7 +206,7 @@ impl State {
         self.problem(name, what, |_| ());
     }
 
-    /// Takes the status that a member reported when asked, or why no member answered.
+    /// Takes the status that a member reported, or the reason why no member answered.
     pub fn asked(&mut self, answer: Result<Option<Status>, String>) {
         const TICKET: &str = "--ticket-file";
         self.version += 1;

@@ -197,7 +197,7 @@ fn local_steps_of_pipelines_meet_as_those_of_whole_replicas() {
     let whole = run.done(&[], "whole", &format!("--workers 2 --accumulate 4 {local}"));
     let piped = run.done(&[], "piped", &format!("--workers 4 --stages 2 --microbatches 4 {local}"));
     same("diloco", &piped, &whole);
-    // A row's loss is that of all replicas, whether they met in the step or not.
+    // A row's loss is that of all replicas, whether they synchronised in the step or not.
     let each = run.done(&[], "each", "--workers 2 --accumulate 4 --codec none --lr-schedule constant");
     assert!((whole[0].train_loss - each[0].train_loss).abs() < 1e-9, "{whole:?} {each:?}");
     // The run stops and resumes at an average, here with a lossy codec: both copies of the token table stay

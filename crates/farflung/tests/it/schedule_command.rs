@@ -39,7 +39,7 @@ fn every_schedule_prints_in_every_format() {
     }
 }
 
-/// The averages that a run adds after its pipeline, in drawings and in numbers.
+/// The averages that a run adds after its pipeline are in drawings and in numbers.
 #[test]
 fn averages_are_part_of_the_step() {
     let json: serde_json::Value = serde_json::from_str(&printed("1f1b -p 4 -m 8 --reduce 5 --json")).unwrap();

@@ -141,7 +141,7 @@ fn long_steps_are_saved_up_to_the_last_that_was_done() {
     }
 }
 
-/// Replicas train apart between averages: the run goes back to the last one.
+/// Replicas have different parameters between averages, so the run goes back to the last average.
 #[test]
 fn local_steps_are_dropped_back_to_the_last_average() {
     const ARGS: &str = "--sync diloco --sync-every 150 --codec int8 --batch 16 --context 32 --dim 32";

@@ -162,7 +162,7 @@ fn a_run_that_has_ended_is_shown_as_its_files_say() {
         );
     }
 
-    // Each event once, with the ranks that reported it.
+    // Each event is shown once, with the ranks that reported it.
     let told = events::read(&run.at("run/events.jsonl")).unwrap();
     let shown = snapshot["events"].as_array().unwrap();
     assert_eq!(shown.iter().map(|e| e["step"].as_u64().unwrap()).collect::<Vec<_>>(), [10, 20, 30]);

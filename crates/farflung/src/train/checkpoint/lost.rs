@@ -35,8 +35,7 @@ struct Pair {
 
 /// Returns each rank's files of a step: the rank's own files, or another rank's files for a rank that has lost
 /// them. `None` if a rank had not yet saved its first checkpoint and no other rank holds its parts: then all
-/// start at step 0.
-/// Ranks with equal `place` hold the same parts. A collective.
+/// start at step 0. Ranks with equal `place` hold the same parts. A collective.
 ///
 /// Errors: [`Error::NoCopy`] on all ranks, if no other rank holds the state of a rank.
 pub(super) fn share(

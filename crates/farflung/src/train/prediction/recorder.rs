@@ -283,7 +283,7 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
         Ok(())
     }
 
-    /// Records a meeting of replicas, as in `Trainer::local_step`.
+    /// Records the synchronisation of replicas after local steps, as in `Trainer::local_step`.
     pub(super) fn meet(&mut self) -> Result<()> {
         let window = self.begin(Key::Window)?;
         for stage in self.by_part() {
