@@ -12,7 +12,7 @@ use crate::config::choice::Resume;
 use crate::config::shared::{Fact, is_planned};
 use crate::{Error, Result, TrainConfig};
 
-/// Ranks of another version may compute other values.
+/// Version of the program. It is compared, since ranks of another version may compute other values.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 /// A value, and the ranks that have it.

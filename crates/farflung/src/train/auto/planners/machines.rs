@@ -29,7 +29,7 @@ pub(super) struct Facts {
     pub(super) efficiency: TensorEfficiency,
 }
 
-/// All devices treated as the slowest of the file, for planners that assume equal devices.
+/// All devices treated as equal to the slowest of the file, for planners that assume equal devices.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct EqualDevices {
     pub(super) flops: u64,
