@@ -66,8 +66,8 @@ impl Progress {
         Self { total, view }
     }
 
-    /// Shows a step. `link_use` is the fraction of the run's time for which the busiest link was busy, if links
-    /// are simulated.
+    /// Shows a step. `link_use` is the fraction of the run's time for which this worker's sent bytes occupy its
+    /// link, if links are simulated and equal.
     pub fn step(&mut self, metrics: &StepMetrics, link_use: Option<f64>) {
         let due = |last: Option<f64>| {
             metrics.step == self.total

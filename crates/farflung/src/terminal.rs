@@ -1,9 +1,9 @@
 //! The process's stderr and stdout. Every write to them goes through this module. No write panics, and no write
 //! to stderr stops a run.
 //!
-//! Progress, logs and errors go to stderr through a bounded queue, which a thread of its own writes out. Stderr
-//! may be closed, full or gone with its terminal: text that it does not accept is dropped. If its reader stands
-//! still (a stopped pager, Ctrl-S on a terminal), the queue fills and later messages are dropped; a line with
+//! Progress, logs and errors go to stderr through a bounded queue, which a separate thread writes out. Stderr
+//! may be closed, full or gone with its terminal: text that it does not accept is dropped. If its reader stops
+//! reading (a stopped pager, Ctrl-S on a terminal), the queue fills and later messages are dropped; a line with
 //! their number is written once the reader continues. Results go to stdout, where a failed write is an error.
 //! SIGPIPE stays ignored, as Rust's runtime sets it: a write to a closed pipe fails like any other.
 
