@@ -187,7 +187,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[derive(Debug)]
 struct Way {
     link: LinkEmulator,
-    /// The time at which the link has sent all that it accepted, and the number of the last packet.
+    /// The time at which the link has sent all accepted data, and the number of the last packet.
     free: Mutex<(Instant, u64)>,
     spoil: AtomicBool,
     carried: AtomicU64,

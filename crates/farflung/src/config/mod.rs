@@ -382,7 +382,8 @@ settings! {
         quorum: usize, "N";
         /// Time for which decoupled waits for further changes after it has its quorum.
         grace: Nanos, "TIME", Nanos::ZERO;
-        /// Norm of the change of a tensor, relative to its own norm, above which event sends it again.
+        /// Norm of the change of a tensor, relative to the tensor's norm, above which event sends the tensor
+        /// again.
         trigger: f64, "X", 0.02;
         /// Fraction of the distance to its neighbours that choco moves a worker in a step; codecs that lose
         /// more need smaller values.

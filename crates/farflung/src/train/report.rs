@@ -1,4 +1,4 @@
-//! The report at the end of a run: losses, bytes, times, what plain synchronous all-reduce would have taken on
+//! The report at the end of a run: losses, bytes, times, the predicted time of plain synchronous all-reduce on
 //! the same link, and a sample.
 
 use std::fmt;

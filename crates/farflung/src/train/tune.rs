@@ -238,8 +238,8 @@ impl Search<'_> {
         if found.bucket_bytes == own { Ok(found) } else { self.best(of(found.bucket_bytes)) }
     }
 
-    /// Tries the candidates that were not tried yet, and returns the fastest of all so far; of equals the
-    /// first.
+    /// Tries the candidates that were not tried yet, and returns the fastest of all so far. If several are
+    /// equally fast, the first one is returned.
     fn best(&mut self, candidates: impl IntoIterator<Item = Candidate>) -> Result<Candidate> {
         for candidate in candidates {
             if self.tried.iter().all(|tried| tried.candidate != candidate) {

@@ -100,8 +100,8 @@ struct StageCuts {
 }
 
 /// Returns the fastest splits of a stage's layers that fit into memory with the activations of as many
-/// microbatches as there are stages from here to the end; `None` if there are none. What the first and last
-/// layer have in addition (tables and the head) is divided equally.
+/// microbatches as there are stages from here to the end; `None` if there are none. The additional tensors of
+/// the first and the last layer (tables and the head) are divided equally.
 ///
 /// Errors: as [`choose`].
 fn stage_cuts(
