@@ -17,7 +17,7 @@ const MANIFEST: &str = "manifest.json";
 /// Largest manifest that is read, in bytes; enough for thousands of files.
 const MANIFEST_LIMIT: u64 = 1 << 24;
 
-/// How a checkpoint's files are stored.
+/// Storage format of a checkpoint's files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Packing {
@@ -114,7 +114,7 @@ impl CheckpointWriter {
             file.sync_all()?;
             File::open(&self.partial)?.sync_all()?;
             if path.exists() {
-                // A name that a restart removes as a half-written checkpoint.
+                // A restart removes a folder with this name, as a half-written checkpoint.
                 let old = self.run.join(format!(".{}-old.tmp", folder(self.manifest.step)));
                 fs::rename(&path, &old)?;
                 fs::rename(&self.partial, &path)?;
@@ -194,7 +194,7 @@ impl Checkpoint {
 
     /// Returns a file's uncompressed bytes, verified again.
     ///
-    /// Errors: [`Error::Damaged`] if there is no such file or it differs from the manifest, [`Error::Io`].
+    /// Errors: [`Error::Damaged`] if the file is missing or differs from the manifest, [`Error::Io`].
     pub fn read(&self, name: &str) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
         self.copy(name, &mut bytes)?;

@@ -13,9 +13,9 @@ pub struct Difference {
     pub step: u64,
     /// The field of `metrics.jsonl`.
     pub field: &'static str,
-    /// Its value in the first run; `None` if that run lacks it.
+    /// The field's value in the first run; `None` if that run lacks it.
     pub left: Option<String>,
-    /// Its value in the second run; `None` if that run lacks it.
+    /// The field's value in the second run; `None` if that run lacks it.
     pub right: Option<String>,
 }
 
@@ -28,9 +28,9 @@ pub struct Comparison {
     pub difference: Option<Difference>,
 }
 
-/// Compares what training computed: losses, tokens and digests of the parameters. Times and bytes are not
-/// compared, since they differ between transports. A digest or validation loss that only one run has is not a
-/// difference; nor is it a difference if one run is longer.
+/// Compares the results of training: losses, tokens and digests of the parameters. Times and bytes are not
+/// compared, since they differ between transports. If only one run has a digest or validation loss of a step,
+/// or if one run is longer, this is not a difference.
 ///
 /// `left` and `right` are run folders, or paths of `metrics.jsonl` files.
 ///
@@ -91,7 +91,7 @@ mod tests {
         let same = Comparison { equal_steps: 3, difference: None };
         assert_eq!(compare_rows(&a, &a), same);
         assert_eq!(compare_rows(&a, &a[..2]), Comparison { equal_steps: 2, difference: None });
-        // Times are not compared, nor values that only one run has.
+        // Times are not compared, and values that only one run has are not compared either.
         let mut b = a.clone();
         (b[0].time_s, b[1].val_loss, b[2].digest) = (9.0, Some(1.0), Some("x".to_owned()));
         assert_eq!(compare_rows(&a, &b), same);

@@ -40,9 +40,9 @@ pub enum Error {
         left.as_deref().map(ToString::to_string).unwrap_or_default()
     )]
     NoMajority {
-        /// How many members are left, of how many.
+        /// The reason why this rank cannot continue, such as the number of members that are left.
         reason: String,
-        /// What is saved and what is not.
+        /// The steps that are saved, and those that are dropped.
         left: Option<Box<crate::train::StopSummary>>,
     },
     /// Part of the model is lost: the members that held it are gone, and no other member has a copy.
@@ -54,7 +54,7 @@ pub enum Error {
         /// The first tensor that is missing.
         tensor: String,
     },
-    /// A spare member's run is over.
+    /// The run has ended while this member was a spare.
     #[error("the run has ended: this member was a spare, and has no part of the model")]
     OverForSpare,
     /// This rank is too slow: the other ranks of its run wait for it.
@@ -66,7 +66,7 @@ pub enum Error {
     TooSlow {
         /// The time of a microbatch here and on the other members.
         reason: String,
-        /// What is saved and what is not.
+        /// The steps that are saved, and those that are dropped.
         left: Box<crate::train::StopSummary>,
     },
     /// No member of a run answers.
@@ -77,7 +77,7 @@ pub enum Error {
     NobodyAnswers {
         /// The addresses that were tried.
         addresses: String,
-        /// How long they were tried.
+        /// Time for which the addresses were tried.
         after: farflung_base::Nanos,
     },
     /// The run of a folder is still running on other members.
@@ -94,7 +94,7 @@ pub enum Error {
     /// A list of members is not a valid view.
     #[error("invalid list of the run's members: {reason}")]
     NotAView {
-        /// What is wrong with it.
+        /// The reason why the list is not a view.
         reason: String,
     },
     /// A setting of the command line or of a file has an invalid value.
@@ -114,21 +114,21 @@ pub enum Error {
         and_also(also)
     )]
     RanksDiffer {
-        /// What differs: a setting, or a field of the plan.
+        /// The kind of value that differs: a setting, or a field of the plan.
         what: &'static str,
-        /// Its name.
+        /// Name of the setting or field.
         field: String,
         /// The values, each with the ranks that have it.
         values: Vec<crate::train::RankValue>,
-        /// Names of the other things that differ.
+        /// Names of the other settings or fields that differ.
         also: Vec<String>,
     },
     /// This machine has a different value from the members of the run that it tries to join.
     #[error("the {what} `{field}` is {own} here and {theirs} on the run's members, expected the same")]
     MemberDiffers {
-        /// What differs: a setting, or a field of the plan.
+        /// The kind of value that differs: a setting, or a field of the plan.
         what: &'static str,
-        /// Its name.
+        /// Name of the setting or field.
         field: String,
         /// The value here.
         own: String,
@@ -181,7 +181,7 @@ pub enum Error {
     Ticket {
         /// The file or variable that held it.
         from: String,
-        /// What is wrong with the ticket.
+        /// The error in the ticket.
         #[source]
         source: farflung_comm::secure::TicketError,
     },
@@ -245,7 +245,7 @@ pub enum Error {
     Variable {
         /// The variable.
         name: &'static str,
-        /// Its value.
+        /// The variable's value.
         value: String,
         /// The values that are allowed.
         expected: &'static str,
@@ -281,7 +281,7 @@ pub enum Error {
         /// The process that holds the lock, if its id could be read.
         pid: Option<u32>,
     },
-    /// A file of a checkpoint differs from what was written.
+    /// A file of a checkpoint is missing or has changed since it was written.
     #[error("checkpoint file {path} is damaged: {what}")]
     Damaged {
         /// The file.
@@ -296,7 +296,7 @@ pub enum Error {
         tensor: String,
         /// Index of the first element that is not finite.
         index: usize,
-        /// Its value.
+        /// The element's value.
         value: String,
     },
     /// The loss on the held-out text is not finite, so the weights are not usable.
@@ -316,7 +316,7 @@ pub enum Error {
         tries: u32,
         /// The ranks whose own gradients are not finite; empty if only their sum is not.
         ranks: Vec<farflung_base::Rank>,
-        /// What is not finite.
+        /// The error that names the value that is not finite.
         cause: Box<OptimError>,
     },
     /// Members of a pipeline each saved a part of the model, and some parts are not on this disk.
@@ -364,7 +364,7 @@ pub enum Error {
     Diverged {
         /// Number of steps done.
         step: u64,
-        /// What differs.
+        /// Name of the values that differ.
         what: String,
         /// The ranks that differ from the majority, or all ranks that hold a copy if there is no majority.
         ranks: Vec<farflung_base::Rank>,
@@ -402,7 +402,7 @@ pub enum Error {
     /// The source text of our own dependencies is not on this machine.
     #[error("the default text is not on this machine ({what}): give `--data PATH`")]
     NoCorpus {
-        /// What was looked for and not found.
+        /// Description of the file or folder that was not found.
         what: String,
     },
     /// The default text differs from the text on which all bounds were measured.
@@ -433,7 +433,7 @@ pub enum Error {
     Child {
         /// The first rank that failed.
         rank: usize,
-        /// Its exit status.
+        /// The exit status of that rank's process.
         status: std::process::ExitStatus,
         /// The exit code to return.
         code: u8,
@@ -506,7 +506,7 @@ pub enum Error {
     Message {
         /// Description of the message.
         message: String,
-        /// What is wrong with it.
+        /// The reason why the message is wrong.
         problem: &'static str,
     },
     /// The codec of a pipeline boundary could not encode or decode a message.
@@ -525,20 +525,20 @@ pub enum Error {
         step: u64,
         /// The field of `metrics.jsonl`.
         field: &'static str,
-        /// Its value in the first run.
+        /// The field's value in the first run.
         left: String,
-        /// Its value in the second run.
+        /// The field's value in the second run.
         right: String,
     },
     /// A signal asked for a stop, and there was nothing to save.
     #[error("stopped by {0}")]
     Stopped(Signal),
-    /// A signal asked for a stop; tells what the run leaves on disk.
+    /// A signal asked for a stop; `left` describes what the run leaves on disk.
     #[error("stopped by {signal}{left}")]
     StoppedAt {
         /// The signal.
         signal: Signal,
-        /// What is saved and what is not.
+        /// The steps that are saved, and those that are dropped.
         left: Box<crate::train::StopSummary>,
     },
     /// Another rank was stopped by a signal.
@@ -546,7 +546,7 @@ pub enum Error {
     StoppedBy {
         /// The rank that was stopped.
         rank: farflung_base::Rank,
-        /// What this rank saved and what it did not.
+        /// The steps that this rank has saved, and those that it has dropped.
         left: Box<crate::train::StopSummary>,
     },
 }

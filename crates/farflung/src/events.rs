@@ -31,7 +31,7 @@ pub enum EventKind {
     },
     /// Gradients overflowed: all ranks dropped the step and computed it again with a smaller loss scale.
     Skipped {
-        /// How often that happened in this step.
+        /// Number of times that the step was dropped.
         times: u32,
     },
     /// Members joined, left or were lost, and the others continued.
@@ -50,7 +50,7 @@ pub enum EventKind {
         /// Steps that were done and are lost, since no remaining member has all of the model after them.
         #[serde(default)]
         lost_steps: u64,
-        /// Whether the members continued from their checkpoints, since none of them had all of the model in
+        /// Whether the members continued from their checkpoints, since no member had all of the model in
         /// memory.
         #[serde(default)]
         from_checkpoints: bool,
@@ -77,16 +77,16 @@ pub enum EventKind {
         /// Predicted time for which all wait, from the rates of the newcomer's links, in milliseconds; `None`
         /// if these are not known. The event `members` that follows has the time that it took.
         predicted_ms: Option<u64>,
-        /// Whether it may take less, because the newcomer's part of the model is decided later.
+        /// Whether the transfer may take less time, because the newcomer's part of the model is decided later.
         at_most: bool,
     },
     /// A step failed although all members answered: the members repeat it under a new view.
     Repeated {
         /// The number of the view.
         epoch: u64,
-        /// How often the step has failed this way.
+        /// Number of times that the step has failed in this way.
         times: u32,
-        /// How long members now wait for each other, in milliseconds.
+        /// Time for which members now wait for each other, in milliseconds.
         deadline_ms: u64,
         /// Time from the failure to the next attempt, in milliseconds of the run's clock.
         took_ms: u64,
@@ -120,12 +120,12 @@ pub enum EventKind {
     Named {
         /// The ranks.
         ranks: Vec<u32>,
-        /// What is wrong.
+        /// The error that names the wrong values.
         reason: String,
     },
     /// A signal stopped the run.
     Stopped {
-        /// Which signal.
+        /// Name of the signal.
         reason: String,
     },
     /// The run ended for another reason.
@@ -172,7 +172,7 @@ pub struct Event {
     pub step: u64,
     /// The run's clock in seconds: virtual on simulated links.
     pub time_s: f64,
-    /// What happened.
+    /// The event's kind and data.
     #[serde(flatten)]
     pub what: EventKind,
 }

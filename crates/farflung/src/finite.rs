@@ -6,7 +6,7 @@ use crate::{Error, Result};
 
 /// Checks that a tensor contains no NaN and no infinity.
 ///
-/// Errors: [`Error::NotFinite`] with the tensor's name and the first such element.
+/// Errors: [`Error::NotFinite`] with the tensor's name and the first element that is not finite.
 pub fn check(tensor: &str, values: &[f32]) -> Result<()> {
     if farflung_optim::all_finite(values) {
         return Ok(());
@@ -22,7 +22,7 @@ pub fn check(tensor: &str, values: &[f32]) -> Result<()> {
 /// Checks that all tensors of a flat buffer are finite; elements between tensors are ignored. `prefix` is put
 /// before the tensors' names in errors.
 ///
-/// Errors: [`Error::NotFinite`] with the first such tensor.
+/// Errors: [`Error::NotFinite`] with the first tensor that is not finite.
 pub fn check_flat(prefix: &str, layout: &ParamLayout, flat: &[f32]) -> Result<()> {
     layout.params().iter().try_for_each(|p| check(&format!("{prefix}{}", p.name), &flat[p.range()]))
 }

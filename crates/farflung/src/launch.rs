@@ -40,12 +40,12 @@ pub struct Launch {
     pub world_size: usize,
     /// Host and port of rank 0; port 0 takes any free port.
     pub master: (String, u16),
-    /// Time that the other processes may go on after one has failed, and time that they have to end when asked
-    /// to.
+    /// Time for which the other processes may continue after one has failed, and time within which they must
+    /// end when asked to.
     pub grace: Duration,
     /// A join secret for the processes, passed in `FARFLUNG_SECRET`; `None` if they get one in another way.
     pub secret: Option<JoinSecret>,
-    /// Whether the processes meet over QUIC. Each then gets a key of its own, and all get a ticket.
+    /// Whether the processes meet over QUIC. Each process then gets its own key, and all get a ticket.
     pub over_quic: bool,
 }
 
@@ -77,7 +77,7 @@ impl Launch {
         self.run_with(program, args, &BTreeMap::new(), stop)
     }
 
-    /// As [`Launch::run`], with further environment variables.
+    /// Like [`Launch::run`], with further environment variables.
     fn run_with(
         &self,
         program: &Path,

@@ -38,7 +38,7 @@ pub struct LaunchEnv {
     pub source: &'static str,
     /// Further addresses of rank 0, `host:port`, tried in turn after the first, and relays.
     pub more_addresses: Vec<String>,
-    /// How connections are protected, and which processes may join; [`detect`] leaves it unprotected.
+    /// Protection of connections, and the processes that may join; [`detect`] sets no protection.
     pub security: Security,
 }
 
@@ -49,7 +49,7 @@ impl LaunchEnv {
         is_loopback(&self.master_addr)
     }
 
-    /// Returns where rank 0 is reached: `host:port`, or several addresses separated by commas.
+    /// Returns the address of rank 0: `host:port`, or several addresses separated by commas.
     #[must_use]
     pub fn meeting_place(&self) -> String {
         let Self { master_addr: host, master_port: port, .. } = self;
@@ -89,8 +89,8 @@ struct Family {
     local_size: &'static str,
 }
 
-/// In the order in which they are checked. `PMIX_RANK` comes without a size, which is then in PMI's or
-/// `OpenMPI`'s variables.
+/// The launchers' variables, in the order in which they are checked. `PMIX_RANK` has no variable for the number
+/// of processes; the variables of PMI or `OpenMPI` then contain it.
 const FAMILIES: [Family; 5] = [
     Family {
         source: "RANK",
@@ -199,8 +199,8 @@ fn member(env: &impl Fn(&str) -> Option<String>, family: &Family) -> Result<Laun
         },
     };
     let slurm_host = || env("SLURM_JOB_NODELIST").as_deref().and_then(first_host);
-    // Only OpenMPI and PMI start several machines without naming one of them; then a local job is all that can
-    // be assumed.
+    // Only OpenMPI and PMI start several machines without naming one of them. In this case the job is assumed
+    // to be on this machine.
     let master_addr = match env("MASTER_ADDR").filter(|a| !a.is_empty()) {
         Some(addr) => addr,
         None => slurm_host().unwrap_or_else(|| "127.0.0.1".to_owned()),

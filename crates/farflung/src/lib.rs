@@ -31,14 +31,14 @@ pub mod transports;
 #[cfg(feature = "watch")]
 pub mod watch;
 
-// Used by everybody: settings, a run and its errors. `train::run` trains.
+// Items that every user of the crate needs: settings, a run and its errors. `train::run` trains.
 pub use config::flags::TrainFlags;
 pub use config::{TrainArgs, TrainConfig};
 pub use error::{Error, Result};
 pub use model_name::model_name;
 pub use signals::{Signal, Stop};
 
-// For those who read a run's folder.
+// Items for programs that read a run's folder.
 pub use checkpoint::{Checkpoint, CheckpointWriter, Packing};
 pub use events::{Event, EventKind};
 pub use metrics::{MetricsWriter, StepMetrics};
@@ -47,7 +47,7 @@ pub use plot::loss_curve_svg;
 pub use run_dir::{Existing, RunDir};
 pub use step_times::StepTimes;
 
-// For a command line or launcher of your own.
+// Items for programs with their own command line or launcher.
 pub use access::{AccessArgs, Home};
 pub use launch::Launch;
 pub use launch_env::LaunchEnv;

@@ -70,7 +70,7 @@ pub struct Trial<'a> {
     pub model: GptConfig,
     /// Sequences per step.
     pub batch: usize,
-    /// How long to train; at least three steps are timed.
+    /// Time to train; at least three steps are timed.
     pub time: Duration,
     /// Seed of the initial weights.
     pub seed: u64,
@@ -149,7 +149,7 @@ const TENSOR_RANKS: [usize; 4] = [1, 2, 4, 8];
 /// alike.
 const TURNS: usize = 15;
 
-/// Products per measurement.
+/// Number of products per measurement.
 const REPEATS: usize = 4;
 
 /// Returns the rate of the feed-forward layer's wider product at a half, a quarter and an eighth of its

@@ -30,9 +30,9 @@ pub struct StepMetrics {
     pub bytes_received: u64,
     /// Tokens of all workers in the step per second of `time_s`.
     pub tokens_per_s: f64,
-    /// How far copies of parameters differed, if they are on devices that round differently and the step
-    /// compared them: the largest relative l2 distance of a copy from that of its first holder. All copies were
-    /// then set to the first holder's.
+    /// Largest relative l2 distance of a copy of parameters from the first holder's copy, if copies are on
+    /// devices that round differently and the step compared them. All copies were then set to the first
+    /// holder's copy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drift: Option<f64>,
     /// Hash of all parameters by tensor, the same under any plan, if it was due in this step
@@ -131,7 +131,7 @@ mod tests {
         let path = dir.path().join("metrics.jsonl");
         let mut writer = MetricsWriter::open(&path, 0).unwrap();
         (1..=5).for_each(|step| writer.write(&at(step)).unwrap());
-        // Killed in the middle of a line.
+        // A line is incomplete, because the process was killed while it wrote the line.
         writer.file.write_all(b"{\"step\":6,\"ti").unwrap();
         let mut writer = MetricsWriter::open(&path, 3).unwrap();
         writer.write(&at(4)).unwrap();
@@ -163,7 +163,7 @@ mod tests {
             writer.write(&at(4)).unwrap();
             assert_eq!(read(&path).unwrap(), (1..=4).map(at).collect::<Vec<_>>(), "{tail:?}");
         }
-        // Such a line is damage if it is not at the end.
+        // In the middle of the file, an invalid line is an error.
         let mut writer = MetricsWriter::open(&path, 2).unwrap();
         writer.file.write_all(b"\xff\n").unwrap();
         writer.write(&at(4)).unwrap();

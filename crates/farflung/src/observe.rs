@@ -1,5 +1,5 @@
 //! Sends a run's metrics to other programs: Prometheus, TensorBoard, OpenTelemetry. Each is behind a feature of
-//! the same name; a build without the feature refuses the flag.
+//! the same name; a build without the feature rejects the flag.
 
 #[cfg(feature = "otlp")]
 pub mod otlp;

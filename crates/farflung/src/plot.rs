@@ -130,7 +130,7 @@ mod tests {
         for part in ["nano &amp; 4 &lt;workers&gt;", "train", "validation", "step", "MB sent", "loss (nats"] {
             assert!(svg.contains(part), "{part}");
         }
-        // Two validation points and one in the legend.
+        // The curve has two validation points, and the legend has one.
         assert_eq!(svg.matches("r=\"4\"").count(), 3);
         assert!(svg.matches("<polyline").count() >= 3);
         assert!(!svg.contains("href"));

@@ -14,12 +14,12 @@ const DRAWN_HZ: u8 = 10;
 /// Seconds between two plain lines.
 const LINE_EVERY_S: f64 = 5.0;
 
-/// How progress is shown.
+/// Form in which progress is shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Show {
-    /// A bar if stderr is a terminal, lines otherwise.
+    /// Shows a bar if stderr is a terminal, lines otherwise.
     Auto,
-    /// Nothing.
+    /// Shows nothing.
     Nothing,
 }
 
@@ -66,8 +66,8 @@ impl Progress {
         Self { total, view }
     }
 
-    /// Shows a step. `link_use` is the fraction of the run's time for which the busiest link was busy, if links
-    /// are simulated.
+    /// Shows a step. `link_use` is the fraction of the run's time for which this worker's sent bytes occupy its
+    /// link, if links are simulated and equal.
     pub fn step(&mut self, metrics: &StepMetrics, link_use: Option<f64>) {
         let due = |last: Option<f64>| {
             metrics.step == self.total

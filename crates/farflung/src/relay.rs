@@ -1,7 +1,7 @@
-//! A simulated bad link: forwards what arrives at one address to another, with a given rate, delay, jitter and
-//! loss. It runs in user space over TCP or UDP, so that a real run over a bad link can be tried on one machine.
+//! A simulated bad link: forwards data from one address to another, with a given rate, delay, jitter and loss.
+//! It runs in user space over TCP or UDP, so that a real run over a bad link can be tried on one machine.
 //!
-//! It does not depend on what it carries.
+//! It does not depend on the content of the data.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -21,7 +21,7 @@ use crate::Result;
 const CHUNK: usize = 8 * 1024;
 /// Highest number of chunks or datagrams of one connection in flight.
 const ON_THE_WAY: usize = 8192;
-/// Length of the link's queue, as the time that it takes to send it.
+/// Length of the link's queue, as the time that the link needs to send all queued bytes.
 const QUEUE: Duration = Duration::from_millis(50);
 /// Time between two checks of whether the link is cut or the relay has ended.
 const LOOK: Duration = Duration::from_millis(5);
@@ -35,7 +35,7 @@ pub enum Carries {
     /// TCP streams, which keep their order: a loss stalls the stream until the retransmission.
     #[default]
     Tcp,
-    /// UDP datagrams, forwarded in order: those that are lost, or that arrive while the queue is full, are
+    /// UDP datagrams, forwarded in order. A datagram that is lost, or that arrives while the queue is full, is
     /// dropped.
     Udp,
 }
@@ -43,9 +43,9 @@ pub enum Carries {
 /// Properties of the link, the same in both directions.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LinkEmulator {
-    /// The address at which it listens, `host:port`; port 0 takes any free port.
+    /// The address at which the emulator listens, `host:port`; port 0 takes any free port.
     pub listen: String,
-    /// The address to which it forwards.
+    /// The address to which the emulator forwards.
     pub to: String,
     /// The protocol.
     pub carries: Carries,
@@ -80,7 +80,7 @@ impl LinkEmulator {
         }
     }
 
-    /// Starts to forward, in threads of its own, until the returned handle is dropped.
+    /// Starts to forward, in separate threads, until the returned handle is dropped.
     ///
     /// # Errors
     /// [`CommError::Io`] if one of the two addresses cannot be used.
@@ -136,7 +136,7 @@ pub struct Relaying {
 }
 
 impl Relaying {
-    /// Returns the address at which it listens.
+    /// Returns the address at which the emulator listens.
     #[must_use]
     pub const fn address(&self) -> SocketAddr {
         self.address
@@ -187,7 +187,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[derive(Debug)]
 struct Way {
     link: LinkEmulator,
-    /// The time at which the link has sent all that it accepted, and the number of the last packet.
+    /// The time at which the link has sent all accepted data, and the number of the last packet.
     free: Mutex<(Instant, u64)>,
     spoil: AtomicBool,
     carried: AtomicU64,
@@ -199,8 +199,8 @@ impl Way {
         lock(&self.free).0.saturating_duration_since(now()).saturating_sub(QUEUE)
     }
 
-    /// Accepts so many bytes; returns when they arrive at the other end, and how often they were lost on the
-    /// way.
+    /// Accepts this number of bytes. Returns when they arrive at the other end, and how often they were lost on
+    /// the way.
     fn take(&self, bytes: usize) -> (Instant, u32) {
         let (out, number) = {
             let mut free = lock(&self.free);
@@ -246,7 +246,7 @@ impl Way {
     }
 }
 
-/// Bytes, and when they are due to arrive.
+/// The time at which data arrives at the other end, and the data.
 type Load = (Instant, Vec<u8>);
 
 #[derive(Debug)]
@@ -319,7 +319,7 @@ impl Shared {
             self.wait(due);
             way.corrupt_bytes(&mut bytes);
             if to.write_all(&bytes).is_err() {
-                // What the reader reads can no longer be delivered.
+                // The other side is closed, so data that is still read from `from` cannot be delivered.
                 let _ = from.shutdown(Shutdown::Both);
                 return;
             }
@@ -355,7 +355,7 @@ impl Shared {
         }
         let (due, losses) = way.take(datagram.len());
         if losses == 0 {
-            // Also dropped if the connection has too many datagrams in flight.
+            // A datagram is also dropped if the connection has too many datagrams in flight.
             let _: Result<_, TrySendError<_>> = sender.try_send((due, datagram.to_vec()));
         }
     }

@@ -18,7 +18,7 @@ const LATEST: &str = "latest";
 /// The folder with the folders of ranks other than 0. It may exist before rank 0 has written anything.
 pub(crate) const RANKS: &str = "ranks";
 
-/// What to do with a folder that holds a run already.
+/// Treatment of a folder that holds a run already.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Existing {
     /// Return an error: the run is a new one.
@@ -31,8 +31,8 @@ pub enum Existing {
 #[derive(Debug)]
 pub struct RunDir {
     path: PathBuf,
-    /// The lock file, held by the system's file lock. The file's existence means nothing, so a crash leaves no
-    /// stale lock.
+    /// The lock file, held by the system's file lock. Only the lock counts, not whether the file exists, so a
+    /// crash leaves no stale lock.
     _lock: File,
 }
 
@@ -130,7 +130,8 @@ impl RunDir {
         let excess = if keep == 0 { 0 } else { steps.len().saturating_sub(keep) };
         for step in &steps[..excess] {
             let path = self.path.join(folder(*step));
-            // Renamed first, so that a crash in between leaves a partial checkpoint rather than a damaged one.
+            // The folder is renamed first, so that a crash in between leaves a partial checkpoint rather than a
+            // damaged one.
             let partial = self.path.join(format!(".{}.tmp", folder(*step)));
             fs::rename(&path, &partial)
                 .and_then(|()| fs::remove_dir_all(&partial))

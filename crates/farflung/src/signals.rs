@@ -86,11 +86,11 @@ pub const ABANDON: Duration = Duration::from_millis(800);
 /// Time that a process that is still loading has to end by itself.
 const LOADING: Duration = Duration::from_millis(500);
 
-/// What the signals after the first one do.
+/// Effect of the signals after the first one.
 #[derive(Clone, Copy)]
 enum Repeat {
     Exits,
-    /// As `Exits`, but the first signal does not interrupt the step.
+    /// Like `Exits`, but the first signal does not interrupt the step.
     ExitsPatiently,
     Passes,
 }
@@ -103,7 +103,7 @@ pub type Say = fn(&Error);
 pub struct Stop {
     /// The number of the signal that was requested, or 0.
     signal: Arc<AtomicI32>,
-    /// Cancels all waiting operations; nothing is saved any more.
+    /// Cancels all waiting operations. After it is raised, nothing is saved.
     cancel: Cancel,
     /// Cancels operations in which a step waits for other ranks, some of which may have committed the step
     /// already.
@@ -124,28 +124,28 @@ impl Stop {
     /// ends the process a moment later. A SIGHUP that is ignored when the process starts, as under `nohup`,
     /// stays ignored.
     ///
-    /// Errors: [`Error::Io`] if the system refuses the handlers.
+    /// Errors: [`Error::Io`] if the system does not accept the handlers.
     pub fn install() -> Result<Self> {
         let stop = Self::catch(Repeat::Exits, |_| {})?;
         stop.begin();
         Ok(stop)
     }
 
-    /// As [`Stop::install`], but before [`Stop::begin`] the first signal also ends the process: it may end by
+    /// Like [`Stop::install`], but before [`Stop::begin`] the first signal also ends the process: it may end by
     /// itself for half a second; after that this handle calls `say` and exits.
     ///
-    /// Errors: [`Error::Io`] if the system refuses the handlers.
+    /// Errors: [`Error::Io`] if the system does not accept the handlers.
     pub fn install_loading(say: Say) -> Result<Self> {
         Self::catch(Repeat::Exits, say)
     }
 
-    /// As [`Stop::install`], but no signal ends the process: for a launcher, which takes signals with
+    /// Like [`Stop::install`], but no signal ends the process: for a launcher, which takes signals with
     /// [`Stop::take`] and passes them on to its children.
     pub fn install_passing() -> Result<Self> {
         Self::catch(Repeat::Passes, |_| {})
     }
 
-    /// As [`Stop::install`], but the step in flight is always finished, however long that takes: for a member
+    /// Like [`Stop::install`], but the step in flight is always finished, however long that takes: for a member
     /// that leaves while the other members go on.
     pub fn install_leaving() -> Result<Self> {
         Self::catch(Repeat::ExitsPatiently, |_| {})
@@ -180,7 +180,8 @@ impl Stop {
                     (Repeat::Exits, None) => {
                         seen.request(signal);
                         let pressing = seen.clone();
-                        // In a thread of its own, since this thread must receive the second signal meanwhile.
+                        // The escalation runs in another thread, since this thread must receive the second
+                        // signal meanwhile.
                         let thread = thread::Builder::new().name("stop".to_owned());
                         if thread.spawn(move || pressing.escalate(signal, say)).is_err() {
                             seen.abandon();
@@ -194,7 +195,8 @@ impl Stop {
         Ok(stop)
     }
 
-    /// Does what follows the first signal, after the times above.
+    /// Escalates after the first signal: drops the step after [`DROP_STEP_AFTER`] and [`ABANDON`], or ends a
+    /// process that is still loading.
     fn escalate(&self, signal: Signal, say: Say) {
         if self.begun.load(Ordering::Acquire) {
             thread::sleep(DROP_STEP_AFTER);
@@ -230,13 +232,13 @@ impl Stop {
         comm.with_cancel(&self.cancel)
     }
 
-    /// As [`Stop::with_stop`], but [`Stop::abandon`] also cancels its calls.
+    /// Like [`Stop::with_stop`], but [`Stop::abandon`] also cancels its calls.
     pub(crate) fn tie_step(&self, comm: Communicator) -> Communicator {
         self.tied.store(true, Ordering::Relaxed);
         comm.with_cancel(&self.abandon)
     }
 
-    /// As [`Stop::with_stop`], but [`Stop::hurry`] also cancels its calls: for messages without which no rank
+    /// Like [`Stop::with_stop`], but [`Stop::hurry`] also cancels its calls: for messages without which no rank
     /// can do the step.
     pub(crate) fn tie_messages(&self, comm: Communicator) -> Communicator {
         self.tied.store(true, Ordering::Relaxed);
@@ -248,8 +250,8 @@ impl Stop {
     pub(crate) fn arm(&self, interrupt: &Interrupt) -> Armed {
         let mut computing = self.computing();
         computing.push(interrupt.clone());
-        // Checked under the lock: a concurrent `hurry` either finds this interrupt in the list or has set the
-        // flag before.
+        // The flag is checked under the lock: a concurrent `hurry` either finds this interrupt in the list or
+        // has set the flag before.
         if self.hurry.is_cancelled() {
             interrupt.raise();
         }

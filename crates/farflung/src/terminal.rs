@@ -1,9 +1,9 @@
 //! The process's stderr and stdout. Every write to them goes through this module. No write panics, and no write
 //! to stderr stops a run.
 //!
-//! Progress, logs and errors go to stderr through a bounded queue, which a thread of its own writes out. Stderr
-//! may be closed, full or gone with its terminal: text that it does not accept is dropped. If its reader stands
-//! still (a stopped pager, Ctrl-S on a terminal), the queue fills and later messages are dropped; a line with
+//! Progress, logs and errors go to stderr through a bounded queue, which a separate thread writes out. Stderr
+//! may be closed, full or gone with its terminal: text that it does not accept is dropped. If its reader stops
+//! reading (a stopped pager, Ctrl-S on a terminal), the queue fills and later messages are dropped; a line with
 //! their number is written once the reader continues. Results go to stdout, where a failed write is an error.
 //! SIGPIPE stays ignored, as Rust's runtime sets it: a write to a closed pipe fails like any other.
 
@@ -46,14 +46,14 @@ fn draw(text: String) {
     queue().offer(text.into_bytes());
 }
 
-/// Writes a result to stdout, after flushing what was queued for stderr before.
+/// Writes a result to stdout, after all text that was queued for stderr before.
 ///
 /// Errors: [`Error::Io`] if stdout does not accept all of it.
 pub fn print(text: &str) -> Result<()> {
     print_bytes(text.as_bytes())
 }
 
-/// As [`print()`], for bytes that need not be valid UTF-8.
+/// Like [`print()`], for bytes that need not be valid UTF-8.
 pub fn print_bytes(text: &[u8]) -> Result<()> {
     flush();
     let mut out = stdout().lock();
@@ -64,8 +64,8 @@ pub fn print_bytes(text: &[u8]) -> Result<()> {
     })
 }
 
-/// Waits until stderr has accepted all queued text, or has accepted nothing for a second. For the end of the
-/// process.
+/// Waits until stderr has accepted all queued text, or has accepted nothing for a second. Called at the end of
+/// the process.
 pub fn flush() {
     queue().flush();
 }

@@ -23,7 +23,7 @@ pub use shared_memory::SHARED_MEMORY;
 pub use simulated::SIMULATED;
 pub use tcp::TCP;
 
-/// What a process needs to meet the other processes of its job.
+/// Data that a process needs to meet the other processes of its job.
 #[derive(Debug, Clone)]
 pub struct JoinSettings {
     /// This process's rank.
@@ -35,7 +35,7 @@ pub struct JoinSettings {
     pub master: String,
     /// Further relays that this process may use, by their URLs.
     pub relays: Vec<String>,
-    /// How connections are protected, and which processes may join.
+    /// Protection of connections, and the processes that may join.
     pub security: Security,
     /// The job's name.
     pub job: String,
@@ -65,13 +65,13 @@ pub enum Connects {
 pub struct TransportMethod {
     /// The name on command lines.
     pub name: &'static str,
-    /// One line that describes it.
+    /// One-line description of the transport.
     pub summary: &'static str,
     /// Whether links are declared in a topology and time is virtual.
     pub simulated: bool,
     /// Why members cannot join or leave a run over this transport; `None` if they can.
     pub fixed: Option<&'static str>,
-    /// Whether it connects threads or processes.
+    /// Whether the transport connects threads or processes.
     pub ends: Connects,
 }
 

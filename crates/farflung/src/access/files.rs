@@ -1,4 +1,5 @@
-//! Files that hold secrets: created with access for their owner only, and refused if other users can read them.
+//! Files that hold secrets: created with access for their owner only, and rejected if other users can read
+//! them.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Read, Write};

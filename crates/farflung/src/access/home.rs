@@ -43,14 +43,14 @@ impl Home {
         made_once(&self.key, || Ok(**Identity::generate()?.seed())).map(Identity::from_seed)
     }
 
-    /// Returns the secret from which this host's tickets are made; it is itself made on first use.
+    /// Returns the secret from which this host's tickets are made. The secret is created on first use.
     ///
     /// Errors: those of the file, with advice.
     pub fn join_secret(&self) -> Result<JoinSecret> {
         made_once(&self.secret, || Ok(**JoinSecret::generate()?.bytes())).map(JoinSecret::new)
     }
 
-    /// Makes a new secret: jobs that start from now on refuse all earlier tickets.
+    /// Makes a new secret: jobs that start from now on reject all earlier tickets.
     ///
     /// Errors: [`Error::Io`].
     pub fn rotate(&self) -> Result<()> {

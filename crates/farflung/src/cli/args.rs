@@ -51,8 +51,8 @@ fn joined(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
     joined
 }
 
-/// Returns whether the arguments before `--` set `--log-format json`. For usage errors, for which no arguments
-/// were parsed.
+/// Returns whether the arguments before `--` set `--log-format json`. Used for usage errors, when parsing
+/// failed and no parsed arguments exist.
 pub(super) fn wants_json(args: impl Iterator<Item = OsString>) -> bool {
     let args: Vec<_> = args.take_while(|arg| arg != "--").collect();
     args.iter().any(|arg| arg == "--log-format=json")

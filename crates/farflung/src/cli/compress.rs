@@ -213,7 +213,7 @@ fn measure(spec: CodecSpec, x: &[f32]) -> Result<Row> {
         bytes,
         ratio: 4.0 * x.len() as f64 / bytes as f64,
         relative: or_zero((lost / norm).sqrt()),
-        // Without loss the direction is unchanged, also for a vector of zeros.
+        // A codec without loss keeps the direction, also for a vector of zeros.
         cosine: if lost == 0.0 { 1.0 } else { or_zero(product / (norm * found).sqrt()) },
         largest,
         encode: rate(encode),

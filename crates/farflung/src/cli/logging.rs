@@ -83,7 +83,7 @@ impl Logging {
         Err(farflung::observe::lacks("otlp", url.to_owned()))
     }
 
-    /// Installs the log and also sends each span to a collector, whatever the log shows.
+    /// Installs the log, and also sends each span to a collector, even if the log does not show it.
     #[cfg(feature = "otlp")]
     fn install_with_traces(&self, url: &str, filter: EnvFilter) -> farflung::Result<()> {
         use tracing_subscriber::Layer as _;

@@ -109,7 +109,7 @@ impl HostCommand {
                     "1, because each member is one worker; a machine may join several times".to_owned();
                 return Err(Error::Setting { field: "workers", value: workers.to_string(), expected });
             }
-            // One worker, also if the settings are those of a simulated run.
+            // A member has one worker, even if the settings are those of a simulated run.
             _ => self.flags.args.workers = Some(1),
         }
         if self.flags.print_config {
@@ -122,7 +122,7 @@ impl HostCommand {
         gate.advertise = self.address.first().cloned();
         gate.deadline = Duration::from(config.deadline);
         let expiry = unix_seconds().saturating_add(self.expires);
-        // How to reach an earlier run of the folder, if there was one.
+        // Access to the members of an earlier run, if the folder contains that run's ticket.
         let former = match &config.out {
             Some(folder) if folder.join(TICKET).exists() => {
                 let ticket = access::ticket_for(Some(&folder.join(TICKET)), |_| None)?;

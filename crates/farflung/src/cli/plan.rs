@@ -74,16 +74,16 @@ enum Planner {
     Memory(memory::MemoryCommand),
     Churn(churn::ChurnCommand),
     /// Alpa: chooses stages, submeshes and how the operators of a layer are split in each, for the shortest
-    /// step by its cost model. All machines are treated as the slowest of them.
+    /// step by its cost model. All machines are treated as equal to the slowest.
     Alpa(named::NamedCommand),
     /// PipeDream: chooses stages and their copies over machines and links in two levels, for the shortest time
-    /// between two microbatches. All machines are treated as the slowest of them.
+    /// between two microbatches. All machines are treated as equal to the slowest.
     Pipedream(named::NamedCommand),
     /// Piper: chooses stages with tensor ranks, copies and recomputation within memory, for the shortest time
-    /// between two microbatches. All machines are treated as the slowest of them.
+    /// between two microbatches. All machines are treated as equal to the slowest.
     Piper(named::NamedCommand),
     /// Galvatron: chooses tensor ranks, sharding and recomputation for each layer within memory; all machines
-    /// share each layer. All machines are treated as the slowest of them.
+    /// share each layer. All machines are treated as equal to the slowest.
     Galvatron(named::NamedCommand),
     /// DAPPLE: places stages and their copies on unequal machines, for the shortest warm-up, steady phase and
     /// ending of a synchronous pipeline. With more than 24 machines, the numbers of copies are powers of two

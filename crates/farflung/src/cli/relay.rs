@@ -6,8 +6,8 @@ use farflung::base::{Bandwidth, Nanos};
 use farflung::relay::{Carries, LinkEmulator};
 use farflung::{Error, Result, Stop};
 
-/// Forward what arrives at one address to another, over a simulated link with the given rate, delay, jitter and
-/// loss. Runs until a signal.
+/// Forward data from one address to another, over a simulated link with the given rate, delay, jitter and loss.
+/// Runs until a signal.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung net relay --listen 127.0.0.1:9001 --to 127.0.0.1:29500 --rate 100mbit --delay 20ms

@@ -108,10 +108,11 @@ enum Format {
 #[derive(Debug, Clone)]
 struct Costs(Vec<(StageCost, Nanos)>);
 
-/// A unit of the command line is a millisecond, so that six decimals are whole nanoseconds.
+/// Nanoseconds per unit of `--cost`. A unit counts as a millisecond, so that a value may have six decimals.
 const UNIT: u64 = 1_000_000;
 
-/// Widest grid in which each op has its name, in characters; wider ones show letters.
+/// Largest width in characters of a grid with the names of all ops. A wider grid shows letters for the kinds of
+/// ops.
 const WIDTH: usize = 240;
 
 fn help() -> String {

@@ -41,7 +41,7 @@ pub(crate) struct StatusCommand {
     json: bool,
 }
 
-/// How to ask the members of a run for its state.
+/// The settings and addresses with which the members of a run are asked for its state.
 pub(super) struct Asking {
     gate: GateConfig,
     addresses: Vec<String>,
@@ -56,7 +56,7 @@ impl Asking {
     }
 }
 
-/// Prepares to ask the members of the run of a ticket.
+/// Prepares to ask the members of the run to which a ticket belongs.
 ///
 /// Errors: a ticket or a key that cannot be read.
 pub(super) fn asking(ticket: Option<&Path>, job: Option<String>, key: Option<&Path>) -> Result<Asking> {

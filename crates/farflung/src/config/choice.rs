@@ -54,7 +54,7 @@ macro_rules! choice {
 }
 
 choice!(
-    /// How text is split into tokens.
+    /// Method that splits text into tokens.
     TokenizerKind {
         /// One token per byte; vocabulary 256.
         Byte = "byte",
@@ -63,16 +63,16 @@ choice!(
     }
 );
 choice!(
-    /// How the microbatches of a step are distributed among members that may join and leave.
+    /// Method that distributes the microbatches of a step among members that may join and leave.
     BalanceKind {
-        /// By speed: the numbers of microbatches that make steps shortest, by measured times.
+        /// The numbers of microbatches that make steps shortest, by the members' measured times.
         BySpeed = "by-speed",
         /// The same number for each member.
         Equal = "equal",
     }
 );
 choice!(
-    /// How the learning rate changes after the warm-up.
+    /// Shape of the learning rate after the warm-up.
     LrScheduleKind {
         /// Falls along half a cosine to `min-lr`.
         Cosine = "cosine",
@@ -87,16 +87,16 @@ choice!(
     }
 );
 choice!(
-    /// How the updates of Muon are scaled for hidden matrices.
+    /// Scale of Muon's updates for hidden matrices.
     MuonScaleKind {
-        /// To about the size of AdamW's updates, so that one learning rate suits both.
+        /// Scales updates to about the size of AdamW's, so that one learning rate suits both.
         MatchAdamW = "match-adamw",
-        /// By the square root of outputs over inputs, if that is above 1.
+        /// Scales updates by the square root of outputs over inputs, if that is above 1.
         Original = "original",
     }
 );
 choice!(
-    /// How the sequences of a step are chosen.
+    /// Method that chooses the sequences of a step.
     SamplingKind {
         /// Windows at random places of the text.
         Random = "random",
@@ -106,18 +106,18 @@ choice!(
     }
 );
 choice!(
-    /// Where stateful boundary codecs store their samples.
+    /// Place in which stateful boundary codecs store their samples.
     StoreKind {
-        /// In memory; checkpoints contain them.
+        /// Samples are in memory; checkpoints contain them.
         Memory = "memory",
-        /// In files in the rank's folder, read and written.
+        /// Samples are in files in the rank's folder, which are read and written.
         File = "file",
-        /// In files in the rank's folder, mapped into memory.
+        /// Samples are in files in the rank's folder, which are mapped into memory.
         Mapped = "mapped",
     }
 );
 choice!(
-    /// Which workers run the servers of asynchronous methods.
+    /// The workers that run the servers of asynchronous methods.
     ServersKind {
         /// Each worker serves its part of the model.
         Sharded = "sharded",
@@ -143,7 +143,7 @@ macro_rules! row {
         pub struct $name(&'static $row);
 
         impl $name {
-            /// Returns the setting for a row of the table, or for a row of the caller's own.
+            /// Returns the setting for a row, which may also be one that is not in the table.
             #[must_use]
             pub const fn of(row: &'static $row) -> Self {
                 Self(row)
@@ -215,7 +215,7 @@ row!(
     OptimizerKind, LocalMethod, local::METHODS
 );
 row!(
-    /// How replicas are kept in agreement: a row of [`sync::METHODS`], or a registered one.
+    /// Method that keeps replicas in agreement: a row of [`sync::METHODS`], or a registered one.
     SyncKind, SyncMethod, sync::METHODS, or SyncMethod::by_name
 );
 
@@ -240,7 +240,7 @@ pub enum TransportKind {
 }
 
 impl TransportKind {
-    /// Returns the setting for a row of the table, or for a row of the caller's own.
+    /// Returns the setting for a row, which may also be one that is not in the table.
     #[must_use]
     pub const fn of(row: &'static TransportMethod) -> Self {
         Self::Named(TransportName::of(row))
@@ -279,7 +279,7 @@ impl Devices {
         self.0[rank % self.0.len()]
     }
 
-    /// Returns whether all of them are CPUs.
+    /// Returns whether all devices are CPUs.
     #[must_use]
     pub fn are_processors(&self) -> bool {
         self.0.iter().all(|device| *device == DeviceName::Cpu)
@@ -464,14 +464,14 @@ impl Setting for Recompute {
     }
 }
 
-/// Where a run starts.
+/// The step at which a run starts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Resume {
-    /// At the newest valid checkpoint of the run's folder, or at step 0 if there is none.
+    /// The run starts at the newest valid checkpoint of its folder, or at step 0 if there is none.
     Auto,
-    /// At step 0, in a folder without a run.
+    /// The run starts at step 0, in a folder without a run.
     No,
-    /// At this checkpoint.
+    /// The run starts at this checkpoint.
     Path(PathBuf),
 }
 

@@ -7,13 +7,14 @@ use super::{TrainConfig, dashed};
 /// The comment after a value in a file that marks it as a default rather than as given.
 pub const BY_DEFAULT: &str = "# by default";
 
-/// Which settings were given.
+/// The settings that count as given, rather than as defaults.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Given {
-    /// Those that differ from their defaults: for a config made in code, for which no more is known.
+    /// All settings whose value differs from the default. Used for a config that was made in code, which does
+    /// not record the given settings.
     #[default]
     Differs,
-    /// These, given by a flag or file.
+    /// The settings with these field names, which a flag or a file gave.
     Only(BTreeSet<&'static str>),
 }
 

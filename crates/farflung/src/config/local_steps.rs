@@ -10,8 +10,8 @@ pub enum LocalStepsKind {
     /// All replicas do all steps.
     #[default]
     Equal,
-    /// Each replica does as many steps as its machines compute in the time in which the fastest replica does
-    /// all.
+    /// Each replica does the number of steps that its machines can compute while the fastest replica does all
+    /// steps.
     BySpeed,
     /// Explicit numbers, by replica.
     Each(Vec<u32>),
@@ -27,7 +27,7 @@ impl LocalStepsKind {
             Self::Each(steps) => steps.clone(),
             Self::BySpeed => {
                 let fastest = speeds.iter().copied().fold(f64::MIN_POSITIVE, f64::max);
-                // A tolerance, so that rounding errors of the speeds do not cost a step.
+                // The addition of 1e-6 prevents that rounding errors of the speeds cost a step.
                 let steps = |speed: &f64| (f64::from(every) * speed / fastest + 1e-6).floor() as u32;
                 speeds.iter().map(|speed| steps(speed).clamp(1, every)).collect()
             }

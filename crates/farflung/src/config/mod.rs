@@ -61,7 +61,7 @@ fn default_codec() -> AverageSpec {
     "int8".parse().expect("the default codec is in the list of codecs")
 }
 
-/// Ratio of the highest learning rate to the default of the one at the end of the schedule.
+/// Ratio of the highest learning rate to the default of the final one.
 const LR_OVER_MIN_LR: f64 = 10.0;
 
 /// The type of a resolved setting: its own type if it has a default, else `Option`.
@@ -117,7 +117,7 @@ macro_rules! settings {
         #[derive(Debug, Clone, PartialEq)]
         pub struct TrainConfig {
             $($($(#[doc = $doc])+ pub $name: resolved!($ty $(, $default)?),)+)+
-            /// Which settings were given by a flag or file.
+            /// The settings that were given by a flag or file.
             pub given: Given,
         }
 
@@ -129,7 +129,7 @@ macro_rules! settings {
             pub const OWN: &'static [PerRankSetting] =
                 &[$($($(PerRankSetting { name: stringify!($name), why: $own },)?)+)+];
 
-            /// Returns these settings, completed by those of `other`.
+            /// Returns these settings; a setting that is not given here is taken from `other`.
             #[must_use]
             pub fn or(self, other: Self) -> Self {
                 let mut by_default = self.by_default.clone();
@@ -367,8 +367,8 @@ settings! {
         sync_warmup: u64, "STEPS", 0u64;
         /// Number of changes that async collects for a step of its outer momentum; 0 means one per worker.
         outer_buffer: u64, "N", 0u64;
-        /// Number of changes by a region's workers in halos after which its server sends them to the world's
-        /// server; 0 means two per worker.
+        /// Number of changes from a region's workers after which the region's server in halos sends them to the
+        /// world's server; 0 means two per worker.
         world_every: u64, "N", 0u64;
         /// Learning rate of the world server of halos.
         world_lr: f64, "RATE", 1.0;
@@ -382,7 +382,8 @@ settings! {
         quorum: usize, "N";
         /// Time for which decoupled waits for further changes after it has its quorum.
         grace: Nanos, "TIME", Nanos::ZERO;
-        /// Norm of the change of a tensor, relative to its own norm, above which event sends it again.
+        /// Norm of the change of a tensor, relative to the tensor's norm, above which event sends the tensor
+        /// again.
         trigger: f64, "X", 0.02;
         /// Fraction of the distance to its neighbours that choco moves a worker in a step; codecs that lose
         /// more need smaller values.
@@ -400,8 +401,8 @@ settings! {
         /// (+ef:0.95) or is unbiased.
         error_feedback: bool, "BOOL", true;
         /// Number of steps at the beginning in which averages are sent uncompressed, before --codec applies.
-        /// Default: 0, or 15% of --steps for optimizers that average momentum, where it is their warm-up. For
-        /// zero-one-adam: the steps after which its variance is frozen, also 15%.
+        /// Default: 0. For optimizers that average momentum, these steps are their warm-up: by default 15% of
+        /// --steps. For zero-one-adam, its variance is frozen after these steps, also 15%.
         codec_warmup: u64, "STEPS";
         /// Number of steps, after those of --codec-warmup, over which the density of a codec that keeps a
         /// fraction, such as dgc:0.001, falls from a quarter to its own: 0.25, 0.0625, 0.0156, 0.0039, 0.001.

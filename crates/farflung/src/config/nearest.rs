@@ -12,7 +12,7 @@ pub(crate) fn nearest<'a>(given: &str, known: impl IntoIterator<Item = &'a str>)
 /// `int8[:BLOCK]`, the name `int8` is compared.
 pub(crate) fn with_nearest(expected: String, given: &str, known: &[impl AsRef<str>]) -> String {
     let names = known.iter().filter_map(|name| name.as_ref().split(['[', ':']).next());
-    // What follows the name, such as a block size, is kept as given.
+    // The text after the name, such as a block size, is kept as given.
     let head = given.split([':', '/', '+']).next().unwrap_or_default();
     let meant = nearest(head, names).map(|name| format!("{name}{}", &given[head.len()..]));
     match meant.filter(|meant| *meant != given) {

@@ -1,5 +1,5 @@
-//! Notes at the start of a run: which of the given settings have no effect in it and why, and which ones do
-//! something else than they seem to. Each note is a condition on the settings.
+//! Notes at the start of a run: the given settings that have no effect in this run and why, and the settings
+//! whose effect may surprise. Each note is a condition on the settings.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -36,8 +36,8 @@ struct Notes<'a> {
 }
 
 impl Notes<'_> {
-    /// Notes those of `names` that were given and have no effect, if `case` holds. Each setting is noted once,
-    /// with the first reason.
+    /// Adds a note for those of `names` that were given and have no effect, if `case` holds. Each setting is
+    /// noted once, with the first reason.
     fn idle(&mut self, case: bool, names: &[&'static str], why: &str) {
         let given = |name: &&&'static str| self.config.was_given(name) && !self.named.contains(**name);
         let given: Vec<_> = names.iter().filter(|_| case).filter(given).copied().collect();
@@ -50,7 +50,7 @@ impl Notes<'_> {
         self.named.extend(given);
     }
 
-    /// Notes the given settings that only other rows of a table read, not the chosen one.
+    /// Adds a note for given settings that the chosen row of a table does not use, although other rows do.
     fn unread(&mut self, choice: &str, chosen: &str, rows: &[Reads]) {
         let mut by_readers: BTreeMap<String, Vec<&'static str>> = BTreeMap::new();
         for &setting in rows.iter().flat_map(|row| row.settings) {
@@ -74,15 +74,15 @@ impl Notes<'_> {
     }
 }
 
-/// A row of a table, and the settings that it reads and other rows may not read.
+/// A row of a table, and the settings that this row uses. Other rows may ignore these settings.
 struct Reads {
     name: &'static str,
     settings: &'static [&'static str],
 }
 
 impl TrainConfig {
-    /// Returns one line per reason why given settings have no effect in a run, and one per setting that does
-    /// something else than it seems to.
+    /// Returns one line for each reason why given settings have no effect in a run, and one for each setting
+    /// whose effect may surprise.
     #[must_use]
     pub fn notes(&self, run: &Circumstances) -> Vec<String> {
         let mut notes = Notes { config: self, lines: Vec::new(), named: BTreeSet::new() };

@@ -1,5 +1,5 @@
-//! The settings of the optimizer: defaults that depend on it, the parameters of its chain, and rules by
-//! parameters' names.
+//! The settings of the optimizer: defaults that depend on the optimizer, parameters of its chain of transforms,
+//! and rules by names of parameters.
 
 use farflung_optim::local::{LocalSettings, Lookahead};
 use farflung_optim::transform::MuonScale;
@@ -19,7 +19,7 @@ struct Follows {
     set: fn(&mut TrainConfig, f64),
 }
 
-/// The settings for which an optimizer may have a default of its own.
+/// The settings for which an optimizer may have its own default.
 const FOLLOWS: [Follows; 4] = [
     Follows {
         name: "beta2",
@@ -182,7 +182,8 @@ mod tests {
         assert_eq!(config("optimizer = 'rmsprop'").momentum, 0.0);
         let muon = config("optimizer = 'muon'");
         assert_eq!((muon.momentum, muon.nesterov, muon.was_given("momentum")), (0.95, true, false));
-        // A run's own file contains them; another optimizer has different ones.
+        // `config.toml` of a run contains Muon's defaults. They are kept for Muon, and replaced for another
+        // optimizer.
         let file = |text: &str| TrainArgs::from_toml(text, Path::new("config.toml")).unwrap();
         let again = TrainConfig::merge(TrainArgs::default(), file(&muon.to_toml())).unwrap();
         assert_eq!((again.momentum, again.nesterov), (0.95, true));

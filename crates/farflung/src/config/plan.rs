@@ -1,4 +1,4 @@
-//! Settings beside a plan: those that the plan decides must not be given, and are then set from the plan.
+//! Settings beside a plan: a setting that the plan decides must not be given, and is set from the plan.
 
 use farflung_parallel::pipeline::Method;
 use farflung_parallel::{Plan, ScheduleSource};
@@ -40,9 +40,9 @@ pub const DECIDED: &[&str] = &[
 ];
 
 impl TrainArgs {
-    /// Checks that no setting is given that a plan decides, if there is a plan.
+    /// If there is a plan, checks that no setting is given that the plan decides.
     ///
-    /// Errors: [`Error::Setting`] with the first such setting.
+    /// Errors: [`Error::Setting`] with the first setting that the plan decides.
     pub(super) fn beside_plan(&self) -> Result<()> {
         if self.plan.is_none() {
             return Ok(());
@@ -64,8 +64,8 @@ impl TrainConfig {
         self.plan.is_some() && DECIDED.iter().any(|decided| dashed(decided) == dashed(name))
     }
 
-    /// Sets the settings that a plan decides, as far as settings can express them. They are only shown;
-    /// training reads the plan.
+    /// Sets the settings that a plan decides, as far as settings can express them. These settings are only
+    /// shown to the user; training reads the plan.
     pub(crate) fn follow(&mut self, plan: &Plan) {
         let level = plan.outermost();
         self.workers = plan.ranks() as usize;

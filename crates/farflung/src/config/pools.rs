@@ -26,7 +26,7 @@ impl Setting for Numbers {
 }
 
 impl TrainConfig {
-    /// Returns the pools of the settings, with equal rates if none are given; `None` without pools.
+    /// Returns the pools from the settings, with equal rates if none are given; `None` without pools.
     #[must_use]
     pub fn pools(&self) -> Option<Pools> {
         let sizes = self.pools.as_ref()?.0.clone();

@@ -7,7 +7,7 @@ use super::{TrainArgs, TrainConfig};
 pub struct Recipe {
     /// The name on command lines.
     pub name: &'static str,
-    /// One line that describes it.
+    /// One-line description of the recipe.
     pub summary: &'static str,
     /// The publication.
     pub source: &'static str,
@@ -110,7 +110,7 @@ pub const RECIPES: &[Recipe] = &[
 ];
 
 impl Recipe {
-    /// Returns its settings.
+    /// Returns the settings of this recipe.
     pub(super) fn args(&self) -> TrainArgs {
         let mut args = TrainArgs::default();
         for (name, value) in self.settings {
@@ -128,8 +128,9 @@ impl TrainArgs {
         Self::KEYS.iter().copied().find(|key| super::dashed(key) == name)
     }
 
-    /// Returns these settings, completed by a file's and then by those of the recipe that either names. If the
-    /// command line names a recipe, it overrides the file's defaults and the settings of the file's own recipe.
+    /// Returns these settings. A setting that is not given here is taken from `file`, then from the recipe that
+    /// the command line or the file names. A recipe of the command line also overrides the file's defaults and
+    /// the settings of the file's own recipe.
     pub(super) fn with_recipe(self, mut file: Self) -> Self {
         let recipe = self.recipe.or(file.recipe);
         let Some(recipe) = recipe.map(|recipe| recipe.args()) else { return self.or(file) };
@@ -192,7 +193,7 @@ mod tests {
         let given = TrainArgs { sync_every: Some(7), ..of("sparseloco") };
         let config = merged(given, "outer-lr = 0.5\nouter-momentum = 0.9 # by default");
         assert_eq!((config.sync_every, config.outer_lr, config.outer_momentum), (7, 0.5, 0.0));
-        // A run of one recipe continues with another.
+        // The file of a `muloco` run is continued with the recipe `demo`.
         let other = merged(of("muloco"), "").to_toml();
         let config = merged(of("demo"), &other);
         assert_eq!(

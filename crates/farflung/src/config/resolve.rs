@@ -16,7 +16,7 @@ impl TrainConfig {
         Self::merge(given, file.map(TrainArgs::read).transpose()?.unwrap_or_default())
     }
 
-    /// As [`TrainConfig::resolve`], with the settings of the file in `file`.
+    /// Like [`TrainConfig::resolve`], with the settings of the file in `file`.
     ///
     /// Errors: [`Error::Setting`](crate::Error::Setting) for a value out of its range.
     pub fn merge(given: TrainArgs, mut file: TrainArgs) -> Result<Self> {

@@ -7,9 +7,9 @@ use super::{TrainArgs, TrainConfig, dashed};
 /// A setting that may differ between the ranks of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PerRankSetting {
-    /// Its field name, such as `keep_last`.
+    /// The setting's field name, such as `keep_last`.
     pub name: &'static str,
-    /// Why it may differ.
+    /// The reason why the setting may differ.
     pub why: &'static str,
 }
 
@@ -80,7 +80,7 @@ mod tests {
             assert_ne!(shared.iter().any(|fact| fact.name == name), is_own(&name), "{name}");
         }
         assert!(TrainArgs::OWN.iter().all(|own| !own.why.is_empty()));
-        // Settings that decide the result are shared.
+        // Settings that decide the result must be the same on all ranks.
         for name in ["lr", "beta2", "seed", "heads", "batch", "precision", "outer-lr", "clip", "warmup"] {
             assert!(shared.iter().any(|fact| fact.name == name), "{name}");
         }

@@ -26,7 +26,7 @@ impl TrainConfig {
         }
     }
 
-    /// Sets the outer momentum to the default of the method of synchronisation, if it has its own.
+    /// Sets the outer momentum to the default of the method of synchronisation, if the method has one.
     pub(super) fn take_outer_momentum_of_row(&mut self) {
         self.outer_momentum = self.sync.outer_momentum.unwrap_or(self.outer_momentum);
     }
@@ -51,7 +51,7 @@ impl TrainConfig {
         }
     }
 
-    /// Returns what determines the number of buffers that the method of synchronisation keeps.
+    /// Returns the settings that determine the number of buffers of the method of synchronisation.
     pub(crate) fn kept(&self) -> Kept {
         let local = self.optimizer.memory(&self.local(LrSchedule::constant(self.lr), 1));
         let codec = self.averaged_codec();
@@ -60,8 +60,8 @@ impl TrainConfig {
         Kept { momentum, world_momentum, states: local.states, feedback }
     }
 
-    /// Returns the settings of asynchronous methods for one of `replicas` replicas. `tokens_per_step` is its
-    /// number of tokens in a step, relative to an equal share.
+    /// Returns the settings of asynchronous methods for one of `replicas` replicas. `tokens_per_step` is the
+    /// replica's number of tokens in a step, relative to an equal share.
     pub(crate) fn asynchronous(&self, replicas: u32, tokens_per_step: f64) -> AsynchronousSettings {
         let least = self.quorum.unwrap_or(replicas as usize / 2 + 1);
         AsynchronousSettings {

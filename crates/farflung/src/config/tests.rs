@@ -134,7 +134,7 @@ fn the_least_learning_rate_follows_the_highest() {
     assert_eq!(least("lr = 0.5\nmin-lr = 0.25"), 0.25);
     let given = TrainArgs { lr: Some(3e-4), ..TrainArgs::default() };
     assert_eq!(TrainConfig::merge(given.clone(), toml("lr = 1.0").unwrap()).unwrap().min_lr, 3e-4 / 10.0);
-    // In a run's own file: the derived rate applies until another `lr` is given.
+    // In a run's own file, `min-lr` is derived from `lr`: it applies until another `lr` is given.
     let own = toml("lr = 1.0\nmin-lr = 0.5 # by default").unwrap();
     assert_eq!(TrainConfig::merge(given, own.clone()).unwrap().min_lr, 3e-4 / 10.0);
     assert_eq!(TrainConfig::merge(TrainArgs::default(), own).unwrap().min_lr, 0.5);

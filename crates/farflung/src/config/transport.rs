@@ -5,7 +5,7 @@ use super::choice::{TransportKind, TransportName};
 use crate::{Error, Result};
 
 impl TrainConfig {
-    /// Returns the transport of a job with so many processes; resolves [`TransportKind::Auto`].
+    /// Returns the transport of a job with this number of processes; resolves [`TransportKind::Auto`].
     ///
     /// Errors: [`Error::Setting`] for a transport between threads in a job of several processes, and for one
     /// between processes if all workers are in one process.

@@ -16,7 +16,7 @@ pub trait Setting: Sized + Clone + Send + Sync + 'static {
         format!("one of {}", Self::names().join(" "))
     }
 
-    /// As [`Setting::expected`], for this invalid text; a type may return a more precise reason.
+    /// Like [`Setting::expected`], for this invalid text; a type may return a more precise reason.
     #[must_use]
     fn expected_not(_: &str) -> String {
         Self::expected()
@@ -28,7 +28,7 @@ pub trait Setting: Sized + Clone + Send + Sync + 'static {
         Vec::new()
     }
 
-    /// As [`Setting::expected_not`], with a suggestion of the name that was probably meant.
+    /// Like [`Setting::expected_not`], with a suggestion of the name that was probably meant.
     #[must_use]
     fn wanted(text: &str) -> String {
         with_nearest(Self::expected_not(text), text, &Self::names())

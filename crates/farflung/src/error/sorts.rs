@@ -46,9 +46,9 @@ impl Error {
                 | ParallelError::TraceLine { .. },
             )
             | Self::Zoo(ZooError::UnknownPreset { .. } | ZooError::UnknownTokenizer { .. }) => 2,
-            // A place that is still taken by a dead process becomes free after a while, so `Taken` is 75; other
-            // reasons for a refusal persist. A cache miss at a boundary is 75, since both ends compare their
-            // samples on a restart.
+            // `Taken` gets code 75: the rank is still held by a dead process, and becomes free after a while.
+            // Other rejections are permanent, so their code is 2. A cache miss at a boundary gets code 75,
+            // since both ends compare their samples after a restart.
             Self::Comm(CommError::Refused { reason, .. }) if !matches!(reason, Refusal::Taken(_)) => 2,
             Self::Removed { .. }
             | Self::PartLost { .. }
@@ -68,8 +68,8 @@ impl Error {
         }
     }
 
-    /// Converts the error of a schedule that does not admit some value to an error on that setting, as on the
-    /// command line.
+    /// Converts the error of a schedule that does not support a value to an error on the setting with this
+    /// value.
     #[must_use]
     pub fn schedule(error: ParallelError) -> Self {
         let (field, value, expected) = match error {
@@ -95,8 +95,8 @@ impl Error {
         matches!(self, Self::PeerLost { .. })
     }
 
-    /// Returns whether a step was dropped on purpose, here or by another rank, or because a rank does not
-    /// answer. Such a step computed nothing wrong.
+    /// Returns whether a step was dropped on purpose, by this rank or by another one, or because a rank does
+    /// not answer. In these cases no wrong value was computed.
     pub(crate) fn is_interruption(&self) -> bool {
         match self {
             Self::Tensor(error)

@@ -1,5 +1,5 @@
-//! A job whose processes come and go on one machine: a process that fails is started again, while the others go
-//! on.
+//! A job whose processes come and go on one machine: a process that fails is started again, while the others
+//! continue.
 
 use std::process::{Command, Stdio};
 use std::thread;
@@ -11,8 +11,8 @@ use crate::{Error, Result, Stop, terminal};
 /// Time before a process is started again, since the cause of the failure may last a while.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// Processes of a run whose number of members may vary, as with torchrun's `--nnodes=MIN:MAX`. Differs: the
-/// remaining processes go on without a restart.
+/// Processes of a run whose number of members may vary, as with torchrun's `--nnodes=MIN:MAX`. Unlike with
+/// torchrun, the remaining processes continue without a restart.
 #[derive(Debug, Clone)]
 pub struct Elastic {
     /// The job ends when fewer processes than this are running or still to be started again.
@@ -21,15 +21,15 @@ pub struct Elastic {
     pub most: usize,
     /// Number of restarts of failed processes, over all processes.
     pub restarts: u32,
-    /// Time that the other processes may go on after the run has ended for one of them, and time that they have
-    /// to end when asked to.
+    /// Time for which the other processes may continue after the run has ended for one of them, and time within
+    /// which they must end when asked to.
     pub grace: Duration,
 }
 
 /// A process that is to be started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Start {
-    /// Its number, below [`Elastic::most`]. Number 0 hosts the run.
+    /// The process's number, below [`Elastic::most`]. Number 0 hosts the run.
     pub member: usize,
     /// The running members, through which it can join; empty if it hosts the run.
     pub running: Vec<usize>,
@@ -38,10 +38,10 @@ pub struct Start {
 /// State of a member of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Member {
-    /// To be started after this time.
+    /// The process is started after this time.
     Due(Duration),
     Runs,
-    /// Ended, and not to be started again.
+    /// The process has ended, and is not started again.
     Gone,
 }
 
@@ -126,7 +126,7 @@ impl Running<'_> {
         self.failed.push(failure);
     }
 
-    /// Returns why the job cannot go on, or `None` if it can.
+    /// Returns why the job cannot continue, or `None` if it can.
     fn is_lost(&self) -> Option<String> {
         if self.running().is_empty() {
             return Some("no member is left that others could join: the job ends\n".to_owned());

@@ -9,14 +9,15 @@ use crate::{Error, Result};
 /// A machine and its number of processes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Host {
-    /// Its name for ssh: a name of ssh's configuration or of the network, optionally with `user@` in front.
+    /// The machine's name for ssh: a name of ssh's configuration or of the network, optionally with `user@` in
+    /// front.
     pub name: String,
-    /// Number of processes on it.
+    /// Number of processes on the machine.
     pub slots: usize,
 }
 
 impl Host {
-    /// Returns the address at which others reach it.
+    /// Returns the address at which others reach the machine.
     #[must_use]
     pub fn address(&self) -> &str {
         self.name.rsplit_once('@').map_or(&self.name, |(_, address)| address)

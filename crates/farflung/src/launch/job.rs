@@ -14,17 +14,17 @@ use crate::{Error, Result, Signal, Stop, terminal};
 /// Time between two checks for exits and signals.
 pub(super) const POLL: Duration = Duration::from_millis(20);
 
-/// What a child process runs.
+/// Description of the work of a child process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Whose {
-    /// This rank, on this machine.
+    /// The child is this rank, on this machine.
     Rank(usize),
-    /// ssh to a machine that runs some of the ranks.
+    /// The child is ssh to a machine that runs some of the ranks.
     Host(String),
 }
 
 impl Whose {
-    /// Returns the error for its failure.
+    /// Returns the error for a failure of this process.
     fn failed(&self, status: ExitStatus, code: u8) -> Error {
         match self {
             Self::Rank(rank) => Error::Child { rank: *rank, status, code },
@@ -34,11 +34,11 @@ impl Whose {
         }
     }
 
-    /// Returns a line of its stderr as it is shown.
+    /// Returns a line of this process's stderr as it is shown to the user.
     fn line(&self, line: &[u8]) -> Vec<u8> {
         match self {
             Self::Rank(rank) => [format!("[{rank}] ").as_bytes(), line, b"\n"].concat(),
-            // Lines from the ranks of another machine have their ranks already.
+            // Lines from the ranks of another machine already begin with a rank.
             Self::Host(_) if line.starts_with(b"[") => [line, b"\n"].concat(),
             Self::Host(host) => [format!("[{host}] ").as_bytes(), line, b"\n"].concat(),
         }
@@ -50,17 +50,17 @@ impl Whose {
 pub(super) struct Failure {
     pub(super) whose: Whose,
     pub(super) status: ExitStatus,
-    /// Whether the processes had been asked to end before.
+    /// Whether the launcher had asked the processes to end before this failure.
     pub(super) asked: bool,
 }
 
 impl Failure {
-    /// Returns its exit code, as a shell would show it.
+    /// Returns the process's exit code, as a shell would show it.
     pub(super) fn code(&self) -> u8 {
         exit_code(self.status)
     }
 
-    /// Returns the error of a job that failed because of it.
+    /// Returns the error of a job that failed because of this process.
     pub(super) fn error(&self, code: u8) -> Error {
         self.whose.failed(self.status, code)
     }
@@ -83,7 +83,8 @@ fn origin(failed: &[Failure]) -> Option<(&Failure, u8)> {
     if let Some(found) = wrong.or_else(|| failed.iter().find(own)) {
         return Some((found, exit_code(found.status)));
     }
-    // If at least half of the failed ranks ended by themselves, they ended because of a rank that did not.
+    // If at least half of the failed ranks ended before they were asked to, they probably lost a rank that was
+    // stuck. The first rank that ended only when asked is then the origin.
     let stuck = failed.iter().filter(|f| f.asked).count() * 2 <= failed.len();
     let stuck = failed.iter().find(|f| stuck && f.asked);
     let found = failed.iter().find(killed).or(stuck).or_else(|| failed.first());
@@ -119,7 +120,7 @@ fn end_with_parent(_: &mut Command) {}
 struct Running {
     child: Child,
     whose: Whose,
-    /// Its standard input, if it reads the names of signals there instead of getting signals.
+    /// The child's standard input, if it reads the names of signals there instead of getting signals.
     listens: Option<ChildStdin>,
     status: Option<ExitStatus>,
 }
@@ -136,8 +137,8 @@ impl Job {
     /// line.
     pub(super) fn start(&mut self, mut command: Command, whose: Whose) -> std::io::Result<()> {
         end_with_parent(&mut command);
-        // In a process group of its own: a terminal's Ctrl-C goes to the whole group, so the child would get it
-        // a second time, and a second signal kills it.
+        // The child gets a process group of its own. A terminal's Ctrl-C goes to the whole group of the
+        // launcher; the child would then get each signal twice, and a second signal kills it.
         let mut child = command.process_group(0).stderr(Stdio::piped()).spawn()?;
         let listens = child.stdin.take();
         let by = whose.clone();
@@ -187,7 +188,7 @@ impl Job {
             if waited >= grace * 2 {
                 self.kill();
             }
-            // For a machine that can no longer be reached.
+            // After this time, the ssh process is killed too: its machine can no longer be reached.
             if waited >= grace * 3 {
                 self.end();
             }
@@ -195,7 +196,7 @@ impl Job {
         let ended = |signal: Signal| failed.iter().any(|f| exit_code(f.status) == signal.exit_code());
         match (forwarded, origin(&failed)) {
             (_, None) => Ok(()),
-            // A child that ended by the signal that was passed on to it did not fail.
+            // A child that was ended by the signal that was passed on has not failed.
             (Some(signal), Some((_, code))) if ended(signal) && code != USAGE => Err(Error::Stopped(signal)),
             (_, Some((failure, code))) => Err(failure.error(code)),
         }
@@ -262,7 +263,8 @@ impl Job {
         self.running().for_each(|running| running.signal(signal));
     }
 
-    /// Kills the children that are still running here, whatever they have started elsewhere.
+    /// Kills the children on this machine that are still running. Processes that they have started on other
+    /// machines are not killed.
     fn end(&mut self) {
         for running in self.running() {
             // An error means that the child has ended already.
@@ -287,14 +289,14 @@ impl Running {
 
     fn tell(&mut self, line: &str) {
         if let Some(listens) = &mut self.listens {
-            // A process that no longer reads has ended, or will be ended.
+            // Errors are ignored: a process that no longer reads has ended, or is killed later.
             drop(listens.write_all(format!("{line}\n").as_bytes()).and_then(|()| listens.flush()));
         }
     }
 }
 
-/// Names of signals for processes that read them from standard input. Other signals have no name: such a
-/// process does what they are for by itself.
+/// Names of signals for processes that read them from standard input. Signals without a name are not passed on
+/// to such a process.
 pub(super) const HEARD: [(&str, SystemSignal); 4] = [
     ("interrupt", SystemSignal::INT),
     ("terminate", SystemSignal::TERM),
@@ -326,7 +328,7 @@ fn pass_on(whose: &Whose, stderr: ChildStderr) {
         while line.last().is_some_and(|&b| b == b'\n' || b == b'\r') {
             line.pop();
         }
-        // Never fails and never blocks for long, whatever the state of our own stderr.
+        // `write_stderr` never fails and never blocks for long, even if our own stderr is closed or full.
         terminal::write_stderr(whose.line(&line));
         line.clear();
     }

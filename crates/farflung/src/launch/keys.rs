@@ -59,7 +59,8 @@ impl Keys {
         self.folder.join(rank.to_string())
     }
 
-    /// Returns the variables of a process that it needs besides those of its rank.
+    /// Returns the variables with the key and the ticket of a process. The variables of its rank are set
+    /// elsewhere.
     pub(super) fn variables(&self, rank: usize) -> [(&'static str, String); 2] {
         [(HOME, self.home(rank).display().to_string()), (TICKET, self.word.clone())]
     }

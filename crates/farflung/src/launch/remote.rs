@@ -1,5 +1,5 @@
-//! A job on several machines, with one ssh to each. What to start is sent over ssh's standard input, so that
-//! only the program's path is on a command line.
+//! A job on several machines, with one ssh to each. The description of the processes is sent over ssh's
+//! standard input, so that only the program's path is on a command line.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -30,8 +30,8 @@ pub struct Remote {
     pub processes: usize,
     /// Host and port of rank 0.
     pub master: (String, u16),
-    /// As [`Launch::grace`](super::Launch::grace); also the time to wait at the end for a machine that can no
-    /// longer be reached.
+    /// The same as [`Launch::grace`](super::Launch::grace); also the time to wait at the end for a machine that
+    /// can no longer be reached.
     pub grace: Duration,
     /// A join secret for the processes; `None` if they get one in another way.
     pub secret: Option<JoinSecret>,

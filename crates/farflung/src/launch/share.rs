@@ -1,5 +1,5 @@
-//! The part of a job on one machine: what is sent to it over ssh, and how it starts its ranks and listens for
-//! signals.
+//! The part of a job on one machine: its description, which is sent over ssh, and how this machine starts its
+//! ranks and listens for signals.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -38,8 +38,8 @@ pub(super) struct Share {
 /// ranks are asked to end, and killed if they still run after twice `grace`.
 ///
 /// # Errors
-/// As [`Launch::run`]; [`Error::Setting`] for a first line that `launch --hosts` did not write; [`Error::Io`]
-/// for a folder that does not exist.
+/// Those of [`Launch::run`]; [`Error::Setting`] for a first line that `launch --hosts` did not write;
+/// [`Error::Io`] for a folder that does not exist.
 pub fn serve(program: &Path, mut input: impl BufRead + Send + 'static, stop: &Stop) -> Result<()> {
     let mut line = String::new();
     let wrong = |value: &dyn ToString, expected: &str| Error::Setting {
@@ -76,7 +76,7 @@ fn listen(input: impl BufRead, grace: Duration, stop: &Stop) {
     insist(grace, stop);
 }
 
-/// Requests three stops, of which the third one kills.
+/// Requests a stop three times, with `between` as the pause. The third request kills the ranks.
 fn insist(between: Duration, stop: &Stop) {
     for _ in 0..3 {
         stop.request(Signal::Terminate);

@@ -38,7 +38,8 @@ const ANSWER: u64 = 64 * 1024;
 pub struct Traces(SdkTracerProvider);
 
 impl Traces {
-    /// Sends to the collector at this address: `http://HOST:PORT`, with or without a path.
+    /// Returns traces that are sent to the collector at this address: `http://HOST:PORT`, with or without a
+    /// path.
     ///
     /// Errors: [`Error::Setting`] for an invalid address.
     pub fn to(url: &str) -> Result<Self> {
@@ -73,7 +74,8 @@ impl Traces {
         Ok(Self(SdkTracerProvider::builder().with_span_processor(batches).with_resource(resource).build()))
     }
 
-    /// Returns the layer of a subscriber that receives this project's spans, whatever the log shows.
+    /// Returns the layer of a subscriber that receives this project's spans, even if the log does not show
+    /// them.
     #[must_use]
     pub fn layer<S: Subscriber + for<'a> LookupSpan<'a>>(&self) -> impl Layer<S> + use<S> {
         let own = Targets::new().with_target("farflung", LevelFilter::DEBUG);
@@ -137,7 +139,7 @@ impl Collector {
         stream.take(ANSWER).read_to_end(&mut answer)?;
         let status =
             status_of(&answer).ok_or_else(|| io::Error::other("the collector's answer is not HTTP"))?;
-        // Only the status says whether the spans were accepted: partly accepted batches are not sent again.
+        // Only the status of the answer is used: a batch that was accepted in part is not sent again.
         Response::builder().status(status).body(Bytes::new()).map_err(io::Error::other)
     }
 }
@@ -160,7 +162,7 @@ impl HttpClient for Collector {
         'life0: 'async_trait,
         Self: 'async_trait,
     {
-        // Blocking is allowed, since the exporter runs on a thread of its own.
+        // Blocking is allowed, since the exporter runs on its own thread.
         Box::pin(async move { self.post(&request).map_err(HttpError::from) })
     }
 }

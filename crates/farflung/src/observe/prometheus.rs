@@ -170,7 +170,7 @@ impl Numbers {
     }
 
     fn told(&self, row: &StepMetrics) {
-        // Rows are those of rank 0.
+        // Only rank 0 has rows.
         let now = |what: &str, value: f64| self.gauges.with_label_values(&["0", what]).set(value);
         now("train_loss", row.train_loss);
         row.val_loss.into_iter().for_each(|loss| now("val_loss", loss));

@@ -12,7 +12,7 @@ const ROOM: usize = 256 * 1024;
 /// Time without progress after which a writer counts as blocked.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Queue of texts that a thread of its own writes in order.
+/// Queue of texts that a separate thread writes in order.
 #[derive(Debug, Clone)]
 pub(super) struct Queue {
     shared: Arc<Shared>,
@@ -34,7 +34,8 @@ struct State {
     bytes: usize,
     /// Whether a text was taken out of the queue and is not written yet.
     writing: bool,
-    /// Whether the writer made no progress for [`PATIENCE`]: callers do not wait for it until it does.
+    /// Whether the writer made no progress for [`PATIENCE`]. While this is true, callers do not wait for the
+    /// writer.
     stands_still: bool,
     /// Number of texts dropped since the last one that was written.
     dropped: u64,
@@ -114,7 +115,7 @@ impl Queue {
         }
     }
 
-    /// Adds a text if there is room now. For drawings, which the next one replaces.
+    /// Adds a text if there is room now, else drops it. Used for drawings, which the next drawing replaces.
     pub(super) fn offer(&self, text: Vec<u8>) {
         let mut state = self.shared.lock();
         if state.has_room(text.len()) {
@@ -144,7 +145,7 @@ mod tests {
 
     impl Write for Slow {
         fn write(&mut self, text: &[u8]) -> io::Result<usize> {
-            // Once the sender of permissions is dropped, it writes at once.
+            // Once the sender of permissions is dropped, this writer no longer waits.
             let _ = self.leave.recv();
             self.written.send(text.to_vec()).map_err(io::Error::other)?;
             Ok(text.len())

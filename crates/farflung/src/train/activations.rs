@@ -1,5 +1,5 @@
-//! Sizes of the tensors of forward and backward passes, and what a part of the model keeps of them within a
-//! memory budget.
+//! Sizes of the tensors of forward and backward passes, and the choice of those that a part of the model keeps
+//! within a memory budget.
 
 use farflung_base::{Bytes, Nanos};
 use farflung_parallel::recompute::{Layer, RecomputePlan, rotor};
@@ -11,15 +11,15 @@ use crate::Result;
 /// Number of f32 values per token of the tensors of forward and backward passes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PerToken {
-    /// A hidden state.
+    /// Values of a hidden state.
     pub(super) hidden: u128,
-    /// Kept from a block's forward pass: `TransformerSaved`, which includes the block's input.
+    /// Values that are kept from a block's forward pass: `TransformerSaved`, which includes the block's input.
     pub(super) block: u128,
-    /// Added by the input half of a block's split backward pass: `Back`.
+    /// Values that the input half of a block's split backward pass adds: `Back`.
     pub(super) back: u128,
-    /// Needed only during a block's backward pass.
+    /// Values that are needed only during a block's backward pass.
     pub(super) while_back: u128,
-    /// Kept from the head's forward pass besides logits: `HeadSaved`.
+    /// Values that are kept from the head's forward pass besides logits: `HeadSaved`.
     pub(super) head: u128,
     pub(super) logits: u128,
 }
@@ -90,7 +90,8 @@ mod tests {
         };
         assert_eq!(again(13 * block).unwrap(), 0);
         let counts: Vec<usize> = (2..13).rev().map(|n| again(n * block).unwrap()).collect();
-        // Inputs are small compared with what a block keeps: if all inputs fit, a block runs at most twice.
+        // A block's input is small compared with its other activations: if all inputs fit, a block runs at most
+        // twice.
         assert_eq!(counts, (1..12).collect::<Vec<_>>());
         let hidden = bytes(PerToken::of(&model).hidden, &model, 2).0;
         assert!(again(block + 4 * hidden).unwrap() > 12);

@@ -33,7 +33,7 @@ pub(super) fn all_succeed<T>(comm: &Communicator, mine: Result<T>) -> Result<T> 
         Some((rank, (&code, text))) => {
             let text = &text[..text.len().min(MESSAGE_LIMIT)];
             let message = String::from_utf8_lossy(text).into_owned();
-            // A failure must not have exit code 0, whatever the peer sent.
+            // A failure must not have exit code 0, even if the peer sent 0.
             Err(Error::OnRank { rank, message, code: code.max(1) })
         }
     }

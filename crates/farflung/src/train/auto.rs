@@ -31,11 +31,11 @@ use crate::{Error, Result};
 /// The candidates are: one pipeline over machines in order (`planner::uneven`); replicas with shares by speed;
 /// several pipelines, placed by DT-FM's search, with layers divided for the slowest machine of each stage; and
 /// the plans of DAPPLE's planner for every number of copies. Each is tried with the schedules and all-reduce
-/// algorithms that fit it. Replicas average gradients at each step: methods with local steps change what is
-/// learned, so they are left to `farflung plan`.
+/// algorithms that fit it. Replicas average gradients at each step: methods with local steps change the
+/// result of training, so only `farflung plan` considers them.
 ///
-/// Errors: what is missing if the machines hold none of the plans; [`Error::Setting`] if there are only plans
-/// of kinds that were not asked for; those of [`Prediction::on`](super::prediction::Prediction::on).
+/// Errors: the missing memory, if no plan fits into the machines; [`Error::Setting`] if there are only plans of
+/// kinds that were not requested; those of [`Prediction::on`](super::prediction::Prediction::on).
 pub fn auto(
     name: &str,
     model: &GptConfig,

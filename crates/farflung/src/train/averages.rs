@@ -49,7 +49,7 @@ pub(super) fn plain_algorithm(level: &Level) -> Algorithm {
     }
 }
 
-/// Returns how a level averages; the seed is left at its default.
+/// Returns the settings for the averages of a level; the seed is left at its default.
 ///
 /// Errors: an unknown codec.
 pub(super) fn config_of(level: &Level) -> Result<AverageConfig> {

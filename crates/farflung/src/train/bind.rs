@@ -17,15 +17,15 @@ use super::job::Job;
 use super::{averages, boundary};
 use crate::{Error, Result};
 
-/// How one replica executes the plan's step.
+/// The schedule with which one replica executes the plan's step, with predicted times.
 #[derive(Debug, Clone)]
 pub struct ReplicaSchedule {
     /// The schedule's name; `own` for a schedule file of the user.
     pub name: String,
     /// The work of a step.
     pub schedule: Schedule,
-    /// The rule by which ranks follow arrivals, if the schedule is such a rule; `schedule` is then a
-    /// prediction.
+    /// The rule by which ranks choose their next action among those whose messages have arrived, if the
+    /// schedule is such a rule; `schedule` is then a prediction.
     pub arrivals: Option<ArrivalRule>,
     /// The layers of each part of the model.
     pub layers: Vec<Range<usize>>,
@@ -61,7 +61,7 @@ impl ReplicaSchedule {
             Some(pools) => pools.neighbours().map(|(from, to)| link(from, to)).collect(),
             None => (1..ranks).map(|r| link(Rank(r - 1), Rank(r))).collect(),
         };
-        // The first direction of the first boundary stands for all others.
+        // All boundaries are assumed to have messages of the size that the first boundary has forward.
         let slices = positions(&plan.pipeline.slices, model.context);
         let crossing =
             |boundary: usize, content| boundary::bytes(plan, boundary, content, &slices, model.dim);
@@ -132,13 +132,13 @@ impl ReplicaSchedule {
         Ok(Self { name, schedule, arrivals, layers, slices, cost })
     }
 
-    /// Returns which rank holds which part.
+    /// Returns the placement: the rank of each part.
     #[must_use]
     pub fn placement(&self) -> &Placement {
         self.schedule.order().placement()
     }
 
-    /// Returns when weights change.
+    /// Returns the points of the schedule at which weights change.
     #[must_use]
     pub fn updates(&self) -> Updates {
         self.schedule.order().updates()
@@ -175,7 +175,7 @@ impl ReplicaSchedule {
             };
             let mut actions: Vec<Action> = stages.flat_map(op).collect();
             if placement.is_pooled() {
-                // A rank's microbatches are in the order in which the ranks before it have them.
+                // A rank of a pool runs its microbatches in the order in which it receives them.
                 actions.sort_by_key(|action| action.microbatch);
             }
             actions.into_iter().map(Op::Run).collect()
@@ -200,8 +200,8 @@ fn positions(lengths: &[u32], context: usize) -> Vec<Range<usize>> {
     lengths.iter().map(slice).collect()
 }
 
-/// Returns, by stage, the microbatch of the last whole backward pass in a rank's list. Empty if ranks follow
-/// arrivals, since the order is then not known.
+/// Returns, by stage, the microbatch of the last whole backward pass in a rank's list. Empty if the order
+/// depends on the arrival of messages, since it is then not known.
 pub(super) fn last_backwards(schedule: &ReplicaSchedule, position: Rank) -> BTreeMap<StageId, u32> {
     let mut last = BTreeMap::new();
     if schedule.arrivals.is_some() {

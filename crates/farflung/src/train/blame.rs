@@ -19,7 +19,7 @@ struct Hearsay {
     text: String,
 }
 
-/// How this rank detected the loss of another one.
+/// The way in which this rank detected the loss of another one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Evidence {
     /// The connection broke.
@@ -44,11 +44,11 @@ pub(super) fn evidence(error: &Error) -> Evidence {
     }
 }
 
-/// Returns this rank's failure with the rank that caused it, and tells the others. A failure by a stop is
-/// returned unchanged.
+/// Returns this rank's failure with the rank that caused it, and notifies the other ranks. A failure by a stop
+/// is returned unchanged.
 ///
-/// A rank that drops its step after hearing of a failure also cancels the collectives of others, as a stopped
-/// rank does. Its message, or that of the failed rank, tells the two cases apart.
+/// A rank that drops its step after it receives a failure also cancels the collectives of others, as a stopped
+/// rank does. The two cases differ in the message of this rank, or of the failed rank.
 pub(super) fn settle(comm: &Communicator, hearing: &ExitListener, error: Error) -> Error {
     if matches!(error, Error::Stopped(_)) {
         return error;
@@ -58,7 +58,8 @@ pub(super) fn settle(comm: &Communicator, hearing: &ExitListener, error: Error) 
         return error;
     }
     let evidence = evidence(&error);
-    // If the cause is elsewhere, a message about it is on its way. A broken link may be one of several.
+    // If the cause is elsewhere, a message about it will arrive soon. A broken link may also be only a
+    // consequence.
     let heard = hearing.listen(if evidence == Evidence::Silent { 0 } else { LOOKS });
     if evidence == Evidence::Secondary
         && let Some(ReceivedNotice { from, word }) = heard
@@ -94,7 +95,7 @@ pub(super) fn settle(comm: &Communicator, hearing: &ExitListener, error: Error) 
 }
 
 /// Returns whether this rank has lost all others rather than one of them. With two ranks the cases cannot be
-/// told apart.
+/// distinguished.
 fn is_cut_off(comm: &Communicator, evidence: Evidence) -> bool {
     let (me, size) = (comm.transport().me(), comm.transport().size());
     let mut others = (0..size as u32).map(PeerId).filter(|&peer| peer != me);
@@ -114,8 +115,8 @@ fn is_cut_off(comm: &Communicator, evidence: Evidence) -> bool {
             };
             others.all(lost)
         }
-        // A waiting rank announces that before its deadline. Here no announcement arrived from any rank,
-        // although others wait for this one.
+        // A rank that waits for this one announces its wait before its deadline. No such announcement arrived
+        // from any rank, so this rank has lost all others.
         Evidence::Silent => others.all(|peer| comm.transport().waits_of(peer).is_none()),
     }
 }

@@ -1,5 +1,5 @@
-//! The encoding ends of a rank's pipeline boundaries: hidden states to the next part, and their gradients back,
-//! through the plan's codecs. It does not depend on a schedule.
+//! Encodes the messages of a rank's pipeline boundaries with the plan's codecs: hidden states to the next part,
+//! and their gradients back. It does not depend on a schedule.
 
 mod agree;
 mod memory;
@@ -20,7 +20,7 @@ use crate::{Error, Result};
 pub(super) use memory::{SamplesSeen, coded_bytes};
 pub(super) use store::Stores;
 
-/// Returns the codec for what crosses a boundary in one direction.
+/// Returns the codec of a boundary for messages in one direction.
 ///
 /// Errors: none for a plan whose names were checked.
 fn spec(plan: &Plan, boundary: usize, content: Content) -> Result<LinkSpec> {
@@ -74,7 +74,7 @@ impl End {
         Self { from: message.from, content: message.content, slice: message.slice }
     }
 
-    /// Returns its name in checkpoints and file names.
+    /// Returns the end's name in checkpoints and file names.
     fn name(self) -> String {
         let content = match self.content {
             Content::Activation => "hidden",
@@ -139,7 +139,7 @@ fn ends(
 struct Coded {
     codec: Box<dyn LinkCodec>,
     other: Rank,
-    /// Separates its random numbers from those of other ends.
+    /// Number that separates this end's random numbers from those of other ends.
     stream: u32,
     remembers: bool,
 }
@@ -186,8 +186,8 @@ impl Boundaries {
 
     /// Encodes values to be sent; `None` if they are sent unencoded.
     ///
-    /// Values that a codec refuses, since they are not finite or too large, are sent as plain f32, and the
-    /// codec stores nothing of them. All ranks notice the overflow when they agree on the step.
+    /// Values that a codec cannot encode, since they are not finite or too large, are sent as plain f32, and
+    /// the codec stores nothing of them. All ranks notice the overflow when they agree on the step.
     pub(super) fn encode(&mut self, crossing: Crossing<'_>, values: &[f32]) -> Result<Option<Vec<u8>>> {
         let Some(end) = self.ends.get_mut(&End::of(crossing.message)) else { return Ok(None) };
         let key = RoundKey {
@@ -242,7 +242,7 @@ impl Boundaries {
         Ok(all)
     }
 
-    /// Restores what [`Boundaries::save`] returned.
+    /// Restores the states that [`Boundaries::save`] returned.
     ///
     /// Errors: entries with another shape.
     pub(super) fn load(&mut self, from: &mut StateMap<'_>) -> Result<()> {

@@ -5,21 +5,22 @@ use crate::StepMetrics;
 
 /// Callbacks that follow a run; called on rank 0 unless stated otherwise.
 pub trait RunObserver: Send {
-    /// Training begins after `done` of `steps` steps.
+    /// Called when training begins. `done` is the number of steps that are already done, `steps` the number of
+    /// all steps.
     fn begin(&mut self, _done: u64, _steps: u64) {}
 
-    /// A step is done. `link_use` is the fraction of the time so far for which this worker's bytes occupied its
-    /// link.
+    /// Called after each step. `link_use` is the fraction of the time so far for which this worker's bytes
+    /// occupied its link.
     fn step(&mut self, metrics: &StepMetrics, link_use: Option<f64>);
 
-    /// The row of a step was written, with its loss. If replicas train apart, losses are known only when they
-    /// meet, so it may be called later than `step`.
+    /// Called when the row of a step was written, with its loss. After local steps, losses are known only when
+    /// replicas synchronise, so this call may come later than `step`.
     fn told(&mut self, _row: &StepMetrics) {}
 
-    /// State of this process's first rank after a step. Called in every process.
+    /// Called after each step in every process, with the state of the process's first rank.
     fn observe(&mut self, _seen: &Observation<'_>) {}
 
-    /// A line of text for the user.
+    /// Called with a line of text for the user.
     fn note(&mut self, text: &str);
 }
 

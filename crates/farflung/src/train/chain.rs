@@ -57,7 +57,7 @@ pub(super) fn layers(model: &GptConfig, batch: u32) -> Vec<ChainLayer> {
         let (first, last) = (at == 0, at + 1 == count);
         let when = |yes: bool, value: u64| if yes { value } else { 0 };
         let operations = (all_flops - head_flops) / count + when(last, head_flops);
-        // A model in one part has the token table once.
+        // A model in one part has the token table once. Otherwise the first and the last part each have it.
         let parameters = blocks
             + when(first, table + model.context as u64 * d)
             + when(last, 2 * d + when(count > 1, table));

@@ -125,7 +125,7 @@ pub(super) fn save(trainer: &mut Trainer, job: &Job, run: &RunDir, totals: Total
     save_without(trainer, job, run, totals, &[])
 }
 
-/// As [`save`], on the ranks that remain after [`Trainer::retreat`], while `absent` do not answer.
+/// Like [`save`], on the ranks that remain after [`Trainer::retreat`], while `absent` do not answer.
 pub(super) fn save_without(
     trainer: &mut Trainer,
     job: &Job,
@@ -139,7 +139,7 @@ pub(super) fn save_without(
     })
 }
 
-/// As [`save_without`], called while the parameters common to all replicas are in place.
+/// Like [`save_without`], called while the parameters common to all replicas are in place.
 fn save_common(
     trainer: &mut Trainer,
     job: &Job,
@@ -198,7 +198,7 @@ fn one_replica(job: &Job) -> u64 {
     planned::microbatches(&job.config) as u64 * u64::from(job.plan.batch)
 }
 
-/// Where a run continues.
+/// The point at which a run continues.
 #[derive(Debug)]
 pub(super) struct Resumed {
     /// Resources that the run had used.

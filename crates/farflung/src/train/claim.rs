@@ -12,10 +12,11 @@ use farflung_comm::Communicator;
 use super::checkpoint::{all_gather_u64, folder};
 use crate::{Error, Result, RunDir};
 
-/// The parent of such folders.
+/// The folder in which the folders of such runs are created.
 const RUNS: &str = "runs";
 
-/// A run's folder, and the folders that were created for it: those that are still empty are removed on drop.
+/// A run's folder, and the folders that were created for it. Created folders that are still empty are removed
+/// on drop.
 #[derive(Debug, Default)]
 pub(super) struct Claim {
     path: PathBuf,
@@ -128,7 +129,7 @@ impl Drop for Claim {
     }
 }
 
-/// Sent instead of a number by ranks that were given a folder; numbers begin at 1.
+/// Number that ranks send if they were given a folder; real numbers begin at 1.
 const GIVEN: u64 = 0;
 
 fn numbered(model: &str, number: u64) -> PathBuf {

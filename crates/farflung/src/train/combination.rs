@@ -1,5 +1,5 @@
-//! Which choices can be combined, and why others cannot: a single table for error messages,
-//! `train --combinations`, a test and a bench. Limits of single numbers are checked elsewhere, beside what they
+//! The choices that can be combined, and the reasons why others cannot: a single table for error messages,
+//! `train --combinations`, a test and a bench. Limits of single numbers are checked beside the code that they
 //! limit.
 
 mod axes;
@@ -27,7 +27,7 @@ pub use covering::{Covering, covering};
 /// The choices that rules examine: those of the plan, and those of settings that the plan does not decide.
 #[derive(Debug, Clone)]
 struct Choices {
-    /// How replicas average.
+    /// The levels at which replicas average.
     levels: Vec<Level>,
     sync: Option<&'static SyncMethod>,
     optimizer: &'static LocalMethod,
@@ -81,7 +81,7 @@ impl Order {
 }
 
 impl Choices {
-    /// Returns the choices of settings before a plan is made from them.
+    /// Returns the choices that the settings make, before a plan is made from them.
     fn wished(config: &TrainConfig, world: usize) -> Self {
         let named = config.schedule_file.is_none();
         let boundary = |spec| if config.stages > 1 { vec![spec] } else { Vec::new() };
@@ -134,12 +134,12 @@ impl Choices {
     }
 }
 
-/// Why some choices cannot be combined: the setting to change, its value, and the allowed values.
+/// The reason why some choices cannot be combined: the setting to change, its value, and the allowed values.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
     /// The setting, as in `--name`.
     pub field: &'static str,
-    /// Its value.
+    /// The setting's value.
     pub value: String,
     /// The allowed values, and why.
     pub expected: String,
@@ -315,7 +315,7 @@ const RULES: &[Rule] = &[
     },
 ];
 
-/// Refuses codecs that store samples with pools, where a sample passes other ranks in each epoch.
+/// Rejects codecs that store samples with pools, since a sample passes other ranks in each epoch.
 fn unvisited(field: &'static str, specs: &[LinkSpec], choices: &Choices) -> Option<Refusal> {
     let order = choices.schedule.as_ref().filter(|order| order.pooled)?;
     let spec = specs.iter().find(|spec| spec.remembers())?;
@@ -323,7 +323,7 @@ fn unvisited(field: &'static str, specs: &[LinkSpec], choices: &Choices) -> Opti
     Some(refuse(field, spec, format!("a codec without memory with {}: {why}", order.name)))
 }
 
-/// Refuses codecs that store samples with a sampling in which samples never return.
+/// Rejects codecs that store samples with a sampling in which samples never return.
 fn unnumbered(specs: &[LinkSpec], sampling: SamplingKind) -> Option<Refusal> {
     let remembers = specs.iter().find(|spec| spec.remembers());
     let spec = remembers.filter(|_| sampling != SamplingKind::Epochs)?;
@@ -356,14 +356,14 @@ fn refused(refusal: Option<Refusal>) -> Result<()> {
         .map_or(Ok(()), |Refusal { field, value, expected }| Err(Error::Setting { field, value, expected }))
 }
 
-/// Returns why the choices of some settings cannot be combined; `None` if they can.
+/// Returns why the choices of the settings cannot be combined; `None` if they can.
 #[must_use]
 pub fn refusal_of(config: &TrainConfig) -> Option<Refusal> {
     first(&Choices::wished(config, config.workers))
 }
 
-/// Returns why a value of one axis cannot be combined with one of another, whatever the other axes are; `None`
-/// if it can.
+/// Returns why a value of one axis cannot be combined with one of another, for any values of the other axes;
+/// `None` if it can.
 ///
 /// # Panics
 /// If the axes do not have these values.
@@ -407,7 +407,7 @@ fn by_reason() -> Vec<(String, Vec<String>)> {
                         continue;
                     }
                     let Some(refusal) = pair((a, &x), (b, &y)) else { continue };
-                    // A value that is refused by itself is listed only once.
+                    // A value that is rejected by itself is listed only once.
                     if !alone
                         && [(a, &x), (b, &y)].iter().any(|(axis, v)| pair((axis, v), (axis, v)).is_some())
                     {

@@ -82,7 +82,7 @@ fn slowest(job: &Job, topology: &Topology) -> Result<Option<Slowest>> {
     } else {
         plainly(largest)
     };
-    // Each step's vote: a loss, and whether to stop.
+    // The ranks vote in each step: each sends a loss, and whether to stop.
     let numbers = Bytes(16);
     let vote = average(job, topology, algorithm, |by| by.programs(2, numbers, topology), numbers);
     let warmup = (job.config.warm_steps() > 0 || job.config.density_warmup > 0).then(|| plainly(largest));
@@ -134,17 +134,18 @@ fn together(links: &[Link], access: Bandwidth) -> Link {
     Link { bandwidth: Bandwidth(all).min(access), latency }
 }
 
-/// Returns a lower bound of the bytes of a codec's payload for so many values.
+/// Returns a lower bound of the bytes of a codec's payload for this number of values.
 fn payload(codec: CodecSpec, values: usize) -> Bytes {
     let fixed = codec.method().is_some() && codec.packing().is_none();
     Bytes(if fixed { codec.build().max_payload(values) as u64 } else { 0 })
 }
 
-/// Returns the time of a microbatch's hidden states on the slowest link from a rank of a pipeline to the next,
-/// minus the time by which the receiver may start later than the sender (ranks start after a barrier).
+/// Returns a lower bound of the time for which a rank waits for a microbatch's hidden states: the time on the
+/// slowest link from a rank to the next, minus the time by which the receiver may start later than the sender.
+/// (Ranks start after a barrier.)
 fn message(job: &Job, topology: &Topology) -> Option<Slowest> {
     let (plan, model) = (&job.plan, &job.model);
-    // With slices, pools or a user's own schedule it is not known here which messages are sent.
+    // With slices, pools or a user's own schedule, the messages of a step are not known here.
     let elsewhere = !matches!(plan.pipeline.schedule, ScheduleSource::Named(_));
     if !plan.pipeline.slices.is_empty() || elsewhere {
         return None;

@@ -26,12 +26,12 @@ use crate::{Error, Result};
 /// The microbatches of a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Pass {
-    /// Those of a training step, counted over all steps and replicas.
+    /// The microbatches of a training step, counted over all steps and replicas.
     Training {
         /// The number of the step's microbatch 0.
         first: u64,
     },
-    /// Held-out microbatches: forward passes only, of which nothing is kept.
+    /// Held-out microbatches: forward passes only, which keep no activations.
     Evaluation,
 }
 
@@ -71,7 +71,7 @@ pub(super) struct Executor {
     pub(super) dim: usize,
     /// Loss scale.
     pub(super) scale: f32,
-    /// By stage, the microbatch whose backward pass is the last of a step.
+    /// The microbatch whose backward pass is the last of a step, by stage.
     pub(super) last: BTreeMap<StageId, u32>,
     /// Whether gradients are averaged with other holders of a part in each step.
     pub(super) averages: bool,
@@ -90,7 +90,7 @@ pub(super) struct Executor {
     pub(super) sending: Vec<Pending<Result<(), CommError>>>,
     /// The codecs of messages to other ranks.
     pub(super) boundaries: Boundaries,
-    /// How the time of the step was spent so far.
+    /// Times of the step so far, by use.
     pub(super) spent: Spent,
 }
 
@@ -345,15 +345,16 @@ impl Executor {
         let table = self.tied.exchange(stage, mine)?;
         add_since(begun, &self.comm, &mut self.spent.communicate);
         if let Some(table) = table {
-            // Put off, since waiting here for the other rank with the table would stall the pipeline.
+            // The update is deferred, since waiting here for the other rank with the table would stall the
+            // pipeline.
             return mine.defer_update(Some(table), needed);
         }
         let norm = farflung_optim::global_norm(&mine.grads)?;
         mine.commit(Prepared::with_norm(norm)?, needed)
     }
 
-    /// Returns the number of a message's microbatch and those of its samples, over all steps and replicas.
-    /// `None` in an evaluation, which sends values unencoded and leaves the codecs' state unchanged.
+    /// Returns the number of a message's microbatch and the numbers of its samples, over all steps and
+    /// replicas. `None` in an evaluation, which sends values unencoded and leaves the codecs' state unchanged.
     fn crossing(&self, message: Message) -> Option<(u64, Vec<u64>)> {
         let Pass::Training { first } = self.pass else { return None };
         let (microbatch, batch) = (first + u64::from(message.microbatch), self.sampler.shard().batch as u64);
@@ -443,7 +444,8 @@ impl Worker for Executor {
     }
 
     fn restore_output(&mut self, message: Message) -> Result<Tensor> {
-        // A failed pass is started again from its beginning, so nothing is kept for a second executor.
+        // Outputs are not kept: a failed pass starts again from its beginning, so no second executor needs
+        // them.
         Err(Error::Message { message: message.to_string(), problem: "was not kept" })
     }
 }
@@ -454,7 +456,8 @@ impl PollArrivals for Executor {
     }
 
     fn first(&mut self, awaited: &mut [&mut Self::Pending]) -> usize {
-        // None only if the network has ended; waiting for the first message then returns the error.
+        // `first` returns `None` only if the network has ended. Waiting for the first message then returns the
+        // error.
         let begun = self.comm.now();
         let first = self.comm.first(&mut on_their_way(awaited), WaitMode::UntilOne).unwrap_or(0);
         add_since(begun, &self.comm, &mut self.spent.wait);

@@ -13,7 +13,7 @@ use farflung_comm::{CommError, Communicator};
 
 use crate::Stop;
 
-/// Tag of the messages, far from those of messages between stages.
+/// Tag of the messages, far from the tags of messages between stages.
 const TAG: u32 = u32::MAX / 2 - 1;
 
 /// Time limit for sending a message.
@@ -29,7 +29,7 @@ pub(super) enum ExitNotice {
     Stopped,
     /// The rank failed by itself.
     Failed {
-        /// Its exit code.
+        /// The rank's exit code.
         code: u8,
         /// The error's text, with its causes.
         text: String,
@@ -142,7 +142,7 @@ impl ExitListener {
 
 impl Drop for ExitListener {
     fn drop(&mut self) {
-        // The network closes once nothing is received from it.
+        // Drops the pending receive: the network closes only when no message is awaited.
         drop(self.message.lock().unwrap_or_else(PoisonError::into_inner).take());
     }
 }
@@ -153,10 +153,10 @@ pub(super) fn start_to_tell(comm: &Communicator, word: &ExitNotice) -> Vec<Pendi
     others(&comm).map(|rank| comm.start_send(rank, TAG, word.encode())).collect()
 }
 
-/// As [`start_to_tell`], and waits until the messages are sent.
+/// Like [`start_to_tell`], and waits until the messages are sent.
 pub(super) fn tell(comm: &Communicator, word: &ExitNotice) {
     for telling in start_to_tell(comm, word) {
-        // A rank that cannot be told notices the end in another way.
+        // Errors are ignored: a rank that does not get the message notices the end in another way.
         let _ = telling.wait();
     }
 }

@@ -10,13 +10,13 @@ use crate::{Error, Result};
 /// The values of a rank in which a bit is flipped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultyValue {
-    /// An average that it received: of gradients, or of DiLoCo's changes.
+    /// An average that the rank received: of gradients, or of DiLoCo's changes.
     Reduced,
-    /// Its parameters.
+    /// The rank's parameters.
     Parameters,
-    /// Its optimizer's state.
+    /// The state of the rank's optimizer.
     Moments,
-    /// The first chunk of its state that it sends to another member which lacks it behind that step.
+    /// The first chunk of its state that the rank sends to another member after that step.
     Chunk,
     /// The record of that step that it keeps for newcomers.
     Record,
@@ -43,13 +43,13 @@ pub struct Fault {
 pub enum Moment {
     /// Nothing of the step is done.
     Begun = 0,
-    /// All microbatches have passed, averages have arrived, and ranks have exchanged what they agree on.
+    /// All microbatches have passed, averages have arrived, and ranks have exchanged their votes.
     Agreed = 1,
-    /// The update is computed; nothing has changed yet.
+    /// The update is computed, but parameters and states have not changed yet.
     Prepared = 2,
     /// Parameters, moments, residuals and counters have changed.
     Committed = 3,
-    /// Replicas have met, if that was due.
+    /// Replicas have synchronised, if that was due.
     Met = 4,
 }
 
@@ -57,7 +57,7 @@ impl Moment {
     /// All moments.
     pub const ALL: [Self; 5] = [Self::Begun, Self::Agreed, Self::Prepared, Self::Committed, Self::Met];
 
-    /// Returns its index, from 0.
+    /// Returns the moment's index, from 0.
     #[must_use]
     pub const fn number(self) -> u8 {
         self as u8

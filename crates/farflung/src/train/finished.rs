@@ -10,15 +10,15 @@ use super::job::Job;
 use super::report::{REPORT, Report};
 use crate::{Error, Result, RunDir, StepMetrics, metrics};
 
-/// What a resumed run still has to do.
+/// The work that a resumed run still has to do.
 pub(super) enum Left {
-    /// Steps, or the report of a run that was interrupted between its last step and its report.
+    /// There are steps left, or the run was interrupted between its last step and its report.
     Work,
-    /// Nothing. On rank 0, contains the existing report.
+    /// There is no work left. On rank 0, this contains the existing report.
     Nothing(Option<Box<Report>>),
 }
 
-/// Returns what a run still has to do that was resumed after `begun` steps, from the checkpoint `from`. A
+/// Returns the work that is left for a run that was resumed after `begun` steps, from the checkpoint `from`. A
 /// collective if `begun` is the number of all steps.
 ///
 /// Errors: [`Error::Setting`] for a checkpoint beyond the last step of the settings.
@@ -38,7 +38,7 @@ pub(super) fn left(
     }
     let Some(run) = run.filter(|_| begun == steps) else { return Ok(Left::Work) };
     let found = if comm.rank().0 == 0 { read(run, steps) } else { None };
-    // Rank 0 has the report; the other ranks follow its decision.
+    // Only rank 0 reads the report; the other ranks follow its decision.
     let told = comm.all_gather_bytes(vec![u8::from(found.is_some())])?;
     if told.first().is_none_or(|word| word.as_slice() != [1]) {
         return Ok(Left::Work);
@@ -63,7 +63,7 @@ fn read(run: &RunDir, steps: u64) -> Option<Report> {
     report.ok().filter(|report| report.steps == steps)
 }
 
-/// Reads the metrics of a run's steps, for the report of a run that only lacked that.
+/// Reads the metrics of a run's steps. Used when all steps of a run are done and only its report is missing.
 pub(super) fn rows(run: Option<&RunDir>) -> Result<Vec<StepMetrics>> {
     run.map_or(Ok(Vec::new()), |run| metrics::read(&run.path().join(crate::run_dir::METRICS)))
 }

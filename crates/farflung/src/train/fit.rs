@@ -31,7 +31,8 @@ const GRAIN: u64 = 100_000;
 pub fn fit(mut plan: Plan, model: &GptConfig, cluster: &Cluster, state: Bytes) -> Result<Fit> {
     let (each, batch) = (PerToken::of(model), plan.batch as usize);
     let size = |values: u128| bytes(values, model, batch);
-    // Needed whatever is kept of layers: the head's tensors, and the temporary tensors of a running block.
+    // Memory for any choice of kept activations: the head's tensors, and the temporary tensors of a running
+    // block.
     let running = size(each.logits + each.head + each.while_back + 2 * each.hidden);
     let rest = Bytes(state.0.saturating_add(running.0));
     let all = size(model.layers as u128 * each.block);
@@ -45,7 +46,7 @@ pub fn fit(mut plan: Plan, model: &GptConfig, cluster: &Cluster, state: Bytes) -
     if all.0 <= free {
         return Ok(Fit { plan, needs: Bytes(rest.0.saturating_add(all.0)), repeated: 0 });
     }
-    // While a block is recomputed it has all of its tensors, whatever is kept.
+    // While a block is recomputed, all of its tensors are in memory, for any choice of kept activations.
     let once = size(each.block).0;
     let budget = free.saturating_sub(once) / GRAIN * GRAIN;
     for part in &mut plan.parts {

@@ -26,12 +26,13 @@ use crate::config::nearest::with_nearest;
 use crate::signals::Stop;
 use crate::{Error, Result, TrainConfig, corpus, finite};
 
-/// Where the steps and microbatches of a plan begin; earlier ones belong to other plans of the same run.
+/// The point at which the steps and microbatches of a plan begin; earlier ones belong to other plans of the
+/// same run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Base {
-    /// Number of steps before it.
+    /// Number of steps before that point.
     pub step: u64,
-    /// Number of microbatches of all replicas before it.
+    /// Number of microbatches of all replicas before that point.
     pub microbatches: u64,
 }
 
@@ -44,9 +45,10 @@ pub struct Job {
     pub model: GptConfig,
     /// Every decision that the ranks share.
     pub plan: Plan,
-    /// Where the plan's steps and microbatches begin.
+    /// The point at which the plan's steps and microbatches begin.
     pub base: Base,
-    /// Which replicas take which local steps, if for some steps that follows from the plans of earlier members.
+    /// The local steps that each replica takes, if earlier members' plans determine some of them; `None` if the
+    /// plan determines all.
     pub since_members_changed: Option<LocalSteps>,
     /// Whether members may join and leave during training.
     pub elastic: bool,
@@ -63,7 +65,7 @@ pub struct Job {
     pub cluster: Option<Cluster>,
     /// Speed of each rank's machine on the virtual clock, in FLOP/s.
     pub rates: Vec<f64>,
-    /// How text is split into tokens.
+    /// The tokenizer of the text.
     pub tokenizer: Arc<dyn Tokenizer>,
     /// The training data.
     pub training: Split,
@@ -99,7 +101,7 @@ pub struct Job {
 impl Job {
     /// Opens the data and determines the model's shape and the plan.
     ///
-    /// Errors: what is wrong with the data, the shape or the plan, with file and field.
+    /// Errors: an error in the data, the shape or the plan, with file and field.
     pub fn new(config: TrainConfig, world: usize, stop: Stop) -> Result<Self> {
         config.validate()?;
         let tokenizer = tokenizer_of(&config)?;
@@ -174,7 +176,7 @@ impl Job {
         Ok(Self { config, plan, since_members_changed: None, rates, shards, world, ..self.clone() })
     }
 
-    /// Returns how long ranks wait for each other.
+    /// Returns the time for which ranks wait for each other.
     #[must_use]
     pub fn deadline(&self) -> Nanos {
         Nanos(self.config.deadline.0.saturating_mul(1 << self.doublings.min(32)))
@@ -188,7 +190,7 @@ impl Job {
         Ok(Self { base, ..self.with_plan(plan)? })
     }
 
-    /// Returns which replicas take which local steps.
+    /// Returns the local steps that each replica takes.
     pub(super) fn local_steps(&self) -> LocalSteps {
         self.since_members_changed.clone().unwrap_or_else(|| self.plan.local_steps())
     }
@@ -269,17 +271,17 @@ impl Job {
         averages::plain_algorithm(self.plan.outermost())
     }
 
-    /// Returns how the values of parts are averaged over their holders.
+    /// Returns the settings for averaging the values of parts over their holders.
     pub(super) fn average_config(&self) -> Result<AverageConfig> {
         Ok(AverageConfig { seed: self.config.seed, ..averages::config_of(self.plan.outermost())? })
     }
 
     /// Opens the device of a rank.
     ///
-    /// Errors: there is no device of that name here, and why.
+    /// Errors: [`TensorError`] with the reason, if this machine has no such device.
     pub fn device(&self, rank: usize, threads: usize) -> Result<Device, TensorError> {
         let device = Device::open(self.config.device.of(rank), threads)?.with_precision(self.plan.precision);
-        // For a device set to a CPU, the run's notes contain this.
+        // If the settings name the CPU, the notes at the start of the run already contain this warning.
         let named = self.config.device.of(rank) == DeviceName::Cpu;
         if self.config.offload > 0 && !named && device.tensor(&[0.0_f32], 1)?.host::<f32>().is_some() {
             let device = device.name();
@@ -294,7 +296,7 @@ impl Job {
         self.elastic && self.world > 1
     }
 
-    /// Returns whether stages are pools of members that come and leave, once there are enough members.
+    /// Returns whether stages become pools of members that come and leave, as soon as there are enough members.
     #[must_use]
     pub fn is_pooled(&self) -> bool {
         self.pipelines.as_ref().is_some_and(|wished| wished.is_pooled())
@@ -370,7 +372,8 @@ fn weights_hash(folder: &Path) -> Result<blake3::Hash> {
     Ok(hasher.finalize())
 }
 
-/// Returns the preset's shape, modified by the settings. Weights to start from have their own shape.
+/// Returns the preset's shape, modified by the settings. If the run starts from given weights, their shape is
+/// used instead.
 pub(super) fn shape(config: &TrainConfig, vocab: usize) -> Result<GptConfig> {
     let mut model = match &config.init_from {
         Some(folder) => farflung_zoo::weights::Weights::open(folder)?.config(),
@@ -416,7 +419,7 @@ fn tokenizer_of(config: &TrainConfig) -> Result<Arc<dyn Tokenizer>, ZooError> {
     })
 }
 
-/// What settings and plan decide for a model.
+/// Values that follow from the settings and the plan, for a model.
 struct Decided {
     config: TrainConfig,
     plan: Plan,
@@ -434,7 +437,7 @@ impl Decided {
         } else {
             combination::check_wished(&config, world)?;
             if cluster.is_some() {
-                // A topology for another number of ranks is refused before anything else is derived from it.
+                // A topology for another number of ranks is rejected before anything else is derived from it.
                 links::declared(&config, world, cluster.as_ref())?;
             }
             planned::from_settings(&config, model, world, cluster.as_ref())?

@@ -135,7 +135,7 @@ pub fn join(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
 /// Time between two checks for a stop while waiting for other processes.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// As [`join`], but returns when a signal asks for a stop. The attempt then ends with the process, or at its
+/// Like [`join`], but returns when a signal asks for a stop. The attempt then ends with the process, or at its
 /// deadline.
 ///
 /// Errors: also [`Error::Stopped`].

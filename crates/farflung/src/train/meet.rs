@@ -12,7 +12,7 @@ use crate::config::choice::Resume;
 use crate::config::shared::{Fact, is_planned};
 use crate::{Error, Result, TrainConfig};
 
-/// Ranks of another version may compute other values.
+/// Version of the program. It is compared, since ranks of another version may compute other values.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 /// A value, and the ranks that have it.
@@ -151,7 +151,7 @@ pub(super) fn same_settings(config: &TrainConfig, comm: &Communicator) -> Result
     same_facts("setting", &facts, comm, is_planned)
 }
 
-/// Returns what defines a model's function, with the names of settings.
+/// Returns the facts that define a model's function, with the names of settings.
 pub(super) fn model_facts(job: &Job) -> Vec<Fact> {
     let model = &job.model;
     vec![

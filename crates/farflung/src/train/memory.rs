@@ -138,7 +138,8 @@ fn of_rank(
         messages += u64::try_from(bytes).unwrap_or(u64::MAX);
     }
     if placement.tie() == TiedWeights::Across && dry.has_table() {
-        // Its own gradient of the token table, and that of the other rank with the table.
+        // The messages contain this rank's gradient of the token table and that of the other rank with the
+        // table.
         messages += 2 * F32 * (model.vocab * model.dim) as u64;
     }
     let versions = dry.versions();

@@ -24,12 +24,12 @@ pub(super) struct Part {
     pub(super) params: Tensor,
     pub(super) grads: Tensor,
     pub(super) chain: Chain,
-    /// How all holders of the part keep it equal; `None` if this rank is the only holder, or if the part has no
-    /// parameters.
+    /// Method that keeps the part equal on all its holders; `None` if this rank is the only holder, or if the
+    /// part has no parameters.
     pub(super) sync: Option<Box<dyn Synchroniser>>,
     /// Predicted times of each slice of a microbatch.
     pub(super) costs: Vec<StageCost>,
-    /// What is recomputed, starting from the part's input.
+    /// Layers that are recomputed, starting from the part's input.
     pub(super) recompute: Recompute,
     /// Number of layers whose activations are kept in the host's memory.
     pub(super) offload: usize,
@@ -41,7 +41,8 @@ pub(super) struct Part {
     weight: f64,
     /// The values that replicas average, if these are not the gradients.
     contribution: Option<Tensor>,
-    /// Whether `grads` contain gradients for the next update, rather than those of the last one.
+    /// Whether `grads` contain gradients for the next update. If false, they are left over from the last
+    /// update.
     pending: bool,
     reducing: Reducing,
     /// Number of updates since the pipeline was last empty: the version of `params`.
@@ -65,7 +66,7 @@ pub(super) enum SendTiming {
 /// Progress of the average of a step's gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Reducing {
-    /// Not started.
+    /// The average was not started.
     No,
     /// Ranges are sent as they become ready.
     Ranges,
@@ -83,10 +84,10 @@ struct Due {
     needed: Option<u32>,
 }
 
-/// What a part keeps of a microbatch between its forward and backward pass.
+/// Values that a part keeps of a microbatch between its forward and backward pass.
 #[derive(Debug)]
 pub(super) struct SavedMicrobatch {
-    /// `None` after a forward pass of which nothing was kept, until it is recomputed.
+    /// `None` after a forward pass that kept nothing, until the microbatch is recomputed.
     pub(super) saved: Option<Saved>,
     /// The received hidden states, if they are needed again.
     pub(super) input: Option<Tensor>,
@@ -114,9 +115,9 @@ pub(super) struct Parts {
     pub(super) weight: f64,
 }
 
-/// Writes what replicas average of a range of the gradients into `into`. For a token table that another part
-/// also has, only half of the chain's state is added, so that the sum of both contributions is that of the
-/// whole gradient.
+/// Writes this replica's contribution to the average, for a range of the gradients, into `into`. For a token
+/// table that another part also has, only half of the chain's state is added, so that the sum of both
+/// contributions is that of the whole gradient.
 fn contribute(
     chain: &Chain,
     grads: &Tensor,
@@ -309,7 +310,7 @@ impl Part {
         Ok(self.stage.backward_weight(saved, &mut grads)?)
     }
 
-    /// Starts the average with the other holders; this rank's gradients of the update are complete.
+    /// Starts the average with the other holders. This rank's gradients of the update must be complete.
     pub(super) fn reduce(&mut self) -> Result<()> {
         if self.reducing == Reducing::Ranges {
             return Ok(());
@@ -337,7 +338,7 @@ impl Part {
         Ok(())
     }
 
-    /// Makes a buffer for what replicas average in this step, if that is not the gradient.
+    /// Makes a buffer for the values that replicas average in this step, if these are not the gradients.
     fn make_room(&mut self) -> Result<()> {
         match (self.chain.contributes(), &self.contribution) {
             (true, None) => self.contribution = Some(self.stage.zeros()?),
@@ -421,7 +422,7 @@ impl Part {
         averaged.then_some(&mut self.grads)
     }
 
-    /// Averages over all holders when replicas meet; parameters do not change yet.
+    /// Averages over all holders when replicas synchronise; parameters do not change yet.
     pub(super) fn exchange(&mut self, after: StepEnd, weight: f64) -> Option<Result<(), OptimError>> {
         let Self { sync, params, chain, .. } = self;
         sync.as_mut().map(|sync| sync.exchange_gathered(params, chain, after, weight))

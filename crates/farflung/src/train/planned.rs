@@ -50,7 +50,7 @@ pub(super) fn microbatches(config: &TrainConfig) -> usize {
     config.microbatches.or(accumulated).unwrap_or(unless_told)
 }
 
-/// Makes the plan of some settings.
+/// Makes the plan that follows from the settings.
 ///
 /// Errors: [`Error::Setting`] with the invalid setting, and the values that are allowed.
 pub(super) fn from_settings(
@@ -207,13 +207,13 @@ fn small(field: &'static str, value: usize) -> Result<u32> {
     u32::try_from(value).map_err(|_| refuse(field, value, format!("at most {}", u32::MAX)))
 }
 
-/// Returns the codecs of each boundary of some settings.
+/// Returns the codecs of each boundary, from the settings.
 fn boundary(config: &TrainConfig) -> BoundaryCodecs {
     let (forward, backward) = (config.boundary.to_string(), config.boundary_backward.to_string());
     BoundaryCodecs { forward, backward }
 }
 
-/// Returns how the replicas of some settings are synchronised.
+/// Returns the settings of synchronisation between replicas, as a level of the plan.
 pub(super) fn level(config: &TrainConfig, replicas: u32) -> Level {
     // A single copy has no peers, so its values need not be encoded.
     let alone = replicas == 1 && !has_copies(config);
@@ -239,7 +239,7 @@ pub(super) fn level(config: &TrainConfig, replicas: u32) -> Level {
     }
 }
 
-/// Returns whether a pipeline of these settings has several copies of parts of the model.
+/// Returns whether a pipeline with these settings has several copies of parts of the model.
 fn has_copies(config: &TrainConfig) -> bool {
     if let Some(pools) = config.pools() {
         return pools.fewest() > 1;
@@ -403,7 +403,8 @@ fn links_of(config: &TrainConfig, world: usize, stages: u32, cluster: Option<&Cl
 /// times do not show.
 const SLICES: usize = 8;
 
-/// Limit on the number of grains, so that the search for the best slices takes less than a second.
+/// Limit on the number of grains of a sequence (the units of slice lengths), so that the search for the best
+/// slices takes less than a second.
 const MOST_GRAINS: usize = 256;
 
 /// Returns the slices with which a pipeline of these parts takes the least time, where each slice costs its

@@ -48,17 +48,17 @@ impl Prediction {
             .map(|found| found.expect("no time is later than Nanos::MAX"))
     }
 
-    /// As [`Prediction::new`]; `None` if a step takes longer than `limit`.
+    /// Like [`Prediction::new`]; `None` if a step takes longer than `limit`.
     fn limited(plan: &Plan, model: &GptConfig, machines: &Machines, limit: Nanos) -> Result<Option<Self>> {
         let schedules = schedules(plan, model, machines)?;
         let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
-        // A single replica meets itself after each step.
+        // For a single replica this is true too; its period is then one step.
         let meets = !averages::each_step(plan) && !averages::overlaps(plan);
         let paces = plan.local_steps();
         let repeats = meets || !paces.are_equal();
         let period = if repeats && plan.replicas() > 1 { paces.period() } else { 1 };
         let steps = period.min(EXACT);
-        // The last steps of a period, at whose end replicas meet.
+        // The last steps of a period, at whose end replicas synchronise.
         let first = u64::from(period - steps);
         let pace = Some(Pace { steps: &paces, first });
         let all = Sequence { schedules: &schedules, machines, before: &[], steps, pace, meets };
@@ -89,8 +89,8 @@ impl Prediction {
         Self::new(plan, model, &Machines::of_plan(plan, model, cluster)?)
     }
 
-    /// As [`Prediction::on`]; `None` if a step takes longer than `limit`. That is cheaper: no time beyond the
-    /// limit is played, and nothing at all if the busiest processor or link alone takes longer.
+    /// Like [`Prediction::on`]; `None` if a step takes longer than `limit`. This function is cheaper: no time
+    /// beyond the limit is played, and nothing at all if the busiest processor or link alone takes longer.
     ///
     /// Errors: as [`Prediction::on`].
     pub fn within(plan: &Plan, model: &GptConfig, cluster: &Cluster, limit: Nanos) -> Result<Option<Self>> {
@@ -140,11 +140,11 @@ fn schedules(plan: &Plan, model: &GptConfig, machines: &Machines) -> Result<Vec<
     (0..plan.replicas()).map(|replica| ReplicaSchedule::of(plan, model, machines, replica)).collect()
 }
 
-/// Number of local steps of a period that are played one by one: ranks drift apart, and settle, within a few
-/// steps.
+/// Number of local steps of a period that are simulated one by one. After a few steps, the delays between ranks
+/// no longer change.
 const EXACT: u32 = 8;
 
-/// Which replicas take which local steps of a sequence that begins after `first` steps of a period.
+/// The local steps that each replica takes, in a sequence that begins after `first` steps of a period.
 #[derive(Clone, Copy)]
 struct Pace<'a> {
     steps: &'a LocalSteps,
@@ -159,9 +159,9 @@ struct Sequence<'a> {
     /// Time for which each rank is busy before the sequence; empty for none.
     before: &'a [Nanos],
     steps: u32,
-    /// Which replicas take which steps; all take all without it.
+    /// The steps that each replica takes; `None` if every replica takes all steps.
     pace: Option<Pace<'a>>,
-    /// Whether replicas meet after the last step, if they do not after each step.
+    /// Whether replicas synchronise after the last step; only for plans without averages in each step.
     meets: bool,
 }
 
@@ -195,7 +195,7 @@ struct PlayedSequence {
 }
 
 impl<'a> Sequence<'a> {
-    /// Returns the first step, without a meeting of replicas.
+    /// Returns the first step, without the synchronisation of replicas.
     const fn first(schedules: &'a [ReplicaSchedule], machines: &'a Machines) -> Self {
         Self { schedules, machines, before: &[], steps: 1, pace: None, meets: false }
     }
@@ -238,7 +238,7 @@ impl<'a> Sequence<'a> {
 }
 
 impl PlayedSequence {
-    /// Returns the time at which a rank has done its first `acts` acts.
+    /// Returns the time at which a rank has done the first `acts` ops of its script.
     fn ended(&self, rank: usize, acts: usize) -> Nanos {
         self.played.ends[rank][..acts].last().copied().unwrap_or_default()
     }

@@ -84,7 +84,7 @@ mod tests {
                 .of(Algorithm::HalvingDoubling, &Codec::F32, 1_000_000)
                 .unwrap()
         };
-        // Four latencies, and 1.5 times 4 MB at 1 Gbit/s.
+        // The expected time is four latencies, and 1.5 times 4 MB at 1 Gbit/s.
         assert!((ring(&topology).as_secs_f64() - 0.052).abs() < 0.001);
         for region in [[Rank(0), Rank(1)], [Rank(2), Rank(3)]] {
             topology

@@ -39,7 +39,7 @@ impl Clock {
     }
 }
 
-/// What rank 0 records about the run's steps.
+/// Rows, metrics and events that rank 0 records about the run's steps.
 pub(super) struct Record<'a, 'w> {
     pub(super) link: Option<Link>,
     pub(super) metrics: Option<MetricsWriter>,
@@ -52,8 +52,8 @@ pub(super) struct Record<'a, 'w> {
 }
 
 impl Record<'_, '_> {
-    /// Records a step. If replicas train apart, the row is written once their losses are known: `train_loss` is
-    /// the mean over all tokens of the step, of all replicas, for every method.
+    /// Records a step. After local steps of replicas, the row is written once the losses of all replicas are
+    /// known: `train_loss` is the mean over all tokens of the step, of all replicas, for every method.
     pub(super) fn step(
         &mut self,
         job: &Job,

@@ -1,4 +1,4 @@
-//! The report at the end of a run: losses, bytes, times, what plain synchronous all-reduce would have taken on
+//! The report at the end of a run: losses, bytes, times, the predicted time of plain synchronous all-reduce on
 //! the same link, and a sample.
 
 use std::fmt;
@@ -56,7 +56,7 @@ pub struct Report {
     pub model: String,
     /// Number of the model's parameters.
     pub parameters: u64,
-    /// Where the text came from, and its hash.
+    /// Source of the text, and its hash.
     pub data: DataSource,
     /// Number of workers.
     pub workers: usize,
@@ -123,7 +123,7 @@ pub(super) fn sample(job: &Job, stage: &Stage, params: &Tensor) -> Result<Option
     Ok(Some(SampleText { prompt: config.prompt.clone(), text }))
 }
 
-/// Predicts what other methods of synchronisation would have taken on this link.
+/// Predicts the time of other methods of synchronisation on this link.
 fn what_if(job: &Job, link: Link) -> Result<Option<Answer>> {
     let plan = &job.plan;
     if job.world < 2 || plan.stages() > 1 || !plan.local_steps().are_equal() {

@@ -16,13 +16,13 @@ use crate::Result;
 /// Result of a comparison of all copies.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Drift {
-    /// Largest relative l2 distance of a copy from that of its first holder, before it was replaced.
+    /// Largest relative l2 distance of a copy from the first holder's copy, before the copy was replaced.
     pub distance: f64,
     /// Bytes that this process sent to compare copies and to make them equal.
     pub bytes: u64,
 }
 
-/// Decides when to compare copies.
+/// Schedule of the comparisons of copies.
 #[derive(Debug)]
 pub(super) struct Resync {
     /// Steps between comparisons; 0 disables them.
@@ -101,7 +101,7 @@ impl Comparison<'_> {
         Ok(())
     }
 
-    /// Returns what all ranks together found; all ranks call it.
+    /// Returns the result of the comparison over all ranks; all ranks call it.
     pub(super) fn done(self) -> Result<Drift> {
         let mut farthest = [self.distance];
         self.comm.all_reduce(&mut farthest, ReduceOp::Max)?;

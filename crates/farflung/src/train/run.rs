@@ -1,4 +1,4 @@
-//! A run from its first step to its report: the loop of each rank, and what rank 0 reports.
+//! A run from its first step to its report: the loop of each rank, and the report of rank 0.
 
 use farflung_base::Link;
 use farflung_comm::{Communicator, Stats};
@@ -266,7 +266,7 @@ fn train(
     }
     // Checks copies that were read from checkpoints, and initial weights.
     trainer.with_common(|trainer| trainer.verify(Thoroughness::All))?;
-    // Written only after all checks of the folder have passed.
+    // The settings are written only after all checks of the folder have passed.
     if let Some(run) = run {
         run.write_config(&config.to_toml())?;
         run.replace("plan.toml", job.plan.to_string().as_bytes())?;
@@ -299,7 +299,7 @@ fn train(
     }
     let Steps { job, mut record, clock, mut last_loss, .. } = steps;
     if begun == config.steps {
-        // For a run that was interrupted before its report.
+        // All steps were done before, but the run was interrupted before its report.
         last_loss = Some(evaluated(trainer)?);
         record.rows = if first { finished::rows(run)? } else { Vec::new() };
     }
@@ -316,7 +316,7 @@ fn train(
     Ok(Some(report))
 }
 
-/// Shows what is known before the first step.
+/// Shows the facts that are known before the first step.
 pub(super) fn announce(
     job: &Job,
     trainer: &Trainer,
@@ -326,7 +326,7 @@ pub(super) fn announce(
 ) -> Result<()> {
     let mut config = job.config.clone();
     if job.elastic {
-        // Others may join.
+        // The notes assume at least two workers, since other members may join.
         config.workers = job.world.max(2);
     }
     let world = if job.elastic { config.workers } else { job.world };

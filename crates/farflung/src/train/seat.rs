@@ -15,11 +15,11 @@ use crate::transports::{Connects, JoinSettings};
 pub struct Seat {
     /// The communicator with the other workers.
     pub comm: Communicator,
-    /// Whether its clock is virtual.
+    /// Whether the communicator's clock is virtual.
     pub simulated: bool,
     /// The link of all ranks, if links are simulated and equal.
     pub link: Option<Link>,
-    /// Its place among members, in a run whose members join and leave.
+    /// The view of the members to which the worker belongs, in a run whose members join and leave.
     pub place: Option<Place>,
 }
 
@@ -36,7 +36,7 @@ fn prepared(job: &Job, mut comm: Communicator, declared: Option<&Topology>) -> R
     Ok(comm.with_algorithm(job.plain_algorithm()).with_deadline(job.deadline()))
 }
 
-/// As [`prepared`], for a new view of the members during a run.
+/// Like [`prepared`], for a new view of the members during a run.
 ///
 /// Errors: a topology that does not fit.
 pub(super) fn seat(job: &Job, comm: Communicator, simulates: bool) -> Result<Communicator> {

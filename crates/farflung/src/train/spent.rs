@@ -1,4 +1,4 @@
-//! How the time of a step is spent on a rank, by the transport's clock.
+//! Times of a step on a rank, by use, measured with the transport's clock.
 
 use farflung_base::Nanos;
 use farflung_comm::Communicator;
@@ -6,7 +6,7 @@ use farflung_comm::Communicator;
 /// Time of a step on a rank. Time that is neither waiting nor communication is computation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Spent {
-    /// From the step's beginning to its end, without the evaluation and checkpoint after it.
+    /// Time from the step's beginning to its end, without the evaluation and checkpoint after it.
     pub took: Nanos,
     /// Time for which the pass waited for hidden states or gradients of other stages.
     pub wait: Nanos,

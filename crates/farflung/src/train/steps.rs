@@ -1,5 +1,5 @@
-//! The steps of a run on one rank, and what is recorded after each: its row, checks and evaluation, its
-//! checkpoint. It does not depend on how ranks meet.
+//! The steps of a run on one rank, and the records after each step: its row, checks, evaluation and checkpoint.
+//! It does not depend on how ranks connect.
 
 use serde::{Deserialize, Serialize};
 
@@ -48,12 +48,12 @@ impl Last {
     }
 }
 
-/// What comes after a step.
+/// The next action of a run after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Next {
-    /// Another step, or the end.
+    /// The run does another step, or ends.
     Step,
-    /// A change of members.
+    /// The members change.
     Change,
 }
 
@@ -160,7 +160,7 @@ impl Steps<'_, '_> {
     }
 }
 
-/// What is due after a step.
+/// Checks, evaluation and checkpoint that are due after a step.
 struct Looks {
     verify: Option<Thoroughness>,
     evaluate: bool,
@@ -174,12 +174,14 @@ struct Looks {
 struct Seen {
     val_loss: Option<f64>,
     digest: Option<String>,
-    /// Losses of earlier steps that were not recorded yet, before a checkpoint, which does not contain them.
+    /// Losses of earlier steps that are not in any row yet. They are recorded before a checkpoint, since the
+    /// checkpoint does not contain them.
     losses: Vec<f64>,
 }
 
 impl Looks {
-    /// Does what is due; returns the results up to the first failure, and whether there was one.
+    /// Runs the checks, evaluation and checkpoint that are due. Returns the results up to the first failure,
+    /// and whether there was one.
     fn look(&self, trainer: &mut Trainer) -> (Seen, Result<()>) {
         let mut seen = Seen::default();
         let look = |trainer: &mut Trainer| {

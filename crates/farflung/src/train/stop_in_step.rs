@@ -1,5 +1,5 @@
-//! Stopping within a step: the step is dropped; the ranks that answer meet again and save the steps that all of
-//! them have done. It does not depend on the timing of signals, which is in [`Stop`](crate::Stop).
+//! Stopping within a step: the step is dropped; the ranks that answer form a new group and save the steps that
+//! all of them have done. It does not depend on the timing of signals, which is in [`Stop`](crate::Stop).
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ use crate::{Error, PeerCounters, Result, RunDir};
 /// rank saves alone.
 const ANSWER: Nanos = Nanos::from_millis(500);
 
-/// What a stopped rank leaves on disk.
+/// State that a stopped rank leaves on disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StopSummary {
     /// Number of steps done that count on all ranks.
@@ -58,7 +58,7 @@ impl fmt::Display for StopSummary {
     }
 }
 
-/// What a run has on disk, and the resources it has used.
+/// State of a run on disk, and the resources that the run has used.
 #[derive(Debug, Default)]
 pub(super) struct RunProgress {
     /// The newest checkpoint of this rank.
@@ -69,9 +69,9 @@ pub(super) struct RunProgress {
     pub(super) totals: Totals,
     /// The start of this part of the run. `None` before it has begun.
     clock: Option<Clock>,
-    /// Log of how the time of its steps was spent.
+    /// Log of the times of the run's steps.
     pub(super) times: StepTimesLog,
-    /// Log of the exchange with its peers, on ranks that write no metrics.
+    /// Log of the bytes exchanged with peers, on ranks that write no metrics.
     pub(super) peers: PeerCountersLog,
 }
 
@@ -86,7 +86,8 @@ impl RunProgress {
 }
 
 /// Handles a failure that was caused by a stop, on this rank or on rank `stopper` in another process: saves the
-/// steps done, and returns the error with what is left on disk. Other failures are returned unchanged.
+/// steps done, and returns the error with a summary of the state on disk. Other failures are returned
+/// unchanged.
 pub(super) fn handle_stop(
     job: &Job,
     trainer: &mut Trainer,
@@ -146,7 +147,8 @@ fn save(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &mut RunProgress) 
     if step == 0 || kept.saved.as_ref().is_some_and(|(saved, _)| *saved == step) {
         return Ok(None);
     }
-    // A rank that returns without this step takes it from those that have it.
+    // If a rank of the first pipeline is missing, its part cannot be saved. Any other missing rank gets this
+    // step from the ranks that have it, when it returns.
     let needed = job.plan.stages();
     if needed > 1
         && let Some(rank) = missing.iter().find(|rank| rank.0 < needed)

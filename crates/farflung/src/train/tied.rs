@@ -13,7 +13,7 @@ use super::floats::floats;
 use super::part::Part;
 use crate::{Error, Result};
 
-/// How this rank's gradient of the table is added to that of the other part.
+/// The way in which this rank's gradient of the token table is added to that of the other part.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "there is one of it on a rank")]
 pub(super) enum TiedTable {
@@ -39,7 +39,7 @@ pub(super) struct TableExchange {
     pub(super) stage: StageId,
     /// Whether this rank is the only holder of its part, so that its gradient can be sent before any average.
     pub(super) early: bool,
-    /// Number of exchanges so far; it is the tag of the next one, since several may be in flight.
+    /// Number of exchanges so far. This number is the tag of the next exchange, since several may be in flight.
     pub(super) round: u32,
     pub(super) begun: Option<Exchange>,
 }
@@ -226,7 +226,7 @@ mod tests {
 
     #[test]
     fn each_user_of_the_table_hears_one_of_the_others() {
-        // By route: the ranks of the first stage, and those of the second.
+        // Pairs of numbers: the ranks of the first stage, and the ranks of the last stage.
         for (first, last) in [(1, 1), (1, 3), (2, 2), (2, 5), (3, 1), (4, 3)] {
             let ways = |i: u32| [Rank(i % first), Rank(first + i % last)];
             let placement = Placement::new((0..first * last).flat_map(ways).collect(), first * last).unwrap();

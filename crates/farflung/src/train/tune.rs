@@ -47,7 +47,7 @@ pub struct Tried {
 pub struct Tuned {
     /// The job with the chosen plan.
     pub job: Job,
-    /// The communicator of its ranks, with the plan's algorithm.
+    /// The communicator of the job's ranks, with the plan's algorithm.
     pub comm: Communicator,
     /// All candidates, in the order of the trials; empty if the plan of the run's folder was used.
     pub tried: Vec<Tried>,
@@ -82,7 +82,7 @@ impl Candidate {
     }
 }
 
-/// Fractions of the gradients (as divisors) that are tried as bucket sizes, besides the plan's own.
+/// Divisors of the size of the gradients. The quotients are tried as bucket sizes, besides the plan's own size.
 const SHARES: [u64; 5] = [1, 2, 4, 8, 16];
 
 impl TrainConfig {
@@ -238,8 +238,8 @@ impl Search<'_> {
         if found.bucket_bytes == own { Ok(found) } else { self.best(of(found.bucket_bytes)) }
     }
 
-    /// Tries the candidates that were not tried yet, and returns the fastest of all so far; of equals the
-    /// first.
+    /// Tries the candidates that were not tried yet, and returns the fastest of all so far. If several are
+    /// equally fast, the first one is returned.
     fn best(&mut self, candidates: impl IntoIterator<Item = Candidate>) -> Result<Candidate> {
         for candidate in candidates {
             if self.tried.iter().all(|tried| tried.candidate != candidate) {

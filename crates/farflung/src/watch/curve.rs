@@ -11,15 +11,15 @@ pub const MOST_POINTS: usize = 1000;
 /// A point of the curve: one or several consecutive steps.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Point {
-    /// The last of its steps.
+    /// The last of the point's steps.
     pub step: u64,
-    /// Number of its steps.
+    /// Number of the point's steps.
     pub steps: u64,
     /// Seconds of the run's clock after its last step.
     pub time_s: f64,
     /// Seconds of real time after its last step.
     pub wall_s: f64,
-    /// Mean training loss of its steps in nats, over those that have one.
+    /// Mean training loss of the point's steps in nats, over the steps that have one.
     pub loss: Option<f64>,
     /// Smallest training loss of its steps.
     pub least: Option<f64>,
@@ -31,7 +31,7 @@ pub struct Point {
     pub tokens: u64,
     /// Bytes sent since the run's first step, after its last step.
     pub bytes_sent: u64,
-    /// Number of its steps that have a loss.
+    /// Number of the point's steps that have a loss.
     #[serde(skip)]
     losses: u64,
 }
@@ -120,8 +120,8 @@ impl Curve {
         *self = Self { generation: self.generation + 1, ..Self::default() };
     }
 
-    /// Returns what is new for a viewer that has `known` points of a generation: the index from which on points
-    /// replace the viewer's, and those points. The last known point may have grown.
+    /// Returns the points to send to a viewer that has `known` points of a generation, and the index from which
+    /// on they replace the viewer's points. The last known point may have grown.
     #[must_use]
     pub fn since(&self, generation: u64, known: usize) -> (usize, &[Point]) {
         let from =

@@ -61,12 +61,12 @@ impl Folder {
         &self.state
     }
 
-    /// Returns the state, to add what is not in files.
+    /// Returns the state, so that a caller can add data that is not in files.
     pub const fn state_mut(&mut self) -> &mut State {
         &mut self.state
     }
 
-    /// Returns how long ago a step was last written.
+    /// Returns the time since a step was last written.
     #[must_use]
     pub fn age(&self) -> Option<Duration> {
         let modified = fs::metadata(self.path.join(run_dir::METRICS)).and_then(|file| file.modified());

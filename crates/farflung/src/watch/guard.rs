@@ -12,7 +12,7 @@ pub(super) enum Refusal {
     Method,
     /// The request has no valid `Host`.
     NoHost,
-    /// The `Host` is another machine: the name of another site resolves to this one.
+    /// The `Host` is the name of another site, which resolves to this machine.
     OtherHost,
 }
 

@@ -267,7 +267,7 @@ async fn events(Shared(site): Shared<AppState>) -> Response {
         .into_response()
 }
 
-/// A browser that follows, and what it has received.
+/// A browser that follows, and the position up to which it has received data.
 struct Viewer {
     published: watch::Receiver<Arc<Published>>,
     /// The generation of the curve, and the number of points received.

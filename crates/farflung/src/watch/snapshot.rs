@@ -21,9 +21,9 @@ pub struct Summary {
     pub run: RunFacts,
     /// Whether the run is still going.
     pub phase: Phase,
-    /// Its newest step.
+    /// The run's newest step.
     pub latest: Latest,
-    /// How much it gets done.
+    /// Tokens of committed steps per second.
     pub goodput: Goodput,
     /// The members by rank; in runs whose members come and go, also former members.
     pub members: Vec<MemberFacts>,
@@ -31,13 +31,13 @@ pub struct Summary {
     pub more_members: usize,
     /// The links between neighbours; ends are positions in `members`.
     pub links: Vec<LinkFacts>,
-    /// How the time of the newest steps was spent, oldest first.
+    /// Times of the newest steps on each rank, oldest first.
     pub timeline: Vec<StepFacts>,
     /// Events, oldest first.
     pub events: Vec<EventFacts>,
     /// Number of older events that are left out.
     pub more_events: u64,
-    /// What could not be read.
+    /// Files and lines that could not be read.
     pub problems: Vec<Problem>,
 }
 
@@ -48,7 +48,7 @@ pub struct RunFacts {
     pub name: String,
     /// The model's name.
     pub model: Option<String>,
-    /// Number of its trainable parameters.
+    /// Number of the model's trainable parameters.
     pub parameters: Option<u64>,
     /// Number of steps of the whole run.
     pub steps: Option<u64>,
@@ -76,7 +76,7 @@ pub enum Phase {
     Finished,
     /// The run ended before its last step.
     Ended {
-        /// Why it ended.
+        /// The reason why the run ended.
         reason: String,
     },
 }
@@ -100,7 +100,7 @@ pub struct Latest {
     pub bytes_sent: u64,
     /// Bytes received by that process.
     pub bytes_received: u64,
-    /// Bytes that it sends per step: the mean of the newest steps.
+    /// Bytes that the same process sends per step: the mean of the newest steps.
     pub bytes_per_step: Option<f64>,
     /// Seconds of the run's clock per step: the mean of the newest steps.
     pub step_s: Option<f64>,
@@ -124,28 +124,28 @@ pub struct Goodput {
 /// A member of the run.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct MemberFacts {
-    /// Name of its machine, or its number if members come and go.
+    /// Name of the member's machine, or the member's number if members come and go.
     pub name: String,
-    /// Its rank, while it has one.
+    /// The member's rank, while it has one.
     pub rank: Option<u32>,
-    /// The replica to which it belongs.
+    /// The replica to which the member belongs.
     pub replica: Option<u32>,
-    /// Its stage in the replica.
+    /// The member's stage in the replica.
     pub stage: Option<u32>,
-    /// Its fraction of a step's sequences.
+    /// The member's fraction of a step's sequences.
     pub share: Option<f64>,
-    /// Whether it belongs to the run.
+    /// Whether the member belongs to the run.
     pub presence: Presence,
     /// How far it is with the state of the run, while it waits to join.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub progress: Option<String>,
-    /// The address at which it listens.
+    /// The address at which the member listens.
     pub address: Option<String>,
-    /// The member for which it last reported to wait.
+    /// The member for which this member waits, by its last report.
     pub waits_for: Option<String>,
-    /// The newest step that it reported.
+    /// The newest step that the member reported.
     pub step: Option<u64>,
-    /// Bytes sent by it.
+    /// Bytes sent by the member.
     pub bytes_sent: Option<u64>,
 }
 
@@ -169,7 +169,7 @@ pub struct LinkFacts {
     pub from: usize,
     /// Position of the receiver.
     pub to: usize,
-    /// What is sent over it.
+    /// Kind of data that is sent over the link.
     pub carries: Carries,
     /// Bandwidth in bits per second, if it is declared and limited.
     pub bits_per_s: Option<u64>,
@@ -177,7 +177,7 @@ pub struct LinkFacts {
     pub latency_s: Option<f64>,
 }
 
-/// What is sent over a link.
+/// Kind of data that is sent over a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Carries {
@@ -196,16 +196,16 @@ pub struct StepFacts {
     pub ranks: Vec<RankTime>,
 }
 
-/// How a rank spent the time of a step, in seconds of the run's clock.
+/// Times of a step on a rank, by use, in seconds of the run's clock.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct RankTime {
     /// The rank.
     pub rank: u32,
-    /// Computing.
+    /// Seconds of computing.
     pub compute_s: f64,
-    /// Waiting for other stages, or for ranks that reached the average later.
+    /// Seconds of waiting for other stages, or for ranks that reached the average later.
     pub wait_s: f64,
-    /// Waiting for averages, votes and exchanges in progress.
+    /// Seconds of waiting for averages, votes and exchanges in progress.
     pub communicate_s: f64,
 }
 
@@ -216,13 +216,13 @@ pub struct EventFacts {
     pub step: u64,
     /// The run's clock in seconds.
     pub time_s: f64,
-    /// Its name in the file.
+    /// The event's name in the file.
     pub kind: String,
     /// Description of the event.
     pub text: String,
-    /// Whether it should be highlighted.
+    /// Whether the event should be highlighted.
     pub alarming: bool,
-    /// Ranks that reported it.
+    /// Ranks that reported the event.
     pub ranks: Vec<u32>,
 }
 
@@ -235,6 +235,6 @@ pub struct Problem {
     pub bad_lines: u64,
     /// Number of lines that are too long.
     pub long_lines: u64,
-    /// What is wrong with the last such line, or with the file.
+    /// The error in the last such line, or in the file.
     pub what: String,
 }

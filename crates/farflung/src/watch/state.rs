@@ -36,7 +36,7 @@ pub enum Lines {
 }
 
 impl Lines {
-    /// Returns its path within the run's folder.
+    /// Returns the file's path within the run's folder.
     #[must_use]
     pub fn path(self) -> String {
         let of = |rank: u32, name: &str| match rank {
@@ -111,7 +111,7 @@ pub struct State {
     val_loss: Option<f64>,
     /// Values before the first known step.
     base: Mark,
-    /// Marks of the newest steps, preceded by that of the step before them.
+    /// Marks of the newest steps. The first mark is that of the step before them.
     recent: VecDeque<Mark>,
     timeline: Timeline,
     events: Vec<EventFacts>,
@@ -141,7 +141,7 @@ impl State {
         self.version
     }
 
-    /// Drops what was read of a file that has been replaced or cut.
+    /// Drops the lines of a file that has been replaced or cut.
     pub fn restart(&mut self, file: Lines) {
         self.version += 1;
         self.problems.remove(&file.path());
@@ -206,7 +206,7 @@ impl State {
         self.problem(name, what, |_| ());
     }
 
-    /// Takes the status that a member reported when asked, or why no member answered.
+    /// Takes the status that a member reported, or the reason why no member answered.
     pub fn asked(&mut self, answer: Result<Option<Status>, String>) {
         const TICKET: &str = "--ticket-file";
         self.version += 1;

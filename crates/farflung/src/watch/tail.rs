@@ -1,4 +1,4 @@
-//! Follows a growing file of lines; reads only what is new, in bounded pieces.
+//! Follows a growing file of lines: reads only new bytes, in bounded pieces.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -12,7 +12,7 @@ const MARK: usize = 64;
 /// Bytes read at once.
 const CHUNK: usize = 256 * 1024;
 
-/// What is new in a file.
+/// An item that is new in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum News<'a> {
     /// The file was replaced or cut: everything read before is invalid.
@@ -31,9 +31,9 @@ pub struct Tail {
     offset: u64,
     /// The last of the bytes read, at most [`MARK`].
     mark: Vec<u8>,
-    /// The beginning of a line without its newline.
+    /// The beginning of a line whose newline was not read yet.
     open: Vec<u8>,
-    /// Whether that line is too long already.
+    /// Whether the line in `open` is too long already.
     skips: bool,
 }
 
@@ -50,7 +50,7 @@ impl Tail {
         &self.path
     }
 
-    /// Reads on, at most about `budget` bytes. Returns whether there is more to read already.
+    /// Reads the next bytes, at most about `budget`. Returns whether the file has more bytes now.
     ///
     /// A file that cannot be read, or is not a regular file, has no news. Text after the last newline is kept
     /// until its line is complete.
@@ -162,7 +162,7 @@ mod tests {
         assert_eq!(read(&mut tail).len(), 3);
         fs::write(&path, "one\n").unwrap();
         assert_eq!(read(&mut tail), ["restarted", "one"]);
-        // Longer than before, and with another beginning.
+        // The new file is longer than the old one, and begins differently.
         fs::write(&path, "eins\nzwei\ndrei\nvier\n").unwrap();
         assert_eq!(read(&mut tail), ["restarted", "eins", "zwei", "drei", "vier"]);
         fs::remove_file(&path).unwrap();

@@ -59,9 +59,9 @@ impl Timeline {
     /// Returns the newest steps. `ranks` is the number of ranks of the job, if known. The last step is left out
     /// while fewer ranks have reported it than the step before.
     ///
-    /// An average ends for all ranks at about the same time. A rank that waits longer for it than the rank that
-    /// reached it last has waited for that rank. If all ranks have reported a step, that time therefore counts
-    /// as waiting, not as communication.
+    /// An average ends for all ranks at about the same time. If a rank waits longer for an average than the
+    /// rank that reached it last, the difference is a wait for that last rank. If all ranks have reported a
+    /// step, the difference therefore counts as waiting, not as communication.
     pub(super) fn facts(&self, ranks: Option<usize>) -> Vec<StepFacts> {
         let facts = |(&step, told): (&u64, &BTreeMap<u32, StepTimes>)| {
             let all = ranks.is_some_and(|ranks| ranks > 1 && told.len() == ranks);

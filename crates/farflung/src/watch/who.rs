@@ -15,7 +15,7 @@ const MOST_GONE: usize = 8;
 /// Highest number of members that are kept in memory.
 const MOST_KNOWN: usize = 4 * MOST_MEMBERS;
 
-/// What is known about the members.
+/// The known facts about the members.
 #[derive(Debug, Default)]
 pub(super) struct Who {
     pub(super) plan: Option<Plan>,
@@ -203,7 +203,7 @@ fn asked(status: &Status) -> Vec<MemberFacts> {
         stage: Some(0),
         share: Some(member.share).filter(|share| share.is_finite()),
         address: member.address.as_deref().map(cut),
-        // A member that reports to wait for itself waits for no other.
+        // A member that names itself here waits for no other member.
         waits_for: member.waits_for.filter(|&slot| slot != member.slot).map(name),
         bytes_sent: member.answers.then_some(status.sent),
         ..MemberFacts::default()

@@ -95,16 +95,16 @@ fn a_run_goes_on_with_the_samples_that_it_held() {
     same("resumed", &twice, &alone);
     let last = |out: &str| std::fs::read(run.at(out).join("step-00000012/model.safetensors")).unwrap();
     assert!(last("alone") == last("twice"));
-    // With other stages, no rank has the samples stored by others: the run continues, and sends samples in full
-    // at first.
+    // With other stages, no rank has the samples that others stored: the run continues, and at first sends
+    // samples in full.
     run.done(&[], "cut", &args.replace("--steps 12", "--steps 5"));
     let cut = args.replace("--stages 4", "--stages 2 --workers 2");
     let rows = run.done(&[], "cut", &format!("{cut} --resume auto"));
     assert!(rows[11].train_loss < rows[0].train_loss, "{rows:?}");
 }
 
-/// One machine's files are lost, another's are from a later step: the ends drop the samples that differ, and
-/// train.
+/// The files of one machine are lost, those of another are from a later step: both ends drop the samples that
+/// differ, and train.
 #[test]
 fn ends_whose_files_differ_start_those_samples_anew() {
     let run = Run::new();

@@ -90,7 +90,8 @@ fn a_plan_says_what_was_compared_and_what_is_wrong_with_a_file() {
     assert!(plan["step_s"].as_f64().unwrap() > 0.0 && plan["tokens_per_s"].as_f64().unwrap() > 0.0, "{plan}");
     assert_eq!(plan["memory"].as_object().unwrap().keys().next().unwrap(), "home.0");
     assert_eq!(farflung(&["plan", file, "--model", "gpt5"]).status.code(), Some(2));
-    // 13.3 MB of state; a microbatch needs 2.8 MB, so layers are recomputed. Local steps need more memory.
+    // The state takes 13.3 MB and a microbatch 2.8 MB, so layers are recomputed. Local steps need more memory
+    // than that.
     std::fs::write(&path, homes.replace("8GB", "15.5MB")).unwrap();
     let output = farflung(&["plan", file, "--model", "nano", "--json"]);
     let plan: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();

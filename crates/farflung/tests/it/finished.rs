@@ -42,7 +42,7 @@ fn a_finished_run_is_left_alone_and_its_report_is_printed() {
     let run = Run::new();
     let first = done(&run, &[], 3, "");
     let before = told(&run);
-    // Also if other settings are given.
+    // Other settings do not change the outcome.
     let again = done(&run, &[], 3, "--resume auto --sample-tokens 5 --link lan");
     assert_eq!(told(&run), before);
     assert!(
@@ -85,7 +85,7 @@ fn fewer_steps_than_are_done_are_refused_and_nothing_changes() {
     let message = "`steps` is 3, expected at least 4: the checkpoint to resume from is of step 4";
     assert!(stderr(&fewer).contains(message), "{}", stderr(&fewer));
     assert_eq!(told(&run), before);
-    // A refusal for another reason also leaves the run's settings unchanged.
+    // If a resume is rejected for another reason, the run's settings also stay unchanged.
     let other = train(&run, &[], 5, "--resume auto --seed 3");
     assert_eq!(other.status.code(), Some(2), "{}", stderr(&other));
     assert_eq!(told(&run), before);
@@ -115,7 +115,7 @@ fn a_report_of_fewer_steps_is_not_taken_for_that_of_the_run() {
     done(&run, &[], 2, "");
     let old = std::fs::read(run.at("run/report.json")).unwrap();
     done(&run, &[], 4, "--resume auto");
-    // As if the second part had been interrupted before its report.
+    // This restores the old report, as if the second part had been interrupted before its report.
     std::fs::write(run.at("run/report.json"), old).unwrap();
     let again = done(&run, &[], 4, "--resume auto");
     assert!(!stderr(&again).contains("there is nothing to do"), "{}", stderr(&again));

@@ -145,24 +145,24 @@ fn members_come_at_once_freeze_wake_and_leave_while_the_others_train() {
     let status = on(&run, "eye").args(["status", "--ticket-file", "host/run.ticket"]).output().unwrap();
     let status = String::from_utf8_lossy(&status.stdout).into_owned();
     assert!(status.contains(" of 1000000\n") && status.contains(" (answers)\n"), "{status}");
-    // Frozen, then resumed.
+    // Member `a` is frozen and given up; after it is resumed, it joins again.
     a.send(Signal::STOP);
     members(&run, &host, 2);
     a.send(Signal::CONT);
     members(&run, &host, 3);
-    // The same with the host, after the other members know of the change.
+    // The host is frozen and resumed in the same way, after the other members have learned of the change.
     members(&run, &b, 3);
     host.send(Signal::STOP);
     members(&run, &b, 2);
     host.send(Signal::CONT);
     members(&run, &b, 3);
-    // Leaves normally, with a checkpoint.
+    // Member `a` leaves normally, with a checkpoint.
     a.send(Signal::INT);
     let left = a.ends();
     assert_eq!(left.status.code(), Some(130), "{}", said(&left));
     assert!(said(&left).contains("is saved in a/step-"), "{}", said(&left));
     members(&run, &host, 2);
-    // Leaves because of a notice that its machine will be taken away.
+    // Member `c` leaves because of a notice that its machine will be taken away.
     let c = join(&run, "c", "host/run.ticket", &["--notice-file", "notice", "--notice-every", "20ms"]);
     members(&run, &host, 3);
     fs::write(run.at("notice"), "").unwrap();
@@ -174,7 +174,8 @@ fn members_come_at_once_freeze_wake_and_leave_while_the_others_train() {
         said(&left)
     );
     members(&run, &host, 2);
-    // Killed. The tie-breaker is another member since the host was given up.
+    // The host is killed. `b` can continue alone: since the host was given up before, another member is the
+    // tie-breaker.
     members(&run, &b, 2);
     host.send(Signal::KILL);
     members(&run, &b, 1);
@@ -226,7 +227,8 @@ fn newcomers_fetch_the_state_while_the_others_train() {
     assert!(of_host == of_last, "the newcomer has the host's bits");
 }
 
-/// Noticed long before the deadline: a slow member would have announced that it is there.
+/// The loss is noticed long before the deadline: a member that is only slow would have announced that it is
+/// alive.
 #[test]
 fn a_frozen_member_is_noticed_when_a_step_takes_longer_than_those_before() {
     let run = Run::new();
@@ -249,7 +251,7 @@ fn a_frozen_member_is_noticed_when_a_step_takes_longer_than_those_before() {
     members(&run, &host, 3);
 }
 
-/// A member that resumes just when it is given up, or just before: it is still a member, or it joins again.
+/// A member resumes at about the time at which it is given up: it either is still a member, or it joins again.
 #[test]
 fn a_member_that_stops_for_a_moment_does_not_hold_up_the_run() {
     let run = Run::new();
@@ -295,7 +297,7 @@ fn the_host_may_go_while_the_others_are_more_than_half() {
     // A new member can join with another member's ticket.
     let c = join(&run, "c", "b/run.ticket", &[]);
     trains(&run, &c);
-    // All have the same bits after the same step.
+    // All three members have the same bits after the same step.
     let common = || {
         let [a, b, c] = [&a, &b, &c].map(|member| saved(&run, member));
         let step = a.keys().rev().find(|step| b.contains_key(*step) && c.contains_key(*step))?;
@@ -347,7 +349,7 @@ fn whoever_does_not_belong_is_refused_and_the_run_goes_on() {
     refused(join(&run, "a", "short.ticket", &[]), 2, "ticket");
     fs::write(run.at("other.txt"), "another text ".repeat(400)).unwrap();
     refused(join(&run, "b", "host/run.ticket", &["--data", "other.txt"]), 2, "data");
-    // The right address with another host's key.
+    // This ticket has the right address, but another host's key.
     let show =
         on(&run, "other").args(["ticket", "--show", "--ticket-file", "host/run.ticket"]).output().unwrap();
     let shown = String::from_utf8_lossy(&show.stdout).into_owned();
@@ -355,7 +357,7 @@ fn whoever_does_not_belong_is_refused_and_the_run_goes_on() {
     let made = on(&run, "other").args(["ticket", "--address", at, "--out", "other.ticket"]).output().unwrap();
     assert!(made.status.success(), "{}", said(&made));
     refused(join(&run, "d", "other.ticket", &[]), 2, "key");
-    // Two hosts for one folder.
+    // A second host for the same folder is rejected.
     let second = on(&run, "host").arg("host").args(run.flags("--steps 5 --out host --resume auto")).output();
     let second = second.unwrap();
     assert!(!second.status.success());
@@ -432,7 +434,7 @@ fn a_host_goes_on_from_the_folders_of_all_that_held_parts() {
         Some(line)
     };
     let line = wait_until_or(|| said_by(&again), resumed);
-    // It resumes at least at the step that both had, and continues to train.
+    // The run resumes at least at the step that both members had, and continues to train.
     let number = |name: &str| name.rsplit('-').next().unwrap().parse::<u64>().unwrap();
     let from = line.split_once("step-").unwrap().1;
     let from: String = from.chars().take_while(char::is_ascii_digit).collect();

@@ -271,7 +271,8 @@ fn only_the_programs_path_stands_on_the_command_line() {
 fn a_machine_that_is_not_reached_is_named_and_nobody_waits_for_it() {
     let run = Run::new();
     hosts(&run, "good\nbad\n");
-    // Like ssh, which reports its own failures with 255. The good one waits for more input.
+    // The substitute for ssh fails with 255 for `bad`, as ssh does if it cannot connect. For `good` it waits
+    // until its input ends.
     let ssh = stand_in(
         &run,
         "case \"$2\" in bad) echo 'ssh: no route' >&2; exit 255;; esac; cat > /dev/null; exit 0",

@@ -89,8 +89,8 @@ fn a_signal_is_passed_on_and_children_may_save_first() {
     }
 }
 
-/// However a rank was killed, and whichever rank ended first, the code allows a restart, unless a rank was
-/// started wrongly.
+/// The exit code allows a restart for any signal that killed a rank and any order of ends, unless a rank was
+/// started with a usage error.
 #[test]
 fn the_code_says_whether_a_restart_mends_it_and_the_rank_is_the_origin() {
     for (script, rank, code) in [

@@ -1,4 +1,5 @@
-//! Slower replicas take fewer local steps: what they average, when they meet, and how long that takes.
+//! Slower replicas take fewer local steps: the values that replicas average, the steps in which they
+//! synchronise, and the time of a step.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -13,7 +14,7 @@ fn read<T: Setting>(text: &str) -> T {
     T::parse(text).unwrap()
 }
 
-/// Returns the parameters of each rank after so many steps.
+/// Returns the parameters of each rank after `steps` steps.
 fn after(config: &TrainConfig, steps: u64) -> Vec<Vec<f32>> {
     let job = job(config);
     on_all(&job, |seat| {
@@ -37,7 +38,7 @@ fn a_mean_is_by_the_tokens_of_the_steps_that_were_taken() {
         local_steps: read("4,2"),
         ..config
     };
-    // The same local steps without a meeting.
+    // The same local steps, without an average of replicas.
     let apart = after(&TrainConfig { sync_every: 8, local_steps: read("8,4"), ..base.clone() }, 4);
     let met = after(&base, 4);
     assert_eq!(met[0], met[1]);

@@ -103,8 +103,8 @@ fn a_loss_at_any_moment_is_a_polite_leave_before_or_after_the_step() {
     }
 }
 
-/// With local steps, the round in which a rank is lost is reduced from the steps of the others, at whatever
-/// moment it was lost.
+/// With local steps, a rank may be lost at any moment of a round. The average of this round then uses only the
+/// steps of the other ranks.
 #[test]
 fn a_round_in_which_a_rank_is_lost_is_that_of_the_others() {
     for rank in [0, 2, 4] {
@@ -264,7 +264,7 @@ fn a_slow_machine_gets_a_smaller_share() {
         };
         let equal = TrainConfig { balance: BalanceKind::Equal, ..by_speed.clone() };
         let ((by_speed, tokens), (equal, tokens_when_equal)) = (of(by_speed), of(equal));
-        // Both have the same tokens in each step.
+        // Both runs have the same number of tokens in each step.
         assert_eq!(tokens, 60 * 12 * 8);
         assert_eq!(tokens, tokens_when_equal);
         let shares: Vec<&String> =

@@ -15,7 +15,7 @@ use farflung_base::{Nanos, PeerId};
 
 const STEPS: u64 = 12;
 const STAGES: usize = 2;
-/// Two stages, and a spare, which is given first.
+/// Number of members: two stages and a spare.
 const MEMBERS: usize = 3;
 /// The last checkpoint before the loss, and the step of the loss.
 const SAVED: u64 = 6;
@@ -102,8 +102,8 @@ fn losses(report: &Report) -> Vec<f64> {
     report.rows.iter().map(|row| row.train_loss).collect()
 }
 
-/// Returns what the events of a folder say about changes of members: steps lost, and whether checkpoints were
-/// read.
+/// Returns, for each change of members in the events of a folder, the number of lost steps and whether
+/// checkpoints were read.
 fn changes(folder: &Path) -> Vec<(u64, bool)> {
     let told = events::read(&folder.join(events::EVENTS)).unwrap();
     let change = |event: events::Event| match event.what {
@@ -147,7 +147,7 @@ fn a_lost_part_comes_from_the_checkpoints_on_a_shared_disk() {
         }
         let left = report(&ended);
         assert_eq!(left.hash, calm.hash, "{rank} is lost");
-        // The steps since that checkpoint are lost, and done again.
+        // The steps since the checkpoint of step `SAVED` are lost, and done again.
         let lost = LOSS - 1 - SAVED;
         let told = changes(&folders[1 - rank as usize]);
         assert!(told.contains(&(lost, true)), "{told:?}");
@@ -188,7 +188,7 @@ fn a_damaged_checkpoint_is_passed_over_for_the_one_before() {
 fn a_part_that_no_member_can_read_is_lost() {
     let calm = Undisturbed::new(true);
     let root = tempfile::tempdir().unwrap();
-    // Each on its own disk.
+    // Each member has its own disk.
     let folders: Vec<PathBuf> = (0..MEMBERS).map(|n| root.path().join(format!("disk-{n}"))).collect();
     let (ended, _) = run(&job(root.path()), &folders, true, &calm.without(1));
     for n in [0, 2] {

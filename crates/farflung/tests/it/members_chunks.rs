@@ -156,7 +156,7 @@ const fn wrong_chunk(rank: u32, step: u64) -> Fault {
     Fault { rank, step, value: FaultyValue::Chunk, element: 0, bit: 0 }
 }
 
-/// If the only donor sends a wrong chunk, the newcomer rejects it and ends, and the run goes on.
+/// If the only donor sends a wrong chunk, the newcomer rejects it and ends, and the run continues.
 #[test]
 fn a_wrong_chunk_of_the_only_donor_ends_the_newcomer() {
     let folder = tempfile::tempdir().unwrap();

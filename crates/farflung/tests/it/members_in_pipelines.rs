@@ -148,7 +148,7 @@ fn members_that_come_make_a_pipeline_of_one_member_longer() {
         assert!(result.is_ok(), "{n}: {:?}", result.as_ref().err());
     }
     assert!(told.notes.iter().any(|note| note.contains("; 1 pipeline of 4")), "{:?}", told.notes);
-    // A step has the same sequences on any members.
+    // A step has the same sequences for any number of members.
     let (one, four) = (losses(report(&alone)), losses(report(&results)));
     assert_eq!((one.len(), four.len()), (12, 12));
     for (one, four) in one.iter().zip(&four) {
@@ -210,7 +210,7 @@ fn without_a_replica_all_go_back_to_a_step_that_all_have_copied() {
             }
             let left = report(&results);
             assert_eq!(left.workers, 3);
-            // Rank 0 has the losses of all steps except those that it took from the others.
+            // Rank 0 has the losses of all steps, except for the steps that it took from other ranks.
             if rank > 0 {
                 let shorter = told.notes.iter().find(|note| note.contains("; 1 pipeline of 3"));
                 let shorter = shorter.unwrap_or_else(|| unreachable!("{:?}", told.notes));

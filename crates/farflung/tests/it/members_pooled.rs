@@ -234,7 +234,7 @@ fn a_loss_while_a_member_changes_its_stage_loses_no_sequence() {
     let (_, told) = run(&make(), 7, &[], &Faults::new());
     let moved = told.notes.iter().find(|note| note.contains("moves to stage")).unwrap();
     let step: usize = moved.split(&[' ', ':'][..]).find_map(|word| word.parse().ok()).unwrap();
-    // From the end of the step before the move to the end of the step after it.
+    // The range is from the end of the step before the move to the end of the step after it.
     let (begin, end) = (told.times[step - 1] * 1e9, told.times[step] * 1e9);
     let mut before_the_move = 0;
     for rank in [0, 4] {

@@ -63,7 +63,7 @@ fn losses(report: &Report) -> Vec<(u64, f64)> {
     report.rows.iter().map(|row| (row.step, row.train_loss)).collect()
 }
 
-/// Returns how often the step was repeated, with which deadlines.
+/// Returns, for each repeat of the step, its number and the deadline.
 fn repeats(told: &[EventKind]) -> Vec<(u32, u64)> {
     let of = |what: &EventKind| match what {
         EventKind::Repeated { times, deadline_ms, .. } => Some((*times, *deadline_ms)),

@@ -32,7 +32,7 @@ fn job(folder: &Path, workers: usize, config: TrainConfig) -> Job {
     Job { elastic: true, ..Job::new(config, workers, Stop::manual()).unwrap() }
 }
 
-/// Returns settings of so many steps with uncompressed averages.
+/// Returns settings of `steps` steps with uncompressed averages.
 fn plain(steps: u64) -> TrainConfig {
     TrainConfig { steps, codec: "none".parse().unwrap(), ..TrainConfig::default() }
 }
@@ -127,7 +127,7 @@ fn pools_last_until_there_are_members_for_whole_pipelines() {
     let folder = tempfile::tempdir().unwrap();
     let calm = run(&job(folder.path(), 4, plain(14)), 4, &[], &Faults::new()).0;
     let calm = rows(report(&calm, None, "calm"));
-    // A codec of averages drops its residuals when members change, here and in the pool of one.
+    // A codec of averages drops its residuals when members change, in pipelines and in a pool of one member.
     for codec in ["none", "int8"] {
         let config = TrainConfig { codec: codec.parse().unwrap(), ..plain(14) };
         let job = job(folder.path(), 4, config);

@@ -12,7 +12,7 @@ use farflung_base::{Nanos, PeerId};
 
 const STAGES: usize = 2;
 const SPARE: u32 = 2;
-/// How long members wait for each other, and for an answer.
+/// Time for which members wait for each other, and for an answer.
 const DEADLINE: Nanos = Nanos::from_millis(100);
 
 fn job(folder: &Path) -> Job {
@@ -71,7 +71,8 @@ fn a_frozen_spare_is_noticed_although_no_step_waits_for_it() {
     let (ended, told) = run(&faults);
     let lost = told.notes.iter().find(|(_, note)| note.contains("member 2 lost; 2 members continue"));
     let (at, _) = lost.unwrap_or_else(|| unreachable!("{:?}", told.notes));
-    // It is asked within six times the answer's deadline, and is silent for two; plus a step on each side.
+    // The spare is asked within six times the deadline, and is silent for two more. One step before and one
+    // after may be added.
     let noticed = at - frozen.as_secs_f64();
     assert!((0.0..9.0 * DEADLINE.as_secs_f64()).contains(&noticed), "{noticed}");
     assert_eq!(hash(&ended[0]), hash(&calm[0]));

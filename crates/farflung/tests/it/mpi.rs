@@ -1,4 +1,4 @@
-//! `--transport mpi`: a run under the real `mpirun` if MPI is built in; else the error's advice.
+//! `--transport mpi`: a run under the real `mpirun`, or, in a build without MPI, the advice of the error.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 

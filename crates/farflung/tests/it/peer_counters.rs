@@ -52,7 +52,7 @@ fn ranks_over_sockets_have_bytes_round_trips_and_packets_of_each_peer() {
             .collect();
         let steps: Vec<(u64, u32)> = lines.iter().map(|line| (line.step, line.rank)).collect();
         assert_eq!(steps, [(1, rank), (2, rank), (3, rank)]);
-        // A rank may read its counters before or after a message of step 3 or of what follows is on its way.
+        // A rank may read its counters before or after a later message is sent, so the bytes have only bounds.
         let of_rank_0 = lines[2].peers.iter().find(|peer| peer.peer == 0).unwrap();
         let [before, after] = [1, 2].map(|row: usize| rows[row].peers[rank as usize - 1].bytes_sent);
         let received = of_rank_0.bytes_received;

@@ -1,5 +1,5 @@
 //! Whole runs in pipelines started through the command line: over simulated links, over TCP, resumed with other
-//! stages, and refused.
+//! stages, and runs that are rejected.
 
 use std::process::Command;
 
@@ -8,7 +8,8 @@ use crate::pipeline::{Run, model, same, saved};
 #[test]
 fn a_run_is_cut_in_another_way_at_each_resume() {
     let run = Run::new();
-    // Four stages, then one process, then two stages of a V, then slices of tokens on two replicas.
+    // The run continues with four stages, one process, two stages of a V, slices of tokens on two replicas, and
+    // then GPipe with two stages.
     let stop_at = |steps: &str, args: &str| {
         run.done(&[], "cut", &format!("{args} --steps {steps} --lr-schedule constant --resume auto"))
     };
@@ -89,7 +90,8 @@ fn processes_over_tcp_train_as_threads_over_simulated_links() {
 fn a_schedule_of_ones_own_trains_as_any_other() {
     let run = Run::new();
     let whole = run.done(&[], "whole", "--workers 1 --accumulate 4");
-    // A file with three parts on two ranks, weight gradients last; and one for another number of ranks.
+    // This file has three parts on two ranks, and computes weight gradients last. A job with another number of
+    // ranks is rejected below.
     let own = "r0: 0F0 0F1 2F0 2I0 2F1 2I1 0I0 2W0 0W0 0I1 2W1 0F2 0F3 2F2 0W1 2I2 2W2 2F3 2I3 0I2 0W2 0I3 2W3 0W3\n\
                r1: 1F0 1F1 1I0 1W0 1I1 1F2 1F3 1I2 1W1 1W2 1I3 1W3\n";
     std::fs::write(run.at("own.txt"), own).unwrap();
@@ -98,7 +100,7 @@ fn a_schedule_of_ones_own_trains_as_any_other() {
         format!("--workers {stages} --stages {stages} --microbatches {microbatches} --schedule-file {file}")
     };
     same("own", &run.done(&[], "own", &flags(2, 4)), &whole);
-    // Halves of each sequence, with the weights' gradients in a different order.
+    // This file divides each sequence into halves, and computes weight gradients in another order.
     let halves = "r0: 0F0 0F0.1 0F1 0F1.1 0I0.1 0I0 0I1.1 0W0 0I1 0W1.1 0W0.1 0W1
                   r1: 1F0 1F0.1 1B0.1 1B0 1F1 1F1.1 1B1.1 1B1
 ";
@@ -142,7 +144,8 @@ fn a_run_without_a_flush_resumes_on_other_stages() {
         same(schedule, &a, &b);
         assert_eq!(model(&run.at(&alone)), model(&run.at(&twice)), "{schedule}");
     }
-    // The same three steps, then two stages, then all in one process or on a V of two, which gives the same.
+    // After three steps on four stages, the run continues in one process or on a V of two stages, with the same
+    // result.
     let others = ["--workers 1 --accumulate 8 --clip 0 --lr-schedule constant", &on(2, "zbv")];
     let [whole, vee] = others.map(|other| {
         let out = format!("cut {other}");
@@ -190,14 +193,15 @@ fn what_does_not_run_is_refused_with_the_reason() {
 fn local_steps_of_pipelines_meet_as_those_of_whole_replicas() {
     let run = Run::new();
     let local = "--sync diloco --sync-every 2 --codec none --lr-schedule constant";
-    // Two replicas of two stages, and two of one: the same sequences, the same averages.
+    // Two replicas of two stages each, and two replicas of one rank each, have the same sequences and averages.
     let whole = run.done(&[], "whole", &format!("--workers 2 --accumulate 4 {local}"));
     let piped = run.done(&[], "piped", &format!("--workers 4 --stages 2 --microbatches 4 {local}"));
     same("diloco", &piped, &whole);
-    // A row's loss is that of all replicas, whether they met in the step or not.
+    // A row's loss is that of all replicas, whether they synchronised in the step or not.
     let each = run.done(&[], "each", "--workers 2 --accumulate 4 --codec none --lr-schedule constant");
     assert!((whole[0].train_loss - each[0].train_loss).abs() < 1e-9, "{whole:?} {each:?}");
-    // It stops and resumes at an average, with a lossy codec too: both copies of the token table stay equal.
+    // The run stops and resumes at an average, here with a lossy codec: both copies of the token table stay
+    // equal.
     let lossy = "--workers 4 --stages 2 --microbatches 4 --sync diloco --sync-every 2 --codec int4:32";
     let once = run.done(&[], "once", lossy);
     run.done(&[], "twice", &format!("{lossy} --steps 4 --lr-schedule constant"));
@@ -219,7 +223,7 @@ fn momentum_of_pipelines_is_averaged_as_that_of_whole_replicas() {
                 run.done(&[], &args, &args)
             };
             let whole = done("--workers 2 --accumulate 4", 2);
-            // Both copies of the token table on one rank, and on two.
+            // With zbv, both copies of the token table are on one rank; with 1f1b, they are on two.
             for args in ["--schedule zbv", "--schedule 1f1b"] {
                 same(args, &done(&format!("--workers 4 --stages 2 --microbatches 4 {args}"), 2), &whole);
             }
@@ -251,7 +255,8 @@ fn a_plan_with_unequal_shares_and_layers_trains_as_one_process() {
     let planned = run.done(&[], "planned", &plan);
     same("plan", &planned, &whole);
     assert_eq!(std::fs::read_to_string(run.at("planned").join("plan.toml")).unwrap(), text);
-    // Begins under one plan, ends under others: whole replicas with unequal shares, then one process.
+    // The run begins under one plan and continues under others: whole replicas with unequal shares, then one
+    // process.
     run.done(&[], "moved", &format!("{plan} --steps 2"));
     let one = text.replace("data=2,pipeline=2", "data=4,pipeline=1").replace("[4, 2]", "[1, 2, 1, 2]");
     let one = one.replacen("layers = \"0..3\"", "layers = \"0..4\"", 1);
@@ -332,7 +337,7 @@ fn runs_are_compared_by_losses_and_digests() {
     let same = diff("alone", "again", &[]);
     assert_eq!(String::from_utf8_lossy(&same.stdout), "the same over 6 steps\n");
     assert!(same.status.success());
-    // Another order of additions gives other bits; the digest of a pipeline is over the same tensors.
+    // A pipeline adds in another order, so its bits differ. Its digest is over the same tensors.
     run.done(&[], "piped", "--workers 2 --stages 2 --microbatches 4 --digest-every 1");
     run.done(&[], "vee", "--workers 2 --stages 2 --schedule zbv --microbatches 4 --digest-every 1");
     let parts = diff("alone", "piped", &["--json"]);
@@ -370,7 +375,7 @@ fn what_is_planned_for_unequal_machines_is_what_trains() {
     assert!(trained.status.success(), "{}", String::from_utf8_lossy(&trained.stderr));
     let rows = farflung::metrics::read(&run.at("run/metrics.jsonl")).unwrap();
     assert_eq!(rows[0].tokens, 8 * farflung::zoo::GptConfig::preset("nano").unwrap().context as u64);
-    // A machine that the file does not have.
+    // The file no longer has a machine that the plan names.
     std::fs::write(run.at("machines.toml"), machines.replace("'slow'", "'slower'")).unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_farflung"));
     let refused = command.args(train.split(' ')).arg("--out").arg(run.at("no")).output().unwrap();

@@ -360,7 +360,7 @@ fn planners_of_the_literature_say_what_they_choose() {
         json(&format!("dapple lan --model nano --microbatches 16 --runnable --out {}", file.display()));
     let written: farflung::parallel::Plan = std::fs::read_to_string(&file).unwrap().parse().unwrap();
     assert_eq!(chosen["plan"].as_str().unwrap(), written.to_string());
-    // It is among the candidates of `auto`.
+    // DAPPLE's plan is among the candidates of `auto`.
     let best = json("auto lan --model nano --microbatches 16");
     assert!(best["step_s"].as_f64() <= chosen["simulated_step_s"].as_f64(), "{best}");
     let tried = best["candidates"].as_array().unwrap().iter();

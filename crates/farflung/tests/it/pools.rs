@@ -113,7 +113,7 @@ fn clipping_recomputation_and_packed_boundaries_go_with_pools() {
         close("recompute", &train(&TrainConfig { recompute, offload: 1, ..three.clone() }).0, &want);
     }
     close("memory", &train(&TrainConfig { memory: Some(1), ..three.clone() }).0, &want);
-    // Eight bits are less precise: the losses must be similar.
+    // With 8-bit values the losses are only similar.
     let int8 = "int8".parse().unwrap();
     let packed = train(&TrainConfig {
         boundary: int8,
@@ -175,7 +175,8 @@ fn a_run_of_pools_resumes_with_the_same_bits_and_on_other_pools() {
     for what in ["model", "optimizer"] {
         assert!(saved(&run.at("alone"), what) == saved(&run.at("twice"), what), "{what}");
     }
-    // The same microbatches on other ranks: one pipeline, other pools, processes over TCP.
+    // The run continues with the same microbatches on other ranks: one pipeline, other pools, processes over
+    // TCP.
     let plain = "--microbatches 4 --lr-schedule constant";
     let whole = run.done(&[], "whole", &format!("{plain} --stages 2 --workers 2"));
     run.done(&[], "cut", &format!("{plain} --stages 2 --workers 2 --steps 2"));

@@ -81,8 +81,8 @@ fn a_step_that_overflows_is_the_step_with_a_smaller_scale() {
     overflows_leave_no_trace(config);
 }
 
-/// The codecs of a boundary store the same as without the dropped attempts, and values that no codec can encode
-/// still show the overflow.
+/// A step that overflows leaves nothing in the samples that boundary codecs store, and values that no codec can
+/// encode still show the overflow.
 #[test]
 fn boundaries_remember_nothing_of_a_step_that_overflows() {
     let (_folder, config) = steep();

@@ -1,5 +1,5 @@
 //! Processes that meet over QUIC, on the loopback only: the same bits as over TCP, with tickets, through a
-//! relay, and under `launch`. In a build without the feature, the error that says so.
+//! relay, and under `launch`. A build without the feature reports which feature is missing.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 

@@ -1,5 +1,5 @@
-//! Ranks of one job that are started with different settings, files or plans: all of them refuse, with the name
-//! and exit code 2.
+//! Ranks of one job that are started with different settings, files or plans: all of them end with exit code 2
+//! and an error that names the difference.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -51,12 +51,12 @@ fn settings_that_decide_the_result_are_refused_by_name() {
         ("--outer-lr 0.6", "outer-lr", "0.7 on ranks 0, 2 and 0.6 on rank 1"),
         ("--seed 7", "seed", "1337 on ranks 0, 2 and 7 on rank 1"),
         ("--heads 1", "heads", "2 on ranks 0, 2 and 1 on rank 1"),
-        // This used to end with 75 and "peer was lost", after which supervisors restart forever.
+        // Before, such a job ended with code 75 and "peer was lost", so supervisors restarted it forever.
         ("--dim 16", "dim", "8 on ranks 0, 2 and 16 on rank 1"),
         ("--steps 3", "steps", "500 on ranks 0, 2 and 3 on rank 1"),
         ("--codec none", "codec", "\"int8\" on ranks 0, 2 and \"none\" on rank 1"),
         ("--bucket-mb 1", "bucket-mb", "4.0 on ranks 0, 2 and 1.0 on rank 1"),
-        // Stages that do not even divide three ranks.
+        // Two stages do not divide three ranks, but the difference between ranks is reported first.
         ("--stages 2", "stages", "1 on ranks 0, 2 and 2 on rank 1"),
         ("--resume auto", "resume", "no on ranks 0, 2 and auto on rank 1"),
     ] {
@@ -71,7 +71,7 @@ fn files_are_compared_by_what_they_say() {
     std::fs::write(run.at("same.txt"), std::fs::read(run.at("text.txt")).unwrap()).unwrap();
     let other = format!("--data {}", run.at("other.txt").display());
     refused(&run, "--steps 2", &other, &["the setting `data` is 10000 tokens with hash"]);
-    // All ranks learn what one rank lacks.
+    // All ranks report the device or file that one rank lacks.
     for (rank, output) in job(&run, "--steps 2", "--device wgpu:99").iter().enumerate() {
         assert_eq!(output.status.code(), Some(1), "rank {rank}: {}", stderr(output));
         assert!(stderr(output).contains("wgpu"), "rank {rank}: {}", stderr(output));
@@ -131,7 +131,8 @@ fn a_transport_that_only_one_rank_has_is_told_to_all() {
     refused(&Run::new(), "--steps 2", "--transport memory", &texts);
 }
 
-/// Two jobs on one port: a rank of the other job is refused, and this job's rank keeps waiting for its own.
+/// Two jobs use one port: a rank of the other job is rejected, and this job's rank keeps waiting for ranks of
+/// its own job.
 #[test]
 fn a_rank_of_another_job_is_turned_away() {
     let run = Run::new();

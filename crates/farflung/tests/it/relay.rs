@@ -11,7 +11,7 @@ use std::time::Duration;
 use farflung::base::{Bandwidth, Nanos};
 use farflung::relay::{Carries, LinkEmulator};
 
-/// Starts a server that sends back what it receives; returns its address.
+/// Starts a server that sends back all received bytes; returns its address.
 fn echo() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();

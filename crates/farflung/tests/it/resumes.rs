@@ -82,7 +82,8 @@ fn a_step_behind_the_checkpoint_is_refused_with_the_checkpoint() {
     let output = train(&run, 2, "--steps 3 --resume auto");
     let text = stderr(&output);
     assert_eq!(output.status.code(), Some(2), "{text}");
-    // Each rank finds it in its own folder, unless the other was faster and has told it.
+    // Each rank finds the checkpoint in its own folder and names it, unless the other rank was faster with its
+    // error.
     let said = (0..2).filter(|&rank| {
         let path = folder(&run, rank).join("step-00000004");
         assert!(path.is_dir());
@@ -145,7 +146,8 @@ fn a_rank_whose_folder_is_lost_takes_its_state_from_another() {
             assert_eq!(said.matches(&note).count(), 1, "{args}: {said}");
         }
         if args.contains("diloco") {
-            // The moments of local steps were the lost rank's own.
+            // Under DiLoCo each rank has its own moments. The lost ones are replaced by another rank's, so
+            // weights differ.
             continue;
         }
         for rank in 0..ranks {

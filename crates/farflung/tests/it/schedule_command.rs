@@ -39,7 +39,7 @@ fn every_schedule_prints_in_every_format() {
     }
 }
 
-/// The averages that a run adds after its pipeline, in drawings and in numbers.
+/// The averages that a run adds after its pipeline are in drawings and in numbers.
 #[test]
 fn averages_are_part_of_the_step() {
     let json: serde_json::Value = serde_json::from_str(&printed("1f1b -p 4 -m 8 --reduce 5 --json")).unwrap();
@@ -52,7 +52,7 @@ fn averages_are_part_of_the_step() {
     assert!(printed("bfs -p 2 -m 4 --reduce 3 --format lowered").contains("2REDUCE_GRAD"));
 }
 
-/// Gathering weights takes time; activations that are moved away are not held.
+/// Gathering weights takes time, and activations that are offloaded do not count as held.
 #[test]
 fn gathers_and_moves_are_listed_and_told() {
     let lowered = printed("gpipe -p 2 -m 4 --gather 1 --offload 3 --format lowered");
@@ -61,14 +61,15 @@ fn gathers_and_moves_are_listed_and_told() {
     }
     let plain: serde_json::Value = serde_json::from_str(&printed("1f1b -p 4 -m 8 --json")).unwrap();
     let json: serde_json::Value = serde_json::from_str(&printed("1f1b -p 4 -m 8 --gather 2 --json")).unwrap();
-    // One stage per rank: its weights are gathered once.
+    // With one stage per rank, a rank gathers its weights once.
     assert_eq!(plain["makespan"].as_f64().map(|time| time + 2.0), json["step"].as_f64());
     let held = |args: &str| {
         let text = printed(args);
         let (_, held) = text.split_once("held at once by rank ").unwrap_or_else(|| panic!("{text}"));
         held.split_whitespace().map(|n| n.parse::<u32>().unwrap()).max().unwrap()
     };
-    // Without moves all eight wait for their backward; with moves, only those that are near.
+    // Without offloading, all eight activations are held until their backward; with it, only those that are
+    // needed soon.
     assert_eq!(held("gpipe -p 2 -m 8 --offload 100"), 8);
     assert_eq!(held("gpipe -p 2 -m 8 --offload 4"), 2);
     let json: serde_json::Value =

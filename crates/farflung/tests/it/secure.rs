@@ -51,7 +51,7 @@ fn losses(run: &Run, port: u16) -> Vec<String> {
     text.lines().map(loss).collect()
 }
 
-/// Collects all files below a folder.
+/// Collects the contents of all files below a folder.
 fn files(folder: &Path, all: &mut Vec<Vec<u8>>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
@@ -81,14 +81,14 @@ fn two_machines_train_with_a_ticket_and_a_third_is_refused() {
     let shown = String::from_utf8(shown.stdout).unwrap();
     assert!(shown.contains(&address) && shown.contains("valid") && !shown.contains(word.trim()), "{shown}");
 
-    // The ticket of another run, made by another host for the same address.
+    // This ticket is for another run: another host made it for the same address.
     let other = on(&run, "c").args(["ticket", "--address", &address]).output().unwrap();
     private(&run.at("other"), &String::from_utf8(other.stdout).unwrap());
     let rank_0 = rank(&run, "a", 0, port, "--ticket-file ticket");
     let stranger = ended(rank(&run, "c", 1, port, "--ticket-file other"));
     assert_eq!(stranger.status.code(), Some(2), "{}", said(&stranger));
     assert!(said(&stranger).contains("this process rejected"), "{}", said(&stranger));
-    // Without a ticket.
+    // A rank without a ticket is rejected.
     let stranger = ended(rank(&run, "c", 1, port, ""));
     assert_eq!(stranger.status.code(), Some(2), "{}", said(&stranger));
     assert!(said(&stranger).contains("--insecure"), "{}", said(&stranger));
@@ -129,7 +129,7 @@ fn a_launched_job_takes_a_secret_from_a_file_or_a_variable() {
         let output = command.output().unwrap();
         assert!(output.status.success(), "{}", said(&output));
     }
-    // A file that all users can read.
+    // A secret that all users can read is rejected.
     fs::set_permissions(run.at("secret"), fs::Permissions::from_mode(0o644)).unwrap();
     let output = ended(rank(&run, "a", 0, free(), "--secret-file secret"));
     assert!(output.status.code() == Some(2) && said(&output).contains("chmod 600"), "{}", said(&output));

@@ -47,7 +47,7 @@ fn a_number_below_zero_is_a_value_that_is_out_of_range() {
         assert_eq!(output.status.code(), Some(2), "{args}: {output:?}");
         assert!(stderr(&output).contains(said), "{args}: {}", stderr(&output));
     }
-    // It fails at the missing model, after the numbers were parsed.
+    // The command fails at the missing model, after the numbers were parsed.
     let generated = farflung("generate no-such-run --temperature -1.5 --top-p -0.5");
     assert!(
         stderr(&generated).contains("`model` is no-such-run") || stderr(&generated).contains("no-such-run")

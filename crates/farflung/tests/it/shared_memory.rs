@@ -55,12 +55,12 @@ fn a_killed_rank_is_noticed_and_nothing_is_left_behind() {
         ranks_that_share(child.id(), 2)
     });
     send(ranks[1], Signal::KILL);
-    // Long before the deadline.
+    // The job ends long before the deadline.
     let status = wait_until("its end", || child.try_wait().unwrap());
     let said = fs::read_to_string(out.with_extension("said")).unwrap();
     assert_eq!(status.code(), Some(75), "{said}");
     assert!(said.contains("peer 1 was lost"), "{said}");
-    // Sockets without a file and memory without a name: nothing remains after the processes have ended.
+    // Sockets have no file and shared memory has no name, so nothing remains after the processes have ended.
     assert!(ranks.iter().all(|id| !Path::new(&format!("/proc/{id}/maps")).exists()));
     let left: Vec<_> = fs::read_dir("/dev/shm")
         .into_iter()

@@ -64,7 +64,7 @@ fn start(test: &str) -> (Child, impl FnMut(&str)) {
     start_by(Command::new(env::current_exe().unwrap()), &[], test)
 }
 
-/// As `start`, through a shell, whose arguments before the program are `shell`.
+/// Like `start`, through a shell, whose arguments before the program are `shell`.
 fn start_by(mut program: Command, shell: &[&str], test: &str) -> (Child, impl FnMut(&str)) {
     if !shell.is_empty() {
         program.args(shell).arg(env::current_exe().unwrap());

@@ -132,7 +132,7 @@ fn stale(config: &TrainConfig, updates: Updates) -> (Vec<f64>, Vec<f32>) {
     let tokens = 16.0 * 2.0;
     let mut losses = Vec::new();
     for step in 0..STEPS {
-        // By version, then by part.
+        // The outer index is the version, the inner one the part.
         let mut versions = vec![params.clone()];
         let mut sums: Vec<Vec<f32>> = params.iter().map(|p| vec![0.0; p.len()]).collect();
         let mut loss = 0.0;
@@ -253,7 +253,8 @@ fn averages_hide_behind_the_parts_that_still_compute() {
         topology: Some(two_pipelines(folder.path())),
         ..config
     };
-    // Returns a step's virtual time, the plan's, and the time of averaging the third part.
+    // Returns the virtual time of a step, the predicted time of a step, and the time of averaging the third
+    // part.
     let timed = |config: &TrainConfig| {
         let job = job(config);
         let all = on_all(&job, |seat| {

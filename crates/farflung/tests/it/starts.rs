@@ -1,4 +1,4 @@
-//! Runs that start at the same time without a given folder, and runs that cannot work and do not start.
+//! Runs that start at the same time without a given folder, and runs that are rejected before they start.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -78,7 +78,7 @@ fn refused(args: &str, expected: &[&str]) {
 
 #[test]
 fn tcp_in_one_process_says_how_to_start_several() {
-    // At once, before anything else is checked.
+    // This error comes before anything else is checked, such as the folder of weights.
     let expected =
         ["error: `transport` is tcp", "2 workers in one process", "`farflung launch -n 2 -- train`"];
     refused("--transport tcp --init-from no-such-folder", &expected);

@@ -49,7 +49,7 @@ fn steps_take_what_the_clock_says_and_a_machine_half_as_fast_computes_twice_as_l
     let rows = metrics::read(&run.at("run/metrics.jsonl")).unwrap();
     let [fast, slow] = &all[..] else { unreachable!() };
     for (i, pair) in rows.windows(2).enumerate().take(4) {
-        // The step's whole time is in its row: nothing else happens between steps.
+        // The clock of the rows contains only the times of steps: nothing else happens between steps.
         assert!(close(fast[i + 1].took_s, pair[1].time_s - pair[0].time_s), "{:?} {pair:?}", fast[i + 1]);
         assert!(fast[i + 1].bytes_sent == pair[1].bytes_sent && fast[i + 1].met);
     }
@@ -78,7 +78,7 @@ fn the_second_stage_of_a_pipeline_waits_for_a_slower_first() {
     for (slow, fast) in all[0].iter().zip(&all[1]) {
         let ahead = slow.compute_s() - fast.compute_s();
         assert!(ahead > 0.0 && fast.wait_s > 0.5 * ahead && slow.wait_s < fast.wait_s, "{slow:?} {fast:?}");
-        // The first stage's work after the last message is in the second stage's vote.
+        // While the first stage works after its last message, the second stage waits in the vote.
         assert!(fast.wait_s + fast.communicate_s > ahead, "{slow:?} {fast:?}");
         assert!(slow.met && fast.met && fast.wait_s + fast.communicate_s < fast.took_s);
     }

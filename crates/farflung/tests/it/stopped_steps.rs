@@ -13,7 +13,8 @@ use crate::tiny::{Run, farflung};
 use farflung::metrics;
 use rustix::process::Signal;
 
-/// Longer than any stop takes on a busy machine, and shorter than the deadline of waiting ranks.
+/// Time limit of a stop: longer than any stop takes on a busy machine, and shorter than the deadline of waiting
+/// ranks.
 const SOON: Duration = Duration::from_secs(15);
 
 /// Settings with which a resumed run equals a run with more steps.
@@ -86,7 +87,7 @@ fn goes_on(run: &Run, command: impl Fn() -> Command, args: &str, more: u64) {
     assert!(bits.last().is_some_and(|(stopped, _)| stopped.is_some()), "{bits:?}");
 }
 
-/// A step of many seconds, of which nothing is done yet.
+/// A first step that takes many seconds is dropped when the signal arrives.
 #[test]
 fn a_first_step_that_is_long_is_dropped() {
     let pipedream = "--workers 2 --stages 2 --microbatches 2 --schedule pipedream --clip 0";
@@ -110,7 +111,8 @@ fn a_first_step_that_is_long_is_dropped() {
     }
 }
 
-/// Steps of half a second or more, so that the signal arrives in a step that is dropped or has just been done.
+/// Steps take half a second or more, so that the signal arrives in a step that is dropped or has just been
+/// done.
 #[test]
 fn long_steps_are_saved_up_to_the_last_that_was_done() {
     for args in [
@@ -139,7 +141,7 @@ fn long_steps_are_saved_up_to_the_last_that_was_done() {
     }
 }
 
-/// Replicas train apart between averages: the run goes back to the last one.
+/// Replicas have different parameters between averages, so the run goes back to the last average.
 #[test]
 fn local_steps_are_dropped_back_to_the_last_average() {
     const ARGS: &str = "--sync diloco --sync-every 150 --codec int8 --batch 16 --context 32 --dim 32";
@@ -156,8 +158,8 @@ fn local_steps_are_dropped_back_to_the_last_average() {
     goes_on(&run, farflung, ARGS, 150);
 }
 
-/// One rank is frozen, another one gets a signal: it saves without the frozen one, long before its deadline.
-/// The frozen one also saves when it is resumed.
+/// One rank is frozen and another one gets a signal: the other one saves without the frozen rank, long before
+/// the deadline. The frozen rank also saves when it is resumed.
 #[test]
 fn a_rank_whose_peer_stands_still_saves() {
     const ARGS: &str = "--sync ddp --codec int4";
@@ -171,7 +173,7 @@ fn a_rank_whose_peer_stands_still_saves() {
     thread::sleep(Duration::from_millis(300));
     send(ranks[0], Signal::INT);
     wait_until("what it saves", || saved(&out));
-    // The second rank was told, and waits no longer.
+    // Rank 2 was notified, so it no longer waits.
     wait_until("what the other saves", || saved(&out.join("ranks/rank-00002")));
     assert_eq!(saved(&out.join("ranks/rank-00001")), None);
     send(ranks[1], Signal::CONT);
@@ -184,7 +186,8 @@ fn a_rank_whose_peer_stands_still_saves() {
     if all.iter().all(|step| *step == all[0]) {
         return goes_on(&run, || launch(3), ARGS, 3);
     }
-    // The last step arrived on some ranks only: a rank without it gets it from them, except for its residuals.
+    // The last step may have been committed on some ranks only. A rank without it gets its state from a rank
+    // that has it, except for the residuals.
     let newest = all.iter().max().unwrap();
     assert!(all.iter().all(|step| step + 1 >= *newest), "{all:?}");
     let args = format!("{ARGS} {SAME} --steps {} --resume auto --out {}", newest + 3, out.display());
@@ -195,7 +198,8 @@ fn a_rank_whose_peer_stands_still_saves() {
     assert_eq!(steps(&out), newest + 3);
 }
 
-/// The frozen rank is never resumed: the others' step counts, and the frozen rank gets its state from them.
+/// The frozen rank is never resumed: the run continues from the other ranks' step, and the frozen rank gets its
+/// state from them.
 #[test]
 fn a_step_saved_without_a_rank_is_gone_on_from() {
     let run = Run::new();
@@ -205,7 +209,7 @@ fn a_step_saved_without_a_rank_is_gone_on_from() {
     wait_until("a checkpoint", || saved(&out.join("ranks/rank-00001")));
     let ranks = children(&child);
     send(ranks[1], Signal::STOP);
-    // The others do what they can without it.
+    // The other ranks continue until they wait for the frozen rank.
     thread::sleep(Duration::from_millis(300));
     let behind = saved(&out.join("ranks/rank-00001")).unwrap();
     send(ranks[0], Signal::INT);
@@ -213,7 +217,7 @@ fn a_step_saved_without_a_rank_is_gone_on_from() {
     wait_until("their end", || (!runs(ranks[0]) && !runs(ranks[2])).then_some(()));
     send(ranks[1], Signal::KILL);
     let (_, said) = end(child);
-    // The last step may have arrived on one of them only.
+    // The last step may have arrived on only one of the two ranks.
     let own = saved(&out).unwrap();
     assert_eq!(own, steps(&out), "{said}");
     let newest = own.max(saved(&out.join("ranks/rank-00002")).unwrap());
@@ -249,7 +253,7 @@ fn a_launched_job_with_a_rank_that_stands_still_saves() {
     goes_on(&run, || launch(3), ARGS, 2);
 }
 
-/// A killed launcher cannot tell its ranks: the system signals them, and they save.
+/// A killed launcher cannot notify its ranks: the system signals them, and they save.
 #[test]
 #[cfg(target_os = "linux")]
 fn the_ranks_of_a_launcher_that_is_killed_save_and_end() {
@@ -269,7 +273,7 @@ fn the_ranks_of_a_launcher_that_is_killed_save_and_end() {
 #[test]
 fn a_run_that_is_loading_ends_at_once() {
     let run = Run::new();
-    // A pipe without a writer: the run waits for its data forever.
+    // The data is a pipe without a writer, so the run waits for its data forever.
     let data = run.at("pipe");
     assert!(Command::new("mkfifo").arg(&data).status().unwrap().success());
     let args = format!("--data {} --out {}", data.display(), run.at("run").display());
@@ -284,7 +288,7 @@ fn a_run_that_is_loading_ends_at_once() {
     }
 }
 
-/// The second signal ends a run without saving, whatever it does.
+/// The second signal ends a run without saving, in any state of the run.
 #[test]
 fn the_second_signal_saves_nothing() {
     let run = Run::new();

@@ -13,7 +13,7 @@ use crate::child::{send, wait_until};
 use crate::tiny::{Run, farflung};
 use rustix::process::Signal;
 
-/// What this file needs of a run in `run`.
+/// Helpers for a run in the folder `run`.
 trait Stops {
     fn args_in(&self, steps: u64, resume: &str) -> Vec<String>;
     fn endless(&self, program: Command) -> Command;
@@ -186,8 +186,8 @@ fn help_that_cannot_be_printed_is_a_failure_and_wrong_usage_needs_no_stderr() {
     assert_eq!(wrong.status.code(), Some(2), "{wrong:?}");
 }
 
-/// A rank that waits for a master that never comes: it ends before its deadline, which would have another code,
-/// and has nothing to save.
+/// A rank waits for a master that never starts. A signal ends the rank before its deadline, which would give
+/// another exit code, and there is nothing to save.
 #[test]
 fn a_rank_that_waits_for_the_others_stops_at_once() {
     let run = Run::new();

@@ -162,7 +162,7 @@ fn a_run_that_has_ended_is_shown_as_its_files_say() {
         );
     }
 
-    // Each event once, with the ranks that reported it.
+    // Each event is shown once, with the ranks that reported it.
     let told = events::read(&run.at("run/events.jsonl")).unwrap();
     let shown = snapshot["events"].as_array().unwrap();
     assert_eq!(shown.iter().map(|e| e["step"].as_u64().unwrap()).collect::<Vec<_>>(), [10, 20, 30]);
@@ -211,7 +211,7 @@ fn a_live_run_is_followed_step_by_step_until_it_is_stopped() {
     assert_eq!(bad["problems"][0]["bad_lines"], 1);
     let rows = metrics::read(&path);
     assert!(rows.is_err(), "the file has a bad line");
-    // It ends by a signal, although a browser follows.
+    // The server ends by a signal, although a browser follows.
     let Page { mut process, .. } = page;
     send(process.0.id(), Signal::TERM);
     assert!(wait_until("its end", || process.0.try_wait().unwrap()).success());

@@ -151,7 +151,7 @@ fn six_steps(folder: &Path, config: TrainConfig) -> Result<Job> {
     Ok(job)
 }
 
-/// At whatever moment of a step a rank fails, the last checkpoint is complete, and a run that continues from it
+/// If a rank fails at any moment of a step, the last checkpoint is complete, and a run that continues from it
 /// has the bits of one that never failed.
 #[test]
 fn a_rank_may_fail_at_any_moment_of_a_step() {

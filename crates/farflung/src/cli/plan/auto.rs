@@ -106,7 +106,7 @@ struct Chosen<'a> {
     bottleneck: Option<Bottleneck>,
     costs: RunningCosts,
     what_if: Vec<Answer>,
-    /// How often to save, if a mean time between losses is given.
+    /// Interval between checkpoints, if a mean time between losses is given.
     checkpoints: Option<Checkpoints>,
 }
 
@@ -130,7 +130,7 @@ impl AutoCommand {
         auto(&self.planned.model, model, cluster, sizes, wanted)
     }
 
-    /// Plans for one change.
+    /// Finds the fastest plan after one change of the file.
     fn answer(
         &self,
         change: &FileChange,
@@ -202,7 +202,7 @@ impl AutoCommand {
 }
 
 impl AutoCommand {
-    /// Plans by region.
+    /// Plans several pipelines by region, with closed-form costs.
     fn regional(&self, model: &GptConfig, cluster: &Cluster, sizes: PipelineSizes) -> Result<()> {
         let refused = |field: &'static str, value: String| {
             let expected =

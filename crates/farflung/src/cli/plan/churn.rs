@@ -82,7 +82,7 @@ pub(crate) struct ChurnCommand {
     json: bool,
 }
 
-/// How often machines are lost, and how long saving and restarting take.
+/// Mean time between losses of machines, and the times of saving and restarting.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub(super) struct Losses {
     /// Mean time until a machine is lost.
@@ -92,7 +92,7 @@ pub(super) struct Losses {
     pub(super) costs: SavingCosts,
 }
 
-/// How long saving and restarting take.
+/// Disk rate and restart time, from which the times of saving and restarting are computed.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub(super) struct SavingCosts {
     /// Rate at which a machine writes and reads checkpoints.
@@ -276,7 +276,7 @@ impl Found<'_> {
     }
 }
 
-/// Returns a text on how often to save, and what saving and losses cost.
+/// Returns a text on the interval between checkpoints, and the time that saving and losses take.
 pub(super) fn interval(every: &Checkpoints) -> String {
     let lost = every.expected();
     let time = |seconds: f64| Nanos::from_secs_f64(seconds).to_string();

@@ -163,7 +163,8 @@ impl DtfmCommand {
     }
 }
 
-/// Returns the two parts of a cost in seconds, the pipeline's for both passes, and their sum.
+/// Returns three times in seconds: the data-parallel part of a cost, the pipeline's part for both passes, and
+/// their sum.
 fn parts(layout: &Layout) -> [f64; 3] {
     let cost = layout.cost;
     [cost.data_parallel, cost.pipeline * 2, cost.total()].map(Nanos::as_secs_f64)

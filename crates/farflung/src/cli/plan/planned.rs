@@ -1,4 +1,4 @@
-//! Arguments that describe what to plan for: a model, the sizes of its step, and the machines.
+//! Arguments for a planner: a model, the sizes of its step, and the machines.
 
 use std::path::PathBuf;
 

@@ -438,7 +438,7 @@ fn a_runs_own_file_gives_only_what_the_run_was_given() {
     let again = TrainConfig::fill(TrainArgs::from_toml(&text, Path::new("config.toml")).unwrap());
     assert_eq!(again, run);
     assert!(again.was_given("sync-every") && !again.was_given("codec"));
-    // A flag counts as given whatever the file says; so does a value in a user's own file.
+    // A flag counts as given for any content of the file; so does a value in a user's own file.
     let flag = TrainArgs { codec: Some(again.codec), ..TrainArgs::default() };
     let file = TrainArgs::from_toml(&text, Path::new("config.toml")).unwrap();
     assert!(TrainConfig::fill(flag.or(file)).was_given("codec"));

@@ -1,4 +1,4 @@
-//! What plans are drafted from.
+//! The input from which plans are drafted.
 
 use farflung_parallel::Cluster;
 use farflung_zoo::GptConfig;

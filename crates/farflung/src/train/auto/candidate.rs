@@ -1,4 +1,4 @@
-//! Plans before and after simulation, and what they hold and send.
+//! Plans before and after simulation, with their memory and the bytes that they send.
 
 use std::fmt;
 
@@ -41,7 +41,7 @@ pub(super) struct Draft {
 }
 
 impl Draft {
-    /// Returns whether its schedule is Megatron's, 1F1B.
+    /// Returns whether the draft's schedule is 1F1B, as in Megatron.
     pub(super) fn has_usual_schedule(&self) -> bool {
         self.plan.pipeline.schedule == ScheduleSource::Named(Method::OneFOneB)
     }
@@ -50,9 +50,9 @@ impl Draft {
 /// A plan that was simulated.
 #[derive(Debug, Clone)]
 pub struct Candidate {
-    /// Its kind.
+    /// The plan's kind.
     pub way: Way,
-    /// Description of how it was made.
+    /// Description of how the plan was made.
     pub what: String,
     /// The plan.
     pub plan: Plan,
@@ -64,7 +64,7 @@ pub struct Candidate {
     pub compute: Nanos,
     /// Peak memory of each rank.
     pub held: Vec<StepMemory>,
-    /// Whether it is what Megatron would do: equal shares, machines in the file's order, 1F1B.
+    /// Whether the plan is the one that Megatron would use: equal shares, machines in the file's order, 1F1B.
     pub is_baseline: bool,
 }
 

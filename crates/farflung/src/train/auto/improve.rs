@@ -1,5 +1,5 @@
-//! What would make a plan faster: doubles the speed of each machine and each link of the file, one at a time;
-//! and which of them is the bottleneck.
+//! Finds changes of a topology file that make a plan faster: doubles the speed of each machine and each link,
+//! one at a time, and determines the bottleneck among them.
 
 use farflung_base::{Bandwidth, Nanos};
 use farflung_parallel::{Cluster, Plan, Speed};
@@ -26,15 +26,15 @@ pub struct Improvement {
 pub struct Bottleneck {
     /// Description of the machine or link.
     pub what: String,
-    /// Time of a step if it took no time.
+    /// Time of a step if this machine or link took no time.
     pub step: Nanos,
 }
 
 /// Factor by which a machine or link is made faster to simulate that it takes no time.
 const FREE: u64 = 1_000_000_000;
 
-/// Returns the bottleneck: of the changes in `found`, the machine or link of the first one, with the step time
-/// of the same plan if it took no time. `None` if no single change helps.
+/// Returns the bottleneck: the machine or link of the first change in `found`, with the step time of the same
+/// plan if this machine or link took no time. `None` if `found` is empty.
 ///
 /// Errors: those of [`Prediction::on`].
 pub fn bottleneck(

@@ -44,9 +44,9 @@ pub struct Instance<'a> {
 /// A stage of a planner's choice.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlannedStage {
-    /// Its layers.
+    /// Layers of the stage.
     pub layers: Range<usize>,
-    /// Its machines, by rank.
+    /// Machines of the stage, by rank.
     pub devices: Vec<u32>,
     /// Number of devices that share each layer's tensors.
     pub tensor: u32,
@@ -54,9 +54,9 @@ pub struct PlannedStage {
     pub recompute: bool,
     /// Whether state is sharded among copies.
     pub sharded: bool,
-    /// How the operators of each of its layers are split, if the planner decides that.
+    /// The split of each operator of the stage's layers, if the planner decides that.
     pub operators: Vec<OperatorCut>,
-    /// Times of its phases, if the planner's own model computes them for these splits.
+    /// Times of the stage's phases, if the planner's own model computes them for these splits.
     phases: Option<PhaseCost>,
 }
 
@@ -75,12 +75,12 @@ impl PlannedStage {
     }
 }
 
-/// How an operator of a layer is split among a stage's devices.
+/// The split of an operator of a layer among a stage's devices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OperatorCut {
     /// The operator's name.
     pub operator: String,
-    /// Description of the split: what each axis of the devices divides.
+    /// Description of the split: the dimension that each axis of the devices divides.
     pub cut: String,
 }
 
@@ -108,7 +108,7 @@ struct Planned {
 /// A planner of the literature.
 #[derive(Debug, Clone, Copy)]
 pub struct NamedPlanner {
-    /// Its name on the command line.
+    /// The planner's name on the command line.
     pub name: &'static str,
     run: fn(&Facts, bool) -> Result<Planned>,
 }
@@ -198,8 +198,8 @@ pub(super) fn chain_stages(stages: &[PlannedStage]) -> Vec<ChainStage> {
     stages.iter().enumerate().map(of).collect()
 }
 
-/// Returns the time of a step of 1F1B over stages that share each microbatch, plus the longest average after
-/// it.
+/// Returns the time of a step of 1F1B over stages whose devices share each microbatch, plus the longest average
+/// after the step.
 fn one_f_one_b(facts: &Facts, stages: &[PlannedStage]) -> Result<Nanos> {
     // Layers that are shared in different ways on the same machines count as one stage.
     let mut phases: Vec<(&PlannedStage, PhaseCost)> = Vec::new();

@@ -16,12 +16,12 @@ use crate::train::chain::layers;
 use crate::train::costs::Machines;
 use crate::train::memory::{StepMemory, planned_memory};
 
-/// Which plans to return.
+/// The plans that a search returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Wanted {
-    /// Only plans of this kind.
+    /// The only kind of plan to consider; `None` considers all.
     pub only: Option<Way>,
-    /// Number of fastest plans. The fastest baseline is returned in addition.
+    /// Number of fastest plans to return. The fastest baseline is returned in addition.
     pub keep: usize,
     /// Whether to also return the fastest plan and the fastest baseline of each kind.
     pub each_kind: bool,
@@ -127,7 +127,8 @@ impl Best {
         }
     }
 
-    /// Returns the kind of which a plan may be the fastest, if the fastest of that kind is requested.
+    /// Returns the key of the plan's kind in `of_kind`; `None` if the fastest plan of this kind is not
+    /// requested.
     fn kind(&self, draft: &Draft) -> Option<(Option<Way>, bool)> {
         let each = self.wanted.each_kind;
         (each || draft.is_baseline).then_some((Some(draft.way).filter(|_| each), draft.is_baseline))

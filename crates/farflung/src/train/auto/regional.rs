@@ -109,7 +109,7 @@ fn held(chain: &RegionalChain, plan: &RegionalPlan) -> Bytes {
 }
 
 impl RegionalCandidate {
-    /// Converts it to a plan for the trainer.
+    /// Converts the pipelines to a plan for the trainer.
     ///
     /// Errors: as [`Plan::check`].
     pub fn plan(

@@ -30,7 +30,7 @@ const LAYOUTS: u64 = 300;
 /// Highest number of stages that is tried for several pipelines.
 const STAGES: u32 = 16;
 
-/// Number of the fastest kinds of machines that are tried as limits: each without the slower kinds.
+/// Number of sets of machines that are tried by speed: the fastest kind, the two fastest kinds, and so on.
 const KINDS: usize = 4;
 
 /// A set of machines, and a suffix for the descriptions of its plans.
@@ -206,7 +206,7 @@ impl PlanRequest<'_> {
         let machine = |rank: &Rank| pool.machines[rank.index()];
         let rows = search(&costs, LAYOUTS, 0)?.layout.pipelines;
         let rows: Vec<Vec<Rank>> = rows.iter().map(|row| row.iter().map(machine).collect()).collect();
-        // Not an error, since other machines may hold the model.
+        // This is not an error, since other machines may hold the model.
         let Ok(planned) = uneven(&self.slowest(topology, &rows)?) else { return Ok(()) };
         // Columns without layers are left out.
         let used = |row: &Vec<Rank>| planned.stages.iter().map(|stage| row[stage.machine]).collect();
@@ -362,7 +362,7 @@ impl PlanRequest<'_> {
     pub(super) fn dapple(&self, drafts: &mut Vec<Draft>) -> Result<()> {
         let all = self.cluster.size() as u32;
         for copies in (1..=all.min(self.sizes.microbatches)).filter(|copies| all.is_multiple_of(*copies)) {
-            // Not an error, since other machines may hold the model.
+            // This is not an error, since other machines may hold the model.
             let Ok(stages) = equal_replicas(self.model, self.cluster, self.sizes, copies) else { continue };
             let what = format!("{copies} pipelines of {}, DAPPLE", stages.len());
             let (rows, stages) = (rows(&stages, copies as usize), chain_stages(&stages));

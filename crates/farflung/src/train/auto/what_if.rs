@@ -15,9 +15,9 @@ const FORM: &str = "`add:MACHINE`, `drop:MACHINE`, `MACHINE*FACTOR`, or `A:B*FAC
 /// A change of a file.
 #[derive(Debug, Clone, PartialEq)]
 pub enum FileChange {
-    /// Adds a machine equal to this one, with the same links.
+    /// Adds a machine equal to the machine of this name, with the same links.
     Add(String),
-    /// Removes one of these machines.
+    /// Removes one machine of this name.
     Drop(String),
     /// Multiplies a machine's speed by a factor.
     Machine(String, Factor),
@@ -78,7 +78,7 @@ impl fmt::Display for FileChange {
 impl FileChange {
     /// Applies the change to a file.
     ///
-    /// Errors: names that the file does not have, with those that it has; those of [`Cluster::check`], for
+    /// Errors: a name that the file does not have, with the names that it has; those of [`Cluster::check`], for
     /// example if no machine is left.
     pub fn apply(&self, cluster: &Cluster) -> Result<Cluster> {
         let mut changed = cluster.clone();

@@ -1,4 +1,5 @@
-//! Tests what `auto` chooses on declared links, which algorithms are refused, and that each algorithm trains.
+//! Tests the choice of `auto` on declared links, the algorithms that are rejected, and that each algorithm
+//! trains.
 
 use super::*;
 use crate::Stop;
@@ -86,7 +87,7 @@ fn auto_takes_the_cheapest_form_and_the_plan_says_which() {
     // Without a codec, `auto` is resolved for each size.
     let plain = job(config(&folder, "none", Algorithm::Auto)).unwrap();
     assert_eq!(plain.plan.outermost().algorithm, Algorithm::Auto);
-    // By default, equal shards.
+    // With a codec, the default is `direct`, with equal shards.
     let told = job(config(&folder, "int8", Algorithm::Ring)).unwrap();
     assert_eq!(told.plan.outermost().algorithm, Algorithm::Direct);
 }
@@ -157,7 +158,7 @@ fn a_protocol_trains_on_any_form_of_plain_sums_and_is_near_them_at_full_rank() {
     }
     let unless_told = Level { codec: "powersgd:2".to_owned(), ..Level::default() };
     assert_eq!(refusal(&unless_told), None);
-    // The report does not predict other codecs, and its bytes are those of the factors.
+    // The report does not predict other codecs, and its bytes are those of PowerSGD's factors.
     let run = |codec| job(config(&folder, codec, Algorithm::Ring)).unwrap();
     let exchanges = |codec| {
         let job = run(codec);

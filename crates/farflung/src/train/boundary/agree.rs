@@ -8,7 +8,7 @@ use farflung_parallel::pipeline::Content;
 use super::{Boundaries, Coded, End};
 use crate::{Error, Result};
 
-/// The first tag, far from those of messages between stages, which count up from 0.
+/// The first tag, far from the tags of messages between stages, which count up from 0.
 const TAG: u32 = 1 << 31;
 
 impl Boundaries {

@@ -18,8 +18,8 @@ const ENTRY: u64 = 48;
 pub(in crate::train) struct SamplesSeen {
     /// Number of distinct samples of the whole run that are stored in memory; 0 if files store them.
     pub(in crate::train) held: u64,
-    /// Number of samples that a step changes after they were stored, or that are written to a file at its
-    /// commit.
+    /// Number of stored samples that a step changes. If files store samples: number of samples that a step
+    /// writes to a file.
     pub(in crate::train) changed: u64,
 }
 

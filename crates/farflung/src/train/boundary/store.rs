@@ -13,12 +13,12 @@ use farflung_compress::link::{FileStore, MappedStore, MemoryStore, Samples, Stag
 /// Name of the folder with samples within a rank's folder.
 const FOLDER: &str = "boundaries";
 
-/// How to open a store. In each kind, what a step writes takes effect at its commit.
+/// Kind of a store, and how to open it. In each kind, the values that a step writes take effect at its commit.
 #[derive(Debug, Clone)]
 pub(in crate::train) enum Stores {
-    /// In memory; checkpoints contain it.
+    /// Stores samples in memory; checkpoints contain them.
     Memory,
-    /// In files, which checkpoints do not contain.
+    /// Stores samples in files; checkpoints do not contain them.
     Files {
         /// The folder of the files.
         folder: PathBuf,

@@ -24,9 +24,9 @@ pub(super) struct Chosen {
 /// A rank's newest checkpoint of the parts that it holds now.
 enum OwnCheckpoint {
     There(Checkpoint),
-    /// None yet, in a folder in which the run has begun.
+    /// The rank has no checkpoint yet, although the run has begun in its folder.
     NotYet,
-    /// No folder, or no valid checkpoint.
+    /// The rank has no folder, or no valid checkpoint in it.
     Lost(Option<Error>),
 }
 
@@ -152,8 +152,9 @@ fn checked_owner(checkpoint: Checkpoint, rank: Rank) -> Result<Checkpoint> {
     }
 }
 
-/// Returns the checkpoints of all ranks of a run whose ranks held other parts than now, of the newest step that
-/// all have, as found by rank 0. `None` if there is no such run, or if it never saved a step on all ranks.
+/// Returns the checkpoints of a run whose ranks held other parts than now: those of all its ranks, of the
+/// newest step that all of them have. Rank 0 looks for them. `None` if there is no such run, or if it never
+/// saved a step on all ranks.
 fn cut_otherwise(comm: &Communicator, run: &RunDir, job: &Job) -> Result<Option<Vec<Checkpoint>>> {
     let root = job.out.as_deref().unwrap_or(run.path());
     let mut step = 0;
@@ -171,8 +172,8 @@ fn cut_otherwise(comm: &Communicator, run: &RunDir, job: &Job) -> Result<Option<
                 }
                 // Members that are interrupted while they save may be one checkpoint apart.
                 Err(error @ Error::PartsElsewhere { .. }) => missing = missing.or(Some(error)),
-                // With the same ranks as now, the step was never complete. With other ranks, the missing
-                // checkpoints must be elsewhere.
+                // If that run had the same ranks as now, the missing checkpoints were never written, so the
+                // error is ignored. With other ranks, they may be on another disk, so the error is kept.
                 Err(error) => {
                     let same = Checkpoint::open(&path).and_then(|c| source::record(&c));
                     let same =

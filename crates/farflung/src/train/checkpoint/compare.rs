@@ -10,8 +10,8 @@ use crate::config::dashed;
 use crate::config::shared::{Fact, is_planned};
 use crate::{Error, Result, TrainArgs};
 
-/// Checks that the run can continue from the checkpoint. A step must take the same sequences, however the model
-/// and the batch are divided among ranks.
+/// Checks that the run can continue from the checkpoint. Each step must have the same sequences, but the model
+/// and the batch may be divided differently among ranks.
 pub(super) fn check(record: &Record, job: &Job) -> Result<()> {
     let same = |field, found: String, expected: String| {
         if found == expected {

@@ -10,18 +10,18 @@ use crate::{Error, Result};
 
 /// Bytes per message. Each message has the whole deadline, so that slow links are fast enough.
 const PIECE: usize = 1 << 20;
-/// Tag of the messages, far from those of messages between stages.
+/// Tag of the messages, far from the tags of messages between stages.
 const TAG: u32 = u32::MAX / 2;
 
 /// The state from which a rank continues, once all ranks have one.
 pub(super) struct Shared {
     pub(super) files: Files,
-    /// Which rank got its state from which other rank.
+    /// Notes that name each rank that got a copied state, and the rank that sent it.
     pub(super) notes: Vec<String>,
     pub(super) residuals: Residuals,
 }
 
-/// Whether a rank has its files of the agreed step.
+/// State of a rank: it has its files of the agreed step.
 const HAS: u64 = 0;
 const NOT_YET: u64 = 1;
 const LOST: u64 = 2;
@@ -33,9 +33,9 @@ struct Pair {
     from: Rank,
 }
 
-/// Returns each rank's files of a step: its own, or for a rank without files those of another rank. `None` if a
-/// rank had not yet saved its first checkpoint and no other rank holds its parts: then all start at step 0.
-/// Ranks with equal `place` hold the same parts. A collective.
+/// Returns each rank's files of a step: the rank's own files, or another rank's files for a rank that has lost
+/// them. `None` if a rank had not yet saved its first checkpoint and no other rank holds its parts: then all
+/// start at step 0. Ranks with equal `place` hold the same parts. A collective.
 ///
 /// Errors: [`Error::NoCopy`] on all ranks, if no other rank holds the state of a rank.
 pub(super) fn share(

@@ -3,12 +3,12 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// In the folder of the member that began the run: the folder that contains the folders of other members on the
-/// same disk.
+/// Name of a folder in the folder of the member that began the run. It contains the folders of other members on
+/// the same disk.
 const MEMBERS: &str = "members";
 
-/// Returns a member's folder and those of other members on the same disk: the folder of the member that began
-/// the run, and those in its `members`.
+/// Returns the folders of a member and of other members on the same disk: the folder of the member that began
+/// the run, and the folders in its `members`.
 pub(in super::super) fn beside(folder: &Path) -> Vec<PathBuf> {
     let parent = folder.parent().filter(|parent| parent.file_name().is_some_and(|name| name == MEMBERS));
     let first = parent.and_then(Path::parent).unwrap_or(folder);
@@ -34,7 +34,7 @@ mod tests {
         for folder in &all {
             assert_eq!(beside(folder), all, "{}", folder.display());
         }
-        // A folder elsewhere has no others beside it.
+        // A folder outside of the run has no other folders beside it.
         let alone = root.path().join("alone");
         assert_eq!(beside(&alone), std::slice::from_ref(&alone));
     }

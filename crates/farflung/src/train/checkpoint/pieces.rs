@@ -33,7 +33,7 @@ pub(in super::super) fn saved(path: &Path, job: &Job) -> Result<Option<Saved>> {
     let (states, tensors) = source.tensors();
     let counted = Counted {
         step: record.step,
-        // One update per step: pipelines whose members join and leave have a flush.
+        // There is one update per step: pipelines whose members join and leave have a flush.
         updates: record.step,
         rounds: record.rounds,
         microbatches: base.microbatches,

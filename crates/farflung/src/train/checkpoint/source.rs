@@ -60,7 +60,7 @@ impl Files {
         bytes
     }
 
-    /// Decodes what [`Files::to_bytes`] returned; `None` for other bytes.
+    /// Decodes the bytes of [`Files::to_bytes`]; `None` for other bytes.
     pub(super) fn from_bytes(mut bytes: &[u8]) -> Option<Self> {
         let mut next = || {
             let (len, rest) = bytes.split_first_chunk::<8>()?;
@@ -85,12 +85,12 @@ impl Files {
     }
 }
 
-/// Whose residuals of codecs a checkpoint contains; each rank has its own.
+/// The rank whose codec residuals a checkpoint contains. Each rank has its own residuals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in super::super) enum Residuals {
-    /// This rank wrote them with its current parts.
+    /// This rank wrote the checkpoint with its current parts.
     Own,
-    /// Another rank wrote them: this rank starts without residuals, in the same round.
+    /// Another rank wrote the checkpoint: this rank starts without residuals, in the same round.
     Others,
     /// The model was divided differently: all ranks start without residuals.
     None,

@@ -17,9 +17,9 @@ use crate::transports::{IROH, MPI};
 pub struct Axis {
     /// The setting, as in `--name`.
     pub name: &'static str,
-    /// Its values, the default first; for codecs one of each method, with numbers filled in.
+    /// The axis's values, the default first; for codecs one of each method, with numbers filled in.
     pub values: fn() -> Vec<String>,
-    /// Sets one of its values.
+    /// Sets the axis to one of these values.
     pub set: fn(&mut TrainConfig, &str),
 }
 
@@ -55,7 +55,7 @@ fn codecs() -> Vec<String> {
     names
 }
 
-/// Returns codecs of a boundary: those that only boundaries have, and one of each kind that averages have.
+/// Returns codecs of a boundary: codecs for boundaries only, and one codec of each kind that averages support.
 fn boundaries() -> Vec<String> {
     words(["none", "f16", "int8", "topk:0.5/f16", "direct:4", "aqsgd:4", "aqsgd:8/int8"])
 }
@@ -133,8 +133,8 @@ pub const AXES: &[Axis] = &[
     },
     Axis {
         name: "transport",
-        // Without iroh and mpi: they can do what tcp can, but processes need keys, or mpirun. The benches `nat`
-        // and `engines` test them.
+        // iroh and mpi are left out: they support the same choices as tcp, but their processes need keys, or
+        // mpirun. The benches `nat` and `engines` test them.
         values: || words(TransportName::all().filter(|row| ![IROH.name, MPI.name].contains(&row.name))),
         set: |config, value| config.transport = read(value),
     },

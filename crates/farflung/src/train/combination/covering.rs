@@ -26,7 +26,7 @@ pub struct RefusedPair {
     pub a: (&'static Axis, String),
     /// The second choice.
     pub b: (&'static Axis, String),
-    /// Why they cannot be combined.
+    /// The reason why the two cannot be combined.
     pub refusal: Refusal,
 }
 

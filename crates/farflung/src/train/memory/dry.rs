@@ -99,7 +99,7 @@ impl<'a> DryRun<'a> {
         2 * self.message
     }
 
-    /// Does what follows the pass: the norm and the update.
+    /// Allocates the tensors of the commit after a pass: the norm and the update.
     pub(super) fn commit(&mut self) -> Result<()> {
         if self.schedule.updates() != Updates::Flush {
             return self.parts.values_mut().try_for_each(|part| part.catch_up(None));

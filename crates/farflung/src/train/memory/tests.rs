@@ -1,4 +1,4 @@
-//! Compares predictions with what real ranks hold: a small GPT whose buffers are counted by its device.
+//! Compares predictions with the memory of real ranks: a small GPT whose buffers are counted by its device.
 
 use farflung_compress::StateValue;
 use farflung_optim::local::METHODS;

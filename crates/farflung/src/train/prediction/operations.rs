@@ -33,7 +33,7 @@ pub(super) enum Key {
     TakenTable { replica: u32 },
     /// The vote of a replica's ranks, or of all ranks.
     Vote(Option<u32>),
-    /// The vote on whether replicas can meet.
+    /// The vote on whether replicas can synchronise.
     Refusals,
     /// The exchange of the losses of all replicas' steps.
     Window,

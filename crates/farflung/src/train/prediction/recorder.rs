@@ -1,5 +1,5 @@
-//! A worker that computes and sends nothing: it records what a rank does in a step, as `executor.rs`,
-//! `part.rs`, `tied.rs` and `trainer.rs` do it.
+//! A worker that computes and sends nothing: it records the ops of a rank in a step, in the same order as
+//! `executor.rs`, `part.rs`, `tied.rs` and `trainer.rs` run them.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -16,22 +16,22 @@ use crate::train::averages;
 use crate::train::bind::{ReplicaSchedule, last_backwards};
 use crate::{Error, Result};
 
-/// Positions in a rank's list of acts.
+/// Positions in a rank's list of ops.
 #[derive(Debug, Default)]
 pub(super) struct Marks {
-    /// Number of acts until the end of the first pass.
+    /// Number of ops until the end of the first pass.
     pub(super) passed: usize,
-    /// Number of acts until the end of each step.
+    /// Number of ops until the end of each step.
     pub(super) steps: Vec<usize>,
-    /// The acts of each action of the schedule.
+    /// The ops of each action of the schedule.
     pub(super) worked: Vec<Worked>,
 }
 
-/// An action of the schedule and its acts.
+/// An action of the schedule and its ops.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Worked {
     pub(super) action: Action,
-    /// Range of indices in the list of acts.
+    /// Range of indices in the list of ops.
     pub(super) acts: Range<usize>,
 }
 
@@ -48,7 +48,7 @@ struct PartState {
     due: VecDeque<usize>,
 }
 
-/// Records the acts of one rank.
+/// Records the ops of one rank: computations, starts of operations, and waits.
 pub(super) struct Recorder<'a, 'b, 'o> {
     schedule: &'a ReplicaSchedule,
     operations: &'b mut Operations<'o>,
@@ -56,7 +56,7 @@ pub(super) struct Recorder<'a, 'b, 'o> {
     /// Times by stage and slice.
     costs: Vec<StageCost>,
     parts: BTreeMap<StageId, PartState>,
-    /// By stage, the microbatch whose backward is the last.
+    /// The microbatch whose backward pass is the last of a step, by stage.
     last: BTreeMap<StageId, u32>,
     each_step: bool,
     /// This rank's stage with the token table, if the other stage with it is on another rank.
@@ -223,7 +223,7 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
         Ok(())
     }
 
-    /// Starts the sum of the table's gradients, unless it was started already; returns its number.
+    /// Starts the sum of the table's gradients, unless it was started already; returns the operation's number.
     fn begin_table(&mut self) -> Result<usize> {
         if let Some(begun) = self.begun_table.take() {
             return Ok(begun);
@@ -283,7 +283,7 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
         Ok(())
     }
 
-    /// Records a meeting of replicas, as in `Trainer::local_step`.
+    /// Records the synchronisation of replicas after local steps, as in `Trainer::local_step`.
     pub(super) fn meet(&mut self) -> Result<()> {
         let window = self.begin(Key::Window)?;
         for stage in self.by_part() {

@@ -36,12 +36,14 @@ pub(in crate::train) fn averaging(
         if codec.is_plain() {
             return plain;
         }
-        // A protocol's state in the host's memory: the committed, the latest and the next.
+        // A protocol keeps three copies of its state in the host's memory: the committed, the latest and the
+        // next one.
         return AverageBytes { residuals: model.saturating_mul(3), saved: model, ..plain };
     };
     let block = 4096_u128;
     let packed = packs.build().max_payload(block as usize) as u128;
-    // Messages sent and received, each for values and for means; of each only a part is present at a time.
+    // Messages are sent and received, both for values and for means. Only a part of each is in memory at a
+    // time.
     let messages = model.saturating_mul(packed) / (block * F32) * 3 / 2;
     let saved = if codec.feedback() { model.saturating_add(share) } else { 0 };
     AverageBytes { buckets: model.saturating_add(share), messages, residuals: saved.saturating_mul(2), saved }

@@ -16,9 +16,9 @@ const LOOK: u64 = 8192;
 /// Memory of the data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Data {
-    /// Peak in bytes while it is read and tokenized.
+    /// Peak in bytes while the data is read and tokenized.
     pub(super) reading: u64,
-    /// Bytes of its tokens afterwards.
+    /// Bytes of the tokens afterwards.
     pub(super) tokens: u64,
     /// Whether the tokenizer has tables to load.
     pub(super) tokenizer: bool,
@@ -29,7 +29,7 @@ pub(super) struct Data {
 struct Files {
     sum: u64,
     largest: u64,
-    /// Whether they hold tokens of two bytes rather than text.
+    /// Whether the files hold tokens of two bytes rather than text.
     tokens: bool,
 }
 
@@ -52,9 +52,10 @@ pub(super) fn data(config: &TrainConfig) -> Data {
         // Files have two bytes per token; with a vocabulary of 256, tokens are stored in one byte.
         (true, true) => (files.sum / 2, files.largest),
         (true, false) => (files.sum, files.largest),
-        // While reading: the text, and an id of four bytes for each of its bytes.
+        // While text is read, memory holds the text and an id of four bytes for each of its bytes.
         (false, true) => (files.sum, times(files.largest, 5)),
-        // About four bytes of text per token, which is stored in two; while reading, an id of four bytes.
+        // A token is about four bytes of text, and is stored in two bytes. While text is read, it has an id of
+        // four bytes.
         (false, false) => (files.sum / 2, times(files.largest, 3)),
     };
     Data { reading: tokens.saturating_add(beside), tokens, tokenizer: !byte }

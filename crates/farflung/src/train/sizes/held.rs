@@ -13,7 +13,7 @@ use super::super::planned::cut;
 use crate::{Result, TrainConfig};
 use farflung_parallel::Recompute;
 
-/// What one rank holds: a rank of a pipeline, or a rank with the whole model.
+/// Memory that one rank needs: a rank of a pipeline, or a rank with the whole model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Position {
     /// f32 values of its parameters, padding included.
@@ -64,7 +64,7 @@ fn parameters(model: &GptConfig, blocks: usize, first: bool, last: bool) -> u128
     blocks as u128 * block + tokens + positions + norm
 }
 
-/// Returns what a rank with the whole model holds.
+/// Returns the memory that a rank with the whole model needs.
 pub(super) fn whole(config: &TrainConfig, model: &GptConfig) -> Position {
     let each = PerToken::of(model);
     let layers = model.layers;
@@ -73,7 +73,8 @@ pub(super) fn whole(config: &TrainConfig, model: &GptConfig) -> Position {
     // A recomputed block holds its activations during its backward pass.
     let here = (layers - again).max(1) as u128;
     let kept = match config.recompute {
-        // In addition to what a plan keeps, a recomputed block has all of its tensors while it runs.
+        // While a recomputed block runs, all of its tensors are in memory, in addition to the tensors that a
+        // plan keeps.
         Recompute::Within(budget) => {
             let tokens = (config.batch as u128).saturating_mul(model.context as u128).max(1);
             let all = layers as u128 * each.block;
@@ -91,7 +92,7 @@ pub(super) fn whole(config: &TrainConfig, model: &GptConfig) -> Position {
     }
 }
 
-/// Returns what each rank of a pipeline with this order holds.
+/// Returns the memory that each rank of a pipeline with this order needs.
 pub(super) fn pipeline(
     config: &TrainConfig,
     model: &GptConfig,
@@ -164,7 +165,7 @@ fn held(
                 now = now.saturating_sub(input);
                 logits += if all_again { row } else { 0 };
             }
-            // The weight half frees what the input half adds.
+            // The input half of a backward pass adds tensors, which the weight half frees.
             ComputeKind::BackwardInput => {
                 now += blocks * each.back;
                 away = away.saturating_sub(wait);

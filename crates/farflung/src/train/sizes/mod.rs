@@ -2,7 +2,7 @@
 //! that a run needs, compares it with what is available, and names the largest batch and number of workers
 //! that would fit.
 //!
-//! The memory of GPUs is not checked, only what a run on GPUs needs of the host.
+//! The memory of GPUs is not checked, only the host memory of a run on GPUs.
 
 mod available;
 mod buckets;
@@ -49,7 +49,7 @@ pub struct TooLarge {
     /// if one is not enough. Empty if nothing fits.
     pub fits: Vec<Vec<(&'static str, usize)>>,
     /// The largest preset that would fit with `batch` 1 and `workers` 1, if no alternative with this model
-    /// does.
+    /// fits.
     pub model: Option<&'static str>,
 }
 
@@ -111,7 +111,7 @@ pub(super) fn admit(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<()>
     Case::new(config, env)?.admit(config, available(Path::new("/")))
 }
 
-/// The inputs of an estimate that do not depend on the batch or the number of workers.
+/// The inputs of an estimate that depend on neither the batch nor the number of workers.
 struct Case {
     model: GptConfig,
     pipeline: Option<Pipeline>,
@@ -246,7 +246,7 @@ impl Case {
         match knob {
             AdjustableSetting::Batch | AdjustableSetting::EvalBatches => true,
             AdjustableSetting::Workers => self.launched.is_none(),
-            // Would need another order of the pipeline.
+            // In a pipeline, another number of microbatches would need another order of work.
             AdjustableSetting::Accumulate => self.pipeline.is_none(),
         }
     }
@@ -289,7 +289,7 @@ impl AdjustableSetting {
         }
     }
 
-    /// Returns its minimum; all other values are multiples of it.
+    /// Returns the minimum of this setting; all other values are multiples of it.
     fn unit(self, config: &TrainConfig) -> usize {
         if self == Self::Workers { config.stages } else { 1 }
     }

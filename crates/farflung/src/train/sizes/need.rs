@@ -142,12 +142,12 @@ pub(super) fn size(bytes: u128) -> String {
 pub(super) struct RankGroup<'a> {
     pub(super) config: &'a TrainConfig,
     pub(super) model: GptConfig,
-    /// What each rank of a pipeline holds; without a pipeline, one entry for every rank.
+    /// Memory that each rank of a pipeline needs; without a pipeline, one entry for every rank.
     pub(super) positions: &'a [Position],
     /// Number of workers in all processes.
     pub(super) world: usize,
     pub(super) ranks: Range<usize>,
-    /// Number of processes of these ranks.
+    /// Number of processes that run these ranks.
     pub(super) processes: usize,
     pub(super) data: Data,
     /// Number of actions in the schedules of a step and of an evaluation.
@@ -198,7 +198,7 @@ impl RankGroup<'_> {
         all
     }
 
-    /// Returns what one rank needs, without the data and its share of the process.
+    /// Returns the memory that one rank needs, without the data and its share of the process.
     fn of_rank(&self, rank: usize) -> Need {
         let config = self.config;
         let position = &self.positions[rank % self.positions.len()];
@@ -218,7 +218,8 @@ impl RankGroup<'_> {
             need.add(Part::Outer, model.saturating_mul(outer.held as u128 + apart));
         }
 
-        // On the rank's device if it is taken at each step, else in the host's memory.
+        // The copy of the state for a stop within a step. It is on the rank's device if each step makes one,
+        // else in the host's memory.
         let mark = match (position.within, outer.held > 0) {
             (_, true) => model.saturating_mul(states + apart),
             (true, false) if here => model.saturating_mul(states + 1),

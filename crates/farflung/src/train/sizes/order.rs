@@ -1,4 +1,4 @@
-//! Derives what each rank of a pipeline holds from the settings, without making very long orders.
+//! Derives the memory of each rank of a pipeline from the settings, without making very long orders.
 
 use farflung_base::{Nanos, Rank};
 use farflung_parallel::pipeline::{ComputeOrder, Method, Settings, StageCost, Updates};
@@ -16,7 +16,7 @@ const MOST_CELLS: u128 = 1 << 18;
 /// The properties of a pipeline that determine its memory.
 #[derive(Debug)]
 pub(super) struct Pipeline {
-    /// What each rank holds.
+    /// Memory that each rank needs.
     pub(super) positions: Vec<Position>,
     /// Number of actions in a step.
     step: u128,
@@ -57,7 +57,7 @@ impl Pipeline {
             check_pools(config, &pools, world)?;
             let all = number("microbatches", microbatches(config))?;
             let memory = config.memory.map(|n| number("memory", n)).transpose()?;
-            // What a rank holds does not grow with the number of microbatches.
+            // The memory of a rank does not grow with the number of microbatches, so a shorter order is enough.
             let few =
                 all.min((MOST_CELLS / u128::from(pools.ranks()).pow(2).max(1)) as u32).max(pools.fewest());
             let order = pools.order(few.min(all), &[StageCost::UNIT], Nanos::ZERO, memory);

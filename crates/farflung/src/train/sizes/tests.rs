@@ -1,5 +1,5 @@
-//! Tests which runs are refused on machines of several sizes, which alternatives are named, and estimates
-//! against a device's own counts.
+//! Tests which runs are rejected on machines of several sizes, and which alternatives are named. Compares
+//! estimates with the bytes that a device counts.
 
 use farflung_base::{Bytes, Rank};
 use farflung_optim::local::SGD;
@@ -163,7 +163,7 @@ fn settings_that_hold_more_need_more() {
     let need = |config: TrainConfig| needed_memory(&config, None).unwrap();
     let model = 4 * 4 * u128::from(GptConfig::preset("nano").unwrap().parameters());
     let adam = need(small());
-    // Two moments, each also copied for the checkpoint.
+    // AdamW has two moments, and each is also copied for the checkpoint.
     let sgd = TrainConfig { optimizer: OptimizerKind::of(&SGD), momentum: 0.0, ..small() };
     assert!(adam - need(sgd) > 3 * model);
     let diloco = TrainConfig { sync: SyncKind::of(&DILOCO), ..small() };

@@ -181,7 +181,7 @@ fn garbage_is_counted_by_file_and_changes_nothing_else() {
         assert_eq!((problem.bad_lines, problem.long_lines), (9, 1), "{file:?}");
     }
     assert!(problems.iter().all(|problem| !problem.what.contains('\n') && !problem.what.contains('\u{0}')));
-    // A file that was replaced has no problems any more, and neither has a document that is valid again.
+    // A replaced file, or a document that is valid again, has no problems any more.
     for file in all {
         state.restart(file);
     }

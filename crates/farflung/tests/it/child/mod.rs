@@ -19,7 +19,7 @@ pub(crate) fn wait_until<T>(what: &str, done: impl FnMut() -> Option<T>) -> T {
     wait_until_or(|| what.to_owned(), done)
 }
 
-/// As `wait_until`, with a function that describes what was waited for and what was seen instead.
+/// Like `wait_until`, with a function that returns the description for the panic message.
 pub(crate) fn wait_until_or<T>(what: impl Fn() -> String, mut done: impl FnMut() -> Option<T>) -> T {
     let pause = Duration::from_millis(10);
     for _ in 0..PATIENCE.as_millis() / pause.as_millis() {

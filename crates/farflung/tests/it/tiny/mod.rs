@@ -19,14 +19,15 @@ impl Run {
         self.0.path().join(name)
     }
 
-    /// Returns `train` with the arguments of such a run of two workers that `args` does not set.
+    /// Returns the arguments of `train`: `args`, and those of a tiny run of two workers that `args` does not
+    /// set.
     pub(crate) fn args(&self, args: &str) -> Vec<String> {
         let workers = if args.split_whitespace().any(|arg| arg == "--workers") { "" } else { "--workers 2" };
         let command = ["train".to_owned()];
         command.into_iter().chain(self.flags(&format!("{args} {workers}"))).collect()
     }
 
-    /// Returns the flags of such a run that `args` does not set.
+    /// Returns `args`, and the flags of a tiny run that `args` does not set.
     pub(crate) fn flags(&self, args: &str) -> Vec<String> {
         let data = self.at("text.txt").display().to_string();
         let needed = [

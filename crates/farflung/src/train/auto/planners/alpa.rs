@@ -31,7 +31,7 @@ pub(super) fn planned(facts: &Facts, runnable: bool) -> Result<Planned> {
     if runnable { equal_copies(facts, &devices, &size) } else { cut_operators(facts, &devices, &size) }
 }
 
-/// Plans with all submeshes and all splits.
+/// Makes a plan with the best of all submeshes and all splits of operators.
 fn cut_operators(facts: &Facts, devices: &EqualDevices, size: &AlpaSize) -> Result<Planned> {
     let meshes = submeshes(size.nodes, size.devices);
     let layers: BTreeMap<Submesh, LayerCuts> = meshes
@@ -73,7 +73,8 @@ fn cut_operators(facts: &Facts, devices: &EqualDevices, size: &AlpaSize) -> Resu
     Ok(Planned { stages, modelled })
 }
 
-/// Minimum over all layers. The first and last layer have more: tables and the head.
+/// Smallest values over all layers. The first and the last layer have larger values: they also contain the
+/// tables and the head.
 struct Least {
     state: u64,
     activations: u64,
@@ -99,8 +100,8 @@ struct StageCuts {
 }
 
 /// Returns the fastest splits of a stage's layers that fit into memory with the activations of as many
-/// microbatches as there are stages from here to the end; `None` if there are none. What the first and last
-/// layer have in addition (tables and the head) is divided equally.
+/// microbatches as there are stages from here to the end; `None` if there are none. The additional tensors of
+/// the first and the last layer (tables and the head) are divided equally.
 ///
 /// Errors: as [`choose`].
 fn stage_cuts(
@@ -163,8 +164,8 @@ impl LayerCuts {
         }
         let mut found = self.found.borrow_mut();
         let known = found.entry(limit.microbatches).or_default();
-        // The best splits for as much memory or more are the best here too, if they fit. If nothing fits into
-        // more memory, nothing fits here.
+        // If the best splits for the same amount of memory or more fit here, they are also the best splits
+        // here. If no splits fit into more memory, none fit here.
         if let Some((_, found)) = known.range(room..).find(|(_, found)| found.as_ref().is_none_or(fits)) {
             return Ok(found.clone());
         }
@@ -194,7 +195,7 @@ impl LayerCuts {
     }
 }
 
-/// Plans with submeshes of one size, whose devices are copies.
+/// Makes a plan with submeshes of one size, whose devices are copies.
 fn equal_copies(facts: &Facts, devices: &EqualDevices, size: &AlpaSize) -> Result<Planned> {
     let mut best: Option<SubmeshPlan> = None;
     let mut refused = None;

@@ -7,7 +7,7 @@ use super::machines::{EqualDevices, Facts, ring, shared, tensor_degrees};
 use super::{Planned, PlannedStage};
 use crate::Result;
 
-/// How the devices share a layer.
+/// The way in which the devices share a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Strategy {
     tensor: u32,

@@ -29,7 +29,7 @@ pub(super) struct Facts {
     pub(super) efficiency: TensorEfficiency,
 }
 
-/// All devices treated as the slowest of the file, for planners that assume equal devices.
+/// All devices treated as equal to the slowest of the file, for planners that assume equal devices.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct EqualDevices {
     pub(super) flops: u64,
@@ -69,7 +69,7 @@ impl Facts {
         self.layers[layers].iter().fold(0, |sum, layer| sum.saturating_add(layer.operations))
     }
 
-    /// Returns the bytes of weights, gradients and moments of layers, and those of the activations of a
+    /// Returns two sums over the layers in bytes: weights, gradients and moments; and the activations of a
     /// microbatch.
     pub(super) fn held(&self, layers: Range<usize>) -> (Bytes, Bytes) {
         let layers = &self.layers[layers];
@@ -86,7 +86,7 @@ impl Facts {
         self.layers[0].output
     }
 
-    /// Returns the time of operations on the slowest of some devices, which share them equally.
+    /// Returns the time of operations that these devices share equally, on the slowest of them.
     pub(super) fn compute(&self, operations: u64, devices: &[u32]) -> Nanos {
         let slowest = devices.iter().map(|&device| self.devices[device as usize].flops).min().unwrap_or(1);
         shared(operations, slowest, devices.len() as u32)
@@ -194,7 +194,7 @@ pub(super) fn ring(bytes: Bytes, devices: u32, link: Link) -> Nanos {
     Nanos(part.0.saturating_mul(2 * u64::from(devices - 1)))
 }
 
-/// Returns the numbers of tensor ranks that are tried for so many devices: powers of two that divide them,
+/// Returns the numbers of tensor ranks that are tried for this number of devices: powers of two that divide it,
 /// within one machine.
 pub(super) fn tensor_degrees(devices: u32, each: u32, runnable: bool) -> Vec<u32> {
     let most = if runnable { 1 } else { devices.min(each) };
