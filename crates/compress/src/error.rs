@@ -164,7 +164,7 @@ pub enum CompressError {
     Code {
         /// The element's index.
         index: usize,
-        /// Its code.
+        /// The invalid code.
         code: u32,
     },
     /// The payload holds indices that no encoder writes.

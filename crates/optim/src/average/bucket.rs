@@ -12,10 +12,10 @@ use crate::OptimError;
 pub(super) struct Slot {
     pub(super) name: String,
     pub(super) shape: Shape,
-    /// Range of its elements in the flat buffer.
+    /// Range of the parameter's elements in the flat buffer.
     pub(super) range: Range<usize>,
     pub(super) bucket: usize,
-    /// Whether it is final in this round.
+    /// Whether the parameter is final in this round.
     pub(super) ready: bool,
 }
 

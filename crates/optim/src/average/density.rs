@@ -4,7 +4,7 @@ use farflung_compress::{AverageSpec, CodecSpec};
 
 use super::Coding;
 
-/// Factor by which the kept share falls from stage to stage; the first share is one over it.
+/// Factor by which the kept share falls from stage to stage. The first share is `1 / FALLS`.
 const FALLS: u32 = 4;
 const WHOLE: u32 = 1_000_000;
 

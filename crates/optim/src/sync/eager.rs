@@ -85,7 +85,7 @@ struct Position {
     velocity: Vec<f32>,
 }
 
-/// Both paths after the step, and the change that the step is for.
+/// Both positions after a step, and the change that caused the step.
 #[derive(Debug)]
 struct Next {
     shared: Position,

@@ -28,8 +28,8 @@ pub const NOLOCO: SyncMethod = SyncMethod {
     build: |s| Ok(Box::new(NoLoCo::new(s)?)),
 };
 
-/// Every `every` steps replicas meet in random pairs `{i, j}`, the same on all ranks; if their number is odd,
-/// one is alone. A replica has slow parameters `s`, and has moved from them by `d = params - s`:
+/// Every `every` steps replicas exchange in random pairs `{i, j}`, the same on all ranks; if their number is
+/// odd, one is alone. A replica has slow parameters `s`, and has moved from them by `d = params - s`:
 ///
 /// ```text
 /// v_i = mu v_i + eta mean(d_i, d_j) + eta (mean(s_i, s_j) - s_i);   s_i += v_i;   params_i = s_i
@@ -104,7 +104,7 @@ impl NoLoCo {
         })
     }
 
-    /// Computes the outer step with the replica that this one meets.
+    /// Computes the outer step with the replica that this one is paired with.
     fn step(&mut self, params: &Tensor, weight: f64) -> Result<(), OptimError> {
         let slow = self.packing.pack(&self.outer.slow)?;
         let params = self.packing.pack(params)?;

@@ -52,7 +52,7 @@ pub(super) trait ModelService: Service + std::fmt::Debug {
 pub trait ServerRule: std::fmt::Debug + Send {
     /// Applies a change that arrived.
     fn push(&mut self, model: &mut [f32], push: &Push) -> Vec<u32>;
-    /// Called before a message of this time is handled. Does what was due before that time.
+    /// Called before a message of this time is handled. Performs what was due before that time.
     fn reach(&mut self, _model: &mut [f32], _at: Nanos) -> Vec<u32> {
         Vec::new()
     }

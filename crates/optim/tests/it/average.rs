@@ -356,7 +356,7 @@ fn a_rank_that_fails_leaves_the_others_as_they_were() {
             let mut averaging = average.begin();
             let ready = spans(&layout, (0..layout.params().len()).rev());
             if rank == 1 {
-                // An error elsewhere, after half of the backward pass.
+                // Simulates an error outside of the average, after half of the backward pass.
                 for span in &ready[..4] {
                     averaging.ready(span.clone(), &grads).unwrap();
                 }

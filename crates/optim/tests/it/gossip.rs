@@ -282,8 +282,8 @@ fn noloco_does_what_plain_loops_do() {
     }
 }
 
-/// BAGUA's low-precision ring and CHOCO-SGD, written from the papers: every rank holds replicas of all in f64.
-/// Only the codec is this workspace's.
+/// BAGUA's low-precision ring and CHOCO-SGD, written from the papers: every rank holds replicas of all ranks'
+/// parameters in f64. The codec is the one under test.
 fn with_replicas(case: Case, ranks: usize, choco: Option<f64>) -> Vec<All> {
     let mut codecs: Vec<_> =
         (0..ranks).map(|_| case.codec.parse::<CodecSpec>().unwrap().build_memoryless()).collect();
