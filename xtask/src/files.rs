@@ -200,13 +200,13 @@ fn reach<'a>(edges: &'a [Edge], from: &Module) -> BTreeSet<&'a Module> {
 }
 
 impl Circle {
-    /// Returns its files, in order, as paths below `src` without their endings.
+    /// Returns the files of the cycle, in order, as paths below `src` without `.rs`.
     pub(crate) fn files(&self) -> Vec<String> {
         self.edges.iter().map(|edge| file(&edge.from)).collect::<BTreeSet<_>>().into_iter().collect()
     }
 }
 
-/// Returns the path of a module's file below `src`, without its ending.
+/// Returns the path of a module's file below `src`, without `.rs`.
 fn file(module: &Module) -> String {
     if module.is_empty() { "lib".to_owned() } else { module.join("/") }
 }

@@ -80,7 +80,7 @@ pub enum CompressError {
     /// The payload sets flags that this version does not define.
     #[error("the payload has the unknown flags {found:#06x}")]
     Flags {
-        /// All the flags.
+        /// All flags of the payload.
         found: u16,
     },
     /// The payload has more or fewer bytes than its header says, or fewer than the header's own 28.

@@ -1,4 +1,4 @@
-//! Benches of runs whose members come and leave. On the virtual clock, each run follows a script that says
+//! Benches of runs whose members join and leave. On the virtual clock, each run follows a script that says
 //! which member is lost or joins, and when.
 
 mod blow;

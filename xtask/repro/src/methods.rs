@@ -74,7 +74,7 @@ const DEGENERATE: &[Degenerate] = &[
         "--sync des-loc --sync-every 1 --first-moment-every 1 --optimizer sgd --clip 0 --lr 0.1",
         "--sync ddp --optimizer sgd --clip 0 --lr 0.1",
     ),
-    // The run is too short for any moment to be averaged.
+    // The run is too short for an average of the optimizer's moments.
     same(
         "--sync des-loc --sync-every 3 --first-moment-every 9 --second-moment-every 9",
         "--sync diloco --sync-every 3 --outer-lr 1 --outer-momentum 0",
@@ -94,7 +94,7 @@ const DEGENERATE: &[Degenerate] = &[
         "--sync halos --workers 1 --sync-every 3 --sync-delay 0 --outer-lr 1 --outer-momentum 0",
         "--sync ddp --workers 1",
     ),
-    // With one region, and a region's model that does not take over the world's, HALoS is async.
+    // With one region whose model ignores the world's model (`--world-mixing 1`), `halos` equals `async`.
     near(
         "--sync halos --sync-every 3 --world-every 1 --world-mixing 1 --topology unequal.toml",
         "--sync async --sync-every 3 --topology unequal.toml",

@@ -1,5 +1,6 @@
-//! Reads from a Rust file what its dependencies on other files are computed from: its `use` declarations, the
-//! items that it defines, and the paths in its code. Comments, string literals and tests are left out.
+//! Reads the parts of a Rust file from which its dependencies on other files are computed: its `use`
+//! declarations, the items that it defines, and the paths in its code. Comments, string literals and tests are
+//! left out.
 
 /// The items, imports and paths of one file.
 #[derive(Debug, Default, PartialEq, Eq)]

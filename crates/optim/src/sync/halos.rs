@@ -68,7 +68,8 @@ pub const HALOS: SyncMethod = SyncMethod {
         let (region, world) = (states(momentum), states(world_momentum));
         // World: the model and its states. Region: the same, `pending`, and the number of changes.
         let remembered = 1 + world + 3 + region;
-        // What is served, the same in the form of a checkpoint, and three vectors of the worker.
+        // Held: the vectors that the rank serves, their copies for a checkpoint, and three vectors of the
+        // worker.
         Buffers { held: (3 + world + region) + remembered + 3, saved: remembered + 3 }
     },
     build: |s| {

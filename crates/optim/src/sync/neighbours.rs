@@ -208,8 +208,8 @@ mod tests {
                 assert!(values.iter().all(|x| (x - mean).abs() < 1e-3), "{graph:?} {size}: {values:?}");
             }
         }
-        // If the number of ranks is a power of two, an exponential graph is exact after its logarithm of
-        // rounds.
+        // If the number of ranks is a power of two, an exponential graph gives the exact mean after
+        // `log2(ranks)` rounds.
         let mut values = vec![0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
         for round in 0..3 {
             let mixed = matrix(Graph::Exponential, 8, round).into_iter();

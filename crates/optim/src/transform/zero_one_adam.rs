@@ -233,7 +233,7 @@ mod tests {
             assert_eq!(meets, wanted);
             assert!(!rounds.varies(500) && rounds.is_local(500));
         }
-        // Nothing overflows at the extremes.
+        // Extreme settings must not overflow.
         let rounds = SyncSchedule { freeze: u64::MAX, variance_doubling: 0, local_doubling: 0, most: 0 };
         assert!(rounds.varies(0) && rounds.meets(u64::MAX - 1));
         let never = SyncSchedule { variance_doubling: u64::MAX, ..rounds };

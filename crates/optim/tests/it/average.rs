@@ -207,7 +207,8 @@ fn feedback_telescopes_over_rounds() {
                     *t += f64::from(g);
                 }
             }
-            // What is missing is in the residuals: the mean of the workers', plus the server's.
+            // The missing part is in the residuals: the mean of the workers' residuals, plus the server's
+            // residual.
             (total, average.save("").unwrap())
         });
         let [a, b, c] = [0, 1, 2].map(|rank| random(&layout, rank, 1.0));

@@ -22,7 +22,7 @@ use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
 
 static CPU: LazyLock<Device> = LazyLock::new(|| Device::cpu(1).unwrap());
 
-/// A matrix, a vector, and padding after both.
+/// Returns a layout with a matrix and a vector, and padding after both.
 fn layout() -> ParamLayout {
     ParamLayout::new([("w".to_owned(), Shape::from([9, 13])), ("b".to_owned(), Shape::from(13))])
 }

@@ -82,8 +82,8 @@ enum Event {
     Answered(usize, usize),
 }
 
-/// The method as in its paper, in f64, but without losing what workers sent in the meantime. Returns the
-/// parameters of each rank after each step; after the last step, the world's model.
+/// Computes the method as in its paper, in f64, but without losing what workers sent in the meantime. Returns
+/// the parameters of each rank after each step; after the last step, the world's model.
 fn plain(outer: (f64, f64), world: WorldSettings, away: u64) -> Vec<Vec<Vec<f64>>> {
     let regions: Vec<Vec<usize>> = regions().iter().map(|r| r.iter().map(|r| r.index()).collect()).collect();
     let home = |rank: usize| regions.iter().position(|r| r.contains(&rank)).unwrap();

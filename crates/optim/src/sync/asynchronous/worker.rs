@@ -32,7 +32,7 @@ pub(in crate::sync) struct WaitPolicy {
 /// A state vector that servers send with the model before a checkpoint.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::sync) struct ServerState {
-    /// Its name in checkpoints.
+    /// Name of the vector in checkpoints.
     pub(in crate::sync) name: &'static str,
     /// Whether the values are the same on all ranks.
     pub(in crate::sync) shared: bool,

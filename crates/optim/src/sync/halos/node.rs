@@ -48,7 +48,7 @@ pub(super) struct Region {
     packer: Option<Packer>,
     /// Largest step of its workers.
     step: u64,
-    /// What each member asks for in a synchronisation; `None` until it asked.
+    /// What each member asks for in the current synchronisation; `None` until it has asked.
     meets: Vec<Option<SyncRequest>>,
 }
 

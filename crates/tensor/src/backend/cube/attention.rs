@@ -73,7 +73,7 @@ fn dot<N: Size>(x: &Array<Vector<f32, N>>, y: &[Vector<f32, N>], at: usize, #[co
     sum.vector_sum()
 }
 
-/// `x += factor * y`, where `y` is a row in memory.
+/// Computes `x += factor * y`, where `y` is a row in memory.
 #[cube]
 fn add_scaled<N: Size>(
     x: &mut Array<Vector<f32, N>>,
@@ -135,7 +135,7 @@ fn put<N: Size>(
     }
 }
 
-/// `y = softmax(scale q k^T) v`. The first query is at position `past`. `lse` is written if `keep`.
+/// Computes `y = softmax(scale q k^T) v`. The first query is at position `past`. `lse` is written if `keep`.
 #[cube(launch)]
 pub(super) fn forward<N: Size>(
     q: &[Vector<f32, N>],
@@ -204,7 +204,7 @@ pub(super) fn forward<N: Size>(
     }
 }
 
-/// `delta[batch, head, token] = y . dy` for each row of a head.
+/// Computes `delta[batch, head, token] = y . dy` for each row of a head.
 #[cube(launch)]
 pub(super) fn deltas(
     y: &[f32],
