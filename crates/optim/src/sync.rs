@@ -1,7 +1,7 @@
 //! Methods that synchronise replicas of the same parameters, so that they remain one model. Each method or
 //! family of methods has one file, and each method one row in [`METHODS`].
 //!
-//! A trainer calls a [`Synchroniser`] at fixed moments of a step, and does not depend on which method it is.
+//! A trainer calls a [`Synchroniser`] at fixed points of a step, and does not depend on which method it is.
 
 mod asynchronous;
 mod cocktail;
@@ -60,7 +60,7 @@ pub use streaming::STREAMING;
 pub use timeline::Timeline;
 pub use zero_one::{ZERO_ONE, ZeroOne};
 
-/// Moment of a run: the end of a step.
+/// Point of a run: the end of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepEnd {
     /// Number of the step, counted from 1.
@@ -210,7 +210,7 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// Drops an exchange that was not committed.
     fn rollback(&mut self);
 
-    /// Records that the parameters were set from outside, to the same values on all replicas.
+    /// Records that the caller has set the parameters, to the same values on all replicas.
     fn moved(&mut self, params: &Tensor) -> Result<(), OptimError>;
 
     /// Returns the number of the method's own averages that were committed.

@@ -160,7 +160,7 @@ pub enum Op<'a> {
     AttentionCached {
         /// Number of heads.
         heads: usize,
-        /// Number of tokens in the cache before these.
+        /// Number of tokens in the cache before the new ones.
         past: usize,
         /// Queries, keys and values of the new tokens: `[B, T, 3 C]`.
         qkv: View<'a>,
@@ -179,7 +179,7 @@ pub enum Op<'a> {
     AttentionCachedGrad {
         /// Number of heads.
         heads: usize,
-        /// Number of tokens in the cache before these.
+        /// Number of tokens in the cache before the new ones.
         past: usize,
         /// Queries, keys and values of the new tokens: `[B, T, 3 C]`.
         qkv: View<'a>,
@@ -196,7 +196,7 @@ pub enum Op<'a> {
         /// Output, the gradient of `qkv`: `[B, T, 3 C]`.
         d_qkv: ViewMut<'a>,
         /// Gradient of the cached keys, `[B, capacity, C]`. Before the op it has the contributions of all later
-        /// tokens; the op adds those of these tokens.
+        /// tokens; the op adds the contributions of the new tokens.
         d_keys: ViewMut<'a>,
         /// Gradient of the cached values, `[B, capacity, C]`, updated as `d_keys`.
         d_values: ViewMut<'a>,

@@ -24,7 +24,7 @@ pub(super) struct Slot {
 pub(super) struct Bucket {
     /// Ranges of the flat buffer without padding, in order.
     pieces: Vec<Range<usize>>,
-    /// Places of these ranges in the packed buffers.
+    /// Positions of `pieces` in the packed buffers.
     parts: Vec<Part>,
     pub(super) fragment: usize,
     /// Number of elements of all pieces.

@@ -36,7 +36,8 @@ pub const NOLOCO: SyncMethod = SyncMethod {
 /// ```
 ///
 /// Means are weighted. Each replica sends `8 P` bytes for `P` parameters. Slow parameters always differ a
-/// little; the model of the run is the mean of all replicas, which all take after the last step.
+/// little; the model of the run is the mean of all replicas. After the last step, all replicas set their
+/// parameters to it.
 ///
 /// Source: Kolehmainen et al. 2025, "`NoLoCo`", and its code.
 #[derive(Debug)]

@@ -1,5 +1,5 @@
 //! Tests of `Average` over endpoints in one process: exact means, exact bytes, equal replicas, error feedback
-//! that loses nothing, and rounds that are rolled back without a trace.
+//! that loses nothing, and rounds that change nothing when they are rolled back.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 

@@ -118,7 +118,7 @@ impl Replica {
             return false;
         }
         let weight = WEIGHTS[self.number];
-        // A synchronisation that is rolled back leaves no trace.
+        // A synchronisation that is rolled back changes nothing.
         self.sync.exchange_gathered(&self.params, &self.chain, after, weight).unwrap();
         self.sync.rollback();
         self.sync.exchange_gathered(&self.params, &self.chain, after, weight).unwrap();

@@ -267,7 +267,7 @@ fn bytes_are_those_of_the_formula() {
     let plain = inside + 3 * (2 + 17 + 9 + 8 * values);
     let got = used("none");
     assert!(got >= plain && got < plain + barriers, "{got}, {plain}");
-    // The messages of these three to the world are in 8 bits.
+    // The second region's three messages per round to the world are in 8 bits.
     let coded = plain - 3 * 3 * values;
     let got = used("int8");
     assert!(got > coded && got < coded + barriers + 3 * values / 8, "{got}, {coded}");

@@ -112,7 +112,7 @@ fn power_sgd_has_the_bits_of_the_method_as_it_is_written_down() {
             let new = || Average::new(comm.clone(), &CPU, &layout, named(bucket_bytes)).unwrap();
             let mut average = new();
             let round = |(i, x): (usize, &[Vec<f32>; 2])| {
-                // A round that is rolled back, and one that is dropped in the middle, leave no trace.
+                // A round that is rolled back, and one that is dropped in the middle, change nothing.
                 average.all(&mut tensor(&random(&layout, 900))).unwrap();
                 average.rollback();
                 let mut averaging = average.begin();

@@ -108,7 +108,7 @@ impl Replica {
         if !self.sync.is_due(after) {
             return false;
         }
-        // A synchronisation that is rolled back leaves no trace.
+        // A synchronisation that is rolled back changes nothing.
         self.sync.exchange_gathered(&self.params, &self.chain, after, self.weight).unwrap();
         self.sync.rollback();
         self.sync.exchange_gathered(&self.params, &self.chain, after, self.weight).unwrap();

@@ -1,4 +1,4 @@
-//! Lets a newcomer join at any moment of a step.
+//! Lets a newcomer join at any time within a step.
 
 use anyhow::{Context, Result};
 use farflung::base::{AccessLink, Bandwidth, Link, Nanos, PeerId, Rank, Topology};
