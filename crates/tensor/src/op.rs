@@ -221,9 +221,9 @@ pub enum Op<'a> {
         tokens: View<'a>,
         /// Gradient of the embedding's output: `[B, T, C]`.
         dy: View<'a>,
-        /// Gradient of the token table, `[V, C]`, added to.
+        /// Gradient of the token table, `[V, C]`. The op adds to it.
         d_tokens_table: ViewMut<'a>,
-        /// Gradient of the position table, `[positions, C]`, added to.
+        /// Gradient of the position table, `[positions, C]`. The op adds to it.
         d_positions_table: ViewMut<'a>,
     },
     /// Softmax cross-entropy of each row against its target. With `grad_scale`, the logits are overwritten by

@@ -112,8 +112,8 @@ pub const ASYNC: SyncMethod = SyncMethod {
     missing: Missing::Refused("a member may serve a shard of the model, which is lost with it"),
     buffers: |&Kept { momentum, feedback, .. }| {
         let (momentum, feedback) = (if momentum == 0.0 { 0 } else { 2 }, usize::from(feedback));
-        // Held: the model and the server's states, both also in the form of a checkpoint; three vectors of the
-        // worker; what a codec lost, also twice.
+        // Held: the model, the server's states and the codec's residual, and a copy of each for checkpoints;
+        // and three vectors of the worker.
         Buffers { held: 5 + 2 * (momentum + feedback), saved: 4 + momentum + feedback }
     },
     build: |s| {
