@@ -1,4 +1,4 @@
-//! Which files of a crate depend on each other, and the circles among them.
+//! Finds the dependencies between the files of a crate, and the cycles among them.
 
 mod code;
 
@@ -13,20 +13,20 @@ use code::Code;
 /// A module's path within its crate; empty for the crate's root.
 type Module = Vec<String>;
 
-/// The files of one crate, by their modules.
+/// The files of one crate, by module path.
 #[derive(Debug, Default)]
 pub(crate) struct Files {
     codes: BTreeMap<Module, Code>,
 }
 
-/// Files that depend on each other, directly or by way of others.
+/// A dependency cycle: files that depend on each other, directly or through other files.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Circle {
-    /// The edges between its files: who depends on whom, and the names that it uses.
+    /// Dependencies between the files of the cycle, with the names that they use.
     pub edges: Vec<Edge>,
 }
 
-/// One file depends on another.
+/// A dependency of the file `from` on the file `to`, which defines `names`.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Edge {
     pub from: Module,
@@ -67,9 +67,9 @@ impl Files {
         Ok(())
     }
 
-    /// Where a path leads from a module: the module that defines what it names.
+    /// Returns the module that defines the item which a path names, as seen from the module `from`.
     ///
-    /// `None` if it leads out of the crate, or names no more than a module.
+    /// Returns `None` if the path leads out of the crate, or if it names a module rather than an item.
     fn definition(&self, from: &[String], path: &[String], steps: usize) -> Option<Module> {
         match self.walk(from, path, steps)? {
             Place::Item(module) => Some(module),
@@ -78,7 +78,7 @@ impl Files {
     }
 
     fn walk(&self, from: &[String], path: &[String], steps: usize) -> Option<Place> {
-        // Imports may name each other in a circle.
+        // Imports may refer to each other in a cycle, so the number of steps is bounded.
         let steps = steps.checked_sub(1)?;
         let (first, mut rest) = path.split_first()?;
         let mut module: Module = match first.as_str() {
@@ -91,7 +91,7 @@ impl Files {
                     child
                 } else {
                     let import = self.codes.get(from)?.imports.iter().find(|import| import.name == *first)?;
-                    // `use a::a` of a foreign crate.
+                    // This is `use a::a` of an external crate, which would otherwise refer to itself.
                     if import.path.first() == Some(first) {
                         return None;
                     }
@@ -133,10 +133,10 @@ impl Files {
         Some(Place::Module(module))
     }
 
-    /// Every dependency of one file on another that may be part of a circle.
+    /// Returns every dependency of one file on another that may be part of a cycle.
     ///
-    /// Three are left out: names that a file only passes on (`pub use`); a module's dependency on the files of
-    /// its own folder, to which it is the entry; and what `error.rs` needs for the values that errors carry.
+    /// Three kinds are left out: names that a file only re-exports (`pub use`); a module's dependencies on its
+    /// own submodules; and all dependencies of `error.rs`, which needs the types of the values in its errors.
     pub(crate) fn edges(&self) -> Vec<Edge> {
         let mut edges: BTreeMap<(Module, Module), BTreeSet<String>> = BTreeMap::new();
         for (module, code) in self.codes.iter().filter(|(module, _)| **module != ["error"]) {
@@ -154,7 +154,7 @@ impl Files {
         edges.into_iter().map(|((from, to), names)| Edge { from, to, names }).collect()
     }
 
-    /// The circles among the files, each with its edges.
+    /// Returns the dependency cycles among the files, each with its edges.
     pub(crate) fn circles(&self) -> Vec<Circle> {
         let edges = self.edges();
         let reached: BTreeMap<&Module, BTreeSet<&Module>> =
@@ -184,7 +184,7 @@ fn joined(module: &[String], name: &str) -> Module {
     module.iter().cloned().chain([name.to_owned()]).collect()
 }
 
-/// All modules that some edges lead to from one.
+/// Returns all modules that can be reached from one module along the edges.
 fn reach<'a>(edges: &'a [Edge], from: &Module) -> BTreeSet<&'a Module> {
     let mut reached = BTreeSet::new();
     let mut next: Vec<&Module> = vec![from];
@@ -200,13 +200,13 @@ fn reach<'a>(edges: &'a [Edge], from: &Module) -> BTreeSet<&'a Module> {
 }
 
 impl Circle {
-    /// Returns its files, in order, as paths below `src` without their endings.
+    /// Returns the files of the cycle, in order, as paths below `src` without `.rs`.
     pub(crate) fn files(&self) -> Vec<String> {
         self.edges.iter().map(|edge| file(&edge.from)).collect::<BTreeSet<_>>().into_iter().collect()
     }
 }
 
-/// Returns the path of a module's file below `src`, without its ending.
+/// Returns the path of a module's file below `src`, without `.rs`.
 fn file(module: &Module) -> String {
     if module.is_empty() { "lib".to_owned() } else { module.join("/") }
 }
@@ -271,7 +271,7 @@ mod tests {
             ],
             &[],
         );
-        // Two files of one folder are no exception.
+        // Two files of one folder that depend on each other are a cycle too.
         let parent = ("a", "mod b; mod c;");
         let b = ("a/b", "pub struct B; use super::c::C;");
         found(&[parent, b, ("a/c", "pub struct C; use super::b::B;")], &["a/b -> a/c: C\n    a/c -> a/b: B"]);

@@ -24,7 +24,7 @@ pub(crate) struct Package {
     /// `name?/feature`.
     pub(crate) features: BTreeMap<String, Vec<String>>,
     pub(crate) has_library: bool,
-    /// Where its manifest is.
+    /// Folder of the package's manifest.
     pub(crate) folder: PathBuf,
 }
 

@@ -80,7 +80,7 @@ pub enum CompressError {
     /// The payload sets flags that this version does not define.
     #[error("the payload has the unknown flags {found:#06x}")]
     Flags {
-        /// All the flags.
+        /// All flags of the payload.
         found: u16,
     },
     /// The payload has more or fewer bytes than its header says, or fewer than the header's own 28.
@@ -164,7 +164,7 @@ pub enum CompressError {
     Code {
         /// The element's index.
         index: usize,
-        /// Its code.
+        /// The invalid code.
         code: u32,
     },
     /// The payload holds indices that no encoder writes.

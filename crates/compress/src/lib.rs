@@ -48,7 +48,7 @@ mod staging;
 mod threads;
 mod values;
 
-// Used by everybody: a codec by name, its payloads, and their errors.
+// For all users: a codec by name, its payloads, and their errors.
 pub use average::AverageSpec;
 pub use compressor::{Compressor, Memoryless};
 pub use error::CompressError;
@@ -57,7 +57,7 @@ pub use round_key::RoundKey;
 pub use spec::{CodecSpec, names, parse};
 pub use state::{State, StateMap, StateValue};
 
-// The codecs as types, for those who combine them without a name.
+// For users who combine codecs in code instead of by name: the codecs as types.
 pub use bf16::Bf16;
 pub use chunked::{Chunked, Chunks};
 pub use codebook::Codebook;
@@ -75,6 +75,6 @@ pub use sign::Sign;
 pub use sparse::{Amount, IndexCoding, Mask, Masked, Pattern, Select, Sparse};
 pub use uint::{Uint2, Uint3, Uint4, Uint8};
 
-// For a codec of your own, and for tests of one: the payload's header, and damaged payloads.
+// For users who write and test their own codec: the payload's header, and damaged payloads.
 pub use mutate::mutate;
 pub use wire::{CodecId, Payload, PayloadRef};

@@ -38,7 +38,7 @@ impl Product<'_> {
 /// [`max_magnitude`] does.
 pub(crate) struct Project<'a> {
     pub(crate) x: &'a [f32],
-    /// As long as `x`, or empty; if it is empty, `M = x`.
+    /// Previous matrix `m`, as long as `x`. If it is empty, `M = x`.
     pub(crate) m: &'a [f32],
     pub(crate) sent: Product<'a>,
     pub(crate) next_m: &'a mut [f32],

@@ -9,12 +9,12 @@ use crate::wire::CodecId;
 
 /// `MinMaxUInt8`: a block's smallest and largest value in a header of 32 bytes, then one byte for each element.
 ///
-/// With `d = max - min + 1e-7`, but at least `2^-14` of the largest magnitude, `s = 255 / d` and
-/// `hi = rint(max s)`, the code is `min(rint(x s), hi) - (hi - 255)`, clamped to `0..=255`. The error is at
-/// most `0.51 d / 255` plus `2^-22` of the largest magnitude, which is less than another `d / 255`.
-/// `4 + n + 32 ceil(n / block)` bytes. A block whose largest magnitude is below `2^-100` becomes zeros. `d` is
-/// at most `f32::MAX`; an element more than that below `max` decodes as `f32::MAX` below it. NaN and infinity
-/// are rejected; with feedback, a value whose compression error overflows f32 is rejected too.
+/// With `d = max - min + 1e-7`, but at least `2^-14` of the largest magnitude, `s = 255 / d` and `hi = rint(max
+/// s)`, the code is `min(rint(x s), hi) - (hi - 255)`, clamped to `0..=255`. The error is at most `0.51 d /
+/// 255` plus `2^-22` of the largest magnitude, which is less than another `d / 255`. `4 + n + 32 ceil(n /
+/// block)` bytes. A block whose largest magnitude is below `2^-100` becomes zeros. `d` is at most `f32::MAX`.
+/// An element that is more than `f32::MAX` below `max` decodes as about `max - f32::MAX`. NaN and infinity are
+/// rejected; with feedback, a value whose compression error overflows f32 is rejected too.
 ///
 /// Source: Gan et al. 2022, "Bagua", section 3; `kernels/bagua_kernels.cu`. Differs: codes are clamped below,
 /// where the original can wrap, `d` has a lower bound relative to the largest magnitude, and decoding

@@ -59,7 +59,7 @@ pub struct Sparse<C> {
 /// The selected elements, and buffers of the inner codec.
 #[derive(Debug, Clone, Default)]
 struct Kept {
-    /// Their indices, ascending.
+    /// Indices of the selected elements, ascending.
     indices: Vec<u32>,
     values: Vec<f32>,
     payload: Payload,

@@ -19,7 +19,7 @@ pub enum Values<'a> {
 }
 
 impl Values<'_> {
-    /// Number of values.
+    /// Returns the number of values.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     pub(crate) fn len(&self) -> usize {

@@ -206,7 +206,7 @@ impl Average {
         Ok(())
     }
 
-    /// Builds the way of each bucket with the codec of a stage.
+    /// Builds the reduction of each bucket, with the codec of a stage.
     fn new_ways(&self, stage: usize) -> Result<Vec<BucketReduction>, OptimError> {
         let comm = &self.comm;
         let staged = self.density.map(|density| density.codec(stage));
@@ -472,7 +472,7 @@ impl Average {
     }
 
     /// Starts to download the complete buckets, up to the first incomplete one, and sends the buckets whose
-    /// download an earlier call started. The device has computed on in the meantime, so this wait is short.
+    /// download an earlier call started. The device has continued to compute since then, so this wait is short.
     /// Once the last bucket is complete, all are sent, so that ranks on different kinds of devices have started
     /// the same collectives when the last range becomes ready.
     fn start(&mut self, flat: &Tensor) -> Result<(), OptimError> {

@@ -196,14 +196,14 @@ impl ChainBuilder {
 pub struct Chain {
     links: Vec<Box<dyn Transform>>,
     classes: Vec<Class>,
-    /// Program that computes what replicas average from a state and the gradient.
+    /// Program that computes, from a state and the gradient, the values that replicas average.
     contribution: Program,
     states: Vec<(String, Tensor)>,
     /// Kind of each state buffer.
     kinds: Vec<StateKind>,
     /// Index of each link's first state buffer.
     first_states: Vec<usize>,
-    /// Update between two passes; `None` if no class has several.
+    /// Update between two passes; `None` if no class of parameters has several passes.
     update: Option<Tensor>,
     /// Program that multiplies a tensor's update by a factor.
     factor: Program,

@@ -38,7 +38,7 @@ pub enum OptimError {
     NotAMatrix {
         /// Name of the parameter.
         name: String,
-        /// Its shape.
+        /// Shape of the parameter.
         shape: Shape,
     },
     /// Saved optimizer state does not fit the layout.

@@ -23,7 +23,7 @@ pub mod device_codec;
 #[cfg(feature = "sync")]
 pub mod sync;
 
-// Used by everybody: an optimizer by name, its schedules, groups and errors.
+// For all users: an optimizer by name, its schedules, groups and errors.
 pub use chain::{Chain, ChainBuilder, Prepared};
 pub use error::OptimError;
 pub use group::{GroupError, GroupRule, Groups, ParamGroup};
@@ -35,13 +35,13 @@ pub use norm::{global_norm, sum_of_squares};
 pub use outer::{OuterOptimizer, diloco_outer};
 pub use scaling::LossScale;
 
-// For averages over ranks (feature `sync`): the method of synchronisation is in `sync`.
+// For averages over ranks (feature `sync`). The methods of synchronisation are in the module `sync`.
 #[cfg(feature = "sync")]
 pub use average::{
     Average, AverageConfig, Averaged, Averaging, Coding, MakeCompressor, MakeProtocol, agree, token_weight,
 };
 
-// For a transform of your own, and a trainer of your own.
+// For users who write their own transform or trainer.
 pub use chain::GatheredUpdate;
 pub use finite::all_finite;
 pub use per_tensor::{PerTensor, Tensors};

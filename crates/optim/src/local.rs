@@ -59,9 +59,9 @@ pub struct LocalSettings {
     pub centered: bool,
     /// `AdaGrad`'s own decay of the learning rate.
     pub lr_decay: f64,
-    /// Limit of the bounds of `AdaBound`'s rates.
+    /// Learning rate that both of `AdaBound`'s bounds approach.
     pub final_lr: f64,
-    /// Speed at which these bounds approach their limit.
+    /// Speed at which `AdaBound`'s bounds approach `final_lr`.
     pub gamma: f64,
     /// Scale of Muon's steps of hidden matrices.
     pub muon_scale: MuonScale,
@@ -73,9 +73,10 @@ pub struct LocalSettings {
     pub schedule: LrSchedule,
     /// Number of updates after which the second moment is frozen.
     pub freeze: u64,
-    /// Number of changes of the second moment after which the updates between two changes double.
+    /// Number of changes of the second moment after which the number of updates between two changes doubles.
     pub variance_doubling: u64,
-    /// Number of local updates after which the updates between two synchronisations of replicas double.
+    /// Number of local updates after which the number of updates between two synchronisations of replicas
+    /// doubles.
     pub local_doubling: u64,
     /// Largest number of local updates between two synchronisations.
     pub most_local: u64,
@@ -139,7 +140,7 @@ pub enum Averages {
     },
     /// Gradients, through a codec in most steps, and later what local steps accumulated.
     Gathered {
-        /// Default codec for both.
+        /// Default codec for the gradients and for the accumulated values.
         codec: &'static str,
         /// Method of synchronisation that the optimizer requires.
         sync: &'static str,

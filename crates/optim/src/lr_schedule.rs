@@ -15,7 +15,7 @@ pub enum Decay {
     /// Warm-up, stable, decay (Hu et al. 2024, "MiniCPM"): stays at the peak, then falls on a straight line to
     /// the least rate in the last steps.
     Wsd {
-        /// Number of steps of that line, at the end of the schedule.
+        /// Number of steps of the decay, at the end of the schedule.
         steps: u64,
     },
     /// Falls with the inverse square root of the step (Vaswani et al. 2017), but not below the least rate.

@@ -1,7 +1,7 @@
-//! Methods that keep replicas of the same parameters one model. Each method or family of methods has one file,
-//! and each method one row in [`METHODS`].
+//! Methods that synchronise replicas of the same parameters, so that they remain one model. Each method or
+//! family of methods has one file, and each method one row in [`METHODS`].
 //!
-//! A trainer calls a [`Synchroniser`] at fixed moments of a step, and does not depend on which method it is.
+//! A trainer calls a [`Synchroniser`] at fixed points of a step, and does not depend on which method it is.
 
 mod asynchronous;
 mod cocktail;
@@ -60,7 +60,7 @@ pub use streaming::STREAMING;
 pub use timeline::Timeline;
 pub use zero_one::{ZERO_ONE, ZeroOne};
 
-/// Moment of a run: the end of a step.
+/// Point of a run: the end of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepEnd {
     /// Number of the step, counted from 1.
@@ -126,7 +126,7 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// nothing.
     fn exchanged(&mut self) -> Option<&mut Tensor>;
 
-    /// Returns the other averages of that exchange, in the same order on all replicas.
+    /// Returns the other values that [`Synchroniser::exchange`] averaged, in the same order on all replicas.
     fn exchanged_beside(&mut self) -> Vec<&mut Tensor> {
         Vec::new()
     }
@@ -210,7 +210,7 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// Drops an exchange that was not committed.
     fn rollback(&mut self);
 
-    /// Records that the parameters were set from outside, to the same values on all replicas.
+    /// Records that the caller has set the parameters, to the same values on all replicas.
     fn moved(&mut self, params: &Tensor) -> Result<(), OptimError>;
 
     /// Returns the number of the method's own averages that were committed.
@@ -234,7 +234,7 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// Returns the average whose codecs hold this rank's residuals.
     fn average(&self) -> &Average;
 
-    /// Returns that average for writing, to restore it.
+    /// Returns the average of [`Synchroniser::average`] for writing, to restore it.
     fn average_mut(&mut self) -> &mut Average;
 }
 
@@ -295,8 +295,8 @@ pub struct SyncMethod {
     pub reads: &'static [&'static str],
     /// Whether messages travel while replicas compute the next steps, so that they need not wait for them.
     pub overlaps: bool,
-    /// Whether the result depends on when messages arrive. It is then the same to the bit only on the virtual
-    /// clock.
+    /// Whether the result depends on when messages arrive. Two runs then give the same bits only on a simulated
+    /// network, which has a virtual clock.
     pub timed: bool,
     /// Number of steps between averages, if the method itself decides this.
     pub every: Option<u64>,

@@ -16,7 +16,7 @@ mod check;
 mod codec;
 mod backend;
 
-// Used by everybody: devices, tensors and the operations on them.
+// For all users: devices, tensors and the operations on them.
 pub use device::Device;
 pub use devices::{DeviceInfo, DeviceName};
 pub use dtype::{DType, Element};
@@ -29,10 +29,10 @@ pub use shape::Shape;
 pub use tensor::Tensor;
 pub use view::{View, ViewMut};
 
-// For a model or an optimizer of your own: operations, and elementwise programs that run in one pass.
+// For users who write their own model or optimizer: operations, and elementwise programs that run in one pass.
 pub use backend::MatMulScratchBytes;
 pub use op::{Fuse, Op};
 pub use program::{Instr, Program, ProgramBuilder, Value};
 
-// For codecs on the device.
+// For users who run codecs on the device.
 pub use codec::{BlockCodec, BlockMask, Code, Codecs, Pattern};

@@ -160,7 +160,7 @@ pub enum Op<'a> {
     AttentionCached {
         /// Number of heads.
         heads: usize,
-        /// Number of tokens in the cache before these.
+        /// Number of tokens in the cache before the new ones.
         past: usize,
         /// Queries, keys and values of the new tokens: `[B, T, 3 C]`.
         qkv: View<'a>,
@@ -179,7 +179,7 @@ pub enum Op<'a> {
     AttentionCachedGrad {
         /// Number of heads.
         heads: usize,
-        /// Number of tokens in the cache before these.
+        /// Number of tokens in the cache before the new ones.
         past: usize,
         /// Queries, keys and values of the new tokens: `[B, T, 3 C]`.
         qkv: View<'a>,
@@ -196,7 +196,7 @@ pub enum Op<'a> {
         /// Output, the gradient of `qkv`: `[B, T, 3 C]`.
         d_qkv: ViewMut<'a>,
         /// Gradient of the cached keys, `[B, capacity, C]`. Before the op it has the contributions of all later
-        /// tokens; the op adds those of these tokens.
+        /// tokens; the op adds the contributions of the new tokens.
         d_keys: ViewMut<'a>,
         /// Gradient of the cached values, `[B, capacity, C]`, updated as `d_keys`.
         d_values: ViewMut<'a>,
@@ -221,9 +221,9 @@ pub enum Op<'a> {
         tokens: View<'a>,
         /// Gradient of the embedding's output: `[B, T, C]`.
         dy: View<'a>,
-        /// Gradient of the token table, `[V, C]`, added to.
+        /// Gradient of the token table, `[V, C]`. The op adds to it.
         d_tokens_table: ViewMut<'a>,
-        /// Gradient of the position table, `[positions, C]`, added to.
+        /// Gradient of the position table, `[positions, C]`. The op adds to it.
         d_positions_table: ViewMut<'a>,
     },
     /// Softmax cross-entropy of each row against its target. With `grad_scale`, the logits are overwritten by

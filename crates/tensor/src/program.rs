@@ -182,17 +182,17 @@ impl ProgramBuilder {
         self.stores.push((value.0, index));
     }
 
-    /// Square root of `a`.
+    /// Returns the square root of `a`.
     pub fn sqrt(&mut self, a: Value) -> Value {
         self.push(Instr::Sqrt(a.0))
     }
 
-    /// Absolute value of `a`.
+    /// Returns the absolute value of `a`.
     pub fn abs(&mut self, a: Value) -> Value {
         self.push(Instr::Abs(a.0))
     }
 
-    /// 1 or -1 with the sign of `a`; `a` itself if it is zero or NaN.
+    /// Returns 1 or -1 with the sign of `a`, or `a` itself if it is zero or NaN.
     pub fn sign(&mut self, a: Value) -> Value {
         self.push(Instr::Sign(a.0))
     }
@@ -272,9 +272,9 @@ binary!(
     mul => Mul,
     /// Divides `a` by `b`.
     div => Div,
-    /// The larger of two values; the first one if either is NaN.
+    /// Returns the larger of two values, or the first one if either is NaN.
     max => Max,
-    /// The smaller of two values; the first one if either is NaN.
+    /// Returns the smaller of two values, or the first one if either is NaN.
     min => Min
 );
 

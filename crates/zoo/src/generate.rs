@@ -189,7 +189,8 @@ mod tests {
         assert!(generate(&stage, &params, &[11], 1, &Sampling::default(), |_| true).is_err());
     }
 
-    /// Reference for [`generate`], which runs a whole pass over the context for each token.
+    /// Generates text as [`generate`] does, but runs a whole pass over the context for each token. Used as
+    /// reference.
     fn slowly(stage: &Stage, params: &Tensor, prompt: &[u32], count: usize, sampling: &Sampling) -> Vec<u32> {
         let (context, vocab) = (stage.config().context, stage.config().vocab);
         let mut all = prompt.to_vec();

@@ -12,12 +12,12 @@ pub mod stage;
 
 mod error;
 
-// Used by everybody: a model's configuration, its tokenizer and data, generation.
+// For all users: a model's configuration, its tokenizer and data, and text generation.
 pub use config::{GptConfig, Init, TensorSpec};
 pub use data::{Corpus, HoldOut, Offsets, Sampler, Shard, Sharding, Shards, Split};
 pub use error::ZooError;
 pub use generate::{Sampling, generate};
 pub use tokenizer::Tokenizer;
 
-// For a trainer of your own: a stage is a part of the model with its forward and backward passes.
+// For users who write their own trainer: a stage is a part of the model with its forward and backward passes.
 pub use stage::{ActivationPolicy, Cache, Input, Output, Saved, Slices, Stage};

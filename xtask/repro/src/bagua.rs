@@ -28,8 +28,8 @@ const RHOS: [f64; 6] = [0.1, 0.5, 1.0, 2.0, 5.0, 10.0];
 /// The least speed-ups at a ratio of 2. For f16 the target is 1.5, minus the headers.
 const LEAST_AT_2: [(Arm, f64); 3] = [(arms::F16, 1.49), (arms::BYTE_GRAD, 1.95), (arms::SIGN_ALONE, 2.7)];
 
-/// The most by which `ByteGrad`'s loss may be above f32's, in percent: the value measured over three seeds plus
-/// two standard deviations. The original target was 1.
+/// Largest allowed increase of `ByteGrad`'s loss over that of the f32 arm, in percent: the value measured over
+/// three seeds plus two standard deviations. The original target was 1.
 const MOST_BYTE_GRAD: f64 = 2.1;
 
 /// Bits per second of the links in the sweep.

@@ -40,7 +40,7 @@ struct Case {
     name: &'static str,
     forward: &'static str,
     backward: &'static str,
-    /// The most by which its loss may be above f32's, in percent.
+    /// Largest allowed increase of the case's loss over that of f32, in percent.
     most: Option<f64>,
 }
 

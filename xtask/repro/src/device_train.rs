@@ -50,7 +50,7 @@ fn trace<R>(
     Ok(Trace { loss, drift: (farthest, found.len()), bytes, hash: hash(rank)? })
 }
 
-/// Returns the hash of the token table on a rank that has a user of it.
+/// Returns the hash of the token table on a rank whose stage uses the table.
 fn table(rank: &Trainer) -> Result<blake3::Hash> {
     let (stage, params) = rank.parts().next().context("the rank has no part of the model")?;
     let layout = stage.layout();

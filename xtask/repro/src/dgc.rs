@@ -14,14 +14,15 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The most by which the loss may be above f32's, in percent, for the claim to hold: the original target for
-/// methods with feedback.
+/// Largest allowed increase of the loss over that of the f32 arm, in percent, for the claim to hold: the
+/// original target for methods with feedback.
 const TARGET: f64 = 2.0;
-/// The mark used instead: the value measured over three seeds (7.34) plus two standard deviations of 0.45.
+/// The bound used instead of the target: the value measured over three seeds (7.34) plus two standard
+/// deviations of 0.45.
 const MOST: f64 = 8.3;
 
-/// Returns the mark for all-gather with feedback: the value measured over three seeds (3.74) plus two standard
-/// deviations.
+/// Returns the condition on the loss of all-gather with feedback: the value measured over three seeds (3.74)
+/// plus two standard deviations.
 fn judged_gathered(options: &Options) -> Mark {
     if options.quick { Mark::None } else { Mark::AtMost(4.4) }
 }

@@ -14,10 +14,10 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The most by which losses may be above ddp's, in percent: the original target.
+/// Largest allowed increase of losses over that of ddp, in percent: the original target.
 const MOST_50: f64 = 3.0;
-/// The mark on k-means shards: the value measured over three seeds (4.29) plus two standard deviations of 1.95.
-/// It is above the target for even data, and the record says so.
+/// The bound on k-means shards: the value measured over three seeds (4.29) plus two standard deviations of
+/// 1.95. It is above the target for even data, and the record says so.
 const MOST_KMEANS: f64 = 8.2;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {

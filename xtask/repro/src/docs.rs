@@ -1,4 +1,4 @@
-//! Writes what benches measured into a folder, for `--report FOLDER`.
+//! Writes the results of benches into a folder, for `--report FOLDER`.
 //!
 //! Each bench that ran writes its record to `reproductions/NAME.json`; records of other benches stay. The pages
 //! and charts are written only from the records, so their figures cannot be edited by hand.

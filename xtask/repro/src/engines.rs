@@ -72,7 +72,7 @@ impl Job {
         Ok(command)
     }
 
-    /// Returns the same command, with the ranks exchanging MPI's own messages.
+    /// Returns the command of [`Self::under`] with MPI as the transport.
     fn over_mpi(&self, engine: &[&str], out: &str) -> Result<Command> {
         let mut command = self.under(engine, out)?;
         command.args(["--transport", "mpi"]);

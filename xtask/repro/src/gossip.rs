@@ -15,10 +15,10 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The most by which losses may be above f32's, in percent: the original target.
+/// Largest allowed increase of losses over that of the f32 arm, in percent: the original target.
 pub(crate) const MOST: f64 = 3.0;
-/// The mark used instead: the largest value measured over three seeds (4.28) plus two standard deviations of
-/// 0.42. It is above the target, and the record says so.
+/// The bound used instead of the target: the largest value measured over three seeds (4.28) plus two standard
+/// deviations of 0.42. It is above the target, and the record says so.
 pub(crate) const MEASURED: f64 = 5.2;
 /// A link on which latency dominates.
 pub(crate) const FAR: &str = "10gbit,5ms";

@@ -22,8 +22,8 @@ const SLOW: f64 = 1.0 / 3.0;
 /// The least ratio of tokens per hour to f32's. With the defaults of `--sync halos`, 14.2 was measured on the
 /// virtual clock.
 const FASTER: f64 = 12.0;
-/// The most by which the loss may be above f32's, in percent: the original target. Over three seeds -0.85 was
-/// measured with the defaults, with a standard deviation of 0.26, so the defaults were kept.
+/// Largest allowed increase of the loss over that of the f32 arm, in percent: the original target. Over three
+/// seeds -0.85 was measured with the defaults, with a standard deviation of 0.26, so the defaults were kept.
 const ABOVE: f64 = 0.0;
 /// The least ratio of tokens per hour to servers on one level. 1.27 was measured.
 const OVER_ONE_LEVEL: f64 = 1.1;

@@ -1,4 +1,5 @@
-//! The harness of the benches: the command line, the rows with their marks, and the two output formats.
+//! The harness of the benches: the command line, the rows with their conditions ([`Mark`]), and the two output
+//! formats.
 //!
 //! It does not depend on what is measured.
 
@@ -54,7 +55,7 @@ pub struct Options {
     pub beside: Option<String>,
 }
 
-/// Condition on a row's value.
+/// Condition on a row's value: the row passes if the value meets it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Mark {
     /// The value must not be below.
@@ -66,7 +67,7 @@ pub enum Mark {
 }
 
 impl Mark {
-    /// Checks whether `value` meets the mark. Returns `None` without a mark. NaN meets no mark.
+    /// Returns whether `value` meets the condition, or `None` if there is no condition. NaN meets no condition.
     #[must_use]
     pub fn pass(self, value: f64) -> Option<bool> {
         match self {

@@ -86,7 +86,7 @@ impl Lab {
 
     /// Adds the rows of an arm compared with the synchronous f32 arm, and its entry in the bench's record.
     ///
-    /// `gap` is the mark for the difference of the losses, in percent.
+    /// `gap` is the condition on the difference of the losses, in percent.
     ///
     /// Errors: those of [`Lab::outcome`]; stdout is closed.
     pub(crate) fn compare(

@@ -22,8 +22,8 @@ pub(crate) const BENCH: Bench = Bench {
 const TEXT: &str = "d931b6eae46e91ebeb028231f24af58fca469996698f04a80df6e27f93e4642f";
 
 /// PyTorch's validation loss in nats, by number of steps. Measured by `torch_loss.py STEPS TEXT` (PyTorch 2,
-/// one thread) with the bytes of [`corpus::default_text`] as TEXT. It starts from other weights and draws other
-/// batches.
+/// one thread) with the bytes of [`corpus::default_text`] as TEXT. PyTorch's run starts from other weights and
+/// draws other batches.
 const PYTORCH: [(u64, f64); 2] = [(100, 2.4366), (500, 1.9897)];
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {

@@ -34,7 +34,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         report.row(&format!("{name}: error after 1 step"), first, "", Mark::AtMost(MOST[0]))?;
         report.row(&format!("{name}: error after {STEPS} steps"), last, "", Mark::AtMost(MOST[1]))?;
     }
-    // These losses have no marks: they use one learning rate for most optimizers, and none was tuned.
+    // There is no condition on these losses: most optimizers use the same learning rate, and no rate was tuned.
     let steps = TEXT_STEPS[usize::from(options.quick)];
     let first = TrainConfig { steps, workers: 1, ..config(report.seed(), !options.quick) };
     let text = job(first.clone(), Over::Memory)?;

@@ -1,4 +1,4 @@
-//! Benches of runs whose members come and leave. On the virtual clock, each run follows a script that says
+//! Benches of runs whose members join and leave. On the virtual clock, each run follows a script that says
 //! which member is lost or joins, and when.
 
 mod blow;
@@ -48,13 +48,13 @@ fn job(seed: u64, members: usize, change: impl FnOnce(&mut TrainConfig)) -> Resu
 /// Outcome of a member.
 type Ended = farflung::Result<Option<Report>>;
 
-/// Runs a job on a network of `ends` endpoints. The members of the job start it; those in `come` join at their
-/// times.
+/// Runs a job on a network of `ends` endpoints. The job's members start the run; those in `come` join it at the
+/// given times.
 fn run(job: &Job, ends: usize, come: &[(PeerId, Nanos)], faults: &Faults) -> Result<Vec<Ended>> {
     watched(job, ends, come, faults, &mut Quiet)
 }
 
-/// Does the same as [`run`], with a watch that receives what the first member prints.
+/// Does the same as [`run`], with an observer that receives the steps and notes of the first member.
 fn watched(
     job: &Job,
     ends: usize,
@@ -66,7 +66,7 @@ fn watched(
     over(job, &Topology::uniform(ends, link), come, faults, watch)
 }
 
-/// The same at a network of the members' own links.
+/// Does the same as [`watched`], over a network with this topology.
 fn over(
     job: &Job,
     topology: &Topology,
@@ -79,7 +79,7 @@ fn over(
     Ok(run_seats(job, elastic::seats(job, ends, come, true)?, watch))
 }
 
-/// Notes that a run prints besides its steps.
+/// An observer that collects the notes of a run.
 #[derive(Debug, Default)]
 struct Notes(Vec<String>);
 

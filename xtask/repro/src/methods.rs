@@ -34,8 +34,8 @@ pub(crate) const BENCH: Bench = Bench {
 const BASE: &str = "--layers 1 --heads 2 --dim 32 --context 32 --batch 2 --threads 1 --lr-schedule constant \
                     --min-lr 0 --warmup 0 --sample-tokens 0 --codec none";
 const STEPS: u64 = 8;
-/// Step of the checkpoint. Some methods have averages in flight then. Methods that meet every 3 steps save at
-/// the next meeting.
+/// Step of the checkpoint. Some methods have averages in flight then. Methods that synchronise every 3 steps
+/// save at their next synchronisation.
 const CHECKPOINT: u64 = 5;
 /// Allowed relative distance between parameters that were computed in another order.
 const ROUNDED: f64 = 1e-6;
@@ -74,7 +74,7 @@ const DEGENERATE: &[Degenerate] = &[
         "--sync des-loc --sync-every 1 --first-moment-every 1 --optimizer sgd --clip 0 --lr 0.1",
         "--sync ddp --optimizer sgd --clip 0 --lr 0.1",
     ),
-    // The run is too short for any moment to be averaged.
+    // The run is too short for an average of the optimizer's moments.
     same(
         "--sync des-loc --sync-every 3 --first-moment-every 9 --second-moment-every 9",
         "--sync diloco --sync-every 3 --outer-lr 1 --outer-momentum 0",
@@ -94,7 +94,7 @@ const DEGENERATE: &[Degenerate] = &[
         "--sync halos --workers 1 --sync-every 3 --sync-delay 0 --outer-lr 1 --outer-momentum 0",
         "--sync ddp --workers 1",
     ),
-    // With one region, and a region's model that does not take over the world's, HALoS is async.
+    // With one region whose model ignores the world's model (`--world-mixing 1`), `halos` equals `async`.
     near(
         "--sync halos --sync-every 3 --world-every 1 --world-mixing 1 --topology unequal.toml",
         "--sync async --sync-every 3 --topology unequal.toml",
@@ -162,15 +162,15 @@ fn all() -> Vec<String> {
         let every = if row.reads.contains(&"sync-every") { " --sync-every 3" } else { "" };
         let moments = " --first-moment-every 3 --second-moment-every 6";
         let moments = if row.reads.contains(&"first-moment-every") { moments } else { "" };
-        // With these flags workers meet at the step of the checkpoint, and never finish a step at the same
-        // time.
+        // With these flags workers synchronise at the step of the checkpoint, and never finish a step at the
+        // same time.
         let machines = if row.reads.contains(&"world-every") { REGIONS } else { UNEQUAL };
         let timed = format!(" --meet-every {CHECKPOINT} --topology {machines}");
         let timed = if row.timed { &timed } else { "" };
         let interval = if row.reads.contains(&"average-interval") { " --average-interval 300us" } else { "" };
         format!("--sync {}{every}{moments}{interval}{codec}{timed}", row.name)
     });
-    // The same methods with changes to servers in 8 bits with feedback.
+    // Methods with servers once more, with changes sent to the servers in 8 bits with feedback.
     let coded = METHODS.iter().filter(|row| row.codes_changes).map(|row| {
         let every = if row.reads.contains(&"sync-every") { " --sync-every 3" } else { "" };
         let machines = if row.reads.contains(&"world-every") { REGIONS } else { UNEQUAL };
@@ -182,8 +182,8 @@ fn all() -> Vec<String> {
     });
     let optimizers = OPTIMIZERS.iter().filter_map(|row| {
         let codec = row.averages.codec()?;
-        // 0/1 Adam: with these flags, some steps change the variance and others do not, and local steps meet in
-        // some steps only.
+        // 0/1 Adam: with these flags, some steps change the variance and others do not, and replicas
+        // synchronise after some of the local steps only.
         let turns =
             row.averages.sync().map_or("", |_| " --variance-doubling 1 --local-doubling 1 --sync-every 2");
         Some(format!("--optimizer {} --codec {codec} --codec-warmup 3{turns}", row.name))

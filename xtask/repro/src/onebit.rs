@@ -13,7 +13,7 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The most by which the loss may be above f32's, in percent: the original target.
+/// Largest allowed increase of the loss over that of the f32 arm, in percent: the original target.
 const MOST: f64 = 1.0;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {

@@ -13,7 +13,7 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The most by which the loss may be above LAMB's, in percent.
+/// Largest allowed increase of the loss over that of LAMB, in percent.
 const MOST: f64 = 1.0;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {

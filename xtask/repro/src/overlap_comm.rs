@@ -55,8 +55,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         }
     }
 
-    // Compares ranks that meet after each spell of real work, with slightly different clocks, with threads that
-    // never meet.
+    // Compares two times: of ranks that synchronise after each period of real work, with slightly different
+    // clocks; and of threads that never synchronise.
     let rounds = if options.quick { 4_000_000 } else { 10_000_000 };
     let spells = 10;
     let (mut threads, mut ranks) = (0.0, 0.0);

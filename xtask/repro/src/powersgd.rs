@@ -13,8 +13,8 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The most by which the loss with rank 4 may be above f32's, in percent: the original target for methods with
-/// feedback.
+/// Largest allowed increase of the loss with rank 4 over that of the f32 arm, in percent: the original target
+/// for methods with feedback.
 const MOST: f64 = 2.0;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {

@@ -13,7 +13,7 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The most by which losses may be above f32's, in percent.
+/// Largest allowed increase of losses over that of the f32 arm, in percent.
 const MOST: f64 = 1.0;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {

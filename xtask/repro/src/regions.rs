@@ -1,4 +1,4 @@
-//! Compares averages between two regions with one slow line between them: the coded average in two levels, the
+//! Compares averages between two regions with one slow link between them: the coded average in two levels, the
 //! flat one, and f32.
 
 use std::sync::Arc;
@@ -29,7 +29,8 @@ pub(crate) const BENCH: Bench = Bench {
 const CODEC: &str = "int8+ef";
 const RANKS: usize = 8;
 const REGION: usize = 4;
-/// Seconds per byte inside a region and on the line between the regions, then the latencies of both.
+/// Seconds per byte on the links inside a region and on the link between the regions, then the latencies of
+/// both.
 const INSIDE: f64 = 8.0 / 1e9;
 const LINE: f64 = 8.0 / 50e6;
 const NEAR: f64 = 1e-3;
@@ -51,7 +52,7 @@ fn topology() -> Result<Topology> {
     Ok(topology)
 }
 
-/// Time of an average, and the bytes that crossed the line in the busier direction.
+/// Time of an average, and the bytes that crossed the link between the regions in the busier direction.
 #[derive(Debug, Clone, Copy)]
 struct Taken {
     seconds: f64,
@@ -132,14 +133,14 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         Taken { seconds: 2.0 * inside + FAR + g * packed(v / g) * LINE, crossed: g * packed(v / g) };
     // In each phase, each rank sends the other region's ranks their shards, or its own shard's result.
     let phase = g * g * packed(v / n);
-    // The first ranks that have received all of the first phase begin the second, so the line is always busy
-    // and only one latency counts.
+    // The first ranks that have received all of the first phase begin the second, so the link between the
+    // regions is always busy and only one latency counts.
     let flat = Taken { seconds: FAR + 2.0 * phase * LINE, crossed: 2.0 * phase };
     // In f32: rings inside the regions, then rings of two between the owners of each quarter, which use the
-    // line one after the other.
+    // link between the regions one after the other.
     let grouped =
         Taken { seconds: 2.0 * (g - 1.0) * (NEAR + v * INSIDE) + FAR + 4.0 * v * LINE, crossed: 4.0 * v };
-    // Blocks cross the line one after the other.
+    // Blocks cross the link between the regions one after the other.
     let ring =
         Taken { seconds: FAR + 2.0 * (n - 1.0) * 4.0 * v / n * LINE, crossed: 2.0 * (n - 1.0) * 4.0 * v / n };
     let seen = [

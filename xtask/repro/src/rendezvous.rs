@@ -1,4 +1,4 @@
-//! Checks that a job of processes forms when ranks come late, come again, come twice, or when strangers
+//! Checks that a job of processes forms when ranks start late, restart, or start twice, and when strangers
 //! connect.
 
 use std::io::Write;

@@ -144,7 +144,7 @@ fn chosen(report: &mut Report<'_>) -> Result<()> {
         let plain = comparison.order(Method::OneFOneB)?;
         let ratio = simulate(&plain.0, &plain.1)?.makespan().0 as f64 / figures.makespan.0 as f64;
         let metric = format!("{ranks}x{microbatches}, {name}: {method}, speed relative to 1f1b");
-        // 1F1B fits all of these memory limits except the half.
+        // 1F1B fits all of these memory limits except half of its own memory.
         report.row(&metric, ratio, "x", if memory == Some(2) { Mark::None } else { Mark::AtLeast(1.0) })?;
     }
     Ok(())

@@ -13,10 +13,10 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The most by which losses may be above plain `DiLoCo`'s, in percent: the original target.
+/// Largest allowed increase of losses over that of plain `DiLoCo`, in percent: the original target.
 const MOST: f64 = 1.0;
-/// The mark when mixed by half, as in the paper: the value measured over three seeds (3.28) plus two standard
-/// deviations of 0.2. It is above the target, and the record says so.
+/// The bound when parameters are mixed by half, as in the paper: the value measured over three seeds (3.28)
+/// plus two standard deviations of 0.2. It is above the target, and the record says so.
 const MOST_MIXED: f64 = 3.7;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {

@@ -1,5 +1,5 @@
-//! Runs SWARM's setting with the trainer on the virtual clock: unequal machines on lines of 200 Mbit/s, whose
-//! stages are pools.
+//! Runs SWARM's setting with the trainer on the virtual clock: unequal machines on links of 200 Mbit/s, in
+//! pipelines whose stages are pools.
 
 use std::fmt::Write as _;
 
@@ -217,7 +217,7 @@ fn square_cube(report: &mut Report<'_>, options: &Options, file: Write<'_>) -> R
         let job = job(base, Over::Simulated(link))?;
         let seen = measured(&job, 2)?;
         // Forward and backward take the time of three forwards. Hidden states and gradients use opposite
-        // directions of the line.
+        // directions of the link.
         let (hidden, tokens) = (width as u64, job.model.context as u64);
         let flops = FLOPS / 3.0;
         let law = SquareCube { hidden, layers: 2, tokens, bits: 8, flops, bandwidth: 200e6, round_trip: 0.0 };
@@ -227,7 +227,7 @@ fn square_cube(report: &mut Report<'_>, options: &Options, file: Write<'_>) -> R
             "",
             Mark::None,
         )?;
-        // Compares the computing of the last stage, including its head, with the time of the line.
+        // Compares the computing of the last stage, including its head, with the time to send over the link.
         let schedule = ReplicaSchedule::new(&job, 0)?;
         let busy = seen.busy[1].as_secs_f64() / microbatches as f64;
         let boundary = &schedule.cost.boundaries[0];

@@ -35,8 +35,8 @@ fn normal(draw: &Philox, i: u64) -> f64 {
     (-2.0 * (1.0 - a).ln()).sqrt() * (std::f64::consts::TAU * b).cos()
 }
 
-/// The quantisers of boundaries, and the most that each may lose: the condition, or no mark for those that are
-/// known to lose more.
+/// The quantisers of boundaries, and the bound on what each may lose: the theorem's condition, or none for
+/// quantisers that are known to lose more.
 const QUANTISERS: [(&str, Mark); 8] = [
     ("f16", Mark::AtMost(CONDITION)),
     ("direct:8", Mark::AtMost(CONDITION)),

@@ -20,7 +20,7 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// What limits a step, the link, and the codec.
+/// Name of what limits the step; then the link and the codec.
 const CASES: [(&str, &str, &str); 4] = [
     ("latency", "10gbit,5ms", "none"),
     ("bandwidth", "20mbit,1us", "none"),

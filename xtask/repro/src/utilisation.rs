@@ -44,7 +44,7 @@ struct Large {
     least: Option<f64>,
 }
 
-/// Times of steps and speeds of lines are our choice, within the ranges that the papers give for their
+/// Times of steps and speeds of links are our choice, within the ranges that the papers give for their
 /// machines.
 const LARGE: [Large; 4] = [
     Large {
@@ -102,7 +102,8 @@ impl Large {
         computing / (computing + self.average())
     }
 
-    /// Returns its line, scaled to a model of `parameters` parameters whose step takes `step` seconds.
+    /// Returns the link of a machine, scaled to a model of `parameters` parameters whose step takes `step`
+    /// seconds.
     fn scaled(&self, parameters: f64, step: f64) -> Link {
         let faster = self.step / step;
         Link {

@@ -28,8 +28,8 @@ pub(crate) const BENCH: Bench = Bench {
 
 const RATE: Bandwidth = Bandwidth(100_000_000);
 const DELAY: Nanos = Nanos::from_millis(10);
-/// The most that a step may take, relative to the longer of computing and sending. On two cores `CHOCO-SGD` was
-/// measured at 1.14, because each worker's only thread also copies and encodes all parameters.
+/// Largest allowed time of a step, relative to the longer of computing and sending. On two cores `CHOCO-SGD`
+/// was measured at 1.14, because each worker's only thread also copies and encodes all parameters.
 const MOST: f64 = 1.1;
 /// Steps before the measured ones.
 const WARM: u64 = 2;
@@ -37,9 +37,9 @@ const WARM: u64 = 2;
 const EQUAL: f64 = 60.0;
 /// Method whose loss is compared.
 const COMPARED: &str = "a step late, int4";
-/// The most that its held-out loss may be, relative to that of f32 after as many steps as PyTorch's fastest
-/// hook takes in the same time. 0.98 was measured: 32 steps a minute against 21, where computing alone allows
-/// 33.
+/// Largest allowed held-out loss of [`COMPARED`], relative to that of f32 after as many steps as PyTorch's
+/// fastest hook takes in the same time. 0.98 was measured: 32 steps a minute against 21, where computing alone
+/// allows 33.
 const LOSS_MOST: f64 = 1.0;
 
 /// Flags of the model. Each worker has one thread.
@@ -161,7 +161,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let measure =
         |flags: &str| steps(&again(&first, config(base, flags, first.config.seed, count)?, Over::Tcp), count);
     let theirs = Hooks { peers: &options.peers, model: if options.quick { "nano" } else { "baby" } };
-    // These replicas meet only after the last step, which this run does not reach.
+    // These replicas average only after the last step, which this run does not reach.
     let compute = measure("--sync diloco --sync-every 900")?.step;
     report.row("computing alone: step", compute * 1e3, "ms", Mark::None)?;
     let mut compared = None;

@@ -90,7 +90,8 @@ pub(crate) fn on_all<T: Send>(job: &Job, work: impl Fn(&mut Trainer) -> Result<T
     in_seats(job, |seat| work(&mut Trainer::new(job, seat.comm, job.config.threads)?))
 }
 
-/// Does the same as [`on_all`] with each worker's seat, before a trainer is made for it.
+/// Runs `work` for each worker on a separate thread, with its [`Seat`] (its connection to the job). No trainer
+/// is made.
 pub(crate) fn in_seats<T: Send>(job: &Job, work: impl Fn(Seat) -> Result<T> + Sync) -> Result<Vec<T>> {
     let work = &work;
     std::thread::scope(|scope| {

@@ -1,5 +1,5 @@
-//! Runs the short form of every bench whose marks do not depend on a clock and that ends in seconds. So the
-//! tests detect a mark that is missed.
+//! Runs the short form of every bench that ends in seconds and whose conditions do not depend on a clock. The
+//! tests fail if a condition is not met.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -63,7 +63,7 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("wan-step", "its marks depend on the clock"),
 ];
 
-/// Runs a bench. All of its marks must be met.
+/// Runs a bench. All conditions on its results must be met.
 fn short(name: &str) {
     let output = Command::new(env!("CARGO_BIN_EXE_farflung-repro")).args([name, "--quick"]).output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);

@@ -1,25 +1,26 @@
-//! The part of a Rust file that says on which other files it depends: its `use` declarations, the items that it
-//! defines, and the paths in its code. Comments, texts and tests are left out.
+//! Reads the parts of a Rust file from which its dependencies on other files are computed: its `use`
+//! declarations, the items that it defines, and the paths in its code. Comments, string literals and tests are
+//! left out.
 
-/// What is said in one file.
+/// The items, imports and paths of one file.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Code {
-    /// Names of the items that it defines outside of functions, but for modules.
+    /// Names of the items that the file defines outside of functions, except modules.
     pub items: Vec<String>,
-    /// Names that it imports.
+    /// Names that the file imports.
     pub imports: Vec<Import>,
-    /// Paths of two segments and more, but for those of imports.
+    /// Paths with at least two segments, except those of imports.
     pub paths: Vec<Vec<String>>,
 }
 
 /// A name that a `use` declaration brings into a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Import {
-    /// The name in this file; `*` for all names of the path.
+    /// Name in this file; `*` for a glob import.
     pub name: String,
-    /// Where the name comes from.
+    /// Path from which the name is imported.
     pub path: Vec<String>,
-    /// Whether other files see the name too (`pub use`, `pub(crate) use`).
+    /// Whether the name is re-exported (`pub use`, `pub(crate) use`).
     pub exported: bool,
 }
 
@@ -45,7 +46,7 @@ impl Token {
 }
 
 impl Code {
-    /// Reads a file's text.
+    /// Reads the source text of a file.
     pub(crate) fn read(text: &str) -> Self {
         let tokens = without_tests(&tokens(text));
         let mut code = Self::default();
@@ -55,7 +56,7 @@ impl Code {
             match token {
                 Token::Other('{') => depth += 1,
                 Token::Other('}') => depth = depth.saturating_sub(1),
-                // `use<'a>` is a bound and no declaration.
+                // `use<'a>` is a bound, not a declaration.
                 Token::Word(word) if word == "use" && !tokens.get(at + 1).is_some_and(|t| t.is('<')) => {
                     let end = tokens[at..].iter().position(|t| t.is(';')).map_or(tokens.len(), |n| at + n);
                     let exported = at > 0 && (tokens[at - 1].word() == Some("pub") || tokens[at - 1].is(')'));
@@ -82,18 +83,18 @@ impl Code {
     }
 }
 
-/// The name of the item that a keyword begins.
+/// Returns the name of the item whose definition begins with `keyword`.
 fn defined(keyword: &str, rest: &[Token]) -> Option<String> {
     let name = match keyword {
         "struct" | "enum" | "union" | "trait" | "fn" | "const" | "static" | "type" => rest.first()?.word()?,
         "macro_rules" => rest.get(1)?.word()?,
         _ => return None,
     };
-    // `const fn`, `static mut` and what follows them.
+    // In `const fn`, `static mut` and similar, the word after the keyword is not the name.
     (!["fn", "mut", "unsafe", "extern", "async"].contains(&name)).then(|| name.to_owned())
 }
 
-/// The longest path at the beginning of some tokens.
+/// Returns the longest path at the beginning of `tokens`.
 fn path(tokens: &[Token]) -> Vec<String> {
     let mut segments = Vec::new();
     let mut rest = tokens;
@@ -107,7 +108,7 @@ fn path(tokens: &[Token]) -> Vec<String> {
     segments
 }
 
-/// The names of one `use` tree, from token `at` on.
+/// Appends to `found` the names that one `use` tree imports, and moves `at` to the end of the tree.
 fn expand(tokens: &[Token], at: &mut usize, prefix: &[String], found: &mut Vec<Import>) {
     let mut path = prefix.to_vec();
     while let Some(token) = tokens.get(*at) {
@@ -148,7 +149,7 @@ fn expand(tokens: &[Token], at: &mut usize, prefix: &[String], found: &mut Vec<I
     found.push(Import { name, path, exported: false });
 }
 
-/// Leaves out each item behind `#[cfg(test)]`.
+/// Returns the tokens without the items that are marked `#[cfg(test)]`.
 fn without_tests(tokens: &[Token]) -> Vec<Token> {
     let is_mark = |window: &[Token]| {
         let words: Vec<_> = window.iter().filter_map(Token::word).collect();
@@ -167,7 +168,7 @@ fn without_tests(tokens: &[Token]) -> Vec<Token> {
     kept
 }
 
-/// Where the item at a token ends: behind its `;` or its closing brace.
+/// Returns the index of the token after an item: after its `;` or its closing brace.
 fn after_item(tokens: &[Token], from: usize) -> usize {
     let mut depth = 0_usize;
     for (i, token) in tokens.iter().enumerate().skip(from) {
@@ -186,7 +187,8 @@ fn after_item(tokens: &[Token], from: usize) -> usize {
     tokens.len()
 }
 
-/// The tokens of a text, without comments, texts, characters and lifetimes.
+/// Returns the tokens of a Rust source text. Comments, string and character literals, and lifetimes are left
+/// out.
 fn tokens(text: &str) -> Vec<Token> {
     let bytes: Vec<char> = text.chars().collect();
     let mut tokens = Vec::new();
@@ -223,7 +225,7 @@ fn tokens(text: &str) -> Vec<Token> {
     tokens
 }
 
-/// The next position whose character is as asked.
+/// Returns the index of the next character that is `wanted`, or the length of the text.
 fn find(text: &[char], from: usize, wanted: impl Fn(char) -> bool) -> usize {
     text[from..].iter().position(|&c| wanted(c)).map_or(text.len(), |n| from + n)
 }
@@ -259,7 +261,7 @@ fn after_text(text: &[char], from: usize) -> usize {
     at
 }
 
-/// Behind a raw text, or behind the `#` of a raw name.
+/// Returns the index after a raw string literal, or after the `#` of a raw identifier.
 fn after_raw_text(text: &[char], from: usize) -> usize {
     let quote = find(text, from, |c| c != '#');
     if text.get(quote) != Some(&'"') {
@@ -277,7 +279,7 @@ fn after_raw_text(text: &[char], from: usize) -> usize {
     at
 }
 
-/// Behind a character, or behind the quote of a lifetime.
+/// Returns the index after a character literal, or after the quote of a lifetime.
 fn after_quote(text: &[char], from: usize) -> usize {
     match (text.get(from + 1), text.get(from + 2)) {
         (Some('\\'), _) => find(text, from + 3, |c| c == '\'') + 1,

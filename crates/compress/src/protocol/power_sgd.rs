@@ -89,9 +89,9 @@ impl Round {
 
 impl PowerSgd {
     /// Creates the protocol for row-major matrices `[rows, columns]`. The rank may be at most the smaller of
-    /// both.
+    /// `rows` and `columns`.
     ///
-    /// Errors: [`CompressError::BlockSize`] for a rank of 0 or above that.
+    /// Errors: [`CompressError::BlockSize`] for a rank of 0 or above that limit.
     pub fn new(rows: usize, columns: usize, rank: usize, seed: u64) -> Result<Self, CompressError> {
         let most = rows.min(columns);
         if rank == 0 || rank > most {

@@ -12,10 +12,10 @@ use crate::OptimError;
 pub(super) struct Slot {
     pub(super) name: String,
     pub(super) shape: Shape,
-    /// Range of its elements in the flat buffer.
+    /// Range of the parameter's elements in the flat buffer.
     pub(super) range: Range<usize>,
     pub(super) bucket: usize,
-    /// Whether it is final in this round.
+    /// Whether the parameter is final in this round.
     pub(super) ready: bool,
 }
 
@@ -24,7 +24,7 @@ pub(super) struct Slot {
 pub(super) struct Bucket {
     /// Ranges of the flat buffer without padding, in order.
     pieces: Vec<Range<usize>>,
-    /// Places of these ranges in the packed buffers.
+    /// Positions of `pieces` in the packed buffers.
     parts: Vec<Part>,
     pub(super) fragment: usize,
     /// Number of elements of all pieces.

@@ -22,7 +22,7 @@ pub(super) enum BucketReduction {
 /// Result of an exchange of a bucket.
 pub(super) enum ReductionStep {
     Mean(Packed),
-    /// There is another exchange.
+    /// The next exchange of the bucket, which has been started.
     Goes(PendingBucket),
 }
 

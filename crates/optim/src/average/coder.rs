@@ -36,7 +36,7 @@ struct State {
     bucket: usize,
     /// Ranges of the program's blocks.
     blocks: Vec<Range<usize>>,
-    /// One codec for each block and side of the reduction that this rank encodes.
+    /// One codec for each block that this rank encodes, and for each phase in which it does.
     streams: BTreeMap<(Phase, usize), Stream<Vectors>>,
     /// Codec that only decodes.
     decoder: Stream<Vectors>,
@@ -45,7 +45,7 @@ struct State {
     decoded: Option<Tensor>,
     /// Bytes of this rank's own values in this round.
     sent: u64,
-    /// Side on which this rank's own values are encoded. A program may have no [`Phase::Worker`].
+    /// Phase in which this rank's own values are encoded. A program may have no [`Phase::Worker`].
     own: Phase,
     round: u64,
     /// Incremented when a round begins or ends, so that values of an abandoned round can no longer be encoded.
@@ -137,7 +137,7 @@ impl Codecs {
         self.lock().end(Stream::rollback);
     }
 
-    /// Appends the state of each codec; its name is `prefix`, then the side and the block.
+    /// Appends the state of each codec; its name is `prefix`, then the phase (worker or server) and the block.
     pub(super) fn save(&self, prefix: &str, saved: &mut Vec<(String, Vec<f32>)>) -> Result<(), OptimError> {
         self.each(prefix, |codec, prefix, _| {
             let mut map = StateMap::new();

@@ -137,7 +137,7 @@ pub(super) enum Streams {
 }
 
 impl Streams {
-    /// Creates a codec for one side of a reduction.
+    /// Creates a codec for one phase of a reduction: the encoding by workers or by servers.
     pub(super) fn stream(&self, phase: Phase) -> Stream<Vectors> {
         match self {
             Self::Named(vectors, spec) => {

@@ -1,4 +1,4 @@
-//! Configuration of averages, and what follows from it for a layout.
+//! Configuration of averages, and the buckets into which it cuts a layout.
 
 use std::ops::Range;
 
@@ -27,9 +27,9 @@ pub struct AverageConfig {
     /// Number of rounds at the beginning that send plain f32, before [`AverageConfig::codec`] is used: lossy
     /// codecs lose more in the first steps than later.
     pub warmup: u64,
-    /// Number of rounds after these in which a codec that keeps a share of the elements, such as `dgc:0.001`,
-    /// keeps more: a quarter, then a quarter of that and so on, each share for the same number of rounds. 0
-    /// disables it.
+    /// Number of rounds after the first [`AverageConfig::warmup`] ones in which a codec that keeps a share of
+    /// the elements, such as `dgc:0.001`, keeps more: a quarter, then a quarter of that and so on, each share
+    /// for the same number of rounds. 0 disables it.
     pub density_warmup: u64,
     /// Whether buckets are sent as soon as they are ready, rather than all at the end.
     pub overlap: bool,

@@ -4,7 +4,7 @@ use farflung_compress::{AverageSpec, CodecSpec};
 
 use super::Coding;
 
-/// Factor by which the kept share falls from stage to stage; the first share is one over it.
+/// Factor by which the kept share falls from stage to stage. The first share is `1 / FALLS`.
 const FALLS: u32 = 4;
 const WHOLE: u32 = 1_000_000;
 
@@ -30,7 +30,8 @@ impl DensityWarmup {
         Some(Self { spec: *spec, own, rounds })
     }
 
-    /// Returns the shares before the codec's own, in millionths.
+    /// Returns the shares that the stages before the last one keep, in millionths. The last stage keeps the
+    /// codec's own share.
     fn shares(&self) -> impl Iterator<Item = u32> {
         let own = self.own;
         std::iter::successors(Some(WHOLE / FALLS), |share| Some(share / FALLS)).take_while(move |&s| s > own)

@@ -45,7 +45,7 @@ impl Default for RmsProp {
     }
 }
 
-/// Builds `RMSprop`: `v = rho v + (1 - rho) g^2`, `p -= lr g / (sqrt(v) + eps)`. Momentum, if any, is that of
+/// Builds `RMSprop`: `v = rho v + (1 - rho) g^2`, `p -= lr g / (sqrt(v) + eps)`. Momentum, if any, accumulates
 /// the quotient.
 ///
 /// Source: Tieleman and Hinton 2012, "Lecture 6.5: `RMSprop`", in PyTorch's form; centred as in Graves 2013.

@@ -107,13 +107,13 @@ pub const ASYNC: SyncMethod = SyncMethod {
     codec: Some("none"),
     codes_changes: true,
     compensates: false,
-    // With the papers' 0.9 eight workers that are one round stale diverge (bench async).
+    // With the paper's 0.9, eight workers whose changes are one round old diverge (bench async).
     outer_momentum: Some(0.5),
     missing: Missing::Refused("a member may serve a shard of the model, which is lost with it"),
     buffers: |&Kept { momentum, feedback, .. }| {
         let (momentum, feedback) = (if momentum == 0.0 { 0 } else { 2 }, usize::from(feedback));
-        // Held: the model and the server's states, both also in the form of a checkpoint; three vectors of the
-        // worker; what a codec lost, also twice.
+        // Held: the model, the server's states and the codec's residual, and a copy of each for checkpoints;
+        // and three vectors of the worker.
         Buffers { held: 5 + 2 * (momentum + feedback), saved: 4 + momentum + feedback }
     },
     build: |s| {
@@ -137,7 +137,7 @@ pub const PARAMETER_SERVER: SyncMethod = SyncMethod {
     summary: "the servers apply each worker's step at once, and the worker continues from their model",
     reads: &["servers", "meet-every"],
     every: Some(1),
-    // Without momentum.
+    // The server has no momentum.
     buffers: |kept| (ASYNC.buffers)(&Kept { momentum: 0.0, ..*kept }),
     build: |s| {
         let rule = sgd(s.comm.size());
@@ -183,7 +183,7 @@ pub const DECOUPLED: SyncMethod = SyncMethod {
         let settings = s.asynchronous;
         let (outer, workers) = ((s.outer_lr, s.outer_momentum), s.comm.size());
         let rule = |len| Box::new(QuorumMean::new(len, outer, settings.quorum, workers)) as _;
-        // A change is weighted by tokens, times tokens per step.
+        // The weight of a change is the worker's number of tokens, times its tokens per step.
         let pace = WaitPolicy { waits: None, staleness: None, weight: settings.tokens_per_step };
         Ok(Box::new(Asynchronous::new(s, &rule, pace)?))
     },

@@ -87,7 +87,8 @@ enum Flight {
     Away(usize),
     /// Its mean has arrived and is not applied yet.
     Here(usize),
-    /// The same after a restart from a checkpoint. The step determines which fragment it is.
+    /// Its mean was restored from a checkpoint and is not applied yet. The step determines which fragment it
+    /// is.
     Restored,
 }
 

@@ -44,8 +44,8 @@ pub const EAGER: SyncMethod = SyncMethod {
 ///
 /// where `w` is the replica's weight in the mean. The step is linear in `D`. So `x` is the sum of two
 /// positions, which are kept apart here: one that only the means move, the same on all replicas, and one that
-/// this replica's own differences move. The model of the run is the mean of all replicas, which all take after
-/// the last step.
+/// this replica's own differences move. The model of the run is the mean of all replicas. After the last step,
+/// all replicas set their parameters to it.
 ///
 /// Source: Kale et al. 2025, "Eager Updates For Overlapped Communication and Computation in `DiLoCo`". Differs:
 /// replicas are weighted by their tokens.
@@ -85,7 +85,7 @@ struct Position {
     velocity: Vec<f32>,
 }
 
-/// Both paths after the step, and the change that the step is for.
+/// Both positions after a step, and the change that caused the step.
 #[derive(Debug)]
 struct Next {
     shared: Position,

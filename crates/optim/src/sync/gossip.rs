@@ -74,9 +74,10 @@ pub const RANDOM_PAIRS: SyncMethod = SyncMethod {
 /// ```
 ///
 /// Replicas always differ a little. The model of the run is their mean. It is computed for evaluations and
-/// checkpoints, and all replicas take it after the last step. Every `every` steps all replicas synchronise only
-/// to exchange their losses. Replicas are weighted: `w_ij` are those of [`Graph::weighted`], so that replicas
-/// converge to the weighted mean. Parameters are sent as f32, or modulo a bound in a few bits.
+/// checkpoints, and after the last step all replicas set their parameters to it. Every `every` steps all
+/// replicas synchronise only to exchange their losses. Replicas are weighted: `w_ij` are those of
+/// [`Graph::weighted`], so that replicas converge to the weighted mean. Parameters are sent as f32, or modulo a
+/// bound in a few bits.
 #[derive(Debug)]
 pub struct Gossip {
     graph: Graph,

@@ -68,7 +68,8 @@ pub const HALOS: SyncMethod = SyncMethod {
         let (region, world) = (states(momentum), states(world_momentum));
         // World: the model and its states. Region: the same, `pending`, and the number of changes.
         let remembered = 1 + world + 3 + region;
-        // What is served, the same in the form of a checkpoint, and three vectors of the worker.
+        // Held: the vectors that the rank serves, their copies for a checkpoint, and three vectors of the
+        // worker.
         Buffers { held: (3 + world + region) + remembered + 3, saved: remembered + 3 }
     },
     build: |s| {
@@ -98,7 +99,7 @@ impl ServerPlacement {
         self.regions.iter().map(|region| region[shard]).collect()
     }
 
-    /// Returns the world's server of a shard.
+    /// Returns the rank that is the world server of a shard.
     fn world(&self, shard: usize) -> Rank {
         self.regional(shard)[shard % self.regions.len()]
     }
@@ -110,7 +111,7 @@ impl ServerPlacement {
     }
 }
 
-/// Returns a worker's servers, and what its rank serves.
+/// Returns a worker's servers, and the services of its rank.
 fn parts(s: &SyncSettings<'_>) -> Result<WorkerServers, OptimError> {
     let SyncSettings { comm, average, asynchronous, .. } = s;
     let WorldSettings { lr, momentum, every, mixing } = asynchronous.world;
@@ -132,7 +133,8 @@ fn parts(s: &SyncSettings<'_>) -> Result<WorkerServers, OptimError> {
         let model = values[range].to_vec();
         let rule = Box::new(regional(model.len()));
         let region = Region::new(model, rule, members.clone(), sites.world(place));
-        // Regions weighted by their workers give the mean of all workers.
+        // If each region is weighted by its number of workers, the mean over regions is the mean over all
+        // workers.
         let weight = here as f64 * among as f64 / all;
         let every = if every == 0 { 2 * here } else { every };
         Ok::<_, OptimError>(region.sends(every, weight, s.every).merges(mixing).packs(codec()?, average))

@@ -1,4 +1,5 @@
-//! Mean of replicas that differ: the model of the run, which all replicas take after the last step.
+//! Mean of replicas that differ. It is the model of the run; after the last step all replicas set their
+//! parameters to it.
 
 use farflung_tensor::{Device, Op, ParamLayout, Tensor};
 

@@ -46,8 +46,8 @@ pub const ASYNC_AVERAGE: SyncMethod = SyncMethod {
 /// synchronise to exchange their losses: they complete a round that some have joined, and the timer starts
 /// again. The model of the run is the mean of all replicas.
 ///
-/// Replicas are weighted by their tokens. Results are the same to the bit only on the virtual clock, since they
-/// depend on when messages arrive.
+/// Replicas are weighted by their tokens. Two runs give the same bits only on a simulated network, which has a
+/// virtual clock: results depend on when messages arrive.
 ///
 /// Source: Gan et al. 2021, "BAGUA", its `async_model_average`. There, parameters are locked from the start of
 /// a step's forward pass to the end of its backward pass; the timer runs from a round's end, as here.

@@ -34,8 +34,8 @@ pub(super) struct Modulo {
 pub(super) struct Inferred {
     /// The sender's values.
     pub(super) values: Vec<f32>,
-    /// The receiver's own values as its messages give them to others. With these, the changes on both sides
-    /// cancel, and the mean is preserved.
+    /// The receiver's own values as other ranks decode them from its messages. Both ranks compute their changes
+    /// from such decoded values, so the changes cancel and the mean is preserved.
     pub(super) own: Vec<f32>,
 }
 

@@ -52,9 +52,9 @@ impl Graph {
     /// Returns the neighbours as [`Graph::meeting`] does, for ranks with these weights, which must be above 0.
     /// The weighted mean is preserved, and ranks converge to it.
     ///
-    /// Two ranks that meet alone take their weighted mean. On a ring, rank `i` takes `1/3 min(1, w_j / w_i)` of
-    /// neighbour `j` (Metropolis-Hastings). On an exponential graph, a rank takes half of `w_min / w_i` of the
-    /// rank before it, where `w_min` is the least weight.
+    /// Two ranks that exchange only with each other take their weighted mean. On a ring, rank `i` takes `1/3
+    /// min(1, w_j / w_i)` of neighbour `j` (Metropolis-Hastings). On an exponential graph, a rank takes half of
+    /// `w_min / w_i` of the rank before it, where `w_min` is the least weight.
     #[must_use]
     pub fn weighted(self, rank: u32, weights: &[f64], round: u64) -> Neighbours {
         let mut meeting = self.meeting(rank, weights.len() as u32, round);
@@ -208,8 +208,8 @@ mod tests {
                 assert!(values.iter().all(|x| (x - mean).abs() < 1e-3), "{graph:?} {size}: {values:?}");
             }
         }
-        // If the number of ranks is a power of two, an exponential graph is exact after its logarithm of
-        // rounds.
+        // If the number of ranks is a power of two, an exponential graph gives the exact mean after
+        // `log2(ranks)` rounds.
         let mut values = vec![0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
         for round in 0..3 {
             let mixed = matrix(Graph::Exponential, 8, round).into_iter();

@@ -28,15 +28,16 @@ pub const NOLOCO: SyncMethod = SyncMethod {
     build: |s| Ok(Box::new(NoLoCo::new(s)?)),
 };
 
-/// Every `every` steps replicas meet in random pairs `{i, j}`, the same on all ranks; if their number is odd,
-/// one is alone. A replica has slow parameters `s`, and has moved from them by `d = params - s`:
+/// Every `every` steps replicas exchange in random pairs `{i, j}`, the same on all ranks; if their number is
+/// odd, one is alone. A replica has slow parameters `s`, and has moved from them by `d = params - s`:
 ///
 /// ```text
 /// v_i = mu v_i + eta mean(d_i, d_j) + eta (mean(s_i, s_j) - s_i);   s_i += v_i;   params_i = s_i
 /// ```
 ///
 /// Means are weighted. Each replica sends `8 P` bytes for `P` parameters. Slow parameters always differ a
-/// little; the model of the run is the mean of all replicas, which all take after the last step.
+/// little; the model of the run is the mean of all replicas. After the last step, all replicas set their
+/// parameters to it.
 ///
 /// Source: Kolehmainen et al. 2025, "`NoLoCo`", and its code.
 #[derive(Debug)]
@@ -104,7 +105,7 @@ impl NoLoCo {
         })
     }
 
-    /// Computes the outer step with the replica that this one meets.
+    /// Computes the outer step with the replica that this one is paired with.
     fn step(&mut self, params: &Tensor, weight: f64) -> Result<(), OptimError> {
         let slow = self.packing.pack(&self.outer.slow)?;
         let params = self.packing.pack(params)?;

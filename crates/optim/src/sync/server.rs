@@ -52,7 +52,7 @@ pub(super) trait ModelService: Service + std::fmt::Debug {
 pub trait ServerRule: std::fmt::Debug + Send {
     /// Applies a change that arrived.
     fn push(&mut self, model: &mut [f32], push: &Push) -> Vec<u32>;
-    /// Called before a message of this time is handled. Does what was due before that time.
+    /// Called before a message of this time is handled. Performs what was due before that time.
     fn reach(&mut self, _model: &mut [f32], _at: Nanos) -> Vec<u32> {
         Vec::new()
     }
@@ -66,16 +66,16 @@ pub trait ServerRule: std::fmt::Debug + Send {
     fn resume(&mut self, _pushes: u64) {}
 }
 
-/// What a server stores about a worker.
+/// State of a worker, as a server stores it.
 #[derive(Debug, Clone, Default)]
 struct Worker {
-    /// Number of changes that arrived from it.
+    /// Number of changes that arrived from the worker.
     pushes: u64,
-    /// Its step at its last change; `None` after a restart from a checkpoint, until its first change.
+    /// Step of the worker at its last change; `None` after a restart from a checkpoint, until its first change.
     step: Option<u64>,
-    /// Whether the model must be sent to it.
+    /// Whether the model must be sent to the worker.
     due: bool,
-    /// What it asks for in a synchronisation; `None` until it asked.
+    /// What the worker asks for in the current synchronisation; `None` until it has asked.
     meets: Option<SyncRequest>,
 }
 

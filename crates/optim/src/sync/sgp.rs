@@ -44,7 +44,8 @@ pub const SGP: SyncMethod = SyncMethod {
 /// tokens. They are integers, so that their sum is preserved exactly: among `n` replicas an equal share is
 /// `2^23 / n`, and `w` is rounded to an integer. A message has `4 + 4 P` bytes for `P` parameters.
 ///
-/// The model of the run is the mean of `z` weighted by `m`, which all replicas take after the last step.
+/// The model of the run is the mean of `z` weighted by `m`. After the last step, all replicas set their
+/// parameters to it.
 ///
 /// Source: Assran et al. 2019, "Stochastic Gradient Push for Distributed Deep Learning", Alg. 1. Differs: a
 /// replica sends the parameters with which the next step begins, as in the paper's overlapped form; replicas

@@ -1,5 +1,5 @@
-//! Averages of 0/1 Adam. At first these are gradients: as plain f32 where the variance changes, and through the
-//! codec elsewhere. Later they are what local steps accumulated.
+//! Averages of 0/1 Adam. At first, gradients are averaged: as plain f32 in steps that change the variance, and
+//! through the codec in other steps. Later, the values that local steps accumulated are averaged.
 
 use farflung_tensor::Tensor;
 
@@ -31,8 +31,9 @@ pub const ZERO_ONE: SyncMethod = SyncMethod {
 };
 
 /// Synchronises replicas whose optimizer is [`zero_one_adam`](crate::zero_one_adam), by its [`SyncSchedule`].
-/// Before `freeze`, the gradients of each step are averaged, as f32 where the variance changes and through the
-/// codec elsewhere. After it, replicas average through the codec what their local steps accumulated.
+/// Before `freeze`, the gradients of each step are averaged, as f32 in steps that change the variance and
+/// through the codec in other steps. After it, replicas average through the codec what their local steps
+/// accumulated.
 ///
 /// The codec's residuals are reset at `freeze`, because the averaged values have another scale from then on.
 /// Each mean is weighted.

@@ -30,9 +30,9 @@ use crate::{LrSchedule, OptimError};
 pub struct SyncSchedule {
     /// Number of steps after which the variance is frozen and steps are local.
     pub freeze: u64,
-    /// Number of changes of the variance after which the steps between two changes double.
+    /// Number of changes of the variance after which the number of steps between two changes doubles.
     pub variance_doubling: u64,
-    /// Number of local steps after which the steps between two synchronisations double.
+    /// Number of local steps after which the number of steps between two synchronisations doubles.
     pub local_doubling: u64,
     /// Largest number of steps between two synchronisations.
     pub most: u64,
@@ -99,7 +99,8 @@ pub struct ZeroOneAdam {
 /// Source: Lu et al. 2022, "0/1 Adam", Alg. 1, in the order of `DeepSpeed`'s `zoadam.py`: before `freeze`,
 /// gradients are averaged before the step. Differs:
 ///
-/// - Weight decay over local steps is that of `a`. It is not part of `u`, because it would accumulate in `m`.
+/// - Weight decay for all local steps is computed from `a`. It is not part of `u`, because it would accumulate
+///   in `m`.
 /// - As in [`scale_by_frozen_adam`](super::scale_by_frozen_adam), because codecs can give momentum to elements
 ///   that never had a gradient: an element without any gradient before `freeze` does not move, and none moves
 ///   farther than Adam can move it.
@@ -232,7 +233,7 @@ mod tests {
             assert_eq!(meets, wanted);
             assert!(!rounds.varies(500) && rounds.is_local(500));
         }
-        // Nothing overflows at the extremes.
+        // Extreme settings must not overflow.
         let rounds = SyncSchedule { freeze: u64::MAX, variance_doubling: 0, local_doubling: 0, most: 0 };
         assert!(rounds.varies(0) && rounds.meets(u64::MAX - 1));
         let never = SyncSchedule { variance_doubling: u64::MAX, ..rounds };

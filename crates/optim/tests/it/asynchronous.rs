@@ -242,7 +242,8 @@ fn bytes_are_those_of_the_formula() {
     assert!(all >= changes && all < changes + 200, "{all}, {changes}");
 }
 
-/// A parameter server in f64 whose workers send changes to one server through a codec, with error feedback.
+/// Computes a parameter server in f64 whose workers send changes to one server through a codec, with error
+/// feedback.
 fn plain_coded(codec: &str, speeds: &[u64], warmup: u64) -> Vec<Vec<Vec<f64>>> {
     let spec: CodecSpec = codec.parse().unwrap();
     let places = elements();

@@ -1,5 +1,5 @@
 //! Tests of `Average` over endpoints in one process: exact means, exact bytes, equal replicas, error feedback
-//! that loses nothing, and rounds that are rolled back without a trace.
+//! that loses nothing, and rounds that change nothing when they are rolled back.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -207,7 +207,8 @@ fn feedback_telescopes_over_rounds() {
                     *t += f64::from(g);
                 }
             }
-            // What is missing is in the residuals: the mean of the workers', plus the server's.
+            // The missing part is in the residuals: the mean of the workers' residuals, plus the server's
+            // residual.
             (total, average.save("").unwrap())
         });
         let [a, b, c] = [0, 1, 2].map(|rank| random(&layout, rank, 1.0));
@@ -356,7 +357,7 @@ fn a_rank_that_fails_leaves_the_others_as_they_were() {
             let mut averaging = average.begin();
             let ready = spans(&layout, (0..layout.params().len()).rev());
             if rank == 1 {
-                // An error elsewhere, after half of the backward pass.
+                // Simulates an error outside of the average, after half of the backward pass.
                 for span in &ready[..4] {
                     averaging.ready(span.clone(), &grads).unwrap();
                 }

@@ -22,7 +22,7 @@ use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
 
 static CPU: LazyLock<Device> = LazyLock::new(|| Device::cpu(1).unwrap());
 
-/// A matrix, a vector, and padding after both.
+/// Returns a layout with a matrix and a vector, and padding after both.
 fn layout() -> ParamLayout {
     ParamLayout::new([("w".to_owned(), Shape::from([9, 13])), ("b".to_owned(), Shape::from(13))])
 }
@@ -513,7 +513,7 @@ fn an_outer_step_that_would_not_be_finite_changes_nothing() {
         assert_eq!((now, outer.step()), (before.clone(), 0));
         assert_eq!(params.to_vec::<f32>().unwrap()[0], -1e15);
     }
-    // A step that was tried and undone leaves no trace.
+    // A step that was tried and undone changes nothing.
     let mut outer =
         OuterOptimizer::new(diloco_outer(0.7, 0.9).build(&CPU, &layout).unwrap(), &flat(1.0)).unwrap();
     outer.delta(&flat(0.5)).unwrap();

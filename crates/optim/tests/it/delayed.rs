@@ -31,7 +31,7 @@ fn one_fragment_without_delay_and_mixing_is_diloco_to_the_bit() {
     }
 }
 
-/// The method as plain loops in f64 over whole vectors, with an exact mean.
+/// Computes the method by plain loops in f64 over whole vectors, with an exact mean.
 fn reference(case: Case, merge: Merge, outer_lr: f64, weights: &[f64]) -> Vec<(Vec<Vec<f64>>, Vec<f64>)> {
     let timeline = Timeline::new(case.every, case.fragments as u64, case.delay).unwrap();
     let fragments = {

@@ -83,7 +83,7 @@ fn trace(comm: &Communicator, codec: &str, cut: Option<u64>) -> Vec<Vec<u32>> {
     seen
 }
 
-/// The codecs alone, each of a stage with the state of the stage before it.
+/// Computes the means with codecs alone. Each stage's codec loads the state of the stage before it.
 fn written_out(codec: &str) -> Vec<Vec<u32>> {
     let mut codecs: Vec<Box<dyn Compressor>> = Vec::new();
     let mut rounds = Vec::new();

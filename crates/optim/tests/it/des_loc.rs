@@ -118,7 +118,7 @@ impl Replica {
             return false;
         }
         let weight = WEIGHTS[self.number];
-        // A synchronisation that is rolled back leaves no trace.
+        // A synchronisation that is rolled back changes nothing.
         self.sync.exchange_gathered(&self.params, &self.chain, after, weight).unwrap();
         self.sync.rollback();
         self.sync.exchange_gathered(&self.params, &self.chain, after, weight).unwrap();
@@ -143,8 +143,9 @@ fn on_ranks<T: Send>(rank: impl Fn(Communicator) -> T + Sync) -> Vec<T> {
     })
 }
 
-/// Alg. 1 in f64 on values without padding. Before a step whose number, counted from 0, is a multiple of a
-/// period, the values with that period are set to their mean. After the last step all parameters are.
+/// Computes Alg. 1 of the paper in f64 on values without padding. Before a step whose number, counted from 0,
+/// is a multiple of a period, the values with that period are set to their mean. After the last step all
+/// parameters are set to their mean.
 fn reference(periods: Periods) -> Vec<f64> {
     let places = places();
     let pick = |flat: Vec<f32>| -> Vec<f64> { places.iter().map(|&i| f64::from(flat[i])).collect() };

@@ -1,5 +1,6 @@
-//! Tests of coded averages by every algorithm. The flat one has the bits of the published method, the others
-//! are near the mean with equal replicas; rounds can be rolled back, and residuals continue from saved state.
+//! Tests of coded averages by every algorithm. The flat algorithm gives the bits of the published method. The
+//! others give values near the mean, the same on all ranks. Rounds can be rolled back, and residuals continue
+//! from saved state.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -97,7 +98,7 @@ fn config(codec: &str, algorithm: Algorithm, bucket_bytes: usize) -> AverageConf
     }
 }
 
-/// The two-sided compression of Tang et al. 2021 for all ranks in one thread, with the codecs alone.
+/// Computes the two-sided compression of Tang et al. 2021 for all ranks in one thread, with the codecs alone.
 fn written_out(codec: CodecSpec, n: usize, rounds: &[Vec<Vec<f32>>]) -> Vec<Vec<u32>> {
     let len = rounds[0][0].len();
     let shard = |r: usize| len * r / n..len * (r + 1) / n;

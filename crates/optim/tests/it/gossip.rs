@@ -87,7 +87,8 @@ fn gossip_does_what_plain_loops_do() {
                 let before = params.clone();
                 learn(&mut params, step);
                 for (rank, params) in params.iter_mut().enumerate() {
-                    // From the second step on, what neighbours had before the step.
+                    // From the second step on, each rank mixes the parameters that its neighbours had before
+                    // this step.
                     let round = step.checked_sub(2);
                     let meeting = round.map(|round| graph.meeting(rank as u32, ranks as u32, round));
                     let meeting = meeting.unwrap_or_default();
@@ -164,7 +165,7 @@ fn what_copies_come_to_is_the_mean_by_weights() {
         let mut wanted = start(5);
         learn(&mut wanted, 1);
         end_by(&mut wanted, weights);
-        // Before the last step, because after it all replicas take the mean itself.
+        // Compares the parameters before the last step, because after it all replicas take the mean itself.
         for (rank, trace) in got.iter().enumerate() {
             let off = far(&trace[STEPS as usize - 2].0, &wanted[rank]);
             assert!(off < 2e-4, "{}, rank {rank}: {off}", method.name);
@@ -282,8 +283,8 @@ fn noloco_does_what_plain_loops_do() {
     }
 }
 
-/// BAGUA's low-precision ring and CHOCO-SGD, written from the papers: every rank holds replicas of all in f64.
-/// Only the codec is this workspace's.
+/// Computes BAGUA's low-precision ring or CHOCO-SGD, as in the papers: every rank holds replicas of all ranks'
+/// parameters in f64. The codec is the one under test.
 fn with_replicas(case: Case, ranks: usize, choco: Option<f64>) -> Vec<All> {
     let mut codecs: Vec<_> =
         (0..ranks).map(|_| case.codec.parse::<CodecSpec>().unwrap().build_memoryless()).collect();
@@ -477,7 +478,7 @@ fn event_triggered_averages_do_what_plain_loops_do() {
         for step in 1..=STEPS {
             learn(&mut params, step);
             for i in 0..ranks {
-                // What neighbours had sent by the previous step.
+                // Mixes what neighbours had sent by the previous step.
                 for Neighbour { rank, weight } in Graph::Ring.meeting(i as u32, ranks as u32, 0).from {
                     for e in 0..params[i].len() {
                         params[i][e] += weight * (before[rank as usize][e] - before[i][e]);

@@ -82,8 +82,8 @@ enum Event {
     Answered(usize, usize),
 }
 
-/// The method as in its paper, in f64, but without losing what workers sent in the meantime. Returns the
-/// parameters of each rank after each step; after the last step, the world's model.
+/// Computes the method as in its paper, in f64, but without losing what workers sent in the meantime. Returns
+/// the parameters of each rank after each step; after the last step, the world's model.
 fn plain(outer: (f64, f64), world: WorldSettings, away: u64) -> Vec<Vec<Vec<f64>>> {
     let regions: Vec<Vec<usize>> = regions().iter().map(|r| r.iter().map(|r| r.index()).collect()).collect();
     let home = |rank: usize| regions.iter().position(|r| r.contains(&rank)).unwrap();
@@ -267,7 +267,7 @@ fn bytes_are_those_of_the_formula() {
     let plain = inside + 3 * (2 + 17 + 9 + 8 * values);
     let got = used("none");
     assert!(got >= plain && got < plain + barriers, "{got}, {plain}");
-    // The messages of these three to the world are in 8 bits.
+    // The second region's three messages per round to the world are in 8 bits.
     let coded = plain - 3 * 3 * values;
     let got = used("int8");
     assert!(got > coded && got < coded + barriers + 3 * values / 8, "{got}, {coded}");

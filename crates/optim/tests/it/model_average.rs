@@ -113,8 +113,8 @@ impl Round {
     }
 }
 
-/// The method in f64: ranks finish their steps at multiples of their speeds, and a round arrives when the last
-/// rank has joined. Returns the parameters of each rank after each step.
+/// Computes the method in f64: ranks finish their steps at multiples of their speeds, and a round arrives when
+/// the last rank has joined. Returns the parameters of each rank after each step.
 fn plain(interval: u64, speeds: &[u64]) -> Vec<Vec<Vec<f64>>> {
     let start: Vec<f64> = random(1).into_iter().map(f64::from).collect();
     let new = || Plain { x: start.clone(), joined: 0, taken: 0, due: 0 };

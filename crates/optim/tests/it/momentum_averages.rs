@@ -100,7 +100,7 @@ impl Rank {
     }
 }
 
-/// Algorithm 1 of 1-bit Adam in f64, with a lossless compressor; with `corrects`, `QAdam`.
+/// Computes algorithm 1 of 1-bit Adam in f64, with a lossless compressor; with `corrects`, `QAdam`.
 fn reference(ranks: usize, corrects: bool) -> Vec<f64> {
     let layout = layout();
     let mut x: Vec<f64> = random(&layout, 1).into_iter().map(f64::from).collect();

@@ -113,7 +113,7 @@ fn on_ranks<T: Send>(rank: impl Fn(Communicator) -> T + Sync) -> Vec<T> {
     })
 }
 
-/// The algorithm in f64 on values without padding. Checks that the factors of the coefficients change.
+/// Computes the algorithm in f64 on values without padding. Checks that the factors of the coefficients change.
 fn reference(settings: FrozenLamb, signs: bool) -> Vec<f64> {
     let FrozenLamb { beta1, beta2, eps, freeze, weight_decay } = settings;
     let layout = layout();

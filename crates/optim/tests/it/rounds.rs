@@ -112,7 +112,7 @@ fn power_sgd_has_the_bits_of_the_method_as_it_is_written_down() {
             let new = || Average::new(comm.clone(), &CPU, &layout, named(bucket_bytes)).unwrap();
             let mut average = new();
             let round = |(i, x): (usize, &[Vec<f32>; 2])| {
-                // A round that is rolled back, and one that is dropped in the middle, leave no trace.
+                // A round that is rolled back, and one that is dropped in the middle, change nothing.
                 average.all(&mut tensor(&random(&layout, 900))).unwrap();
                 average.rollback();
                 let mut averaging = average.begin();
@@ -151,7 +151,7 @@ fn what_travels_are_the_factors_and_the_vectors() {
         let averaged = average.all(&mut tensor(&random(&layout, 1))).unwrap();
         let sizes = named(9000).exchanges(&layout).unwrap();
         let elements: usize = sizes.iter().flatten().sum();
-        // Two matrices with three vectors per factor, and everything else as it is.
+        // Two matrices are sent as two factors of three vectors each; everything else is sent as it is.
         assert_eq!(elements, 3 * (40 + 50) + 3 * (64 + 20) + 30 + 50 + 9 + 1);
         assert_eq!((averaged.payload.0, sizes.len()), (4 * elements as u64, averaged.buckets));
         comm.stats().sent.payload.0

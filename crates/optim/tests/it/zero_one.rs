@@ -108,7 +108,7 @@ impl Replica {
         if !self.sync.is_due(after) {
             return false;
         }
-        // A synchronisation that is rolled back leaves no trace.
+        // A synchronisation that is rolled back changes nothing.
         self.sync.exchange_gathered(&self.params, &self.chain, after, self.weight).unwrap();
         self.sync.rollback();
         self.sync.exchange_gathered(&self.params, &self.chain, after, self.weight).unwrap();
@@ -163,7 +163,7 @@ fn on_ranks<T: Send>(n: usize, rank: impl Fn(Communicator) -> T + Sync) -> Vec<T
     })
 }
 
-/// The algorithm in f64 on values without padding: compressed with `signs`, otherwise exact.
+/// Computes the algorithm in f64 on values without padding: with compression if `signs`, otherwise exactly.
 fn reference(rounds: SyncSchedule, signs: bool) -> Vec<f64> {
     let ZeroOneAdam { beta1, beta2, eps, schedule, weight_decay, .. } = settings(rounds);
     let places = places();

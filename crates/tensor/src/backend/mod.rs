@@ -101,10 +101,11 @@ pub(crate) trait Codecs: Debug {
 
     fn decode(&self, codec: BlockCodec, body: View<'_>, y: ViewMut<'_>, verdict: ViewMut<'_>) -> Result<()>;
 
-    /// Checks whether all of `x`, or of the given sum, is finite.
+    /// Checks whether all elements of `x`, or of the given sum, are finite.
     fn look(&self, x: View<'_>, sum: Option<Sum<'_>>, verdict: ViewMut<'_>) -> Result<()>;
 
-    /// `kept` is at least 1 and chunks are not empty.
+    /// Writes the indices of the largest magnitudes of each chunk. `kept` is at least 1 and chunks are not
+    /// empty.
     fn largest(&self, x: View<'_>, chunk: usize, kept: usize, indices: ViewMut<'_>) -> Result<()>;
 
     fn squares(&self, x: View<'_>, matrix: View<'_>, inverse: bool, y: ViewMut<'_>) -> Result<()>;

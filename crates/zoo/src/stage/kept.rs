@@ -59,11 +59,11 @@ pub(super) enum StoredActivations {
     Nothing,
 }
 
-/// Remaining steps of a pass with [`ActivationPolicy::steps`].
+/// Progress of a pass with [`ActivationPolicy::steps`]: its steps, and how many of them are done.
 #[derive(Debug)]
 pub(super) struct Chain {
     steps: Arc<[ChainStep]>,
-    /// Number of steps done.
+    /// Number of steps done; the next step is `steps[at]`.
     at: usize,
     /// Input of the next block, if its forward pass is the next step.
     x: Option<Tensor>,

@@ -17,7 +17,7 @@ use crate::ZooError;
 pub struct Slices {
     batch: usize,
     seen: Cache,
-    /// `len` is the first position whose gradients are complete.
+    /// Gradients of keys and values. Those of positions from `gradients.len` on are complete.
     gradients: Option<Cache>,
 }
 

@@ -60,7 +60,8 @@ const MODELS: [Model; 2] = [
     },
 ];
 
-/// Prints rows without marks: the speed-up on the clock with and without overlap, and the published one.
+/// Prints rows without conditions: the speed-up on the virtual clock with and without overlap, and the
+/// published one.
 pub(super) fn rows(report: &mut Report<'_>) -> Result<()> {
     for model in &MODELS {
         for (gbit, published) in LINKS.into_iter().zip(model.published) {

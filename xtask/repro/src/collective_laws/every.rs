@@ -180,7 +180,7 @@ fn moves<T: Number>(comm: &Communicator, len: usize, found: &mut Found) -> Resul
     let counts = uneven(len, n);
     let start = |rank: usize| counts[..rank].iter().sum::<usize>();
 
-    // Each rank's shard of its own values.
+    // The expected result: the shard of each rank, from that rank's own values.
     let shared: Vec<T> = (0..n)
         .flat_map(|r| comm.shard_of(Rank(r as u32), len).map(move |i| (r, i)))
         .map(|(r, i)| at(r, i))

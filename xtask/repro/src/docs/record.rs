@@ -13,7 +13,7 @@ pub(crate) struct Record {
     pub name: String,
     pub claim: String,
     pub source: String,
-    /// Rows of a metric, its value, unit, mark and verdict.
+    /// Rows with a metric, its value, unit, condition and verdict.
     pub rows: Vec<[String; 5]>,
     /// Lists by name, such as `published` and `arms`.
     pub added: BTreeMap<String, Value>,

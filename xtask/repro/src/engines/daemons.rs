@@ -109,7 +109,7 @@ impl Slurm {
         }
         let at = |name: &str| folder.join(name);
         let (socket, key) = (at("munge/socket"), at("munge/key"));
-        // The key is random, so nobody else can make credentials for this Slurm.
+        // The key is random, so that no other user can make credentials for this Slurm.
         let mut bytes = [0_u8; 128];
         std::io::Read::read_exact(&mut fs::File::open("/dev/urandom")?, &mut bytes)?;
         fs::write(&key, bytes)?;

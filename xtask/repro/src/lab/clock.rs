@@ -15,10 +15,10 @@ use crate::workers::{Over, again, on_all};
 /// Measured times by command and link.
 static TIMES: Mutex<BTreeMap<String, f64>> = Mutex::new(BTreeMap::new());
 
-/// Returns the seconds of a step over a link: the mean over the second period, from one meeting of all replicas
-/// to the next.
+/// Returns the seconds of a step over a link: the mean over the second period, from one synchronisation of all
+/// replicas to the next.
 ///
-/// The seed is the bench's. It matters only if a payload's size depends on the values.
+/// The seed is that of the bench. It matters only if a payload's size depends on the values.
 ///
 /// Errors: the settings cannot be combined; a run fails.
 pub(super) fn step_time(report: &mut Report<'_>, setting: &Setting, arm: &Arm, link: Link) -> Result<f64> {
@@ -27,7 +27,8 @@ pub(super) fn step_time(report: &mut Report<'_>, setting: &Setting, arm: &Arm, l
         return Ok(time);
     }
     let job = super::kept::arm_job(report, setting, arm, report.seed())?;
-    // Without a warm-up of its own, an arm uses its codec from the first step: these times are wanted.
+    // An arm that sets no codec warm-up uses its codec from the first step, because the times with the codec
+    // are measured.
     let codec_warmup = job.config.codec_warmup.or(Some(0));
     let config = TrainConfig { link, codec_warmup, ..job.config.clone() };
     let time = period(&again(&job, config, Over::Simulated(link)))?;
@@ -35,7 +36,7 @@ pub(super) fn step_time(report: &mut Report<'_>, setting: &Setting, arm: &Arm, l
     Ok(time)
 }
 
-/// Returns the seconds of a step of a job, from one meeting of all replicas to the next.
+/// Returns the seconds of a step of a job: the mean from one synchronisation of all replicas to the next.
 ///
 /// Errors: a run fails.
 pub(super) fn period(job: &Job) -> Result<f64> {
@@ -49,7 +50,7 @@ pub(super) fn period(job: &Job) -> Result<f64> {
     Ok(slowest.as_secs_f64() / steps as f64)
 }
 
-/// Takes steps until all replicas have met, and returns how long this took on this rank.
+/// Takes steps until all replicas have synchronised, and returns how long this took on this rank.
 ///
 /// Errors: a step fails.
 pub(crate) fn to_meeting(rank: &mut Trainer) -> Result<Nanos> {

@@ -64,7 +64,7 @@ impl Outcome {
         spread(&self.runs.iter().map(|run| run.last().seconds / run.steps as f64).collect::<Vec<_>>()).mean
     }
 
-    /// Adds rows for the loss, its spread and gap, bytes, ratios and time. `gap` is the mark for the gap in
+    /// Adds rows for the loss, its spread and gap, bytes, ratios and time. `gap` is the condition on the gap in
     /// percent.
     ///
     /// Errors: stdout is closed.

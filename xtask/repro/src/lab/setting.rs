@@ -52,7 +52,7 @@ impl Setting {
         }
     }
 
-    /// The same setting with another number of steps for each arm.
+    /// Returns this setting with another number of steps for each arm.
     pub(crate) fn steps(self, steps: u64) -> Self {
         Self { flags: format!("{COMMON} {TRAINING} --steps {steps}"), ..self }
     }

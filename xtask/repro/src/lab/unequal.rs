@@ -30,12 +30,12 @@ pub(crate) struct Found {
     pub payload: f64,
 }
 
-/// The marks of an arm.
+/// Conditions on the results of an arm.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Marks {
-    /// Mark for the tokens per hour.
+    /// Condition on the tokens per hour.
     pub rate: Mark,
-    /// Mark for the loss above the reference's.
+    /// Condition on the increase of the loss over the reference's.
     pub gap: Mark,
 }
 

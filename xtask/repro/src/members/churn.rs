@@ -1,4 +1,4 @@
-//! Loses a member at any moment of a step.
+//! Loses a member at any time within a step.
 
 use std::collections::BTreeSet;
 
@@ -41,8 +41,8 @@ struct Seen {
     slowest: f64,
 }
 
-/// Injects all faults at `moments` moments between two times. Survivors must end with one of the `allowed`
-/// hashes.
+/// Injects all faults at `moments` different times between two times. Survivors must end with one of the
+/// `allowed` hashes.
 fn strike(
     job: &Job,
     member: u32,

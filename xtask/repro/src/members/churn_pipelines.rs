@@ -1,4 +1,4 @@
-//! Loses a rank of a pipeline at any moment of a step, with and without a second pipeline.
+//! Loses a rank of a pipeline at any time within a step, with and without a second pipeline.
 
 use std::collections::BTreeSet;
 
@@ -42,8 +42,8 @@ fn losses(report: &farflung::train::Report) -> Vec<f64> {
     report.rows.iter().map(|row| row.train_loss).collect()
 }
 
-/// Injects all faults into these members at `moments` moments of a step. `same` checks whether a run ended as
-/// it should.
+/// Injects all faults into these members at `moments` different times within a step. `same` checks whether a
+/// run ended as it should.
 fn strike(
     job: &Job,
     members: &[u32],

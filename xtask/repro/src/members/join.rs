@@ -1,4 +1,4 @@
-//! Lets a newcomer join at any moment of a step.
+//! Lets a newcomer join at any time within a step.
 
 use anyhow::{Context, Result};
 use farflung::base::{AccessLink, Bandwidth, Link, Nanos, PeerId, Rank, Topology};
@@ -28,11 +28,12 @@ const MEMBERS: usize = 3;
 /// Enough steps for a newcomer to join and to train.
 const STEPS: u64 = 12;
 /// Sequential messages between the step before the newcomer and the step after it: presence, promises, votes,
-/// the view, which step each member has reached, and hashes of the state; two of each for rings of four.
+/// the view, which step each member has reached, and hashes of the state; two of each, because the members form
+/// rings of four.
 const MESSAGES: f64 = 24.0;
-/// Messages one after another until a newcomer is ready: a probe, its answer, and word of it.
+/// Sequential messages until a newcomer is ready: a probe, its answer, and the report of the result.
 const READY: f64 = 3.0;
-/// Probes of each link are this part of the state.
+/// Size of the state, divided by the size of the probes of a link.
 const PROBED: f64 = 16.0;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
@@ -144,7 +145,7 @@ fn followed(report: &mut Report<'_>, moments: u32) -> Result<()> {
 /// Uplinks of homes, in Mbit/s. All have ten times as much down.
 const UPLINKS: [u64; 5] = [10, 40, 20, 20, 40];
 
-/// A newcomer takes its state from members with unequal uplinks.
+/// Lets a newcomer take its state from members with unequal uplinks.
 fn homes(report: &mut Report<'_>) -> Result<()> {
     let members = UPLINKS.len() - 1;
     let job = job(report.seed(), members, |config| {
@@ -163,7 +164,7 @@ fn homes(report: &mut Report<'_>) -> Result<()> {
             .set_port(rank, AccessLink { up: Bandwidth(up * 1_000_000), down: Bandwidth(up * 10_000_000) });
     }
     let mut notes = Notes::default();
-    // In the middle of a step, whose averages take the links.
+    // The newcomer joins in the middle of a step, while its averages use the links.
     let come = [(PeerId(members as u32), Nanos::from_millis(5_000))];
     let ended = over(&job, &topology, &come, &Faults::new(), &mut notes)?;
     let all: Vec<_> = ended.iter().filter_map(report_of).collect();

@@ -47,7 +47,7 @@ fn job(base: &Job, config: TrainConfig, microbatches: &[u32]) -> Result<Job> {
     Ok(job.with_plan(plan)?)
 }
 
-/// Runs a job whose members come and leave, and loses one in its first round. Each member's folder is
+/// Runs a job whose members join and leave, and loses one member in the first round. Each member's folder is
 /// `folder/RANK`.
 fn without(job: &Job, folder: &Path) -> Result<Fates> {
     let job = Job { failure: Some(Failure { rank: LOST, step: 1, moment: Moment::Begun }), ..job.clone() };

@@ -197,7 +197,7 @@ fn feedback_brings_the_rest_and_a_rollback_nothing() {
     assert_eq!(twin.end(&mut [0.0; 192]), Err(CompressError::Exchange));
     assert_eq!(twin.incoming(&[0.0; 24]), Err(CompressError::Exchange));
     assert!(PowerSgd::new(16, 12, 13, 1).is_err());
-    // A mean that is not finite is rejected, and leaves no trace in the state.
+    // A mean that is not finite is rejected, and does not change the state.
     let mut huge = PowerSgd::new(4, 4, 2, 1).unwrap();
     huge.begin(&[8e37; 16]).unwrap();
     huge.incoming(&[f32::INFINITY; 8]).unwrap();

@@ -236,8 +236,8 @@ impl ServerHandle {
         self.answered = Some(Answered { model, sent });
     }
 
-    /// Returns the base, the newest model, and the parameters when the change that it includes was sent; the
-    /// base for each of the latter if there is no model to apply.
+    /// Returns three vectors: the base; the newest model; and the parameters when the worker sent the last
+    /// change that this model includes. Without a model to apply, the last two are the base.
     pub(super) fn vectors(&self) -> [&[f32]; 3] {
         let waits = self.answered.as_ref();
         [

@@ -32,7 +32,7 @@ pub(in crate::sync) struct WaitPolicy {
 /// A state vector that servers send with the model before a checkpoint.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::sync) struct ServerState {
-    /// Its name in checkpoints.
+    /// Name of the vector in checkpoints.
     pub(in crate::sync) name: &'static str,
     /// Whether the values are the same on all ranks.
     pub(in crate::sync) shared: bool,
@@ -71,8 +71,8 @@ pub(in crate::sync) struct WorkerServers {
 /// model of the run is that of the servers. Changes that wait for a quorum are merged for evaluations and
 /// checkpoints and after the last step, when all workers take the model.
 ///
-/// Results are the same to the bit only on the virtual clock, since they depend on the order in which changes
-/// arrive.
+/// Two runs give the same bits only on a simulated network, which has a virtual clock: results depend on the
+/// order in which changes arrive.
 #[derive(Debug)]
 pub struct Asynchronous {
     every: u64,
@@ -137,7 +137,7 @@ impl Asynchronous {
             Servers::Central => 0..0,
         };
         let mine = values[range(comm.rank().0)].to_vec();
-        // Also for a worker that serves nothing.
+        // Every worker receives the servers' states, even one that serves nothing.
         let remembered =
             rule(1).states().iter().map(|state| ServerState { name: state.name, shared: true }).collect();
         let rule = rule(mine.len());

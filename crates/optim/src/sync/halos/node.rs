@@ -48,7 +48,7 @@ pub(super) struct Region {
     packer: Option<Packer>,
     /// Largest step of its workers.
     step: u64,
-    /// What each member asks for in a synchronisation; `None` until it asked.
+    /// What each member asks for in the current synchronisation; `None` until it has asked.
     meets: Vec<Option<SyncRequest>>,
 }
 
@@ -66,11 +66,11 @@ const PENDING: &str = "pending";
 const CAME: &str = "region-changes";
 const MODEL: &str = "region";
 
-/// Names of the rule's states: that in a region's checkpoints, and the rule's own.
+/// Names of the rule's states: first the name in a region's checkpoints, then the name that the rule uses.
 const STATES: [(&str, &str); 2] = [("region-momentum", "momentum"), ("region-buffer", "buffer")];
 
 impl Region {
-    /// Creates the server of some workers. Its own server is at rank `world`.
+    /// Creates the regional server of the workers `members`. Its world server is at rank `world`.
     pub(super) fn new(model: Vec<f32>, rule: Box<dyn ServerRule>, members: Vec<Rank>, world: Rank) -> Self {
         let pending = vec![0.0; model.len()];
         let server = Server::new(model, rule, members.len(), None);

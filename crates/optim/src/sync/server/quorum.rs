@@ -119,11 +119,11 @@ mod tests {
         let (mut rule, mut model) = (QuorumMean::new(1, (1.0, 0.0), quorum, 4), [0.0]);
         assert!(rule.push(&mut model, &push(0, 10, 1.0, 1.0)).is_empty());
         assert!(rule.push(&mut model, &push(1, 20, 1.0, 3.0)).is_empty());
-        // Within the grace time.
+        // This change arrives within the grace time.
         assert!(rule.push(&mut model, &push(2, 110, 1.0, 5.0)).is_empty());
         assert!(model[0].abs() < 1e-6);
         assert!(rule.reach(&mut model, Nanos(120)).is_empty());
-        // After it: a change that arrives then joins the next mean.
+        // The grace time has ended: a change that arrives now joins the next mean.
         assert_eq!(rule.reach(&mut model, Nanos(121)), [0, 1, 2]);
         assert!(rule.push(&mut model, &push(3, 121, 1.0, 7.0)).is_empty());
         assert!((model[0] + 3.0).abs() < 1e-6, "{model:?}");

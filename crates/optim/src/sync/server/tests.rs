@@ -50,7 +50,7 @@ fn late_changes_are_told_apart_from_those_that_were_merged() {
     }
     let all = tell(&mut server, 2, 22, meet);
     assert_eq!(all[0], moved(0, 2, -7.0));
-    // The momentum follows the model.
+    // The answer contains the momentum after the model.
     assert_eq!(all[3], (2, FromServer::Synchronised { pushes: 3, values: vec![-7.0, 5.0] }));
 }
 

@@ -1,4 +1,4 @@
-//! Ranks that train at different speeds, on the virtual clock.
+//! Ranks that train at different speeds, on a simulated network with a virtual clock.
 
 use std::collections::BTreeMap;
 use std::thread;
@@ -9,13 +9,13 @@ use farflung_optim::sync::{StepEnd, SyncMethod};
 
 use super::{CPU, Case, STEPS, layout, local, make, random};
 
-/// What happens after which step.
+/// The step after which the method is interrupted, and how.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Cut {
     Never,
     /// The method waits for what is in flight, as before a checkpoint.
     Settled(u64),
-    /// The same, and then continues from the saved state.
+    /// The method waits for what is in flight, and then continues from the saved state.
     Restored(u64),
 }
 

@@ -6,7 +6,7 @@ use half::{bf16, f16};
 use crate::backend::Part;
 use crate::{DType, View, ViewMut};
 
-/// `y = x`, with conversion. The pair of types has been checked.
+/// Computes `y = x`, with conversion of the type. The pair of types has been checked.
 pub(super) fn cast(x: &View<'_>, y: ViewMut<'_>) {
     let in_host = "a cpu tensor is in host memory";
     match (x.dtype(), y.dtype()) {

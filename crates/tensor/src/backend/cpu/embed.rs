@@ -4,7 +4,7 @@
 use super::parts::rows_per_task;
 use super::pool::Pool;
 
-/// `y[i] = table[tokens[i]] + positions[start + i % len]`. All ids must be valid row indices.
+/// Computes `y[i] = table[tokens[i]] + positions[start + i % len]`. All ids must be valid row indices.
 pub(super) fn forward(
     pool: &Pool,
     tokens: &[u32],

@@ -12,7 +12,7 @@ const SIDE: usize = 4;
 /// Number of elements computed at the same time.
 const GROUP: usize = SIDE * LANES;
 
-/// GELU in its tanh form, and its derivative: `x s` and `s (1 + x (1 - s) y')` for `s = sigmoid(y)` and
+/// Returns GELU in its tanh form, and its derivative: `x s` and `s (1 + x (1 - s) y')` for `s = sigmoid(y)` and
 /// `y = 2 sqrt(2 / pi) (x + 0.044715 x^3)`, since `(1 + tanh(y / 2)) / 2 = sigmoid(y)`.
 ///
 /// Error: at most 4e-7, absolute for results below 1, else relative, for `|x|` up to 1e10. NaN stays NaN.
@@ -80,7 +80,7 @@ unsafe fn group<L: Vector>(x: *mut f32, bias: *const f32, slope: Option<*mut f32
     }
 }
 
-/// `x = gelu(x + bias)`. If `slope` is given, it receives the derivative at `x + bias`.
+/// Computes `x = gelu(x + bias)`. If `slope` is given, it receives the derivative at `x + bias`.
 ///
 /// # Safety
 /// As for [`Vector`].
@@ -126,7 +126,7 @@ mod tests {
 
     const ISAS: [fn() -> Isa; 2] = [Isa::detect, || Isa::PORTABLE];
 
-    /// GELU and its derivative by their definition, in a form without cancellation for either sign.
+    /// Returns GELU and its derivative by their definition, in a form without cancellation for either sign.
     fn exact_gelu(x: f64) -> (f64, f64) {
         let (k, c) = ((2.0 / std::f64::consts::PI).sqrt(), 0.044_715);
         let s = 1.0 / (1.0 + (-2.0 * k * (x + c * x.powi(3))).exp());

@@ -115,7 +115,7 @@ impl Epilogue for BiasGeluSlope<'_> {
     }
 }
 
-/// `c = a b` or `c += a b`, then `fused`.
+/// Computes `c = a b` or `c += a b`, and then applies `fused`.
 pub(super) fn matmul(
     pool: &Pool,
     a: Mat<'_>,

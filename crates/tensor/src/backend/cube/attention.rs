@@ -62,7 +62,7 @@ const MASKED: f32 = -1e30;
 /// Number of keys per block. The running sum is rescaled once per block.
 const BLOCK: u32 = 8;
 
-/// Dot product of a row in registers and a row in memory, `dim` vectors each.
+/// Returns the dot product of a row in registers and a row in memory, `dim` vectors each.
 #[cube]
 fn dot<N: Size>(x: &Array<Vector<f32, N>>, y: &[Vector<f32, N>], at: usize, #[comptime] dim: u32) -> f32 {
     let mut sum = Vector::<f32, N>::zeroed();
@@ -73,7 +73,7 @@ fn dot<N: Size>(x: &Array<Vector<f32, N>>, y: &[Vector<f32, N>], at: usize, #[co
     sum.vector_sum()
 }
 
-/// `x += factor * y`, where `y` is a row in memory.
+/// Computes `x += factor * y`, where `y` is a row in memory.
 #[cube]
 fn add_scaled<N: Size>(
     x: &mut Array<Vector<f32, N>>,
@@ -135,7 +135,7 @@ fn put<N: Size>(
     }
 }
 
-/// `y = softmax(scale q k^T) v`. The first query is at position `past`. `lse` is written if `keep`.
+/// Computes `y = softmax(scale q k^T) v`. The first query is at position `past`. `lse` is written if `keep`.
 #[cube(launch)]
 pub(super) fn forward<N: Size>(
     q: &[Vector<f32, N>],
@@ -204,7 +204,7 @@ pub(super) fn forward<N: Size>(
     }
 }
 
-/// `delta[batch, head, token] = y . dy` for each row of a head.
+/// Computes `delta[batch, head, token] = y . dy` for each row of a head.
 #[cube(launch)]
 pub(super) fn deltas(
     y: &[f32],
@@ -229,7 +229,7 @@ pub(super) fn deltas(
     }
 }
 
-/// Gradient of the queries, in their layout. One unit (thread) per query.
+/// Computes the gradient of the queries, in their layout, with one unit (thread) per query.
 #[cube(launch)]
 pub(super) fn queries<N: Size>(
     q: &[Vector<f32, N>],
@@ -267,7 +267,7 @@ pub(super) fn queries<N: Size>(
     }
 }
 
-/// Gradients of keys and values, in their layouts. One unit (thread) per key.
+/// Computes the gradients of keys and values, in their layouts, with one unit (thread) per key.
 #[cube(launch)]
 pub(super) fn keys_values<N: Size>(
     q: &[Vector<f32, N>],

@@ -14,8 +14,8 @@ pub(super) fn byte(x: &[u32], at: u32) -> u32 {
     (x[(at / 4) as usize] >> (at % 4 * 8)) & 0xff
 }
 
-/// `to[to_at..][..len] = from[from_at..][..len]` in bytes. Each unit (thread) writes one word and preserves the
-/// bytes outside the range.
+/// Copies `to[to_at..][..len] = from[from_at..][..len]`, in bytes. Each unit (thread) writes one word and
+/// preserves the bytes outside the range.
 #[cube(launch)]
 pub(super) fn copy_words(from: &[u32], to: &mut [u32], from_at: u32, to_at: u32, len: u32) {
     let word = ABSOLUTE_POS as u32 + to_at / 4;
@@ -39,7 +39,7 @@ pub(super) fn copy_words(from: &[u32], to: &mut [u32], from_at: u32, to_at: u32,
     }
 }
 
-/// `y = value`.
+/// Sets all elements of `y` to `value`.
 #[cube(launch)]
 pub(super) fn fill(y: &mut [f32], value: f32) {
     if ABSOLUTE_POS < y.len() {

@@ -2,20 +2,20 @@
 
 use cubecl::prelude::*;
 
-/// Sigmoid of `2 sqrt(2 / pi) (x + 0.044715 x^3)`. In the tanh form, `gelu(x)` is x times this.
+/// Returns the sigmoid of `2 sqrt(2 / pi) (x + 0.044715 x^3)`. In the tanh form, `gelu(x)` is x times this.
 #[cube]
 fn gelu_sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + f32::exp(-(x * (1.595_769 + 0.071_354_814 * x * x))))
 }
 
-/// Returns `gelu'(x)`, given `s = gate(x)`. Where the gate is 0 or 1, so is the slope: the form avoids 0 times
-/// infinity.
+/// Returns `gelu'(x)`, given `s = gelu_sigmoid(x)`. Where `s` is 0 or 1, the slope equals `s`: the formula
+/// avoids 0 times infinity.
 #[cube]
 fn gelu_slope(x: f32, s: f32) -> f32 {
     s + x * s * (1.0 - s) * (1.595_769 + 0.214_064_44 * x * x)
 }
 
-/// `c += bias`.
+/// Computes `c += bias`.
 #[cube(launch)]
 pub(super) fn add_bias(c: &mut [f32], bias: &[f32], len: u32, cols: u32) {
     if ABSOLUTE_POS < len as usize {
@@ -23,7 +23,7 @@ pub(super) fn add_bias(c: &mut [f32], bias: &[f32], len: u32, cols: u32) {
     }
 }
 
-/// `c = gelu(c + bias)`, and `slope = gelu'(c + bias)` if `keep`.
+/// Computes `c = gelu(c + bias)`, and `slope = gelu'(c + bias)` if `keep`.
 #[cube(launch)]
 pub(super) fn add_bias_gelu(
     c: &mut [f32],
@@ -43,7 +43,7 @@ pub(super) fn add_bias_gelu(
     }
 }
 
-/// `c += bias + residual`.
+/// Computes `c += bias + residual`.
 #[cube(launch)]
 pub(super) fn add_bias_residual(c: &mut [f32], bias: &[f32], residual: &[f32], len: u32, cols: u32) {
     if ABSOLUTE_POS < len as usize {
@@ -51,7 +51,7 @@ pub(super) fn add_bias_residual(c: &mut [f32], bias: &[f32], residual: &[f32], l
     }
 }
 
-/// `c *= factor`, elementwise.
+/// Computes `c *= factor`, elementwise: `factor` is a matrix.
 #[cube(launch)]
 pub(super) fn times(c: &mut [f32], factor: &[f32], len: u32) {
     if ABSOLUTE_POS < len as usize {
@@ -59,7 +59,7 @@ pub(super) fn times(c: &mut [f32], factor: &[f32], len: u32) {
     }
 }
 
-/// `c *= factor`.
+/// Computes `c *= factor`, with one factor for all elements.
 #[cube(launch)]
 pub(super) fn scale(c: &mut [f32], factor: f32, len: u32) {
     if ABSOLUTE_POS < len as usize {
@@ -67,7 +67,7 @@ pub(super) fn scale(c: &mut [f32], factor: f32, len: u32) {
     }
 }
 
-/// `c += factor x`.
+/// Computes `c += factor x`, with one factor for all elements.
 #[cube(launch)]
 pub(super) fn add(c: &mut [f32], x: &[f32], factor: f32, len: u32) {
     if ABSOLUTE_POS < len as usize {

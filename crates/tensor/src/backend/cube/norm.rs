@@ -51,7 +51,7 @@ pub(super) fn forward(
     }
 }
 
-/// Gradient of the input, plus `residual` if `add`.
+/// Computes the gradient of the input, plus `residual` if `add`.
 #[cube(launch)]
 pub(super) fn input(
     x: &[f32],
@@ -97,7 +97,7 @@ pub(super) fn input(
     }
 }
 
-/// Partial sums of the weight gradients over `chunk` rows each: `[chunks, 2, cols]`, gain then bias.
+/// Computes partial sums of the weight gradients over `chunk` rows each: `[chunks, 2, cols]`, gain then bias.
 #[cube(launch)]
 pub(super) fn weight_parts(
     x: &[f32],

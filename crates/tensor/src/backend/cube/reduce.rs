@@ -34,7 +34,7 @@ pub(super) fn sum_columns(
     }
 }
 
-/// Sum of squares of each chunk, one cube (workgroup) per chunk.
+/// Computes the sum of squares of each chunk, with one cube (workgroup) per chunk.
 #[cube(launch)]
 pub(super) fn sum_squares(
     x: &[f32],

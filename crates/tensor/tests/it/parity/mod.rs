@@ -90,7 +90,8 @@ impl Draw {
     }
 }
 
-/// AdamW's step with clipping: read buffer 0 is the gradient, updated buffers are the weights and both moments.
+/// Returns AdamW's step with clipping: read buffer 0 is the gradient, updated buffers are the weights and both
+/// moments.
 fn adamw() -> Result<Program> {
     let mut p = ProgramBuilder::new();
     let (g, w, m, v) = (p.read(0), p.load(0), p.load(1), p.load(2));
@@ -116,7 +117,7 @@ fn adamw() -> Result<Program> {
     p.build()
 }
 
-/// A program of the instructions that AdamW does not use.
+/// Returns a program of the instructions that AdamW does not use.
 fn others() -> Result<Program> {
     let mut p = ProgramBuilder::new();
     let (a, b, c) = (p.read(0), p.load(0), p.load(1));

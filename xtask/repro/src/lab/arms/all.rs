@@ -12,7 +12,7 @@ use super::{
     ZERO_ONE_ADAM,
 };
 
-/// Every arm.
+/// All arms.
 pub(crate) const ALL: &[Arm] = &[
     F32,
     ALONE,

@@ -1,4 +1,4 @@
-//! A region and a world, message by message: no change that workers sent is lost.
+//! Tests of a region's server and a world server, message by message: no change that workers sent is lost.
 
 use super::*;
 use crate::sync::server::DelayedNesterov;

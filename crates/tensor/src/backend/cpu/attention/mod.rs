@@ -269,8 +269,8 @@ fn forward(isa: Isa, pool: &Pool, l: Layout, qkv: &[f32], y: &mut [f32], lse: &m
     Forward { isa, layout: l, keys: l.tokens, q, k, v }.run(pool, y, Some(lse));
 }
 
-/// Gradient of [`train_forward`]: writes `d_qkv` `[B, T, 3 C]`, given `dy` `[B, T, C]` and the inputs and
-/// outputs of the forward pass.
+/// Computes the gradient of [`train_forward`]: writes `d_qkv` `[B, T, 3 C]`, given `dy` `[B, T, C]` and the
+/// inputs and outputs of the forward pass.
 pub(super) fn train_backward(
     pool: &Pool,
     l: Layout,
@@ -346,9 +346,9 @@ fn forward_over(
     Forward { isa, layout: l, keys: cache.past + l.tokens, q, k, v }.run(pool, y, lse);
 }
 
-/// Gradient of [`cached_forward`], given `dy` `[B, T, C]` and its inputs and outputs. Adds to the gradients of
-/// all keys and values that the new tokens attended to, and writes `d_qkv` `[B, T, 3 C]`, which includes the
-/// gradients of the new tokens' own keys and values.
+/// Computes the gradient of [`cached_forward`], given `dy` `[B, T, C]` and its inputs and outputs. Adds to the
+/// gradients of all keys and values that the new tokens attended to, and writes `d_qkv` `[B, T, 3 C]`, which
+/// includes the gradients of the new tokens' own keys and values.
 pub(super) fn cached_backward(
     pool: &Pool,
     l: Layout,

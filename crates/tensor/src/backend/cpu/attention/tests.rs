@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Reproducible numbers of about unit size.
+/// Returns reproducible numbers of about unit size.
 fn noise(len: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {

@@ -4,7 +4,7 @@
 use super::*;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Reproducible numbers between -1 and 1.
+/// Returns reproducible numbers between -1 and 1.
 fn numbers(len: usize, seed: u32) -> Vec<f32> {
     let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12_345);
     (0..len)

@@ -84,7 +84,7 @@ fn adamw(clips: bool, decays: bool) -> Option<Program> {
     b.build().ok()
 }
 
-/// AdamW's step in one loop. Without clipping, the factor is 1, which changes no bit.
+/// Computes AdamW's step in one loop. Without clipping, the factor is 1, which changes no bit.
 #[inline(always)]
 #[expect(clippy::inline_always, reason = "inlined into the function that enables the vectors")]
 fn step<const DECAYS: bool>(s: &[f32; PARAMETERS], g: &[f32], p: &mut [f32], m: &mut [f32], v: &mut [f32]) {
@@ -173,8 +173,8 @@ mod tests {
     use super::*;
     use crate::program::Value;
 
-    /// AdamW as an optimizer may write it, with constants and scalars mixed. `twist` from 1 on changes one
-    /// detail.
+    /// Returns AdamW as an optimizer may write it, with constants and scalars mixed. A `twist` of 1 or more
+    /// changes one detail.
     fn written(clips: bool, decays: bool, twist: usize) -> Program {
         let mut b = ProgramBuilder::new();
         let (p, mut g) = (b.load(0), b.read(0));

@@ -78,8 +78,8 @@ impl Cube {
         let tile = chunk.div_ceil(tiles);
         let chunks = || chunks(len, chunk, kept);
         let tiling = || top::TilesLaunch::new(u32_of(tile), u32_of(tiles), u32_of(count * tiles));
-        // For each round, and after the last one, per chunk: the prefix of the threshold found so far, and how
-        // many elements with this prefix are kept.
+        // One entry per chunk for each round, and one for after the last round. An entry holds the prefix of
+        // the threshold found so far, and how many elements with this prefix are kept.
         let mut cuts = vec![0; 8 * count * (top::ROUNDS as usize + 1)];
         for (cut, start) in cuts.as_chunks_mut().0.iter_mut().zip((0..len).step_by(chunk)) {
             *cut = (u64::from(u32_of(kept.min(len - start))) << 32).to_le_bytes();

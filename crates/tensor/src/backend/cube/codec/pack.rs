@@ -44,8 +44,8 @@ fn meaning(code: u32, scale: u32, #[comptime] form: Form) -> u32 {
     bits
 }
 
-/// Each unit (thread) writes one word of the body, and the encoding error of the elements in it. The word
-/// before the body is set to 0.
+/// Encodes blocks. Each unit (thread) writes one word of the body, and the encoding errors of the elements in
+/// it. The word before the body is set to 0.
 #[cube(launch)]
 pub(super) fn encode(
     x: &[u32],

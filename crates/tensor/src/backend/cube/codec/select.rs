@@ -5,8 +5,8 @@ use cubecl::prelude::*;
 use super::exact::{INFINITE, MAGNITUDE, sum};
 use crate::codec::Pattern;
 
-/// `y = x + with`, or `x - with`, or no result at all. Any unit (thread) that finds a value that is not finite
-/// sets `verdict` to 1.
+/// Computes `y = x + with` or `y = x - with`, or only checks the values. Any unit (thread) that finds a value
+/// that is not finite sets `verdict` to 1.
 #[cube(launch)]
 pub(super) fn sums(
     x: &[u32],
@@ -97,7 +97,7 @@ pub(super) fn mask(
     }
 }
 
-/// `y = x[indices]`.
+/// Computes `y = x[indices]`.
 #[cube(launch)]
 pub(super) fn gather(x: &[u32], indices: &[u32], y: &mut [u32], len: u32, kept: u32) {
     if (ABSOLUTE_POS as u32) < kept {
@@ -106,7 +106,7 @@ pub(super) fn gather(x: &[u32], indices: &[u32], y: &mut [u32], len: u32, kept: 
     }
 }
 
-/// `y[indices] = x`. All indices are different.
+/// Computes `y[indices] = x`. All indices are different.
 #[cube(launch)]
 pub(super) fn put(x: &[u32], indices: &[u32], y: &mut [u32], len: u32, kept: u32) {
     if (ABSOLUTE_POS as u32) < kept {

@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::exact::{product, sum};
 
-/// For each full square `X` of `x`: computes `A X` if `columns`, else `X A^T`, one element per unit (thread).
+/// Computes, for each full square `X` of `x`, `A X` if `columns`, else `X A^T`, one element per unit (thread).
 /// If `inverse`, `A` is transposed. Sums run in index order. Elements after the last full square are copied.
 #[cube(launch)]
 pub(super) fn turn(

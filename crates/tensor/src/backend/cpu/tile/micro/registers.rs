@@ -41,8 +41,8 @@ pub(in crate::backend::cpu) trait Registers {
     /// Returns `a * b + c`, fused if the CPU supports it.
     unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
 
-    /// `dst[k * pitch + i] = src[i * stride + k]` for `k < BLOCK` and `i < rows`, zero for `rows <= i < width`.
-    /// May write up to `BLOCK` elements from each `dst[k * pitch]` on, in ascending order of `k`.
+    /// Computes `dst[k * pitch + i] = src[i * stride + k]` for `k < BLOCK` and `i < rows`, zero for `rows <= i
+    /// < width`. May write up to `BLOCK` elements from each `dst[k * pitch]` on, in ascending order of `k`.
     unsafe fn transpose(
         src: *const f32,
         stride: usize,
@@ -280,8 +280,8 @@ mod x86 {
         micro::<Avx512, R, N, C, P>(tile);
     }
 
-    /// [`Registers::transpose`] with AVX. Half rows are loaded into their final halves, so that only unpacks
-    /// and shuffles remain.
+    /// Implements [`Registers::transpose`] with AVX. Half rows are loaded into their final halves, so that only
+    /// unpacks and shuffles remain.
     #[inline(always)]
     unsafe fn transpose_8x8(src: *const f32, stride: usize, rows: usize, dst: *mut f32, pitch: usize) {
         let row: [*const f32; 8] =
