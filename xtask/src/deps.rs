@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use anyhow::{Result, bail};
 
-use crate::files::{Circle, Files};
+use crate::files::Files;
 use crate::workspace::{Dependency, Kind, Package, Workspace};
 
 pub(crate) const HELP: &str = "\
@@ -81,71 +81,6 @@ const CONFINED: &[(&str, &[&str])] = &[
     ("iroh", &["farflung-comm", "farflung"]),
 ];
 
-<<<<<<< ours
-/// Circles between files that are still to be cut: the crate, and the files in order.
-const TO_CUT: &[(&str, &[&str])] = &[(
-    "farflung",
-    &[
-        "train/elastic/arrivals",
-        "train/elastic/change",
-        "train/elastic/decide",
-        "train/elastic/idle",
-        "train/elastic/measure",
-        "train/elastic/place",
-        "train/elastic/pools",
-        "train/elastic/saved",
-        "train/elastic/status",
-        "train/elastic/team",
-        "train/elastic/watchman",
-        "train/elastic/welcome",
-    ],
-)];
-||||||| base
-/// Circles between files that are still to be cut: the crate, and the files in order.
-const TO_CUT: &[(&str, &[&str])] = &[
-    (
-        "farflung",
-        &[
-            "train/elastic/arrivals",
-            "train/elastic/change",
-            "train/elastic/decide",
-            "train/elastic/idle",
-            "train/elastic/measure",
-            "train/elastic/place",
-            "train/elastic/pools",
-            "train/elastic/saved",
-            "train/elastic/status",
-            "train/elastic/team",
-            "train/elastic/watchman",
-            "train/elastic/welcome",
-        ],
-    ),
-    ("farflung-comm", &["secure/certificates", "secure/tls"]),
-];
-=======
-/// Known dependency cycles between files, which are still to be removed: the crate, and its files in order.
-const TO_CUT: &[(&str, &[&str])] = &[
-    (
-        "farflung",
-        &[
-            "train/elastic/arrivals",
-            "train/elastic/change",
-            "train/elastic/decide",
-            "train/elastic/idle",
-            "train/elastic/measure",
-            "train/elastic/place",
-            "train/elastic/pools",
-            "train/elastic/saved",
-            "train/elastic/status",
-            "train/elastic/team",
-            "train/elastic/watchman",
-            "train/elastic/welcome",
-        ],
-    ),
-    ("farflung-comm", &["secure/certificates", "secure/tls"]),
-];
->>>>>>> theirs
-
 pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
     crate::no_arguments(args)?;
     check()?;
@@ -164,27 +99,17 @@ pub(crate) fn check() -> Result<()> {
     check_files(&packages)
 }
 
-/// Checks the dependency cycles between the files of each library. Fails if a cycle is not in [`TO_CUT`], or if
-/// an entry of that table no longer exists.
+/// Fails with every dependency cycle between the files of a library.
 fn check_files(packages: &[Package]) -> Result<()> {
     let mut found = Vec::new();
     for package in packages.iter().filter(|package| package.has_library) {
-        let circles = Files::read(&package.folder.join("src"))?.circles();
-        found.extend(circles.into_iter().map(|circle| (package.name.clone(), circle)));
+        let cycles = Files::read(&package.folder.join("src"))?.circles();
+        found.extend(cycles.into_iter().map(|cycle| format!("{}:\n    {cycle}", package.name)));
     }
-    let is = |(name, circle): &(String, Circle), line: &(&str, &[&str])| {
-        *name == line.0 && circle.files() == line.1
-    };
-    let new = found.iter().filter(|circle| !TO_CUT.iter().any(|line| is(circle, line)));
-    let mut wrong: Vec<_> = new.map(|(name, circle)| format!("{name}:\n    {circle}")).collect();
-    let gone = TO_CUT.iter().filter(|line| !found.iter().any(|circle| is(circle, line)));
-    wrong.extend(gone.map(|(name, files)| {
-        format!("{name}: there is no circle of {} any more: remove it from TO_CUT", files.join(", "))
-    }));
-    if !wrong.is_empty() {
-        bail!("{} circles between files:\n  {}", wrong.len(), wrong.join("\n  "));
+    if !found.is_empty() {
+        bail!("{} dependency cycles between files:\n  {}", found.len(), found.join("\n  "));
     }
-    println!("deps: no circles between files, except {} that are still to be removed", TO_CUT.len());
+    println!("deps: no dependency cycle between files");
     Ok(())
 }
 

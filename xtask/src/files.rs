@@ -199,12 +199,7 @@ fn reach<'a>(edges: &'a [Edge], from: &Module) -> BTreeSet<&'a Module> {
     reached
 }
 
-impl Circle {
-    /// Returns the files of the cycle, in order, as paths below `src` without `.rs`.
-    pub(crate) fn files(&self) -> Vec<String> {
-        self.edges.iter().map(|edge| file(&edge.from)).collect::<BTreeSet<_>>().into_iter().collect()
-    }
-}
+impl Circle {}
 
 /// Returns the path of a module's file below `src`, without `.rs`.
 fn file(module: &Module) -> String {

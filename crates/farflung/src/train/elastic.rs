@@ -4,6 +4,10 @@
 //! for them, and a member without the state, or with an older one, fetches it from the members that have done
 //! the most steps.
 
+mod held;
+mod pool_speeds;
+mod stoppable;
+mod teller;
 mod arrivals;
 mod balance;
 mod change;

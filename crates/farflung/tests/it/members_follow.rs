@@ -11,7 +11,7 @@ use crate::virtual_members::{Ended, fox, seats, tiny};
 use farflung::comm::simulated::Faults;
 use farflung::config::choice::OptimizerKind;
 use farflung::optim::local::SGD;
-use farflung::train::{Fault, FaultyValue, Job, Watch, run_seats};
+use farflung::train::{Fault, FaultyValue, Job, RunObserver, run_seats};
 use farflung::{StepMetrics, Stop, TrainConfig};
 use farflung_base::{Nanos, PeerId};
 
@@ -56,7 +56,7 @@ impl Noted {
     }
 }
 
-impl Watch for Noted {
+impl RunObserver for Noted {
     fn step(&mut self, metrics: &StepMetrics, _: Option<f64>) {
         self.times.push(metrics.time_s);
     }

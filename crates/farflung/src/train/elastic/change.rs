@@ -19,12 +19,13 @@ use super::idle::Idle;
 use super::lent::Lent;
 use super::measure::measured;
 use super::place::{Logs, Place};
-use super::pools::PoolSpeeds;
+use super::pool_speeds::PoolSpeeds;
 use super::repeats::Repeats;
 use super::share::{Holds, Shared, share};
-use super::status::Teller;
 use super::step_log::StepLog;
+use super::stoppable::stoppable;
 use super::team::Team;
+use super::teller::Teller;
 use super::view::{Brings, stand};
 use super::watchman::Watchman;
 use crate::events::{EventKind, causes};
@@ -366,7 +367,7 @@ impl Member<'_> {
         view: &View,
         before: &[u32],
     ) -> Result<Shared> {
-        let comm = tied(job, self.place.enter(view.clone())?);
+        let comm = stoppable(job, self.place.enter(view.clone())?);
         let brings = Brings {
             job,
             before: before.to_vec(),
@@ -433,7 +434,7 @@ impl Member<'_> {
         mut followed: Option<Followed>,
     ) -> Result<(Trainer, Last)> {
         loop {
-            let comm = tied(job, self.place.enter(view.clone())?);
+            let comm = stoppable(job, self.place.enter(view.clone())?);
             let (before, last) = (Vec::new(), Last::at(0));
             let brings = Brings { job, before, progress: None, last, measured: &[], speed };
             let came = stand(&view, &comm, brings).and_then(|stood| {
@@ -470,7 +471,7 @@ impl Member<'_> {
 
     /// Makes the rank the only one of its run, after it has left. It can then only save its state.
     pub(in crate::train) fn alone(&mut self, job: &mut Job, trainer: &mut Trainer) -> Result<()> {
-        let comm = tied(job, self.place.alone()?);
+        let comm = stoppable(job, self.place.alone()?);
         let own = trainer.replica();
         let plan = job.plan.with_replicas(&[farflung_parallel::plan::Replica::Stays(own)])?;
         let next = job.with_plan_after(trainer.steps_done(), plan)?;
@@ -515,8 +516,4 @@ fn unaveraged(plan: &Plan, replicas: &[u32], step: u64) -> u64 {
 
 fn slots(view: Option<&View>) -> Vec<u32> {
     view.iter().flat_map(|view| &view.members).map(|member| member.slot).collect()
-}
-
-pub(super) fn tied(job: &Job, comm: Communicator) -> Communicator {
-    job.stop.with_stop(comm.with_deadline(job.deadline()))
 }

@@ -13,15 +13,13 @@ use super::keeper::Outcome;
 use super::place::{Logs, Place};
 use super::ready::{Admission, Cost};
 use super::tell_all::tell_all;
+use super::watchman::ROLL_CALL;
 use crate::train::blame::{Evidence, evidence};
 use crate::train::trainer::StateBytes;
 use crate::{Error, Result};
 
 /// Time between two checks while waiting for others.
 pub(super) const LOOK: Nanos = Nanos::from_millis(50);
-/// Time within which a member must answer a ping; after that it counts as silent. Two round trips around the
-/// world.
-pub(super) const ROLL_CALL: Nanos = Nanos::from_millis(800);
 /// Time after a change that was requested but not reached, before the next change may be requested.
 const PAUSE: Nanos = Nanos::from_millis(1000);
 

@@ -5,9 +5,10 @@ use farflung_base::{Nanos, PeerId};
 use farflung_comm::Cancel;
 use farflung_parallel::membership::View;
 
-use super::change::{Changed, Member, start, tied};
+use super::change::{Changed, Member, start};
 use super::repeats::Repeats;
 use super::spare::Waited;
+use super::stoppable::stoppable;
 use super::team::{Brings, Formed, Team, form};
 use super::tell_all::tell_all;
 use crate::train::job::Job;
@@ -138,7 +139,7 @@ impl Member<'_> {
         view: &View,
     ) -> Result<Option<Placed>> {
         let change = Cancel::new();
-        let all = tied(job, self.place.enter(view.clone())?).with_other_cancel(&change);
+        let all = stoppable(job, self.place.enter(view.clone())?).with_other_cancel(&change);
         self.place.keeper().ends(view.epoch, change.clone());
         let done = (|| {
             // If one member has committed the step, all that voted on it must commit it, too.

@@ -11,7 +11,7 @@ use farflung_parallel::membership::Place;
 use farflung_parallel::plan::{Holding, Needed, newest_whole};
 use serde::{Deserialize, Serialize};
 
-use super::team::Held;
+use super::held::Held;
 use super::tell_all::tell_all;
 use crate::Result;
 use crate::events::causes;

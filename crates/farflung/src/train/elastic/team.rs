@@ -19,8 +19,9 @@ use farflung_parallel::plan::{Holding, Lineup, Needed, Pooling, Stood, moves, ne
 use serde::{Deserialize, Serialize};
 
 use super::fetching::Store;
+use super::held::Held;
 use super::pieces::{exchange, offered};
-use super::pools::{self, Moving, PoolSpeeds};
+use super::pool_speeds::{self, Moving, PoolSpeeds};
 use super::saved::{self, Whole};
 use super::share::spoils;
 use super::tell_all::tell_all;
@@ -117,23 +118,6 @@ struct Standing {
     moving: Option<Moving>,
 }
 
-/// Names of the tensors that a member holds, and the run's counters when they had these values.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct Held {
-    pub(super) counted: Counted,
-    names: BTreeSet<String>,
-}
-
-impl Held {
-    pub(super) fn of(pieces: &Pieces) -> Self {
-        Self { counted: pieces.counted.clone(), names: pieces.names() }
-    }
-
-    pub(super) fn holding(&self, member: usize) -> Holding {
-        Holding { member, step: self.counted.step, names: self.names.clone() }
-    }
-}
-
 /// Data of a member that enters a view.
 pub(super) struct Brings<'a> {
     pub(super) job: &'a Job,
@@ -219,7 +203,7 @@ pub(super) fn form(view: &View, all: &Communicator, brings: Brings<'_>) -> Resul
         None if can_be_rerouted(wished) => Lineup::rerouted(&stood, cut, stages),
         None => whole(),
     };
-    let rates = pooling.as_ref().map(|pooling| pools::rates(&lineup, pooling));
+    let rates = pooling.as_ref().map(|pooling| pool_speeds::rates(&lineup, pooling));
     let mut team = Team::new(view, all.clone(), lineup);
     let mut plan = plan_for(job, &team, (&before, &reference.ranks), rates)?;
     if pooling.is_none() && plan.pools().is_some() && combination::check(wished, &plan).is_err() {
@@ -317,7 +301,7 @@ fn pooling(job: &Job, view: &View, told: &Standing) -> Result<Pooling> {
     speeds.moving = told.moving;
     let settings = TrainConfig { workers: wished.stages, pools: None, pool_rates: None, ..wished.clone() };
     let cut = planned::from_settings(&settings, &job.model, wished.stages, None)?;
-    Ok(speeds.pooling(view, cut.microbatches[0], pools::work(&cut, &job.model)))
+    Ok(speeds.pooling(view, cut.microbatches[0], pool_speeds::work(&cut, &job.model)))
 }
 
 /// Computes the plan of a team from the settings and the number of pipelines and stages. Levels of averaging

@@ -11,9 +11,11 @@ use farflung_base::{Nanos, PeerId, Pending};
 use farflung_comm::{CommError, Communicator, Transport};
 use farflung_parallel::membership::{MemberId, Patience};
 
-use super::decide::ROLL_CALL;
 use super::keeper::Keeper;
 
+/// Time within which a member must answer a ping; after that it counts as silent. Two round trips around the
+/// world.
+pub(super) const ROLL_CALL: Nanos = Nanos::from_millis(800);
 /// Time between two checks of the current step.
 const LOOK: Nanos = Nanos::from_millis(100);
 /// Minimum time without an answer after which a member is given up.

@@ -1,0 +1,90 @@
+//! Speeds of the members of pools, and the pools and rates that follow from them.
+
+use std::collections::BTreeMap;
+
+use farflung_base::Nanos;
+use farflung_parallel::Plan;
+use farflung_parallel::membership::View;
+use farflung_parallel::pipeline::Pools;
+use farflung_parallel::plan::{Lineup, PoolAdvice, PoolBalance, Pooling, rates_of};
+use farflung_zoo::GptConfig;
+
+use crate::train::costs::Work;
+use crate::train::job::Job;
+use crate::train::trainer::Trainer;
+
+/// A member that moves to another stage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(super) struct Moving {
+    /// Its endpoint.
+    pub(super) slot: u32,
+    /// Index of the stage to which it moves.
+    pub(super) to: u32,
+}
+
+/// The speeds of all members that a member has received, and the change that they have decided on.
+#[derive(Debug, Clone, Default)]
+pub(super) struct PoolSpeeds {
+    balance: PoolBalance,
+    /// Speed of each member that has sent the time of a microbatch, by its endpoint, in operations a second.
+    pub(super) known: BTreeMap<u32, f64>,
+    pub(super) moving: Option<Moving>,
+}
+
+/// Returns the number of operations of a microbatch in each part of a plan.
+pub(super) fn work(plan: &Plan, model: &GptConfig) -> Vec<f64> {
+    let (work, all) = (Work { model, batch: plan.batch as usize }, 0..model.context);
+    plan.parts.iter().map(|part| work.slice_flops(&part.layers, &all)).collect()
+}
+
+impl PoolSpeeds {
+    /// Starts anew with the speeds that a member has sent in a new view. Values that are not positive and
+    /// finite are ignored.
+    pub(super) fn begin_anew(&mut self, known: &BTreeMap<u32, f64>) {
+        let known = known.iter().filter(|(_, speed)| speed.is_finite() && **speed > 0.0);
+        let known = known.map(|(&slot, &speed)| (slot, speed)).collect();
+        *self = Self { known, ..Self::default() };
+    }
+
+    /// Returns how the pools should change after the step just done. `slots` are the endpoints of the ranks. The
+    /// result is the same on all members that
+    /// take steps.
+    pub(super) fn advice(&mut self, job: &Job, slots: Vec<u32>, trainer: &mut Trainer) -> PoolAdvice {
+        let Some(pools) = job.plan.pools().filter(|_| job.is_pooled()) else { return PoolAdvice::Stay };
+        let Some(measured) = trainer.measured() else { return PoolAdvice::Stay };
+        let work = work(&job.plan, &job.model);
+        for ((rank, slot), told) in (0..).zip(slots).zip(&measured) {
+            let done = pools.stage_of(rank).and_then(|stage| work.get(stage as usize));
+            if let Some(done) = done.filter(|_| told.microbatch > Nanos::ZERO) {
+                self.known.insert(slot, done / told.microbatch.as_secs_f64());
+            }
+        }
+        self.balance.observe(pools, job.plan.microbatches[0], &measured, &work)
+    }
+
+    /// Returns the input from which the pools of a view are formed. `work` is the operations of a microbatch in
+    /// each stage, `most` the maximum members of a pool. A member without a known speed counts as having the
+    /// median of the known ones.
+    pub(super) fn pooling(&self, view: &View, most: u32, work: Vec<f64>) -> Pooling {
+        let speeds = view.members.iter().map(|member| self.known.get(&member.slot).copied());
+        let speeds: Vec<Option<f64>> = speeds.collect();
+        let mut told: Vec<f64> = speeds.iter().flatten().copied().collect();
+        told.sort_by(f64::total_cmp);
+        let middle = told.get(told.len() / 2).copied().unwrap_or(1.0);
+        let speeds = speeds.into_iter().map(|speed| speed.unwrap_or(middle)).collect();
+        let member = |slot| view.members.iter().position(|member| member.slot == slot);
+        let moving = self.moving.and_then(|Moving { slot, to }| Some((member(slot)?, to)));
+        Pooling { stages: work.len() as u32, most, work, speeds, moving }
+    }
+}
+
+/// Returns the rate of each rank of some pools, relative to the others of its pool.
+pub(super) fn rates(lineup: &Lineup, pooling: &Pooling) -> Vec<u32> {
+    let pools = Pools::equal(lineup.pools.clone());
+    let time = |(rank, &member): (u32, &usize)| {
+        let stage = pools.stage_of(rank).unwrap_or(0) as usize;
+        Nanos::from_secs_f64(pooling.work[stage] / pooling.speeds[member])
+    };
+    let times: Vec<Nanos> = (0..).zip(&lineup.ranks).map(time).collect();
+    rates_of(&pools, &times)
+}

@@ -1,0 +1,143 @@
+//! Publishes the status of a run from one of its members.
+
+use farflung_base::{Nanos, PeerId};
+use farflung_parallel::pipeline::Pools;
+
+use super::place::Place;
+use super::status::{MemberStatus, Status};
+use super::team::Team;
+use crate::PeerCounters;
+use crate::train::job::Job;
+use crate::train::steps::Steps;
+use crate::train::trainer::Trainer;
+
+/// Number of changes of members that a status contains.
+const CHANGES: usize = 5;
+/// Minimum time between two updates of the published status.
+const EVERY: Nanos = Nanos::from_millis(500);
+
+/// Data that a member keeps for the status of the run.
+#[derive(Debug, Default)]
+pub(super) struct Teller {
+    changes: Vec<String>,
+    changing: Nanos,
+    told: Option<Nanos>,
+}
+
+impl Teller {
+    /// Records a change of members, and the time that it took.
+    pub(super) fn changed(&mut self, text: String, took: Nanos) {
+        self.changing = self.changing.saturating_add(took);
+        self.announce(text);
+    }
+
+    /// Records a message about members, which the next status contains at once.
+    pub(super) fn announce(&mut self, text: String) {
+        self.changes.push(text);
+        let excess = self.changes.len().saturating_sub(CHANGES);
+        self.changes.drain(..excess);
+        self.told = None;
+    }
+
+    /// Publishes the status, unless it was published less than `EVERY` ago.
+    pub(super) fn tell(
+        &mut self,
+        (place, team): (&mut Place, Option<&Team>),
+        trainer: &Trainer,
+        steps: &Steps<'_, '_>,
+    ) {
+        let now = place.transport().now();
+        if self.told.is_some_and(|at| now < at.saturating_add(EVERY)) {
+            return;
+        }
+        self.told = Some(now);
+        let status = self.status((place, team), trainer, steps);
+        place.arrivals.tell(status);
+    }
+
+    fn status(
+        &self,
+        (place, team): (&mut Place, Option<&Team>),
+        trainer: &Trainer,
+        steps: &Steps<'_, '_>,
+    ) -> Status {
+        let waiting = place.newcomers().iter().map(|peer| peer.peer.0).collect();
+        let row = steps.record.rows.last();
+        let totals = steps.clock.totals(trainer.comm());
+        let view = place.view();
+        Status {
+            model: crate::model_name(&steps.job.model),
+            step: trainer.steps_done(),
+            steps: steps.job.config.steps,
+            epoch: view.map_or(0, |view| view.epoch),
+            incarnation: view.map_or(0, |view| view.incarnation),
+            members: members(place, team, &steps.job),
+            waiting,
+            coming: place.coming(),
+            train_loss: row.map(|row| row.train_loss),
+            val_loss: steps.last_loss,
+            tokens_per_s: row.map_or(0.0, |row| row.tokens_per_s),
+            sent: totals.bytes_sent,
+            time_s: totals.time_s,
+            changing_s: self.changing.as_secs_f64(),
+            changes: self.changes.clone(),
+        }
+    }
+}
+
+/// Returns the status of the members of the view in force.
+fn members(place: &Place, team: Option<&Team>, job: &Job) -> Vec<MemberStatus> {
+    let (transport, me) = (place.transport(), place.transport().me());
+    let addresses = place.arrivals.addresses();
+    let all: u32 = job.plan.microbatches.iter().sum();
+    let members = place.view().into_iter().flat_map(|view| &view.members);
+    // The replica of a member's pipeline; `None` for a spare.
+    let replica = |member| match team {
+        Some(team) => team.lineup.stands(member).map(|stands| stands.replica as usize),
+        None => Some(member),
+    };
+    let microbatches =
+        |member| replica(member).and_then(|replica| job.plan.microbatches.get(replica).copied());
+    let pooled = |member| in_pool(job.plan.pools()?, team?.lineup.rank_of(member)?);
+    let share = |member| f64::from(microbatches(member).unwrap_or(0)) / f64::from(all.max(1));
+    members
+        .enumerate()
+        .map(|(number, member)| (member, share(number), pooled(number)))
+        .map(|(member, share, pooled)| MemberStatus {
+            slot: member.slot,
+            address: addresses.get(&PeerId(member.slot)).cloned(),
+            joined: member.joined,
+            share: pooled.map_or(share, |(_, share)| share),
+            stage: pooled.map(|(stage, _)| stage),
+            answers: PeerId(member.slot) == me,
+            waits_for: transport
+                .waits_of(PeerId(member.slot))
+                .map(|peer| peer.0)
+                .filter(|&peer| peer != member.slot),
+            counters: (PeerId(member.slot) != me)
+                .then(|| PeerCounters::of(transport.as_ref(), PeerId(member.slot))),
+        })
+        .collect()
+}
+
+/// Returns the stage of a rank of pools, and its fraction of that stage's microbatches.
+fn in_pool(pools: &Pools, rank: u32) -> Option<(u32, f64)> {
+    let stage = pools.stage_of(rank)?;
+    let first = *pools.firsts().get(stage as usize)? as usize;
+    let rates = pools.rates.get(first..first + *pools.sizes.get(stage as usize)? as usize)?;
+    let all: f64 = rates.iter().map(|&rate| f64::from(rate)).sum();
+    Some((stage, f64::from(*pools.rates.get(rank as usize)?) / all))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_has_its_part_of_its_pool() {
+        let pools = Pools { sizes: vec![1, 2], rates: vec![7, 3, 1] };
+        assert_eq!(in_pool(&pools, 0), Some((0, 1.0)));
+        assert_eq!(in_pool(&pools, 2), Some((1, 0.25)));
+        assert_eq!(in_pool(&pools, 3), None);
+    }
+}
