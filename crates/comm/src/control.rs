@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::WireError;
 use crate::error::Refusal;
 
-/// Greatest length of a greeting in bytes. A connection that has not identified itself is not read further.
+/// Maximum length of a greeting in bytes. A connection that has not identified itself is not read further.
 pub(crate) const HELLO: usize = 1024;
 
 /// A control message. Strings and byte slices borrow from the bytes that they are decoded from.

@@ -7,7 +7,7 @@ use crate::transport::{Channel, Tag};
 
 /// Number of frames taken per credit sent.
 const CREDIT: u32 = 8;
-/// Greatest number of tags with counts.
+/// Maximum number of tags with counts.
 const COUNTED: usize = 1024;
 
 /// Message that this number of frames of a tag was taken: the sender may send as many more.

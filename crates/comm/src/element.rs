@@ -23,9 +23,9 @@ pub enum ReduceOp {
     Sum,
     /// Sum divided by the number of ranks; floats only, not in scans. Not in MPI.
     Mean,
-    /// Greatest value (`MPI_MAX`).
+    /// Maximum value (`MPI_MAX`).
     Max,
-    /// Least value (`MPI_MIN`).
+    /// Minimum value (`MPI_MIN`).
     Min,
     /// Product, in the order of the algorithm (`MPI_PROD`).
     Product,

@@ -63,7 +63,7 @@ pub enum WireError {
     /// A payload that is longer than allowed.
     #[error("the payload has {got} bytes, expected at most {max}")]
     Length {
-        /// Greatest length in bytes.
+        /// Maximum length in bytes.
         max: usize,
         /// Length in the frame.
         got: usize,
@@ -306,7 +306,7 @@ pub enum CommError {
         op: &'static str,
         /// Sender of the message.
         peer: PeerId,
-        /// Greatest length in bytes.
+        /// Maximum length in bytes.
         max: usize,
     },
     /// A [`Coder`](crate::Coder) failed to encode or decode.

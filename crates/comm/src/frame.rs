@@ -10,7 +10,7 @@ use farflung_base::Nanos;
 use crate::shared::Slot;
 use crate::sizes::{FRAME_BYTES, HEADER_BYTES};
 
-/// Greatest number of free buffers that a pool keeps. Further buffers are deallocated.
+/// Maximum number of free buffers that a pool keeps. Further buffers are deallocated.
 const KEPT: usize = 256;
 
 /// Allocation unit of buffers, 64 bytes, so that a buffer begins at a cache line. Processors with fast short

@@ -14,7 +14,7 @@ use crate::sizes::HEADER_BYTES;
 use crate::transport::{Channel, PeerEvent, Stats, Tag};
 use crate::{CommError, DownReason, Frame};
 
-/// Greatest number of frames of one (peer, tag) that may be in flight or unread. Its sender then waits.
+/// Maximum number of frames of one (peer, tag) that may be in flight or unread. Its sender then waits.
 pub const WINDOW: usize = 32;
 
 /// Reason why a thread blocks on an inbox.
@@ -112,7 +112,7 @@ const SPINS: u32 = 64;
 /// Check word of an abort that reports a cancellation: the culprit has not failed.
 pub(crate) const CANCELLED: u32 = 1;
 
-/// Greatest number of aborted contexts, of retired contexts, and of each peer's suspicions that are kept.
+/// Maximum number of aborted contexts, of retired contexts, and of each peer's suspicions that are kept.
 const REMEMBERED: usize = 64;
 
 /// Appends an entry; removes the oldest if there are [`REMEMBERED`].

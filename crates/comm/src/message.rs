@@ -13,7 +13,7 @@ use crate::operation::{Operation, progress};
 use crate::transport::{Port, Tag};
 use crate::{CommError, FRAME_BYTES};
 
-/// Greatest length of a message that is accepted, in bytes.
+/// Maximum length of a message that is accepted, in bytes.
 pub const MAX_MESSAGE: usize = 1 << 30;
 
 /// Check word of the frame that ends a cancelled message.

@@ -135,8 +135,8 @@ pub struct Program {
     /// Lists of steps that run side by side on different blocks, for example chunks of a pipeline, trees, or
     /// directions of a ring.
     pub lanes: Vec<Vec<Step>>,
-    /// Greatest number of lanes that run at a time: lane `i` starts when lane `i - window` is done. This keeps
-    /// a fast rank from sending far ahead, which would delay data that other ranks need sooner.
+    /// Maximum number of lanes that run at a time: lane `i` starts when lane `i - window` is done. This keeps a
+    /// fast rank from sending far ahead, which would delay data that other ranks need sooner.
     pub window: usize,
     /// Content of each message of a coded program; empty in a plain one.
     pub messages: Vec<CodedMessage>,
@@ -155,7 +155,7 @@ impl Program {
         Self { blocks, bounds: None, lanes, window: usize::MAX, messages: Vec::new() }
     }
 
-    /// Sets the greatest number of lanes that run at a time.
+    /// Sets the maximum number of lanes that run at a time.
     #[must_use]
     pub fn with_window(self, window: usize) -> Self {
         Self { window, ..self }

@@ -16,7 +16,7 @@ use crate::{Cancel, CommError};
 const BALLOT: u64 = 2;
 const SURVIVORS: u64 = 3;
 
-/// Tag number of the message with the decision; the tags of rounds are 0, 1, ...
+/// Tag number of the message with the decision. The tag numbers of the rounds are 0, 1, 2 and so on.
 const DECIDED: u32 = u32::MAX;
 
 impl Communicator {
@@ -110,7 +110,7 @@ fn read(bytes: &[u8], size: usize) -> Option<BTreeSet<usize>> {
     ranks.map(|rank| (rank < size).then_some(rank)).collect()
 }
 
-/// State of an incoming message of ranks.
+/// State of a message of another rank that contains a set of ranks.
 enum Answer {
     Waits,
     Here(Option<BTreeSet<usize>>),

@@ -11,7 +11,7 @@ use crate::sizes::HEADER_BYTES;
 use crate::wire::{self, Header};
 use crate::{Frame, Pool, WireError};
 
-/// Greatest size in bytes of a message with a header. Longer payloads are sent in a message of their own,
+/// Maximum size in bytes of a message with a header. Longer payloads are sent in a message of their own,
 /// without a copy.
 const SHORT: usize = 4096;
 

@@ -9,7 +9,7 @@ use zeroize::Zeroizing;
 use super::identity::random;
 use crate::CommError;
 
-/// Smallest length in bytes of a secret that a user chooses.
+/// Minimum length in bytes of a secret that a user chooses.
 pub const SECRET_BYTES: usize = 16;
 
 /// Secret that all members of a job share. `Debug` does not print it, and its memory is wiped on drop.

@@ -11,7 +11,7 @@ use super::identity::PublicKey;
 use super::secret::JoinSecret;
 use super::word;
 
-/// Largest number of addresses in a ticket.
+/// Maximum number of addresses in a ticket.
 pub const ADDRESSES: usize = 16;
 
 /// First characters of a ticket of this version.

@@ -21,7 +21,7 @@ pub(super) const SMALL_SLOT: usize = 4096;
 pub(super) const SMALL_SLOTS: usize = 64;
 /// Number of slots per direction; the small ones come first.
 pub(super) const SLOTS: usize = SMALL_SLOTS + LARGE_SLOTS;
-/// Greatest number of frames that were handed over and not read yet.
+/// Maximum number of frames that were handed over and not read yet.
 pub(super) const DEPTH: usize = 128;
 
 /// Number of 64-bit words in an entry: four of the frame's header, and the slot's index.

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 
 use farflung_base::{Nanos, Rank, Topology};
 
-/// Least delay from each sender to each receiver; `None` if the queue must be strict.
+/// Minimum delay from each sender to each receiver; `None` if the queue must be strict.
 pub(super) type Distances = Option<Vec<Vec<Nanos>>>;
 
 /// Returns the least sum of latencies on any path between two ranks, or on any cycle for a rank and itself.
@@ -46,11 +46,11 @@ pub(super) struct Obstacle {
 pub(super) struct Lookahead {
     /// Group of each rank.
     group: Vec<usize>,
-    /// Least delay from any rank of a group to a receiver, by receiver and group.
+    /// Minimum delay from any rank of a group to a receiver, by receiver and group.
     distance: Vec<Nanos>,
     /// Floors of the running ranks of each group.
     running: Vec<BTreeSet<(Nanos, usize)>>,
-    /// Least floor of each group; [`Nanos::MAX`] if none of its ranks runs.
+    /// Minimum floor of each group; [`Nanos::MAX`] if none of its ranks runs.
     least: Vec<Nanos>,
     /// Floor of each rank; `None` if it does not run.
     floor: Vec<Option<Nanos>>,
