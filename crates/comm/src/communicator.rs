@@ -215,7 +215,8 @@ where
     }
 }
 
-/// Mixed into the contexts of communicators made by `of_members`.
+/// Constant that is mixed into the context ids of communicators made by `of_members`, so that they differ from
+/// other ids.
 const DECLARED: u64 = 6;
 
 /// Ranks `0..size` over a transport. Collectives are matched by the order in which each rank starts them.

@@ -10,14 +10,14 @@ const CREDIT: u32 = 8;
 /// Maximum number of tags with counts.
 const COUNTED: usize = 1024;
 
-/// Message that this number of frames of a tag was taken: the sender may send as many more.
+/// Credit: the receiver took this number of frames of a tag, so the sender may send as many more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Credit {
     pub(crate) tag: Tag,
     pub(crate) frames: u32,
 }
 
-/// Counts of frames by tag. If there are too many tags, old ones are removed even if their count is not 0.
+/// Number of frames by tag. If there are too many tags, old tags are removed even if their number is not 0.
 #[derive(Debug, Default)]
 pub(crate) struct Counts(BTreeMap<Tag, u32>);
 
@@ -63,7 +63,7 @@ impl Counts {
         forgotten.into_iter().chain(is_credit.then_some(Credit { tag, frames: CREDIT }))
     }
 
-    /// Subtracts from the count of a tag.
+    /// Subtracts `by` from the count of a tag.
     pub(crate) fn sub(&mut self, tag: Tag, by: u32) {
         if let Some(count) = self.0.get_mut(&tag) {
             *count = count.saturating_sub(by);

@@ -55,7 +55,7 @@ mod service;
 // Values are sent as the bytes that they have in memory.
 const _: () = assert!(cfg!(target_endian = "little"), "farflung-comm needs a little-endian machine");
 
-// Used by everybody: communicators, their operations and their errors.
+// For all users: communicators, their operations and their errors.
 pub use algorithm::{AllReduce, regions};
 pub use cancel::Cancel;
 pub use coded::{Coded, CodedAllReduce, CodedBuffer, CodedSlice, CodedValues, Coder};

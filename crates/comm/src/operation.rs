@@ -1,5 +1,5 @@
-//! The operations of a communicator: what each collective or message does. Deadlines, failures and results are
-//! the same for all operations and are handled elsewhere.
+//! The trait of a communicator's operations: each collective and each message implements it. Deadlines,
+//! failures and results are the same for all operations and are handled elsewhere.
 
 use std::task::Poll;
 

@@ -50,7 +50,7 @@ pub(crate) fn encode(kind: Kind, tag: Tag, check: u32, payload: &[u8]) -> [u8; H
     h
 }
 
-/// Encodes the header of a frame that is sent through shared memory or a TLS session, without a checksum.
+/// Encodes the header of a frame without a checksum, for shared memory and TLS sessions.
 pub(crate) fn plain(kind: Kind, tag: Tag, check: u32, length: usize) -> [u8; HEADER_BYTES] {
     let mut h = [0; HEADER_BYTES];
     h[..4].copy_from_slice(&MAGIC);
@@ -64,7 +64,7 @@ pub(crate) fn plain(kind: Kind, tag: Tag, check: u32, length: usize) -> [u8; HEA
     h
 }
 
-/// Computes the CRC-32 (IEEE) of the header's first 28 bytes and the payload.
+/// Computes the CRC-32 (IEEE) of the header's first 28 bytes followed by the payload.
 pub(crate) fn checksum(header: &[u8; HEADER_BYTES], payload: &[u8]) -> u32 {
     let mut hasher = crc32fast::Hasher::new();
     hasher.update(&header[..28]);

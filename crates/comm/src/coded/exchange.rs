@@ -6,7 +6,7 @@ use crate::butterfly::in_chunks;
 use crate::steps::{Code, CodedMessage, Coding, Merge, Phase, Program, Step};
 
 /// Returns an all-reduce in two latencies. Each rank encodes every other rank's block and sends it to that
-/// rank. It decodes and adds up all parts of its own block in rank order, its own part is encoded and decoded
+/// rank. It decodes and adds up all parts of its own block in rank order; its own part is encoded and decoded
 /// too. Then it encodes the result and sends it to all.
 ///
 /// Blocks are the ranks' [shards](crate::Communicator::shard_of). Each rank sends `2 (n - 1)` messages, each
