@@ -202,8 +202,8 @@ pub trait Transport: Debug + Send + Sync {
     fn waits_of(&self, peer: PeerId) -> Option<PeerId>;
     /// Drops the frames of this context, including those that arrive later.
     fn retire(&self, context: u64);
-    /// Returns the reason why the members of this network cannot change. `None` if they can: then a job
-    /// continues after it loses one.
+    /// Returns the reason why the members of this network cannot change. `None` if they can change: then a job
+    /// continues after the loss of a member.
     fn fixed(&self) -> Option<&'static str> {
         None
     }

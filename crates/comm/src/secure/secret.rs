@@ -1,5 +1,6 @@
-//! The join secret of a job, and proofs of knowing it: a MAC over the exporter of the TLS session. A proof is
-//! valid in one session only and does not reveal the secret. TLS itself is in `session.rs`.
+//! The join secret of a job, and proofs that a process has it: a MAC over the exporter value of the TLS
+//! session. A proof is valid in one session only and does not reveal the secret. TLS sessions are in
+//! `session.rs`.
 
 use std::fmt;
 
@@ -20,8 +21,7 @@ impl JoinSecret {
     /// Derives the secret from a text or the content of a file, of at least [`SECRET_BYTES`] bytes. Line ends
     /// at the end are ignored.
     ///
-    /// # Errors
-    /// [`CommError::Argument`] if it is shorter.
+    /// # Errors [`CommError::Argument`] if the text is shorter.
     pub fn from_text(text: &[u8]) -> Result<Self, CommError> {
         let end = text.iter().rposition(|b| !matches!(b, b'\r' | b'\n')).map_or(0, |at| at + 1);
         if end < SECRET_BYTES {
@@ -39,7 +39,7 @@ impl JoinSecret {
         random().map(Self)
     }
 
-    /// Makes the secret from the bytes that [`JoinSecret::bytes`] returned.
+    /// Creates the secret from the bytes that [`JoinSecret::bytes`] returned.
     #[must_use]
     pub fn new(bytes: [u8; 32]) -> Self {
         Self(Zeroizing::new(bytes))
@@ -59,12 +59,12 @@ impl JoinSecret {
         Self::derived(&self.0[..], &[b"farflung/ticket/1", &expiry.to_le_bytes()])
     }
 
-    /// Computes the proof that the side with `role` knows the secret, for the session with this exporter.
+    /// Computes the proof that the side with `role` has the secret, for the session with this exporter value.
     pub(super) fn proof(&self, role: &[u8], expiry: u64, exporter: &[u8; 32]) -> [u8; 32] {
         *Self::derived(&self.0[..], &[b"farflung/join/1", role, &expiry.to_le_bytes(), exporter]).0
     }
 
-    /// Returns whether `mac` is that [proof](Self::proof), in constant time.
+    /// Returns whether `mac` equals the [proof](Self::proof) for the same arguments. Compares in constant time.
     pub(super) fn is_proof(&self, role: &[u8], expiry: u64, exporter: &[u8; 32], mac: &[u8]) -> bool {
         let key = hmac::Key::new(hmac::HMAC_SHA256, &self.0[..]);
         let said = [b"farflung/join/1", role, &expiry.to_le_bytes(), exporter].concat();

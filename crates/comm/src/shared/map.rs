@@ -31,24 +31,24 @@ pub(super) const WORDS: usize = 5;
 #[repr(C, align(64))]
 pub(super) struct CacheLine<T>(pub(super) T);
 
-/// Positions and entries of a direction. All fields are atomic: any bytes are valid, and no value is read twice
-/// by accident.
+/// Positions and entries of a direction. All fields are atomic, because the peer may write any bytes at any
+/// time.
 #[repr(C, align(64))]
 pub(super) struct Ring {
     /// Number of entries written; set by the producer.
     pub(super) tail: CacheLine<AtomicU64>,
     /// Number of entries read; set by the consumer.
     pub(super) head: CacheLine<AtomicU64>,
-    /// Not 0 if the consumer is blocked or about to block.
+    /// Not 0 while the consumer is blocked or about to block.
     pub(super) asleep: CacheLine<AtomicU32>,
-    /// Not 0 if the producer waits for a free slot or entry.
+    /// Not 0 while the producer waits for a free slot or entry.
     pub(super) starved: CacheLine<AtomicU32>,
     /// State of each slot: 0 is free, set by the consumer; 1 is full, set by the producer.
     pub(super) full: [CacheLine<AtomicU32>; SLOTS],
     pub(super) entries: [CacheLine<[AtomicU64; WORDS]>; DEPTH],
 }
 
-/// Bytes of a direction before its slots.
+/// Size in bytes of the ring of a direction, which precedes its slots.
 const RING_BYTES: usize = size_of::<Ring>().next_multiple_of(4096);
 /// Bytes of a direction.
 const DIRECTION_BYTES: usize = RING_BYTES + SMALL_SLOTS * SMALL_SLOT + LARGE_SLOTS * LARGE_SLOT;
@@ -120,7 +120,7 @@ impl Segment {
         if u64::try_from(rustix::fs::fstat(file)?.st_size) != Ok(SEGMENT_BYTES as u64) {
             return Err(unfit("the memory file has a wrong size"));
         }
-        // Allocates memory for holes that the maker left, so that no later access can fail.
+        // Allocates the pages that the maker has not allocated, so that no later access can fail.
         rustix::fs::fallocate(file, FallocateFlags::KEEP_SIZE, 0, SEGMENT_BYTES as u64)?;
         Self::map(file)
     }
