@@ -333,7 +333,7 @@ pub enum ParallelError {
     NeverDone {
         /// The waiting rank.
         rank: Rank,
-        /// Index of the act at which it waits.
+        /// Index of the action at which the rank waits.
         act: usize,
     },
     /// A sequence cannot be divided into slices of whole grains.

@@ -6,12 +6,13 @@ use std::collections::BTreeSet;
 
 use farflung_base::{Nanos, Rank, Topology};
 
-/// Minimum delay from each sender to each receiver; `None` if the queue must be strict.
+/// Minimum delay from each sender to each receiver; `None` if the queue must be strict: events are processed
+/// only while all ranks are blocked.
 pub(super) type Distances = Option<Vec<Vec<Nanos>>>;
 
 /// Returns the least sum of latencies on any path between two ranks, or on any cycle for a rank and itself.
 /// Returns `None` if a sum is 0, and if regions share lines: a send of one rank can then delay another rank's
-/// at once, so the queue must be strict.
+/// at once, so the queue must be strict: it may process events only while all ranks are blocked.
 pub(super) fn distances(topology: &Topology) -> Distances {
     if topology.regions() > 0 {
         return None;
@@ -33,15 +34,16 @@ pub(super) fn distances(topology: &Topology) -> Distances {
     all.iter().flatten().all(|&d| d > Nanos::ZERO).then_some(all)
 }
 
-/// The reason why an event must wait: it waits until the least floor of `group` is later than `above`.
+/// Reason why an event must wait: until the least floor of `group` is later than `above`. (A rank's floor is
+/// the earliest time at which it can still cause an event.)
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Obstacle {
     pub(super) group: usize,
     pub(super) above: Nanos,
 }
 
-/// Floors of all running ranks, in groups of ranks with equal links: one group if all links are equal, one per
-/// region, or in the worst case one per rank.
+/// Floors of all running ranks: the earliest times at which they can still cause events. Ranks with equal links
+/// form a group: one group if all links are equal, one per region, or in the worst case one per rank.
 #[derive(Debug)]
 pub(super) struct Lookahead {
     /// Group of each rank.

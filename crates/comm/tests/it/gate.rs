@@ -71,7 +71,8 @@ fn grows(host: &Security, others: &[Security; 3]) {
     wait_for(&second, 2);
     assert_eq!(sums(&[&first, &third, &second], 50), [3.0; 3]);
     drop(first);
-    // Until the others notice that the first one has left, they may list it; the fourth skips it.
+    // Until the others notice that the first process has left, they may still list it. The fourth process skips
+    // it.
     let fourth = ask(&second, &others[2]).unwrap().join().unwrap();
     wait_for(&second, 3);
     wait_for(&third, 3);

@@ -52,7 +52,7 @@ fn each_tag_has_a_stream_and_a_full_one_holds_up_no_other() {
         frame
     };
     let (sender, receiver) = (&ends[0], &ends[1]);
-    // Sends more frames than all windows of one tag hold.
+    // Sends more frames than the flow-control windows of one tag allow.
     let full = |i| sender.send(PeerId(1), Tag::user(5, 1), frame(sender, i), limit);
     let sent = std::sync::atomic::AtomicU32::new(0);
     let all = 4 * WINDOW as u32;

@@ -117,7 +117,7 @@ fn reductions_of_ones_own_keep_the_order_of_ranks() {
 
 #[test]
 fn bits_truths_and_places_are_those_of_one_process() {
-    /// Returns one of few values, so that many are equal and some are zero.
+    /// Returns one of a few values, so that many inputs are equal and some are zero.
     fn few(rank: usize, i: usize) -> u32 {
         number(rank, i) % 3
     }

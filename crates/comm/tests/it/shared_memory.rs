@@ -12,7 +12,7 @@ use farflung_comm::secure::{Identity, JoinSecret, Security};
 use farflung_comm::tcp::{self, GateConfig, GrowingNetwork, SharedMemory};
 use farflung_comm::{CommError, Communicator, FRAME_BYTES, ReduceOp, Source, Tag, Transport as _};
 
-/// Sums again and again from the start: most peers switch to shared memory in the middle of it.
+/// Sums many times, from the start on: most peers switch to shared memory between two of the sums.
 fn sums(cluster: Cluster) {
     on_ranks(cluster, |comm| {
         let n = comm.size();

@@ -1,4 +1,5 @@
-//! Time between checkpoints: Young's and Daly's intervals, and the work that a run gets done at any interval.
+//! Time between checkpoints: Young's and Daly's intervals, and the fraction of time that a run works for any
+//! interval.
 
 use crate::seeded_rng::SeededRng;
 
@@ -48,11 +49,11 @@ pub struct Checkpoints {
 /// How the time of a job is spent, as fractions of the whole.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Lost {
-    /// Work that counts: the goodput.
+    /// Work that no failure made useless: the goodput.
     pub work: f64,
-    /// Saving checkpoints that count.
+    /// Saving checkpoints that no failure made useless.
     pub saving: f64,
-    /// Restarts, and work, saving and restarts that a failure made useless.
+    /// Restarts, and the work and saving that a failure made useless.
     pub failures: f64,
 }
 
@@ -88,7 +89,7 @@ impl Checkpoints {
         Lost { work: every / all, saving: save / all, failures: 1.0 - (every + save) / all }
     }
 
-    /// Returns the mean work that one failure loses: the work since the newest checkpoint.
+    /// Returns the mean time of work that one failure loses: the work since the newest checkpoint.
     ///
     /// A failure within a segment of `t` seconds loses `between - t / (e^(t / between) - 1)`, about `t / 2`.
     #[must_use]

@@ -1,4 +1,5 @@
-//! Parcae's liveput: chooses the shape with the highest expected throughput after the losses to be expected.
+//! Parcae's policy: chooses the shape with the highest liveput, the expected throughput after predicted losses
+//! of machines.
 
 use farflung_base::Nanos;
 

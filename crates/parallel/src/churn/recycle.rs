@@ -28,31 +28,31 @@ pub struct Position {
     pub stage: u32,
 }
 
-/// One order for all pipelines together, without the lost machines.
+/// The work of all pipelines in one order, without the lost machines.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct Rerouted {
     /// The order. Microbatch `i` of pipeline `d` has number `d m + i`, where `m` is the number of microbatches
     /// per pipeline. Each distinct route through the machines is one copy of the model.
     pub order: ComputeOrder,
-    /// Seat of each rank of the order.
+    /// Position of each rank of the order.
     pub seats: Vec<Position>,
 }
 
 /// Builds the order of several pipelines of `base` side by side without the machines at `lost`.
 ///
-/// Each seat does its work in the order of `base`. The microbatches of a lost seat go in turn to the remaining
-/// machines of its stage. A machine with the work of several seats takes what is ready, ordered by the times
-/// that `base` has at `cost`. Whole backwards are split: `I` runs first because other machines wait for its
-/// result; `W` fills the time in which nothing else is ready. [`ComputeOrder::new`] checks the result: each
-/// microbatch passes each stage once, and there is no deadlock.
+/// Each position does its work in the order of `base`. The microbatches of a lost position go in turn to the
+/// remaining machines of its stage. A machine with the work of several positions takes what is ready, ordered
+/// by the times that `base` has at `cost`. Whole backwards are split: `I` runs first because other machines
+/// wait for its result; `W` fills the time in which nothing else is ready. [`ComputeOrder::new`] checks the
+/// result: each microbatch passes each stage once, and there is no deadlock.
 ///
 /// Source: Gandhi et al. 2024, "ReCycle", section 3. Differs: theirs finds the order by an integer program and
 /// staggers the optimizer's steps; this one is a list schedule without optimizer steps.
 ///
-/// Errors: [`ParallelError::Zero`] for no pipelines, for a stage with no machine left, or for a seat that does
-/// not exist; [`ParallelError::NotBuilt`] for an order with several copies or slices, or with several stages
-/// per rank; errors of [`simulate`] and [`ComputeOrder::new`].
+/// Errors: [`ParallelError::Zero`] for no pipelines, for a stage with no machine left, or for a position that
+/// does not exist; [`ParallelError::NotBuilt`] for an order with several copies or slices, or with several
+/// stages per rank; errors of [`simulate`] and [`ComputeOrder::new`].
 pub fn reroute(
     base: &ComputeOrder,
     pipelines: u32,
@@ -91,7 +91,7 @@ pub fn reroute(
 
 /// The route of each microbatch through the machines.
 struct Routes {
-    /// Seats of the machines that are left, sorted.
+    /// Positions of the machines that are left, sorted.
     seats: Vec<Position>,
     /// Distinct routes: for each stage, the pipeline whose machine is used.
     copies: Vec<Vec<u32>>,
@@ -105,7 +105,7 @@ impl Routes {
         let left: Vec<Vec<u32>> = (0..stages)
             .map(|stage| (0..pipelines).filter(|&pipeline| !is_lost(pipeline, stage)).collect())
             .collect();
-        // Each further lost seat of a stage continues the turns where the one before it ended.
+        // Each further lost position of a stage continues the turns where the one before it ended.
         let mut turns = vec![0_usize; stages as usize];
         let mut numbers: BTreeMap<Vec<u32>, usize> = BTreeMap::new();
         let (mut copies, mut copy_of) = (Vec::new(), Vec::new());
@@ -140,7 +140,7 @@ impl Routes {
     }
 }
 
-/// A forward or an input gradient that waits for its turn on its seat.
+/// A forward or an input gradient that waits for its turn on its position.
 #[derive(Debug, Clone, Copy)]
 struct Job {
     /// Number among the microbatches of all pipelines.
@@ -155,7 +155,7 @@ struct Merge<'a> {
     cost: &'a PipelineCost,
     routes: &'a Routes,
     stages: u32,
-    /// For each machine, one queue per seat whose work it does.
+    /// For each machine, one queue per position whose work it does.
     queues: Vec<Vec<Queue>>,
     /// For each machine, the microbatches whose weight gradients wait.
     weights: Vec<Vec<usize>>,
@@ -181,7 +181,7 @@ impl<'a> Merge<'a> {
         for stage in 0..stages {
             let rank = base.placement().rank(farflung_base::StageId(stage));
             for pipeline in 0..all / m {
-                // Distributes a seat's list over the machines that do its work.
+                // Distributes a position's list over the machines that do its work.
                 let mut dealt: BTreeMap<usize, Vec<Job>> = BTreeMap::new();
                 for (op, slot) in base.lists()[rank.index()].iter().zip(simulation.slots(rank)) {
                     for action in op.actions() {
@@ -214,7 +214,7 @@ impl<'a> Merge<'a> {
         })
     }
 
-    /// Returns the stage of a machine. All seats whose work it does have the same stage.
+    /// Returns the stage of a machine. All positions whose work it does have the same stage.
     fn stage(&self, machine: usize) -> u32 {
         self.routes.seats[machine].stage
     }
@@ -299,12 +299,12 @@ impl<'a> Merge<'a> {
     }
 }
 
-/// The policy's state: the machine in each seat.
+/// The policy's state: the machine at each position.
 #[derive(Default)]
 struct Recycle {
     shape: Option<Shape>,
     seats: BTreeMap<Position, u32>,
-    /// Machines that copy a seat's stage, each with the time at which the copy is complete.
+    /// Machines that copy a position's stage, each with the time at which the copy is complete.
     coming: Vec<(Nanos, Position, u32)>,
     /// Cached step times by list of empty seats.
     known: BTreeMap<Vec<Position>, Option<Nanos>>,
@@ -319,7 +319,7 @@ impl Recycle {
     }
 
     /// Returns the time of a step without the empty seats. If the other machines cannot hold the microbatches,
-    /// the pipelines with empty seats are left out.
+    /// the pipelines with empty positions are left out.
     fn step(&mut self, prices: &mut StepTimes<'_>) -> Option<Nanos> {
         let (shape, empty) = (self.shape?, self.empty());
         if empty.is_empty() {
@@ -348,7 +348,7 @@ impl Recycle {
         self.seats.extend(empty.into_iter().zip(live.iter().copied()));
     }
 
-    /// Assigns idle machines to empty seats and starts their copies.
+    /// Assigns idle machines to empty positions and starts their copies.
     fn call(&mut self, now: ChangeContext<'_>, live: &[u32], prices: &mut StepTimes<'_>) {
         let Some(state) = self.shape.and_then(|shape| prices.state(shape.stages)) else { return };
         let has = prices.fleet().link.time(state).saturating_add(now.at);

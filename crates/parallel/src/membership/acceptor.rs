@@ -41,7 +41,7 @@ pub(super) enum Vote {
         /// Whether [`Kept`] changed, so that it must be written.
         changed: bool,
     },
-    /// Not given: a higher ballot was promised.
+    /// The promise or vote is not given, because a higher ballot was promised.
     No {
         /// The higher ballot.
         promised: Ballot,

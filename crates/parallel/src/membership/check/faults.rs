@@ -31,7 +31,7 @@ pub struct FaultsOutcome {
     pub cuts: u32,
     /// Number of processes that crashed between two actions.
     pub crashes: u32,
-    /// Number of processes that restarted with their votes.
+    /// Number of processes that restarted with their saved votes.
     pub restarts: u32,
     /// Number of machines that started as newcomers, including those that returned.
     pub newcomers: u32,
@@ -52,7 +52,7 @@ pub struct FaultsOutcome {
 }
 
 impl FaultsOutcome {
-    /// Returns the number of views of an epoch that already had another view.
+    /// Returns the number of forks: views of an epoch that already had another view.
     #[must_use]
     pub fn forks(&self) -> usize {
         self.breaches.iter().filter(|breach| matches!(breach, Breach::Fork { .. })).count()
@@ -277,7 +277,7 @@ impl Storm {
                 self.world.step(one, Event::Leave(one));
             }
             78..88 => {
-                // Considered lost although it may answer.
+                // Marks a member as lost although it may still answer.
                 if let Some(other) = self.world.draw.one_of(&running) {
                     self.world.step(one, Event::Silent(other));
                 }
