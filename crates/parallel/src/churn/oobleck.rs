@@ -9,7 +9,7 @@ use farflung_base::{Bytes, Nanos};
 use super::StepTimes;
 use super::policy::{ChangeContext, CheckpointInterval, Policy, PolicyRow, Reaction};
 
-/// Row of [`POLICIES`](super::POLICIES).
+/// This policy's entry in the table [`POLICIES`](super::POLICIES).
 pub(super) const ROW: PolicyRow = PolicyRow {
     name: "oobleck",
     summary: "at least two copies of each layer, in pipelines of planned lengths; lost layers are fetched \

@@ -11,7 +11,7 @@ use super::{Shape, StepTimes};
 use crate::ParallelError;
 use crate::pipeline::{Action, ComputeKind, ComputeOrder, Op, PipelineCost, Placement, peak_bytes, simulate};
 
-/// Row of [`POLICIES`](super::POLICIES).
+/// This policy's entry in the table [`POLICIES`](super::POLICIES).
 pub(super) const ROW: PolicyRow = PolicyRow {
     name: "recycle",
     summary: "microbatches of a lost machine are sent through machines of the same stage in other pipelines",
@@ -41,11 +41,11 @@ pub struct Rerouted {
 
 /// Builds the order of several pipelines of `base` side by side without the machines at `lost`.
 ///
-/// Each position does its work in the order of `base`. The microbatches of a lost position go in turn to the
-/// remaining machines of its stage. A machine with the work of several positions takes what is ready, ordered
-/// by the times that `base` has at `cost`. Whole backwards are split: `I` runs first because other machines
-/// wait for its result; `W` fills the time in which nothing else is ready. [`ComputeOrder::new`] checks the
-/// result: each microbatch passes each stage once, and there is no deadlock.
+/// The work of each position is done in the order of `base`. The microbatches of a lost position go in turn to
+/// the remaining machines of its stage. A machine with the work of several positions takes what is ready,
+/// ordered by the times that `base` has at `cost`. Whole backwards are split: `I` runs first because other
+/// machines wait for its result; `W` fills the time in which nothing else is ready. [`ComputeOrder::new`]
+/// checks the result: each microbatch passes each stage once, and there is no deadlock.
 ///
 /// Source: Gandhi et al. 2024, "ReCycle", section 3. Differs: theirs finds the order by an integer program and
 /// staggers the optimizer's steps; this one is a list schedule without optimizer steps.
@@ -140,7 +140,7 @@ impl Routes {
     }
 }
 
-/// A forward or an input gradient that waits for its turn on its position.
+/// A forward or an input gradient that waits for its turn at its position.
 #[derive(Debug, Clone, Copy)]
 struct Job {
     /// Number among the microbatches of all pipelines.

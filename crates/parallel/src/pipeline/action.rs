@@ -8,7 +8,7 @@ use farflung_base::StageId;
 
 use crate::ParallelError;
 
-/// Kind of a computation in a schedule.
+/// Kind of a computation in a pipeline schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum ComputeKind {
     /// `F`: forward.
@@ -219,7 +219,8 @@ mod tests {
 
     #[test]
     fn an_op_is_small() {
-        // A schedule of a thousand stages and thousands of microbatches has millions of them.
+        // `Op` must be small, because a schedule of a thousand stages and thousands of microbatches has
+        // millions of ops.
         assert_eq!(size_of::<Op>(), 24);
     }
 

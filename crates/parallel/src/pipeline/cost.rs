@@ -154,7 +154,7 @@ impl PipelineCost {
         }
     }
 
-    /// Returns the costs with each stage's time divided into the slices of `order`.
+    /// Returns the costs of each stage for each slice of `order`, as a table.
     pub(super) fn table(&self, order: &ComputeOrder) -> CostTable {
         let slices = usize::from(order.slices());
         let shares =

@@ -6,7 +6,7 @@ use farflung_base::Rank;
 
 use super::{Action, ComputeKind, ComputeOrder, Lowered, LoweredKind, Message, Op, Updates};
 
-/// Options for what lowering adds besides messages.
+/// Options of lowering, which adds communication to an order: what it adds besides messages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lowering {
     /// Number of computations before its use at which a receive is posted, so that the message can arrive

@@ -207,7 +207,8 @@ impl Pools {
             .map(|(first, &size)| first as usize..(first + size) as usize)
     }
 
-    /// Returns the times of each rank. `cost` is the cost of each stage on the slowest rank of its pool.
+    /// Returns the times of each rank for one microbatch. `cost` is the cost of each stage on the slowest rank
+    /// of its pool.
     fn times(&self, cost: &[StageCost]) -> Vec<RankTimes> {
         let of_pool = |(pool, cost): (std::ops::Range<usize>, &StageCost)| {
             let rates = &self.rates[pool];
@@ -230,7 +231,8 @@ impl Pools {
             counts[rank.index()] += 1;
         }
         let all = routes.len().max(1) as u128;
-        // The mean time per microbatch of the busiest rank: its work in the step divided by all microbatches.
+        // Work of a rank in the step divided by the number of all microbatches. For the busiest rank, this is
+        // the mean time per microbatch.
         let busy = |rank: usize| {
             let RankTimes { forward, input, weight } = times[rank];
             counts[rank] * u128::from(forward.saturating_add(input).saturating_add(weight).0)

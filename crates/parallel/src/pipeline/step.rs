@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{Kind, Lane, ParallelError, Span, Timeline};
 
-/// Times of a step's collectives, counted from when all participants are ready.
+/// Time of each of a step's collectives, measured from the moment when all its participants are ready.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct CollectivePrices {
     /// `REDUCE_GRAD`: averaging a part's gradients over all ranks that hold it, by part of the model. Empty: no
@@ -47,7 +47,8 @@ pub struct Reduction {
     pub stage: StageId,
     /// Time at which the stage's gradients were complete on this rank.
     pub ready: Nanos,
-    /// Time from when all participants were ready and free to when the result is available.
+    /// Time of the collective: from the moment when all participants are ready and free until the result is
+    /// available.
     pub slot: Slot,
 }
 
@@ -107,7 +108,8 @@ impl StepSimulation<'_> {
 }
 
 impl Schedule {
-    /// Simulates a step at `cost`, with collectives at `prices`.
+    /// Simulates a step with computations that take the times in `cost` and collectives that take those in
+    /// `prices`.
     ///
     /// Computations and messages are simulated as in [`simulate`](super::simulate()). A part's gradients are
     /// averaged as soon as they are complete on all ranks that hold it, in parallel with computation. A rank
@@ -117,8 +119,8 @@ impl Schedule {
     /// the average of each update before it continues. Weights are gathered where the list says so, and the
     /// rank waits for them. Moves to slower memory and back are assumed to be hidden.
     ///
-    /// Errors: as [`PipelineCost::check`]; [`ParallelError::PerStage`] for prices whose number of entries is
-    /// wrong.
+    /// Errors: as [`PipelineCost::check`]; [`ParallelError::PerStage`] if a list in `prices` has a wrong number
+    /// of entries.
     ///
     /// ```
     /// use farflung_base::{Nanos, Rank};
@@ -264,19 +266,19 @@ impl Marks {
     }
 }
 
-/// Returns the price of a part; zero if there are no prices.
+/// Returns the time of the collective of a part; zero if no times are given.
 fn priced(prices: &[Nanos], part: u32) -> Nanos {
     prices.get(part as usize).copied().unwrap_or_default()
 }
 
-/// Simulates collectives. A rank takes part in one at a time.
+/// Simulates collectives. A rank takes part in one collective at a time.
 struct Line {
     free: Vec<Nanos>,
     done: Vec<Reduction>,
 }
 
 impl Line {
-    /// Runs groups. Each round runs the one that can start first.
+    /// Runs the collectives of all groups. Each round runs the one that can start first.
     fn take(&mut self, mut groups: Vec<Vec<Reduction>>, price: impl Fn(StageId) -> Nanos) {
         loop {
             let start = |group: &Vec<Reduction>| {
@@ -327,7 +329,7 @@ mod tests {
         let (slots, compute, step_ends) = step(Method::OneFOneB, &REPLICAS, &prices);
         assert_eq!(slots, [(3, 27, 32), (2, 29, 34), (1, 31, 36), (0, 33, 38)]);
         assert_eq!((compute, step_ends), (33, 39));
-        // Prices differ by part. A long one determines the time of the step.
+        // The times of averages differ by part. A long one determines the time of the step.
         let prices =
             CollectivePrices { reduce: [1, 1, 1, 20].map(ms).to_vec(), ..CollectivePrices::default() };
         assert_eq!(step(Method::OneFOneB, &REPLICAS, &prices).2, 27 + 20 + 1);

@@ -1,5 +1,5 @@
-//! When a pipeline's weights change, and which version of the weights each microbatch uses. Versions are only
-//! numbers here.
+//! When a pipeline's weights change, and which version of the weights each microbatch uses. A version is
+//! represented by its number.
 
 use std::fmt;
 

@@ -7,7 +7,7 @@ use super::{Lists, Method, Settings};
 use crate::ParallelError;
 use crate::pipeline::{Action, ComputeKind, Op, StageCost};
 
-/// Row of the table of methods.
+/// This method's entry in the table of pipeline methods.
 pub(super) const ROW: Row = Row {
     name: "zb-auto",
     summary: "split backward, ordered under a memory limit",
@@ -19,8 +19,8 @@ pub(super) const ROW: Row = Row {
     ..Row::PLAIN
 };
 
-/// Generates the lists: tries all settings of the heuristic and keeps the order in which the longest span of a
-/// rank is shortest.
+/// Generates the ranks' lists of computations: tries all settings of the heuristic and keeps the order in which
+/// the longest span of a rank is shortest.
 ///
 /// A forward takes two units of memory, and each half of its backward frees one.
 ///
