@@ -156,7 +156,7 @@ impl Default for BoundaryCodecs {
     }
 }
 
-/// Name of uncompressed f32 among the codecs.
+/// Name that stands for uncompressed f32 where a codec is given.
 pub const NO_CODEC: &str = "none";
 
 /// Name of the schedule over pools of ranks.
@@ -274,7 +274,7 @@ impl Plan {
         mine as f64 / self.all_microbatches() as f64
     }
 
-    /// Returns how the replicas of the whole job synchronise: the outermost level.
+    /// Returns the outermost level: how the replicas of the whole job synchronise.
     ///
     /// # Panics
     /// If there are no levels. [`Plan::check`] returns an error for such a plan.

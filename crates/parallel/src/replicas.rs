@@ -49,7 +49,7 @@ impl fmt::Display for Codec {
 /// Whether gradients are sent while other gradients are still being computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Overlap {
-    /// A bucket is sent as soon as all ranks have it.
+    /// A bucket is sent as soon as its gradients are complete on all ranks.
     WithBackward,
     /// The first bucket is sent after the whole backward.
     None,

@@ -1,5 +1,5 @@
 //! Computes the time that a run would have taken with other ways of synchronising: the table at the end of a
-//! training run. It only calculates with the run's figures; it measures nothing.
+//! training run. It only computes with the figures of the run and measures nothing itself.
 
 use std::fmt;
 
@@ -34,10 +34,10 @@ pub struct WhatIf {
     pub every: u32,
 }
 
-/// One way in which the run could have synchronised.
+/// One method by which the run could have synchronised.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ComparisonRow {
-    /// The way of synchronising.
+    /// The method of synchronising.
     pub sync: Sync,
     /// Algorithm of averages.
     pub algorithm: Algorithm,

@@ -78,14 +78,17 @@ methods! {
     ZbH2 => zero_bubble::H2,
     /// Split backward, ordered by a heuristic under a memory limit. Source: Qi et al. 2023, section 3.1.
     ZbAuto => zero_bubble_auto::ROW,
-    /// Split backward on a V-shaped placement, the memory of 1F1B, no bubble. Source: Qi et al. 2024.
+    /// Split backward with stages that go over the ranks and back (V shape), the memory of 1F1B, no bubble.
+    /// Source: Qi et al. 2024.
     ZbV => zero_bubble_v::ROW,
-    /// Split backward on a V-shaped placement, half the memory of 1F1B. Source: Qi et al. 2024.
+    /// Split backward with stages that go over the ranks and back (V shape), half the memory of 1F1B. Source:
+    /// Qi et al. 2024.
     VHalf => v_half::HALF,
-    /// Split backward on a V-shaped placement, a third of the memory of 1F1B. Source: Qi et al. 2024.
+    /// Split backward with stages that go over the ranks and back (V shape), a third of the memory of 1F1B.
+    /// Source: Qi et al. 2024.
     VMin => v_half::MIN,
-    /// Whole backward on a V-shaped placement, two thirds of the memory of 1F1B. Source: `v1f1b.py` of zbpp,
-    /// the zero-bubble authors' repository.
+    /// Whole backward with stages that go over the ranks and back (V shape), two thirds of the memory of 1F1B.
+    /// Source: `v1f1b.py` of zbpp, the zero-bubble authors' repository.
     VOneFOneB => v_one_f_one_b::ROW,
     /// Two copies of the model, one in each direction. Source: Li and Hoefler 2021.
     Chimera => chimera::ROW,
@@ -93,7 +96,8 @@ methods! {
     Hanayo => hanayo::ROW,
     /// Two copies of the model, forwards and backwards in pairs. Source: DeepSeek-AI 2024.
     DualPipe => dual_pipe::ROW,
-    /// `DualPipe` on a V-shaped placement, with one copy. Source: Sea AI Lab 2025, "cut-in-half".
+    /// `DualPipe` with stages that go over the ranks and back (V shape), with one copy. Source: Sea AI Lab
+    /// 2025, "cut-in-half".
     DualPipeV => dual_pipe::VEE,
     /// Slices of each microbatch's tokens, one after the other. Source: Li et al. 2021.
     TeraPipe => tera_pipe::ROW,

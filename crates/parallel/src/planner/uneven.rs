@@ -119,7 +119,7 @@ struct Sums<'a> {
     activations: Vec<u64>,
 }
 
-/// Times of a boundary.
+/// Times of messages over the boundary between two stages.
 #[derive(Clone, Copy)]
 struct Hop {
     /// Time of the first message.
@@ -307,7 +307,8 @@ impl<'a> Division<'a> {
     }
 }
 
-/// Builds the error: state and activations of one microbatch, compared with the memory of all machines.
+/// Builds the error for layers that do not fit: it has the memory that they need (state, and activations of one
+/// microbatch) and the memory of all machines.
 fn too_small(chain: &Chain) -> ParallelError {
     let needs = chain.layers.iter().map(|layer| layer.state.0.saturating_add(layer.activations.0));
     let has = chain.machines.iter().map(|machine| machine.memory.map_or(0, |memory| memory.0));

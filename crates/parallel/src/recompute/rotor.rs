@@ -88,8 +88,8 @@ pub fn rotor(
 struct Table {
     n: usize,
     units: usize,
-    /// By first layer, last layer, and memory beyond what is kept before them. [`Nanos::MAX`] if they do not
-    /// fit.
+    /// The least time and the first choice, by first layer, last layer, and memory that is left for them. The
+    /// time is [`Nanos::MAX`] if they do not fit.
     cells: Vec<(Nanos, Choice)>,
     output: Vec<usize>,
     saved: Vec<usize>,

@@ -149,12 +149,12 @@ mod tests {
         // Blocks 0 and 1 have three fast servers, blocks 2 and 3 have one slow server.
         let skewed = [server(0, 4.0), server(0, 4.0), server(0, 4.0), server(2, 1.0)];
         assert!(should_rebalance(&skewed, 0, 4, 0.75, 1));
-        // Its blocks would be left without a server.
+        // If this server moved, its blocks would have no server.
         assert!(!should_rebalance(&skewed, 3, 4, 0.75, 1));
-        // Equal servers stay, so that no two exchange places forever.
+        // Equal servers stay where they are. Otherwise two of them could exchange places forever.
         let even = [server(0, 4.0), server(0, 4.0), server(2, 4.0), server(2, 4.0)];
         assert!((0..4).all(|own| !should_rebalance(&even, own, 4, 0.75, 1)));
-        // A gain of a tenth is not enough for a move.
+        // The lowest rate would rise by less than a third, which is not enough for a move.
         let nearly = [server(0, 5.0), server(0, 5.0), server(2, 4.0), server(2, 5.0)];
         assert!((0..4).all(|own| !should_rebalance(&nearly, own, 4, 0.75, 1)));
         assert!(!should_rebalance(&even, 9, 4, 0.75, 1));
