@@ -16,7 +16,7 @@ pub use name::{Algorithm, Pattern, Precision, UnknownName};
 pub use topology::{AccessLink, Link, ParseLinkError, Topology};
 pub use unit::{Bandwidth, Bytes, Nanos, ParseUnitError};
 
-// For those who write transports, simulators and codecs.
+// For authors of transports, simulators and codecs.
 pub use chain::ChainStep;
 pub use operation::Operation;
 pub use pending::{Pending, PendingOp};

@@ -29,7 +29,7 @@ struct Switch {
     on: AtomicBool,
     /// Wakers of endpoints whose threads must check the switch.
     wakers: Mutex<Vec<Waker>>,
-    /// Switches that also turn this one on.
+    /// Other switches: if one of them is on, this switch counts as on too.
     others: Vec<Cancel>,
 }
 

@@ -297,7 +297,7 @@ impl Communicator {
         }
     }
 
-    /// Returns how long its calls wait for other ranks.
+    /// Returns the deadline of each call: how long it waits for other ranks.
     #[must_use]
     pub const fn deadline(&self) -> Nanos {
         self.deadline
@@ -322,7 +322,7 @@ impl Communicator {
         Self { cancel: cancel.clone(), ..self }
     }
 
-    /// Returns the communicator with a further cancel switch; the one that it has stays in use.
+    /// Returns the communicator with a second cancel switch, in addition to its present one.
     #[must_use]
     pub fn with_other_cancel(self, cancel: &Cancel) -> Self {
         let either = self.cancel.or(cancel);
@@ -512,8 +512,8 @@ impl Communicator {
         pending(self.transport.spawn(Box::new(guard)), slot)
     }
 
-    /// Splits the communicator: ranks with the same color form a new one, in the order of their keys. A
-    /// collective.
+    /// Splits the communicator: ranks with the same color form a new communicator, in the order of their keys.
+    /// All ranks must call it.
     pub fn split(&self, color: u32, key: u32) -> Result<Self, CommError> {
         let mut mine = color.to_le_bytes().to_vec();
         mine.extend(key.to_le_bytes());
@@ -549,7 +549,7 @@ impl Communicator {
     }
 }
 
-/// Returns a word that is equal on all ranks if they run the same collective.
+/// Returns the check word of a collective: ranks that run the same collective compute the same word.
 fn check_word(name: &str, len: usize, facts: &[u8]) -> u32 {
     let mut hasher = crc32fast::Hasher::new();
     hasher.update(name.as_bytes());

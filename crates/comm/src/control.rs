@@ -119,7 +119,7 @@ pub enum Control<'a> {
         /// Further data for a process that joins.
         welcome: &'a [u8],
     },
-    /// Over a link to a process of the same machine: a step of the negotiation about shared memory.
+    /// Step of the negotiation about shared memory, sent over the link to a process of the same machine.
     Near(SharedMemoryMessage),
 }
 
@@ -132,7 +132,7 @@ pub enum SharedMemoryMessage {
     Offer {
         /// The name of the socket is `farflung-` followed by this in hexadecimal.
         name: [u8; 16],
-        /// The peer must send it with the memory, to prove that it has received this offer.
+        /// The peer must send this token with the memory, to prove that it has received the offer.
         token: [u8; 16],
     },
     /// The memory file and an eventfd that wakes the sender have been sent to that socket.

@@ -190,7 +190,7 @@ pub enum CommError {
     Deadline {
         /// Operation that waited.
         op: &'static str,
-        /// The peer that it waited for.
+        /// The peer for which the operation waited.
         peer: PeerId,
         /// Time limit of the operation.
         after: Nanos,
@@ -200,7 +200,7 @@ pub enum CommError {
     Deadlock {
         /// Operation that waited.
         op: &'static str,
-        /// The peer that it waited for.
+        /// The peer for which the operation waited.
         peer: PeerId,
     },
     /// A peer is gone.
@@ -210,7 +210,7 @@ pub enum CommError {
         op: &'static str,
         /// The peer that is gone.
         peer: PeerId,
-        /// Why it is gone.
+        /// Reason why the peer is gone.
         reason: DownReason,
     },
     /// Another rank's part of this communicator failed.
@@ -329,7 +329,7 @@ pub enum CommError {
         /// Time limit.
         after: Nanos,
     },
-    /// A run that had to repeat a recorded one differed from it.
+    /// A run that had to repeat a recorded run differed from it.
     #[error(
         "the run differs from the recording after {after} equal events: the next event of the recording is {}, \
          that of the run is {}",

@@ -77,10 +77,10 @@ struct State {
     events: VecDeque<PeerEvent>,
 }
 
-/// The end of a context.
+/// The end of a context (the messages of one communicator) because of a failure or a cancellation.
 struct Abort {
     context: u64,
-    /// The peer that reported it.
+    /// The peer that reported the end.
     by: PeerId,
     culprit: PeerId,
     /// Whether the culprit cancelled the operation, rather than failed.
@@ -367,7 +367,7 @@ impl Inbox {
         Ok(())
     }
 
-    /// Takes the next frame of (peer, tag). Returns it with the number of those left.
+    /// Takes the next frame of (peer, tag). Returns the frame, and the number of such frames that are left.
     pub(crate) fn take(
         &self,
         op: &'static str,
@@ -484,7 +484,8 @@ impl Inbox {
             }
             let seen = self.seen();
             if state.waiting == 0 {
-                // The lock of the job list must not be taken while this one is held.
+                // This lock is released first, because the lock of the job list must not be taken while it is
+                // held.
                 drop(state);
                 if has_jobs() {
                     return Idle::Work;

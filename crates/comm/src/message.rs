@@ -347,7 +347,8 @@ impl Operation for RecvMessage {
 /// One message from the peer whose message arrives first. As long as one of the peers can still send, the loss
 /// of another is no failure.
 pub(crate) struct RecvAny {
-    /// The peers and what has arrived of their messages. Once a frame has arrived, only its sender is left.
+    /// The peers, and the part of each one's message that has arrived. Once a frame has arrived, the list has
+    /// only the sender of this frame.
     pub(crate) from: Vec<(Rank, PeerId, Incoming)>,
     pub(crate) tag: Tag,
     pub(crate) torn: Torn,

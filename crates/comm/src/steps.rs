@@ -52,7 +52,7 @@ pub enum Code {
 /// Content of a message of a coded program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CodedMessage {
-    /// Index of the block whose values it carries.
+    /// Index of the block whose values the message carries.
     pub block: usize,
     /// How the values are encoded.
     pub code: Code,

@@ -154,9 +154,9 @@ pub trait Task: Send {
     fn fail(&mut self, error: CommError, port: &mut dyn Port);
     /// Returns the peer that the operation waits for.
     fn waits_for(&self) -> PeerId;
-    /// Returns the time allowed from its start; [`Nanos::MAX`] is no limit.
+    /// Returns the maximum duration of the operation; [`Nanos::MAX`] means no limit.
     fn limit(&self) -> Nanos;
-    /// Returns the time from its start after which [`Task::warn`] is called; [`Nanos::MAX`] is never.
+    /// Returns how long after the operation's start [`Task::warn`] is called; [`Nanos::MAX`] means never.
     fn alarm(&self) -> Nanos {
         Nanos::MAX
     }

@@ -104,7 +104,7 @@ pub(crate) fn decode(h: &[u8; HEADER_BYTES]) -> Result<Header, WireError> {
 pub enum Message<'a> {
     /// A payload for a tag.
     Data {
-        /// The conversation it belongs to.
+        /// The conversation to which the payload belongs.
         tag: Tag,
         /// Word that both ends of a collective compute in the same way.
         check: u32,
@@ -192,7 +192,7 @@ mod tests {
         let header = encode(Kind::Data, tag, 0xAABB_CCDD, b"farflung");
         let fields = "46464c43 06 01 01 00 0102030405060708 09000000 ddccbbaa 08000000";
         assert_eq!(hex(&header[..28]), fields.replace(' ', ""));
-        // CRC-32/ISO-HDLC, the one of zlib.
+        // CRC-32/ISO-HDLC, the same checksum as that of zlib.
         let whole = [&header[..28], b"farflung"].concat();
         assert_eq!(header[28..], bitwise_crc(&whole).to_le_bytes());
         let decoded = decode(&header).unwrap();

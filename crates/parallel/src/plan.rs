@@ -73,7 +73,7 @@ pub struct Plan {
     pub mesh: Mesh,
     /// Name of each rank's machine, as in [`Cluster::rank_names`](crate::Cluster::rank_names).
     pub machines: Vec<String>,
-    /// Precision to which matrix products round their operands.
+    /// Precision to which the operands of matrix products are rounded.
     pub precision: Precision,
     /// Number of sequences in a microbatch.
     pub batch: u32,

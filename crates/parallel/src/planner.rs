@@ -31,7 +31,7 @@ use crate::{
 pub struct Candidate {
     /// The method of synchronising.
     pub sync: Sync,
-    /// Algorithm of its averages.
+    /// Algorithm that averages values.
     pub algorithm: Algorithm,
     /// Predicted time per step, averaged over one period.
     pub step: Nanos,

@@ -103,9 +103,9 @@ impl fmt::Display for Sync {
 pub struct Replicas {
     /// How the replicas synchronise.
     pub sync: Sync,
-    /// Algorithm of their averages.
+    /// Algorithm that averages values.
     pub algorithm: Algorithm,
-    /// Codec of the values that they send.
+    /// Codec of the values that replicas send.
     pub codec: Codec,
     /// Number of microbatches of each rank in one step.
     pub shares: Vec<u32>,

@@ -11,7 +11,7 @@ use crate::{
     simulate_replicas,
 };
 
-/// The run: equal ranks, and the same link between every pair.
+/// The figures of the run. Its ranks are equal, and every pair has the same link.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WhatIf {
     /// Number of parameters of the model.

@@ -114,7 +114,7 @@ struct Slot<'a> {
     operation: usize,
     rank: Rank,
     side: &'a RankPart,
-    /// Index of its first lane's cursor.
+    /// Index of the cursor of the rank's first lane.
     first_cursor: usize,
     /// Number of lanes that have not ended.
     left: usize,

@@ -45,7 +45,7 @@ impl JoinSecret {
         Self(Zeroizing::new(bytes))
     }
 
-    /// Returns its bytes, to be written to a file that only its owner can read, or into a ticket.
+    /// Returns the bytes of the secret, to be written to a file that only its owner can read, or into a ticket.
     #[must_use]
     pub const fn bytes(&self) -> &Zeroizing<[u8; 32]> {
         &self.0

@@ -144,8 +144,7 @@ impl Security {
         self
     }
 
-    /// Restricts the peers that are accepted to those with these keys, and this process's own. They must still
-    /// prove the secret.
+    /// Accepts only peers with these keys, or with this process's own key. They must still prove the secret.
     #[must_use]
     pub fn allowing(mut self, keys: impl IntoIterator<Item = PublicKey>) -> Self {
         if let Some(sealed) = &mut self.sealed {

@@ -45,7 +45,7 @@ enum Side {
     Server(UnbufferedServerConnection),
     /// The handshake is done; records are encrypted and decrypted here and not in rustls.
     Established(Box<Records>),
-    /// The handshake failed at its end.
+    /// The last part of the handshake failed.
     Failed,
 }
 

@@ -80,7 +80,7 @@ pub(crate) struct Segment {
 // SAFETY: the mapping belongs to the process, not to a thread. Its contents are accessed by atomics, and by
 // pointers whose users state why the access is exclusive.
 unsafe impl Send for Segment {}
-// SAFETY: as above.
+// SAFETY: the same as for `Send`.
 unsafe impl Sync for Segment {}
 
 impl fmt::Debug for Segment {

@@ -36,9 +36,9 @@ pub struct SimulatedEvent {
     pub time: u64,
     /// Rank that sent the frame or the notification. For a crash, the crashed rank.
     pub from: u32,
-    /// Number of the frame among those of its sender.
+    /// Number of the frame among all frames of its sender.
     pub sequence: u64,
-    /// Rank that it reached.
+    /// Rank that the event reached.
     pub to: u32,
     /// Kind of the event.
     pub what: Reached,

@@ -36,7 +36,7 @@ pub(super) enum Kind {
     Enter,
     Land,
     Arrive,
-    /// After all arrivals of the same time.
+    /// The deadline of a rank; processed after all arrivals of the same time.
     Deadline,
 }
 
@@ -56,7 +56,7 @@ pub(super) enum What {
     Down,
     /// The rank itself: arrivals and its crash.
     Itself,
-    /// The end of its wait.
+    /// The end of the rank's wait.
     Deadline,
 }
 

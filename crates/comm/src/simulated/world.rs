@@ -114,7 +114,8 @@ impl Member {
 struct State {
     links: Network,
     queue: Queue<Event>,
-    /// `None` if the queue is strict: it processes events only while all ranks are blocked.
+    /// Computes how far events may run ahead of running ranks. `None` if the queue is strict: it processes
+    /// events only while all ranks are blocked.
     lookahead: Option<Lookahead>,
     ranks: Vec<Member>,
     /// Number of ranks that run (`running`) and that are blocked (`blocked`).
@@ -362,8 +363,8 @@ impl World {
         self.fire(state);
     }
 
-    /// Blocks a rank until something that its operations ask for arrives, or until the time `until`. Does not
-    /// block if `moved` returns true: something has arrived already.
+    /// Blocks a rank until a frame or report arrives for which one of its operations waits, or until the time
+    /// `until`. Does not block if `moved` returns true: then such a frame has already arrived.
     pub(super) fn block(&self, rank: usize, until: Nanos, moved: impl FnOnce() -> bool) -> Wake {
         let mut state = self.lock();
         if moved() {

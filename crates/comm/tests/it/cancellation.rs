@@ -197,7 +197,8 @@ fn at_whatever_moment_one_of_eight_cancels_all_know_by_whom_in_the_time_of_a_way
                         comm.start_all_reduce(vec![1.0_f32; 40_000], ReduceOp::Sum).wait()
                     };
                     assert!(result.iter().flatten().all(|&v| v == 8.0), "{algorithm:?} {moment}");
-                    // A rank that had completed before the cancellation sees it in the next collective.
+                    // A rank that had completed its collective before the cancellation gets the error in the
+                    // next one.
                     while result.is_ok() {
                         result = comm.start_all_reduce(vec![1.0_f32; 40_000], ReduceOp::Sum).wait();
                     }

@@ -171,7 +171,7 @@ fn two_that_come_at_the_same_time_meet() {
     let clear = Security::clear();
     for _ in 0..4 {
         let first = GrowingNetwork::found(&config(&clear)).unwrap();
-        // All three ask before any of them connects.
+        // All three newcomers ask for the members before any of them connects.
         let asked: Vec<_> = (0..3).map(|_| ask(&first, &clear).unwrap()).collect();
         let come: Vec<GrowingNetwork> = asked.into_iter().map(|asked| asked.join().unwrap()).collect();
         thread::scope(|scope| {

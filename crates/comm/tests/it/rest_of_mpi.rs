@@ -66,7 +66,7 @@ fn scans_are_those_of_one_process() {
                     comm.exclusive_scan(&mut least, ReduceOp::Min).unwrap();
                     let mut functions = input(me, len, affine);
                     comm.exclusive_scan(&mut functions, composed()).unwrap();
-                    // Rank 0 keeps its own values.
+                    // The exclusive scan of rank 0 leaves its own values.
                     let before = 0..me.max(1);
                     assert_eq!(least, folded(before.clone(), len, number, u32::min), "{what}");
                     assert_eq!(functions, folded(before, len, affine, compose), "{what}");

@@ -173,7 +173,7 @@ fn tickets_hold_for_one_host_one_secret_and_some_time() {
     let moved = Ticket { expiry: soon + 1, ..ticket(&host, &secret, soon) };
     assert_eq!(reason(&refused(&by_host, &of(&moved), &good)), Some(Refusal::Secret));
 
-    // A ticket of the secret before it was rotated.
+    // The ticket was made from the secret that was valid before the rotation.
     let rotated = Security::by_secret(&host, &JoinSecret::generate().unwrap());
     let master = free();
     thread::scope(|scope| {

@@ -55,7 +55,7 @@ fn who_has_to_share_and_cannot_is_told_with_whom() {
             config.shared_memory = if rank == 0 { SharedMemory::Always } else { SharedMemory::Never };
             scope.spawn(move || match tcp::join(&config) {
                 Err(error) => Some(error),
-                // Negotiation goes on while it waits for a message.
+                // The endpoint continues the negotiation about shared memory while it waits for a message.
                 Ok(met) => {
                     let comm = Communicator::new(met).with_deadline(Nanos::from_millis(10_000));
                     comm.recv(Rank(0), 1).err()

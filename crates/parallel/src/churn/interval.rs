@@ -3,8 +3,8 @@
 
 use crate::seeded_rng::SeededRng;
 
-/// Returns Young's interval: the working time between two checkpoints, in seconds, that loses least, to first
-/// order.
+/// Returns Young's interval: the working time between two checkpoints, in seconds, for which the lost time is
+/// least, in a first-order approximation.
 ///
 /// `save` is the time that a checkpoint takes, `between` the mean time between failures of the job, both in
 /// seconds. Source: Young 1974, `sqrt(2 save between)`.
@@ -19,7 +19,7 @@ pub fn young(save: f64, between: f64) -> f64 {
     (2.0 * save * between).sqrt()
 }
 
-/// Returns Daly's interval: the same quantity to a higher order.
+/// Returns Daly's interval: like [`young`], in a higher-order approximation.
 ///
 /// Source: Daly 2006, equation 37: `sqrt(2 s m) (1 + sqrt(s / 2m) / 3 + (s / 2m) / 9) - s` for `s < 2m`, else
 /// `m`.

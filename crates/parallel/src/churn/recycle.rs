@@ -105,7 +105,8 @@ impl Routes {
         let left: Vec<Vec<u32>> = (0..stages)
             .map(|stage| (0..pipelines).filter(|&pipeline| !is_lost(pipeline, stage)).collect())
             .collect();
-        // Each further lost position of a stage continues the turns where the one before it ended.
+        // For each stage, the number of microbatches of lost positions that were distributed so far. The
+        // remaining machines of the stage take them in turn.
         let mut turns = vec![0_usize; stages as usize];
         let mut numbers: BTreeMap<Vec<u32>, usize> = BTreeMap::new();
         let (mut copies, mut copy_of) = (Vec::new(), Vec::new());
@@ -229,7 +230,7 @@ impl<'a> Merge<'a> {
         let of = |(at, queue): (usize, &Queue)| {
             let job = queue.jobs.get(queue.done)?;
             let ready = self.ready[usize::from(!job.is_forward)][self.cell(stage, job.microbatch)]?;
-            // Gradients sort first because other machines wait for them.
+            // At equal times, input gradients sort before forwards, because other machines wait for them.
             Some((ready.max(self.free[machine]), job.is_forward, job.start, job.microbatch, at))
         };
         let found = self.queues[machine].iter().enumerate().filter_map(of).min()?;

@@ -90,7 +90,7 @@ pub enum Reason {
     /// The other members continue without this member. It may join again as a newcomer.
     #[error("removed from the run by the view of {by}")]
     Removed {
-        /// Epoch and incarnation of the view that does not contain it.
+        /// Epoch and incarnation of the view that does not contain this member.
         by: Place,
     },
     /// The member asked to leave and has left.

@@ -27,7 +27,7 @@ pub struct View {
     pub tie_breaker: MemberId,
 }
 
-/// Identifies a view within its run. Later views compare greater.
+/// Identifies a view within its run. A later view has a greater `Place`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Place {
     /// The view's [`View::incarnation`].
@@ -42,7 +42,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// The digests that a view contains besides its members.
+/// The digests that a view contains: of the weights and of the plan at its start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Start {
     /// Digest of the weights.

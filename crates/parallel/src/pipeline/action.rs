@@ -21,7 +21,7 @@ pub enum ComputeKind {
     Backward,
     /// `R`: the forward again, to recompute activations that were not kept.
     Recompute,
-    /// `STEP`: the optimizer step with the gradients of all microbatches up to this one.
+    /// `STEP`: the optimizer step, with the gradients of all microbatches up to the action's microbatch.
     Step,
 }
 
@@ -170,7 +170,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// Returns its actions in the order of the text form.
+    /// Returns the actions of the op in the order of the text form.
     pub fn actions(&self) -> impl Iterator<Item = Action> + use<> {
         let (first, second) = match *self {
             Self::Run(action) => (action, None),

@@ -72,7 +72,7 @@ impl StageCost {
 /// are independent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Boundary {
-    /// The link, in each direction.
+    /// The link between the two stages; the same in each direction.
     pub link: Link,
     /// Bytes of the activations sent to the next stage.
     pub forward: Bytes,

@@ -57,7 +57,7 @@ macro_rules! methods {
 }
 
 methods! {
-    /// All forwards, then all backwards. Source: Huang et al. 2019.
+    /// Each rank runs all forwards, then all backwards. Source: Huang et al. 2019.
     GPipe => gpipe::ROW,
     /// One forward, one backward, with a flush. Source: Narayanan et al. 2021 (Megatron), Fan et al. 2021
     /// (DAPPLE).
@@ -101,7 +101,7 @@ methods! {
     DualPipeV => dual_pipe::VEE,
     /// Slices of each microbatch's tokens, one after the other. Source: Li et al. 2021.
     TeraPipe => tera_pipe::ROW,
-    /// The backward as soon as its gradient has arrived, else a forward. Source: Athlur et al. 2022.
+    /// A rank runs a backward as soon as its gradient has arrived, else a forward. Source: Athlur et al. 2022.
     Varuna => varuna::ROW,
     /// Only forwards.
     Inference => inference::ROW,
@@ -124,8 +124,8 @@ pub struct Settings {
     /// Cost of each stage, for methods that use costs ([`Method::ZbAuto`], [`Method::Varuna`],
     /// [`Method::OneFOneBSlope`]): one entry for all stages, or one per stage.
     pub cost: Vec<StageCost>,
-    /// Time from the end of a stage on one rank to the start of the next stage on another, for the same
-    /// methods.
+    /// Time from the end of a stage on one rank to the start of the next stage on another rank, for the methods
+    /// that use costs.
     pub hop: Nanos,
     /// Warm-up slope of [`Method::OneFOneBSlope`]. `None`: the [`slope`] for the costs, limited by `memory` if
     /// it is given.

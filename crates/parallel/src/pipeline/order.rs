@@ -99,7 +99,7 @@ impl ComputeOrder {
         Ok(order)
     }
 
-    /// Returns the same order with another rule for when weights change.
+    /// Returns the order with another rule for when weights change.
     #[must_use]
     pub fn with_updates(self, updates: Updates) -> Self {
         Self { updates, ..self }

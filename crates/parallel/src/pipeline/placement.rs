@@ -195,11 +195,11 @@ impl Placement {
 /// last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TiedWeights {
-    /// The same part has both.
+    /// The same part has both users.
     Whole,
-    /// Each rank that holds one of them also holds the other.
+    /// Each rank that holds one of the two users also holds the other.
     Local,
-    /// They are on different ranks.
+    /// The two users are on different ranks.
     Across,
 }
 

@@ -25,7 +25,7 @@ struct Transfer {
     from: Rank,
     to: Rank,
     action: Action,
-    /// Time in which it occupies the wire.
+    /// Time in which the message occupies the wire.
     slot: Slot,
     bytes: Bytes,
 }

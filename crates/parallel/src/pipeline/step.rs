@@ -201,7 +201,7 @@ impl Marks {
                     Lowered::Move { kind: LoweredKind::Gather, stage, .. } => {
                         pause(priced(&prices.gather, placement.part(stage)));
                     }
-                    // Replicas are assumed identical, so all are ready at the same time.
+                    // Replicas are assumed to be identical, so all replicas are ready at the same time.
                     Lowered::Move { kind: LoweredKind::Reduce, stage, .. } if !flush => {
                         pause(priced(&prices.reduce, placement.part(stage)));
                     }
@@ -346,7 +346,8 @@ mod tests {
         assert_eq!((compute, step_ends), (57, 41 + 40 + 2));
     }
 
-    /// Two copies of the model average their gradients even without replicas, when the later copy is done.
+    /// If a pipeline has two copies of the model, they average their gradients even without replicas. The
+    /// average starts when the later copy is done.
     #[test]
     fn copies_wait_for_each_other() {
         let prices = CollectivePrices { reduce: vec![ms(3); 4], ..CollectivePrices::default() };

@@ -13,7 +13,7 @@ pub enum Updates {
     /// A stage updates after each of its backwards, and keeps for each microbatch the version of its forward.
     /// Source: Narayanan et al. 2019, "`PipeDream`", section 3.3.
     Stashed {
-        /// Whether stages use the same version for a microbatch.
+        /// Whether all stages use the same version of the weights for a microbatch.
         sync: VersionSync,
     },
     /// A stage updates after each `every` microbatches and keeps two versions. All stages use the older one.
@@ -24,7 +24,7 @@ pub enum Updates {
     },
 }
 
-/// Whether stages use the same version of the weights for a microbatch.
+/// Whether all stages use the same version of the weights for a microbatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum VersionSync {
     /// Each stage uses its newest version.

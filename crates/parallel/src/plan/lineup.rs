@@ -6,9 +6,9 @@ use std::collections::{BTreeMap, BTreeSet};
 /// The position of a member in a plan: which pipeline, and which stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Stood {
-    /// Index of its pipeline, or its index in its pool.
+    /// Index of the member's pipeline; with pools, the member's index in its pool.
     pub replica: u32,
-    /// Its position in the pipeline: the stage.
+    /// The member's position in the pipeline: the stage.
     pub position: u32,
 }
 

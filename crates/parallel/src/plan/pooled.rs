@@ -147,7 +147,7 @@ pub enum PoolAdvice {
     Moves {
         /// Number of the rank.
         rank: u32,
-        /// Its new stage.
+        /// New stage of the rank.
         to: u32,
     },
 }

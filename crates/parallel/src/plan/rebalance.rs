@@ -33,7 +33,7 @@ const STEPS: u32 = 5;
 const SPEEDUP: f64 = 1.5;
 /// Number of consecutive slow steps after which a replica should leave, if they also took [`SLOW_FOR`].
 const SLOW_STEPS: u32 = 20;
-/// Minimum total time of those steps.
+/// Minimum total time of these slow steps.
 const SLOW_FOR: Nanos = Nanos::from_millis(10_000);
 
 /// Decides on shares from the times that replicas measure. The result depends only on the arguments of

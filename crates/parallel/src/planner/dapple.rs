@@ -216,7 +216,7 @@ struct State {
     before: Vec<u32>,
 }
 
-/// A label and how it was reached.
+/// A label (latency of the stages to the end), and the choice that leads to it.
 struct Chosen {
     label: Label,
     /// `None` after the last stage.

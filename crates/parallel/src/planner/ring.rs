@@ -8,9 +8,9 @@ pub const EXACT_RANKS: usize = 12;
 pub struct Ring {
     /// Every rank once, starting with rank 0. The last rank sends to the first.
     pub ranks: Vec<usize>,
-    /// Cost of its most expensive link.
+    /// Cost of the ring's most expensive link.
     pub costliest: u64,
-    /// Sum of the costs of its links.
+    /// Sum of the costs of the ring's links.
     pub sum: u64,
 }
 

@@ -13,9 +13,9 @@ pub struct ChainLayer {
     pub operations: u64,
     /// Bytes of weights, gradients and optimizer state.
     pub state: Bytes,
-    /// Bytes that its backward needs, held from its forward on.
+    /// Bytes that the layer's backward needs, held from its forward on.
     pub activations: Bytes,
-    /// Bytes of its output for the next layer, and of the gradient that comes back.
+    /// Bytes of the layer's output for the next layer, and of the gradient that comes back.
     pub output: Bytes,
 }
 

@@ -5,7 +5,7 @@ use crate::seeded_rng::SeededRng;
 /// A server: its blocks and its rate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ServerRate {
-    /// Index of its first block.
+    /// Index of the server's first block.
     pub start: usize,
     /// Number of consecutive blocks.
     pub blocks: usize,

@@ -147,7 +147,7 @@ proptest! {
         }
     }
 
-    /// Bubbles with a closed form have its value.
+    /// For schedules whose bubble has a closed form, the simulated bubble equals it.
     #[test]
     fn bubbles_are_their_closed_forms(p in 1_u32..9, rounds in 2_u32..5, f in 1_u64..9, i in 1_u64..9, w in 1_u64..9) {
         let m = 2 * p * rounds;

@@ -93,9 +93,9 @@ pub struct ChurnOutcome {
 pub struct Stay {
     /// Id of the machine.
     pub who: MemberId,
-    /// Time when the first view with it was seen.
+    /// Time when the first view with the machine was seen.
     pub from: Nanos,
-    /// Time when the first view without it was seen, or the end of the day.
+    /// Time when the first view without the machine was seen, or the end of the day.
     pub to: Nanos,
 }
 

@@ -45,7 +45,8 @@ pub struct FaultsOutcome {
     pub steps: u64,
     /// Whether enough members live after the repair to continue.
     pub can_go_on: bool,
-    /// Time from the repair until all living processes had the same view, consisting of exactly them.
+    /// Time from the repair until all living processes had the same view, whose members are exactly these
+    /// processes.
     pub recovery: Option<Nanos>,
     /// Violated guarantees.
     pub breaches: Vec<Breach>,
@@ -404,7 +405,8 @@ impl Storm {
         is_majority(newest) && later.all(is_majority) && with_dead.as_ref().is_none_or(is_majority)
     }
 
-    /// Runs until all living processes have the same view of exactly them, then checks that the view stays.
+    /// Runs until all living processes have the same view, whose members are exactly these processes, then
+    /// checks that the view stays.
     fn settle(&mut self) {
         let healed = self.world.now;
         let end = healed.saturating_add(LIMIT);
@@ -428,8 +430,8 @@ impl Storm {
         }
     }
 
-    /// Returns whether all living processes have the same view of exactly them, and no process is about to
-    /// restart.
+    /// Returns whether all living processes have the same view, whose members are exactly these processes, and
+    /// no process is about to restart.
     fn is_settled(&self) -> bool {
         let running = self.world.running();
         let Some(view) = running.first().and_then(|first| self.world.view(*first)) else { return false };

@@ -31,7 +31,7 @@ pub enum Breach {
     Backwards {
         /// Id of the member.
         who: MemberId,
-        /// Epoch and incarnation of its newer view.
+        /// Epoch and incarnation of the member's newer view.
         from: Place,
         /// Epoch and incarnation of the older view to which it returned.
         to: Place,

@@ -33,7 +33,7 @@ pub(super) struct Machine {
     wake: Option<Nanos>,
     /// Number of further actions after which the process crashes.
     pub(super) dies_in: Option<u64>,
-    /// Reason for which its last process stopped by itself.
+    /// Reason for which the machine's last process stopped by itself.
     pub(super) ended: Option<Reason>,
 }
 

@@ -123,7 +123,7 @@ pub(super) enum Weights {
     TwoVersions,
 }
 
-/// A setting that a method does not support, and what it needs instead.
+/// A setting that a method does not support, and the values that the method needs instead.
 pub(super) struct Unsupported {
     pub(super) field: &'static str,
     pub(super) given: u32,

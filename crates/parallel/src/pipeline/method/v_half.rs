@@ -22,11 +22,12 @@ pub(super) const MIN: Method = Method {
     ..Method::VEE
 };
 
-/// Slots in which one rank processes a microbatch: F of a, F of z, I of z, I of a. a is the rank's stage on the
-/// way down, z its stage on the way back.
+/// Time slots of a rank's actions on one microbatch, in this order: forward of stage a, forward of z, input
+/// gradient of z, input gradient of a. Stage a is the rank's stage on the way over the ranks, z its stage on
+/// the way back.
 pub(super) type Block = [u32; 4];
 
-/// Number of slots from one microbatch to the next. A rank does six actions per microbatch.
+/// Number of time slots from one microbatch to the next. A rank does six actions per microbatch.
 const PERIOD: u32 = 6;
 
 /// Returns the building block of V-Half for each rank.
@@ -282,7 +283,8 @@ fn squeeze(plan: &[Row]) -> Vec<Row> {
             1 | 3 if rank + 1 < plan.len() => start = start.max(squeezed[rank + 1][kind][microbatch] + 1),
             _ => {}
         }
-        // At the turns of the V, the dependency is on the same rank, whose order already respects it.
+        // Where the stages turn back, an action depends on one of the same rank. The rank's order already
+        // respects this.
         squeezed[rank][kind][microbatch] = start;
         free[rank] = start + 1;
     }

@@ -33,7 +33,7 @@ pub(super) const ROW: Row = Row {
 
 const CELLS: [Cell; 6] = [ForwardA, ForwardZ, BackwardZ, BackwardA, RestZ, RestA];
 
-/// Number of slots from one microbatch to the next.
+/// Number of time slots from one microbatch to the next.
 const PERIOD: usize = 6;
 
 type Slots = Vec<Option<Cell>>;

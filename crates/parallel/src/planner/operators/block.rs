@@ -24,7 +24,7 @@ pub struct BlockShape {
 pub struct MeshAxis {
     /// Number of devices.
     pub size: u32,
-    /// Link between two of its devices.
+    /// Link between two devices along the axis.
     pub link: Link,
 }
 
@@ -360,8 +360,8 @@ mod tests {
         graph.operators.iter().zip(cuts).map(of).sum()
     }
 
-    /// An undivided block keeps the same activations as the trainer. Megatron's cuts divide the tensors between
-    /// two products, but not the inputs of norms and first products.
+    /// An undivided block keeps the same activations as the trainer. Megatron's division divides the tensors
+    /// between two products, but not the inputs of norms and first products.
     #[test]
     fn activations_are_kept_as_they_go_in() {
         let shape = BlockShape { tokens: 512, context: 128, width: 1024, heads: 16 };

@@ -39,7 +39,7 @@ pub fn ring_time(links: &[Link], bytes: Bytes) -> Nanos {
 pub struct Exchange {
     /// Number of ranks.
     pub ranks: u64,
-    /// Lowest bandwidth and highest latency between two of them.
+    /// Lowest bandwidth and highest latency between two of the ranks.
     pub slowest: Link,
     /// Longest time for which an access link or a shared line is busy with the shards of one of the two phases.
     pub busiest: Nanos,
