@@ -121,7 +121,8 @@ pub trait Port {
     /// Sends `bytes`, at most [`FRAME_BYTES`](crate::FRAME_BYTES), as a frame. A network that can send from
     /// `bytes` directly needs no buffer for them.
     ///
-    /// # Errors Those of [`Port::send`].
+    /// # Errors
+    /// Those of [`Port::send`].
     fn send_bytes(&mut self, to: PeerId, tag: Tag, check: u32, bytes: &[u8]) -> Result<(), CommError>;
     /// Takes the next frame of this peer and tag, if it has arrived.
     ///

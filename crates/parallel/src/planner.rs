@@ -45,7 +45,7 @@ pub struct Candidate {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct Planned {
-    /// The choice.
+    /// The chosen replicas: method of synchronisation, shares and codec.
     pub replicas: Replicas,
     /// Number of sequences in a microbatch.
     pub batch: u64,

@@ -50,7 +50,8 @@ impl Script {
     ///
     /// Errors: [`ParallelError::NeverDone`] for a rank that waits for an operation that never ends.
     ///
-    /// # Panics If a rank begins an operation that does not exist or has no part for this rank.
+    /// # Panics
+    /// If a rank begins an operation that does not exist or has no part for this rank.
     ///
     /// ```
     /// use farflung_base::{Bytes, Nanos, Rank, Topology, Operation};
@@ -80,7 +81,8 @@ impl Script {
     /// Simulates the script like [`Script::play`], but only up to `limit`. `None` if the last rank is not done
     /// by then, or if a rank waits forever.
     ///
-    /// # Panics The same as for [`Script::play`].
+    /// # Panics
+    /// The same as for [`Script::play`].
     #[must_use]
     pub fn play_within(&self, topology: &Topology, limit: Nanos) -> Option<ScriptTimes> {
         self.played(topology, limit).ok().filter(|played| played.makespan() <= limit)

@@ -21,7 +21,8 @@ impl JoinSecret {
     /// Derives the secret from a text or the content of a file, of at least [`SECRET_BYTES`] bytes. Line ends
     /// at the end are ignored.
     ///
-    /// # Errors [`CommError::Argument`] if the text is shorter.
+    /// # Errors
+    /// [`CommError::Argument`] if the text is shorter.
     pub fn from_text(text: &[u8]) -> Result<Self, CommError> {
         let end = text.iter().rposition(|b| !matches!(b, b'\r' | b'\n')).map_or(0, |at| at + 1);
         if end < SECRET_BYTES {

@@ -65,7 +65,8 @@ impl Offer {
     /// Returns what the peer handed over: the segment, the peer's waker (eventfd), and the stream over which to
     /// send this side's waker.
     ///
-    /// # Errors If nothing has arrived, or the segment or waker is invalid.
+    /// # Errors
+    /// If nothing has arrived, or the segment or waker is invalid.
     pub(crate) fn accept(&self) -> io::Result<(UnixStream, Segment, RingWaker)> {
         for _ in 0..STRANGERS {
             let (stream, _) = self.listener.accept()?;

@@ -129,7 +129,7 @@ impl ComputeOrder {
         self.updates
     }
 
-    /// Returns the lists, one per rank.
+    /// Returns the list of ops of each rank.
     #[must_use]
     pub fn lists(&self) -> &[Vec<Op>] {
         &self.lists
@@ -214,7 +214,7 @@ impl ComputeOrder {
         Ok(())
     }
 
-    /// Checks that each microbatch went through exactly one copy of the model, completely.
+    /// Checks that each microbatch passed all stages of exactly one copy of the model.
     fn complete(&self, done: &[Done], forward_only: bool) -> Result<(), ParallelError> {
         let last = if forward_only { ComputeKind::Forward } else { ComputeKind::Backward };
         let needed = if forward_only { Done::FORWARD } else { Done::FORWARD | Done::INPUT | Done::WEIGHT };

@@ -61,7 +61,8 @@ pub struct StepSimulation<'a> {
 }
 
 impl StepSimulation<'_> {
-    /// Returns the computations. Time in which a rank waits for a collective between them counts as bubble.
+    /// Returns the simulation of the computations. Time in which a rank waits for a collective between them
+    /// counts as bubble.
     #[must_use]
     pub const fn compute(&self) -> &Simulation<'_> {
         &self.compute

@@ -119,7 +119,8 @@ struct Table<'a> {
     meshes: &'a [Submesh],
     /// Maximum number of stages.
     most: usize,
-    /// `[stages to the end - 1][first layer][end - 1][mesh]`.
+    /// Time of each possible stage, indexed by `[stages to the end - 1][first layer][end - 1][mesh]`; `None` if
+    /// it does not fit.
     times: Vec<Option<u64>>,
     /// All different times, ascending: the candidate bounds.
     bounds: Vec<u64>,

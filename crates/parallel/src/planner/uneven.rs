@@ -225,11 +225,12 @@ fn bounds(sums: &Sums<'_>) -> Vec<u64> {
     bounds
 }
 
-/// Table of the least sum of stages and hops for the last layers, by the number of their stages, the first
-/// layer and the first machine.
+/// Table of the best ways to divide the last layers into stages, by the number of stages, the first layer and
+/// the first machine. Best means the least sum of the times of stages and hops.
 struct Division<'a> {
     sums: &'a Sums<'a>,
-    /// `[stages][first layer][machine]`: the sum, the end of the first stage, the next machine.
+    /// Best first stage, indexed by `[stages][first layer][machine]`: the least sum, the end of the first
+    /// stage, the machine of the next one.
     least: Vec<Option<Step>>,
 }
 
@@ -261,7 +262,8 @@ impl<'a> Division<'a> {
         division
     }
 
-    /// Returns the best first of `stages` stages for the layers from `first` on.
+    /// Divides the layers from `first` on into `stages` stages, the first of them on `machine`, and returns the
+    /// best first stage.
     fn step(&self, stages: usize, first: usize, machine: usize, bound: u64) -> Option<Step> {
         let (layers, machines) = (self.sums.chain.layers.len(), self.sums.chain.machines.len());
         let mut best: Option<Step> = None;

@@ -131,7 +131,7 @@ impl Worker for Numbers {
     }
 }
 
-/// Reports what is in the channels, in real time.
+/// Reports the messages that are in the channels now, in real time.
 impl PollArrivals for Numbers {
     fn arrived(&mut self, awaited: &mut [&mut (Rank, Message)]) -> Option<usize> {
         for from in self.from.values() {

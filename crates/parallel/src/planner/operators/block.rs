@@ -272,8 +272,8 @@ impl Maker<'_> {
         OperatorEdge { from, to, change: operators[from].gives.iter().map(row).collect() }
     }
 
-    /// Returns the time to change a layout: an axis that no longer divides gathers; one that divides
-    /// differently exchanges parts.
+    /// Returns the time to change a layout. Along an axis that divided the tensor and no longer does, devices
+    /// gather the parts. Along an axis that divides it in another way, devices exchange parts.
     fn change(&self, bytes: u64, from: Cuts, to: Cuts) -> Nanos {
         let one = |axis: usize| {
             if from[axis] == to[axis] || from[axis] == Cut::Whole {
