@@ -130,7 +130,7 @@ pub enum Control<'a> {
 pub enum SharedMemoryMessage {
     /// Offers a unix socket in the abstract namespace, at which the peer may hand over memory.
     Offer {
-        /// The name of the socket is `farflung-` followed by this in hexadecimal.
+        /// Bytes of the socket's name, which is `farflung-` followed by these bytes in hexadecimal.
         name: [u8; 16],
         /// The peer must send this token with the memory, to prove that it has received the offer.
         token: [u8; 16],

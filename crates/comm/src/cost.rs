@@ -40,8 +40,8 @@ impl Sizes<'_> {
         let coded = |number| Bytes(self.message(program, number));
         let sends = step.sends.iter().map(|(to, blocks)| (*to, plain(blocks)));
         let receives = step.recvs.iter().map(|(from, blocks, _)| (*from, plain(blocks)));
-        // Coded messages are sent one after the other, those to one rank together. Plain values are sent to all
-        // ranks side by side, one frame to each in turn.
+        // Coded messages are sent one after the other, and messages to the same rank follow each other
+        // directly. Plain values are sent to all ranks side by side, one frame to each in turn.
         let mut messages: Vec<(Rank, Bytes)> =
             step.coding.sends.iter().map(|&(to, n)| (to, coded(n))).collect();
         let first = |to: Rank| step.coding.sends.iter().position(|(other, _)| *other == to);

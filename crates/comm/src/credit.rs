@@ -53,8 +53,8 @@ impl Counts {
 
     /// Counts a frame that was taken, and returns the credits to send now: one for every eight frames.
     pub(crate) fn taken(&mut self, tag: Tag) -> impl Iterator<Item = Credit> + use<> {
-        // Tags of collectives are never reused, so a removed one needs no credit. The sender of a message waits
-        // for credits of its tag, so they are sent before the tag is removed.
+        // Tags of collectives are never reused, so no credit is sent when such a tag is removed. The sender of
+        // a message waits for credits of its tag, so they are sent before the tag is removed.
         let forgotten = self.forget_for(tag).filter(|old| old.tag.channel != Channel::Collective);
         let is_credit = *self.add(tag) >= CREDIT;
         if is_credit {

@@ -191,7 +191,7 @@ impl Security {
         self.sealed.as_ref().map(|sealed| sealed.own.public())
     }
 
-    /// Returns this process's key pair, if it is identified by one and not by a certificate.
+    /// Returns this process's key pair. `None` if the process is identified by a certificate.
     #[cfg(feature = "iroh")]
     pub(crate) fn identity(&self) -> Option<&Identity> {
         match &self.sealed.as_ref()?.own {

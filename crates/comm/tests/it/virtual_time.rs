@@ -25,7 +25,8 @@ fn within(got: Nanos, want: f64, tolerance: f64, what: &str) {
 
 #[test]
 fn all_reduce_takes_its_closed_form_and_its_price() {
-    // Eight ranks: number of latencies, and buffers sent by each rank.
+    // For each algorithm with eight ranks: the number of latencies, and the number of buffers that each rank
+    // sends.
     let forms = [
         (Algorithm::Ring, 14.0, 1.75),
         (Algorithm::RecursiveDoubling, 3.0, 3.0),

@@ -188,8 +188,8 @@ impl Pools {
         })
     }
 
-    /// Returns the cost of each stage of a placement on its own rank. `cost` is the cost of each part on the
-    /// slowest rank of its pool.
+    /// Returns the cost of each stage of a placement on the rank that holds the stage. `cost` is the cost of
+    /// each part on the slowest rank of its pool.
     #[must_use]
     pub fn own_costs(&self, placement: &Placement, cost: &[StageCost]) -> Vec<StageCost> {
         let times = self.times(cost);

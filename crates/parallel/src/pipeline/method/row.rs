@@ -54,13 +54,14 @@ impl Row {
 /// Numbers of stages of each copy of the model that a rank may hold.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Chunks {
-    /// Exactly this number.
+    /// Exactly this number of stages.
     Exactly(u32),
-    /// One stage of each of two copies. 2, which counts both copies, is accepted too.
+    /// Only 1: a rank holds one stage of each of two copies of the model. The number 2, which counts both
+    /// copies, is accepted too.
     OneOfEach,
-    /// Any number; 2 by default.
+    /// Any number of stages; 2 by default.
     Any,
-    /// Any even number; 2 by default.
+    /// Any even number of stages; 2 by default.
     Even,
 }
 

@@ -72,8 +72,8 @@ pub(super) fn lists(p: u32, m: u32, blocks: &[Block]) -> Lists {
     (0..p).zip(&plan).map(list).collect()
 }
 
-/// Slots of one rank, by kind and microbatch. The kinds are the four of [`Block`], and then, if W is placed, W
-/// of both stages together.
+/// Time slots of one rank's actions, by kind and microbatch. The kinds are the four of [`Block`], and then, if
+/// W is placed, W of both stages together.
 type Row = Vec<Vec<u32>>;
 
 /// Returns the slots for W: each idle slot takes the W of an I before it. With two queues, the slots for z come
