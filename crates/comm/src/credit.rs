@@ -87,7 +87,7 @@ mod tests {
         // A tag that has a count already needs no room.
         assert_eq!(counts.forget_for(tag(Channel::User, 1)), None);
         assert_eq!(*counts.add(tag(Channel::User, 1)), 2);
-        // A tag of a new collective replaces that of an old one.
+        // The tag of a new collective takes the place of the tag of an old one.
         let next = tag(Channel::Collective, COUNTED as u32);
         assert_eq!(counts.forget_for(next), Some(Credit { tag: tag(Channel::Collective, 0), frames: 2 }));
         counts.add(next);

@@ -73,7 +73,7 @@ pub(crate) struct Serving<S: ?Sized> {
     ask: Tag,
     answer: Tag,
     torn: Torn,
-    /// Error with which the most recently lost rank was lost.
+    /// Error of the receive from the most recently lost rank.
     lost: Option<CommError>,
 }
 

@@ -85,7 +85,7 @@ pub(crate) fn decode(h: &[u8; HEADER_BYTES]) -> Result<Header, WireError> {
     let kind = Kind::ALL.into_iter().find(|k| *k as u8 == h[5]).ok_or(WireError::Kind(h[5]))?;
     let channels = [Channel::User, Channel::Collective, Channel::Abort, Channel::Suspect];
     let channel = channels.into_iter().find(|c| *c as u8 == h[6]).ok_or(WireError::Channel(h[6]))?;
-    // Reserved for the last eight bits of the epoch of the membership.
+    // Byte 7 is reserved for the last eight bits of the membership's epoch, and must be 0.
     if h[7] != 0 {
         return Err(WireError::Epoch { want: 0, got: h[7] });
     }

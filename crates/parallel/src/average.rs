@@ -48,7 +48,7 @@ pub(crate) mod closed_forms {
 
     #[test]
     fn the_table_of_the_facts() {
-        // 10 ms, 1 Gb/s, 8 ranks.
+        // 8 ranks on links of 1 Gbit/s and 10 ms.
         let price = price(8, "1gbit,10ms".parse().unwrap());
         for (values, ring, halving) in
             [(250, 0.140, 0.060), (250_000, 0.154, 0.074), (25_000_000, 1.54, 1.46)]

@@ -171,8 +171,9 @@ pub struct Level {
     pub method: String,
     /// Number of steps between two averages. 1 averages the gradients of each step.
     pub every: u32,
-    /// Number of local steps that each replica takes in one period; see [`LocalSteps`]. The period is the
-    /// fastest replica's number and a multiple of `every`. Empty: every replica takes all steps.
+    /// Number of local steps that each replica takes in one period; see [`LocalSteps`]. A period has as many
+    /// steps of the run as the fastest replica takes local steps; this number is a multiple of `every`. Empty:
+    /// every replica takes all steps.
     pub steps: Vec<u32>,
     /// Name of the codec for averaged values, followed by `+ef` if it uses error feedback.
     pub codec: String,

@@ -116,7 +116,7 @@ impl WhatIf {
         algorithm: Algorithm,
         price: AveragePrice<'_>,
     ) -> Result<ComparisonRow, ParallelError> {
-        // Checked before allocating anything per rank.
+        // The number of ranks is checked before memory for each rank is allocated.
         Mesh::data(self.ranks)?;
         let shares = vec![1; self.ranks as usize];
         let replicas = Replicas { sync, algorithm, codec: codec.clone(), shares };
@@ -213,7 +213,7 @@ mod tests {
         assert_eq!(answer.plain().sent, Bytes(105 * 6_000_000));
         let diloco = &answer.rows[3];
         assert_eq!(diloco.sync, Sync::DiLoCo { every: 50 });
-        // Two whole periods and one of 5 steps. Halving-doubling saves two of the six latencies.
+        // The run has two whole periods and one of 5 steps. Halving-doubling saves two of the six latencies.
         assert_eq!(diloco.algorithm, Algorithm::HalvingDoubling);
         assert_eq!(diloco.time, Nanos::from_millis(105 * 310 + 3 * 2_500));
         assert_eq!(diloco.sent, Bytes(3 * 6_000_000));

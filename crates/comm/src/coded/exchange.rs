@@ -42,7 +42,8 @@ fn lane(
 ) -> Vec<Step> {
     let (n, me, first) = (owns.len(), rank.index(), messages.len());
     let code = |r, phase| CodedMessage { block: block(r), code: Code::Coded(phase) };
-    // Messages: this rank's part of each block, all parts of its own block, and the results of all blocks.
+    // The messages are, in this order: this rank's part of each block, all parts of its own block, and the
+    // results of all blocks.
     messages.extend((0..n).map(|r| code(r, Phase::Worker)));
     messages.extend((0..n).map(|_| code(me, Phase::Worker)));
     messages.extend((0..n).map(|r| code(r, Phase::Server)));

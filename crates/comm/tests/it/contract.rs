@@ -211,7 +211,7 @@ fn the_uneven_and_the_rooted_ones_do_what_they_say() {
                 let want: Vec<i16> = received.iter().flat_map(|&v| vec![v as i16; v]).collect();
                 assert_eq!(comm.all_to_all_v(&out, &sent, &received).unwrap(), want);
 
-                // Neighbours as a star, as a ring, and in pairs.
+                // Neighbours form a star, a ring, and pairs.
                 let star: Vec<Rank> = if me == 0 { (1..n as u32).map(Rank).collect() } else { vec![Rank(0)] };
                 let mut ring = vec![Rank(((me + 1) % n) as u32), Rank(((me + n - 1) % n) as u32)];
                 ring.dedup();

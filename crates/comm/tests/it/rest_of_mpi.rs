@@ -299,7 +299,7 @@ fn ranks_whose_reductions_differ_are_told_so() {
         if rank == Rank(0) { UserOp::new("left", f) } else { UserOp::commutative("left", f) }
     };
     assert!(refused(by_order).iter().any(|error| matches!(error, CommError::Mismatch { .. })));
-    // The same number of scalars, in arrays of another length.
+    // The ranks have the same number of scalars, but in arrays of different lengths.
     let errors = on_ranks(crate::common::memory_cluster(2), |comm| match comm.rank() {
         Rank(0) => comm.all_reduce(&mut [[1_u8; 4]; 3], ReduceOp::Sum),
         _ => comm.all_reduce(&mut [[1_u8; 3]; 4], ReduceOp::Sum),

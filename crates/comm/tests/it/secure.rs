@@ -312,7 +312,7 @@ fn stores_prove_themselves_too() {
     let error = connect(&wrong).unwrap_err();
     assert_eq!(reason(&error), Some(Refusal::Secret), "{error}");
     assert_eq!(reason(&connect(&Security::clear()).unwrap_err()), Some(Refusal::Clear));
-    // A silent connection delays no other.
+    // A silent connection does not delay other connections.
     let _silent = TcpStream::connect(&address).unwrap();
     let store = connect(&by_secret(2)).unwrap();
     let value: Vec<u8> = (0..200_000).map(|i| (i % 251) as u8).collect();

@@ -140,6 +140,6 @@ fn members_of_gates_share_memory_as_well() {
             });
         }
     });
-    // Mappings of this endpoint and of the other.
+    // Both endpoints have mapped the memory.
     assert!(mapped() >= 2);
 }

@@ -34,7 +34,7 @@ fn all_reduce_takes_its_closed_form_and_its_price() {
         (Algorithm::Hierarchical, 14.0, 1.75),
         (Algorithm::Direct, 2.0, 1.75),
         (Algorithm::Butterfly, 2.0, 1.75),
-        // On a grid of 2 x 4 ranks: rings of 4, then of 2.
+        // Moshpit uses a grid of 2 x 4 ranks: rings of 4 ranks, then rings of 2.
         (Algorithm::Moshpit, 8.0, 1.5 + 1.0),
     ];
     let topology = uniform(8, "1gbit,10ms");
@@ -169,7 +169,8 @@ fn with_lines() -> Topology {
 fn what_leaves_a_region_shares_its_line_and_what_stays_does_not() {
     let times = on_ranks(over(&with_lines()), |comm| {
         let me = comm.rank().0;
-        // 100 kB from each rank of the first region to its counterpart, and 100 kB to its neighbour.
+        // Each rank of the first region sends 100 kB to its counterpart in the other region, and 100 kB to its
+        // neighbour.
         if me < 2 {
             let out = comm.start_send(Rank(me + 2), 1, vec![0; 100_000]);
             comm.send(Rank(1 - me), 2, &vec![0; 100_000]).unwrap();
@@ -193,7 +194,7 @@ fn a_slow_access_link_does_not_hold_up_the_line_of_its_region() {
     topology.set_port(Rank(1), AccessLink { up: Bandwidth(800_000), down: Bandwidth(80_000_000) });
     let times = on_ranks(over(&topology), |comm| {
         match comm.rank().0 {
-            // Takes 4 s over its own uplink of 100 kB/s, in frames that wait for the uplink.
+            // This message takes 4 s over the rank's uplink of 100 kB/s. Its frames wait for the uplink.
             1 => comm.send(Rank(3), 1, &vec![0; 400_000]).unwrap(),
             0 => {
                 comm.advance(Nanos::from_millis(1));

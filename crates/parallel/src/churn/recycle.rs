@@ -447,7 +447,7 @@ mod tests {
             forwards[part as usize] += u32::from(action.kind == ComputeKind::Forward);
         }
         assert_eq!(forwards, [32; 4]);
-        // The two machines left of stage 2 process 16 microbatches each.
+        // The two remaining machines of stage 2 process 16 microbatches each.
         for (rank, seat) in (0..).map(Rank).zip(&found.seats).filter(|(_, seat)| seat.stage == 2) {
             let count = found.order.actions().filter(|(of, a)| *of == rank && a.kind == ComputeKind::Forward);
             assert_eq!(count.count(), 16, "{seat:?}");

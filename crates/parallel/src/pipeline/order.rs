@@ -282,8 +282,8 @@ impl ComputeOrder {
         at_the_input.dedup();
         let halves = at_the_input.len() as u64 != microbatches && stages.is_multiple_of(2);
         let copies = if halves { 2 } else { 1 };
-        // The numbers in a file may be wrong. Check that there is a forward for each before allocating memory
-        // of their size.
+        // The numbers in a file may be wrong. So the number of forwards is checked before memory for stages
+        // times microbatches is allocated.
         let forwards = u128::from(stages) * u128::from(microbatches) * u128::from(slices) / copies;
         if forwards > count as u128 || count == 0 {
             return Err(ParallelError::Incomplete { stages, microbatches, actions: count });

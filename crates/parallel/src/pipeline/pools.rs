@@ -309,7 +309,7 @@ mod tests {
             simulate(&order, &cost).unwrap().makespan()
         };
         let (one, two) = (makespan(&[1, 1]), makespan(&[1, 2]));
-        // 16 microbatches of 7 ms with one rank, of 3.5 ms with two.
+        // 16 microbatches take 7 ms each if a pool has one rank, and 3.5 ms each if it has two.
         assert!(one.0 >= 112_000_000 && two.0 < 66_000_000, "{one} {two}");
     }
 

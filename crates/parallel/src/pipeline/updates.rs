@@ -55,7 +55,7 @@ impl Updates {
         match self {
             Self::Flush => 1,
             Self::Stashed { sync: VersionSync::Newest } => depth - part,
-            // From the part's newest version back to the version that the first stage used last.
+            // A part keeps all versions from its newest one back to the one that the first stage used last.
             Self::Stashed { sync: VersionSync::Vertical } => depth,
             Self::TwoVersions { .. } => 2,
         }

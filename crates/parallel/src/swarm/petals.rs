@@ -69,9 +69,9 @@ fn least(rates: &[f64]) -> f64 {
 /// Tolerance, relative to a rate, that keeps servers from moving for equal rates. Petals' `eps`.
 const SAME: f64 = 1e-3;
 
-/// Returns whether a server should move. The rule simulates its move and then moves of the other servers until
-/// none moves. The server should move if the lowest rate of a block then is so much higher that the present one
-/// is below `quality` (0.75) of it.
+/// Returns whether a server should move. The rule simulates the move of this server, and then moves of the
+/// other servers until none moves. The server should move if the lowest rate of any block is now below
+/// `quality` (0.75) times the lowest rate after these moves.
 ///
 /// Returns false if no other server serves some of its blocks, or if it is already at its best place. The other
 /// servers move in an order drawn from the seed. Source: Petals, `block_selection.py`.

@@ -103,7 +103,7 @@ pub fn block(shape: &BlockShape, mesh: &DeviceMesh) -> OperatorGraph {
         maker.layouts("sum behind attention"),
         maker.norm("norm of feed-forward"),
         maker.product("feed-forward, wider", width, 4 * width, false, width),
-        // The input of the product, and the input of the GELU before it.
+        // Keeps the input of the product, and the input of the GELU before the product.
         maker.product("feed-forward, back", 4 * width, width, false, 8 * width),
         maker.layouts("sum behind feed-forward"),
     ];
@@ -238,7 +238,8 @@ impl Maker<'_> {
                 Cut::Rows => {
                     Nanos(self.ring(axis, deep * wide * F32, 2).0 / u64::from(self.mesh.microbatches.max(1)))
                 }
-                // `Columns` sums the gradient of the input; `Inner` sums the output.
+                // A product divided by output columns sums the gradient of its input; one divided by input
+                // columns sums its output.
                 Cut::Columns => self.ring(axis, rows * deep * F32, 2),
                 Cut::Inner => self.ring(axis, rows * wide * F32, 2),
             };
