@@ -10,12 +10,12 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
-/// Bytes of a large slot, which holds a full frame.
+/// Size in bytes of a large slot, which holds a full frame.
 pub(super) const LARGE_SLOT: usize = crate::FRAME_BYTES;
 /// Number of large slots per direction, for frames that do not fit into a small one: enough for two turns of a
 /// ring collective that sends four frames per turn.
 pub(super) const LARGE_SLOTS: usize = 8;
-/// Bytes of a small slot.
+/// Size in bytes of a small slot.
 pub(super) const SMALL_SLOT: usize = 4096;
 /// Number of small slots per direction.
 pub(super) const SMALL_SLOTS: usize = 64;
@@ -50,9 +50,9 @@ pub(super) struct Ring {
 
 /// Size in bytes of the ring of a direction, which precedes its slots.
 const RING_BYTES: usize = size_of::<Ring>().next_multiple_of(4096);
-/// Bytes of a direction.
+/// Size in bytes of a direction: its ring and its slots.
 const DIRECTION_BYTES: usize = RING_BYTES + SMALL_SLOTS * SMALL_SLOT + LARGE_SLOTS * LARGE_SLOT;
-/// Bytes of a segment: both directions.
+/// Size in bytes of a segment, which has both directions.
 const SEGMENT_BYTES: usize = 2 * DIRECTION_BYTES;
 
 /// Sender and receiver of a direction. The maker is the process that created the segment, the guest the other

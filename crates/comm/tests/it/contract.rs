@@ -497,7 +497,8 @@ fn one_of_several_messages_is_received_and_a_lost_rank_is_passed_over() {
     for (name, cluster) in TRANSPORTS {
         on_ranks(cluster(3), |comm| match comm.rank().0 {
             0 => {
-                // Rank 1 sends only after a message from here, so rank 2's message is first; it has two frames.
+                // Rank 1 sends only after a message from rank 0, so the message of rank 2 arrives first; it has
+                // two frames.
                 let (from, long) = comm.recv_any(&[Rank(1), Rank(2)], 5).unwrap();
                 assert_eq!((from, long.len()), (Rank(2), 300_000), "{name}");
                 comm.send(Rank(1), 6, b"now").unwrap();

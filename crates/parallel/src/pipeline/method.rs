@@ -70,36 +70,38 @@ methods! {
     PipeDream2Bw => one_f_one_b::PIPE_DREAM_2BW,
     /// 1F1B with several chunks per rank. Source: Narayanan et al. 2021 (SC).
     Interleaved => interleaved::ROW,
-    /// All microbatches through one chunk, then through the next. Source: Lamy-Poirier 2022.
+    /// A rank runs all microbatches through one chunk, then through its next chunk. Source: Lamy-Poirier 2022.
     BreadthFirst => breadth_first::ROW,
-    /// Split backward, the memory of 1F1B. Source: Qi et al. 2023.
+    /// The backward is split into `I` and `W`; as much memory as 1F1B. Source: Qi et al. 2023.
     ZbH1 => zero_bubble::H1,
-    /// Split backward, twice the memory, no bubble. Source: Qi et al. 2023.
+    /// The backward is split into `I` and `W`; twice the memory of 1F1B, no bubble. Source: Qi et al. 2023.
     ZbH2 => zero_bubble::H2,
-    /// Split backward, ordered by a heuristic under a memory limit. Source: Qi et al. 2023, section 3.1.
+    /// The backward is split into `I` and `W`, ordered by a heuristic under a memory limit. Source: Qi et al.
+    /// 2023, section 3.1.
     ZbAuto => zero_bubble_auto::ROW,
-    /// Split backward with stages that go over the ranks and back (V shape), the memory of 1F1B, no bubble.
-    /// Source: Qi et al. 2024.
+    /// The backward is split into `I` and `W`, with stages that go over the ranks and back (V shape), the
+    /// memory of 1F1B, no bubble. Source: Qi et al. 2024.
     ZbV => zero_bubble_v::ROW,
-    /// Split backward with stages that go over the ranks and back (V shape), half the memory of 1F1B. Source:
-    /// Qi et al. 2024.
+    /// The backward is split into `I` and `W`, with stages that go over the ranks and back (V shape), half the
+    /// memory of 1F1B. Source: Qi et al. 2024.
     VHalf => v_half::HALF,
-    /// Split backward with stages that go over the ranks and back (V shape), a third of the memory of 1F1B.
-    /// Source: Qi et al. 2024.
+    /// The backward is split into `I` and `W`, with stages that go over the ranks and back (V shape), a third
+    /// of the memory of 1F1B. Source: Qi et al. 2024.
     VMin => v_half::MIN,
-    /// Whole backward with stages that go over the ranks and back (V shape), two thirds of the memory of 1F1B.
-    /// Source: `v1f1b.py` of zbpp, the zero-bubble authors' repository.
+    /// The backward is not split, with stages that go over the ranks and back (V shape), two thirds of the
+    /// memory of 1F1B. Source: `v1f1b.py` of zbpp, the zero-bubble authors' repository.
     VOneFOneB => v_one_f_one_b::ROW,
     /// Two copies of the model, one in each direction. Source: Li and Hoefler 2021.
     Chimera => chimera::ROW,
-    /// Stages in waves. Source: Liu et al. 2023.
+    /// Stages go over the ranks in several waves, forth and back. Source: Liu et al. 2023.
     Hanayo => hanayo::ROW,
     /// Two copies of the model, forwards and backwards in pairs. Source: DeepSeek-AI 2024.
     DualPipe => dual_pipe::ROW,
     /// `DualPipe` with stages that go over the ranks and back (V shape), with one copy. Source: Sea AI Lab
     /// 2025, "cut-in-half".
     DualPipeV => dual_pipe::VEE,
-    /// Slices of each microbatch's tokens, one after the other. Source: Li et al. 2021.
+    /// Each microbatch's tokens are divided into slices, which pass the stages one after the other. Source: Li
+    /// et al. 2021.
     TeraPipe => tera_pipe::ROW,
     /// A rank runs a backward as soon as its gradient has arrived, else a forward. Source: Athlur et al. 2022.
     Varuna => varuna::ROW,

@@ -270,8 +270,8 @@ pub fn rates_of(pools: &Pools, times: &[Nanos]) -> Vec<u32> {
 }
 
 /// Returns the best move of one rank to the busiest stage, and the time of the busier of the two stages after
-/// it: the move that minimises this time. If moves are equally good, the slowest rank is chosen, to change as
-/// little as possible.
+/// the move. The best move is the one with the least such time. If moves are equally good, the slowest rank is
+/// chosen, to change as little as possible.
 fn best_move(pools: &Pools, microbatches: u32, times: &[Nanos], work: &[f64]) -> Option<((u32, u32), Nanos)> {
     let firsts = pools.firsts();
     let ranks = |stage: usize| {

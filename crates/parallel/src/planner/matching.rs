@@ -44,7 +44,7 @@ pub fn bottleneck_matching(costs: &[u64], n: usize) -> Matching {
     Matching { costliest: limits[high], column: best }
 }
 
-/// Augmenting paths on bit sets.
+/// State of a search for augmenting paths. Sets of columns are bit sets.
 struct Search<'a> {
     costs: &'a [u64],
     n: usize,
@@ -54,7 +54,7 @@ struct Search<'a> {
     allowed: Vec<u64>,
     /// Columns not yet visited in the current path.
     unseen: Vec<u64>,
-    /// Row of each column.
+    /// Row that is matched with each column.
     row: Vec<usize>,
 }
 
