@@ -63,7 +63,8 @@ pub trait CodedAllReduce: Sized {
     /// The same as for [`CodedAllReduce::resolve_coded`].
     fn coded_programs(self, buffer: &CodedBuffer<'_>) -> Result<Vec<Program>, CommError>;
 
-    /// Returns the time from a common start until the last rank is done, with the codec's largest payloads.
+    /// Returns the predicted time of the all-reduce: all ranks start at the same time, payloads have their
+    /// maximum size, and the time ends when the last rank is done.
     ///
     /// # Errors
     /// The same as for [`CodedAllReduce::resolve_coded`].

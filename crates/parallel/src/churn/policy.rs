@@ -94,7 +94,7 @@ pub(super) trait Policy {
 /// How often a policy saves checkpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CheckpointInterval {
-    /// At Daly's interval, where the loss of any machine is a failure.
+    /// At Daly's interval, computed as if the loss of any machine were a failure of the job.
     Daly,
     /// Every hour. Only the loss of all copies of a layer requires a checkpoint.
     Hourly,

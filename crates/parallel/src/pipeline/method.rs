@@ -79,17 +79,17 @@ methods! {
     /// The backward is split into `I` and `W`, ordered by a heuristic under a memory limit. Source: Qi et al.
     /// 2023, section 3.1.
     ZbAuto => zero_bubble_auto::ROW,
-    /// The backward is split into `I` and `W`, with stages that go over the ranks and back (V shape), the
-    /// memory of 1F1B, no bubble. Source: Qi et al. 2024.
+    /// Stages go over the ranks and back (V shape), and the backward is split into `I` and `W`; as much memory
+    /// as 1F1B, no bubble. Source: Qi et al. 2024.
     ZbV => zero_bubble_v::ROW,
-    /// The backward is split into `I` and `W`, with stages that go over the ranks and back (V shape), half the
-    /// memory of 1F1B. Source: Qi et al. 2024.
+    /// Stages go over the ranks and back (V shape), and the backward is split into `I` and `W`; half the memory
+    /// of 1F1B. Source: Qi et al. 2024.
     VHalf => v_half::HALF,
-    /// The backward is split into `I` and `W`, with stages that go over the ranks and back (V shape), a third
-    /// of the memory of 1F1B. Source: Qi et al. 2024.
+    /// Stages go over the ranks and back (V shape), and the backward is split into `I` and `W`; a third of the
+    /// memory of 1F1B. Source: Qi et al. 2024.
     VMin => v_half::MIN,
-    /// The backward is not split, with stages that go over the ranks and back (V shape), two thirds of the
-    /// memory of 1F1B. Source: `v1f1b.py` of zbpp, the zero-bubble authors' repository.
+    /// Stages go over the ranks and back (V shape), and the backward is not split; two thirds of the memory of
+    /// 1F1B. Source: `v1f1b.py` of zbpp, the zero-bubble authors' repository.
     VOneFOneB => v_one_f_one_b::ROW,
     /// Two copies of the model, one in each direction. Source: Li and Hoefler 2021.
     Chimera => chimera::ROW,
@@ -97,8 +97,8 @@ methods! {
     Hanayo => hanayo::ROW,
     /// Two copies of the model, forwards and backwards in pairs. Source: DeepSeek-AI 2024.
     DualPipe => dual_pipe::ROW,
-    /// `DualPipe` with stages that go over the ranks and back (V shape), with one copy. Source: Sea AI Lab
-    /// 2025, "cut-in-half".
+    /// `DualPipe` with one copy of the model, whose stages go over the ranks and back (V shape). Source: Sea AI
+    /// Lab 2025, "cut-in-half".
     DualPipeV => dual_pipe::VEE,
     /// Each microbatch's tokens are divided into slices, which pass the stages one after the other. Source: Li
     /// et al. 2021.

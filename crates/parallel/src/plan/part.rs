@@ -22,13 +22,14 @@ pub struct Part {
 pub enum Recompute {
     /// Nothing is recomputed: all activations are kept.
     None,
-    /// All activations of the part, from its input.
+    /// All activations of the part are recomputed from the part's input.
     Full,
-    /// The activations of this number of the part's first layers. The activations of the other layers are kept.
+    /// The activations of this number of the part's first layers are recomputed. Those of the other layers are
+    /// kept.
     Layers(u32),
-    /// As many as are needed so that the kept activations of one microbatch fit into this number of bytes,
-    /// chosen so that the time is least: the optimum of [`rotor`](crate::recompute::rotor). Valid only if the
-    /// model is one part.
+    /// As many activations are recomputed as needed so that the kept activations of one microbatch fit into
+    /// this number of bytes, chosen so that the time is least: the optimum of
+    /// [`rotor`](crate::recompute::rotor). Valid only if the model is one part.
     Within(Bytes),
 }
 

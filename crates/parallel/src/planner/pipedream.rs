@@ -160,7 +160,7 @@ impl Planner<'_> {
         self.levels[level].bandwidth.transfer(both).0
     }
 
-    /// Returns the stages of the best plan, each on `times` as many devices.
+    /// Returns the stages of the best plan. The number of devices of each stage is multiplied by `times`.
     fn stages(
         &self,
         level: usize,

@@ -70,7 +70,7 @@ pub fn local_search(costs: &PairCosts, evaluations: u64, seed: u64) -> Result<Fo
     Ok(Found { layout, runners_up: layouts, evaluations, is_optimal: false })
 }
 
-/// The total cost, then the length of the shortest path over mean hops.
+/// Sort key of a layout: the total cost, then the length of the shortest path over mean hops.
 type Key = (u64, u64);
 
 /// A swap of two devices.
