@@ -28,7 +28,7 @@ pub struct Network {
     line_down: Vec<Nanos>,
 }
 
-/// A transfer under way.
+/// A transfer that is on its way over the links.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct InFlight {
     /// Time at which the first byte reaches the next link.

@@ -71,7 +71,7 @@ pub use transport::{PeerEvent, Stats, Traffic, Transport};
 /// 16-bit float types that implement [`Element`].
 pub use half::{bf16, f16};
 
-// For algorithms as data: lists of steps that are printed, priced, compared, or written by hand.
+// For algorithms as data: lists of steps that can be printed, simulated, compared, or written by hand.
 pub use all_to_all::{bruck_all_to_all, direct_all_to_all, pairwise_all_to_all};
 pub use butterfly::{
     butterfly, direct, direct_all_gather, direct_gather, direct_reduce_scatter, direct_scatter, shares,

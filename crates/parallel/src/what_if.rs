@@ -65,8 +65,8 @@ impl WhatIf {
     /// Computes the rows. `price` returns the times of collectives.
     ///
     /// The baseline is a ring all-reduce of f32 gradients after each backward. The other rows use the fastest
-    /// of [`WhatIf::ALGORITHMS`] that has a price: ddp with overlap and `DiLoCo`, each in f32 and in the run's
-    /// codec.
+    /// of [`WhatIf::ALGORITHMS`] for which `price` returns a time: ddp with overlap and `DiLoCo`, each in f32
+    /// and in the run's codec.
     ///
     /// Errors: [`ParallelError::Zero`] for no parameters, ranks or steps; [`ParallelError::TooManyRanks`] above
     /// [`Mesh::MAX_RANKS`].

@@ -1,4 +1,5 @@
-//! Faults that only sockets have: ports in use, strangers, garbage from strangers, and peers that vanish.
+//! Faults that only sockets have: ports in use, connections and invalid bytes from strangers, and peers that
+//! vanish.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(clippy::float_cmp, reason = "these sums are exact")]

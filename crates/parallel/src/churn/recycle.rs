@@ -307,7 +307,7 @@ struct Recycle {
     seats: BTreeMap<Position, u32>,
     /// Machines that copy a position's stage, each with the time at which the copy is complete.
     coming: Vec<(Nanos, Position, u32)>,
-    /// Cached step times by list of empty seats.
+    /// Cached step times by list of empty positions.
     known: BTreeMap<Vec<Position>, Option<Nanos>>,
 }
 
@@ -319,8 +319,8 @@ impl Recycle {
         all.filter(|seat| !self.seats.contains_key(seat)).collect()
     }
 
-    /// Returns the time of a step without the empty seats. If the other machines cannot hold the microbatches,
-    /// the pipelines with empty positions are left out.
+    /// Returns the time of a step without the empty positions. If the other machines cannot hold the
+    /// microbatches, the pipelines with empty positions are left out.
     fn step(&mut self, prices: &mut StepTimes<'_>) -> Option<Nanos> {
         let (shape, empty) = (self.shape?, self.empty());
         if empty.is_empty() {
@@ -401,7 +401,8 @@ impl Policy for Recycle {
     }
 }
 
-/// Returns the time of a step of a shape without some seats. `None` if a machine's memory would not be enough.
+/// Returns the time of a step of a shape without the machines at some positions. `None` if a machine's memory
+/// would not be enough.
 fn rerouted(prices: &mut StepTimes<'_>, shape: Shape, empty: &[Position]) -> Option<Nanos> {
     let each = prices.fleet().microbatches.div_ceil(shape.pipelines);
     let memory = prices.fleet().machine.memory;

@@ -202,8 +202,8 @@ impl Storm {
             }
         }
         self.missed.insert(who, missed);
-        // Training frames carry the sender's epoch. A process that hears too few members also knows other
-        // machines, because its ticket names some.
+        // Training frames carry the sender's epoch. A process that hears from too few members also contacts
+        // other machines, because its ticket names some.
         let known = if hears_enough { members } else { self.world.running() };
         if let Some(other) = self.world.draw.one_of(&known) {
             self.world.send(who, other, Message::Here { at });
@@ -355,7 +355,7 @@ impl Storm {
         for machine in self.world.machines.values_mut() {
             machine.dies_in = None;
         }
-        // Messages that are under way arrive first.
+        // Messages that were sent before arrive first.
         while let Some(own) = self.world.next(STORM.saturating_add(AFTERMATH)) {
             if let Own::Look { who, life } = own {
                 self.look(who, life);
