@@ -30,7 +30,7 @@ const INCOMING: usize = 9 * (RECORD + OVERHEAD);
 /// Maximum number of bytes that a peer may send in total before it has proven the join secret: twice the length
 /// of this program's own handshake.
 pub(crate) const STRANGER: usize = 4096;
-/// The same limit for a peer that shows a chain of certificates.
+/// Maximum number of bytes before the proof from a peer that shows a chain of certificates.
 const CHAIN: usize = 16 * 1024;
 
 const LABEL: &str = "EXPORTER-farflung-join";

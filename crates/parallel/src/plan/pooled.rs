@@ -394,7 +394,7 @@ mod tests {
         pools.iter().flatten().map(time).collect()
     }
 
-    /// Follows all advice; returns the pools at the end and the number of moves.
+    /// Applies the advice of 500 steps; returns the pools at the end and the number of moves.
     fn settled(mut pools: Vec<Vec<f64>>) -> (Vec<Vec<f64>>, u32) {
         let work = vec![1.0; pools.len()];
         let mut rates = Pools::equal(pools.iter().map(|pool| pool.len() as u32).collect()).rates;
