@@ -199,8 +199,6 @@ fn reach<'a>(edges: &'a [Edge], from: &Module) -> BTreeSet<&'a Module> {
     reached
 }
 
-impl Circle {}
-
 /// Returns the path of a module's file below `src`, without `.rs`.
 fn file(module: &Module) -> String {
     if module.is_empty() { "lib".to_owned() } else { module.join("/") }

@@ -10,13 +10,13 @@ pub mod philox;
 pub mod topology;
 pub mod unit;
 
-// Used by everybody: ids, units and links.
+// For all users: ids, units and links.
 pub use id::{PeerId, Rank, StageId};
 pub use name::{Algorithm, Pattern, Precision, UnknownName};
 pub use topology::{AccessLink, Link, ParseLinkError, Topology};
 pub use unit::{Bandwidth, Bytes, Nanos, ParseUnitError};
 
-// For those who write transports, simulators and codecs.
+// For authors of transports, simulators and codecs.
 pub use chain::ChainStep;
 pub use operation::Operation;
 pub use pending::{Pending, PendingOp};

@@ -1,6 +1,6 @@
-//! The model of shared links in virtual time: the alpha-beta model, with access links and region lines that
-//! transfers share. The simulated transport, the price of a collective and the simulation of a training step
-//! all use it.
+//! The model of shared links in virtual time: the alpha-beta model, with access links of ranks and regions that
+//! transfers share. The simulated transport, the predicted cost of a collective and the simulation of a
+//! training step all use it.
 
 use crate::{Bandwidth, Bytes, Nanos, Rank, Topology};
 
@@ -28,7 +28,7 @@ pub struct Network {
     line_down: Vec<Nanos>,
 }
 
-/// A transfer under way.
+/// A transfer that is on its way over the links.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct InFlight {
     /// Time at which the first byte reaches the next link.
@@ -66,8 +66,8 @@ impl Network {
         }
     }
 
-    /// Returns whether any region shares a line. If so, transfers of different senders can delay each other
-    /// before they reach the receiver.
+    /// Returns whether there are regions whose ranks share an access link. If so, transfers of different
+    /// senders can delay each other before they reach the receiver.
     #[must_use]
     pub const fn has_region_links(&self) -> bool {
         !self.line_up.is_empty()

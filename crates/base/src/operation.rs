@@ -38,7 +38,7 @@ pub struct OperationStep {
     pub receives: Vec<(Rank, Bytes)>,
 }
 
-/// The part of one rank in an operation.
+/// The steps of one rank in an operation.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct RankPart {
     /// Lists of steps that run concurrently. Lane `i` of a rank exchanges messages with lane `i` of other
@@ -90,7 +90,7 @@ impl Operation {
     }
 }
 
-/// Simulates one operation on idle links, begun by all ranks at time 0. Returns the time at which the last rank
+/// Simulates one operation on idle links. All ranks begin it at time 0. Returns the time at which the last rank
 /// finishes, or [`Nanos::MAX`] if its sends and receives do not match or a link is dead.
 #[must_use]
 pub fn alone(operation: &Operation, topology: &Topology) -> Nanos {

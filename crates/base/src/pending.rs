@@ -52,7 +52,7 @@ impl<T> Pending<T> {
     /// Blocks until the value is ready, and returns it.
     ///
     /// # Panics
-    /// If it has already returned its value as a future.
+    /// If the value was already taken by awaiting it as a future.
     pub fn wait(self) -> T {
         match self.0 {
             State::Ready(value) => value.expect("a Pending returns its value only once"),

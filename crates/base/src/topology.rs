@@ -100,7 +100,7 @@ impl FromStr for Link {
 }
 
 /// The links of a whole job: one [`Link`] per ordered pair of ranks, one [`AccessLink`] per rank, and one more
-/// per region whose ranks share a line.
+/// per region whose ranks share an access link.
 ///
 /// A transfer from `i` to `j` runs at the minimum of the pair's bandwidth, `i`'s free uplink and `j`'s free
 /// downlink. If it leaves `i`'s region it also shares that region's uplink; if it enters `j`'s region it also
@@ -117,12 +117,12 @@ pub struct Topology {
     lines: Arc<RegionLinks>,
 }
 
-/// The shared lines of regions.
+/// Access links that the ranks of a region share.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct RegionLinks {
     /// Region of each rank; empty if there are no regions.
     of: Vec<Option<usize>>,
-    /// Line of each region.
+    /// Access link of each region.
     ports: Vec<AccessLink>,
 }
 
@@ -178,7 +178,7 @@ impl Topology {
         Self { size: ranks.len(), links, ports, lines }
     }
 
-    /// Returns whether the region lines are equal. The numbering of the regions may differ.
+    /// Returns whether the access links of the regions are equal. The numbering of the regions may differ.
     fn same_lines(&self, other: &Self) -> bool {
         let port = |topology: &Self, rank| topology.region(rank).map(|region| topology.region_port(region));
         let ranks = || (0..self.size as u32).map(Rank);
@@ -226,20 +226,20 @@ impl Topology {
         self.ports[rank.index()]
     }
 
-    /// Returns the number of the region whose line the rank shares; `None` if it is in no region.
+    /// Returns the number of the rank's region; `None` if it is in no region.
     #[must_use]
     pub fn region(&self, rank: Rank) -> Option<usize> {
         self.lines.of.get(rank.index()).copied().flatten()
     }
 
-    /// Returns the number of regions that share a line.
+    /// Returns the number of regions. The ranks of a region share an access link.
     #[must_use]
     pub fn regions(&self) -> usize {
         self.lines.ports.len()
     }
 
-    /// Returns the line of a region. Transfers from its ranks to ranks outside share `up`; transfers from
-    /// outside share `down`.
+    /// Returns the access link that the ranks of a region share. Transfers from them to ranks outside share
+    /// `up`; transfers from outside share `down`.
     ///
     /// # Panics
     /// If `region` is not below [`Topology::regions`].
@@ -248,8 +248,8 @@ impl Topology {
         self.lines.ports[region]
     }
 
-    /// Returns whether a transfer passes a region line, that is, whether the two ranks are not in the same
-    /// region and at least one of them is in a region.
+    /// Returns whether a transfer passes the access link of a region, that is, whether the two ranks are not in
+    /// the same region and at least one of them is in a region.
     #[must_use]
     pub fn leaves(&self, from: Rank, to: Rank) -> bool {
         let (from, to) = (self.region(from), self.region(to));
@@ -257,7 +257,7 @@ impl Topology {
     }
 
     /// Returns the bandwidth of one transfer without the limits of the two ranks' access links: the minimum of
-    /// the pair's link and the region lines on the way.
+    /// the pair's link and the access links of the regions on the way.
     #[must_use]
     pub fn between(&self, from: Rank, to: Rank) -> Bandwidth {
         let mut least = self.link(from, to).bandwidth;
@@ -269,7 +269,7 @@ impl Topology {
         least
     }
 
-    /// Returns the rate of one transfer when nothing else uses the links on its way.
+    /// Returns the rate of one transfer if no other transfer uses the links on its way.
     #[must_use]
     pub fn rate(&self, from: Rank, to: Rank) -> Bandwidth {
         if from == to {
@@ -303,7 +303,8 @@ impl Topology {
         Arc::make_mut(&mut self.ports)[rank.index()] = port;
     }
 
-    /// Makes these ranks a region that shares one line to all other ranks. They leave their previous regions.
+    /// Makes these ranks a region: they share one access link to all other ranks. They leave their previous
+    /// regions.
     ///
     /// # Panics
     /// If a rank is not below [`Topology::size`].
@@ -327,7 +328,7 @@ struct Tables {
     ports: Vec<AccessLink>,
     /// Region of each rank, empty if there are no regions.
     regions: Vec<Option<usize>>,
-    /// Line of each region.
+    /// Access link of each region.
     lines: Vec<AccessLink>,
 }
 

@@ -98,8 +98,8 @@ impl Bandwidth {
     /// No limit: a transfer takes no time.
     pub const UNLIMITED: Self = Self(u64::MAX);
 
-    /// Returns the time to push `bytes` into the link, rounded up to a nanosecond; [`Nanos::MAX`] for a dead
-    /// link.
+    /// Returns the time to send `bytes` at this rate, rounded up to a nanosecond; [`Nanos::MAX`] if the rate is
+    /// zero.
     #[must_use]
     pub fn transfer(self, bytes: Bytes) -> Nanos {
         match self.0 {

@@ -14,24 +14,24 @@ use crate::ring::{bidirectional_ring, everyone, pipelined_ring, ring};
 use crate::steps::Program;
 use crate::tree::double_tree;
 
-/// Smallest chunk in bytes; smaller ones do not pay for messages of their own.
+/// Minimum chunk in bytes. A smaller chunk costs more for its extra message than it saves.
 const LEAST_CHUNK: u64 = 16 * 1024;
 
-/// Greatest block of a pipelined ring in bytes. It is a little less than a frame: a block with its header then
-/// takes four segments of a loopback interface, which carries 65483 bytes in each, not five.
+/// Maximum block of a pipelined ring in bytes. It is a little less than a frame, so that a block with its
+/// header fits in four segments of a loopback interface (65483 bytes each) instead of five.
 const PASSED: usize = FRAME_BYTES - 512;
 
-/// Window of a ring in chunks that keeps the data under way in cache; this matters only on very fast links.
+/// Maximum number of chunks of a ring that are in flight at the same time, so that their data stays in the
+/// cache. This matters only on very fast links.
 const PACED: usize = 8;
 
-/// Approximate number of frames that a rank of a pipelined ring may be ahead of the next one: as many as the
-/// next one may leave unread.
+/// Approximate number of frames that a rank of a pipelined ring may send before the next rank has read them.
 const AHEAD: usize = 4 * WINDOW;
 
-/// Greatest number of chunks; more would take too long to price.
+/// Maximum number of chunks; with more, computing the cost would take too long.
 const MOST_CHUNKS: usize = 256;
 
-/// Programs of an all-reduce algorithm, and the choice among algorithms by price.
+/// Programs of an all-reduce algorithm, and the choice of the algorithm with the least predicted time.
 pub trait AllReduce {
     /// Returns the algorithm to use for a buffer of `bytes` on `topology`: itself, or for `Auto` the cheapest;
     /// never `Auto`.
@@ -52,7 +52,8 @@ pub trait AllReduce {
         self.programs_in(len, bytes, topology, None)
     }
 
-    /// Returns [`AllReduce::programs`] with the given regions, or if `None` with those derived from the links.
+    /// Returns [`AllReduce::programs`] with the given regions, or if `None` with regions derived from the
+    /// links.
     #[must_use]
     fn programs_in(
         self,
@@ -99,8 +100,8 @@ impl AllReduce for Algorithm {
     }
 }
 
-/// Returns one rank's program of [`AllReduce::programs`]. Those of other ranks are made only if needed for
-/// prices.
+/// Returns one rank's program of [`AllReduce::programs`]. The programs of other ranks are generated only if
+/// they are needed to compare costs.
 pub(crate) fn program_on(
     rank: Rank,
     algorithm: Algorithm,
@@ -112,7 +113,7 @@ pub(crate) fn program_on(
     cheapest(algorithm.resolve(bytes, topology), len, bytes, topology, regions)(rank)
 }
 
-/// One way to run an algorithm: the program of each rank.
+/// A variant of an algorithm: returns the program of each rank.
 type Way<'a> = Box<dyn Fn(Rank) -> Program + 'a>;
 
 fn way<'a>(program: impl Fn(Rank) -> Program + 'a) -> Way<'a> {
@@ -127,7 +128,8 @@ fn price(way: &Way<'_>, bytes: Bytes, topology: &Topology) -> Nanos {
     cost(&all_ranks(way, topology), bytes, topology)
 }
 
-/// Returns the cheapest way to run `algorithm`, the first one on a tie. A single way is not priced.
+/// Returns the variant of `algorithm` with the least cost; the first one on a tie. If there is only one
+/// variant, its cost is not computed.
 fn cheapest<'a>(
     algorithm: Algorithm,
     len: usize,
@@ -144,9 +146,10 @@ fn cheapest<'a>(
         .expect("each algorithm has at least one way to run")
 }
 
-/// Returns the ways to run `algorithm`: numbers of chunks, and windows of how many run at a time.
+/// Returns the variants of `algorithm`: they differ in the number of chunks, and in how many chunks run at a
+/// time.
 ///
-/// `given` are the regions; `None` for those derived from the links.
+/// `given` are the regions. If `None`, they are derived from the links.
 fn ways<'a>(
     algorithm: Algorithm,
     len: usize,
@@ -199,8 +202,8 @@ fn ways<'a>(
     }
 }
 
-/// Returns the [`shares`] of `len` elements by the ranks' access links. A line shared by a region counts as
-/// divided equally among its ranks.
+/// Returns the [`shares`] of `len` elements by the ranks' access links. The access link that a region shares
+/// counts as divided equally among its ranks.
 pub(crate) fn shares_on(len: usize, topology: &Topology) -> Vec<usize> {
     let ranks = || (0..topology.size() as u32).map(Rank);
     let slower = |rank: Rank| {

@@ -5,7 +5,8 @@ use farflung_base::Rank;
 
 use crate::steps::{Merge, Program, Step};
 
-/// Returns an all-to-all that sends all blocks at once: one latency. `2 size` blocks.
+/// Returns an all-to-all that sends all blocks at once, so it takes one latency. The program has `2 size`
+/// blocks.
 #[must_use]
 pub fn direct_all_to_all(rank: Rank, size: usize) -> Program {
     let steps = pairwise_all_to_all(rank, size).lanes.swap_remove(0);
@@ -18,8 +19,8 @@ pub fn direct_all_to_all(rank: Rank, size: usize) -> Program {
 }
 
 /// Returns an all-to-all in `n - 1` rounds; in each, a rank sends to one rank and receives from one rank, so no
-/// rank is overloaded. `n - 1` latencies and `(n-1)/n` buffers. `2 size` blocks; a first step copies the rank's
-/// own block.
+/// rank is overloaded. Takes `n - 1` latencies; each rank sends `(n-1)/n` of the buffer. The program has `2
+/// size` blocks, and its first step copies the rank's own block.
 #[must_use]
 pub fn pairwise_all_to_all(rank: Rank, size: usize) -> Program {
     let me = rank.index();
@@ -35,7 +36,7 @@ pub fn pairwise_all_to_all(rank: Rank, size: usize) -> Program {
 }
 
 /// Returns an all-to-all in `ceil(lg n)` rounds that each send about half of the buffer: for blocks so small
-/// that only latency matters. `2 size` blocks.
+/// that only latency matters. The program has `2 size` blocks.
 ///
 /// In round `k`, each block whose distance to its destination has bit `k` set is sent `2^k` ranks on. A block
 /// with distance `i` is kept in slot `me + i`, so no rotation is needed at the start; the last step puts the

@@ -6,8 +6,8 @@ use farflung_base::{Bandwidth, Rank};
 use crate::steps::{Merge, Program, Step};
 
 /// Returns the all-reduce in which each rank sends every other rank's block to that rank, reduces its own block
-/// in rank order, and sends the result to all. Takes two latencies; each rank sends `2 (n-1)/n` buffers. The
-/// work is cut into `chunks` chunks: while one is scattered, another is gathered.
+/// in rank order, and sends the result to all. Takes two latencies; each rank sends `2 (n-1)/n` of the buffer.
+/// The work is cut into `chunks` chunks: while one is scattered, another is gathered.
 #[must_use]
 pub fn direct(rank: Rank, size: usize, chunks: usize) -> Program {
     butterfly_lanes(rank, &vec![true; size], chunks)

@@ -4,9 +4,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Waker;
 
-/// A switch that cancels operations from any thread: those of every communicator that got it by
-/// [`Communicator::with_cancel`](crate::Communicator::with_cancel). Clones share one switch. It cannot be
-/// turned off.
+/// A switch that cancels operations from any thread: the operations of every communicator that was given the
+/// switch by [`Communicator::with_cancel`](crate::Communicator::with_cancel). Clones share one switch. It
+/// cannot be turned off.
 ///
 /// ```
 /// use farflung_base::Rank;
@@ -29,7 +29,7 @@ struct Switch {
     on: AtomicBool,
     /// Wakers of endpoints whose threads must check the switch.
     wakers: Mutex<Vec<Waker>>,
-    /// Switches that also turn this one on.
+    /// Other switches: if one of them is on, this switch counts as on too.
     others: Vec<Cancel>,
 }
 

@@ -92,7 +92,7 @@ pub type Coded = (Vec<f32>, Box<dyn Coder>);
 pub struct CodedSlice {
     data: Vec<f32>,
     coder: Box<dyn Coder>,
-    /// Values of a message while they are added.
+    /// Scratch buffer for the decoded values of one message.
     decoded: Vec<f32>,
 }
 

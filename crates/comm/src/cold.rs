@@ -1,13 +1,13 @@
 //! Copies to memory that is not read again soon. The stores bypass the caches, so data in use stays there, and
 //! the target is not read into the caches first.
 
-/// Size of a buffer in bytes from which on its first parts have left the caches by the time that the last one
-/// is written.
+/// Minimum size in bytes of a buffer that does not fit in the caches: its first parts are evicted before its
+/// last part is written.
 const COLD: usize = 8 << 20;
 /// Size of a copy in bytes below which bypassing the caches has no effect.
 const LEAST: usize = 16 << 10;
 
-/// Copies `from` to a part of a buffer of `whole` bytes.
+/// Copies `from` to `into`, which is a part of a buffer of `whole` bytes.
 ///
 /// # Panics
 /// If the lengths differ.
@@ -15,7 +15,7 @@ pub(crate) fn copy_part(into: &mut [u8], from: &[u8], whole: usize) {
     assert_eq!(into.len(), from.len(), "the source and the target of a copy have different lengths");
     #[cfg(target_arch = "x86_64")]
     if whole >= COLD && into.len() >= LEAST && is_x86_feature_detected!("avx") {
-        // SAFETY: the processor has AVX.
+        // SAFETY: the check above has detected AVX.
         #[expect(unsafe_code, reason = "calls a function compiled for instructions that the machine has")]
         unsafe {
             streamed(into, from);
@@ -43,8 +43,8 @@ fn streamed(into: &mut [u8], from: &[u8]) {
         }
     }
     last.copy_from_slice(end);
-    // Such stores are not ordered with others before this fence: after it, threads that learn of the copy see
-    // it.
+    // Stores that bypass the caches are not ordered with other stores. After this fence, a thread that is told
+    // that the copy is done also sees the copied bytes.
     _mm_sfence();
 }
 

@@ -1,4 +1,5 @@
-//! A group of ranks over a transport, and what all its calls have in common. Independent of the network.
+//! A group of ranks over a transport: creation, settings, and how its operations run and fail. Independent of
+//! the network.
 
 mod admission;
 mod arrivals;
@@ -39,10 +40,10 @@ struct Group {
     context: u64,
     me: usize,
     members: Arc<[PeerId]>,
-    /// Number of endpoints of the network, members or not.
+    /// Number of endpoints of the network, including those that are not members.
     peers: usize,
     next: AtomicU32,
-    /// Number of times that it was shrunk.
+    /// Number of times that the communicator was shrunk.
     shrinks: AtomicU32,
     failed: Mutex<Option<Arc<CommError>>>,
     torn: Torn,
@@ -79,8 +80,8 @@ impl Group {
         if matches!(error, CommError::Ended { .. }) {
             return;
         }
-        // Members also pass on aborts that they receive: the rank that began may leave before its abort has
-        // reached all.
+        // Members also pass on aborts that they receive: the rank that sent the first abort may leave before
+        // its abort has reached all members.
         let me = self.members[self.me];
         let culprit = error.peer().unwrap_or(me);
         let check = if error.is_cancelled() { CANCELLED } else { 0 };
@@ -101,11 +102,11 @@ impl Group {
     }
 
     /// Returns the peer at fault after this rank has waited for `first` until its deadline. Each waiting rank
-    /// has sent the peer that it waits for, so the chain of these leads to a rank that has sent nothing: that
-    /// rank is at fault. If the chain is a cycle, no rank is silent, so a link must be broken. The broken link
-    /// is taken to be the one whose awaited rank is furthest ahead of the waiting rank, because the awaited
-    /// rank must already have sent what is missing. Its awaited rank is returned, or the waiting one if the
-    /// awaited one is this rank.
+    /// has reported to all which peer it waits for. These reports form a chain that begins at `first`. If the
+    /// chain ends at a rank without a report, that rank is at fault. If the chain is a cycle, every rank in it
+    /// waits, so a link must be broken: the one on which the awaited rank is furthest ahead of the waiting
+    /// rank, because the awaited rank must already have sent the missing data. Returns the awaited rank of that
+    /// link, or the waiting one if the awaited one is this rank.
     fn root_of_waiting(&self, first: PeerId, progress: u32, port: &dyn Port) -> PeerId {
         let mut way = vec![(self.members[self.me], progress)];
         let mut at = first;
@@ -124,7 +125,8 @@ impl Group {
     }
 }
 
-/// An operation with its name, deadline and result. If a collective fails, its group fails too.
+/// An operation with its name, deadline and result. If the operation is a collective and fails, its group fails
+/// too.
 struct Guard<B: Operation> {
     name: &'static str,
     body: Option<B>,
@@ -202,8 +204,8 @@ where
     }
     fn warn(&mut self, port: &mut dyn Port) {
         if let Some(body) = &self.body {
-            // Sent to all endpoints: a rank that waits for this one in another group continues the chain from
-            // here.
+            // Sent to all endpoints, because a rank of another group may wait for this rank and needs the
+            // report too.
             let all: Vec<PeerId> = (0..self.group.peers as u32).map(PeerId).collect();
             self.group.tell(&all, Channel::Suspect, body.waits_for(), body.progress(), port);
         }
@@ -213,7 +215,8 @@ where
     }
 }
 
-/// Marks the contexts of communicators whose members the caller has listed.
+/// Constant that is mixed into the context ids of communicators made by `of_members`, so that they differ from
+/// other ids.
 const DECLARED: u64 = 6;
 
 /// Ranks `0..size` over a transport. Collectives are matched by the order in which each rank starts them.
@@ -273,7 +276,7 @@ impl Communicator {
         Ok(Self::of(transport, me, members.into(), context, Nanos::from_millis(60_000)))
     }
 
-    /// Creates a communicator of these members, with the ring and the default topology.
+    /// Creates a communicator of these members, with the ring algorithm and the default topology.
     fn of(
         transport: Arc<dyn Transport>,
         me: usize,
@@ -294,7 +297,7 @@ impl Communicator {
         }
     }
 
-    /// Returns how long its calls wait for other ranks.
+    /// Returns the deadline of each call: how long it waits for other ranks.
     #[must_use]
     pub const fn deadline(&self) -> Nanos {
         self.deadline
@@ -319,7 +322,7 @@ impl Communicator {
         Self { cancel: cancel.clone(), ..self }
     }
 
-    /// Returns the communicator with a further cancel switch; the one that it has stays in use.
+    /// Returns the communicator with a second cancel switch, in addition to its present one.
     #[must_use]
     pub fn with_other_cancel(self, cancel: &Cancel) -> Self {
         let either = self.cancel.or(cancel);
@@ -403,16 +406,17 @@ impl Communicator {
     pub const fn transport(&self) -> &Arc<dyn Transport> {
         &self.transport
     }
-    /// Returns the time on the transport's clock.
+    /// Returns the time on the transport's clock, real or virtual.
     #[must_use]
     pub fn now(&self) -> Nanos {
         self.transport.now()
     }
-    /// Advances a virtual clock by the time of modelled compute.
+    /// Advances this rank's virtual clock by `by`, the duration of a computation that is only modelled. Real
+    /// clocks do not change.
     pub fn advance(&self, by: Nanos) {
         self.transport.advance(by);
     }
-    /// Returns the traffic of the whole endpoint.
+    /// Returns the bytes and frames sent and received by the whole endpoint.
     #[must_use]
     pub fn stats(&self) -> Stats {
         self.transport.stats()
@@ -508,8 +512,8 @@ impl Communicator {
         pending(self.transport.spawn(Box::new(guard)), slot)
     }
 
-    /// Splits the communicator: ranks with the same color form a new one, in the order of their keys. A
-    /// collective.
+    /// Splits the communicator: ranks with the same color form a new communicator, in the order of their keys.
+    /// All ranks must call it.
     pub fn split(&self, color: u32, key: u32) -> Result<Self, CommError> {
         let mut mine = color.to_le_bytes().to_vec();
         mine.extend(key.to_le_bytes());
@@ -545,7 +549,7 @@ impl Communicator {
     }
 }
 
-/// Returns a word that is equal on all ranks if they run the same collective.
+/// Returns the check word of a collective: ranks that run the same collective compute the same word.
 fn check_word(name: &str, len: usize, facts: &[u8]) -> u32 {
     let mut hasher = crc32fast::Hasher::new();
     hasher.update(name.as_bytes());

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::WireError;
 use crate::error::Refusal;
 
-/// Greatest length of a greeting in bytes. A connection that has not identified itself is not read further.
+/// Maximum length of a greeting in bytes. A connection that has not identified itself is not read further.
 pub(crate) const HELLO: usize = 1024;
 
 /// A control message. Strings and byte slices borrow from the bytes that they are decoded from.
@@ -23,17 +23,17 @@ pub enum Control<'a> {
     Hello {
         /// The rank that connects.
         rank: u32,
-        /// Number of ranks that it expects.
+        /// Number of ranks that the sender expects.
         world_size: u32,
-        /// Name of its job.
+        /// Name of the sender's job.
         job: &'a str,
-        /// Address at which it listens for its peers.
+        /// Address at which the sender listens for its peers.
         listen: &'a str,
-        /// Epoch of the membership that it uses; 0 at present.
+        /// Epoch of the membership that the sender uses; 0 at present.
         epoch: u64,
-        /// Its public key, 32 bytes; empty where connections are not encrypted.
+        /// Public key of the sender, 32 bytes; empty if connections are not encrypted.
         key: &'a [u8],
-        /// Values that all ranks compare before they exchange anything; empty at present.
+        /// Digest of settings that must be the same on all ranks; empty at present.
         digest: &'a [u8],
     },
     /// Addresses, keys and secret of all ranks, in rank order.
@@ -47,13 +47,13 @@ pub enum Control<'a> {
         /// Secret of connections among the ranks, 32 bytes; empty if they are not encrypted.
         secret: &'a [u8],
     },
-    /// Accepts a greeting; holds the rank that accepts.
+    /// Accepts a greeting. The value is the rank that accepts it.
     Welcome(u32),
     /// Refuses a greeting, with the reason.
     Refuse(Refusal),
     /// The rendezvous failed: these ranks are missing.
     Missing(BoundedVec<u32>),
-    /// To a store: greeting with the name of the job.
+    /// To a store: first message of a client, with the name of its job.
     Open(&'a str),
     /// To a store: puts a value at a key. Answered by [`Control::Done`].
     Put {
@@ -61,7 +61,7 @@ pub enum Control<'a> {
         key: &'a str,
         /// Value to put.
         value: &'a [u8],
-        /// If set, a value that is there already is kept.
+        /// If set, a value that the key already has is kept.
         only_new: bool,
     },
     /// To a store: requests the value of a key. Answered by [`Control::Value`].
@@ -91,7 +91,7 @@ pub enum Control<'a> {
     Values(BoundedVec<&'a [u8]>),
     /// From a store: indices of the keys without a value.
     Absent(BoundedVec<u32>),
-    /// From a store: it is full, or the value is not a number.
+    /// From a store: the request is denied, because the store is full or the value is not a number.
     Denied,
     /// First message of either side in an encrypted session; the side that connects sends first.
     Prove {
@@ -107,9 +107,9 @@ pub enum Control<'a> {
     Ask(&'a str),
     /// Answer to [`Control::Ask`].
     Members {
-        /// The number of each endpoint.
+        /// Number of each member's endpoint.
         slots: BoundedVec<u32>,
-        /// Address at which each endpoint listens.
+        /// Address at which each member listens.
         #[serde(borrow)]
         addresses: BoundedVec<&'a str>,
         /// Public keys, 32 bytes each; empty if connections are not encrypted.
@@ -119,7 +119,7 @@ pub enum Control<'a> {
         /// Further data for a process that joins.
         welcome: &'a [u8],
     },
-    /// Over a link to a process of the same machine: a step of the negotiation about shared memory.
+    /// Step of the negotiation about shared memory, sent over the link to a process of the same machine.
     Near(SharedMemoryMessage),
 }
 
@@ -130,15 +130,15 @@ pub enum Control<'a> {
 pub enum SharedMemoryMessage {
     /// Offers a unix socket in the abstract namespace, at which the peer may hand over memory.
     Offer {
-        /// The name of the socket is `farflung-` followed by this in hexadecimal.
+        /// Bytes of the socket's name, which is `farflung-` followed by these bytes in hexadecimal.
         name: [u8; 16],
-        /// Must be sent with the memory, as proof that the sender has received this offer.
+        /// The peer must send this token with the memory, to prove that it has received the offer.
         token: [u8; 16],
     },
-    /// The memory file and a doorbell have been sent to that socket.
+    /// The memory file and an eventfd that wakes the sender have been sent to that socket.
     Handed,
-    /// From now on this side sends through shared memory. If this side made the offer, its doorbell has been
-    /// sent over the unix socket.
+    /// From now on this side sends through shared memory. If this side made the offer, it has sent its own
+    /// eventfd over the unix socket.
     Mapped,
     /// This side does not share memory.
     Declined,
@@ -160,7 +160,8 @@ impl<'a> Control<'a> {
     }
 }
 
-/// A list that, when decoded, allocates for the elements that arrive, not for the length that is claimed.
+/// A list that is decoded without trusting the length in the message: memory is allocated only for the elements
+/// that arrive.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BoundedVec<T>(pub Vec<T>);
 

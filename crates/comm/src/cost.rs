@@ -10,8 +10,8 @@ use farflung_base::{Bytes, Nanos, Operation, Rank, Topology};
 use crate::FRAME_BYTES;
 use crate::steps::{Code, CodedMessage, Program, Step};
 
-/// Greatest number of frames into which the whole buffer is cut for pricing; finer cuts hardly change the
-/// price.
+/// Maximum number of frames into which the whole buffer is cut to compute a cost; smaller frames hardly change
+/// the cost.
 const FRAMES: u64 = 4096;
 
 /// Sizes of the transfers of a program.
@@ -24,7 +24,7 @@ struct Sizes<'a> {
 }
 
 impl Sizes<'_> {
-    /// Returns the bytes of a message.
+    /// Returns the size of a message in bytes.
     fn message(&self, program: &Program, number: usize) -> u64 {
         let CodedMessage { block, code } = program.messages[number];
         let values = program.elements(&(block..block + 1), self.len).len();
@@ -40,8 +40,8 @@ impl Sizes<'_> {
         let coded = |number| Bytes(self.message(program, number));
         let sends = step.sends.iter().map(|(to, blocks)| (*to, plain(blocks)));
         let receives = step.recvs.iter().map(|(from, blocks, _)| (*from, plain(blocks)));
-        // Coded messages are sent one after the other, those to one rank together. Plain values are sent to all
-        // ranks side by side, one frame to each in turn.
+        // Coded messages are sent one after the other, and messages to the same rank follow each other
+        // directly. Plain values are sent to all ranks side by side, one frame to each in turn.
         let mut messages: Vec<(Rank, Bytes)> =
             step.coding.sends.iter().map(|&(to, n)| (to, coded(n))).collect();
         let first = |to: Rank| step.coding.sends.iter().position(|(other, _)| *other == to);
@@ -64,7 +64,7 @@ impl Sizes<'_> {
     }
 }
 
-/// Returns the transfers of programs over a buffer of `bytes`, for callers that price several collectives at
+/// Returns the transfers of programs over a buffer of `bytes`, for callers that simulate several collectives at
 /// once.
 ///
 /// `programs` has one program per rank.
@@ -74,8 +74,8 @@ pub fn operation(programs: &[Program], bytes: Bytes) -> Operation {
     Sizes { bytes: bytes.0, len, payload: &|values| values * size_of::<f32>() }.operation(programs)
 }
 
-/// Returns the transfers of coded programs over a buffer of `len` values; `payload(k)` is the greatest number
-/// of bytes that the codec makes of `k` values.
+/// Returns the transfers of coded programs over a buffer of `len` values; `payload(k)` is the maximum size in
+/// bytes of `k` encoded values.
 #[must_use]
 pub fn operation_coded(programs: &[Program], len: usize, payload: &dyn Fn(usize) -> usize) -> Operation {
     Sizes { bytes: (len * size_of::<f32>()) as u64, len, payload }.operation(programs)
@@ -97,8 +97,8 @@ pub fn cost(programs: &[Program], bytes: Bytes, topology: &Topology) -> Nanos {
     operation::alone(&operation(programs, bytes), topology)
 }
 
-/// Returns the [`cost`] of coded programs over a buffer of `len` values; `payload(k)` is the greatest number of
-/// bytes that the codec makes of `k` values.
+/// Returns the [`cost`] of coded programs over a buffer of `len` values; `payload(k)` is the maximum size in
+/// bytes of `k` encoded values.
 ///
 /// Encoding and decoding take no time.
 #[must_use]

@@ -7,17 +7,17 @@ use crate::transport::{Channel, Tag};
 
 /// Number of frames taken per credit sent.
 const CREDIT: u32 = 8;
-/// Greatest number of tags with counts.
+/// Maximum number of tags with counts.
 const COUNTED: usize = 1024;
 
-/// Message that this number of frames of a tag was taken: the sender may send as many more.
+/// Credit: the receiver took this number of frames of a tag, so the sender may send as many more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Credit {
     pub(crate) tag: Tag,
     pub(crate) frames: u32,
 }
 
-/// Counts of frames by tag. If there are too many tags, old ones are removed even if their count is not 0.
+/// Number of frames by tag. If there are too many tags, old tags are removed even if their number is not 0.
 #[derive(Debug, Default)]
 pub(crate) struct Counts(BTreeMap<Tag, u32>);
 
@@ -53,8 +53,8 @@ impl Counts {
 
     /// Counts a frame that was taken, and returns the credits to send now: one for every eight frames.
     pub(crate) fn taken(&mut self, tag: Tag) -> impl Iterator<Item = Credit> + use<> {
-        // Tags of collectives are never reused, so a removed one needs no credit. The sender of a message waits
-        // for credits of its tag, so they are sent before the tag is removed.
+        // Tags of collectives are never reused, so no credit is sent when such a tag is removed. The sender of
+        // a message waits for credits of its tag, so they are sent before the tag is removed.
         let forgotten = self.forget_for(tag).filter(|old| old.tag.channel != Channel::Collective);
         let is_credit = *self.add(tag) >= CREDIT;
         if is_credit {
@@ -63,7 +63,7 @@ impl Counts {
         forgotten.into_iter().chain(is_credit.then_some(Credit { tag, frames: CREDIT }))
     }
 
-    /// Subtracts from the count of a tag.
+    /// Subtracts `by` from the count of a tag.
     pub(crate) fn sub(&mut self, tag: Tag, by: u32) {
         if let Some(count) = self.0.get_mut(&tag) {
             *count = count.saturating_sub(by);
@@ -87,7 +87,7 @@ mod tests {
         // A tag that has a count already needs no room.
         assert_eq!(counts.forget_for(tag(Channel::User, 1)), None);
         assert_eq!(*counts.add(tag(Channel::User, 1)), 2);
-        // A tag of a new collective replaces that of an old one.
+        // The tag of a new collective takes the place of the tag of an old one.
         let next = tag(Channel::Collective, COUNTED as u32);
         assert_eq!(counts.forget_for(next), Some(Credit { tag: tag(Channel::Collective, 0), frames: 2 }));
         counts.add(next);

@@ -1,8 +1,9 @@
 //! All-reduces in `lg n` rounds, with partners at distances that double: they exchange the whole buffer in each
 //! round, or halves of it.
 //!
-//! If `n` is not a power of two, the ranks above the largest power of two first add their buffer to a
-//! partner's, and get the result at the end. This costs two more latencies and two whole buffers.
+//! If `n` is not a power of two, the ranks above the largest power of two first send their buffer to a partner,
+//! which adds it to its own, and get the result at the end. This takes two more latencies and sends two more
+//! whole buffers.
 
 use farflung_base::Rank;
 
@@ -58,8 +59,8 @@ pub fn recursive_doubling(rank: Rank, size: usize) -> Program {
     })
 }
 
-/// Returns a program in which the first power of two of ranks runs `inner`. Each other rank sends its buffer to
-/// a partner before, and receives the result after.
+/// Returns a program in which the first ranks, as many as the largest power of two, run `inner`. Before that,
+/// each other rank sends its buffer to a partner; afterwards it receives the result.
 fn folded(rank: Rank, size: usize, blocks: usize, inner: impl FnOnce(usize, &mut Vec<Step>)) -> Program {
     let power = 1 << size.ilog2();
     let (me, extra) = (rank.index(), size - power);

@@ -23,9 +23,9 @@ pub enum ReduceOp {
     Sum,
     /// Sum divided by the number of ranks; floats only, not in scans. Not in MPI.
     Mean,
-    /// Greatest value (`MPI_MAX`).
+    /// Maximum value (`MPI_MAX`).
     Max,
-    /// Least value (`MPI_MIN`).
+    /// Minimum value (`MPI_MIN`).
     Min,
     /// Product, in the order of the algorithm (`MPI_PROD`).
     Product,
@@ -98,7 +98,7 @@ mod sealed {
 pub trait Element: bytemuck::Pod + PartialEq + Debug + Send + Sync + sealed::Sealed {
     /// Name used in errors.
     const NAME: &'static str;
-    /// Number of the type, part of the check word of frames.
+    /// Number that identifies the type; part of the check word of frames.
     const CODE: u8;
     /// Number of scalars in one element: the length of an array. Part of the check word of frames unless it is
     /// 1.
@@ -107,7 +107,7 @@ pub trait Element: bytemuck::Pod + PartialEq + Debug + Send + Sync + sealed::Sea
     /// Value that fills a buffer after a collective on it has failed.
     const INVALID: Self;
 
-    /// Reduces `x` into `into`; `first` says which of them is the first operand.
+    /// Reduces `x` into `into`, element by element; `first` says which of them is the first operand.
     #[doc(hidden)]
     fn reduce(op: ReduceOp, into: &mut [Self], x: &[Self], first: First);
 
@@ -120,8 +120,8 @@ pub trait Element: bytemuck::Pod + PartialEq + Debug + Send + Sync + sealed::Sea
     fn supports(op: ReduceOp, name: &'static str) -> Result<(), CommError>;
 }
 
-/// Which slice holds the first operand. The order matters for two zeros, for two NaN, and for a
-/// [`UserOp`](crate::UserOp).
+/// Which slice of a reduction holds the first operand. The order of operands matters for zeros of different
+/// sign, for two NaN values, and for a [`UserOp`](crate::UserOp).
 #[derive(Debug, Clone, Copy)]
 #[doc(hidden)]
 pub enum First {
@@ -131,7 +131,7 @@ pub enum First {
     Other,
 }
 
-/// Reduces pair by pair.
+/// Reduces the slices element by element with `f`.
 pub(crate) fn each<T: Copy>(into: &mut [T], x: &[T], first: First, f: impl Fn(T, T) -> T) {
     match first {
         First::Into => into.iter_mut().zip(x).for_each(|(a, b)| *a = f(*a, *b)),

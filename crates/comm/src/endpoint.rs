@@ -1,5 +1,5 @@
-//! The part that all transports share: polls operations, decides when a thread may sleep, and handles
-//! deadlines. A transport adds a [`Driver`]; this module is independent of the network.
+//! The part of an endpoint that all transports share: it polls operations, decides when a thread may sleep, and
+//! handles deadlines. A transport adds a [`Driver`]; this module is independent of the network.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -31,10 +31,11 @@ pub trait Driver: fmt::Debug + Send + Sync + 'static {
     fn submit_bytes(&self, to: PeerId, tag: Tag, at: Nanos, check: u32, bytes: &[u8], pool: &Arc<Pool>) {
         self.submit(to, tag, at, pool.copy_of(bytes, check));
     }
-    /// Returns whether the network accepts another frame of this tag. If it does not, it signals the inbox once
-    /// it does.
+    /// Returns whether the network accepts another frame of this tag. If it does not, it signals the inbox as
+    /// soon as it accepts one.
     fn has_room(&self, to: PeerId, tag: Tag) -> bool;
-    /// Called after a frame of this peer and tag was taken from the inbox, in which `left` of them remain.
+    /// Called after an operation has taken a frame of this peer and tag from the inbox, where `left` such
+    /// frames remain.
     fn taken(&self, from: PeerId, tag: Tag, left: usize);
     /// Returns the time on the endpoint's clock.
     fn now(&self) -> Nanos;
@@ -46,10 +47,10 @@ pub trait Driver: fmt::Debug + Send + Sync + 'static {
     fn horizon(&self) -> Nanos {
         self.now()
     }
-    /// Advances a virtual clock by `_by`. Before the time `_idle`, started operations act only on frames that
-    /// arrive.
+    /// Advances a virtual clock by `_by`. Before the time `_idle`, started operations continue only when frames
+    /// arrive, not because of a warning or a deadline.
     fn advance(&self, _by: Nanos, _idle: Nanos) {}
-    /// Raises a virtual clock to the end of an operation that was waited for. `_idle` as in
+    /// Raises a virtual clock to the time at which the awaited operation ended. `_idle` is the same as in
     /// [`Driver::advance`].
     fn lift(&self, _to: Nanos, _idle: Nanos) {}
     /// Blocks until the inbox's counter has moved past `seen`, or until the time `until`.
@@ -83,8 +84,8 @@ pub(crate) struct Shared<D> {
 #[derive(Default)]
 struct Jobs {
     next: u64,
-    /// Operations in the order of their start, thus sorted by number. The time is the first at which the
-    /// operation acts without a frame.
+    /// Operations in the order of their start, thus sorted by number. The time is the next one at which the
+    /// operation must be polled even if no frame arrives: that of its warning or its deadline.
     live: Vec<(u64, Nanos, Arc<Cell>)>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
@@ -98,7 +99,7 @@ struct Running {
     waker: Option<Waker>,
 }
 
-/// Clock of an operation, and the times at which it acts without a frame.
+/// Clock of an operation, and the times at which it must be polled even if no frame arrives.
 #[derive(Clone, Copy)]
 struct Times {
     clock: Nanos,
@@ -130,7 +131,7 @@ struct View<'a, D> {
 }
 
 impl<D: Driver> View<'_, D> {
-    /// Raises the clock to the horizon, after something other than a frame has affected the operation.
+    /// Raises the clock to the horizon. Called when the operation is affected by something other than a frame.
     fn learn(&mut self) {
         self.clock = self.clock.max(self.shared.driver.horizon());
     }
@@ -233,8 +234,8 @@ impl<D: Driver> Shared<D> {
         over
     }
 
-    /// Polls every started operation once. Returns the earliest time at which one of the others acts without a
-    /// frame.
+    /// Polls every started operation once. Returns the earliest time at which an unfinished one must be polled
+    /// again even if no frame arrives.
     fn poll_jobs(&self, wake: Wake) -> Nanos {
         let mut earliest = Nanos::MAX;
         let mut from = 0;
@@ -275,7 +276,7 @@ impl<D: Driver> Shared<D> {
         !lock(&self.jobs).live.is_empty()
     }
 
-    /// Returns the time before which started operations act only on frames that arrive.
+    /// Returns the earliest time at which a started operation must be polled even if no frame arrives.
     fn first_deadline(&self) -> Nanos {
         let jobs = lock(&self.jobs);
         jobs.live.iter().map(|&(_, acts, _)| acts).min().unwrap_or(Nanos::MAX)
@@ -288,7 +289,8 @@ impl<D: Driver> Shared<D> {
         let mut wake = Wake::Moved;
         loop {
             let seen = self.inbox.seen();
-            // First, so that all operations have proceeded as far as they can when this function returns.
+            // Called before `over`, so that all operations have proceeded as far as they can when this function
+            // returns.
             let earliest = self.poll_jobs(wake);
             let (done, deadline) = over(wake);
             if done {
@@ -310,7 +312,8 @@ impl<D: Driver> Shared<D> {
     }
 }
 
-/// Counts a waiting thread until it is dropped; the background thread stops while there is one.
+/// Guard that counts a waiting thread until the guard is dropped. The background thread pauses while any thread
+/// waits.
 struct Waiting<'a, D: Driver>(&'a Shared<D>);
 
 impl<'a, D: Driver> Waiting<'a, D> {
@@ -429,8 +432,8 @@ impl<D: Driver> Transport for Endpoint<D> {
         // The first frames are sent at once, not only when a thread waits.
         let over = shared.poll(task.as_mut(), &mut times, Wake::Moved);
         if shared.sent_itself.swap(false, Ordering::AcqRel) {
-            // Operations that respond to it must do so now: once this rank's clock has moved on, nothing can be
-            // sent at the present time.
+            // Operations that respond to this one must do so now: once this rank's clock has advanced, no frame
+            // can be sent at the present time.
             shared.poll_jobs(Wake::Moved);
         }
         let running = Running { task: (!over).then_some(task), times, waker: None };
@@ -443,7 +446,7 @@ impl<D: Driver> Transport for Endpoint<D> {
             if jobs.thread.is_none() && shared.driver.has_background() {
                 let shared = Arc::clone(shared);
                 let thread = std::thread::Builder::new().name("farflung-comm".to_owned());
-                // Without the thread, operations still proceed whenever a thread waits.
+                // If the thread cannot be started, operations still proceed whenever another thread waits.
                 jobs.thread = thread.spawn(move || shared.background()).ok();
             }
             drop(jobs);

@@ -11,22 +11,22 @@ use crate::simulated::SimulatedEvent;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DownReason {
-    /// It closed its endpoint properly.
+    /// The peer closed its endpoint properly.
     #[error("it left")]
     Left,
     /// The connection broke, with an error of this kind.
     #[error("the connection broke: {0}")]
     Broken(io::ErrorKind),
-    /// The connection ended without a goodbye.
+    /// The connection ended without the peer's last message, the goodbye.
     #[error("the connection closed without its goodbye message")]
     Ended,
-    /// It sent bytes that are not valid in our protocol; the connection was closed.
+    /// The peer sent bytes that are not valid in our protocol; the connection was closed.
     #[error("it sent invalid bytes: {0}")]
     Protocol(WireError),
-    /// A fault of the simulated network ended it.
+    /// A fault of the simulated network ended the peer.
     #[error("it crashed")]
     Crashed,
-    /// Its encrypted session is broken; the connection was closed.
+    /// The encrypted session with the peer is broken; the connection was closed.
     #[error("its encrypted session failed: {0}")]
     Sealed(String),
 }
@@ -63,7 +63,7 @@ pub enum WireError {
     /// A payload that is longer than allowed.
     #[error("the payload has {got} bytes, expected at most {max}")]
     Length {
-        /// Greatest length in bytes.
+        /// Maximum length in bytes.
         max: usize,
         /// Length in the frame.
         got: usize,
@@ -81,24 +81,24 @@ pub enum WireError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error, serde::Serialize, serde::Deserialize)]
 #[non_exhaustive]
 pub enum Refusal {
-    /// It expects a different number of ranks.
+    /// The process expects a different number of ranks.
     #[error("the world size is {got}, expected {want}")]
     WorldSize {
-        /// The size that the master was given.
+        /// Number of ranks that the master was given.
         want: u32,
-        /// The size that the other side was given.
+        /// Number of ranks that the other side was given.
         got: u32,
     },
-    /// It belongs to a different job.
+    /// The process belongs to a different job.
     #[error("the job id differs")]
     Job,
-    /// Its rank is not below the world size.
+    /// The rank of the process is not below the number of ranks.
     #[error("rank {0} is not below the world size")]
     Rank(u32),
     /// A process with this rank has joined already.
     #[error("rank {0} has joined already")]
     Taken(u32),
-    /// It uses a different version of the protocol.
+    /// The process uses a different version of the protocol.
     #[error("the protocol version is {got}, expected {want}")]
     Version {
         /// The master's version.
@@ -106,16 +106,16 @@ pub enum Refusal {
         /// The version of the other side.
         got: u8,
     },
-    /// Its public key is not the one expected here, or is not in the allow list.
+    /// The public key of the process is not the one expected here, or is not in the allow list.
     #[error("the public key is not the expected one, or not in the allow list")]
     Key,
-    /// It does not prove that it has the join secret.
+    /// The process does not prove that it has the join secret.
     #[error(
         "the join secret was not proven: the ticket or secret belongs to another run, or was made before \
          `--rotate`"
     )]
     Secret,
-    /// Its ticket has expired.
+    /// The ticket of the process has expired.
     #[error(
         "the ticket expired {} by the clock of the side that refused it; make a new one with \
          `farflung ticket` on the host",
@@ -124,7 +124,7 @@ pub enum Refusal {
     Expired {
         /// End of the ticket's validity, in seconds since 1970.
         expiry: u64,
-        /// Time of the clock that refused it, in seconds since 1970.
+        /// Time of the clock by which the ticket was refused, in seconds since 1970.
         clock: u64,
     },
     /// One side uses encryption and the other does not.
@@ -133,7 +133,8 @@ pub enum Refusal {
          both --insecure"
     )]
     Clear,
-    /// Both connected to each other at the same time: only the connection of the greater number is kept.
+    /// Two processes connected to each other at the same time. Only the connection of the one with the greater
+    /// number is kept.
     #[error("both sides connected at the same time")]
     Crossed,
     /// Another rank has the same key. Sent over QUIC only, where keys identify peers. Older processes use TCP
@@ -189,7 +190,7 @@ pub enum CommError {
     Deadline {
         /// Operation that waited.
         op: &'static str,
-        /// The peer that it waited for.
+        /// The peer for which the operation waited.
         peer: PeerId,
         /// Time limit of the operation.
         after: Nanos,
@@ -199,7 +200,7 @@ pub enum CommError {
     Deadlock {
         /// Operation that waited.
         op: &'static str,
-        /// The peer that it waited for.
+        /// The peer for which the operation waited.
         peer: PeerId,
     },
     /// A peer is gone.
@@ -209,7 +210,7 @@ pub enum CommError {
         op: &'static str,
         /// The peer that is gone.
         peer: PeerId,
-        /// Why it is gone.
+        /// Reason why the peer is gone.
         reason: DownReason,
     },
     /// Another rank's part of this communicator failed.
@@ -237,7 +238,7 @@ pub enum CommError {
         /// Number of bytes received.
         got: usize,
     },
-    /// An earlier failure, given here, has poisoned this communicator.
+    /// This communicator has failed earlier. The value is that first failure.
     #[error("the communicator cannot be used after an earlier failure: {0}")]
     Poisoned(Arc<Self>),
     /// Cancelled on this rank: its [`Cancel`](crate::Cancel) was used, its pending value was dropped before it
@@ -268,7 +269,7 @@ pub enum CommError {
     Argument {
         /// Function that was called.
         op: &'static str,
-        /// Name of the argument.
+        /// Description of the argument.
         what: &'static str,
         /// Value of the argument.
         got: usize,
@@ -306,7 +307,7 @@ pub enum CommError {
         op: &'static str,
         /// Sender of the message.
         peer: PeerId,
-        /// Greatest length in bytes.
+        /// Maximum length in bytes.
         max: usize,
     },
     /// A [`Coder`](crate::Coder) failed to encode or decode.
@@ -328,7 +329,7 @@ pub enum CommError {
         /// Time limit.
         after: Nanos,
     },
-    /// A run that had to repeat a recorded one differed from it.
+    /// A run that had to repeat a recorded run differed from it.
     #[error(
         "the run differs from the recording after {after} equal events: the next event of the recording is {}, \
          that of the run is {}",
@@ -374,19 +375,19 @@ pub enum CommError {
     Io {
         /// Operation that failed.
         what: &'static str,
-        /// Address that it was used with.
+        /// Address with which the operation was called.
         address: String,
         /// Kind of the failure.
         kind: io::ErrorKind,
         /// Message of the system.
         message: String,
     },
-    /// The other side has not the expected key, or does not prove that it belongs to the job.
+    /// The other side does not have the expected key, or does not prove that it belongs to the job.
     #[error("this process rejected {peer}: {reason}")]
     Unproven {
         /// Address of the other side.
         peer: String,
-        /// What is wrong with it.
+        /// What is wrong with the other side.
         reason: Refusal,
     },
     /// The members of this transport cannot change.
@@ -402,7 +403,7 @@ pub enum CommError {
     Mpi {
         /// What is wrong.
         reason: String,
-        /// How to solve it.
+        /// What the user can do about it.
         advice: &'static str,
     },
     /// A peer does not share memory with this process, although it must.
@@ -431,7 +432,7 @@ pub enum CommError {
     Clocks {
         /// Address of the other side.
         peer: String,
-        /// Time of its clock, in seconds since 1970.
+        /// Time of the other side's clock, in seconds since 1970.
         host: u64,
         /// Time of this machine's clock, in seconds since 1970.
         own: u64,

@@ -10,7 +10,7 @@ use farflung_base::Nanos;
 use crate::shared::Slot;
 use crate::sizes::{FRAME_BYTES, HEADER_BYTES};
 
-/// Greatest number of free buffers that a pool keeps. Further buffers are deallocated.
+/// Maximum number of free buffers that a pool keeps. Further buffers are deallocated.
 const KEPT: usize = 256;
 
 /// Allocation unit of buffers, 64 bytes, so that a buffer begins at a cache line. Processors with fast short
@@ -89,13 +89,13 @@ enum Body {
 pub struct Frame {
     body: Body,
     len: u32,
-    /// Word that both ends of an operation compute in the same way; a difference shows that they run different
-    /// operations.
+    /// Check word, which both ends of an operation compute in the same way. If the words differ, the ends run
+    /// different operations.
     pub check: u32,
     /// Time of arrival on the receiver's clock; set by the transport.
     pub arrived: Nanos,
-    /// Header with which the frame arrived over a socket. A rank that forwards the frame unchanged reuses its
-    /// checksum.
+    /// Header with which the frame arrived over a socket. A rank that forwards the frame unchanged reuses the
+    /// header's checksum.
     pub(crate) came_with: Option<Box<[u8; HEADER_BYTES]>>,
     pool: Arc<Pool>,
 }
@@ -141,7 +141,7 @@ impl fmt::Debug for Frame {
 
 impl Drop for Frame {
     fn drop(&mut self) {
-        // A slot is returned by its own `Drop`.
+        // A slot of shared memory is returned by the `Drop` of `Slot`.
         let Body::Lines(lines) = &mut self.body else { return };
         let mut free = self.pool.free.lock().unwrap_or_else(PoisonError::into_inner);
         if free.len() < KEPT {

@@ -1,5 +1,5 @@
-//! Frames that have arrived at an endpoint, and the condition variable on which its threads sleep. Independent
-//! of the network and of operations.
+//! Stores the frames that have arrived at an endpoint, and has the condition variable on which the endpoint's
+//! threads sleep. Independent of the network and of operations.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
@@ -14,7 +14,7 @@ use crate::sizes::HEADER_BYTES;
 use crate::transport::{Channel, PeerEvent, Stats, Tag};
 use crate::{CommError, DownReason, Frame};
 
-/// Greatest number of frames of one (peer, tag) that may be in flight or unread. Its sender then waits.
+/// Maximum number of frames of one (peer, tag) that may be in flight or unread. Its sender then waits.
 pub const WINDOW: usize = 32;
 
 /// Reason why a thread blocks on an inbox.
@@ -45,7 +45,7 @@ pub(crate) enum Idle {
     End,
 }
 
-/// Whether an operation of this endpoint waits for something that arrived.
+/// Whether an operation of this endpoint waits for the frame or failure that arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
 pub(crate) enum Interest {
@@ -62,8 +62,8 @@ struct State {
     driving: bool,
     ended: bool,
     frames: HashMap<(PeerId, Tag), VecDeque<Frame>>,
-    /// (peer, tag) pairs that operations asked for when no frame was there. `None` if every arrival is
-    /// signalled.
+    /// Pairs (peer, tag) for which an operation found no frame, so that it waits for one. `None` if every
+    /// arrival is signalled.
     wanted: Option<BTreeSet<(PeerId, Tag)>>,
     /// Peers whose frames arrived since the last call of [`Inbox::news`], for each tag that it was called with.
     news: BTreeMap<Tag, Vec<PeerId>>,
@@ -77,13 +77,13 @@ struct State {
     events: VecDeque<PeerEvent>,
 }
 
-/// The end of a context.
+/// The end of a context (the messages of one communicator) because of a failure or a cancellation.
 struct Abort {
     context: u64,
-    /// The peer that reported it.
+    /// The peer that reported the end.
     by: PeerId,
     culprit: PeerId,
-    /// Whether the culprit cancelled it, rather than failed.
+    /// Whether the culprit cancelled the operation, rather than failed.
     cancelled: bool,
 }
 
@@ -91,28 +91,29 @@ struct Abort {
 struct Peer {
     down: Option<DownReason>,
     stats: Stats,
-    /// Bytes of memory of its frames that no operation has taken.
+    /// Bytes of memory of this peer's frames that no operation has taken yet.
     held: usize,
-    /// Context, the peer that this peer said it waits for there, and its progress. The latest [`REMEMBERED`].
+    /// Latest reports of this peer about whom it waits for: the context, the awaited peer, and this peer's
+    /// progress in the context. At most [`REMEMBERED`].
     suspicions: VecDeque<(u64, PeerId, u32)>,
 }
 
-/// Bytes of memory that a frame is counted with. The 512 cover the frame itself and a queue of its own, so that
-/// empty frames are counted too.
+/// Returns the bytes of memory that are counted for a frame. The 512 bytes cover the `Frame` value and its own
+/// queue, so that empty frames are counted too.
 const fn weight(frame: &Frame) -> usize {
     frame.len() + 512
 }
 
-/// Polls before sleeping: some tens of microseconds.
+/// Number of polls before a thread sleeps; together they take about 30 us.
 const LOOKS: u32 = 32;
 
-/// Iterations of the spin loop: one or two microseconds.
+/// Number of iterations of the spin loop in each poll; together they take one or two microseconds.
 const SPINS: u32 = 64;
 
 /// Check word of an abort that reports a cancellation: the culprit has not failed.
 pub(crate) const CANCELLED: u32 = 1;
 
-/// Greatest number of aborted contexts, of retired contexts, and of each peer's suspicions that are kept.
+/// Maximum number of aborted contexts, of retired contexts, and of each peer's suspicions that are kept.
 const REMEMBERED: usize = 64;
 
 /// Appends an entry; removes the oldest if there are [`REMEMBERED`].
@@ -173,8 +174,8 @@ impl Inbox {
         self
     }
 
-    /// Makes waiting threads spin before they yield. For an endpoint in a process that has a core for each
-    /// peer: what it waits for arrives sooner than a yield returns.
+    /// Makes waiting threads spin before they yield. For an endpoint on a machine with a core for each peer:
+    /// there, the awaited frame arrives sooner than a yield returns.
     #[must_use]
     pub(crate) fn roomy(self) -> Self {
         Self { spins: SPINS, ..self }
@@ -206,14 +207,14 @@ impl Inbox {
         self.signal.load(Ordering::Acquire)
     }
 
-    /// Puts in a frame that has arrived. A frame on [`Channel::Abort`] ends its context.
+    /// Stores a frame that has arrived. A frame on [`Channel::Abort`] ends its context.
     pub fn deliver(&self, from: PeerId, tag: Tag, frame: Frame) {
         let mut state = self.lock();
         Self::receive(&mut state, from, tag, frame);
         self.move_on(&state);
     }
 
-    /// Puts in a frame like [`Inbox::deliver`], for a [`selective`](Inbox::selective) inbox. Signals only if an
+    /// Stores a frame like [`Inbox::deliver`], for a [`selective`](Inbox::selective) inbox. Signals only if an
     /// operation has already asked for a frame of this peer and tag, or if the frame ends its context. After
     /// any other frame, polling would change nothing.
     pub(crate) fn deliver_quietly(&self, from: PeerId, tag: Tag, frame: Frame) -> Interest {
@@ -235,7 +236,7 @@ impl Inbox {
         Self::put(state, from, tag, frame);
     }
 
-    /// Puts in a frame of this endpoint to itself. Such frames are not counted as traffic.
+    /// Stores a frame that this endpoint sent to itself. Such frames are not counted as traffic.
     pub(crate) fn deliver_own(&self, from: PeerId, tag: Tag, frame: Frame) {
         let mut state = self.lock();
         Self::put(&mut state, from, tag, frame);
@@ -244,7 +245,8 @@ impl Inbox {
 
     fn put(state: &mut State, from: PeerId, tag: Tag, frame: Frame) {
         if tag.channel == Channel::Abort {
-            // The number of an abort's tag is the culprit. If that is no rank, the sender is blamed.
+            // The number of an abort's tag is the culprit. If there is no such rank, the sender counts as the
+            // culprit.
             let known = (tag.number as usize) < state.peers.len();
             let culprit = if known { PeerId(tag.number) } else { from };
             if !state.aborted.iter().any(|abort| abort.context == tag.context) {
@@ -365,7 +367,7 @@ impl Inbox {
         Ok(())
     }
 
-    /// Takes the next frame of (peer, tag). Returns it with the number of those left.
+    /// Takes the next frame of (peer, tag). Returns the frame, and the number of such frames that are left.
     pub(crate) fn take(
         &self,
         op: &'static str,
@@ -384,7 +386,7 @@ impl Inbox {
             state.peers[from.index()].held -= weight(&frame);
             return Ok(Some((frame, left)));
         }
-        // Checked last, because frames that arrived before the failure are still valid.
+        // The failure is checked last, because frames that arrived before it are still valid.
         Self::alive(&state, op, from, tag)?;
         if let Some(wanted) = &mut state.wanted {
             wanted.insert((from, tag));
@@ -408,9 +410,9 @@ impl Inbox {
         self.lock().news.remove(&tag);
     }
 
-    /// Returns the peer that `peer` last said it waits for in a context, and its progress. If it has said
-    /// nothing for this context, uses any context: a rank that waits in another group does not proceed in this
-    /// one.
+    /// Returns the peer for which `peer` waits in a context, by its latest report, and the progress of `peer`.
+    /// Without a report for this context, uses a report for any context: a rank that waits in another group
+    /// does not proceed in this one.
     pub(crate) fn suspicion(&self, context: u64, peer: PeerId) -> Option<(PeerId, u32)> {
         let state = self.lock();
         let said = &state.peers.get(peer.index())?.suspicions;
@@ -418,7 +420,7 @@ impl Inbox {
         here.or_else(|| said.back()).map(|said| (said.1, said.2))
     }
 
-    /// Returns the peer that `peer` last said it waits for, in any context.
+    /// Returns the peer for which `peer` waits in any context, by its latest report.
     pub(crate) fn waits(&self, peer: PeerId) -> Option<PeerId> {
         self.lock().peers.get(peer.index())?.suspicions.back().map(|said| said.1)
     }
@@ -482,7 +484,8 @@ impl Inbox {
             }
             let seen = self.seen();
             if state.waiting == 0 {
-                // The lock of the job list must not be taken while this one is held.
+                // This lock is released first, because the lock of the job list must not be taken while it is
+                // held.
                 drop(state);
                 if has_jobs() {
                     return Idle::Work;
@@ -498,10 +501,10 @@ impl Inbox {
         }
     }
 
-    /// Sleeps until the counter has moved past `seen`, or for `timeout`. A thread that waits for a result first
-    /// polls a few times and yields in between, because the result is often about to arrive and waking up takes
-    /// longer. If `drive` is given and no other thread drives the network, this thread drives it instead of
-    /// sleeping.
+    /// Sleeps until the counter is greater than `seen`, or for `timeout`. A thread that waits for a result
+    /// first polls a few times and yields in between, because the result is often about to arrive and waking up
+    /// takes longer. If `drive` is given and no other thread drives the network, this thread drives it instead
+    /// of sleeping.
     pub fn park(
         &self,
         seen: u64,
@@ -549,7 +552,7 @@ impl Inbox {
         }
     }
 
-    /// Calls `look` up to `looks` times. Returns whether the counter has moved past `seen`.
+    /// Calls `look` up to `looks` times. Returns whether the counter has become greater than `seen`.
     fn comes(&self, seen: u64, looks: u32, look: impl Fn()) -> bool {
         (0..looks).any(|_| {
             look();

@@ -55,7 +55,7 @@ mod service;
 // Values are sent as the bytes that they have in memory.
 const _: () = assert!(cfg!(target_endian = "little"), "farflung-comm needs a little-endian machine");
 
-// Used by everybody: communicators, their operations and their errors.
+// For all users: communicators, their operations and their errors.
 pub use algorithm::{AllReduce, regions};
 pub use cancel::Cancel;
 pub use coded::{Coded, CodedAllReduce, CodedBuffer, CodedSlice, CodedValues, Coder};
@@ -71,7 +71,7 @@ pub use transport::{PeerEvent, Stats, Traffic, Transport};
 /// 16-bit float types that implement [`Element`].
 pub use half::{bf16, f16};
 
-// For algorithms as data: lists of steps that are printed, priced, compared, or written by hand.
+// For algorithms as data: lists of steps that can be printed, simulated, compared, or written by hand.
 pub use all_to_all::{bruck_all_to_all, direct_all_to_all, pairwise_all_to_all};
 pub use butterfly::{
     butterfly, direct, direct_all_gather, direct_gather, direct_reduce_scatter, direct_scatter, shares,

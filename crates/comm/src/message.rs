@@ -13,13 +13,14 @@ use crate::operation::{Operation, progress};
 use crate::transport::{Port, Tag};
 use crate::{CommError, FRAME_BYTES};
 
-/// Greatest length of a message that is accepted, in bytes.
+/// Maximum length of a message that is accepted, in bytes.
 pub const MAX_MESSAGE: usize = 1 << 30;
 
 /// Check word of the frame that ends a cancelled message.
 const CUT: u32 = 1;
 
-/// Messages that the receiver has cancelled and whose rest must be dropped, by sender and number of the tag.
+/// Cancelled receives of messages whose remaining frames must still be dropped, by sender and number of the
+/// tag.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Torn(Arc<Mutex<BTreeSet<(PeerId, u32)>>>);
 
@@ -31,7 +32,7 @@ impl Torn {
         Incoming { torn, ..Incoming::default() }
     }
 
-    /// Records a cancelled message whose rest is still to come.
+    /// Records that a receive was cancelled and that the remaining frames of its message have not arrived yet.
     pub(crate) fn note(&self, from: PeerId, tag: Tag, incoming: &Incoming) {
         if incoming.torn || !incoming.done && !incoming.bytes.is_empty() {
             self.0.lock().unwrap_or_else(PoisonError::into_inner).insert((from, tag.number));
@@ -55,7 +56,8 @@ impl Turns {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the place of a message that starts now. Dropping it wakes `waker` if others wait.
+    /// Adds a message that starts now to its queue and returns its place. Dropping the place wakes `waker` if
+    /// other messages wait behind it.
     pub(crate) fn take(&self, to: PeerId, tag: Tag, waker: &Waker) -> Turn {
         let mut queues = self.lock();
         let (key, number) = ((to, tag.number), queues.next);
@@ -248,7 +250,7 @@ impl Exchange {
         };
         let behind = |peer| Some((self.me + n - self.members.iter().position(|member| *member == peer)?) % n);
         let mut news: Vec<usize> = news.into_iter().filter_map(behind).collect();
-        // The same order as when all peers are checked.
+        // Sorted, so that the order is the same as when all peers are checked.
         news.sort_unstable();
         news.into_iter().try_for_each(|i| self.receive_from(port, (self.me + n - i) % n))
     }
@@ -345,7 +347,8 @@ impl Operation for RecvMessage {
 /// One message from the peer whose message arrives first. As long as one of the peers can still send, the loss
 /// of another is no failure.
 pub(crate) struct RecvAny {
-    /// The peers and what has arrived of their messages. Once a frame has arrived, only its sender is left.
+    /// The peers, and the part of each one's message that has arrived. Once a frame has arrived, the list has
+    /// only the sender of this frame.
     pub(crate) from: Vec<(Rank, PeerId, Incoming)>,
     pub(crate) tag: Tag,
     pub(crate) torn: Torn,

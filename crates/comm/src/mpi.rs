@@ -34,9 +34,10 @@ use peer::Peer;
 const LOOKS: u32 = 64;
 /// Longest pause between two tests.
 const PAUSE: Duration = Duration::from_micros(500);
-/// Number of frames taken from one peer before it is the next peer's turn.
+/// Maximum number of frames taken from one peer before the next peer is checked.
 const TURN: usize = 4;
-/// Time that a closing endpoint waits for the others to close too. If that is too short, [`leave`] ends MPI.
+/// Time for which a closing endpoint waits until the other endpoints close too. If they take longer, [`leave`]
+/// ends MPI.
 const GOODBYE_TIMEOUT: Nanos = Nanos::from_millis(2000);
 
 /// An endpoint in a network of the processes of one MPI job.
@@ -58,7 +59,7 @@ struct Job {
     state: Mutex<State>,
     /// Signals work to the MPI thread.
     work: Condvar,
-    /// Set to make the thread in `drive` return.
+    /// Set to wake the thread that waits in `drive`.
     rung: Mutex<bool>,
     bell: Condvar,
     life: Mutex<Option<MpiThread>>,
@@ -142,7 +143,7 @@ pub fn leave(code: u8) {
         match job.parting() {
             Parting::All => return job.finish(),
             Parting::Waits if code == 0 => job.drive(Nanos::from_millis(20)),
-            // A peer that broke the protocol sends no goodbye.
+            // A peer that has violated the protocol sends no goodbye.
             Parting::Waits | Parting::Never => return job.abort(code.max(1)),
         }
     }
@@ -154,7 +155,7 @@ enum Parting {
     /// All others have said goodbye and have received all that this process sent.
     All,
     Waits,
-    /// At least one peer broke the protocol, and will not say goodbye.
+    /// At least one peer has violated the protocol, and will not say goodbye.
     Never,
 }
 
@@ -245,13 +246,13 @@ impl Job {
             let pause = Duration::from_micros(u64::from(look - LOOKS)).min(PAUSE).min(left);
             let rung = lock(&self.rung);
             if !*rung {
-                // The next test decides, whether the wait timed out or not.
+                // Whether the wait timed out does not matter: the next test checks for messages.
                 let _ = self.bell.wait_timeout(rung, pause).unwrap_or_else(PoisonError::into_inner);
             }
         }
     }
 
-    /// Runs the MPI thread: progresses unfinished messages until MPI must end, while no other thread does.
+    /// Runs the MPI thread until MPI must end. It progresses unfinished messages while no other thread does.
     fn keep(&self) {
         loop {
             {

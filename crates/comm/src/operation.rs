@@ -1,5 +1,5 @@
-//! The operations of a communicator: what each collective or message does. Deadlines, failures and results are
-//! the same for all operations and are handled elsewhere.
+//! The trait of a communicator's operations: each collective and each message implements it. Deadlines,
+//! failures and results are the same for all operations and are handled elsewhere.
 
 use std::task::Poll;
 
@@ -16,11 +16,11 @@ pub(crate) trait Operation: Send {
     fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>>;
     /// Returns the peer that the operation waits for.
     fn waits_for(&self) -> PeerId;
-    /// Returns whether only that peer can let the operation continue.
+    /// Returns whether only the peer returned by `waits_for` can let the operation continue.
     fn needs_one(&self) -> bool {
         true
     }
-    /// Returns the algorithm, if there are several for this operation.
+    /// Returns the algorithm of the operation. `None` if the operation has only one.
     fn algorithm(&self) -> Option<Algorithm> {
         None
     }

@@ -65,15 +65,15 @@ pub fn ordered_direct_reduce(rank: Rank, size: usize, root: Rank) -> Program {
     ordered_reduce_scatter(rank, size).then(direct_gather(rank, size, root))
 }
 
-/// Returns an all-reduce in `2 ceil(lg n)` latencies of whole buffers: [`ordered_tree`], then a broadcast from
+/// Returns an all-reduce in `2 ceil(lg n)` rounds of whole buffers: [`ordered_tree`], then a broadcast from
 /// rank 0.
 #[must_use]
 pub fn ordered_tree_all_reduce(rank: Rank, size: usize) -> Program {
     ordered_tree(rank, size).then(binomial_broadcast(rank, size, Rank(0)))
 }
 
-/// Returns an all-reduce in two latencies and `2 (n-1)/n` buffers: [`ordered_reduce_scatter`], then each rank
-/// sends its block to all.
+/// Returns an all-reduce in two latencies, in which each rank sends `2 (n-1)/n` of the buffer:
+/// [`ordered_reduce_scatter`], then each rank sends its block to all.
 #[must_use]
 pub fn ordered_direct(rank: Rank, size: usize) -> Program {
     ordered_reduce_scatter(rank, size).then(direct_all_gather(rank, size))

@@ -14,7 +14,7 @@ pub struct PathStats {
     pub packets: u64,
     /// Number of retransmitted packets.
     pub retransmissions: u64,
-    /// Bytes waiting now: in this process, and in the system's socket buffers.
+    /// Bytes that wait to be sent now, in this process and in the system's socket buffers.
     pub queued: Bytes,
     /// Time during which frames waited in this process, for the socket or for the rate limit.
     pub queued_for: Nanos,

@@ -39,7 +39,7 @@ struct Lane {
 struct ForwardedFrame {
     part: Range<usize>,
     frame: Frame,
-    /// Reduced in the frame only; not copied to the buffer yet.
+    /// Whether the result is only in the frame and was not copied to the buffer yet.
     only: bool,
 }
 
@@ -121,8 +121,8 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Plain<T, S> {
         })
     }
 
-    /// Reduces or copies the next frame of this step directly from the frame, if it has arrived; returns
-    /// whether it has.
+    /// Takes the next frame of this step, if it has arrived, and reduces or copies its values. Returns whether
+    /// a frame had arrived.
     fn receive_one(&mut self, at: &At<'_>, step: &Step, port: &mut dyn Port) -> Result<bool, CommError> {
         let Lane { receive, received, receives_done, .. } = self.lanes[at.lane];
         let Some((from, blocks, merge)) = step.recvs.get(receive) else { return Ok(false) };
@@ -140,7 +140,8 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Plain<T, S> {
         let data = self.data.as_mut();
         let all = size_of_val(data);
         if let Some(ForwardedFrame { part, frame, only: true }) = self.lanes[at.lane].kept.take() {
-            // The frame could not be sent on yet, and is given up: its values must go to the buffer.
+            // The kept frame could not be sent on yet and is now replaced, so its values are copied to the
+            // buffer.
             data[part].copy_from_slice(bytemuck::cast_slice(frame.bytes()));
         }
         let into = &mut data[part.clone()];

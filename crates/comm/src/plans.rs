@@ -22,7 +22,7 @@ use crate::tree::{binomial_broadcast, binomial_reduce, chain_broadcast};
 /// Number of programs that are cached; then the cache is emptied.
 const REMEMBERED: usize = 256;
 
-/// Smallest block of a chain in bytes; smaller ones do not pay for a message of their own.
+/// Minimum block of a chain in bytes. A smaller block costs more for its extra message than it saves.
 const LEAST_BLOCK: u64 = 16 * 1024;
 
 /// A collective whose program depends on the size and the links.
@@ -36,7 +36,7 @@ pub(crate) enum Kind {
     AllToAll,
     Scan,
     ExclusiveScan,
-    /// The kinds from here on keep the order of ranks, for reductions that do not commute.
+    /// This kind and the following ones keep the order of ranks, for reductions that do not commute.
     OrderedAllReduce,
     OrderedReduceScatter,
     OrderedReduce(Rank),
@@ -60,9 +60,9 @@ impl From<Program> for Plan {
     }
 }
 
-/// Says for each receive of a program whether its result only passes through this rank: the next step sends it
-/// on, and the block is replaced before it is used again. Finding that out takes a search of later steps, so it
-/// is cached for the next run of the program.
+/// Cache that says for each receive of a program whether its result only passes through this rank: the next
+/// step sends the result on, and the block is overwritten before it is used again. Computing this takes a
+/// search of later steps, so the answer is kept for the next run of the program.
 #[derive(Debug)]
 pub(crate) struct PassThrough(Vec<Vec<OnceLock<bool>>>);
 
@@ -80,7 +80,7 @@ pub(crate) struct Plans {
     rank: Rank,
     algorithm: Algorithm,
     topology: Topology,
-    /// Regions of `hierarchical`; `None` for those derived from the links.
+    /// Regions of `hierarchical`; `None` to derive them from the links.
     regions: Option<Arc<[Vec<Rank>]>>,
     /// Programs by kind, number of elements and number of bytes.
     made: Mutex<BTreeMap<(Kind, usize, u64), Plan>>,

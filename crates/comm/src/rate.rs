@@ -45,14 +45,14 @@ impl Pace {
 /// Lowest rate that can be set: 1000 bytes per second.
 pub const SLOWEST: Bandwidth = Bandwidth(8_000);
 
-/// Time whose bytes may be sent at once after a pause.
+/// Burst: after a pause, the bytes of this much time at the limited rate may be sent at once.
 const BURST: Nanos = Nanos::from_millis(10);
-/// Time whose bytes are worth a system call.
+/// Quantum: a system call sends at least the bytes of this much time at the limited rate.
 const QUANTUM: Nanos = Nanos::from_millis(2);
 /// Bounds of the quantum in bytes: the payload of a packet, and 64 KiB.
 const LEAST: u64 = 1448;
 const MOST: u64 = 64 * 1024;
-/// A rate, and the time up to which it is used up.
+/// A rate limit, and the time up to which the rate is already used.
 #[derive(Debug, Clone, Copy)]
 struct Bucket {
     rate: Bandwidth,
@@ -121,7 +121,7 @@ impl Rates {
         Self { all: Bucket::new(pace.all), each: vec![Bucket::new(pace.each); peers] }
     }
 
-    /// Sets other limits. Use under the old limits is forgotten.
+    /// Sets other limits. What was sent under the old limits no longer counts.
     pub(crate) fn set(&mut self, pace: Pace) {
         *self = Self::new(pace, self.each.len());
     }
@@ -152,7 +152,7 @@ mod tests {
         for rate in [64_000, 20_000_000, 1_000_000_000_u64] {
             for asked in [32, 1000, 262_176, 10_000_000] {
                 let mut bucket = Bucket::new(Bandwidth(rate));
-                // It begins as if after a pause.
+                // At the start, the limit behaves as after a pause.
                 let begin = Nanos::from_millis(60_000);
                 let (mut now, mut sent) = (begin, 0_u64);
                 let end = begin.saturating_add(Nanos::from_millis(1_000));

@@ -6,7 +6,8 @@ use farflung_base::Rank;
 use crate::steps::{Merge, Program, Step};
 
 /// Returns a scan by recursive doubling: in round `k` each rank sends its values to the rank `2^k` after it,
-/// which reduces them before its own. `ceil(lg n)` latencies of whole buffers.
+/// which reduces them before its own. Takes `ceil(lg n)` rounds, in each of which a rank sends its whole
+/// buffer.
 ///
 /// Source: Hillis and Steele 1986, "Data parallel algorithms".
 #[must_use]

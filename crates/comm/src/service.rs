@@ -20,7 +20,7 @@ pub trait Service: Send {
 /// A message to a [`Service`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Question {
-    /// Rank that sent it.
+    /// Rank that sent the message.
     pub from: Rank,
     /// Time of arrival, by the transport's clock.
     pub at: Nanos,
@@ -31,11 +31,11 @@ pub struct Question {
 /// A message sent by a [`Service`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {
-    /// Rank that receives it.
+    /// Rank that receives the message.
     pub to: Rank,
     /// Content of the message.
     pub bytes: Vec<u8>,
-    /// If set, it goes to the receiver's own service; if not, to a receive that waits for an answer.
+    /// If set, the message goes to the receiver's own service; if not, to a receive that waits for an answer.
     pub asks: bool,
 }
 
@@ -73,7 +73,7 @@ pub(crate) struct Serving<S: ?Sized> {
     ask: Tag,
     answer: Tag,
     torn: Torn,
-    /// Error by which the last rank was lost.
+    /// Error of the receive from the most recently lost rank.
     lost: Option<CommError>,
 }
 
@@ -144,7 +144,7 @@ impl<S: Service + ?Sized> Operation for Serving<S> {
             self.send(port);
         }
         self.send(port);
-        // Once all other ranks are lost, no request can come.
+        // Once all other ranks are lost, no request can arrive any more.
         let alone = self.asking.len() <= 1 && self.members.len() > 1;
         match self.lost.take().filter(|_| alone) {
             Some(error) => Poll::Ready(Err(error)),

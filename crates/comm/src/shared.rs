@@ -2,7 +2,8 @@
 //! its handover. Independent of frames, links and collectives.
 //!
 //! Both processes must belong to the same user, which is checked. False positions, slots or lengths from a peer
-//! are errors. A peer that writes into a slot after handing it over can change values, but nothing else.
+//! are errors. A peer that writes into a slot after handing it over can change the values in it, but cannot
+//! cause anything else.
 
 mod bell;
 mod handover;

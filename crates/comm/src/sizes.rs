@@ -1,6 +1,6 @@
 //! Sizes of frames, in bytes.
 
-/// Greatest number of bytes in the payload of a frame.
+/// Maximum number of bytes in the payload of a frame.
 pub const FRAME_BYTES: usize = 256 * 1024;
 
 /// Number of bytes in a frame's header.

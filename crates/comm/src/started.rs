@@ -3,7 +3,7 @@
 use std::fmt;
 use std::task::{Context, Poll};
 
-/// A started operation, as the endpoint that runs it implements it.
+/// Interface of a started operation, implemented by the endpoint that runs it.
 pub(crate) trait Spawned: Send + Sync {
     /// Number of the operation on its endpoint.
     fn number(&self) -> u64;
@@ -11,7 +11,7 @@ pub(crate) trait Spawned: Send + Sync {
     fn wait(&self);
     /// Returns whether the operation is over.
     fn is_over(&self) -> bool;
-    /// Returns whether the operation is over, and arranges a wake-up if it is not.
+    /// Returns ready if the operation is over. Otherwise registers the task's waker, which is woken at the end.
     fn poll(&self, cx: &mut Context<'_>) -> Poll<()>;
     /// Cancels the operation, unless it is over.
     fn cancel(&self);
@@ -37,7 +37,7 @@ impl Started {
         self.0.is_over()
     }
 
-    /// Returns whether the operation is over, and arranges a wake-up if it is not.
+    /// Returns ready if the operation is over. Otherwise registers the task's waker, which is woken at the end.
     pub fn poll(&self, cx: &mut Context<'_>) -> Poll<()> {
         self.0.poll(cx)
     }

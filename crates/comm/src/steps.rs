@@ -9,17 +9,17 @@ use farflung_base::Rank;
 /// How received values are combined with those of the block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Merge {
-    /// Reduced into the block, whose values are the first operand.
+    /// The received values are reduced into the block. The block's values are the first operand.
     Reduce,
-    /// Reduced into the block, with the received values as the first operand: they come from lower ranks, and
-    /// the order of ranks is kept. Not allowed in coded programs.
+    /// The received values are reduced into the block as the first operand, because they come from lower ranks
+    /// and the order of ranks is kept. Not allowed in coded programs.
     ReduceLeft,
-    /// Replace the values of the block.
+    /// The received values replace those of the block.
     Copy,
 }
 
 impl Merge {
-    /// Returns the sign used when a step is printed.
+    /// Returns the text by which this variant is shown when a step is printed.
     const fn sign(self) -> &'static str {
         match self {
             Self::Reduce => "+=",
@@ -32,9 +32,10 @@ impl Merge {
 /// The side of a coded reduction that encodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Phase {
-    /// Encodes a rank's own values, or a sum that is not complete yet.
+    /// The message has a rank's own values, or a sum that is not complete yet.
     Worker,
-    /// Encodes the reduced values of a block: the complete sum, or a part of it that no other rank adds to.
+    /// The message has the reduced values of a block: the complete sum, or a part of it to which no other rank
+    /// adds.
     Server,
 }
 
@@ -51,7 +52,7 @@ pub enum Code {
 /// Content of a message of a coded program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CodedMessage {
-    /// Index of the block whose values it carries.
+    /// Index of the block whose values the message carries.
     pub block: usize,
     /// How the values are encoded.
     pub code: Code,
@@ -135,8 +136,8 @@ pub struct Program {
     /// Lists of steps that run side by side on different blocks, for example chunks of a pipeline, trees, or
     /// directions of a ring.
     pub lanes: Vec<Vec<Step>>,
-    /// Greatest number of lanes that run at a time: lane `i` starts when lane `i - window` is done. This keeps
-    /// a fast rank from sending far ahead, which would delay data that other ranks need sooner.
+    /// Maximum number of lanes that run at a time: lane `i` starts when lane `i - window` is done. This keeps a
+    /// fast rank from sending far ahead, which would delay data that other ranks need sooner.
     pub window: usize,
     /// Content of each message of a coded program; empty in a plain one.
     pub messages: Vec<CodedMessage>,
@@ -155,7 +156,7 @@ impl Program {
         Self { blocks, bounds: None, lanes, window: usize::MAX, messages: Vec::new() }
     }
 
-    /// Sets the greatest number of lanes that run at a time.
+    /// Sets the maximum number of lanes that run at a time.
     #[must_use]
     pub fn with_window(self, window: usize) -> Self {
         Self { window, ..self }

@@ -43,7 +43,7 @@ pub struct Tag {
 }
 
 impl Tag {
-    /// The least tag.
+    /// The first tag in the order of tags.
     pub(crate) const FIRST: Self = Self { context: 0, channel: Channel::User, number: 0 };
 
     /// Returns the tag of a user's message in `context`.
@@ -53,13 +53,13 @@ impl Tag {
     }
 }
 
-/// Peers to receive from.
+/// The peers from which a receive accepts a frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
     /// One peer.
     Peer(PeerId),
-    /// Any of these peers: the first frame to arrive is taken. If several have arrived, that of the peer listed
-    /// first.
+    /// Any of these peers: the first frame to arrive is taken. If several frames have arrived, the one of the
+    /// peer listed first is taken.
     Any(Vec<PeerId>),
 }
 
@@ -122,17 +122,17 @@ pub trait Port {
     /// `bytes` directly needs no buffer for them.
     ///
     /// # Errors
-    /// As [`Port::send`].
+    /// Those of [`Port::send`].
     fn send_bytes(&mut self, to: PeerId, tag: Tag, check: u32, bytes: &[u8]) -> Result<(), CommError>;
     /// Takes the next frame of this peer and tag, if it has arrived.
     ///
     /// # Errors
     /// If there is none and none can arrive, because the peer is gone or the context was aborted.
     fn take(&mut self, from: PeerId, tag: Tag) -> Result<Option<Frame>, CommError>;
-    /// Returns the peer that `peer` has said it waits for, and its progress. If `peer` has said nothing for
-    /// this context, the answer is for another context.
+    /// Returns the peer for which `peer` waits, by its latest report, and the progress of `peer`. Without a
+    /// report for this context, uses a report for another context.
     fn suspicion(&self, context: u64, peer: PeerId) -> Option<(PeerId, u32)>;
-    /// Returns the peers of which frames of `tag` have arrived since the last call, in any order and possibly
+    /// Returns the peers from which frames of `tag` have arrived since the last call, in any order and possibly
     /// with repetitions. An operation that waits for many peers then needs to check only these. Returns `None`
     /// if the network does not keep this list, on the first call, and after any failure: then all peers must be
     /// checked.
@@ -155,9 +155,9 @@ pub trait Task: Send {
     fn fail(&mut self, error: CommError, port: &mut dyn Port);
     /// Returns the peer that the operation waits for.
     fn waits_for(&self) -> PeerId;
-    /// Returns the time allowed from its start; [`Nanos::MAX`] is no limit.
+    /// Returns the maximum duration of the operation; [`Nanos::MAX`] means no limit.
     fn limit(&self) -> Nanos;
-    /// Returns the time from its start after which [`Task::warn`] is called; [`Nanos::MAX`] is never.
+    /// Returns how long after the operation's start [`Task::warn`] is called; [`Nanos::MAX`] means never.
     fn alarm(&self) -> Nanos {
         Nanos::MAX
     }
@@ -198,11 +198,13 @@ pub trait Transport: Debug + Send + Sync {
     }
     /// Returns the changes of peers' states since the last call.
     fn events(&self) -> Vec<PeerEvent>;
-    /// Returns the peer that `peer` last said it waits for. A rank sends this when its own deadline is near.
+    /// Returns the peer for which `peer` waits, by its latest report. A rank sends such a report when its own
+    /// deadline is near.
     fn waits_of(&self, peer: PeerId) -> Option<PeerId>;
     /// Drops the frames of this context, including those that arrive later.
     fn retire(&self, context: u64);
-    /// Returns the reason why the members of this network cannot change, if so: a job that loses one is over.
+    /// Returns the reason why the members of this network cannot change. `None` if they can change: then a job
+    /// continues after the loss of a member.
     fn fixed(&self) -> Option<&'static str> {
         None
     }

@@ -1,10 +1,10 @@
-//! A deadline by the real clock.
+//! Deadlines measured with the real clock.
 
 use std::time::{Duration, Instant};
 
 use crate::memory::real_start;
 
-/// A deadline: a start and a duration.
+/// A deadline by the real clock: a start and a duration.
 #[derive(Clone, Copy)]
 pub(crate) struct Until {
     start: Instant,

@@ -50,7 +50,7 @@ pub(crate) fn encode(kind: Kind, tag: Tag, check: u32, payload: &[u8]) -> [u8; H
     h
 }
 
-/// Encodes the header of a frame that is sent through shared memory or a TLS session, without a checksum.
+/// Encodes the header of a frame without a checksum, for shared memory and TLS sessions.
 pub(crate) fn plain(kind: Kind, tag: Tag, check: u32, length: usize) -> [u8; HEADER_BYTES] {
     let mut h = [0; HEADER_BYTES];
     h[..4].copy_from_slice(&MAGIC);
@@ -64,7 +64,7 @@ pub(crate) fn plain(kind: Kind, tag: Tag, check: u32, length: usize) -> [u8; HEA
     h
 }
 
-/// Computes the CRC-32 (IEEE) of the header's first 28 bytes and the payload.
+/// Computes the CRC-32 (IEEE) of the header's first 28 bytes followed by the payload.
 pub(crate) fn checksum(header: &[u8; HEADER_BYTES], payload: &[u8]) -> u32 {
     let mut hasher = crc32fast::Hasher::new();
     hasher.update(&header[..28]);
@@ -85,7 +85,7 @@ pub(crate) fn decode(h: &[u8; HEADER_BYTES]) -> Result<Header, WireError> {
     let kind = Kind::ALL.into_iter().find(|k| *k as u8 == h[5]).ok_or(WireError::Kind(h[5]))?;
     let channels = [Channel::User, Channel::Collective, Channel::Abort, Channel::Suspect];
     let channel = channels.into_iter().find(|c| *c as u8 == h[6]).ok_or(WireError::Channel(h[6]))?;
-    // Reserved for the last eight bits of the epoch of the membership.
+    // Byte 7 is reserved for the last eight bits of the membership's epoch, and must be 0.
     if h[7] != 0 {
         return Err(WireError::Epoch { want: 0, got: h[7] });
     }
@@ -104,7 +104,7 @@ pub(crate) fn decode(h: &[u8; HEADER_BYTES]) -> Result<Header, WireError> {
 pub enum Message<'a> {
     /// A payload for a tag.
     Data {
-        /// The conversation it belongs to.
+        /// The conversation to which the payload belongs.
         tag: Tag,
         /// Word that both ends of a collective compute in the same way.
         check: u32,
@@ -192,7 +192,7 @@ mod tests {
         let header = encode(Kind::Data, tag, 0xAABB_CCDD, b"farflung");
         let fields = "46464c43 06 01 01 00 0102030405060708 09000000 ddccbbaa 08000000";
         assert_eq!(hex(&header[..28]), fields.replace(' ', ""));
-        // CRC-32/ISO-HDLC, the one of zlib.
+        // CRC-32/ISO-HDLC, the same checksum as that of zlib.
         let whole = [&header[..28], b"farflung"].concat();
         assert_eq!(header[28..], bitwise_crc(&whole).to_le_bytes());
         let decoded = decode(&header).unwrap();

@@ -13,7 +13,7 @@ fn main() -> Result<(), ParallelError> {
     let shape = ModelShape::dense(10_000_000, 256, 64 * 256);
     let topology = homes.topology()?;
     let link = Link { bandwidth: topology.rate(Rank(0), Rank(1)), latency: Nanos::from_millis(25) };
-    // Closed forms of a ring and of a direct exchange. `farflung plan` uses the prices of the collectives that
+    // Closed forms of a ring and of a direct exchange. `farflung plan` uses the times of the collectives that
     // it runs.
     let price = |algorithm, codec: &Codec, values| {
         let messages = match algorithm {

@@ -1,12 +1,13 @@
-//! The price of an average: a function that the caller passes in. This crate computes no price of a collective
-//! itself: `farflung-comm` prices the step lists that it runs, and `farflung` passes those prices on.
+//! The time that an average takes, as a function that the caller passes in. This crate does not compute the
+//! time of a collective itself: `farflung-comm` computes it from the lists of steps that it runs, and
+//! `farflung` passes that function on.
 
 use farflung_base::{Algorithm, Bytes, Nanos};
 
 use crate::Codec;
 
 /// Returns the time that all ranks take to average this number of values, encoded by this codec, with this
-/// algorithm. `None` if the algorithm has no form for the codec or must not be considered.
+/// algorithm. `None` if the algorithm does not support the codec or must not be considered.
 pub type AveragePrice<'a> = &'a dyn Fn(Algorithm, &Codec, u64) -> Option<Nanos>;
 
 /// Returns the bytes that one rank sends in an all-reduce of `bytes` over `n` ranks: 2(n-1)/n of them, rounded
@@ -20,7 +21,7 @@ pub fn all_reduce_bytes(n: u32, bytes: Bytes) -> Bytes {
 
 #[cfg(test)]
 pub(crate) mod closed_forms {
-    //! Prices for tests: `n` ranks, every pair joined by the same link, in the alpha-beta model.
+    //! Times of averages for tests: `n` ranks, every pair joined by the same link, in the alpha-beta model.
     //!
     //! Source: Thakur et al. 2005, "Optimization of collective communication operations in MPICH"; Patarasuk
     //! and Yuan 2009.
@@ -29,7 +30,7 @@ pub(crate) mod closed_forms {
 
     use super::*;
 
-    /// Returns the prices of a ring, of recursive halving and doubling (for a power of two of ranks), and of a
+    /// Returns the times of a ring, of recursive halving and doubling (for a power of two of ranks), and of a
     /// direct exchange of equal shards (for all codecs).
     pub(crate) fn price(n: u32, link: Link) -> impl Fn(Algorithm, &Codec, u64) -> Option<Nanos> {
         move |algorithm, codec, values| {
@@ -47,7 +48,7 @@ pub(crate) mod closed_forms {
 
     #[test]
     fn the_table_of_the_facts() {
-        // 10 ms, 1 Gb/s, 8 ranks.
+        // 8 ranks on links of 1 Gbit/s and 10 ms.
         let price = price(8, "1gbit,10ms".parse().unwrap());
         for (values, ring, halving) in
             [(250, 0.140, 0.060), (250_000, 0.154, 0.074), (25_000_000, 1.54, 1.46)]

@@ -89,10 +89,10 @@ pub struct Region {
     pub down: Option<Bandwidth>,
 }
 
-/// A link in both directions between two devices, two regions, or a device and a region.
+/// A link, the same in both directions, between two devices, two regions, or a device and a region.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Between {
-    /// Names of the two ends. A device named twice joins its own instances.
+    /// Names of the two ends. If both are the same device, the link joins the instances of that device.
     pub ends: [String; 2],
     /// The link between the ends.
     pub link: Link,
@@ -119,7 +119,7 @@ pub struct Between {
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Cluster {
-    /// Link of pairs that no other entry joins.
+    /// Link of pairs for which no other link is given.
     pub default: Option<Link>,
     /// The regions.
     pub regions: Vec<Region>,
@@ -182,7 +182,8 @@ impl Cluster {
         self.devices.iter().map(|d| u64::from(d.count)).sum()
     }
 
-    /// Checks everything except that all pairs are joined. The error names the offending entry and the reason.
+    /// Checks everything except that each pair of devices has a link. The error names the offending entry and
+    /// the reason.
     ///
     /// Errors: empty, invalid, duplicate or unknown names; zero counts, speeds or access links; no devices or
     /// too many.
@@ -248,7 +249,8 @@ impl Cluster {
         Ok(())
     }
 
-    /// Checks everything, including that all pairs are joined, and returns the links between device entries.
+    /// Checks everything, including that each pair of devices has a link, and returns the links between device
+    /// entries.
     ///
     /// Errors: as [`Cluster::check`], and [`ParallelError::MissingLink`].
     pub(crate) fn device_links(&self) -> Result<links::DeviceLinks, ParallelError> {
@@ -256,7 +258,7 @@ impl Cluster {
         links::DeviceLinks::of(self)
     }
 
-    /// Returns the link of every pair of ranks, the port of every rank, and the shared lines of regions.
+    /// Returns the link of every pair of ranks, the access link of every rank, and the shared lines of regions.
     ///
     /// Errors: as [`Cluster::check`]; [`ParallelError::MissingLink`] for a pair without a link;
     /// [`ParallelError::TooManyRanks`] above [`Cluster::MAX_RANKS`].

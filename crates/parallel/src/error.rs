@@ -223,12 +223,12 @@ pub enum ParallelError {
         /// Length that is needed.
         stages: usize,
     },
-    /// The schedule of a rank does not allow it to work in the order of arrivals.
+    /// The schedule does not allow this rank to work in the order of arrivals.
     #[error("{rank} cannot run microbatches in the order of arrival: its schedule has {found}")]
     NotFollowed {
         /// The rank.
         rank: Rank,
-        /// The feature of the schedule that prevents it.
+        /// The feature of the schedule that prevents working in the order of arrivals.
         found: &'static str,
     },
     /// A schedule's method does not support the given sizes.
@@ -284,7 +284,7 @@ pub enum ParallelError {
         /// Rank that the line must begin with.
         rank: Rank,
     },
-    /// An action is invalid where it is.
+    /// An action is invalid at its place in a rank's list.
     #[error("{rank}, {action}: {problem}")]
     Action {
         /// The action.
@@ -294,7 +294,7 @@ pub enum ParallelError {
         /// What is wrong.
         problem: &'static str,
     },
-    /// An entry of a lowered list is invalid where it is.
+    /// An entry is invalid at its place in a lowered list.
     #[error("{rank}, {entry}: {problem}")]
     Schedule {
         /// Rank whose list contains the entry.
@@ -333,7 +333,7 @@ pub enum ParallelError {
     NeverDone {
         /// The waiting rank.
         rank: Rank,
-        /// Index of the act at which it waits.
+        /// Index of the action at which the rank waits.
         act: usize,
     },
     /// A sequence cannot be divided into slices of whole grains.
@@ -368,7 +368,7 @@ pub enum ParallelError {
         /// Total memory of the machines whose memory is known.
         has: Bytes,
     },
-    /// A device cannot hold its replica.
+    /// The memory of a device is too small for its replica.
     #[error("device `{device}` has {has}, but a replica needs {needs}; sharded state is not supported yet")]
     Memory {
         /// Name of the device.
@@ -378,7 +378,7 @@ pub enum ParallelError {
         /// Memory of the device.
         has: Bytes,
     },
-    /// A machine cannot hold its part of a plan.
+    /// The memory of a machine is too small for its part of a plan.
     #[error(
         "machine `{device}` has {has}, but its part of the plan takes {needs}, {} too much: use a smaller \
          --batch, more machines or more memory",
@@ -387,7 +387,7 @@ pub enum ParallelError {
     PartMemory {
         /// Name of the machine.
         device: String,
-        /// Peak memory of its part.
+        /// Peak memory of the machine's part.
         needs: Bytes,
         /// Memory of the machine.
         has: Bytes,

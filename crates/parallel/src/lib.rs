@@ -23,7 +23,7 @@ pub mod swarm;
 pub mod timeline;
 pub mod what_if;
 
-// Used by everybody: machines, a model, and the plan for them.
+// For all users: machines, a model, and the plan for them.
 pub use cluster::{Between, Cluster, Machine, Power, Price, Region, Speed, TensorEfficiency};
 pub use error::ParallelError;
 pub use farflung_base::{Algorithm, Precision};
@@ -34,7 +34,7 @@ pub use plan::{
 pub use planner::{Candidate, Planned, StepTime, plan};
 pub use what_if::{Answer, ComparisonRow, WhatIf};
 
-// For those who price and simulate: averages, replicas, meshes, timelines. Schedules are in `pipeline`.
+// For simulations and cost predictions: averages, replicas, meshes, timelines. Schedules are in `pipeline`.
 pub use average::{AveragePrice, all_reduce_bytes};
 pub use mesh::{Axis, Mesh};
 pub use replicas::{Codec, Overlap, Replicas, Sync};

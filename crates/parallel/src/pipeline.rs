@@ -1,4 +1,5 @@
-//! Pipeline schedules: which rank computes what in which order, as data that is checked, priced, drawn and run.
+//! Pipeline schedules: which rank runs which computations in which order. A schedule is data that can be
+//! checked, simulated, drawn and executed.
 //!
 //! [`Method`] generates a [`ComputeOrder`] for given sizes; it can also be written by hand. [`simulate()`]
 //! predicts its times. Nothing here depends on tensors, threads or sockets.

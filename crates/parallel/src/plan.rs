@@ -73,7 +73,7 @@ pub struct Plan {
     pub mesh: Mesh,
     /// Name of each rank's machine, as in [`Cluster::rank_names`](crate::Cluster::rank_names).
     pub machines: Vec<String>,
-    /// Precision to which matrix products round their operands.
+    /// Precision to which the operands of matrix products are rounded.
     pub precision: Precision,
     /// Number of sequences in a microbatch.
     pub batch: u32,
@@ -156,7 +156,7 @@ impl Default for BoundaryCodecs {
     }
 }
 
-/// Name of uncompressed f32 among the codecs.
+/// Name that stands for uncompressed f32 where a codec is given.
 pub const NO_CODEC: &str = "none";
 
 /// Name of the schedule over pools of ranks.
@@ -171,8 +171,9 @@ pub struct Level {
     pub method: String,
     /// Number of steps between two averages. 1 averages the gradients of each step.
     pub every: u32,
-    /// Number of local steps that each replica takes in one period; see [`LocalSteps`]. The period is the
-    /// fastest replica's number and a multiple of `every`. Empty: every replica takes all steps.
+    /// Number of local steps that each replica takes in one period; see [`LocalSteps`]. A period has as many
+    /// steps of the run as the fastest replica takes local steps; this number is a multiple of `every`. Empty:
+    /// every replica takes all steps.
     pub steps: Vec<u32>,
     /// Name of the codec for averaged values, followed by `+ef` if it uses error feedback.
     pub codec: String,
@@ -274,7 +275,7 @@ impl Plan {
         mine as f64 / self.all_microbatches() as f64
     }
 
-    /// Returns how the replicas of the whole job synchronise: the outermost level.
+    /// Returns the outermost level: how the replicas of the whole job synchronise.
     ///
     /// # Panics
     /// If there are no levels. [`Plan::check`] returns an error for such a plan.

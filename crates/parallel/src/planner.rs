@@ -26,12 +26,12 @@ use crate::{
     Pipeline, Plan, PlannedModel, Recompute, Replicas, Sync, Timeline, simulate_replicas,
 };
 
-/// A way of synchronising that was considered.
+/// A method of synchronising replicas that the planner compared with others.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Candidate {
-    /// The way of synchronising.
+    /// The method of synchronising.
     pub sync: Sync,
-    /// Algorithm of its averages.
+    /// Algorithm that averages values.
     pub algorithm: Algorithm,
     /// Predicted time per step, averaged over one period.
     pub step: Nanos,
@@ -45,7 +45,7 @@ pub struct Candidate {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct Planned {
-    /// The choice.
+    /// The chosen replicas: method of synchronisation, shares and codec.
     pub replicas: Replicas,
     /// Number of sequences in a microbatch.
     pub batch: u64,
@@ -201,7 +201,8 @@ impl Planned {
             let Sync::DiLoCo { every } = &mut candidate.sync else { break };
             let extra = u128::from(step.saturating_sub(compute).0) * u128::from(*every);
             let better = fewest(extra, compute, self.overhead_percent, self.max_every);
-            // After the first try, the number of local steps may only increase, which reduces the overhead.
+            // After the first prediction, the number of local steps may only increase, because more local steps
+            // reduce the overhead.
             if better == *every || tries == TRIES || (tries > 1 && better < *every) {
                 break;
             }
@@ -260,7 +261,7 @@ const fn ddp(overlap: Overlap, buckets: u32) -> Sync {
     Sync::Ddp { overlap, buckets }
 }
 
-/// Returns the replicas' shares and codec. The search determines the other fields.
+/// Returns replicas with their shares and codec set. The search determines the other fields.
 fn skeleton(shape: &ModelShape, cluster: &Cluster, limits: &Limits) -> Result<Replicas, ParallelError> {
     let microbatches = shape.microbatches()?;
     // Speed is the inverse of a microbatch's time, scaled to keep nine digits.
@@ -309,7 +310,7 @@ impl Search<'_> {
         }
     }
 
-    /// Returns the time of an average, or [`Nanos::MAX`] if the algorithm has no price.
+    /// Returns the time of an average, or [`Nanos::MAX`] if the algorithm cannot be used.
     fn time(&self, algorithm: Algorithm, values: u64) -> Nanos {
         (self.price)(algorithm, &self.limits.codec, values).unwrap_or(Nanos::MAX)
     }

@@ -49,7 +49,7 @@ impl fmt::Display for Codec {
 /// Whether gradients are sent while other gradients are still being computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Overlap {
-    /// A bucket is sent as soon as all ranks have it.
+    /// A bucket is sent as soon as its gradients are complete on all ranks.
     WithBackward,
     /// The first bucket is sent after the whole backward.
     None,
@@ -103,9 +103,9 @@ impl fmt::Display for Sync {
 pub struct Replicas {
     /// How the replicas synchronise.
     pub sync: Sync,
-    /// Algorithm of their averages.
+    /// Algorithm that averages values.
     pub algorithm: Algorithm,
-    /// Codec of the values that they send.
+    /// Codec of the values that replicas send.
     pub codec: Codec,
     /// Number of microbatches of each rank in one step.
     pub shares: Vec<u32>,

@@ -1,6 +1,7 @@
-//! Scripts: what the ranks of a plan do, as data. A rank computes, begins messages and collectives, and waits
-//! for them. A script is played in virtual time over the links of a topology, which all operations in flight
-//! share. The bytes of an operation are an input; collectives, codecs and models are not part of this module.
+//! Scripts: the actions of the ranks of a plan, as data. A rank computes, begins messages and collectives, and
+//! waits for them. A script is simulated in virtual time over the links of a topology, which all operations in
+//! flight share. The bytes of an operation are an input; collectives, codecs and models are not part of this
+//! module.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,25 +15,25 @@ use crate::ParallelError;
 pub enum ScriptOp {
     /// The rank's processor is busy for this time.
     Compute(Nanos),
-    /// The rank begins its side of the operation with this index. The operation then proceeds on its own.
+    /// The rank begins its part of the operation with this index. The operation then proceeds on its own.
     Begin(usize),
-    /// The rank waits until its side of the operation is done.
+    /// The rank waits until its part of the operation is done.
     Await(usize),
 }
 
-/// A script: operations, and the acts of each rank.
+/// A script: operations, and the actions of each rank.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Script {
     /// Messages and collectives, referred to by index.
     pub operations: Vec<Operation>,
-    /// Acts of each rank, in order.
+    /// Actions of each rank, in order.
     pub ranks: Vec<Vec<ScriptOp>>,
 }
 
-/// The times of a played script.
+/// The times of a simulated script.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ScriptTimes {
-    /// Time of each rank's clock after each of its acts.
+    /// Time of each rank's clock after each of its actions.
     pub ends: Vec<Vec<Nanos>>,
 }
 
@@ -45,12 +46,12 @@ impl ScriptTimes {
 }
 
 impl Script {
-    /// Plays the script. All ranks start at time zero with idle links.
+    /// Simulates the script. All ranks start at time zero with idle links.
     ///
     /// Errors: [`ParallelError::NeverDone`] for a rank that waits for an operation that never ends.
     ///
     /// # Panics
-    /// If a rank begins an operation that does not exist or has no side for this rank.
+    /// If a rank begins an operation that does not exist or has no part for this rank.
     ///
     /// ```
     /// use farflung_base::{Bytes, Nanos, Rank, Topology, Operation};
@@ -77,18 +78,18 @@ impl Script {
             .map_err(|Stuck { rank, act }| ParallelError::NeverDone { rank, act })
     }
 
-    /// Plays the script like [`Script::play`], but only up to `limit`. `None` if the last rank is not done by
-    /// then, or if a rank waits forever.
+    /// Simulates the script like [`Script::play`], but only up to `limit`. `None` if the last rank is not done
+    /// by then, or if a rank waits forever.
     ///
     /// # Panics
-    /// As [`Script::play`].
+    /// The same as for [`Script::play`].
     #[must_use]
     pub fn play_within(&self, topology: &Topology, limit: Nanos) -> Option<ScriptTimes> {
         self.played(topology, limit).ok().filter(|played| played.makespan() <= limit)
     }
 
     /// Returns a lower bound on the time of the script: the longest total work of any processor, uplink,
-    /// downlink, shared line or pair of ranks. Messages whose receiver does not wait for them do not count.
+    /// downlink, shared line or pair of ranks. Messages for which the receiver does not wait are not counted.
     ///
     /// # Panics
     /// If a rank begins an operation that does not exist.
@@ -161,7 +162,7 @@ impl Script {
     }
 }
 
-/// A rank that waits forever at an act.
+/// A rank that waits forever, and the action at which it waits.
 struct Stuck {
     rank: Rank,
     act: usize,
@@ -211,7 +212,7 @@ impl<'a> Busy<'a> {
         }
     }
 
-    /// Returns the longest time that any of them is busy.
+    /// Returns the longest time for which any processor or link is busy.
     fn longest(&self) -> Nanos {
         let port = |rank: usize| self.topology.port(Rank(rank as u32));
         let line = |region: usize| self.topology.region_port(region);

@@ -61,7 +61,7 @@ impl Cost {
 /// `DiLoCo`: ranks step independently. After every period, all wait for the slowest, average, and run the outer
 /// optimizer. If the last period is shorter, it ends with a synchronisation too.
 ///
-/// With the prices of `farflung-comm`, the result equals the time of a run under virtual time.
+/// If `price` is that of `farflung-comm`, the result equals the time of a run in virtual time.
 ///
 /// Errors: as [`Replicas::check`] and [`ModelShape::microbatches`]; [`ParallelError::PerRank`] if `cost` does
 /// not have one entry per rank.

@@ -1,5 +1,5 @@
 //! Stages served by pools of peers that join and leave, as in SWARM and Petals: which peer gets the next task,
-//! and which peer moves to another stage. The functions do not read a clock; time and seed are arguments.
+//! and which peer moves to another stage. The functions do not read a clock: time and seed are arguments.
 
 mod petals;
 mod rebalance;

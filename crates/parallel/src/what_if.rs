@@ -1,5 +1,5 @@
 //! Computes the time that a run would have taken with other ways of synchronising: the table at the end of a
-//! training run. It only calculates with the run's figures; it measures nothing.
+//! training run. It only computes with the figures of the run and measures nothing itself.
 
 use std::fmt;
 
@@ -11,7 +11,7 @@ use crate::{
     simulate_replicas,
 };
 
-/// The run: equal ranks, and the same link between every pair.
+/// The figures of the run. Its ranks are equal, and every pair has the same link.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WhatIf {
     /// Number of parameters of the model.
@@ -34,10 +34,10 @@ pub struct WhatIf {
     pub every: u32,
 }
 
-/// One way in which the run could have synchronised.
+/// One method by which the run could have synchronised.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ComparisonRow {
-    /// The way of synchronising.
+    /// The method of synchronising.
     pub sync: Sync,
     /// Algorithm of averages.
     pub algorithm: Algorithm,
@@ -65,8 +65,8 @@ impl WhatIf {
     /// Computes the rows. `price` returns the times of collectives.
     ///
     /// The baseline is a ring all-reduce of f32 gradients after each backward. The other rows use the fastest
-    /// of [`WhatIf::ALGORITHMS`] that has a price: ddp with overlap and `DiLoCo`, each in f32 and in the run's
-    /// codec.
+    /// of [`WhatIf::ALGORITHMS`] for which `price` returns a time: ddp with overlap and `DiLoCo`, each in f32
+    /// and in the run's codec.
     ///
     /// Errors: [`ParallelError::Zero`] for no parameters, ranks or steps; [`ParallelError::TooManyRanks`] above
     /// [`Mesh::MAX_RANKS`].
@@ -116,7 +116,7 @@ impl WhatIf {
         algorithm: Algorithm,
         price: AveragePrice<'_>,
     ) -> Result<ComparisonRow, ParallelError> {
-        // Checked before allocating anything per rank.
+        // The number of ranks is checked before memory for each rank is allocated.
         Mesh::data(self.ranks)?;
         let shares = vec![1; self.ranks as usize];
         let replicas = Replicas { sync, algorithm, codec: codec.clone(), shares };
@@ -213,7 +213,7 @@ mod tests {
         assert_eq!(answer.plain().sent, Bytes(105 * 6_000_000));
         let diloco = &answer.rows[3];
         assert_eq!(diloco.sync, Sync::DiLoCo { every: 50 });
-        // Two whole periods and one of 5 steps. Halving-doubling saves two of the six latencies.
+        // The run has two whole periods and one of 5 steps. Halving-doubling saves two of the six latencies.
         assert_eq!(diloco.algorithm, Algorithm::HalvingDoubling);
         assert_eq!(diloco.time, Nanos::from_millis(105 * 310 + 3 * 2_500));
         assert_eq!(diloco.sent, Bytes(3 * 6_000_000));

@@ -8,7 +8,7 @@ use super::{Completion, Operation, SendOrder};
 use crate::network::{InFlight, Network};
 use crate::{Bytes, Nanos, Rank, Topology};
 
-/// Kinds of events. Events of the same time are processed in this order.
+/// Classes of events. Events of the same time are processed in the order of these numbers.
 const DEPARTS: u8 = 0;
 const CROSSES: u8 = 1;
 const ENTERS: u8 = 2;
@@ -18,7 +18,7 @@ const ARRIVES: u8 = 4;
 /// An event: time, class, sender, piece number.
 type Event = (Nanos, u8, usize, usize);
 
-/// A piece of a message under way.
+/// A piece of a message that is being sent.
 #[derive(Debug, Clone, Copy)]
 struct Piece {
     operation: usize,
@@ -27,7 +27,7 @@ struct Piece {
     transfer: InFlight,
 }
 
-/// Progress of one lane of one rank.
+/// Progress of one lane (list of steps) of one rank.
 #[derive(Debug, Clone, Copy, Default)]
 struct Cursor {
     turn: usize,
@@ -42,7 +42,7 @@ struct Cursor {
 /// State of a lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum Stage {
-    /// Waits for another lane to end.
+    /// The lane waits for another lane to end.
     #[default]
     Waits,
     Runs,

@@ -86,7 +86,7 @@ impl Queue {
     }
 }
 
-/// Progress of one lane of one rank.
+/// Progress of one lane (list of steps) of one rank.
 #[derive(Debug, Clone, Copy, Default)]
 struct Cursor {
     step: usize,
@@ -101,7 +101,7 @@ struct Cursor {
 /// State of a lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum Stage {
-    /// Waits for another lane to end.
+    /// The lane waits for another lane to end.
     #[default]
     Waits,
     Runs,
@@ -114,7 +114,7 @@ struct Slot<'a> {
     operation: usize,
     rank: Rank,
     side: &'a RankPart,
-    /// Index of its first lane's cursor.
+    /// Index of the cursor of the rank's first lane.
     first_cursor: usize,
     /// Number of lanes that have not ended.
     left: usize,
@@ -131,7 +131,7 @@ struct Burst {
     step: usize,
 }
 
-/// A message under way.
+/// A message that is being sent.
 #[derive(Debug, Clone, Copy)]
 struct Message {
     /// Slot of the receiver; `None` if the receiver has no part in the operation.
@@ -142,7 +142,7 @@ struct Message {
     route: u32,
 }
 
-/// The links from one rank to another, and the pieces on them.
+/// The links from one rank to another, and the pieces that are on their way over them.
 #[derive(Debug)]
 struct Route {
     from: Rank,
@@ -429,12 +429,13 @@ impl<'a> NetworkSimulator<'a> {
         }
     }
 
-    /// Adds an event for the first piece of a stream.
+    /// Adds an event for a piece that is now the first of its stream.
     fn await_piece(&mut self, class: Class, sender: Rank, piece: Moving, of: u32) {
         self.queue.push(Event { at: piece.flight.head, class, sender, number: piece.number, of });
     }
 
-    /// Moves the first piece of a stream on, and then the following pieces until another event comes first.
+    /// Passes the first piece of a stream on to the next link, and then the following pieces until another
+    /// event comes first.
     fn move_stream(&mut self, event: Event) {
         let mut event = event;
         loop {

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use crate::network::InFlight;
 
-/// A piece under way.
+/// A piece that is on its way to a link.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Moving {
     /// Pieces are numbered in the order of their creation. The number breaks ties between pieces of one rank

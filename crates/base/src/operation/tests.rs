@@ -50,7 +50,8 @@ fn what_leaves_a_region_shares_its_line_and_late_receivers_find_what_came() {
     simulator.begin(1, Rank(3), ms(100));
     let ends: BTreeMap<_, _> =
         std::iter::from_fn(|| simulator.next_completion()).map(|end| (end.rank.0, end.at)).collect();
-    // The second message waits for the line. A receiver that begins after the arrival finishes at once.
+    // The second message waits until the link is free. A receiver that begins after the arrival finishes at
+    // once.
     assert_eq!((ends[&2], ends[&3]), (ms(5), ms(100)));
     let both =
         Operation { sides: all.iter().flat_map(|operation| operation.sides.clone()).collect(), frame: FRAME };

@@ -11,7 +11,7 @@ use crate::algorithm::{regions, shares_on};
 use crate::cost::cost_coded;
 use crate::steps::Program;
 
-/// Smallest chunk in values; smaller ones do not pay for messages of their own.
+/// Minimum chunk in values. A smaller chunk costs more for its extra message than it saves.
 const LEAST_CHUNK: usize = 16 * 1024;
 
 /// Description of a buffer to be reduced through a codec, and of the links.
@@ -19,11 +19,11 @@ const LEAST_CHUNK: usize = 16 * 1024;
 pub struct CodedBuffer<'a> {
     /// Number of values in the buffer.
     pub len: usize,
-    /// Returns the greatest number of bytes that the codec makes of a number of values.
+    /// Returns the maximum size in bytes of this number of encoded values.
     pub payload: &'a dyn Fn(usize) -> usize,
     /// The links between the ranks.
     pub topology: &'a Topology,
-    /// Regions of the two-level form; `None` for those derived from the links by [`regions`].
+    /// Regions of the two-level form. If `None`, [`regions`] derives them from the links.
     pub regions: Option<&'a [Vec<Rank>]>,
 }
 
@@ -34,7 +34,7 @@ impl std::fmt::Debug for CodedBuffer<'_> {
     }
 }
 
-/// Programs of coded all-reduces, and the choice among them by price.
+/// Programs of coded all-reduces, and the choice of the one with the least predicted time.
 ///
 /// | algorithm | coded form |
 /// |-|-|
@@ -57,13 +57,14 @@ pub trait CodedAllReduce: Sized {
     /// The same as for [`CodedAllReduce::resolve_coded`].
     fn coded_program(self, rank: Rank, buffer: &CodedBuffer<'_>) -> Result<Program, CommError>;
 
-    /// Returns all ranks' programs.
+    /// Returns the program of each rank.
     ///
     /// # Errors
     /// The same as for [`CodedAllReduce::resolve_coded`].
     fn coded_programs(self, buffer: &CodedBuffer<'_>) -> Result<Vec<Program>, CommError>;
 
-    /// Returns the time from a common start until the last rank is done, with the codec's largest payloads.
+    /// Returns the predicted time of the all-reduce: all ranks start at the same time, payloads have their
+    /// maximum size, and the time ends when the last rank is done.
     ///
     /// # Errors
     /// The same as for [`CodedAllReduce::resolve_coded`].
@@ -97,16 +98,16 @@ impl CodedAllReduce for Algorithm {
     }
 }
 
-/// One way to run a coded form: the program of each rank.
+/// A variant of a coded form: returns the program of each rank.
 type Way = Box<dyn Fn(Rank) -> Program>;
 
-/// Returns the cheapest way to run a form. A single way is not priced.
+/// Returns the variant of a form with the least cost. If there is only one variant, its cost is not computed.
 fn chosen(form: Algorithm, buffer: &CodedBuffer<'_>) -> Way {
     let mut ways = ways(form, buffer);
     if ways.len() == 1 { ways.remove(0) } else { cheapest(form, buffer).0 }
 }
 
-/// Returns the cheapest way to run a form, the first one on a tie, and its cost.
+/// Returns the variant of a form with the least cost (the first one on a tie), and that cost.
 fn cheapest(form: Algorithm, buffer: &CodedBuffer<'_>) -> (Way, Nanos) {
     let CodedBuffer { len, payload, topology, .. } = *buffer;
     let price = |way: Way| {
@@ -118,7 +119,7 @@ fn cheapest(form: Algorithm, buffer: &CodedBuffer<'_>) -> (Way, Nanos) {
     priced.min_by_key(|(_, cost)| *cost).expect("each form has at least one way to run")
 }
 
-/// Returns the ways to run a form: they differ in the number of chunks.
+/// Returns the variants of a form: they differ in the number of chunks.
 fn ways(form: Algorithm, buffer: &CodedBuffer<'_>) -> Vec<Way> {
     let CodedBuffer { len, topology, .. } = *buffer;
     let n = topology.size();

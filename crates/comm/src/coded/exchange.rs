@@ -6,8 +6,8 @@ use crate::butterfly::in_chunks;
 use crate::steps::{Code, CodedMessage, Coding, Merge, Phase, Program, Step};
 
 /// Returns an all-reduce in two latencies. Each rank encodes every other rank's block and sends it to that
-/// rank. It decodes and adds up all parts of its own block in rank order, its own part encoded and decoded too;
-/// then it encodes the result and sends it to all.
+/// rank. It decodes and adds up all parts of its own block in rank order; its own part is encoded and decoded
+/// too. Then it encodes the result and sends it to all.
 ///
 /// Blocks are the ranks' [shards](crate::Communicator::shard_of). Each rank sends `2 (n - 1)` messages, each
 /// the encoding of `1/n` of the buffer.
@@ -42,7 +42,8 @@ fn lane(
 ) -> Vec<Step> {
     let (n, me, first) = (owns.len(), rank.index(), messages.len());
     let code = |r, phase| CodedMessage { block: block(r), code: Code::Coded(phase) };
-    // Messages: this rank's part of each block, all parts of its own block, and the results of all blocks.
+    // The messages are, in this order: this rank's part of each block, all parts of its own block, and the
+    // results of all blocks.
     messages.extend((0..n).map(|r| code(r, Phase::Worker)));
     messages.extend((0..n).map(|_| code(me, Phase::Worker)));
     messages.extend((0..n).map(|r| code(r, Phase::Server)));

@@ -15,11 +15,11 @@ use crate::steps::{Code, CodedMessage, Phase, Program, Step};
 use crate::transport::Port;
 use crate::{CommError, MAX_MESSAGE};
 
-/// Greatest number of senders that are all polled each time. With more, the network reports which senders have
-/// new frames.
+/// Maximum number of senders for which every sender is polled each time. With more senders, only those are
+/// polled that have new frames according to the network.
 const FEW: usize = 2;
 
-/// The values, and the state of a coded program that works on them.
+/// The values of a rank, and the state of the coded program that runs on them.
 pub(crate) struct Messages<V> {
     values: V,
     op: ReduceOp,
@@ -148,7 +148,8 @@ impl<V: CodedValues> Messages<V> {
         Ok(())
     }
 
-    /// Receives from all senders, or if the network reports senders with new frames, from these.
+    /// Receives from the senders that have new frames, or from all senders if the network does not report which
+    /// ones have.
     fn receive(&mut self, at: &At<'_>, port: &mut dyn Port) -> Result<(), CommError> {
         let coming = &self.lanes[at.lane].coming;
         let all = 0..coming.len();
@@ -156,7 +157,7 @@ impl<V: CodedValues> Messages<V> {
         let Some(news) = news else {
             return all.into_iter().try_for_each(|i| self.receive_from(at, i, port));
         };
-        // Kept in the order in which all senders would be polled.
+        // Polled in the same order as if all senders were polled.
         let news: BTreeSet<_> = news.into_iter().collect();
         let new = |&i: &usize| news.contains(&at.peer(coming[i].from));
         let new: Vec<usize> = all.filter(new).collect();

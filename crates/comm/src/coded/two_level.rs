@@ -12,10 +12,10 @@ use crate::steps::{Code, CodedMessage, Coding, Merge, Phase, Program, Step};
 /// members send their parts plainly to their region.
 ///
 /// - Two regions: each owner encodes its region's sum once, and both add up the two decoded sums in the order
-///   of regions. Each region's line carries the encoded buffer once each way, in one latency.
+///   of regions. The encoded buffer crosses each region's shared line once in each direction, in one latency.
 /// - More regions: the part is cut into one block per region, which the owners reduce by a scatter-gather in
-///   two latencies. With `m` regions a line carries `2 (m - 1) / m` encoded buffers each way. A region's own
-///   values in the block that it reduces are not encoded for the sum.
+///   two latencies. With `m` regions, `2 (m - 1) / m` encoded buffers cross a line in each direction. A
+///   region's own values in the block that it reduces are not encoded for the sum.
 ///
 /// The traffic of a region's line does not depend on the number of its members. Regions may differ in size.
 /// Each rank must be in exactly one region.

@@ -10,7 +10,8 @@ use crate::control::BoundedVec;
 use crate::element::ReduceOp;
 use crate::transport::{Port, Source, Tag, Task, Transport};
 
-/// Mixed into the contexts of communicators made by an admission.
+/// Constant that is mixed into the context ids of communicators made by an admission, so that they differ from
+/// other ids.
 const ADMITTED: u64 = 4;
 
 /// Tag on which endpoints outside of the communicator wait for an invitation.
@@ -74,7 +75,7 @@ impl Communicator {
             }
             members.push(peer);
         }
-        // All ranks have the same number of the next collective, so it serves as the epoch.
+        // The number of the next collective is the same on all ranks, so it serves as the epoch.
         let epoch = u64::from(self.next_tags(1)?.number);
         let names = members.iter().fold(mix(ADMITTED, epoch), |name, peer| mix(name, peer.0.into()));
         let context = mix(self.group.context, names);
@@ -98,7 +99,8 @@ impl Communicator {
     /// error.
     pub(crate) fn settle(&self, new: Result<Self, CommError>) -> Result<Self, CommError> {
         let met = new.as_ref().map_err(Clone::clone).and_then(Self::barrier);
-        // This rank's barrier may have succeeded although another's failed, so the ranks compare.
+        // The barrier may have succeeded on this rank and failed on another, so the ranks compare their
+        // results.
         let mut all = [u8::from(met.is_ok())];
         self.clone()
             .with_deadline(self.deadline.saturating_add(self.deadline))
@@ -115,8 +117,8 @@ impl Communicator {
         }
     }
 
-    /// Waits for at most `deadline` to be [admitted](Self::admit); returns the communicator that this endpoint
-    /// has joined.
+    /// Waits for at most `deadline` until this endpoint is [admitted](Self::admit) to a communicator, and
+    /// returns that communicator.
     ///
     /// # Errors
     /// [`CommError::Deadline`] if it was not admitted in time.
@@ -141,7 +143,8 @@ impl Communicator {
             }
             let members = members.into_iter().map(PeerId).collect();
             let new = Self::of(Arc::clone(transport), rank, members, context, left);
-            // The invitation was too old for its sender; another may follow.
+            // If the barrier fails, the sender no longer waits for this old invitation. Another invitation may
+            // follow.
             if new.barrier().is_ok() {
                 return Ok(new.with_deadline(deadline));
             }

@@ -44,10 +44,10 @@ impl<T: Send> Task for FirstReady<'_, '_, T> {
 }
 
 impl Communicator {
-    /// Returns the index of an operation that is complete, with a result or an error; the first such in
-    /// `pending`. Waiting for it does not block. Returns `None` with [`WaitMode::Now`] if none is complete,
-    /// with [`WaitMode::Within`] if none is complete in that time, and with [`WaitMode::UntilOne`] if `pending`
-    /// is empty.
+    /// Returns the index of the first operation in `pending` that is complete, with a result or an error.
+    /// Waiting for it does not block. Returns `None` with [`WaitMode::Now`] if none is complete, with
+    /// [`WaitMode::Within`] if none is complete in that time, and with [`WaitMode::UntilOne`] if `pending` is
+    /// empty.
     ///
     /// On simulated links, "by now" means by this rank's virtual clock, independent of the progress of other
     /// ranks' threads; the first arrival is the one with the earliest virtual time.

@@ -13,17 +13,17 @@ use crate::plain::Plain;
 use crate::plans::{Kind, Plan};
 use crate::reduction::Reduction;
 
-/// A prepared collective: its program, and the facts that all ranks compare.
+/// A prepared collective: its program, and the properties that must be the same on all ranks.
 pub(super) struct Call<T> {
     pub(super) name: &'static str,
     pub(super) plan: Plan,
     pub(super) op: Reduction<T>,
-    /// Buffer length that all ranks compare; 0 if lengths may differ between ranks.
+    /// Buffer length, which must be the same on all ranks; 0 if lengths may differ between ranks.
     pub(super) len: usize,
 }
 
 impl<T: Element> Call<T> {
-    /// Creates a call of a collective that only moves values.
+    /// Creates the call of a collective that moves values and does not reduce.
     pub(super) fn moving(name: &'static str, plan: impl Into<Plan>, len: usize) -> Self {
         Self { name, plan: plan.into(), op: ReduceOp::Sum.into(), len }
     }

@@ -12,11 +12,12 @@ use crate::message::{Incoming, Outgoing};
 use crate::transport::{Port, Tag, Task};
 use crate::{Cancel, CommError};
 
-/// Mixed into contexts, so that those of votes and of their results differ from those of splits.
+/// Constant that is mixed into the context ids of votes and of their results, so that they differ from those of
+/// splits.
 const BALLOT: u64 = 2;
 const SURVIVORS: u64 = 3;
 
-/// Tag number of the message with the decision; the tags of rounds are 0, 1, ...
+/// Tag number of the message with the decision. The tag numbers of the rounds are 0, 1, 2 and so on.
 const DECIDED: u32 = u32::MAX;
 
 impl Communicator {
@@ -110,7 +111,7 @@ fn read(bytes: &[u8], size: usize) -> Option<BTreeSet<usize>> {
     ranks.map(|rank| (rank < size).then_some(rank)).collect()
 }
 
-/// State of an incoming message of ranks.
+/// State of a message of another rank that contains a set of ranks.
 enum Answer {
     Waits,
     Here(Option<BTreeSet<usize>>),
@@ -122,7 +123,7 @@ fn poll_ranks(port: &mut dyn Port, incoming: &mut Incoming, from: PeerId, tag: T
         Ok(false) if incoming.bytes.len() <= 4 * size => Answer::Waits,
         Ok(true) => Answer::Here(read(&std::mem::take(&mut incoming.bytes), size)),
         Err(ended @ CommError::Ended { .. }) => Answer::Ended(ended),
-        // The peer is lost, or its message is longer than any valid one.
+        // The peer is lost, or its message is longer than any valid message.
         _ => Answer::Here(None),
     }
 }
@@ -138,8 +139,8 @@ struct Ballot {
     /// Answers by peer; `None` for a peer that is lost or has sent nothing valid.
     answers: Vec<Option<BTreeSet<usize>>>,
     members: Arc<[PeerId]>,
-    /// Incoming decisions by member. Members that are considered lost are included: an earlier decision of
-    /// theirs is still valid.
+    /// Incoming decisions by member. Members that are considered lost are included, because a decision that
+    /// they sent earlier is still valid.
     decisions: Vec<Option<Incoming>>,
     decided: Option<BTreeSet<usize>>,
     limit: Nanos,
@@ -197,7 +198,7 @@ impl Task for Ballot {
         for i in 0..self.peers.len() {
             let peer = self.peers[i];
             if let Some(out) = &mut self.outgoing[i] {
-                // A peer that cannot be reached will not answer; its answer stays `None`.
+                // A peer that cannot be reached does not answer, so its answer stays `None`.
                 if out.poll(port, peer, self.tag, 0).unwrap_or(true) {
                     self.outgoing[i] = None;
                 }
@@ -238,7 +239,8 @@ impl Task for Ballot {
     }
 }
 
-/// Sends the decision to all others; to ranks that it counts as lost, only as far as that does not block.
+/// Sends the decision to all other ranks. To ranks that the decision counts as lost, it sends only what the
+/// network accepts without blocking.
 struct Announce {
     tag: Tag,
     left: Vec<(PeerId, bool, Outgoing)>,

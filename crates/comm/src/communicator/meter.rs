@@ -102,7 +102,7 @@ impl Meter {
         result
     }
 
-    /// Ends the count.
+    /// Ends the measurement of the operation and returns its counter.
     pub(super) fn end(&mut self, now: Nanos, failed: bool) -> &Counter {
         if let Some(Wait { since, peer, .. }) = self.waits.take() {
             self.counter.wait(peer, now.saturating_sub(since));
@@ -119,7 +119,7 @@ impl Meter {
 struct Metered<'a> {
     port: &'a mut dyn Port,
     counter: &'a mut Counter,
-    /// Time at which the first frame passed.
+    /// Time at which the operation sent or received its first frame.
     moved: Option<Nanos>,
 }
 

@@ -5,8 +5,8 @@ use crate::CommError;
 
 impl<T: Element, const N: usize> sealed::Sealed for [T; N] {}
 
-/// Reduced number by number. Messages never split an array, so a [`UserOp`](crate::UserOp) sees it whole. An
-/// array has at most [`FRAME_BYTES`](crate::FRAME_BYTES) bytes.
+/// An array is reduced number by number. Messages never split an array, so a [`UserOp`](crate::UserOp) sees it
+/// whole. An array has at most [`FRAME_BYTES`](crate::FRAME_BYTES) bytes.
 impl<T: Element, const N: usize> Element for [T; N]
 where
     Self: bytemuck::Pod,

@@ -5,9 +5,9 @@ use crate::CommError;
 
 /// A value and its place: a rank, or an index of the caller's.
 ///
-/// [`ReduceOp::Max`] and [`ReduceOp::Min`] return the greatest or least value, and the lowest of the places
-/// that have it. If any value is NaN, the result is a NaN with the lowest place of one. Implemented for f32,
-/// i32 and u32 with places of u32, and for f64, i64 and u64 with places of u64.
+/// [`ReduceOp::Max`] and [`ReduceOp::Min`] return the greatest or least value, and the lowest place with this
+/// value. If any value is NaN, the result is NaN with the lowest place of a NaN. Implemented for f32, i32 and
+/// u32 with places of u32, and for f64, i64 and u64 with places of u64.
 ///
 /// ```
 /// use farflung_comm::{Communicator, Located, ReduceOp, memory};

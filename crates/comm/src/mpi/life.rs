@@ -17,7 +17,7 @@ use crate::CommError;
 /// The error if MPI was initialised before.
 pub(super) const TWICE: &str = "this process initialised it before, which is possible only once";
 
-/// Facts about this process from MPI.
+/// Values that MPI reports about this process.
 #[derive(Debug)]
 pub(super) struct Found {
     pub(super) rank: u32,
@@ -50,7 +50,8 @@ pub(super) fn begin() -> Result<(InitializedMpi, Found), CommError> {
                 return;
             }
         };
-        // Ended only after all processes have left, not if this thread returns early.
+        // MPI must end only after all processes have left, so it is not ended by a drop if this thread returns
+        // early.
         let universe = ManuallyDrop::new(universe);
         if tell.send(Ok(found)).is_err() {
             return;
@@ -70,7 +71,7 @@ fn begin_here() -> Result<(Universe, Found), CommError> {
     let (universe, threading) =
         mpi::initialize_with_threading(Threading::Serialized).ok_or_else(|| missing(TWICE))?;
     if threading < Threading::Serialized {
-        // Other ranks may have more threads, so MPI is not ended here.
+        // MPI is not ended here, because other ranks may have got enough thread support and continue.
         std::mem::forget(universe);
         return Err(missing(format!("it allows calls from one thread only ({threading:?})")));
     }
@@ -86,7 +87,7 @@ fn begin_here() -> Result<(Universe, Found), CommError> {
 }
 
 impl InitializedMpi {
-    /// Starts to keep MPI for this job.
+    /// Hands the job to the MPI thread, which runs until the job is over.
     pub(super) fn keep(self, job: &Arc<Job>) -> MpiThread {
         // The thread is still running: it waits for this message.
         let _ = self.job.send(Arc::clone(job));

@@ -104,7 +104,7 @@ impl Transfer {
         let bytes = buffer.bytes_mut();
         let (at, length) = (bytes.as_mut_ptr().cast::<c_void>(), count(bytes));
         let (from, lane) = (from.0.cast_signed(), lane as c_int);
-        // SAFETY: as above; no code reads the bytes before the request is complete.
+        // SAFETY: the same as in `send`; in addition, no code reads the bytes before the request is complete.
         let request = unsafe {
             let world = ffi::RSMPI_COMM_WORLD;
             ffi::MPI_Irecv(at, length, ffi::RSMPI_UINT8_T, from, lane, world, request.as_mut_ptr());
@@ -134,7 +134,7 @@ impl Transfer {
 
 impl Drop for Transfer {
     fn drop(&mut self) {
-        // MPI may still use it, so it is leaked.
+        // MPI may still use the buffer, so it is leaked.
         std::mem::forget(self.buffer.take());
     }
 }

@@ -11,15 +11,15 @@ use crate::sizes::HEADER_BYTES;
 use crate::wire::{self, Header};
 use crate::{Frame, Pool, WireError};
 
-/// Greatest size in bytes of a message with a header. Longer payloads are sent in a message of their own,
+/// Maximum size in bytes of a message with a header. Longer payloads are sent in a message of their own,
 /// without a copy.
 const SHORT: usize = 4096;
 
 #[derive(Default)]
 pub(super) struct Peer {
-    /// Frames sent that the peer has not given credit for, by tag.
+    /// Number of sent frames for which the peer has not sent a credit yet, by tag.
     pub(super) in_flight: Counts,
-    /// Frames taken since the last credit, by tag.
+    /// Number of frames taken since the last credit was sent, by tag.
     pub(super) taken: Counts,
     /// Set once the peer has said goodbye: it sends nothing more.
     pub(super) said_goodbye: bool,

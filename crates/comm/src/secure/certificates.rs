@@ -44,7 +44,7 @@ impl fmt::Debug for Certificates {
 pub struct CertificateFault {
     /// Text that is wrong: `authority`, `certificate` or `key`.
     pub what: &'static str,
-    /// What is wrong with it.
+    /// What is wrong with this text.
     pub problem: String,
 }
 

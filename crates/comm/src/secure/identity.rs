@@ -16,13 +16,13 @@ use crate::CommError;
 pub struct PublicKey([u8; 32]);
 
 impl PublicKey {
-    /// Makes a key from its 32 bytes, in the encoding of RFC 8032.
+    /// Creates a public key from 32 bytes in the encoding of RFC 8032.
     #[must_use]
     pub const fn new(bytes: [u8; 32]) -> Self {
         Self(bytes)
     }
 
-    /// Returns its bytes, in the encoding of RFC 8032.
+    /// Returns the bytes of the key, in the encoding of RFC 8032.
     #[must_use]
     pub const fn bytes(&self) -> &[u8; 32] {
         &self.0

@@ -17,15 +17,15 @@ pub(super) const HEAD: usize = 5;
 pub(super) const OVERHEAD: usize = HEAD + 1 + TAG;
 /// Length of a full record in bytes: whole pages, so that the next record begins at a page boundary as well.
 pub(super) const RECORD: usize = 16 * 1024;
-/// Largest number of plain bytes that this side puts into one record.
+/// Maximum number of plain bytes that this side puts into one record.
 const PLAIN: usize = RECORD - OVERHEAD;
 /// Lengths of records are multiples of this. Data that the system copies out of a socket then goes to an offset
 /// in a page that differs from the source's by a multiple of it. Other offsets make the copy slow: see
 /// `frame.rs`.
 pub(super) const STEP: usize = 32;
-/// Largest number of plain bytes in a record that the other side may send (RFC 8446, section 5.1).
+/// Maximum number of plain bytes in a record that the other side may send (RFC 8446, section 5.1).
 const MOST_PLAIN: usize = 16 * 1024;
-/// Largest encrypted length of such a record, without its header (RFC 8446, section 5.2).
+/// Maximum encrypted length of such a record, without its header (RFC 8446, section 5.2).
 const MOST_SEALED: usize = MOST_PLAIN + 256;
 const TAG: usize = 16;
 /// Number of records that are encrypted with one key: half of the limit of RFC 8446, section 5.5, for AES-GCM.

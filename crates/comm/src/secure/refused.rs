@@ -1,6 +1,6 @@
 //! Refused connections: counts of those that this process refused, and the error for a refusal by another
-//! process. They are counted by reason, and only some are logged: one stranger may try ten thousand times, and
-//! the log must not grow with it.
+//! process. They are counted by reason, and only some are logged: a stranger may try ten thousand times, and
+//! the log must not grow with every try.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -11,8 +11,8 @@ use super::clock::unix_seconds;
 use crate::CommError;
 use crate::error::Refusal;
 
-/// Number of refusals of each kind that are all logged. After them, a refusal is logged each time that their
-/// number has doubled.
+/// Number of refusals of each kind of which every one is logged. After them, a refusal is logged only when
+/// their number has doubled.
 const LOGGED: u64 = 4;
 
 /// Counts of refused connections by reason.
@@ -46,7 +46,8 @@ impl Refused {
     }
 }
 
-/// Difference in seconds from which an error about an expired ticket reports that the clocks differ.
+/// Minimum difference in seconds between two clocks at which an error about an expired ticket says that the
+/// clocks differ.
 const APART: u64 = 300;
 
 /// Returns the error for a refusal of this process by `peer`.

@@ -1,5 +1,6 @@
-//! The join secret of a job, and proofs of knowing it: a MAC over the exporter of the TLS session. A proof is
-//! valid in one session only and does not reveal the secret. TLS itself is in `session.rs`.
+//! The join secret of a job, and proofs that a process has it: a MAC over the exporter value of the TLS
+//! session. A proof is valid in one session only and does not reveal the secret. TLS sessions are in
+//! `session.rs`.
 
 use std::fmt;
 
@@ -9,7 +10,7 @@ use zeroize::Zeroizing;
 use super::identity::random;
 use crate::CommError;
 
-/// Smallest length in bytes of a secret that a user chooses.
+/// Minimum length in bytes of a secret that a user chooses.
 pub const SECRET_BYTES: usize = 16;
 
 /// Secret that all members of a job share. `Debug` does not print it, and its memory is wiped on drop.
@@ -21,7 +22,7 @@ impl JoinSecret {
     /// at the end are ignored.
     ///
     /// # Errors
-    /// [`CommError::Argument`] if it is shorter.
+    /// [`CommError::Argument`] if the text is shorter.
     pub fn from_text(text: &[u8]) -> Result<Self, CommError> {
         let end = text.iter().rposition(|b| !matches!(b, b'\r' | b'\n')).map_or(0, |at| at + 1);
         if end < SECRET_BYTES {
@@ -39,13 +40,13 @@ impl JoinSecret {
         random().map(Self)
     }
 
-    /// Makes the secret from the bytes that [`JoinSecret::bytes`] returned.
+    /// Creates the secret from the bytes that [`JoinSecret::bytes`] returned.
     #[must_use]
     pub fn new(bytes: [u8; 32]) -> Self {
         Self(Zeroizing::new(bytes))
     }
 
-    /// Returns its bytes, to be written to a file that only its owner can read, or into a ticket.
+    /// Returns the bytes of the secret, to be written to a file that only its owner can read, or into a ticket.
     #[must_use]
     pub const fn bytes(&self) -> &Zeroizing<[u8; 32]> {
         &self.0
@@ -59,12 +60,12 @@ impl JoinSecret {
         Self::derived(&self.0[..], &[b"farflung/ticket/1", &expiry.to_le_bytes()])
     }
 
-    /// Computes the proof that the side with `role` knows the secret, for the session with this exporter.
+    /// Computes the proof that the side with `role` has the secret, for the session with this exporter value.
     pub(super) fn proof(&self, role: &[u8], expiry: u64, exporter: &[u8; 32]) -> [u8; 32] {
         *Self::derived(&self.0[..], &[b"farflung/join/1", role, &expiry.to_le_bytes(), exporter]).0
     }
 
-    /// Returns whether `mac` is that [proof](Self::proof), in constant time.
+    /// Returns whether `mac` equals the [proof](Self::proof) for the same arguments. Compares in constant time.
     pub(super) fn is_proof(&self, role: &[u8], expiry: u64, exporter: &[u8; 32], mac: &[u8]) -> bool {
         let key = hmac::Key::new(hmac::HMAC_SHA256, &self.0[..]);
         let said = [b"farflung/join/1", role, &expiry.to_le_bytes(), exporter].concat();

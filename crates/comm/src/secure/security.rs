@@ -1,5 +1,6 @@
-//! How a process protects its connections, and which peers it accepts: either everything without encryption, or
-//! TLS with the process's own key and a secret that both sides prove. Does not use sockets.
+//! How a process protects its connections, and which peers it accepts. Either connections are not encrypted and
+//! every peer is accepted, or they use TLS with the process's own key and a secret that both sides prove. Does
+//! not use sockets.
 
 use std::collections::BTreeSet;
 use std::net::{SocketAddr, ToSocketAddrs as _};
@@ -20,7 +21,7 @@ use crate::CommError;
 use crate::control::Control;
 use crate::error::Refusal;
 
-/// End of a connection.
+/// The two ends of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
     /// The side that opens the connection.
@@ -75,8 +76,8 @@ struct Sealed {
     tls: Tls,
     own: Own,
     secret: JoinSecret,
-    /// Kind of `secret`: if 0, it is the job's own secret, from which those of tickets are derived. Else it is
-    /// the secret of a ticket that expires then (seconds since 1970).
+    /// Kind of `secret`. 0: the job's own secret, from which the secrets of tickets are derived. Otherwise: the
+    /// secret of a ticket that expires at this time (seconds since 1970).
     expiry: u64,
     /// The host's key, if a ticket contains it.
     host: Option<PublicKey>,
@@ -84,7 +85,8 @@ struct Sealed {
     allow: Option<Arc<BTreeSet<PublicKey>>>,
     /// Keys of the members by rank, once a host has sent them.
     members: Arc<Vec<PublicKey>>,
-    /// `secret` and `expiry` that new members must prove, if `secret` is the one used between members.
+    /// Secret and expiry that new members must prove. Set if `secret` is the one that members prove to each
+    /// other.
     newcomers: Option<(JoinSecret, u64)>,
     /// Addresses (`host:port`) of other processes, whose host names may be in their certificates.
     places: Vec<String>,
@@ -142,8 +144,7 @@ impl Security {
         self
     }
 
-    /// Restricts the peers that are accepted to those with these keys, and this process's own. They must still
-    /// prove the secret.
+    /// Accepts only peers with these keys, or with this process's own key. They must still prove the secret.
     #[must_use]
     pub fn allowing(mut self, keys: impl IntoIterator<Item = PublicKey>) -> Self {
         if let Some(sealed) = &mut self.sealed {
@@ -190,7 +191,7 @@ impl Security {
         self.sealed.as_ref().map(|sealed| sealed.own.public())
     }
 
-    /// Returns this process's key pair, if it is identified by one and not by a certificate.
+    /// Returns this process's key pair. `None` if the process is identified by a certificate.
     #[cfg(feature = "iroh")]
     pub(crate) fn identity(&self) -> Option<&Identity> {
         match &self.sealed.as_ref()?.own {
@@ -240,7 +241,7 @@ impl Security {
         self.prove_by(role, session.exporter()?, expiry)
     }
 
-    /// Does the work of [`Security::prove`] for a session with this exporter.
+    /// Computes the result of [`Security::prove`] for a session with this exporter value.
     pub(crate) fn prove_by(&self, role: Role, exporter: &[u8; 32], expiry: Option<u64>) -> Option<Vec<u8>> {
         let sealed = self.sealed.as_ref()?;
         let expiry = expiry.unwrap_or(sealed.expiry);
@@ -264,8 +265,8 @@ impl Security {
         self.verify_by(role, key, exporter, expected, proof)
     }
 
-    /// Does the work of [`Security::verify`] for a session with this exporter, whose other side has proven that
-    /// it holds `key`.
+    /// Computes the result of [`Security::verify`] for a session with this exporter value, whose other side has
+    /// proven that it holds the private key of `key`.
     pub(crate) fn verify_by(
         &self,
         role: Role,
@@ -304,8 +305,8 @@ impl Security {
         }
     }
 
-    /// Makes what the host sends to `members`: their keys, and a new secret for connections between them.
-    /// `None` if connections are not encrypted.
+    /// Makes the data that the host sends to `members`: their keys, and a new secret for connections between
+    /// them. Returns `None` if connections are not encrypted.
     pub(crate) fn admission(&self, members: Vec<PublicKey>) -> Result<Option<Admission>, CommError> {
         if self.sealed.is_none() {
             return Ok(None);

@@ -1,5 +1,6 @@
 //! A TLS 1.3 session as a state machine: encrypted bytes and plain bytes go in and out. It does not use
-//! sockets; the loop that polls sockets calls it. It limits the bytes that a peer may send before its proof.
+//! sockets; the loop that polls sockets calls it. It limits the bytes that a peer may send before it has proven
+//! the join secret.
 
 use std::fmt;
 use std::io::{IoSlice, IoSliceMut};
@@ -19,21 +20,22 @@ use super::room::Room;
 use super::session_error::SessionError;
 use super::tls;
 
-/// Bytes for a key update, which may precede a record, and for the free space at the front of the buffer.
+/// Space in bytes for a key update, which may precede a record, and for unused bytes at the front of the
+/// buffer.
 const BESIDE: usize = 4 * STEP;
 /// Size in bytes of the buffer of encrypted data that the socket has not taken.
 const OUTGOING: usize = 8 * RECORD + BESIDE;
 /// Size in bytes of the buffer of received data: several full records, and the beginning of another.
 const INCOMING: usize = 9 * (RECORD + OVERHEAD);
-/// Number of bytes that a peer may send in total before its proof: twice the length of this program's own
-/// handshake.
+/// Maximum number of bytes that a peer may send in total before it has proven the join secret: twice the length
+/// of this program's own handshake.
 pub(crate) const STRANGER: usize = 4096;
-/// The same limit for a peer that shows a chain of certificates.
+/// Maximum number of bytes before the proof from a peer that shows a chain of certificates.
 const CHAIN: usize = 16 * 1024;
 
 const LABEL: &str = "EXPORTER-farflung-join";
 
-/// Returns the number of bytes that a peer may send before its proof.
+/// Returns the maximum number of bytes that a peer may send before it has proven the join secret.
 const fn limit(tls: &tls::Tls) -> usize {
     if tls.is_by_certificates() { CHAIN } else { STRANGER }
 }
@@ -43,7 +45,7 @@ enum Side {
     Server(UnbufferedServerConnection),
     /// The handshake is done; records are encrypted and decrypted here and not in rustls.
     Established(Box<Records>),
-    /// The handshake failed at its end.
+    /// The last part of the handshake failed.
     Failed,
 }
 
@@ -87,7 +89,7 @@ pub(crate) struct Session {
     plain: Vec<u8>,
     /// Number of bytes received in total.
     heard: usize,
-    /// Number of bytes that may be received before the proof.
+    /// Maximum number of bytes that may be received before the other side has proven the join secret.
     limit: usize,
     ended: bool,
     /// Error that ended the session; every later call of [`Session::open`] returns it.
@@ -149,13 +151,13 @@ impl Session {
         }
     }
 
-    /// Returns whether the exporter and the other side's key are known, which is so at the end of the
-    /// handshake.
+    /// Returns whether the handshake is done, so that the exporter value and the other side's key are known.
     pub(crate) const fn is_established(&self) -> bool {
         self.exporter.is_some()
     }
 
-    /// Returns the exporter's output, over which secrets are proven, once the handshake is done.
+    /// Returns the session's exporter value (RFC 8446, section 7.5) once the handshake is done. Proofs of the
+    /// join secret are computed over it.
     pub(crate) fn exporter(&self) -> Option<&[u8; 32]> {
         self.exporter.as_deref()
     }
@@ -170,7 +172,7 @@ impl Session {
         self.is_proven = true;
     }
 
-    /// Returns the number of bytes that the other side may send before its proof.
+    /// Returns the maximum number of bytes that the other side may send before it has proven the join secret.
     pub(crate) const fn limit(&self) -> usize {
         self.limit
     }
@@ -229,8 +231,8 @@ impl Session {
                 return Err(SessionError::NotTls);
             }
         }
-        // The bytes just received may contain the proof with data after it, so only earlier bytes count towards
-        // the limit.
+        // The bytes just received may contain the proof of the join secret with data after it, so only earlier
+        // bytes count towards the limit.
         if !self.is_proven && self.heard - count >= self.limit {
             return Err(SessionError::TooMuch(self.limit));
         }
@@ -293,7 +295,7 @@ impl Session {
                 Ok(true)
             }
             Err(error) => {
-                // Do not answer an alert with an alert.
+                // An alert is not answered with an alert.
                 if !matches!(error, SessionError::Alert(_)) {
                     let end = self.outgoing.filled;
                     self.outgoing.bytes.grow(end + 2 * STEP);
@@ -350,8 +352,8 @@ impl Session {
         if !is_done {
             return Ok(if turn == Turn::Established { Turn::Waits } else { turn });
         }
-        // Bytes received right after the handshake may be the proof. Checking it needs the peer's key and the
-        // exporter, so both are set as early as possible.
+        // Bytes received right after the handshake may be the proof of the join secret. To check the proof, the
+        // peer's key and the exporter are needed, so both are set as early as possible.
         if self.exporter.is_none() {
             self.peer = tls::key_of(certificates);
             let none = || SessionError::Malformed("the session has no exporter secret".to_owned());
@@ -380,8 +382,8 @@ impl Session {
 }
 
 impl Outgoing {
-    /// Appends what `write` writes. `write` returns the number of bytes written, or as an error the space that
-    /// it needs (0: nothing to write).
+    /// Appends bytes by calling `write` with the free space. `write` returns the number of bytes written, or as
+    /// an error the space that it needs (0: nothing to write).
     fn add(&mut self, mut write: impl FnMut(&mut [u8]) -> Result<usize, usize>) {
         loop {
             match write(&mut self.bytes[self.filled..]) {
@@ -405,7 +407,7 @@ fn act<D>(
 ) -> (usize, Result<Turn, SessionError>) {
     let turn = match status.state {
         Err(error) => Err(error.into()),
-        // Data that arrived right after the handshake.
+        // Takes data that arrived right after the handshake.
         Ok(ConnectionState::ReadTraffic(mut traffic)) => {
             let mut turn = Ok(Turn::Moved);
             while let Some(record) = traffic.next_record() {

@@ -26,10 +26,10 @@ pub(crate) enum SessionError {
     Certificate {
         /// Name of the reason in a few words, by which refusals are counted.
         kind: &'static str,
-        /// What is wrong with it.
+        /// What is wrong with the certificate.
         detail: String,
     },
-    /// The other side sent more bytes than allowed before its proof.
+    /// The other side sent more bytes than allowed before it had proven the join secret.
     #[error("the other side sent more than {0} bytes before its proof")]
     TooMuch(usize),
     /// Any other violation of the protocol.

@@ -11,7 +11,7 @@ use super::identity::PublicKey;
 use super::secret::JoinSecret;
 use super::word;
 
-/// Largest number of addresses in a ticket.
+/// Maximum number of addresses in a ticket.
 pub const ADDRESSES: usize = 16;
 
 /// First characters of a ticket of this version.
@@ -20,7 +20,7 @@ const PREFIX: &str = "fft1";
 /// Length of the longest ticket in characters: the largest number of addresses, each of the largest length.
 const WORD: usize = PREFIX.len() + (FIXED + ADDRESSES * 256 + CHECKSUM).div_ceil(5) * 8;
 
-/// Length in bytes of host key, secret, expiry and the number of addresses.
+/// Length in bytes of the fields of fixed length: host key, secret, expiry, number of addresses.
 const FIXED: usize = 32 + 32 + 8 + 1;
 
 const CHECKSUM: usize = 4;

@@ -1,4 +1,4 @@
-//! Wakes a thread of this or another process that is blocked in `poll`, by an event counter of the system
+//! Wakes a thread, of this or another process, that is blocked in `poll`. Uses an event counter of the system
 //! (eventfd).
 
 use std::io;
@@ -28,14 +28,14 @@ impl RingWaker {
         }
     }
 
-    /// Wakes a thread that polls it.
+    /// Wakes the thread that polls this counter.
     pub(crate) fn ring(&self) {
         // Errors are ignored: if the counter is full, the other side was woken already, and a peer that is gone
         // needs no wake-up.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
     }
 
-    /// Resets the counter.
+    /// Resets the counter to 0.
     pub(crate) fn quiet(&self) {
         // The error of a counter that is 0 is ignored.
         let _ = rustix::io::read(&self.0, &mut [0_u8; 8]);

@@ -1,6 +1,6 @@
-//! Passes a memory segment and the doorbells from one process to another over a unix socket. The socket has an
-//! abstract, unguessable name and leaves no file. Nothing here blocks: each side reads only after the other has
-//! announced, over their existing connection, that it has sent something.
+//! Passes a memory segment and the two wakers (eventfds) from one process to another over a unix socket. The
+//! socket has an abstract, unguessable name and leaves no file. Nothing here blocks: each side reads only after
+//! the other has announced, over their existing connection, that it has sent something.
 
 use std::fmt::Write as _;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -18,7 +18,7 @@ use rustix::net::{
 use super::bell::RingWaker;
 use super::map::Segment;
 
-/// Bytes of a name, and of a token.
+/// Length in bytes of a name, and of a token.
 pub(crate) const KEY: usize = 16;
 
 /// Number of connections without the token that are rejected before the offer fails.
@@ -62,11 +62,11 @@ impl Offer {
         Ok(Self { listener, name, token })
     }
 
-    /// Returns what the peer handed over: the segment, its doorbell, and the stream over which to send this
-    /// side's.
+    /// Returns what the peer handed over: the segment, the peer's waker (eventfd), and the stream over which to
+    /// send this side's waker.
     ///
     /// # Errors
-    /// If nothing has arrived, or the segment or doorbell is invalid.
+    /// If nothing has arrived, or the segment or waker is invalid.
     pub(crate) fn accept(&self) -> io::Result<(UnixStream, Segment, RingWaker)> {
         for _ in 0..STRANGERS {
             let (stream, _) = self.listener.accept()?;
@@ -101,12 +101,12 @@ pub(crate) fn hand(
     Ok((stream, segment))
 }
 
-/// Sends this side's doorbell to the process that handed over the segment.
+/// Sends this side's waker (eventfd) to the process that handed over the segment.
 pub(crate) fn give_bell(stream: &UnixStream, bell: &RingWaker) -> io::Result<()> {
     send(stream, &[0; KEY], &[bell.as_fd()])
 }
 
-/// Receives the doorbell of the process that got the segment.
+/// Receives the waker (eventfd) of the process that got the segment.
 pub(crate) fn take_bell(stream: &UnixStream) -> io::Result<RingWaker> {
     match receive(stream, &mut [0; KEY])? {
         [Some(bell), None] => RingWaker::of_peer(bell),
@@ -163,7 +163,7 @@ mod tests {
         let mut count = [0; 8];
         rustix::io::read(&guest, &mut count).unwrap();
         assert_eq!(u64::from_ne_bytes(count), 1);
-        // The name is gone with the offer.
+        // Dropping the offer removes its name.
         let name = offer.name;
         drop(offer);
         assert!(hand(&name, &[0; KEY], &maker).is_err());

@@ -10,18 +10,18 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
-/// Bytes of a large slot, which holds a full frame.
+/// Size in bytes of a large slot, which holds a full frame.
 pub(super) const LARGE_SLOT: usize = crate::FRAME_BYTES;
 /// Number of large slots per direction, for frames that do not fit into a small one: enough for two turns of a
 /// ring collective that sends four frames per turn.
 pub(super) const LARGE_SLOTS: usize = 8;
-/// Bytes of a small slot.
+/// Size in bytes of a small slot.
 pub(super) const SMALL_SLOT: usize = 4096;
 /// Number of small slots per direction.
 pub(super) const SMALL_SLOTS: usize = 64;
 /// Number of slots per direction; the small ones come first.
 pub(super) const SLOTS: usize = SMALL_SLOTS + LARGE_SLOTS;
-/// Greatest number of frames that were handed over and not read yet.
+/// Maximum number of frames that were handed over and not read yet.
 pub(super) const DEPTH: usize = 128;
 
 /// Number of 64-bit words in an entry: four of the frame's header, and the slot's index.
@@ -31,28 +31,28 @@ pub(super) const WORDS: usize = 5;
 #[repr(C, align(64))]
 pub(super) struct CacheLine<T>(pub(super) T);
 
-/// Positions and entries of a direction. All fields are atomic: any bytes are valid, and no value is read twice
-/// by accident.
+/// Positions and entries of a direction. All fields are atomic, because the peer may write any bytes at any
+/// time.
 #[repr(C, align(64))]
 pub(super) struct Ring {
     /// Number of entries written; set by the producer.
     pub(super) tail: CacheLine<AtomicU64>,
     /// Number of entries read; set by the consumer.
     pub(super) head: CacheLine<AtomicU64>,
-    /// Not 0 if the consumer is blocked or about to block.
+    /// Not 0 while the consumer is blocked or about to block.
     pub(super) asleep: CacheLine<AtomicU32>,
-    /// Not 0 if the producer waits for a free slot or entry.
+    /// Not 0 while the producer waits for a free slot or entry.
     pub(super) starved: CacheLine<AtomicU32>,
     /// State of each slot: 0 is free, set by the consumer; 1 is full, set by the producer.
     pub(super) full: [CacheLine<AtomicU32>; SLOTS],
     pub(super) entries: [CacheLine<[AtomicU64; WORDS]>; DEPTH],
 }
 
-/// Bytes of a direction before its slots.
+/// Size in bytes of the ring of a direction, which precedes its slots.
 const RING_BYTES: usize = size_of::<Ring>().next_multiple_of(4096);
-/// Bytes of a direction.
+/// Size in bytes of a direction: its ring and its slots.
 const DIRECTION_BYTES: usize = RING_BYTES + SMALL_SLOTS * SMALL_SLOT + LARGE_SLOTS * LARGE_SLOT;
-/// Bytes of a segment: both directions.
+/// Size in bytes of a segment, which has both directions.
 const SEGMENT_BYTES: usize = 2 * DIRECTION_BYTES;
 
 /// Sender and receiver of a direction. The maker is the process that created the segment, the guest the other
@@ -80,7 +80,7 @@ pub(crate) struct Segment {
 // SAFETY: the mapping belongs to the process, not to a thread. Its contents are accessed by atomics, and by
 // pointers whose users state why the access is exclusive.
 unsafe impl Send for Segment {}
-// SAFETY: as above.
+// SAFETY: the same as for `Send`.
 unsafe impl Sync for Segment {}
 
 impl fmt::Debug for Segment {
@@ -120,7 +120,7 @@ impl Segment {
         if u64::try_from(rustix::fs::fstat(file)?.st_size) != Ok(SEGMENT_BYTES as u64) {
             return Err(unfit("the memory file has a wrong size"));
         }
-        // Allocates memory for holes that the maker left, so that no later access can fail.
+        // Allocates the pages that the maker has not allocated, so that no later access can fail.
         rustix::fs::fallocate(file, FallocateFlags::KEEP_SIZE, 0, SEGMENT_BYTES as u64)?;
         Self::map(file)
     }

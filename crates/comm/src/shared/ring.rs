@@ -16,8 +16,8 @@ pub(crate) const HEADER: usize = 32;
 /// Slot index of an entry without a payload.
 const NONE: u64 = u64::MAX;
 
-/// Number of large slots that the consumer may use in place at the same time; the others let the sender
-/// continue.
+/// Number of large slots that the consumer may use in place at the same time. The other large slots let the
+/// sender continue.
 const LARGE_IN_PLACE: usize = 6;
 /// The same limit for small slots.
 const SMALL_IN_PLACE: usize = 48;
@@ -33,7 +33,7 @@ pub(crate) enum Fault {
     Length,
 }
 
-/// The side that writes.
+/// The sending side of a direction.
 #[derive(Debug)]
 pub(crate) struct Producer {
     segment: Arc<Segment>,
@@ -43,7 +43,7 @@ pub(crate) struct Producer {
 }
 
 impl Producer {
-    /// Creates the producer of a direction. `bell` is the consumer's doorbell.
+    /// Creates the producer of a direction. `bell` wakes the consumer.
     pub(crate) const fn new(segment: Arc<Segment>, direction: Direction, bell: Arc<RingWaker>) -> Self {
         Self { segment, direction, bell, tail: 0 }
     }
@@ -62,14 +62,16 @@ impl Producer {
         self.tail.wrapping_sub(self.ring().head.0.load(Ordering::Acquire)) < DEPTH as u64
     }
 
-    /// Returns whether a frame of any length would be accepted now. If not, the consumer rings once one may be.
+    /// Returns whether a frame of any length would be accepted now. If not, the consumer wakes this side as
+    /// soon as a frame would be accepted.
     pub(crate) fn has_room(&self) -> bool {
         let has = || {
             self.has_entry() && self.free(0..SMALL_SLOTS).is_some() && self.free(SMALL_SLOTS..SLOTS).is_some()
         };
         has() || {
             self.ring().starved.0.store(1, Ordering::Relaxed);
-            // Makes sure that either the consumer sees this flag, or the slots that it has freed are seen here.
+            // Ensures that either the consumer sees this flag, or this side sees the slots that the consumer
+            // has freed.
             fence(Ordering::SeqCst);
             has()
         }
@@ -97,7 +99,7 @@ impl Producer {
         entry[WORDS - 1].store(slot, Ordering::Relaxed);
         self.tail = self.tail.wrapping_add(1);
         ring.tail.0.store(self.tail, Ordering::Release);
-        // Makes sure that either the consumer sees the entry before it sleeps, or this side sees that it
+        // Ensures that either the consumer sees the entry before it sleeps, or this side sees that the consumer
         // sleeps.
         fence(Ordering::SeqCst);
         if ring.asleep.0.load(Ordering::Relaxed) != 0 && ring.asleep.0.swap(0, Ordering::Relaxed) != 0 {
@@ -112,9 +114,10 @@ impl Producer {
 struct Inbound {
     segment: Arc<Segment>,
     direction: Direction,
-    /// The producer's doorbell.
+    /// Wakes the producer.
     bell: Arc<RingWaker>,
-    /// Whether each slot is used by this side, independent of the flags that the peer can write.
+    /// Whether each slot is in use by this side. Unlike the flags in shared memory, the peer cannot change
+    /// these.
     held: [AtomicBool; SLOTS],
     /// Number of large slots in `held`.
     large: AtomicUsize,
@@ -129,7 +132,8 @@ impl Inbound {
     /// Wakes the producer if it waits for a slot or entry.
     fn feed(&self) {
         let starved = &self.segment.ring(self.direction).starved.0;
-        // Makes sure that either the producer sees what was freed, or this side sees that the producer waits.
+        // Ensures that either the producer sees the freed slot or entry, or this side sees that the producer
+        // waits.
         fence(Ordering::SeqCst);
         if starved.load(Ordering::Relaxed) != 0 && starved.swap(0, Ordering::Relaxed) != 0 {
             self.bell.ring();
@@ -144,7 +148,7 @@ pub(crate) struct Entry {
     slot: Option<usize>,
 }
 
-/// The side that reads.
+/// The receiving side of a direction.
 #[derive(Debug)]
 pub(crate) struct Consumer {
     inbound: Arc<Inbound>,
@@ -152,7 +156,7 @@ pub(crate) struct Consumer {
 }
 
 impl Consumer {
-    /// Creates the consumer of a direction. `bell` is the producer's doorbell.
+    /// Creates the consumer of a direction. `bell` wakes the producer.
     pub(crate) fn new(segment: Arc<Segment>, direction: Direction, bell: Arc<RingWaker>) -> Self {
         let held = array::from_fn(|_| AtomicBool::new(false));
         let (large, small) = (AtomicUsize::new(0), AtomicUsize::new(0));

@@ -2,15 +2,15 @@
 //!
 //! An event may wake all ranks at once. If all their threads were notified at once, they would compete for the
 //! same lock and a few cores. So each thread notifies the next one as soon as it runs itself; then no more
-//! threads are about to run than there are cores. A thread waits only until the one before it runs, not until
-//! that has done anything.
+//! threads are about to run than there are cores. A thread waits only until the previous thread runs, not until
+//! that thread has done any work.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::endpoint::Wake;
 
-/// State of one rank's sleep.
+/// State of the sleeping threads of one rank.
 #[derive(Debug, Default)]
 struct Bell {
     state: Mutex<Ring>,
@@ -19,16 +19,16 @@ struct Bell {
 
 #[derive(Debug, Default)]
 struct Ring {
-    /// Number of rings so far, and the reason of the last one.
+    /// Number of wake-ups so far (`count`), and the reason of the last one (`wake`).
     count: u64,
     wake: Option<Wake>,
     /// Number of threads that sleep here.
     asleep: u32,
-    /// Set while sleeping threads have been notified, but none has run yet.
+    /// Set while sleeping threads have been notified, but none of them has run yet.
     told: bool,
 }
 
-/// The states of all ranks' sleep, and the ranks that are still to be notified.
+/// Sleep and wake-up of the threads of blocked ranks. Ranks are woken one after the other.
 #[derive(Debug)]
 pub(super) struct ParkedRanks {
     bells: Vec<Bell>,
@@ -52,12 +52,12 @@ impl ParkedRanks {
         Self { bells: (0..ranks).map(|_| Bell::default()).collect(), queue: Mutex::default() }
     }
 
-    /// Returns the number of rings of a rank's bell. Call it before the rank blocks.
+    /// Returns the number of wake-ups of a rank so far. Call it before the rank blocks.
     pub(super) fn count(&self, rank: usize) -> u64 {
         lock(&self.bells[rank].state).count
     }
 
-    /// Rings the bells of these ranks, and gives each the reason.
+    /// Wakes these ranks, each with the given reason.
     pub(super) fn ring(&self, woken: &[(usize, Wake)]) {
         let mut asleep = Vec::with_capacity(woken.len());
         for &(rank, wake) in woken {
@@ -95,7 +95,7 @@ impl ParkedRanks {
         }
     }
 
-    /// Sleeps until a rank's bell has been rung more than `count` times; returns the reason.
+    /// Sleeps until the rank has been woken more than `count` times; returns the reason.
     pub(super) fn sleep(&self, rank: usize, count: u64) -> Wake {
         let Bell { state, rung } = &self.bells[rank];
         let mut ring = lock(state);
@@ -109,8 +109,8 @@ impl ParkedRanks {
                 ring = lock(state);
             }
         }
-        // One thread of a rank gets the reason, such as a deadlock. Others return `Moved`, check their state,
-        // and sleep again.
+        // Only one thread of a rank gets the reason, such as a deadlock. The other threads return `Moved`,
+        // check their state, and sleep again.
         ring.wake.take().unwrap_or(Wake::Moved)
     }
 }

@@ -40,14 +40,15 @@ impl LinkNoise {
     pub(super) fn delay(&self, from: usize, to: usize, number: u64) -> Nanos {
         let chance = Philox::new(self.seed, (from as u64) << 32 | to as u64);
         let mut late = if self.jitter.0 > 0 { chance.below(16 * number, self.jitter.0) } else { 0 };
-        // At most 15 losses in a row are counted; more are as good as a cut.
+        // At most 15 losses of a frame in a row are counted, because with more losses the link is practically
+        // cut.
         let lost = |again: &u64| chance.below(16 * number + again, 1_000_000) < u64::from(self.loss);
         late += (1..16).take_while(lost).count() as u64 * self.retransmit.0;
         Nanos(late)
     }
 }
 
-/// A time to which a fault must be added.
+/// Builder of a fault: the faults so far, and the time of the next one.
 #[derive(Debug)]
 #[must_use = "call a method that adds a fault at this time"]
 pub struct At(Faults, Nanos);

@@ -10,9 +10,9 @@ use crate::transport::{Channel, Tag};
 /// Kind of an event that reached a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Reached {
-    /// The crash of the rank itself.
+    /// The rank itself crashed.
     Crash,
-    /// A frame: its conversation, its length, and a checksum of its bytes.
+    /// A frame: its tag, its length, and a checksum of its bytes.
     Frame {
         /// Id of the communicator.
         context: u64,
@@ -25,7 +25,7 @@ pub enum Reached {
         /// CRC-32 of the payload.
         crc: u32,
     },
-    /// The report that the sender is gone.
+    /// The rank was notified that the sender is gone.
     Gone,
 }
 
@@ -34,11 +34,11 @@ pub enum Reached {
 pub struct SimulatedEvent {
     /// Virtual time in ns.
     pub time: u64,
-    /// Rank that sent it; of a crash, the crashed rank.
+    /// Rank that sent the frame or the notification. For a crash, the crashed rank.
     pub from: u32,
-    /// Number of the frame among those of its sender.
+    /// Number of the frame among all frames of its sender.
     pub sequence: u64,
-    /// Rank that it reached.
+    /// Rank that the event reached.
     pub to: u32,
     /// Kind of the event.
     pub what: Reached,

@@ -6,12 +6,13 @@ use std::collections::BTreeSet;
 
 use farflung_base::{Nanos, Rank, Topology};
 
-/// Least delay from each sender to each receiver; `None` if the queue must be strict.
+/// Minimum delay from each sender to each receiver; `None` if the queue must be strict: events are processed
+/// only while all ranks are blocked.
 pub(super) type Distances = Option<Vec<Vec<Nanos>>>;
 
 /// Returns the least sum of latencies on any path between two ranks, or on any cycle for a rank and itself.
 /// Returns `None` if a sum is 0, and if regions share lines: a send of one rank can then delay another rank's
-/// at once, so the queue must be strict.
+/// at once, so the queue must be strict: it may process events only while all ranks are blocked.
 pub(super) fn distances(topology: &Topology) -> Distances {
     if topology.regions() > 0 {
         return None;
@@ -33,24 +34,25 @@ pub(super) fn distances(topology: &Topology) -> Distances {
     all.iter().flatten().all(|&d| d > Nanos::ZERO).then_some(all)
 }
 
-/// The reason why an event must wait: it waits until the least floor of `group` is later than `above`.
+/// Reason why an event must wait: until the least floor of `group` is later than `above`. (A rank's floor is
+/// the earliest time at which it can still cause an event.)
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Obstacle {
     pub(super) group: usize,
     pub(super) above: Nanos,
 }
 
-/// Floors of all running ranks, in groups of ranks with equal links: one group if all links are equal, one per
-/// region, or in the worst case one per rank.
+/// Floors of all running ranks: the earliest times at which they can still cause events. Ranks with equal links
+/// form a group: one group if all links are equal, one per region, or in the worst case one per rank.
 #[derive(Debug)]
 pub(super) struct Lookahead {
     /// Group of each rank.
     group: Vec<usize>,
-    /// Least delay from any rank of a group to a receiver, by receiver and group.
+    /// Minimum delay from any rank of a group to a receiver, by receiver and group.
     distance: Vec<Nanos>,
     /// Floors of the running ranks of each group.
     running: Vec<BTreeSet<(Nanos, usize)>>,
-    /// Least floor of each group; [`Nanos::MAX`] if none of its ranks runs.
+    /// Minimum floor of each group; [`Nanos::MAX`] if none of its ranks runs.
     least: Vec<Nanos>,
     /// Floor of each rank; `None` if it does not run.
     floor: Vec<Option<Nanos>>,
@@ -121,7 +123,7 @@ impl Lookahead {
     }
 
     /// Returns the obstacle to an event of `rank` at `time`: a group with a running rank that can still cause
-    /// something before it.
+    /// an earlier event at `rank`.
     pub(super) fn obstacle(&self, rank: usize, time: Nanos) -> Option<Obstacle> {
         let groups = self.groups();
         let distance = &self.distance[rank * groups..][..groups];

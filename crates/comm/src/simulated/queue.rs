@@ -14,7 +14,7 @@ use farflung_base::Nanos;
 
 use super::lookahead::Obstacle;
 
-/// The order of events.
+/// Sort key of an event: events are ordered by time, kind, sender and sequence number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Key {
     pub(super) time: Nanos,
@@ -36,11 +36,11 @@ pub(super) enum Kind {
     Enter,
     Land,
     Arrive,
-    /// After all arrivals of the same time.
+    /// The deadline of a rank; processed after all arrivals of the same time.
     Deadline,
 }
 
-/// The lane of an event.
+/// Sequence of events that must be processed in order: those of one part of one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Lane {
     pub(super) rank: usize,
@@ -56,7 +56,7 @@ pub(super) enum What {
     Down,
     /// The rank itself: arrivals and its crash.
     Itself,
-    /// The end of its wait.
+    /// The end of the rank's wait.
     Deadline,
 }
 
@@ -72,23 +72,23 @@ impl Lane {
     }
 }
 
-/// State of a lane.
+/// State of a lane: which check its first event needs, or for what it waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Place {
     /// The lane is empty.
     Idle,
-    /// Its first event, with this key, must be checked.
+    /// The first event, with this key, must be checked.
     Ready(Key),
-    /// It waits until the least floor of a group is high enough.
+    /// The first event waits until the least floor of a group of ranks is high enough.
     Behind(Obstacle),
-    /// It waits until its rank has changed.
+    /// The first event waits until the state of the lane's rank has changed.
     Held,
 }
 
 /// Keys in order, each with the index of its event in the store.
 type Events = BinaryHeap<Reverse<(Key, u32)>>;
 
-/// Events by lane.
+/// Queue of events, divided into lanes. Only the first event of each lane can be the next one.
 pub(super) struct Queue<E> {
     lanes: Vec<(Events, Place)>,
     /// The events, which are too large to be moved around in a heap.
@@ -165,7 +165,7 @@ impl<E> Queue<E> {
         self.ready.first().copied()
     }
 
-    /// Removes and returns a lane's first event, to be processed.
+    /// Removes and returns the first event of a lane. The caller processes it.
     pub(super) fn pop(&mut self, lane: Lane) -> Option<E> {
         let Reverse((_, at)) = self.lanes[lane.index()].0.pop()?;
         self.look(lane);
@@ -219,7 +219,8 @@ mod tests {
         assert_eq!(queue.first(), Some((key(4, 7), b)));
         queue.set_behind(b, Obstacle { group: 1, above: Nanos(2) });
         assert_eq!(queue.first(), None);
-        // An event before the head of a held lane makes it ready; one behind the head does not.
+        // A new event that sorts before the first event of a held lane makes the lane ready. A new event that
+        // sorts after it does not.
         queue.push(a, key(4, 7), 4);
         assert_eq!(queue.first(), None);
         queue.push(a, key(1, 7), 1);

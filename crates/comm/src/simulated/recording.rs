@@ -16,7 +16,7 @@ use crate::{CommError, WireError};
 const MAGIC: [u8; 4] = *b"FFLR";
 /// Newest version. A topology without shared lines of regions is written as version 1, which has no such lines.
 const VERSION: u8 = 2;
-/// Bytes of magic, version, and checksum of the rest.
+/// Length in bytes of the header: magic, version, and checksum of the rest.
 const HEADER: usize = 9;
 
 /// The recording of a run. Two runs with equal recordings were equal bit for bit.
@@ -59,7 +59,7 @@ impl Recorder {
     }
 }
 
-/// Contents of a file after the header: links and ports of all ranks, faults, events.
+/// Contents of a file after the header: links and access links of all ranks, faults, events.
 type Body = (BoundedVec<Link>, BoundedVec<AccessLink>, Faults, BoundedVec<SimulatedEvent>);
 
 /// The region of each rank, and the shared line of each region. Comes before the body; only in version 2.

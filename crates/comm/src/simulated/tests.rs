@@ -10,10 +10,10 @@ use super::lookahead::{Distances, distances};
 use super::{Faults, LinkNoise, build};
 use crate::{CommError, Communicator, ReduceOp};
 
-/// Observations of a rank: its clock after each part, its errors, and a checksum of its values.
+/// Results of a rank: its clock after each part, its errors, and a checksum of its values.
 type Seen = (Vec<Nanos>, Vec<String>, u32);
 
-/// Runs the ranks. `seed` decides what they do, `nap` only how their threads interleave.
+/// Runs the ranks. `seed` determines their operations, `nap` only how their threads interleave.
 fn run(topology: &Topology, faults: &Faults, distances: Distances, seed: u64, nap: Option<u64>) -> Vec<Seen> {
     let n = topology.size();
     let (ranks, _) = build(topology, faults, distances);
@@ -68,7 +68,7 @@ fn rank(comm: &Communicator, n: usize, seed: u64, nap: Option<u64>) -> Seen {
             2 => note(comm.barrier()),
             // A receive that is cancelled while it waits.
             3 => drop(comm.start_recv(Rank((me + 1) % n as u32), 77)),
-            // So long that the started operation may pass its deadline meanwhile.
+            // This time is so long that the started operation may pass its deadline.
             _ => comm.advance(Nanos::from_micros(own.below(50 + round, 250_000))),
         }
         pause(3 * round + 2);
@@ -136,7 +136,7 @@ fn what_was_started_may_fail_before_the_clock_of_the_rank_that_runs() {
             let comm = Communicator::new(first).with_deadline(ms(50));
             let started = comm.start_all_reduce(vec![1.0_f32; 2], ReduceOp::Sum);
             comm.advance(ms(500));
-            // Gives the other rank real time to go too far, if the queue let it.
+            // Gives the other rank real time in which it would run too far ahead if the queue allowed it.
             std::thread::sleep(Duration::from_millis(20));
             assert!(matches!(started.wait(), Err(CommError::Deadline { .. })));
         });

@@ -58,7 +58,7 @@ use crate::{DownReason, Frame, WireError};
 /// Placeholder tag of reports that a rank is gone, which have no tag.
 const LAST: Tag = Tag { context: u64::MAX, channel: Channel::Abort, number: u32::MAX };
 
-/// Event of a rank's [`Lane`].
+/// An event in the queue, by the part of a rank that it concerns (see [`Lane`]).
 #[derive(Debug)]
 enum Event {
     Crash,
@@ -88,17 +88,17 @@ enum Cargo {
 enum Status {
     Running,
     Blocked,
-    /// Runs as soon as this instant is over.
+    /// The rank runs as soon as all events of this time are processed.
     Woken(Wake),
     Gone,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Member {
-    /// The rank's last instant.
+    /// Time of the latest event that reached the rank.
     now: Nanos,
-    /// While the rank runs: the time before which nothing that it starts departs, and what it has started acts
-    /// only on frames.
+    /// While the rank runs: the time before which no frame of an operation that it starts departs, and before
+    /// which its started operations continue only when frames arrive.
     floor: Nanos,
     sequence: u64,
     status: Status,
@@ -114,15 +114,16 @@ impl Member {
 struct State {
     links: Network,
     queue: Queue<Event>,
-    /// `None` if the queue is strict.
+    /// Computes how far events may run ahead of running ranks. `None` if the queue is strict: it processes
+    /// events only while all ranks are blocked.
     lookahead: Option<Lookahead>,
     ranks: Vec<Member>,
-    /// Number of ranks that run, and number of ranks that are blocked.
+    /// Number of ranks that run (`running`) and that are blocked (`blocked`).
     running: usize,
     blocked: usize,
-    /// The last instant of any rank.
+    /// Time of the latest event that reached any rank.
     latest: Nanos,
-    /// Ranks woken in this instant.
+    /// Ranks that are woken by events of the current time.
     woken: Vec<usize>,
     /// Indexed by `sender * number of ranks + receiver`.
     wires: Vec<Wire>,
@@ -145,11 +146,11 @@ struct Wire {
     tail: Nanos,
 }
 
-/// Copies of a rank's times that it reads without the lock; written under the lock.
+/// Copies of a rank's times. The rank reads them without the lock; they are written under the lock.
 #[derive(Debug, Default)]
 struct Times {
     clock: AtomicU64,
-    /// The rank's last instant.
+    /// Time of the latest event that reached the rank.
     now: AtomicU64,
 }
 
@@ -170,7 +171,7 @@ impl State {
         self.queue.push(Lane::new(from, What::Up), key, Event::Depart(Parcel { to, tag, cargo }));
     }
 
-    /// Adds an event that happens to a rank itself.
+    /// Adds an event that concerns the rank itself, not its links: an arrival or a crash.
     fn await_itself(&mut self, rank: usize, key: Key, event: Event) {
         self.queue.push(Lane::new(rank, What::Itself), key, event);
         self.publish_floor(rank);
@@ -212,7 +213,7 @@ impl State {
         }
     }
 
-    /// Moves a rank's last instant forward.
+    /// Records that an event reached a rank at `at`.
     fn reach(&mut self, rank: usize, at: Nanos) {
         let now = &mut self.ranks[rank].now;
         *now = at.max(*now);
@@ -237,13 +238,13 @@ impl State {
         }
     }
 
-    /// Returns whether the first event of a lane may be processed, as far as the lane's own rank is concerned.
+    /// Returns whether the state of the lane's own rank allows the first event of the lane to be processed.
     fn is_in_turn(&self, lane: Lane, key: &Key) -> bool {
         let member = &self.ranks[lane.rank];
         match (lane.what, member.status) {
             (_, Status::Gone) | (What::Down | What::Deadline, _) | (What::Itself, Status::Blocked) => true,
             (What::Up, _) => !member.runs() || key.time < self.floor(lane.rank),
-            // All arrivals of one instant are delivered before the woken rank runs.
+            // All arrivals of one time are delivered before the woken rank runs.
             (What::Itself, Status::Woken(_)) => member.now == key.time,
             (What::Itself, Status::Running) => false,
         }
@@ -331,7 +332,7 @@ impl World {
         Nanos(self.times[rank].clock.load(Ordering::Acquire))
     }
 
-    /// Returns a rank's last instant.
+    /// Returns the time of the latest event that reached a rank.
     pub(super) fn instant(&self, rank: usize) -> Nanos {
         Nanos(self.times[rank].now.load(Ordering::Acquire))
     }
@@ -343,7 +344,7 @@ impl World {
         if !member.crashed {
             // Other ranks' events were processed on the assumption that nothing departs before the floor, and
             // that a blocked rank sends nothing. So a frame that an outside thread sends for a blocked rank
-            // departs no earlier than the latest instant of any rank.
+            // departs no earlier than the latest event of any rank.
             let earliest = if member.runs() { state.floor(from) } else { state.latest };
             let at = self.rules.thaw(PeerId(from as u32), at.max(earliest));
             state.push(from, to, tag, at, Cargo::Frame(frame));
@@ -362,8 +363,8 @@ impl World {
         self.fire(state);
     }
 
-    /// Blocks a rank until something that its operations ask for arrives, or until the time `until`. Does not
-    /// block if `moved` returns true: something has arrived already.
+    /// Blocks a rank until a frame or report arrives for which one of its operations waits, or until the time
+    /// `until`. Does not block if `moved` returns true: then such a frame has already arrived.
     pub(super) fn block(&self, rank: usize, until: Nanos, moved: impl FnOnce() -> bool) -> Wake {
         let mut state = self.lock();
         if moved() {
@@ -384,7 +385,8 @@ impl World {
         self.bells.sleep(rank, rung)
     }
 
-    /// Wakes a blocked rank at the latest instant of any rank. Called by threads outside of the simulation.
+    /// Wakes a blocked rank at the time of the latest event of any rank. Called by threads outside of the
+    /// simulation.
     pub(super) fn rouse(&self, rank: usize) {
         let mut state = self.lock();
         let at = state.latest;
@@ -450,8 +452,8 @@ impl World {
         }
     }
 
-    /// Processes one instant after another until one wakes a rank. Deadlines come after all other events of an
-    /// instant.
+    /// Processes the events of one time after the other until one of them wakes a rank. Of the events of one
+    /// time, deadlines come last.
     fn fire_strictly(&self, state: &mut State) {
         if state.running > 0 {
             return;
@@ -569,7 +571,7 @@ impl World {
             }
             Cargo::Gone(reason) => {
                 if there && matches!(reason, DownReason::Protocol(_)) {
-                    // The receiver closes the connection.
+                    // The checksum does not match, so the receiver closes the connection.
                     let at = time.saturating_add(Nanos(1));
                     state.push(to, from, LAST, at, Cargo::Gone(DownReason::Ended));
                     state.broken.insert((to, from));

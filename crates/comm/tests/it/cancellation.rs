@@ -11,7 +11,7 @@ use crate::common::{TRANSPORTS, on_ranks, over};
 use farflung_base::{Nanos, PeerId, Rank, Topology};
 use farflung_comm::{Algorithm, Cancel, CommError, Communicator, FRAME_BYTES, ReduceOp, Tag, WINDOW};
 
-/// Long enough for a thread to be asleep in its wait; the result does not depend on it.
+/// A pause in which the other thread normally falls asleep in its wait. The result does not depend on it.
 const A_MOMENT: Duration = Duration::from_millis(20);
 
 fn sum(comm: &Communicator, value: f64) -> f64 {
@@ -100,10 +100,10 @@ fn an_abort_ends_what_this_ranks_own_threads_wait_for_though_nobody_else_is_ther
                     assert!(error.is_cancelled(), "{name}: {error}");
                 });
             }
-            // The other rank is in no collective, and answers nothing, until this is over.
+            // The other rank takes part in no collective and sends no message until this barrier.
             over.wait();
             if comm.rank().0 == 1 {
-                // One barrier may succeed with messages sent before the cancellation.
+                // One barrier may still succeed, with messages that were sent before the cancellation.
                 let error = std::iter::from_fn(|| Some(comm.barrier())).find_map(Result::err).unwrap();
                 assert!(matches!(error, CommError::CancelledBy { peer: PeerId(0), .. }), "{name}: {error}");
             }
@@ -114,9 +114,10 @@ fn an_abort_ends_what_this_ranks_own_threads_wait_for_though_nobody_else_is_ther
 
 #[test]
 fn a_message_that_is_cancelled_half_way_leaves_its_tag_to_the_next() {
-    // Longer than the window, so that it does not leave as long as no frame is taken.
+    // Longer than the flow-control window, so that the message is not sent completely as long as the receiver
+    // takes no frame.
     const LONG: usize = (WINDOW + 5) * FRAME_BYTES;
-    // (Simulated links have no window: all frames would be on their way at once.)
+    // Simulated links are left out: they have no flow-control window, so all frames would be sent at once.
     for (name, cluster) in TRANSPORTS.into_iter().filter(|(name, _)| *name != "simulated") {
         let cancel = Cancel::new();
         on_ranks(cluster(2), |comm| {
@@ -196,7 +197,8 @@ fn at_whatever_moment_one_of_eight_cancels_all_know_by_whom_in_the_time_of_a_way
                         comm.start_all_reduce(vec![1.0_f32; 40_000], ReduceOp::Sum).wait()
                     };
                     assert!(result.iter().flatten().all(|&v| v == 8.0), "{algorithm:?} {moment}");
-                    // A rank that had completed before the cancellation sees it in the next collective.
+                    // A rank that had completed its collective before the cancellation gets the error in the
+                    // next one.
                     while result.is_ok() {
                         result = comm.start_all_reduce(vec![1.0_f32; 40_000], ReduceOp::Sum).wait();
                     }

@@ -191,7 +191,7 @@ fn every_form_sums_over_every_transport_and_all_ranks_have_the_same_bits() {
             for (form, programs) in forms(n) {
                 let results = on_ranks(cluster(n), |comm| {
                     let me = comm.rank().index();
-                    // Longer than a frame, and not a round number.
+                    // The buffer is longer than a frame, and its length is not a multiple of 2 or 5.
                     let exact: Vec<f32> = (0..40_003).map(|i| (i % 17 + me) as f32).collect();
                     let odd: Vec<f32> = (0..101).map(|i| ((i * 7 + me) as f32 * 0.61).sin()).collect();
                     let program = || programs[me].clone();
@@ -295,7 +295,7 @@ fn the_choice_is_the_cheapest_that_does_not_lose_at_each_hop() {
         // In chunks: while one is scattered, another is gathered.
         (equal(), 1_000_000, Algorithm::Butterfly),
         (equal(), 60_000, Algorithm::Direct),
-        // One latency, but more bytes.
+        // All-gather takes one latency only, but sends more bytes.
         (equal(), 10_000, Algorithm::AllGather),
     ] {
         let price = |form: Algorithm| form.coded_cost(&buffer(len, &topology)).unwrap();

@@ -64,7 +64,7 @@ fn all_reduce_is_exact_for_every_size() {
                         let mean = comm.start_all_reduce(x.clone(), ReduceOp::Mean);
                         let max = comm.start_all_reduce(x.clone(), ReduceOp::Max);
                         let min = comm.start_all_reduce(x, ReduceOp::Min);
-                        // Waited for in another order than started.
+                        // The operations are waited for in another order than they were started.
                         assert!(min.wait().unwrap().iter().enumerate().all(|(i, &v)| v == i as f64));
                         let mean = mean.wait().unwrap();
                         assert!(mean.iter().enumerate().all(|(i, &v)| v == (i * ranks) as f64 / n as f64));
@@ -154,7 +154,7 @@ fn the_other_collectives_do_what_they_say() {
                 let out = (0..n).map(|to| vec![me as u8, to as u8]).collect();
                 let all = comm.all_to_all_bytes(out).unwrap();
                 assert!(all.iter().enumerate().all(|(from, m)| *m == [from as u8, me as u8]));
-                // A ring of messages longer than all windows, in which all ranks send first.
+                // A ring of messages longer than all flow-control windows. All ranks send before they receive.
                 let next = Rank(((me + 1) % n) as u32);
                 let last = Rank(((me + n - 1) % n) as u32);
                 let sent = comm.start_send(next, 9, vec![me as u8; 12 << 20]);
@@ -211,7 +211,7 @@ fn the_uneven_and_the_rooted_ones_do_what_they_say() {
                 let want: Vec<i16> = received.iter().flat_map(|&v| vec![v as i16; v]).collect();
                 assert_eq!(comm.all_to_all_v(&out, &sent, &received).unwrap(), want);
 
-                // Neighbours as a star, as a ring, and in pairs.
+                // Neighbours form a star, a ring, and pairs.
                 let star: Vec<Rank> = if me == 0 { (1..n as u32).map(Rank).collect() } else { vec![Rank(0)] };
                 let mut ring = vec![Rank(((me + 1) % n) as u32), Rank(((me + n - 1) % n) as u32)];
                 ring.dedup();
@@ -276,7 +276,7 @@ impl Coder for Quarters {
     }
 }
 
-/// Values of another type, encoded to the same bytes as by [`Quarters`].
+/// Values of another type, which are encoded to the same bytes as those of [`Quarters`].
 struct Elsewhere(Vec<i32>);
 
 impl CodedValues for Elsewhere {
@@ -417,7 +417,7 @@ fn frames_of_any_of_a_set_and_cancellation() {
             let transport = comm.transport();
             let (tag, limit) = (Tag::user(77, 1), Nanos::from_millis(5000));
             if comm.rank().0 == 0 {
-                // Dropped before anything was sent: the next receive gets the frame.
+                // The receive is dropped before a frame was sent, so the next receive gets the frame.
                 drop(transport.recv(Source::Peer(PeerId(1)), tag, limit));
             }
             comm.barrier().unwrap();
@@ -497,7 +497,8 @@ fn one_of_several_messages_is_received_and_a_lost_rank_is_passed_over() {
     for (name, cluster) in TRANSPORTS {
         on_ranks(cluster(3), |comm| match comm.rank().0 {
             0 => {
-                // Rank 1 sends only after a message from here, so rank 2's message is first; it has two frames.
+                // Rank 1 sends only after a message from rank 0, so the message of rank 2 arrives first; it has
+                // two frames.
                 let (from, long) = comm.recv_any(&[Rank(1), Rank(2)], 5).unwrap();
                 assert_eq!((from, long.len()), (Rank(2), 300_000), "{name}");
                 comm.send(Rank(1), 6, b"now").unwrap();

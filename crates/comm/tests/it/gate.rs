@@ -71,7 +71,8 @@ fn grows(host: &Security, others: &[Security; 3]) {
     wait_for(&second, 2);
     assert_eq!(sums(&[&first, &third, &second], 50), [3.0; 3]);
     drop(first);
-    // Until the others notice that the first one has left, they may list it; the fourth skips it.
+    // Until the others notice that the first process has left, they may still list it. The fourth process skips
+    // it.
     let fourth = ask(&second, &others[2]).unwrap().join().unwrap();
     wait_for(&second, 3);
     wait_for(&third, 3);
@@ -170,7 +171,7 @@ fn two_that_come_at_the_same_time_meet() {
     let clear = Security::clear();
     for _ in 0..4 {
         let first = GrowingNetwork::found(&config(&clear)).unwrap();
-        // All three ask before any of them connects.
+        // All three newcomers ask for the members before any of them connects.
         let asked: Vec<_> = (0..3).map(|_| ask(&first, &clear).unwrap()).collect();
         let come: Vec<GrowingNetwork> = asked.into_iter().map(|asked| asked.join().unwrap()).collect();
         thread::scope(|scope| {

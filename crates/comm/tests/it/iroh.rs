@@ -52,7 +52,7 @@ fn each_tag_has_a_stream_and_a_full_one_holds_up_no_other() {
         frame
     };
     let (sender, receiver) = (&ends[0], &ends[1]);
-    // Sends more frames than all windows of one tag hold.
+    // Sends more frames than the flow-control windows of one tag allow.
     let full = |i| sender.send(PeerId(1), Tag::user(5, 1), frame(sender, i), limit);
     let sent = std::sync::atomic::AtomicU32::new(0);
     let all = 4 * WINDOW as u32;
@@ -191,7 +191,7 @@ fn a_rate_in_all_is_shared_by_peers_and_one_to_each_is_not() {
             comm.barrier().unwrap();
             let start = comm.now();
             if comm.rank() == Rank(0) {
-                // Two tags for each peer, which share the peer's rate.
+                // Each peer gets messages of two tags, which share the peer's rate.
                 let parts = [(1, 1), (2, 1), (1, 2), (2, 2)];
                 let parts = parts.map(|(to, tag)| comm.start_send(Rank(to), tag, vec![7; BYTES / 2]));
                 for part in parts {
@@ -296,7 +296,7 @@ fn who_does_not_belong_here_is_turned_away_with_the_reason_and_the_others_meet()
         assert_eq!(refusal(join(good(), job.ticket.expiry, "another", 1)), Refusal::Job);
         let larger = join(good(), job.ticket.expiry, "farflung", 2);
         assert_eq!(refusal(larger), Refusal::WorldSize { want: 2, got: 3 });
-        // A host with another key than expected.
+        // The host has another key than the ranks expect.
         let mut config = job.config(1);
         let host = stranger.public();
         config.security = Security::by_ticket(&job.identities[1], &Ticket { host, ..job.ticket.clone() });
@@ -349,18 +349,18 @@ fn a_stranger_that_speaks_another_protocol_is_refused_and_holds_up_nobody() {
             let endpoint = builder.relay_mode(::iroh::endpoint::RelayMode::Disabled).bind().await.unwrap();
             let key = ::iroh::PublicKey::from_bytes(job.identities[0].public().bytes()).unwrap();
             let host = ::iroh::EndpointAddr::new(key).with_ip_addr(job.ticket.addresses[0].parse().unwrap());
-            // A frame of version 250.
+            // Sends a frame of version 250.
             let mut other = [0; 32];
             other[..5].copy_from_slice(b"FFLC\xfa");
             let answer = strange(&endpoint, &host, &other).await;
             assert!(answer.ends_with(&[3, 4, 5, 250]), "no refusal by version: {answer:?}");
             assert!(strange(&endpoint, &host, &[7; 4000]).await.is_empty());
-            // A frame that claims to be longer than a greeting may be.
+            // Sends a frame that claims to be longer than a greeting may be.
             let mut long = [0; 32];
             long[..6].copy_from_slice(b"FFLC\x06\x04");
             long[25] = 0xff;
             assert!(strange(&endpoint, &host, &long).await.is_empty());
-            // A connection that stays open and is silent.
+            // Opens a connection that stays silent.
             let silent = endpoint.connect(host.clone(), b"farflung/1").await.unwrap();
             (endpoint, silent)
         });

@@ -66,7 +66,7 @@ fn scans_are_those_of_one_process() {
                     comm.exclusive_scan(&mut least, ReduceOp::Min).unwrap();
                     let mut functions = input(me, len, affine);
                     comm.exclusive_scan(&mut functions, composed()).unwrap();
-                    // Rank 0 keeps its own values.
+                    // The exclusive scan of rank 0 leaves its own values.
                     let before = 0..me.max(1);
                     assert_eq!(least, folded(before.clone(), len, number, u32::min), "{what}");
                     assert_eq!(functions, folded(before, len, affine, compose), "{what}");
@@ -117,7 +117,7 @@ fn reductions_of_ones_own_keep_the_order_of_ranks() {
 
 #[test]
 fn bits_truths_and_places_are_those_of_one_process() {
-    /// Returns one of few values, so that many are equal and some are zero.
+    /// Returns one of a few values, so that many inputs are equal and some are zero.
     fn few(rank: usize, i: usize) -> u32 {
         number(rank, i) % 3
     }
@@ -299,7 +299,7 @@ fn ranks_whose_reductions_differ_are_told_so() {
         if rank == Rank(0) { UserOp::new("left", f) } else { UserOp::commutative("left", f) }
     };
     assert!(refused(by_order).iter().any(|error| matches!(error, CommError::Mismatch { .. })));
-    // The same number of scalars, in arrays of another length.
+    // The ranks have the same number of scalars, but in arrays of different lengths.
     let errors = on_ranks(crate::common::memory_cluster(2), |comm| match comm.rank() {
         Rank(0) => comm.all_reduce(&mut [[1_u8; 4]; 3], ReduceOp::Sum),
         _ => comm.all_reduce(&mut [[1_u8; 3]; 4], ReduceOp::Sum),

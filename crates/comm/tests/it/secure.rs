@@ -136,18 +136,18 @@ fn whoever_does_not_belong_is_turned_away_by_name() {
     assert!(error.to_string().contains("belongs to another run"), "{error}");
     assert_eq!(host.refused().counts()["wrong secret"], 1);
 
-    // A stranger without encryption, if the host uses it.
+    // The stranger does not use encryption, but the host does.
     let error = refused(&host, &Security::clear(), &by_secret(2));
     assert_eq!(reason(&error), Some(Refusal::Clear), "{error}");
     assert!(error.to_string().contains("--insecure"), "{error}");
 
-    // A stranger with encryption, if the host does not use it.
+    // The stranger uses encryption, but the host does not.
     let clear = Security::clear();
     let error = refused(&clear, &by_secret(2), &Security::clear());
     assert!(error.to_string().contains("not encrypted"), "{error}");
     assert_eq!(clear.refused().counts()["not encrypted"], 1);
 
-    // A stranger with the secret, but with a key that is not in the list.
+    // The stranger has the secret, but its key is not in the list.
     let picky = by_secret(1).allowing([identity(2).public()]);
     let error = refused(&picky, &by_secret(3), &by_secret(2));
     assert_eq!(reason(&error), Some(Refusal::Key), "{error}");
@@ -173,7 +173,7 @@ fn tickets_hold_for_one_host_one_secret_and_some_time() {
     let moved = Ticket { expiry: soon + 1, ..ticket(&host, &secret, soon) };
     assert_eq!(reason(&refused(&by_host, &of(&moved), &good)), Some(Refusal::Secret));
 
-    // A ticket of the secret before it was rotated.
+    // The ticket was made from the secret that was valid before the rotation.
     let rotated = Security::by_secret(&host, &JoinSecret::generate().unwrap());
     let master = free();
     thread::scope(|scope| {
@@ -312,7 +312,7 @@ fn stores_prove_themselves_too() {
     let error = connect(&wrong).unwrap_err();
     assert_eq!(reason(&error), Some(Refusal::Secret), "{error}");
     assert_eq!(reason(&connect(&Security::clear()).unwrap_err()), Some(Refusal::Clear));
-    // A silent connection delays no other.
+    // A silent connection does not delay other connections.
     let _silent = TcpStream::connect(&address).unwrap();
     let store = connect(&by_secret(2)).unwrap();
     let value: Vec<u8> = (0..200_000).map(|i| (i % 251) as u8).collect();

@@ -12,7 +12,7 @@ use farflung_comm::secure::{Identity, JoinSecret, Security};
 use farflung_comm::tcp::{self, GateConfig, GrowingNetwork, SharedMemory};
 use farflung_comm::{CommError, Communicator, FRAME_BYTES, ReduceOp, Source, Tag, Transport as _};
 
-/// Sums again and again from the start: most peers switch to shared memory in the middle of it.
+/// Sums many times, from the start on: most peers switch to shared memory between two of the sums.
 fn sums(cluster: Cluster) {
     on_ranks(cluster, |comm| {
         let n = comm.size();
@@ -55,7 +55,7 @@ fn who_has_to_share_and_cannot_is_told_with_whom() {
             config.shared_memory = if rank == 0 { SharedMemory::Always } else { SharedMemory::Never };
             scope.spawn(move || match tcp::join(&config) {
                 Err(error) => Some(error),
-                // Negotiation goes on while it waits for a message.
+                // The endpoint continues the negotiation about shared memory while it waits for a message.
                 Ok(met) => {
                     let comm = Communicator::new(met).with_deadline(Nanos::from_millis(10_000));
                     comm.recv(Rank(0), 1).err()
@@ -140,6 +140,6 @@ fn members_of_gates_share_memory_as_well() {
             });
         }
     });
-    // Mappings of this endpoint and of the other.
+    // Both endpoints have mapped the memory.
     assert!(mapped() >= 2);
 }

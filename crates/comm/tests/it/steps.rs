@@ -281,7 +281,8 @@ fn regions_are_those_that_are_near_each_other() {
     assert_eq!(regions(&spread(7)), groups(7, 3));
     let flat = Topology::uniform(5, "1gbit,1ms".parse().unwrap());
     assert_eq!(regions(&flat), groups(5, 5));
-    // By bandwidth alone: of links, and of lines that regions share. A slow access link does not make a region.
+    // Here regions follow from bandwidth alone: of links (`by_links`), or of access links that regions share
+    // (`by_lines`). A slow access link of one rank does not make a region.
     let mut by_links = Topology::uniform(6, "1gbit,1ms".parse().unwrap());
     for (a, b) in (0..6).flat_map(|a| (0..6).map(move |b| (a, b))).filter(|(a, b)| a / 3 != b / 3) {
         by_links.set_link(Rank(a), Rank(b), "100mbit,1ms".parse().unwrap());

@@ -39,7 +39,7 @@ fn values_numbers_and_firsts() {
     assert_eq!(a.get("n").unwrap().unwrap(), (-2_i64).to_le_bytes());
     let error = a.add("new", 1).unwrap_err();
     assert!(matches!(&error, CommError::Denied { op: "add", key } if key == "new"), "{error}");
-    // Rejected before it is sent, so the client can go on.
+    // The request is rejected before it is sent, so the client can be used further.
     assert!(matches!(a.put("long", &vec![0; VALUE_BYTES]), Err(CommError::Argument { .. })));
     let long = vec![7; VALUE_BYTES - 10];
     a.put("long", &long).unwrap();

@@ -1,4 +1,5 @@
-//! Faults that only sockets have: ports in use, strangers, garbage from strangers, and peers that vanish.
+//! Faults that only sockets have: ports in use, connections and invalid bytes from strangers, and peers that
+//! vanish.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(clippy::float_cmp, reason = "these sums are exact")]
@@ -339,7 +340,7 @@ fn the_number_of_streams_is_bounded_and_the_same_on_all_ranks() {
     assert!(errors.iter().all(Result::is_err), "{errors:?}");
 }
 
-/// Far more silent connections than may wait.
+/// Opens many more silent connections than the listener keeps waiting.
 #[test]
 fn connections_that_say_nothing_keep_no_rank_out() {
     let port = free_port();

@@ -9,7 +9,7 @@ use farflung_base::{Link, Nanos, PeerId, Philox, Rank, Topology};
 use farflung_comm::simulated::{Faults, LinkNoise, record};
 use farflung_comm::{CommError, Communicator, ReduceOp};
 
-/// Work of a rank; it may depend only on the rank and on what it receives.
+/// Operations of a rank. They may depend only on the rank's number and on the data that it receives.
 type Work = fn(&Communicator, &mut Log);
 
 /// Log of a rank's results.

@@ -25,7 +25,8 @@ fn within(got: Nanos, want: f64, tolerance: f64, what: &str) {
 
 #[test]
 fn all_reduce_takes_its_closed_form_and_its_price() {
-    // Eight ranks: number of latencies, and buffers sent by each rank.
+    // For each algorithm with eight ranks: the number of latencies, and the number of buffers that each rank
+    // sends.
     let forms = [
         (Algorithm::Ring, 14.0, 1.75),
         (Algorithm::RecursiveDoubling, 3.0, 3.0),
@@ -33,7 +34,7 @@ fn all_reduce_takes_its_closed_form_and_its_price() {
         (Algorithm::Hierarchical, 14.0, 1.75),
         (Algorithm::Direct, 2.0, 1.75),
         (Algorithm::Butterfly, 2.0, 1.75),
-        // On a grid of 2 x 4 ranks: rings of 4, then of 2.
+        // Moshpit uses a grid of 2 x 4 ranks: rings of 4 ranks, then rings of 2.
         (Algorithm::Moshpit, 8.0, 1.5 + 1.0),
     ];
     let topology = uniform(8, "1gbit,10ms");
@@ -123,7 +124,7 @@ fn started_together_they_share_the_link() {
         }
         comm.now()
     });
-    // Four megabytes through one port; the latencies overlap with other transfers.
+    // Four megabytes over one access link. The latencies overlap with other transfers.
     within(times[0], 0.32, 0.02, "four at once");
     assert_eq!(times[0], times[1]);
 }
@@ -168,7 +169,8 @@ fn with_lines() -> Topology {
 fn what_leaves_a_region_shares_its_line_and_what_stays_does_not() {
     let times = on_ranks(over(&with_lines()), |comm| {
         let me = comm.rank().0;
-        // 100 kB from each rank of the first region to its counterpart, and 100 kB to its neighbour.
+        // Each rank of the first region sends 100 kB to its counterpart in the other region, and 100 kB to its
+        // neighbour.
         if me < 2 {
             let out = comm.start_send(Rank(me + 2), 1, vec![0; 100_000]);
             comm.send(Rank(1 - me), 2, &vec![0; 100_000]).unwrap();
@@ -192,7 +194,7 @@ fn a_slow_access_link_does_not_hold_up_the_line_of_its_region() {
     topology.set_port(Rank(1), AccessLink { up: Bandwidth(800_000), down: Bandwidth(80_000_000) });
     let times = on_ranks(over(&topology), |comm| {
         match comm.rank().0 {
-            // Takes 4 s over its own uplink of 100 kB/s, in frames that wait for the uplink.
+            // This message takes 4 s over the rank's uplink of 100 kB/s. Its frames wait for the uplink.
             1 => comm.send(Rank(3), 1, &vec![0; 400_000]).unwrap(),
             0 => {
                 comm.advance(Nanos::from_millis(1));
@@ -202,7 +204,8 @@ fn a_slow_access_link_does_not_hold_up_the_line_of_its_region() {
         }
         comm.now()
     });
-    // Waits for at most one frame of the other message, not for those that are still waiting for its uplink.
+    // This message waits for at most one frame of the other message, not for its frames that still wait for the
+    // uplink.
     assert!(times[2] < Nanos::from_millis(400), "{times:?}");
     within(times[3], 4.0, 0.05, "the slow one");
 }
@@ -325,7 +328,7 @@ fn under(faults: &Faults) -> Vec<(Nanos, Option<CommError>)> {
 #[test]
 fn bad_weather_delays_and_loses_nothing() {
     let ms = Nanos::from_millis;
-    // Six steps of 8 ms and 20 ms.
+    // Six steps, each of 8 ms of transfer and 20 ms of latency.
     assert!(under(&Faults::new()).iter().all(|(time, _)| (ms(168)..ms(169)).contains(time)));
     let jitter = LinkNoise { seed: 1, jitter: ms(10), ..LinkNoise::default() };
     let late = under(&Faults::new().weather(jitter));
@@ -387,7 +390,7 @@ fn a_silent_rank_is_named_by_all_and_the_others_go_on_without_it() {
                 let what = format!("{algorithm:?} at {at}, rank {rank}: {error:?} at {time}");
                 match error {
                     Some(error) => assert_eq!(error.peer(), Some(PeerId(3)), "{what}"),
-                    // A rank that needed nothing more from the lost one succeeds.
+                    // A rank that needed no more data from the lost rank succeeds.
                     None => assert!(*time < Nanos::from_millis(2_000), "{what}"),
                 }
                 assert!(*time <= Nanos::from_millis(2_050), "{what}");
@@ -430,7 +433,7 @@ fn a_cut_link_is_named_by_one_of_its_ends() {
         assert!(ends.iter().any(|(_, error, _)| error.is_some()), "at {at}");
         for (rank, (time, error, _)) in ends.iter().enumerate() {
             let what = format!("at {at}, rank {rank}: {error:?} at {time}");
-            // A rank that needed nothing more from the other end succeeds.
+            // A rank that needed no more data from the other end succeeds.
             let named = error.as_ref().map(CommError::peer);
             assert!([None, Some(Some(PeerId(4))), Some(Some(PeerId(5)))].contains(&named), "{what}");
             assert!(*time <= Nanos::from_millis(2_050), "{what}");
@@ -491,7 +494,7 @@ fn what_has_arrived_is_a_matter_of_the_clock_alone() {
             seen.push(comm.first(&mut [&mut late, &mut one], WaitMode::Now));
             let waited = comm.now();
             comm.advance(Nanos::from_millis(60).saturating_sub(waited));
-            // Both have arrived: the first one in the list is returned.
+            // Both messages have arrived: the index of the first one in the list is returned.
             seen.push(comm.first(&mut [&mut late, &mut one], WaitMode::Now));
             assert_eq!(comm.now(), Nanos::from_millis(60), "to look takes no time");
             assert_eq!((one.wait().unwrap(), late.wait().unwrap()), (vec![1; 300_000], Vec::new()));
@@ -517,6 +520,6 @@ fn a_look_ends_with_the_first_arrival_or_with_its_time() {
         };
         vec![look(5), look(0), look(10), look(100)]
     });
-    // An arrival lifts the clock when it is waited for.
+    // The clock moves to the time of an arrival only when the rank waits for it.
     assert_eq!(looks[0], [(None, 5), (None, 5), (None, 15), (Some(0), 15)]);
 }

@@ -50,7 +50,7 @@ impl Shape {
 pub(super) struct Division {
     pub(super) layers: Vec<Range<usize>>,
     pub(super) cost: PipelineCost,
-    /// State of the stage that has most, in bytes.
+    /// Bytes of state of the stage with the most state.
     pub(super) state: Bytes,
 }
 
@@ -110,7 +110,7 @@ impl<'a> StepTimes<'a> {
         }
     }
 
-    /// Returns the state in bytes of the stage that has most.
+    /// Returns the bytes of state of the stage with the most state.
     pub fn state(&mut self, stages: u32) -> Option<Bytes> {
         self.division(stages).map(|division| division.state)
     }
@@ -150,8 +150,8 @@ impl<'a> StepTimes<'a> {
         Some(pass.saturating_add(self.averages(shape.stages, shape.pipelines)?))
     }
 
-    /// Returns the time of a step with the work of all pipelines in one order. The order's number of stages
-    /// selects the division.
+    /// Returns the time of a step in which `order` contains the work of all pipelines. The layers are divided
+    /// into as many stages as the order has.
     pub(super) fn ordered(&mut self, order: &ComputeOrder, copies: u32) -> Option<Nanos> {
         let stages = order.placement().depth();
         let pass = simulate(order, &self.division(stages)?.cost).ok()?.makespan();
@@ -269,7 +269,8 @@ pub(super) mod tests {
             };
             let found = prices.division(stages).unwrap();
             let most = found.layers.iter().map(slowest).max().unwrap();
-            // `uneven` may leave machines out. If it uses all of them, both must find the same slowest stage.
+            // The planner `uneven` may leave machines out. If it uses all of them, both functions must find the
+            // same slowest stage.
             let planned = uneven(&chain).unwrap();
             if planned.stages.len() == stages as usize {
                 let best = planned.stages.iter().map(|stage| slowest(&stage.layers)).max().unwrap();

@@ -1,9 +1,10 @@
-//! Time between checkpoints: Young's and Daly's intervals, and the work that a run gets done at any interval.
+//! Time between checkpoints: Young's and Daly's intervals, and the fraction of time that a run works for any
+//! interval.
 
 use crate::seeded_rng::SeededRng;
 
-/// Returns Young's interval: the working time between two checkpoints, in seconds, that loses least, to first
-/// order.
+/// Returns Young's interval: the working time between two checkpoints, in seconds, for which the lost time is
+/// least, in a first-order approximation.
 ///
 /// `save` is the time that a checkpoint takes, `between` the mean time between failures of the job, both in
 /// seconds. Source: Young 1974, `sqrt(2 save between)`.
@@ -18,7 +19,7 @@ pub fn young(save: f64, between: f64) -> f64 {
     (2.0 * save * between).sqrt()
 }
 
-/// Returns Daly's interval: the same quantity to a higher order.
+/// Returns Daly's interval: like [`young`], in a higher-order approximation.
 ///
 /// Source: Daly 2006, equation 37: `sqrt(2 s m) (1 + sqrt(s / 2m) / 3 + (s / 2m) / 9) - s` for `s < 2m`, else
 /// `m`.
@@ -48,11 +49,11 @@ pub struct Checkpoints {
 /// How the time of a job is spent, as fractions of the whole.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Lost {
-    /// Work that counts: the goodput.
+    /// Work that no failure made useless: the goodput.
     pub work: f64,
-    /// Saving checkpoints that count.
+    /// Saving checkpoints that no failure made useless.
     pub saving: f64,
-    /// Restarts, and work, saving and restarts that a failure made useless.
+    /// Restarts, and the work and saving that a failure made useless.
     pub failures: f64,
 }
 
@@ -88,7 +89,7 @@ impl Checkpoints {
         Lost { work: every / all, saving: save / all, failures: 1.0 - (every + save) / all }
     }
 
-    /// Returns the mean work that one failure loses: the work since the newest checkpoint.
+    /// Returns the mean time of work that one failure loses: the work since the newest checkpoint.
     ///
     /// A failure within a segment of `t` seconds loses `between - t / (e^(t / between) - 1)`, about `t / 2`.
     #[must_use]

@@ -9,7 +9,7 @@ use farflung_base::{Bytes, Nanos};
 use super::StepTimes;
 use super::policy::{ChangeContext, CheckpointInterval, Policy, PolicyRow, Reaction};
 
-/// Row of [`POLICIES`](super::POLICIES).
+/// This policy's entry in the table [`POLICIES`](super::POLICIES).
 pub(super) const ROW: PolicyRow = PolicyRow {
     name: "oobleck",
     summary: "at least two copies of each layer, in pipelines of planned lengths; lost layers are fetched \
@@ -114,7 +114,8 @@ pub struct Mix {
     pub step: Nanos,
 }
 
-/// Number of mixes to simulate, after a closed form has ranked all mixes.
+/// Number of mixes (sets of pipelines of several lengths) to simulate, after a closed form has ranked all
+/// mixes.
 const FINALISTS: usize = 8;
 
 /// Returns the mix with the fastest step on at most `machines` machines, with at least `copies` pipelines.
@@ -170,12 +171,13 @@ fn sizes(templates: &[u32], mix: &[u32]) -> Vec<u32> {
     templates.iter().zip(mix).flat_map(|(&size, &count)| vec![size; count as usize]).collect()
 }
 
-/// Measures a pace from simulated passes, because links can make the period longer than the slowest stage.
+/// Returns the times of a pipeline's first and further microbatches. They come from simulated passes, because
+/// links can make the period longer than the slowest stage.
 fn pace(prices: &mut StepTimes<'_>, stages: u32) -> Option<PipelineTimes> {
     let first = prices.pass(stages, 1)?;
     let (fewer, more) = (prices.pass(stages, 2 * stages)?, prices.pass(stages, 4 * stages)?);
     let each = Nanos(more.saturating_sub(fewer).0 / u64::from(2 * stages));
-    // Time of the first microbatches, which fill the pipeline.
+    // Time in which the first microbatches fill the pipeline.
     let fill = fewer.saturating_sub(Nanos(each.0.saturating_mul(u64::from(2 * stages - 1))));
     Some(PipelineTimes { first: first.max(fill), each })
 }
@@ -220,7 +222,7 @@ impl Oobleck {
         Bytes(most)
     }
 
-    /// Returns whether each layer is on a machine that is present.
+    /// Returns whether each layer is held by a machine that is present.
     fn is_whole(&self, layers: usize) -> bool {
         (0..layers).all(|layer| self.held.iter().flatten().any(|held| held.contains(&layer)))
     }

@@ -1,11 +1,12 @@
-//! Parcae's liveput: chooses the shape with the highest expected throughput after the losses to be expected.
+//! Parcae's policy: chooses the shape with the highest liveput, the expected throughput after predicted losses
+//! of machines.
 
 use farflung_base::Nanos;
 
 use super::policy::{ChangeContext, CheckpointInterval, Policy, PolicyRow, Reaction};
 use super::{Shape, StepTimes};
 
-/// Row of [`POLICIES`](super::POLICIES).
+/// This policy's entry in the table [`POLICIES`](super::POLICIES).
 pub(super) const ROW: PolicyRow = PolicyRow {
     name: "parcae",
     summary: "the numbers of pipelines and stages with the highest expected throughput under the losses to \

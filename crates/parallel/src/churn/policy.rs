@@ -34,8 +34,8 @@ impl ChangeContext<'_> {
         (0..).zip(self.there).filter(|(_, there)| **there).map(|(machine, _)| machine).collect()
     }
 
-    /// Returns whether a shorter step is worth a pause: whether it saves more time than the pause takes, until
-    /// the mean time of the next loss of one of `machines` machines.
+    /// Returns whether a change to shorter steps saves more time than its pause takes. The saved time is
+    /// counted until the next loss is expected: the mean time until one of `machines` machines fails.
     pub(super) fn is_worth(&self, pause: Nanos, before: Nanos, after: Nanos, machines: u32) -> bool {
         let time = self.recovery.lifetime.as_secs_f64() / f64::from(machines.max(1));
         let gain = 1.0 - after.as_secs_f64() / before.as_secs_f64().max(1e-12);
@@ -47,7 +47,7 @@ impl ChangeContext<'_> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LostWork {
     Nothing,
-    /// The step under way.
+    /// The current step.
     Step,
     /// All work since the newest checkpoint.
     SinceSaved,
@@ -68,17 +68,17 @@ pub(super) struct Reaction {
 }
 
 impl Reaction {
-    /// Continues unchanged.
+    /// The job continues unchanged.
     pub(super) const fn same(step: Option<Nanos>) -> Self {
         Self { step, pause: Nanos::ZERO, gone: LostWork::Nothing, has_saved: false, wake: None }
     }
 
-    /// Continues with other machines. The step under way is lost.
+    /// The job continues with other machines. The current step is lost.
     pub(super) const fn regrouped(step: Option<Nanos>, pause: Nanos) -> Self {
         Self { pause, gone: LostWork::Step, ..Self::same(step) }
     }
 
-    /// Restarts from the newest checkpoint.
+    /// The job restarts from the newest checkpoint.
     pub(super) const fn restarted(step: Option<Nanos>, pause: Nanos) -> Self {
         Self { pause, gone: LostWork::SinceSaved, ..Self::same(step) }
     }
@@ -94,7 +94,7 @@ pub(super) trait Policy {
 /// How often a policy saves checkpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CheckpointInterval {
-    /// At Daly's interval for the loss of any machine.
+    /// At Daly's interval, computed as if the loss of any machine were a failure of the job.
     Daly,
     /// Every hour. Only the loss of all copies of a layer requires a checkpoint.
     Hourly,

@@ -11,7 +11,7 @@ use super::{Shape, StepTimes};
 use crate::ParallelError;
 use crate::pipeline::{Action, ComputeKind, ComputeOrder, Op, PipelineCost, Placement, peak_bytes, simulate};
 
-/// Row of [`POLICIES`](super::POLICIES).
+/// This policy's entry in the table [`POLICIES`](super::POLICIES).
 pub(super) const ROW: PolicyRow = PolicyRow {
     name: "recycle",
     summary: "microbatches of a lost machine are sent through machines of the same stage in other pipelines",
@@ -28,31 +28,31 @@ pub struct Position {
     pub stage: u32,
 }
 
-/// One order for all pipelines together, without the lost machines.
+/// The work of all pipelines in one order, without the lost machines.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct Rerouted {
     /// The order. Microbatch `i` of pipeline `d` has number `d m + i`, where `m` is the number of microbatches
     /// per pipeline. Each distinct route through the machines is one copy of the model.
     pub order: ComputeOrder,
-    /// Seat of each rank of the order.
+    /// Position of each rank of the order.
     pub seats: Vec<Position>,
 }
 
 /// Builds the order of several pipelines of `base` side by side without the machines at `lost`.
 ///
-/// Each seat does its work in the order of `base`. The microbatches of a lost seat go in turn to the remaining
-/// machines of its stage. A machine with the work of several seats takes what is ready, ordered by the times
-/// that `base` has at `cost`. Whole backwards are split: `I` runs first because other machines wait for its
-/// result; `W` fills the time in which nothing else is ready. [`ComputeOrder::new`] checks the result: each
-/// microbatch passes each stage once, and there is no deadlock.
+/// The work of each position is done in the order of `base`. The microbatches of a lost position go in turn to
+/// the remaining machines of its stage. A machine with the work of several positions takes what is ready,
+/// ordered by the times that `base` has at `cost`. Whole backwards are split: `I` runs first because other
+/// machines wait for its result; `W` fills the time in which nothing else is ready. [`ComputeOrder::new`]
+/// checks the result: each microbatch passes each stage once, and there is no deadlock.
 ///
 /// Source: Gandhi et al. 2024, "ReCycle", section 3. Differs: theirs finds the order by an integer program and
 /// staggers the optimizer's steps; this one is a list schedule without optimizer steps.
 ///
-/// Errors: [`ParallelError::Zero`] for no pipelines, for a stage with no machine left, or for a seat that does
-/// not exist; [`ParallelError::NotBuilt`] for an order with several copies or slices, or with several stages
-/// per rank; errors of [`simulate`] and [`ComputeOrder::new`].
+/// Errors: [`ParallelError::Zero`] for no pipelines, for a stage with no machine left, or for a position that
+/// does not exist; [`ParallelError::NotBuilt`] for an order with several copies or slices, or with several
+/// stages per rank; errors of [`simulate`] and [`ComputeOrder::new`].
 pub fn reroute(
     base: &ComputeOrder,
     pipelines: u32,
@@ -91,7 +91,7 @@ pub fn reroute(
 
 /// The route of each microbatch through the machines.
 struct Routes {
-    /// Seats of the machines that are left, sorted.
+    /// Positions of the machines that are left, sorted.
     seats: Vec<Position>,
     /// Distinct routes: for each stage, the pipeline whose machine is used.
     copies: Vec<Vec<u32>>,
@@ -105,7 +105,8 @@ impl Routes {
         let left: Vec<Vec<u32>> = (0..stages)
             .map(|stage| (0..pipelines).filter(|&pipeline| !is_lost(pipeline, stage)).collect())
             .collect();
-        // Each further lost seat of a stage continues the turns where the one before it ended.
+        // For each stage, the number of microbatches of lost positions that were distributed so far. The
+        // remaining machines of the stage take them in turn.
         let mut turns = vec![0_usize; stages as usize];
         let mut numbers: BTreeMap<Vec<u32>, usize> = BTreeMap::new();
         let (mut copies, mut copy_of) = (Vec::new(), Vec::new());
@@ -140,7 +141,7 @@ impl Routes {
     }
 }
 
-/// A forward or an input gradient that waits for its turn on its seat.
+/// A forward or an input gradient that waits for its turn at its position.
 #[derive(Debug, Clone, Copy)]
 struct Job {
     /// Number among the microbatches of all pipelines.
@@ -155,7 +156,7 @@ struct Merge<'a> {
     cost: &'a PipelineCost,
     routes: &'a Routes,
     stages: u32,
-    /// For each machine, one queue per seat whose work it does.
+    /// For each machine, one queue per position whose work it does.
     queues: Vec<Vec<Queue>>,
     /// For each machine, the microbatches whose weight gradients wait.
     weights: Vec<Vec<usize>>,
@@ -181,7 +182,7 @@ impl<'a> Merge<'a> {
         for stage in 0..stages {
             let rank = base.placement().rank(farflung_base::StageId(stage));
             for pipeline in 0..all / m {
-                // Distributes a seat's list over the machines that do its work.
+                // Distributes a position's list over the machines that do its work.
                 let mut dealt: BTreeMap<usize, Vec<Job>> = BTreeMap::new();
                 for (op, slot) in base.lists()[rank.index()].iter().zip(simulation.slots(rank)) {
                     for action in op.actions() {
@@ -214,7 +215,7 @@ impl<'a> Merge<'a> {
         })
     }
 
-    /// Returns the stage of a machine. All seats whose work it does have the same stage.
+    /// Returns the stage of a machine. All positions whose work it does have the same stage.
     fn stage(&self, machine: usize) -> u32 {
         self.routes.seats[machine].stage
     }
@@ -229,7 +230,7 @@ impl<'a> Merge<'a> {
         let of = |(at, queue): (usize, &Queue)| {
             let job = queue.jobs.get(queue.done)?;
             let ready = self.ready[usize::from(!job.is_forward)][self.cell(stage, job.microbatch)]?;
-            // Gradients sort first because other machines wait for them.
+            // At equal times, input gradients sort before forwards, because other machines wait for them.
             Some((ready.max(self.free[machine]), job.is_forward, job.start, job.microbatch, at))
         };
         let found = self.queues[machine].iter().enumerate().filter_map(of).min()?;
@@ -299,14 +300,14 @@ impl<'a> Merge<'a> {
     }
 }
 
-/// The policy's state: the machine in each seat.
+/// The policy's state: the machine at each position.
 #[derive(Default)]
 struct Recycle {
     shape: Option<Shape>,
     seats: BTreeMap<Position, u32>,
-    /// Machines that copy a seat's stage, each with the time at which the copy is complete.
+    /// Machines that copy a position's stage, each with the time at which the copy is complete.
     coming: Vec<(Nanos, Position, u32)>,
-    /// Cached step times by list of empty seats.
+    /// Cached step times by list of empty positions.
     known: BTreeMap<Vec<Position>, Option<Nanos>>,
 }
 
@@ -318,8 +319,8 @@ impl Recycle {
         all.filter(|seat| !self.seats.contains_key(seat)).collect()
     }
 
-    /// Returns the time of a step without the empty seats. If the other machines cannot hold the microbatches,
-    /// the pipelines with empty seats are left out.
+    /// Returns the time of a step without the empty positions. If the other machines cannot hold the
+    /// microbatches, the pipelines with empty positions are left out.
     fn step(&mut self, prices: &mut StepTimes<'_>) -> Option<Nanos> {
         let (shape, empty) = (self.shape?, self.empty());
         if empty.is_empty() {
@@ -348,7 +349,7 @@ impl Recycle {
         self.seats.extend(empty.into_iter().zip(live.iter().copied()));
     }
 
-    /// Assigns idle machines to empty seats and starts their copies.
+    /// Assigns idle machines to empty positions and starts their copies.
     fn call(&mut self, now: ChangeContext<'_>, live: &[u32], prices: &mut StepTimes<'_>) {
         let Some(state) = self.shape.and_then(|shape| prices.state(shape.stages)) else { return };
         let has = prices.fleet().link.time(state).saturating_add(now.at);
@@ -400,7 +401,8 @@ impl Policy for Recycle {
     }
 }
 
-/// Returns the time of a step of a shape without some seats. `None` if a machine's memory would not be enough.
+/// Returns the time of a step of a shape without the machines at some positions. `None` if a machine's memory
+/// would not be enough.
 fn rerouted(prices: &mut StepTimes<'_>, shape: Shape, empty: &[Position]) -> Option<Nanos> {
     let each = prices.fleet().microbatches.div_ceil(shape.pipelines);
     let memory = prices.fleet().machine.memory;
@@ -446,7 +448,7 @@ mod tests {
             forwards[part as usize] += u32::from(action.kind == ComputeKind::Forward);
         }
         assert_eq!(forwards, [32; 4]);
-        // The two machines left of stage 2 process 16 microbatches each.
+        // The two remaining machines of stage 2 process 16 microbatches each.
         for (rank, seat) in (0..).map(Rank).zip(&found.seats).filter(|(_, seat)| seat.stage == 2) {
             let count = found.order.actions().filter(|(of, a)| *of == rank && a.kind == ComputeKind::Forward);
             assert_eq!(count.count(), 16, "{seat:?}");

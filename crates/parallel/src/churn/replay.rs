@@ -10,12 +10,12 @@ use crate::ParallelError;
 /// Result of a replay.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Replay {
-    /// Steps that count at the end.
+    /// Number of completed steps that were not lost later.
     pub steps: u64,
     /// `steps` divided by those of an ideal job, which always has the best shape for the machines present and
     /// changes shape in no time.
     pub share: f64,
-    /// Steps that were done and then lost by going back to a checkpoint.
+    /// Number of completed steps that were lost because the job went back to a checkpoint.
     pub lost: u64,
     /// Number of restarts from a checkpoint.
     pub restarts: u32,
@@ -23,9 +23,9 @@ pub struct Replay {
     pub regroups: u32,
     /// Time spent saving checkpoints.
     pub saving: Nanos,
-    /// Time between changes and the next steps.
+    /// Total time from changes of the machines to the next step.
     pub paused: Nanos,
-    /// Time in which no plan fits the machines that are present.
+    /// Total time in which no plan fits the machines that are present.
     pub idle: Nanos,
 }
 
@@ -82,7 +82,7 @@ pub fn replay(
     Ok(done)
 }
 
-/// Steps of the ideal job, which changes shape in no time.
+/// Steps of the ideal job, which always has the best shape and changes its shape in no time.
 #[derive(Default)]
 struct Possible {
     at: Nanos,
@@ -99,7 +99,7 @@ impl Possible {
     }
 }
 
-/// Kind of work under way.
+/// Kind of the job's current work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Work {
     Step,
@@ -114,7 +114,7 @@ struct Job {
     step: Option<Nanos>,
     pause: Nanos,
     work: Work,
-    /// Time left of the work under way.
+    /// Remaining time of the current work.
     left: Nanos,
     /// Working time since the newest checkpoint.
     since: Nanos,

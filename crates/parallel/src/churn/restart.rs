@@ -6,7 +6,7 @@ use super::best_shape::best_shape;
 use super::policy::{ChangeContext, CheckpointInterval, Policy, PolicyRow, Reaction};
 use super::{Shape, StepTimes};
 
-/// Row of [`POLICIES`](super::POLICIES).
+/// This policy's entry in the table [`POLICIES`](super::POLICIES).
 pub(super) const ROW: PolicyRow = PolicyRow {
     name: "restart",
     summary: "restarts from the newest checkpoint, with the same stages and as many pipelines as the machines \

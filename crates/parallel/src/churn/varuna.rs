@@ -5,7 +5,7 @@ use super::best_shape::best_shape;
 use super::policy::{CheckpointInterval, PolicyRow};
 use super::restart::Restart;
 
-/// Row of [`POLICIES`](super::POLICIES).
+/// This policy's entry in the table [`POLICIES`](super::POLICIES).
 pub(super) const ROW: PolicyRow = PolicyRow {
     name: "varuna",
     summary: "restarts from the newest checkpoint, with the best numbers of pipelines and stages for the \

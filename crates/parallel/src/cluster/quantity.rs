@@ -75,7 +75,7 @@ impl fmt::Display for Power {
 }
 
 /// Percentage of a device's speed that remains when its matrix products are divided over 2, 4, 8 and so on
-/// tensor ranks. Thinner matrices run slower. `farflung devices --measure` measures it.
+/// tensor ranks. Thinner matrices run slower. `farflung devices --measure` measures these percentages.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TensorEfficiency(Vec<u8>);
 

@@ -41,7 +41,7 @@ pub(super) enum Vote {
         /// Whether [`Kept`] changed, so that it must be written.
         changed: bool,
     },
-    /// Not given: a higher ballot was promised.
+    /// The promise or vote is not given, because a higher ballot was promised.
     No {
         /// The higher ballot.
         promised: Ballot,
@@ -70,7 +70,7 @@ impl Kept {
     pub(super) fn accept(&mut self, ballot: Ballot, view: &View) -> Vote {
         match (self.promised, &self.accepted) {
             (Some(promised), _) if promised > ballot => Vote::No { promised },
-            // A second request in the same ballot: the first vote stands.
+            // This is a second request in the same ballot. The first vote remains valid.
             (_, Some(before)) if before.ballot == ballot => Vote::Yes { changed: false },
             _ => {
                 self.promised = Some(ballot);

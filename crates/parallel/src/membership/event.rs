@@ -17,7 +17,7 @@ pub enum Event {
         /// The message.
         message: Message,
     },
-    /// A member or newcomer is considered lost: its deadline has passed, or its connection is broken.
+    /// The caller considers a member or newcomer lost: its deadline has passed, or its connection is broken.
     ///
     /// A newcomer is only removed from the list of ready newcomers. If a later view admits it anyway, send this
     /// event again.
@@ -74,23 +74,23 @@ pub enum Action {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Reason {
-    /// Too few members are heard to decide a view.
+    /// This member hears from too few members to decide a view.
     #[error(
         "no majority: this member hears {heard} of {members} members, itself included, {}",
         if *tie_breaker { "with the tie-breaker" } else { "without the tie-breaker" }
     )]
     NoMajority {
-        /// Number of members that are heard, this one included.
+        /// Number of members from which this member hears, itself included.
         heard: usize,
         /// Number of members of the view.
         members: usize,
-        /// Whether the tie-breaker is heard.
+        /// Whether this member hears from the tie-breaker.
         tie_breaker: bool,
     },
     /// The other members continue without this member. It may join again as a newcomer.
     #[error("removed from the run by the view of {by}")]
     Removed {
-        /// Place of the view that does not contain it.
+        /// Epoch and incarnation of the view that does not contain this member.
         by: Place,
     },
     /// The member asked to leave and has left.
@@ -107,7 +107,7 @@ pub enum Reason {
     /// training.
     #[error("the run is still in progress in {older}: join it instead of starting it again")]
     StillRuns {
-        /// Place of the newest known view of the older incarnation.
+        /// Epoch and incarnation of the newest known view of the older incarnation.
         older: Place,
     },
 }

@@ -44,8 +44,8 @@ impl fmt::Debug for MemberId {
 pub struct Member {
     /// Id of the member.
     pub id: MemberId,
-    /// Number of its endpoint in the transport. A run uses each number only once: a machine that leaves and
-    /// joins again keeps its id and gets another slot.
+    /// Number of the member's endpoint in the transport. A run uses each number only once: a machine that
+    /// leaves and joins again keeps its id and gets another slot.
     pub slot: u32,
     /// Epoch of the first view that contains the member. Set by [`View::with`](super::View::with).
     pub joined: u64,

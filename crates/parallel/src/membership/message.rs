@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Accepted, Ballot, Member, MemberId, Place, View};
 
-/// A message about views. `at` is the place of the sender's view, which a ballot may replace.
+/// A message about views. `at` is the epoch and incarnation of the sender's view, which a ballot may replace.
 ///
 /// No list in it is longer than [`View::MOST_MEMBERS`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -18,19 +18,19 @@ pub enum Message {
     /// A caller that receives any other frame with a wrong epoch can pass it to [`step`](super::step) as this
     /// message.
     Here {
-        /// Place of the sender's view; zeros if a newcomer asks whether it is in a view.
+        /// Epoch and incarnation of the sender's view; zeros if a newcomer asks whether it is in a view.
         at: Place,
     },
     /// Asks for a promise not to vote in a lower ballot. Paxos phase 1a.
     Prepare {
-        /// Place of the view to be replaced.
+        /// Epoch and incarnation of the view to be replaced.
         at: Place,
         /// The proposer's ballot.
         ballot: Ballot,
     },
     /// Promises what [`Message::Prepare`] asked for, and reports the sender's newest vote. Paxos phase 1b.
     Promised {
-        /// Place of the view to be replaced.
+        /// Epoch and incarnation of the view to be replaced.
         at: Place,
         /// The ballot of the request.
         ballot: Ballot,
@@ -39,7 +39,7 @@ pub enum Message {
     },
     /// Rejects a request because the sender has promised a higher ballot.
     Refused {
-        /// Place of the view to be replaced.
+        /// Epoch and incarnation of the view to be replaced.
         at: Place,
         /// The rejected ballot.
         ballot: Ballot,
@@ -48,7 +48,7 @@ pub enum Message {
     },
     /// Asks for a vote for a view. Paxos phase 2a.
     Accept {
-        /// Place of the view to be replaced.
+        /// Epoch and incarnation of the view to be replaced.
         at: Place,
         /// The proposer's ballot.
         ballot: Ballot,
@@ -57,7 +57,7 @@ pub enum Message {
     },
     /// Votes for the view of [`Message::Accept`]. Paxos phase 2b.
     Accepted {
-        /// Place of the view to be replaced.
+        /// Epoch and incarnation of the view to be replaced.
         at: Place,
         /// The ballot of the vote.
         ballot: Ballot,
@@ -74,26 +74,26 @@ pub enum Message {
     },
     /// Lists the members that the sender considers lost. An empty set withdraws an earlier list.
     Suspects {
-        /// Place of the sender's view.
+        /// Epoch and incarnation of the sender's view.
         at: Place,
         /// Ids of these members.
         silent: BTreeSet<MemberId>,
     },
     /// Asks for a view without the sender, which is about to leave.
     Leaving {
-        /// Place of the sender's view.
+        /// Epoch and incarnation of the sender's view.
         at: Place,
     },
     /// Forwards a newcomer that is ready to the coordinator.
     Newcomer {
-        /// Place of the sender's view.
+        /// Epoch and incarnation of the sender's view.
         at: Place,
         /// The newcomer.
         member: Member,
     },
     /// Asks for a view of the same members: a training step failed although the sender hears all members.
     Repeat {
-        /// Place of the sender's view.
+        /// Epoch and incarnation of the sender's view.
         at: Place,
     },
 }
@@ -106,8 +106,8 @@ impl Message {
         288 + 47 * members
     }
 
-    /// Returns the place of the sender's view. `None` for [`Message::Decided`] and [`Message::Stale`], which
-    /// contain a view.
+    /// Returns the epoch and incarnation of the sender's view. `None` for [`Message::Decided`] and
+    /// [`Message::Stale`], which contain a view.
     #[must_use]
     pub const fn at(&self) -> Option<Place> {
         match self {

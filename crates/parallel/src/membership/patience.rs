@@ -32,7 +32,7 @@ pub struct Patience {
 }
 
 impl Patience {
-    /// Creates a timeout without observed waits, which is `most`.
+    /// Creates a timeout. Until enough waits are observed, it is `most`.
     #[must_use]
     pub fn new(least: Nanos, most: Nanos) -> Self {
         Self { least, most, waits: VecDeque::new() }

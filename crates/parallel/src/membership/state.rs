@@ -30,22 +30,22 @@ pub struct State {
     /// Members that have asked for a view of the same members.
     pub(super) repeats: BTreeSet<MemberId>,
     pub(super) suspicions: BTreeMap<MemberId, Suspicion>,
-    /// Members that have not yet acknowledged the view.
+    /// Members that have not acknowledged the view yet.
     pub(super) untold: Round,
     /// Members of an older incarnation that have not answered. The view is sent to them to learn whether that
     /// incarnation still runs.
     pub(super) former: Round,
     /// Timer for repeating this member's announcements; see `announce`.
     pub(super) announcement: Option<Retry>,
-    /// Time since when too few members are heard.
+    /// Time since which this member hears from too few members to decide a view.
     pub(super) alone_since: Option<Nanos>,
     /// Members of an older incarnation that reject this member's incarnation.
     pub(super) refusals: Option<Refusals>,
     pub(super) stopped: Option<Reason>,
-    /// A deliberate flaw, for tests of `check`: one vote is a majority.
+    /// A deliberate flaw for tests: one vote counts as a majority.
     #[cfg(test)]
     pub(crate) one_vote_is_a_majority: bool,
-    /// A deliberate flaw: votes for earlier proposals are ignored.
+    /// A deliberate flaw for tests: votes for earlier proposals are ignored.
     #[cfg(test)]
     pub(crate) ignores_votes: bool,
 }
@@ -217,7 +217,7 @@ impl State {
         self.view().is_some_and(|view| view.ids().is_subset(&self.repeats))
     }
 
-    /// Returns whether these members are a quorum, which may decide a view.
+    /// Returns whether these members are a quorum: together they may decide a view.
     pub(super) fn is_quorum(&self, voters: &BTreeSet<MemberId>) -> bool {
         #[cfg(test)]
         if self.one_vote_is_a_majority {

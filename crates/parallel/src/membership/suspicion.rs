@@ -7,12 +7,12 @@ use farflung_base::Nanos;
 
 use super::{MemberId, Settings, View};
 
-/// One member's reports about members that it does not hear.
+/// The reports of one member about members from which it does not hear.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Suspicion {
-    /// Members that it considers lost, with the time of the first report about each.
+    /// Members that the reporting member considers lost, with the time of the first report about each.
     since: BTreeMap<MemberId, Nanos>,
-    /// Time of its last report.
+    /// Time of the member's last report.
     said: Nanos,
 }
 

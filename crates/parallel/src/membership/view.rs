@@ -27,7 +27,7 @@ pub struct View {
     pub tie_breaker: MemberId,
 }
 
-/// Identifies a view within its run. Later views compare greater.
+/// Identifies a view within its run. A later view has a greater `Place`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Place {
     /// The view's [`View::incarnation`].
@@ -42,7 +42,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// The digests that a view contains besides its members.
+/// The digests that a view contains: of the weights and of the plan at its start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Start {
     /// Digest of the weights.
@@ -83,9 +83,9 @@ pub enum ViewFault {
     /// The view is not of the next epoch of the same incarnation.
     #[error("{found} does not follow {old}")]
     Place {
-        /// Place of the previous view.
+        /// Epoch and incarnation of the previous view.
         old: Place,
-        /// Place of the invalid view.
+        /// Epoch and incarnation of the invalid view.
         found: Place,
     },
     /// The view has another parent.
@@ -115,8 +115,8 @@ impl View {
 
     /// Creates the first view of a run or of an incarnation. The tie-breaker is the first member by id.
     ///
-    /// The epoch in `place` is 1. For a run that continues from a checkpoint, it is the epoch after the newest
-    /// one that the checkpoint names.
+    /// The epoch in `place` is 1 for a new run. For a run that continues from a checkpoint, it is the epoch
+    /// after the newest one that the checkpoint names.
     ///
     /// Errors: as [`View::check`].
     pub fn first(place: Place, members: &[Member], start: Start) -> Result<Self, ViewFault> {
@@ -136,7 +136,7 @@ impl View {
         Ok(view)
     }
 
-    /// Returns the view's place in its run.
+    /// Returns the view's epoch and incarnation.
     #[must_use]
     pub const fn place(&self) -> Place {
         Place { incarnation: self.incarnation, epoch: self.epoch }

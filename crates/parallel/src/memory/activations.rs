@@ -6,9 +6,9 @@
 /// bytes of one layer and one microbatch of `b` sequences in f16, including dropout masks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ActivationMethod {
-    /// All are kept. Tensor-parallel ranks divide those inside attention and feed-forward.
+    /// All activations are kept. Tensor-parallel ranks divide those inside attention and feed-forward.
     Tensor,
-    /// All are kept. Tensor-parallel ranks divide the others too (sequence parallelism).
+    /// All activations are kept. Tensor-parallel ranks divide all of them (sequence parallelism).
     Sequence,
     /// As [`ActivationMethod::Tensor`], but attention scores are not kept; they are recomputed.
     TensorSelective,

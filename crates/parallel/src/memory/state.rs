@@ -4,13 +4,13 @@
 /// "ZeRO".
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ZeroStage {
-    /// No part.
+    /// No part of the state is divided.
     None,
-    /// Stage 1: the optimizer's state.
+    /// Stage 1: the optimizer's state is divided.
     Optimizer,
-    /// Stage 2: also gradients.
+    /// Stage 2: optimizer state and gradients are divided.
     Gradients,
-    /// Stage 3: also weights.
+    /// Stage 3: optimizer state, gradients and weights are divided.
     Weights,
 }
 

@@ -116,7 +116,7 @@ impl Transformer {
         } else {
             0.0
         };
-        // Dropout mask of the input: one byte per value.
+        // Bytes of the dropout mask of the input, one byte per value.
         let input = (self.sequence * batch * self.hidden * held) as f64 / tensor;
         // A layer that is being recomputed holds all its activations.
         let running = if method == ActivationMethod::Full {
@@ -172,7 +172,8 @@ impl ActivationMethod {
     pub fn bytes_per_layer(self, model: &Transformer, batch: u64, tensor: u64) -> f64 {
         let (s, h, heads) = (model.sequence as f64, model.hidden as f64, model.heads as f64);
         let (sbh, t) = (s * batch as f64 * h, tensor.max(1) as f64);
-        // Attention scores, their softmax and its dropout mask: quadratic in the sequence length.
+        // Bytes of attention scores, their softmax and its dropout mask; they grow with the square of the
+        // sequence length.
         let scores = 5.0 * heads * s / h;
         match self {
             Self::Tensor => sbh * (10.0 + 24.0 / t + scores / t),

@@ -8,7 +8,7 @@ use farflung_base::StageId;
 
 use crate::ParallelError;
 
-/// Kind of a computation in a schedule.
+/// Kind of a computation in a pipeline schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum ComputeKind {
     /// `F`: forward.
@@ -21,7 +21,7 @@ pub enum ComputeKind {
     Backward,
     /// `R`: the forward again, to recompute activations that were not kept.
     Recompute,
-    /// `STEP`: the optimizer step with the gradients of all microbatches up to this one.
+    /// `STEP`: the optimizer step, with the gradients of all microbatches up to the action's microbatch.
     Step,
 }
 
@@ -170,7 +170,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// Returns its actions in the order of the text form.
+    /// Returns the actions of the op in the order of the text form.
     pub fn actions(&self) -> impl Iterator<Item = Action> + use<> {
         let (first, second) = match *self {
             Self::Run(action) => (action, None),
@@ -219,7 +219,8 @@ mod tests {
 
     #[test]
     fn an_op_is_small() {
-        // A schedule of a thousand stages and thousands of microbatches has millions of them.
+        // `Op` must be small, because a schedule of a thousand stages and thousands of microbatches has
+        // millions of ops.
         assert_eq!(size_of::<Op>(), 24);
     }
 

@@ -1,10 +1,10 @@
 //! The rule for ranks that work in the order of arrivals instead of by a fixed list.
 
-/// The opportunistic rule. A free rank runs the next backward if its gradient has arrived, else the next
+/// Varuna's opportunistic rule. A free rank runs the next backward if its gradient has arrived, else the next
 /// forward if its input has arrived, else it waits for the first of the two. Microbatches keep their order in
 /// each direction, so gradients are summed in the same order whatever the times of arrival.
 ///
-/// No deadlock: sending does not block, and the rank of the microbatch that is furthest along always becomes
+/// No deadlock: sending does not block, and the rank that holds the most advanced microbatch always becomes
 /// free.
 ///
 /// Source: Athlur et al. 2022, "Varuna", section 3.2.

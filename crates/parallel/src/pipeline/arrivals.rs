@@ -70,13 +70,13 @@ pub struct ArrivalExecutor<'a> {
     rule: ArrivalRule,
     forwards: VecDeque<Entry>,
     backwards: VecDeque<Entry>,
-    /// In the order of the backwards.
+    /// Recomputed forwards, in the order of their backwards.
     recomputes: VecDeque<Entry>,
     steps: Vec<Action>,
 }
 
 impl<'a> ArrivalExecutor<'a> {
-    /// Creates a follower for `rank`'s list of `schedule`.
+    /// Creates an executor for `rank`'s list of `schedule`.
     ///
     /// Errors: [`ParallelError::NotFollowed`] unless the rank has one stage, microbatches are not sliced,
     /// backwards are not split, and all stages update at the end.
@@ -170,7 +170,7 @@ impl<'a> ArrivalExecutor<'a> {
             let arrived = if awaited.is_empty() { None } else { worker.arrived(&mut awaited) };
             let next = match arrived.map(|i| nexts[i]).or(at_once) {
                 Some(next) => next,
-                // The recomputation needs no message, so it fills the wait.
+                // A recomputation needs no message, so it runs while the rank waits.
                 None if again => Next::Recompute,
                 None => nexts[worker.first(&mut awaited)],
             };

@@ -21,7 +21,7 @@ pub fn lower_bound(order: &ComputeOrder, cost: &PipelineCost) -> Nanos {
     ranks.unwrap_or_default().max(ways.wires())
 }
 
-/// Earliest times of a single microbatch that never waits.
+/// Times of a single microbatch that passes the pipeline without ever waiting.
 struct Ways<'a> {
     order: &'a ComputeOrder,
     cost: &'a PipelineCost,

@@ -44,7 +44,7 @@ pub struct ScheduleStats {
     pub makespan: Nanos,
     /// Longest time from a rank's first op to its last.
     pub span: Nanos,
-    /// Fraction of all ranks' time in which they are idle, from 0 to 1.
+    /// Fraction of the total time of all ranks in which they are idle, from 0 to 1.
     pub bubble: f64,
     /// Peak activations of any rank, in units of its whole part's activations of one microbatch.
     pub peak: f64,

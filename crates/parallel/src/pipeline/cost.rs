@@ -72,7 +72,7 @@ impl StageCost {
 /// are independent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Boundary {
-    /// The link, in each direction.
+    /// The link between the two stages; the same in each direction.
     pub link: Link,
     /// Bytes of the activations sent to the next stage.
     pub forward: Bytes,
@@ -154,7 +154,7 @@ impl PipelineCost {
         }
     }
 
-    /// Returns the costs with each stage's time divided into the slices of `order`.
+    /// Returns the costs of each stage for each slice of `order`, as a table.
     pub(super) fn table(&self, order: &ComputeOrder) -> CostTable {
         let slices = usize::from(order.slices());
         let shares =

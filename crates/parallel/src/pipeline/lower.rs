@@ -6,11 +6,11 @@ use farflung_base::Rank;
 
 use super::{Action, ComputeKind, ComputeOrder, Lowered, LoweredKind, Message, Op, Updates};
 
-/// Options for what lowering adds besides messages.
+/// Options of lowering, which adds communication to an order: what it adds besides messages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lowering {
-    /// Number of computations before its use at which a receive is posted, so that the message can arrive
-    /// meanwhile.
+    /// A receive is posted this number of computations before its message is used, so that the message can
+    /// arrive in time.
     pub ahead: u32,
     /// Whether stages have replicas whose gradients are averaged. Gradients are always averaged if the pipeline
     /// has two copies of the model.

@@ -32,7 +32,7 @@ pub enum LoweredKind {
     Free,
     /// `OFFLOAD`: moves a microbatch's activations to slower memory.
     Offload,
-    /// `LOAD`: moves them back.
+    /// `LOAD`: moves a microbatch's activations back from slower memory.
     Load,
 }
 
@@ -184,9 +184,9 @@ pub enum Content {
 /// Data that one stage produces for another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Message {
-    /// The stage that produces it.
+    /// The stage that produces the message.
     pub from: StageId,
-    /// Its content.
+    /// Content of the message.
     pub content: Content,
     /// Index of the microbatch.
     pub microbatch: u32,

@@ -54,7 +54,7 @@ impl Schedule {
     }
 }
 
-/// Computes how many bytes are held over a list.
+/// Computes how many bytes of activations a rank holds after each entry of its list.
 struct Held<'a> {
     order: &'a ComputeOrder,
     table: CostTable,
@@ -101,13 +101,15 @@ impl<'a> Held<'a> {
         self.table.of(action).memory.activations.0
     }
 
-    /// Returns the extra bytes held while an action runs, and the bytes that it adds and frees permanently.
+    /// Returns the extra bytes that are held only while an action runs, and the bytes that are added and freed
+    /// at its end.
     fn change(&self, action: Action) -> (u64, (u64, u64)) {
         let memory = self.table.of(action).memory;
         let all = memory.activations.0;
         let for_weight = memory.for_weight.0.min(all);
         match action.kind {
-            // While it runs, a forward holds all its activations, including those it does not keep.
+            // While a forward runs, it holds all its activations, including those that are not kept for the
+            // backward.
             ComputeKind::Forward if self.forward_only => (all, (0, 0)),
             ComputeKind::Forward if self.recomputes[self.order.cell(action)] => (all, (memory.input.0, 0)),
             ComputeKind::Forward => (all, (all, 0)),

@@ -57,7 +57,7 @@ macro_rules! methods {
 }
 
 methods! {
-    /// All forwards, then all backwards. Source: Huang et al. 2019.
+    /// Each rank runs all forwards, then all backwards. Source: Huang et al. 2019.
     GPipe => gpipe::ROW,
     /// One forward, one backward, with a flush. Source: Narayanan et al. 2021 (Megatron), Fan et al. 2021
     /// (DAPPLE).
@@ -70,34 +70,40 @@ methods! {
     PipeDream2Bw => one_f_one_b::PIPE_DREAM_2BW,
     /// 1F1B with several chunks per rank. Source: Narayanan et al. 2021 (SC).
     Interleaved => interleaved::ROW,
-    /// All microbatches through one chunk, then through the next. Source: Lamy-Poirier 2022.
+    /// A rank runs all microbatches through one chunk, then through its next chunk. Source: Lamy-Poirier 2022.
     BreadthFirst => breadth_first::ROW,
-    /// Split backward, the memory of 1F1B. Source: Qi et al. 2023.
+    /// The backward is split into `I` and `W`; as much memory as 1F1B. Source: Qi et al. 2023.
     ZbH1 => zero_bubble::H1,
-    /// Split backward, twice the memory, no bubble. Source: Qi et al. 2023.
+    /// The backward is split into `I` and `W`; twice the memory of 1F1B, no bubble. Source: Qi et al. 2023.
     ZbH2 => zero_bubble::H2,
-    /// Split backward, ordered by a heuristic under a memory limit. Source: Qi et al. 2023, section 3.1.
+    /// The backward is split into `I` and `W`, ordered by a heuristic under a memory limit. Source: Qi et al.
+    /// 2023, section 3.1.
     ZbAuto => zero_bubble_auto::ROW,
-    /// Split backward on a V of stages, the memory of 1F1B, no bubble. Source: Qi et al. 2024.
+    /// Stages go over the ranks and back (V shape), and the backward is split into `I` and `W`; as much memory
+    /// as 1F1B, no bubble. Source: Qi et al. 2024.
     ZbV => zero_bubble_v::ROW,
-    /// Split backward on a V of stages, half the memory of 1F1B. Source: Qi et al. 2024.
+    /// Stages go over the ranks and back (V shape), and the backward is split into `I` and `W`; half the memory
+    /// of 1F1B. Source: Qi et al. 2024.
     VHalf => v_half::HALF,
-    /// Split backward on a V of stages, a third of the memory of 1F1B. Source: Qi et al. 2024.
+    /// Stages go over the ranks and back (V shape), and the backward is split into `I` and `W`; a third of the
+    /// memory of 1F1B. Source: Qi et al. 2024.
     VMin => v_half::MIN,
-    /// Whole backward on a V of stages, two thirds of the memory of 1F1B. Source: `v1f1b.py` of zbpp, the
-    /// zero-bubble authors' repository.
+    /// Stages go over the ranks and back (V shape), and the backward is not split; two thirds of the memory of
+    /// 1F1B. Source: `v1f1b.py` of zbpp, the zero-bubble authors' repository.
     VOneFOneB => v_one_f_one_b::ROW,
     /// Two copies of the model, one in each direction. Source: Li and Hoefler 2021.
     Chimera => chimera::ROW,
-    /// Stages in waves. Source: Liu et al. 2023.
+    /// Stages go over the ranks in several waves, forth and back. Source: Liu et al. 2023.
     Hanayo => hanayo::ROW,
     /// Two copies of the model, forwards and backwards in pairs. Source: DeepSeek-AI 2024.
     DualPipe => dual_pipe::ROW,
-    /// `DualPipe` on a V of stages, with one copy. Source: Sea AI Lab 2025, "cut-in-half".
+    /// `DualPipe` with one copy of the model, whose stages go over the ranks and back (V shape). Source: Sea AI
+    /// Lab 2025, "cut-in-half".
     DualPipeV => dual_pipe::VEE,
-    /// Slices of each microbatch's tokens, one after the other. Source: Li et al. 2021.
+    /// Each microbatch's tokens are divided into slices, which pass the stages one after the other. Source: Li
+    /// et al. 2021.
     TeraPipe => tera_pipe::ROW,
-    /// The backward as soon as its gradient has arrived, else a forward. Source: Athlur et al. 2022.
+    /// A rank runs a backward as soon as its gradient has arrived, else a forward. Source: Athlur et al. 2022.
     Varuna => varuna::ROW,
     /// Only forwards.
     Inference => inference::ROW,
@@ -120,8 +126,8 @@ pub struct Settings {
     /// Cost of each stage, for methods that use costs ([`Method::ZbAuto`], [`Method::Varuna`],
     /// [`Method::OneFOneBSlope`]): one entry for all stages, or one per stage.
     pub cost: Vec<StageCost>,
-    /// Time from the end of a stage on one rank to the start of the next stage on another, for the same
-    /// methods.
+    /// Time from the end of a stage on one rank to the start of the next stage on another rank, for the methods
+    /// that use costs.
     pub hop: Nanos,
     /// Warm-up slope of [`Method::OneFOneBSlope`]. `None`: the [`slope`] for the costs, limited by `memory` if
     /// it is given.

@@ -99,7 +99,7 @@ impl ComputeOrder {
         Ok(order)
     }
 
-    /// Returns the same order with another rule for when weights change.
+    /// Returns the order with another rule for when weights change.
     #[must_use]
     pub fn with_updates(self, updates: Updates) -> Self {
         Self { updates, ..self }
@@ -129,7 +129,7 @@ impl ComputeOrder {
         self.updates
     }
 
-    /// Returns the lists, one per rank.
+    /// Returns the list of ops of each rank.
     #[must_use]
     pub fn lists(&self) -> &[Vec<Op>] {
         &self.lists
@@ -214,7 +214,7 @@ impl ComputeOrder {
         Ok(())
     }
 
-    /// Checks that each microbatch went through exactly one copy of the model, completely.
+    /// Checks that each microbatch passed all stages of exactly one copy of the model.
     fn complete(&self, done: &[Done], forward_only: bool) -> Result<(), ParallelError> {
         let last = if forward_only { ComputeKind::Forward } else { ComputeKind::Backward };
         let needed = if forward_only { Done::FORWARD } else { Done::FORWARD | Done::INPUT | Done::WEIGHT };
@@ -282,8 +282,8 @@ impl ComputeOrder {
         at_the_input.dedup();
         let halves = at_the_input.len() as u64 != microbatches && stages.is_multiple_of(2);
         let copies = if halves { 2 } else { 1 };
-        // The numbers in a file may be wrong. Check that there is a forward for each before allocating memory
-        // of their size.
+        // The numbers in a file may be wrong. So the number of forwards is checked before memory for stages
+        // times microbatches is allocated.
         let forwards = u128::from(stages) * u128::from(microbatches) * u128::from(slices) / copies;
         if forwards > count as u128 || count == 0 {
             return Err(ParallelError::Incomplete { stages, microbatches, actions: count });

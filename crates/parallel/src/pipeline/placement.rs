@@ -1,5 +1,5 @@
-//! Placement: which rank holds which stage, and which stages follow each other. The order of work is not part
-//! of it.
+//! Placement: which rank holds which stage, and which stages follow each other. The order of computations is
+//! not part of a placement.
 
 use farflung_base::{Rank, StageId};
 
@@ -52,7 +52,7 @@ impl Placement {
     }
 
     /// Places `chunks` stages on each rank, going forth and back: 0 to p-1, then p-1 to 0, and so on. With 2
-    /// chunks it is a V.
+    /// chunks, this is a V-shaped placement.
     #[must_use]
     pub fn wave(ranks: u32, chunks: u32) -> Self {
         Self::of(ranks, 1, ranks * chunks, |stage| {
@@ -162,7 +162,7 @@ impl Placement {
         self.part(stage) + 1 == self.depth()
     }
 
-    /// Returns where the two users of the token table are.
+    /// Returns whether the two users of the token table, embedding and head, are on the same ranks.
     #[must_use]
     pub fn tie(&self) -> TiedWeights {
         let holders = |wanted: fn(&Self, StageId) -> bool| {
@@ -195,11 +195,11 @@ impl Placement {
 /// last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TiedWeights {
-    /// The same part has both.
+    /// The same part has both users.
     Whole,
-    /// Each rank that holds one of them also holds the other.
+    /// Each rank that holds one of the two users also holds the other.
     Local,
-    /// They are on different ranks.
+    /// The two users are on different ranks.
     Across,
 }
 

@@ -188,8 +188,8 @@ impl Pools {
         })
     }
 
-    /// Returns the cost of each stage of a placement on its own rank. `cost` is the cost of each part on the
-    /// slowest rank of its pool.
+    /// Returns the cost of each stage of a placement on the rank that holds the stage. `cost` is the cost of
+    /// each part on the slowest rank of its pool.
     #[must_use]
     pub fn own_costs(&self, placement: &Placement, cost: &[StageCost]) -> Vec<StageCost> {
         let times = self.times(cost);
@@ -207,7 +207,8 @@ impl Pools {
             .map(|(first, &size)| first as usize..(first + size) as usize)
     }
 
-    /// Returns the times of each rank. `cost` is the cost of each stage on the slowest rank of its pool.
+    /// Returns the times of each rank for one microbatch. `cost` is the cost of each stage on the slowest rank
+    /// of its pool.
     fn times(&self, cost: &[StageCost]) -> Vec<RankTimes> {
         let of_pool = |(pool, cost): (std::ops::Range<usize>, &StageCost)| {
             let rates = &self.rates[pool];
@@ -230,7 +231,8 @@ impl Pools {
             counts[rank.index()] += 1;
         }
         let all = routes.len().max(1) as u128;
-        // The mean time per microbatch of the busiest rank: its work in the step divided by all microbatches.
+        // Work of a rank in the step divided by the number of all microbatches. For the busiest rank, this is
+        // the mean time per microbatch.
         let busy = |rank: usize| {
             let RankTimes { forward, input, weight } = times[rank];
             counts[rank] * u128::from(forward.saturating_add(input).saturating_add(weight).0)
@@ -307,7 +309,7 @@ mod tests {
             simulate(&order, &cost).unwrap().makespan()
         };
         let (one, two) = (makespan(&[1, 1]), makespan(&[1, 2]));
-        // 16 microbatches of 7 ms with one rank, of 3.5 ms with two.
+        // 16 microbatches take 7 ms each if a pool has one rank, and 3.5 ms each if it has two.
         assert!(one.0 >= 112_000_000 && two.0 < 66_000_000, "{one} {two}");
     }
 

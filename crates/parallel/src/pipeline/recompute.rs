@@ -24,7 +24,7 @@ impl ComputeOrder {
     pub fn with_recompute(mut self) -> Self {
         let own = self.actions().any(|(_, action)| action.kind == ComputeKind::Recompute);
         if own {
-            // The author of the order has already placed the recomputations.
+            // The order already contains recomputations, so none are added.
             return self;
         }
         for list in &mut self.lists {

@@ -83,11 +83,11 @@ struct Worker {
     list: Vec<Op>,
 }
 
-/// The next operation of a worker and its start time.
+/// The next operation of a rank and its start time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Next {
     start: Nanos,
-    /// Gradients sort first.
+    /// Kind of the operation. Input gradients sort before forwards.
     kind: Turn,
     microbatch: usize,
 }
@@ -129,7 +129,7 @@ impl<'a> RouteBuilder<'a> {
             .then(|| first(&worker.forwards, Turn::Forward))
             .flatten();
         let head = [first(&worker.gradients, Turn::Gradient), forward].into_iter().flatten().min();
-        // A weight gradient fills idle time, even if it delays the next operation a little.
+        // A weight gradient runs in idle time, even if it delays the next operation a little.
         let idle = head.is_none_or(|head| head.start > worker.free);
         let weight = worker.weights.front().copied().filter(|_| idle);
         weight.map(|microbatch| Next { start: worker.free, kind: Turn::Weight, microbatch }).or(head)

@@ -68,8 +68,8 @@ pub trait Worker {
         slice: u16,
     ) -> Result<(), Self::Error>;
 
-    /// Returns again the data of a message that this rank computed earlier, after the executor was created
-    /// anew.
+    /// Returns the data of a message that this rank computed before its executor was replaced by a new one
+    /// ([`Executor::resume`]).
     ///
     /// Errors: those of the worker, for example if it did not keep the data.
     fn restore_output(&mut self, message: Message) -> Result<Self::Data, Self::Error>;
@@ -94,7 +94,7 @@ pub struct Executor<'a, W: Worker> {
     schedule: &'a Schedule,
     rank: Rank,
     at: usize,
-    /// Receives posted and not yet used.
+    /// Receives that were posted and whose data was not used yet.
     awaited: BTreeMap<Message, W::Pending>,
     /// Outputs of this rank that were neither sent nor used by one of its stages.
     made: BTreeMap<Message, W::Data>,

@@ -13,8 +13,8 @@ use crate::ParallelError;
 ///
 /// In every value of this type, sends and receives match and there is no deadlock. Every message between two
 /// ranks is sent once, after it is computed, and received once, before it is used, in the same order at both
-/// ends of a wire. All lists end if each wire can hold [`Schedule::buffers`] messages whose receive is not yet
-/// posted.
+/// ends of a wire. All lists run to their end if each wire can hold [`Schedule::buffers`] messages whose
+/// receive is not yet posted.
 ///
 /// ```
 /// use farflung_parallel::pipeline::{Lowering, Method, Schedule, Settings};
@@ -37,7 +37,8 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// Lowers `order`, checks the result, and finds the smallest number of buffers with which it ends.
+    /// Adds communication to `order`, checks the result, and finds the smallest number of buffers with which
+    /// all lists run to their end.
     ///
     /// Errors: [`ParallelError::Schedule`] and [`ParallelError::Deadlock`]. Orders made by this crate's methods
     /// give neither.
@@ -46,7 +47,8 @@ impl Schedule {
         Self::check(order, lists)
     }
 
-    /// Checks lists that were lowered elsewhere, and finds the smallest number of buffers with which they end.
+    /// Checks lists to which communication was added elsewhere, and finds the smallest number of buffers with
+    /// which they run to their end.
     ///
     /// Errors: [`ParallelError::Schedule`] with the first invalid entry; [`ParallelError::Deadlock`] if no
     /// number of buffers is enough.
@@ -134,8 +136,8 @@ fn pairing(order: &ComputeOrder, lists: &[Vec<Lowered>]) -> Result<(), ParallelE
             };
             return Err(fault(to, message.receive(), problem));
         }
-        // A message without a receive cannot remain: the computation that needs it was checked to have a
-        // receive.
+        // No message can remain without a receive: the computation that needs the message was checked to have
+        // one.
     }
     Ok(())
 }
@@ -310,7 +312,8 @@ mod tests {
         );
     }
 
-    /// Each rank sends before it posts a receive: with one buffer the lists end, with none they deadlock.
+    /// Each rank sends before it posts a receive: with one buffer the lists run to their end, without a buffer
+    /// they deadlock.
     #[test]
     fn buffers_are_counted() {
         let order: ComputeOrder = "r0: 0F0 3F1 0B0 3B1\nr1: 2F1 1F0 1B0 2B1".parse().unwrap();

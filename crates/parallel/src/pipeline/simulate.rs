@@ -25,7 +25,7 @@ struct Transfer {
     from: Rank,
     to: Rank,
     action: Action,
-    /// Time in which it occupies the wire.
+    /// Time in which the message occupies the wire.
     slot: Slot,
     bytes: Bytes,
 }
@@ -41,7 +41,7 @@ pub struct Simulation<'a> {
     makespan: Nanos,
 }
 
-/// Runs `order` at `cost`.
+/// Simulates `order` with the times and sizes in `cost`.
 ///
 /// A rank runs its list in order, each op as soon as the rank is free and the op's inputs have arrived. A
 /// message starts at the end of its computation, or later when the wire between the two ranks is free. It

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{Kind, Lane, ParallelError, Span, Timeline};
 
-/// Times of a step's collectives, counted from when all participants are ready.
+/// Time of each of a step's collectives, measured from the moment when all its participants are ready.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct CollectivePrices {
     /// `REDUCE_GRAD`: averaging a part's gradients over all ranks that hold it, by part of the model. Empty: no
@@ -47,7 +47,8 @@ pub struct Reduction {
     pub stage: StageId,
     /// Time at which the stage's gradients were complete on this rank.
     pub ready: Nanos,
-    /// Time from when all participants were ready and free to when the result is available.
+    /// Time of the collective: from the moment when all participants are ready and free until the result is
+    /// available.
     pub slot: Slot,
 }
 
@@ -60,7 +61,8 @@ pub struct StepSimulation<'a> {
 }
 
 impl StepSimulation<'_> {
-    /// Returns the computations. Time in which a rank waits for a collective between them counts as bubble.
+    /// Returns the simulation of the computations. Time in which a rank waits for a collective between them
+    /// counts as bubble.
     #[must_use]
     pub const fn compute(&self) -> &Simulation<'_> {
         &self.compute
@@ -107,7 +109,8 @@ impl StepSimulation<'_> {
 }
 
 impl Schedule {
-    /// Simulates a step at `cost`, with collectives at `prices`.
+    /// Simulates a step with computations that take the times in `cost` and collectives that take those in
+    /// `prices`.
     ///
     /// Computations and messages are simulated as in [`simulate`](super::simulate()). A part's gradients are
     /// averaged as soon as they are complete on all ranks that hold it, in parallel with computation. A rank
@@ -117,8 +120,8 @@ impl Schedule {
     /// the average of each update before it continues. Weights are gathered where the list says so, and the
     /// rank waits for them. Moves to slower memory and back are assumed to be hidden.
     ///
-    /// Errors: as [`PipelineCost::check`]; [`ParallelError::PerStage`] for prices whose number of entries is
-    /// wrong.
+    /// Errors: as [`PipelineCost::check`]; [`ParallelError::PerStage`] if a list in `prices` has a wrong number
+    /// of entries.
     ///
     /// ```
     /// use farflung_base::{Nanos, Rank};
@@ -199,7 +202,7 @@ impl Marks {
                     Lowered::Move { kind: LoweredKind::Gather, stage, .. } => {
                         pause(priced(&prices.gather, placement.part(stage)));
                     }
-                    // Replicas are assumed identical, so all are ready at the same time.
+                    // Replicas are assumed to be identical, so all replicas are ready at the same time.
                     Lowered::Move { kind: LoweredKind::Reduce, stage, .. } if !flush => {
                         pause(priced(&prices.reduce, placement.part(stage)));
                     }
@@ -264,19 +267,19 @@ impl Marks {
     }
 }
 
-/// Returns the price of a part; zero if there are no prices.
+/// Returns the time of the collective of a part; zero if no times are given.
 fn priced(prices: &[Nanos], part: u32) -> Nanos {
     prices.get(part as usize).copied().unwrap_or_default()
 }
 
-/// Simulates collectives. A rank takes part in one at a time.
+/// Simulates collectives. A rank takes part in one collective at a time.
 struct Line {
     free: Vec<Nanos>,
     done: Vec<Reduction>,
 }
 
 impl Line {
-    /// Runs groups. Each round runs the one that can start first.
+    /// Runs the collectives of all groups. Each round runs the one that can start first.
     fn take(&mut self, mut groups: Vec<Vec<Reduction>>, price: impl Fn(StageId) -> Nanos) {
         loop {
             let start = |group: &Vec<Reduction>| {
@@ -327,7 +330,7 @@ mod tests {
         let (slots, compute, step_ends) = step(Method::OneFOneB, &REPLICAS, &prices);
         assert_eq!(slots, [(3, 27, 32), (2, 29, 34), (1, 31, 36), (0, 33, 38)]);
         assert_eq!((compute, step_ends), (33, 39));
-        // Prices differ by part. A long one determines the time of the step.
+        // The times of averages differ by part. A long one determines the time of the step.
         let prices =
             CollectivePrices { reduce: [1, 1, 1, 20].map(ms).to_vec(), ..CollectivePrices::default() };
         assert_eq!(step(Method::OneFOneB, &REPLICAS, &prices).2, 27 + 20 + 1);
@@ -344,7 +347,8 @@ mod tests {
         assert_eq!((compute, step_ends), (57, 41 + 40 + 2));
     }
 
-    /// Two copies of the model average their gradients even without replicas, when the later copy is done.
+    /// If a pipeline has two copies of the model, they average their gradients even without replicas. The
+    /// average starts when the later copy is done.
     #[test]
     fn copies_wait_for_each_other() {
         let prices = CollectivePrices { reduce: vec![ms(3); 4], ..CollectivePrices::default() };

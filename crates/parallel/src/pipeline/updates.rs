@@ -1,5 +1,5 @@
-//! When a pipeline's weights change, and which version of the weights each microbatch uses. Versions are only
-//! numbers here.
+//! When a pipeline's weights change, and which version of the weights each microbatch uses. A version is
+//! represented by its number.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ pub enum Updates {
     /// A stage updates after each of its backwards, and keeps for each microbatch the version of its forward.
     /// Source: Narayanan et al. 2019, "`PipeDream`", section 3.3.
     Stashed {
-        /// Whether stages use the same version for a microbatch.
+        /// Whether all stages use the same version of the weights for a microbatch.
         sync: VersionSync,
     },
     /// A stage updates after each `every` microbatches and keeps two versions. All stages use the older one.
@@ -24,7 +24,7 @@ pub enum Updates {
     },
 }
 
-/// Whether stages use the same version of the weights for a microbatch.
+/// Whether all stages use the same version of the weights for a microbatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum VersionSync {
     /// Each stage uses its newest version.
@@ -55,7 +55,7 @@ impl Updates {
         match self {
             Self::Flush => 1,
             Self::Stashed { sync: VersionSync::Newest } => depth - part,
-            // From the part's newest version back to the version that the first stage used last.
+            // A part keeps all versions from its newest one back to the one that the first stage used last.
             Self::Stashed { sync: VersionSync::Vertical } => depth,
             Self::TwoVersions { .. } => 2,
         }

@@ -17,7 +17,7 @@ fn refuse(field: impl Into<String>, value: impl ToString, expected: impl Into<St
     ParallelError::Plan { field: field.into(), value: value.to_string(), expected: expected.into() }
 }
 
-/// Returns the error of [`refuse`] unless `good`.
+/// Returns the error of [`refuse`] unless `good` is true.
 fn ensure(
     good: bool,
     field: impl Into<String>,

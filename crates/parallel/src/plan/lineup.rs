@@ -3,12 +3,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The place that a member has in a plan.
+/// The position of a member in a plan: which pipeline, and which stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Stood {
-    /// Index of its pipeline, or its index in its pool.
+    /// Index of the member's pipeline; with pools, the member's index in its pool.
     pub replica: u32,
-    /// Its position in the pipeline: the stage.
+    /// The member's position in the pipeline: the stage.
     pub position: u32,
 }
 
@@ -32,9 +32,9 @@ pub struct Lineup {
 }
 
 impl Lineup {
-    /// Assigns the members of a view. `members` has the place of each member in a plan whose pipelines have
-    /// `before` stages; `None` for a member that holds no part. `stages` is the number of stages that the run's
-    /// pipelines should have.
+    /// Assigns the members of a view. `members` has the position of each member in the current plan, whose
+    /// pipelines have `before` stages; `None` for a member that holds no part. `stages` is the number of stages
+    /// that the run's pipelines should have.
     ///
     /// The pipelines with the most remaining ranks stay together, and their empty places are filled with
     /// members that hold the same part, to move few values. The function is pure: members with the same
@@ -310,7 +310,8 @@ mod tests {
             let replica = u32::from(lost < 4);
             assert!(next.ranks.iter().all(|&member| members[member].unwrap().replica == replica));
         }
-        // Two members lost in different pipelines, at different positions: one whole pipeline is left.
+        // Two members are lost in different pipelines and at different stages. The others form one whole
+        // pipeline.
         let mut members = whole(2, 4);
         members.remove(6);
         members.remove(1);

@@ -204,7 +204,7 @@ mod tests {
         assert_eq!(second.microbatches(1, &(2..4)), 7);
         let third = LocalSteps::new(4, vec![4, 4], vec![1, 1]).after(5, &second, &[Some(1), None], 0);
         assert_eq!(counts(&third, 0), [0, 2, 2, 9, 16, 17]);
-        // A new replica did no steps before.
+        // A new replica did no steps before it joined.
         assert_eq!(counts(&third, 1), [0, 0, 0, 0, 0, 1]);
         assert!((third.weight(0, 4..6) - 2.0 * 8.0 / 9.0).abs() < 1e-12);
         // History before `since` is dropped.

@@ -10,9 +10,9 @@ pub enum Replica {
     Stays(u32),
     /// A replica that has joined.
     New {
-        /// Name of the machine of each of its ranks.
+        /// Name of the machine of each of the replica's ranks.
         machines: Vec<String>,
-        /// Number of its microbatches in one step.
+        /// Number of the replica's microbatches in one step.
         microbatches: u32,
     },
 }

@@ -20,14 +20,16 @@ pub struct Part {
 /// pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Recompute {
-    /// None: all activations are kept.
+    /// Nothing is recomputed: all activations are kept.
     None,
-    /// All activations of the part, from its input.
+    /// All activations of the part are recomputed from the part's input.
     Full,
-    /// Those of this number of the part's first layers. The activations of the other layers are kept.
+    /// The activations of this number of the part's first layers are recomputed. Those of the other layers are
+    /// kept.
     Layers(u32),
-    /// Those that make the activations of one microbatch fit into this number of bytes, in the least time: the
-    /// optimum of [`rotor`](crate::recompute::rotor). Valid only if the model is one part.
+    /// As many activations are recomputed as needed so that the kept activations of one microbatch fit into
+    /// this number of bytes, chosen so that the time is least: the optimum of
+    /// [`rotor`](crate::recompute::rotor). Valid only if the model is one part.
     Within(Bytes),
 }
 

@@ -23,7 +23,7 @@ pub struct Pooling {
 }
 
 impl Pooling {
-    /// Returns the throughput of a pool: microbatches per second of its stage.
+    /// Returns the throughput of a pool in microbatches per second.
     fn served(&self, stage: usize, pool: &[usize]) -> f64 {
         let speed: f64 = pool.iter().map(|&member| self.speeds.get(member).copied().unwrap_or(1.0)).sum();
         speed / self.work.get(stage).copied().unwrap_or(1.0).max(f64::MIN_POSITIVE)
@@ -147,7 +147,7 @@ pub enum PoolAdvice {
     Moves {
         /// Number of the rank.
         rank: u32,
-        /// Its new stage.
+        /// New stage of the rank.
         to: u32,
     },
 }
@@ -270,8 +270,8 @@ pub fn rates_of(pools: &Pools, times: &[Nanos]) -> Vec<u32> {
 }
 
 /// Returns the best move of one rank to the busiest stage, and the time of the busier of the two stages after
-/// it: the move that minimises this time. If moves are equally good, the slowest rank is chosen, to change as
-/// little as possible.
+/// the move. The best move is the one with the least such time. If moves are equally good, the slowest rank is
+/// chosen, to change as little as possible.
 fn best_move(pools: &Pools, microbatches: u32, times: &[Nanos], work: &[f64]) -> Option<((u32, u32), Nanos)> {
     let firsts = pools.firsts();
     let ranks = |stage: usize| {
@@ -346,7 +346,7 @@ mod tests {
         members.remove(2);
         let next = Lineup::pooled(&members, 3, &pooling(3, &[4.0, 2.0, 1.0, 3.0, 3.0]));
         assert_eq!(pools(&next), [vec![0, 1], vec![2], vec![3, 4]]);
-        // A member without a part is preferred.
+        // A member without a part is assigned to an empty pool first.
         members.push(None);
         let next = Lineup::pooled(&members, 3, &pooling(3, &[4.0, 2.0, 1.0, 3.0, 3.0, 9.0]));
         assert_eq!(pools(&next), [vec![0, 1], vec![5], vec![2, 3, 4]]);
@@ -362,7 +362,7 @@ mod tests {
         // With four times the work, a stage has a quarter of the throughput.
         let heavy = Pooling { work: vec![4.0, 1.0, 1.0], ..pooling(3, &[3.0, 1.0, 2.0, 1.0, 1.0, 1.0]) };
         assert_eq!(pools(&Lineup::pooled(&members, 3, &heavy)), [vec![0, 3, 4], vec![1, 5], vec![2]]);
-        // No pool gets more members than a step has microbatches.
+        // A pool does not get more members than a step has microbatches.
         let small = Pooling { most: 1, ..pooling(3, &[1.0; 6]) };
         let next = Lineup::pooled(&members, 3, &small);
         assert_eq!((next.pools.clone(), next.spares), (vec![1, 1, 1], vec![3, 4, 5]));
@@ -370,7 +370,8 @@ mod tests {
 
     #[test]
     fn fewer_members_than_stages_are_one_pipeline_that_grows_again() {
-        // Pools of two, one and one members lose two.
+        // Two members are left for three stages, so they form one pipeline of two stages. With two newcomers,
+        // there are three stages again.
         let next = Lineup::pooled(&[at(0, 1), at(2, 0)], 3, &pooling(3, &[1.0; 2]));
         assert_eq!((next.stages, next.pools, next.ranks), (2, vec![], vec![0, 1]));
         let next = Lineup::pooled(&[at(1, 0), at(0, 0), None, None], 2, &pooling(3, &[1.0; 4]));
@@ -393,7 +394,7 @@ mod tests {
         pools.iter().flatten().map(time).collect()
     }
 
-    /// Follows all advice; returns the pools at the end and the number of moves.
+    /// Applies the advice of 500 steps; returns the pools at the end and the number of moves.
     fn settled(mut pools: Vec<Vec<f64>>) -> (Vec<Vec<f64>>, u32) {
         let work = vec![1.0; pools.len()];
         let mut rates = Pools::equal(pools.iter().map(|pool| pool.len() as u32).collect()).rates;
@@ -434,19 +435,21 @@ mod tests {
             assert!(moves > 0 && moves < 10 && least(&after) > least(&pools), "{pools:?} {after:?}");
             assert!(least(&after) >= 0.75 * best, "{pools:?} {after:?}: {moves} moves");
         }
-        // An optimal assignment is kept.
+        // An assignment that is already optimal does not change.
         let (_, moves) = settled(vec![vec![4.0], vec![3.0, 1.0], vec![2.0, 2.0, 1.0]]);
         assert_eq!(moves, 0);
     }
 
     #[test]
     fn the_vectors_of_the_seeds() {
-        // Speeds 8, 1, 1, 1, 1 on three stages: machines cannot be divided, so 2 is the optimum.
+        // Machines with the speeds 8, 1, 1, 1 and 1 on three stages. Machines cannot be divided, so at best the
+        // slowest pool has a total speed of 2.
         let (pools, _) = settled(vec![vec![8.0, 1.0, 1.0], vec![1.0], vec![1.0]]);
         let mut sums: Vec<f64> = pools.iter().map(|pool| pool.iter().sum()).collect();
         sums.sort_by(f64::total_cmp);
         assert_eq!(sums, [2.0, 2.0, 8.0]);
-        // Pools of two, two and one machines. Three and one would not shorten a step, so no machine moves.
+        // There are pools of two, two and one machines. Moving a machine would not shorten a step, so none
+        // moves.
         assert_eq!(settled(vec![vec![1.0; 2], vec![1.0; 2], vec![1.0]]).1, 0);
     }
 

@@ -33,7 +33,7 @@ const STEPS: u32 = 5;
 const SPEEDUP: f64 = 1.5;
 /// Number of consecutive slow steps after which a replica should leave, if they also took [`SLOW_FOR`].
 const SLOW_STEPS: u32 = 20;
-/// Minimum total time of those steps.
+/// Minimum total time of these slow steps.
 const SLOW_FOR: Nanos = Nanos::from_millis(10_000);
 
 /// Decides on shares from the times that replicas measure. The result depends only on the arguments of
@@ -143,12 +143,14 @@ impl Rebalance {
 fn slowed_by(best: &[u32], measured: &[Measured]) -> Option<(u32, Nanos)> {
     let replicas = best.len() as u32;
     let slowest = (0..best.len()).max_by_key(|&replica| (measured[replica].microbatch, replica))?;
-    // Without it, the others do not wait for it; only communication remains.
+    // If the slowest replica leaves, the others no longer wait for it; besides computing, only communication
+    // remains.
     let rest = measured.iter().map(|measured| measured.rest).min()?;
     let others = (0..best.len()).filter(|&other| other != slowest);
     let others: Vec<Measured> = others.map(|other| Measured { rest, ..measured[other] }).collect();
     let total: u32 = best.iter().sum();
-    // Each replica contributes the same number of microbatches to a step, so without one there are fewer.
+    // A step has the same number of microbatches for each replica, so without one replica a step has fewer of
+    // them.
     let without = total / replicas * (replicas - 1);
     let alone = shares_by_speed(without, &others)?;
     let speed = |shares: &[u32], measured: &[Measured]| {
@@ -225,15 +227,15 @@ mod tests {
         // The slow replica takes 3 s for a microbatch, the others 100 ms.
         let times = measured([100, 100, 100, 3_000]);
         assert_eq!(first(&[1, 1, 1, 1], &times, 100), Some((20, Advice::Leave(3))));
-        // With short steps, the steps must together take ten seconds.
+        // If steps are short, the slow steps must together take at least ten seconds.
         let times = measured([1, 1, 1, 50]);
         assert_eq!(first(&[1, 1, 1, 1], &times, 1_000), Some((200, Advice::Leave(3))));
-        // A smaller share is tried first.
+        // A smaller share for the slow replica is tried first.
         let times = measured([100, 100, 100, 400]);
         assert_eq!(first(&[8, 8, 8, 8], &times, 100), Some((5, Advice::Shares(vec![10, 10, 10, 2]))));
         assert_eq!(first(&[10, 10, 10, 2], &times, 100), None);
         assert_eq!(first(&[1], &measured([100]), 100), None);
-        // The other replicas spend the rest of the step waiting.
+        // The fast replicas spend the rest of the step waiting.
         let mut times = measured([100, 100, 4_000]);
         times[0].rest = Nanos::from_millis(3_900);
         times[1].rest = Nanos::from_millis(3_900);

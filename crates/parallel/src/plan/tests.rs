@@ -59,7 +59,7 @@ fn pools_are_in_the_text_and_in_the_digest() {
     assert_eq!(equal.pools(), Some(&Pools::equal(vec![1, 3])));
     assert_ne!(equal.digest(), plan.digest());
     assert_eq!(plan.differences(&equal)[0].to_string(), "`pools.rates` is [1, 4, 2, 1] and [1, 1, 1, 1]");
-    // The section `[pools]` without the schedule `pools`, and the reverse.
+    // Plans with the section `[pools]` but another schedule, or the reverse, are rejected.
     for wrong in [
         text.replace("\"pools\"", "\"gpipe\""),
         text.replace("[pools]\nsizes = [1, 3]\nrates = [1, 4, 2, 1]", ""),

@@ -119,7 +119,8 @@ struct Table<'a> {
     meshes: &'a [Submesh],
     /// Maximum number of stages.
     most: usize,
-    /// `[stages to the end - 1][first layer][end - 1][mesh]`.
+    /// Time of each possible stage, indexed by `[stages to the end - 1][first layer][end - 1][mesh]`; `None` if
+    /// it does not fit.
     times: Vec<Option<u64>>,
     /// All different times, ascending: the candidate bounds.
     bounds: Vec<u64>,
@@ -231,7 +232,7 @@ mod tests {
                 microbatches: 1 + draw.below(6) as u32,
             };
             let table: Vec<u64> = (0..4096).map(|_| 1 + draw.below(50) as u64).collect();
-            // Any function of the stage works as a time; some stages do not fit.
+            // An arbitrary function gives the time of a stage; for some stages it says that they do not fit.
             let time = |layers: Range<usize>, mesh: Submesh, stages: usize| {
                 let at =
                     layers.start * 641 + layers.end * 97 + mesh.size() as usize * 13 + mesh.nodes as usize;

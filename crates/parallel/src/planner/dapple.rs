@@ -120,7 +120,7 @@ pub type HopTime<'a> = &'a dyn Fn(usize, &[u32], &[u32]) -> Nanos;
 ///
 /// The warm-up is the forward of the stages up to the pivot. The steady phase is `microbatches - 1` rounds of
 /// the pivot's forward and backward. The ending is the backward of stages `s` to `q` and the average of stage
-/// `s`. Hops between stages count as stages without an average; there is one hop fewer than stages.
+/// `s`. Hops between stages count as stages without an average. `hops` has one entry fewer than `stages`.
 ///
 /// The latency is the longest of certain chains of dependent work in 1F1B, so a real run at these costs is
 /// never shorter. Source: Fan et al. 2021, "DAPPLE", section 4, equations 1 to 3. Differs: the paper searches
@@ -175,7 +175,7 @@ pub fn dapple(
     Ok(PlacedPlan { stages, time })
 }
 
-/// Partial latency of the stages from some stage on.
+/// Latency of a part of the pipeline: of all stages from some stage to the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Label {
     /// Longest chain from the first forward of these stages to their last backward.
@@ -185,17 +185,17 @@ struct Label {
 }
 
 impl Label {
-    /// Label after the last stage.
+    /// The label that stands for no stages, after the last one.
     const LAST: Self = Self { chain: 0, end: 0 };
 
-    /// Returns the label with one more stage before these stages.
+    /// Returns the label after one more stage is put before these stages.
     fn before(self, cost: PhaseCost, microbatches: u32) -> Self {
         let chain = self.longer(cost.forward.saturating_add(cost.backward), microbatches);
         let end = chain.saturating_add(cost.all_reduce.0).max(self.end.saturating_add(cost.forward.0));
         Self { chain, end }
     }
 
-    /// Returns the label with a hop before these stages.
+    /// Returns the label after a hop is put before these stages.
     fn hop(self, time: Nanos, microbatches: u32) -> Self {
         let chain = self.longer(time.saturating_add(time), microbatches);
         Self { chain, end: self.end.saturating_add(time.0) }
@@ -216,7 +216,7 @@ struct State {
     before: Vec<u32>,
 }
 
-/// A label and how it was reached.
+/// A label (latency of the stages to the end), and the choice that leads to it.
 struct Chosen {
     label: Label,
     /// `None` after the last stage.

@@ -44,7 +44,7 @@ pub fn bottleneck_matching(costs: &[u64], n: usize) -> Matching {
     Matching { costliest: limits[high], column: best }
 }
 
-/// Augmenting paths on bit sets.
+/// State of a search for augmenting paths. Sets of columns are bit sets.
 struct Search<'a> {
     costs: &'a [u64],
     n: usize,
@@ -54,7 +54,7 @@ struct Search<'a> {
     allowed: Vec<u64>,
     /// Columns not yet visited in the current path.
     unseen: Vec<u64>,
-    /// Row of each column.
+    /// Row that is matched with each column.
     row: Vec<usize>,
 }
 
@@ -141,7 +141,7 @@ mod tests {
     #[test]
     fn more_columns_than_a_word_has_bits() {
         let n = 130;
-        // Only the entries of a shifted diagonal are cheap.
+        // Only the pairs on a shifted diagonal are cheap, so they are the matching.
         let cost = |i: usize| if i % n == (i / n + 1) % n { 3 } else { 9 };
         let found = bottleneck_matching(&(0..n * n).map(cost).collect::<Vec<_>>(), n);
         assert_eq!((found.costliest, found.column[129]), (3, 0));

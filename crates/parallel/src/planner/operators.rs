@@ -310,7 +310,7 @@ mod tests {
             let graph = random(&mut draw);
             let free = choose(&graph).unwrap();
             let all = graph.memory(&free.strategies, &FREE).unwrap().0;
-            // From a fifth of the memory of the cheapest choice to six fifths of it.
+            // The limit is between one fifth and six fifths of the memory of the cheapest choice.
             let limit = MemoryLimit { bytes: Bytes(all * (1 + draw.below(6) as u64) / 5), ..FREE };
             let found = choose_within(&graph, &limit).unwrap();
             let best = by_brute_force(&graph, &limit);
@@ -346,7 +346,7 @@ mod tests {
             }
             seen.insert(found.strategies);
         }
-        // The best strategies differ by the speed of links.
+        // At different speeds of the links, different strategies are best.
         assert!(seen.len() > 1, "{seen:?}");
     }
 

@@ -3,9 +3,9 @@
 /// A path that visits every node once.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Path {
-    /// Sum of its edges.
+    /// Sum of the path's edges.
     pub length: u64,
-    /// Every node once. Of the two directions, the one that starts at the lower node.
+    /// Every node once, in the order of the path. Of the two directions, the one that starts at the lower node.
     pub nodes: Vec<usize>,
 }
 

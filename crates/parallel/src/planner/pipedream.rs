@@ -160,7 +160,7 @@ impl Planner<'_> {
         self.levels[level].bandwidth.transfer(both).0
     }
 
-    /// Returns the stages of the best plan, each on `times` as many devices.
+    /// Returns the stages of the best plan. The number of devices of each stage is multiplied by `times`.
     fn stages(
         &self,
         level: usize,
@@ -250,7 +250,8 @@ mod tests {
 
     #[test]
     fn a_large_layer_is_a_stage_and_small_ones_are_replicated() {
-        // As in VGG: convolutions with large outputs and few weights, then a layer with many weights.
+        // The layers are like those of VGG: convolutions with large outputs and few weights, then a layer with
+        // many weights.
         let layer = |time, weights, output| ProfiledLayer {
             time: Nanos::from_millis(time),
             weights: Bytes(weights),

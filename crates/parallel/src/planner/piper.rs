@@ -6,7 +6,7 @@ use farflung_base::{Bytes, Nanos};
 
 use crate::ParallelError;
 
-/// How the devices of a stage divide it.
+/// How the devices of a stage divide the stage's work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct StageShape {
     /// Number of devices that divide each layer's tensors.

@@ -1,4 +1,4 @@
-//! Plans pipelines side by side over thousands of machines in regions, with prices from closed forms.
+//! Plans pipelines that train side by side on thousands of machines in regions. Times come from closed forms.
 //!
 //! The layouts range between DT-FM's two extremes. Sites are joined into groups, the nearest first (single
 //! linkage). Each group has its own pipelines, whose stages follow the shortest path over the group's sites. If
@@ -96,7 +96,7 @@ pub struct Regional {
     pub plans: Vec<RegionalPlan>,
     /// Lower bound on the time of any plan of contiguous stages, from [`lower_bound`].
     pub bound: Nanos,
-    /// Number of layouts priced.
+    /// Number of layouts whose time was computed.
     pub priced: usize,
 }
 
@@ -134,7 +134,7 @@ pub fn regional(chain: &RegionalChain, cluster: &Cluster) -> Result<Regional, Pa
                 };
                 priced += 1;
                 found.push(price::priced(chain, &sites, layout));
-                // Keeps only a few plans at a time, because each lists thousands of machines.
+                // Only a few plans are kept at a time, because each lists thousands of machines.
                 if found.len() > 8 * FINALISTS {
                     keep(&mut found, FINALISTS);
                 }

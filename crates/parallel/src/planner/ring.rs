@@ -8,9 +8,9 @@ pub const EXACT_RANKS: usize = 12;
 pub struct Ring {
     /// Every rank once, starting with rank 0. The last rank sends to the first.
     pub ranks: Vec<usize>,
-    /// Cost of its most expensive link.
+    /// Cost of the ring's most expensive link.
     pub costliest: u64,
-    /// Sum of the costs of its links.
+    /// Sum of the costs of the ring's links.
     pub sum: u64,
 }
 
@@ -67,7 +67,7 @@ fn exact(costs: &[u64], n: usize) -> Ring {
 
 /// Returns the shortest ring from rank 0 without a link above `limit` (Held and Karp 1962).
 fn shortest(costs: &[u64], n: usize, limit: u64) -> Option<Vec<usize>> {
-    // Sets of the ranks other than 0, as bits `rank - 1`.
+    // Sets contain ranks other than 0; rank `r` is bit `r - 1`.
     let others = n - 1;
     let mut least = vec![u64::MAX; others << others];
     let allowed = |a: usize, b: usize| Some(costs[a * n + b]).filter(|&cost| cost <= limit);

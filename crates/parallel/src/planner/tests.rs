@@ -32,7 +32,7 @@ fn a_fast_link_is_synchronous_and_a_slow_one_is_not() {
     // 1.5 * 40 MB at 20 Mbit/s take 24 s, plus 0.1 to 0.15 s of latency. A step computes for 16 * 256 / 4000 =
     // 1.024 s.
     assert_eq!(u64::from(every), (24_100_u64 * 100).div_ceil(1_024 * 20));
-    // With one local step fewer, the simulated overhead exceeds the limit.
+    // With one local step fewer, the simulated overhead would exceed the limit.
     let chosen = slow.candidates.iter().find(|c| c.sync == slow.replicas.sync).unwrap();
     assert!(chosen.overhead <= 2_000, "{slow}");
     let tight = plan(&shape(), &homes(4, "20mbit,25ms"), &Limits { max_every: every - 1, ..limits }).unwrap();
@@ -40,7 +40,8 @@ fn a_fast_link_is_synchronous_and_a_slow_one_is_not() {
     assert!(tight.to_string().contains("no allowed method"), "{tight}");
 }
 
-/// Predictions replace the search's times: here, each average costs half of what the search assumed.
+/// Predicted times replace the times of the search. Here, each average takes half of the time that the search
+/// assumed.
 #[test]
 fn predictions_set_the_number_of_local_steps_and_decide() {
     let planned = plan(&shape(), &homes(4, "20mbit,25ms"), &Limits::default()).unwrap();
@@ -57,7 +58,7 @@ fn predictions_set_the_number_of_local_steps_and_decide() {
     assert_eq!(fewer, every.div_ceil(2));
     let chosen = predicted.candidates.iter().find(|c| c.sync == predicted.replicas.sync).unwrap();
     assert!(chosen.overhead <= 2_000 && predicted.within, "{predicted}");
-    // Averages without cost: synchronous training.
+    // If averages take no time, synchronous training is chosen.
     let known = |step| move |_: &Plan| Ok::<_, ParallelError>(step);
     let free = planned.clone().predicted(&model, known(Some(StepTime { step: compute, compute }))).unwrap();
     assert!(matches!(free.replicas.sync, Sync::Ddp { overlap: Overlap::WithBackward, .. }), "{free}");

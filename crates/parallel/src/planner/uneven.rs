@@ -13,9 +13,9 @@ pub struct ChainLayer {
     pub operations: u64,
     /// Bytes of weights, gradients and optimizer state.
     pub state: Bytes,
-    /// Bytes that its backward needs, held from its forward on.
+    /// Bytes that the layer's backward needs, held from its forward on.
     pub activations: Bytes,
-    /// Bytes of its output for the next layer, and of the gradient that comes back.
+    /// Bytes of the layer's output for the next layer, and of the gradient that comes back.
     pub output: Bytes,
 }
 
@@ -119,7 +119,7 @@ struct Sums<'a> {
     activations: Vec<u64>,
 }
 
-/// Times of a boundary.
+/// Times of messages over the boundary between two stages.
 #[derive(Clone, Copy)]
 struct Hop {
     /// Time of the first message.
@@ -225,11 +225,12 @@ fn bounds(sums: &Sums<'_>) -> Vec<u64> {
     bounds
 }
 
-/// Table of the least sum of stages and hops for the last layers, by the number of their stages, the first
-/// layer and the first machine.
+/// Table of the best ways to divide the last layers into stages, by the number of stages, the first layer and
+/// the first machine. Best means the least sum of the times of stages and hops.
 struct Division<'a> {
     sums: &'a Sums<'a>,
-    /// `[stages][first layer][machine]`: the sum, the end of the first stage, the next machine.
+    /// Best first stage, indexed by `[stages][first layer][machine]`: the least sum, the end of the first
+    /// stage, the machine of the next one.
     least: Vec<Option<Step>>,
 }
 
@@ -261,7 +262,8 @@ impl<'a> Division<'a> {
         division
     }
 
-    /// Returns the best first of `stages` stages for the layers from `first` on.
+    /// Divides the layers from `first` on into `stages` stages, the first of them on `machine`, and returns the
+    /// best first stage.
     fn step(&self, stages: usize, first: usize, machine: usize, bound: u64) -> Option<Step> {
         let (layers, machines) = (self.sums.chain.layers.len(), self.sums.chain.machines.len());
         let mut best: Option<Step> = None;
@@ -307,7 +309,8 @@ impl<'a> Division<'a> {
     }
 }
 
-/// Builds the error: state and activations of one microbatch, compared with the memory of all machines.
+/// Builds the error for layers that do not fit: it has the memory that they need (state, and activations of one
+/// microbatch) and the memory of all machines.
 fn too_small(chain: &Chain) -> ParallelError {
     let needs = chain.layers.iter().map(|layer| layer.state.0.saturating_add(layer.activations.0));
     let has = chain.machines.iter().map(|machine| machine.memory.map_or(0, |memory| memory.0));

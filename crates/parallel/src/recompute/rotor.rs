@@ -8,13 +8,13 @@ use crate::ParallelError;
 /// Time and sizes of one layer of a chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layer {
-    /// Time of its forward.
+    /// Time of the layer's forward.
     pub forward: Nanos,
-    /// Time of its backward.
+    /// Time of the layer's backward.
     pub backward: Nanos,
-    /// Bytes of its output for the next layer.
+    /// Bytes of the layer's output for the next layer.
     pub output: Bytes,
-    /// Bytes that its backward needs besides its input, including its output.
+    /// Bytes that the layer's backward needs besides the layer's input; includes its output.
     pub saved: Bytes,
 }
 
@@ -88,8 +88,8 @@ pub fn rotor(
 struct Table {
     n: usize,
     units: usize,
-    /// By first layer, last layer, and memory beyond what is kept before them. [`Nanos::MAX`] if they do not
-    /// fit.
+    /// The least time and the first choice, by first layer, last layer, and memory that is left for them. The
+    /// time is [`Nanos::MAX`] if they do not fit.
     cells: Vec<(Nanos, Choice)>,
     output: Vec<usize>,
     saved: Vec<usize>,

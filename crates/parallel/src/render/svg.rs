@@ -122,7 +122,8 @@ fn legend(out: &mut String, timeline: &Timeline) {
 
 fn axis(out: &mut String, makespan: u64, bottom: u32, x: &dyn Fn(Nanos) -> f64) {
     let step = tick(makespan);
-    // Enough decimals to distinguish two ticks, in milliseconds.
+    // Number of decimals with which the times of two neighbouring ticks, in milliseconds, are printed
+    // differently.
     let decimals = 6_usize.saturating_sub(step.ilog10() as usize);
     for time in (0..=makespan / step).map(|i| Nanos(i * step)) {
         let at = x(time);

@@ -39,7 +39,7 @@ fn ddp_by_hand() {
     // Without overlap the time is the sum, whatever the number of buckets.
     assert_eq!(makespan(ddp(Overlap::None, 1), &[1, 1], &cost, 1), 220);
     assert_eq!(makespan(ddp(Overlap::None, 4), &[1, 1], &cost, 1), 220);
-    // A single bucket cannot overlap.
+    // A single bucket cannot overlap with the backward.
     assert_eq!(makespan(ddp(Overlap::WithBackward, 1), &[1, 1], &cost, 1), 220);
     // Four buckets are ready at 60, 80, 100 and 120 ms and take 25 ms each: the link is the limit from the
     // first bucket on.

@@ -5,7 +5,7 @@ use crate::seeded_rng::SeededRng;
 /// A server: its blocks and its rate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ServerRate {
-    /// Index of its first block.
+    /// Index of the server's first block.
     pub start: usize,
     /// Number of consecutive blocks.
     pub blocks: usize,
@@ -69,9 +69,9 @@ fn least(rates: &[f64]) -> f64 {
 /// Tolerance, relative to a rate, that keeps servers from moving for equal rates. Petals' `eps`.
 const SAME: f64 = 1e-3;
 
-/// Returns whether a server should move. The rule simulates its move and then moves of the other servers until
-/// none moves. The server should move if the lowest rate of a block then is so much higher that the present one
-/// is below `quality` (0.75) of it.
+/// Returns whether a server should move. The rule simulates the move of this server, and then moves of the
+/// other servers until none moves. The server should move if the lowest rate of any block is now below
+/// `quality` (0.75) times the lowest rate after these moves.
 ///
 /// Returns false if no other server serves some of its blocks, or if it is already at its best place. The other
 /// servers move in an order drawn from the seed. Source: Petals, `block_selection.py`.
@@ -149,12 +149,12 @@ mod tests {
         // Blocks 0 and 1 have three fast servers, blocks 2 and 3 have one slow server.
         let skewed = [server(0, 4.0), server(0, 4.0), server(0, 4.0), server(2, 1.0)];
         assert!(should_rebalance(&skewed, 0, 4, 0.75, 1));
-        // Its blocks would be left without a server.
+        // If this server moved, its blocks would have no server.
         assert!(!should_rebalance(&skewed, 3, 4, 0.75, 1));
-        // Equal servers stay, so that no two exchange places forever.
+        // Equal servers stay where they are. Otherwise two of them could exchange places forever.
         let even = [server(0, 4.0), server(0, 4.0), server(2, 4.0), server(2, 4.0)];
         assert!((0..4).all(|own| !should_rebalance(&even, own, 4, 0.75, 1)));
-        // A gain of a tenth is not enough for a move.
+        // The lowest rate would rise by less than a third, which is not enough for a move.
         let nearly = [server(0, 5.0), server(0, 5.0), server(2, 4.0), server(2, 5.0)];
         assert!((0..4).all(|own| !should_rebalance(&nearly, own, 4, 0.75, 1)));
         assert!(!should_rebalance(&even, 9, 4, 0.75, 1));

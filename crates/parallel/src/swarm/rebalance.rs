@@ -5,7 +5,7 @@
 pub struct QueuedPeer {
     /// Number of the peer, unique over all stages.
     pub id: u32,
-    /// Number of tasks waiting for it.
+    /// Number of tasks waiting for the peer.
     pub queue: u64,
     /// Tasks per second.
     pub rate: f64,
@@ -16,9 +16,9 @@ pub struct QueuedPeer {
 pub struct Migration {
     /// Number of the peer.
     pub peer: u32,
-    /// Its present stage.
+    /// Present stage of the peer.
     pub from: usize,
-    /// Its new stage, whose weights it downloads.
+    /// New stage of the peer, whose weights the peer downloads.
     pub to: usize,
 }
 
@@ -50,7 +50,8 @@ pub fn rebalance(stages: &[Vec<QueuedPeer>]) -> Option<Migration> {
     (gains || relieves).then_some(Migration { peer: moved.id, from, to })
 }
 
-/// The longer wait must fall below this part of its value if the rates do not decide. Petals' balance quality.
+/// If a move does not increase the lower rate, the longer wait must fall below this fraction of its value. The
+/// figure is Petals' balance quality.
 const MARGIN: f64 = 0.75;
 
 /// Returns the highest possible rate of the slowest stage, by trying all assignments of peers to stages.

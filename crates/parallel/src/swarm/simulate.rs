@@ -52,7 +52,7 @@ pub struct Goodput {
 struct Peer {
     id: u32,
     rate: f64,
-    /// Second from which it works.
+    /// Second from which the peer works.
     from: u64,
 }
 

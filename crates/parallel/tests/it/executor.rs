@@ -131,7 +131,7 @@ impl Worker for Numbers {
     }
 }
 
-/// Reports what is in the channels, in real time.
+/// Reports the messages that are in the channels now, in real time.
 impl PollArrivals for Numbers {
     fn arrived(&mut self, awaited: &mut [&mut (Rank, Message)]) -> Option<usize> {
         for from in self.from.values() {
@@ -393,7 +393,7 @@ impl PollArrivals for Scripted {
     }
     fn first(&mut self, awaited: &mut [&mut Message]) -> usize {
         let first = (0..awaited.len()).min_by_key(|&i| self.script[awaited[i]]).expect("one is awaited");
-        // Time passes without an op.
+        // No op is ready, so time passes until the first message arrives.
         let now = self.script[awaited[first]].max(self.done.len());
         self.done.resize(now, "-".to_owned());
         first
@@ -414,7 +414,8 @@ fn a_backward_runs_when_its_gradient_is_there_and_a_forward_while_it_is_late() {
         ArrivalExecutor::new(&schedule, Rank(rank), rule).unwrap().run(&mut worker).unwrap();
         worker.done.join(" ")
     };
-    // Gradients arrive early, then late. At most three microbatches are in flight.
+    // In these three cases, the gradients arrive early, later, and late. At most three microbatches are in
+    // flight.
     assert_eq!(ops(&order, 0, [1, 2, 3, 4]), "0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3 0STEP3");
     assert_eq!(ops(&order, 0, [2, 3, 9, 9]), "0F0 0F1 0B0 0B1 0F2 0F3 - - - 0B2 0B3 0STEP3");
     assert_eq!(ops(&order, 0, [5, 6, 6, 9]), "0F0 0F1 0F2 - - 0B0 0B1 0B2 0F3 0B3 0STEP3");

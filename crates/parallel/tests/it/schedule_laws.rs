@@ -94,7 +94,7 @@ proptest! {
     fn no_order_beats_its_bounds((method, settings) in settings(), wire in 0_u64..60, overlap in 0_u8..=100) {
         let Some(order) = admitted(method, &settings) else { return Ok(()) };
         let stage = settings.cost[0];
-        // One byte per nanosecond.
+        // 8 Gbit/s is one byte per nanosecond.
         let link = Link { bandwidth: Bandwidth(8_000_000_000), latency: settings.hop };
         let boundary = Boundary { link, forward: Bytes(wire), backward: Bytes(wire / 2) };
         let mut cost = PipelineCost::uniform(&order, stage, boundary);
@@ -147,7 +147,7 @@ proptest! {
         }
     }
 
-    /// Bubbles with a closed form have its value.
+    /// For schedules whose bubble has a closed form, the simulated bubble equals it.
     #[test]
     fn bubbles_are_their_closed_forms(p in 1_u32..9, rounds in 2_u32..5, f in 1_u64..9, i in 1_u64..9, w in 1_u64..9) {
         let m = 2 * p * rounds;
@@ -176,7 +176,7 @@ proptest! {
                 let simulation = simulate(order, cost).unwrap();
                 let most = (0..p).map(|r| simulation.span_bubble(Rank(r)).0).max().unwrap();
                 let closed = (gap * (f + i)).saturating_sub(weights * gap * w);
-                // Exact if all W fit into the gaps; never below.
+                // The closed form is exact if all W fit into the gaps, and a lower bound otherwise.
                 if w <= i && w <= f && weights * w <= f + i {
                     assert!(most >= closed, "{method}: {most} {closed}");
                 }

@@ -14,7 +14,7 @@ fn grids_and_lowered_lists() {
             let order = method.order(&settings).unwrap();
             let mut stage = StageCost::UNIT;
             if method == Method::TeraPipe {
-                // Two slices of one unit each.
+                // The microbatch has two slices of one unit each.
                 stage.forward = stage.forward * 2;
                 stage.input = stage.input * 2;
                 stage.weight = stage.weight * 2;

@@ -187,7 +187,7 @@ fn closed_forms_of_span_bubbles() {
         assert_eq!(span(Method::ZbH1, 16), 3 * (f + i - w));
         assert_eq!(span(Method::ZbH2, 16), 3 * (f + i - 2 * w));
     }
-    // Schedules made for equal costs, at unequal costs.
+    // These schedules are made for equal costs and are simulated with unequal costs.
     let found = [Method::VMin, Method::VHalf, Method::ZbH2].map(|method| {
         let (_, bubbles) = times(&order(method, 4, 16), stage(10, 12, 8), Nanos::ZERO);
         bubbles.into_iter().max().unwrap()

@@ -147,7 +147,7 @@ fn keys_are_replaced_from_either_side() {
         for round in 0..4 {
             let sent = bytes(200_000, round);
             send(&mut ours, &mut theirs, &sent);
-            // This also requests a new key of this side.
+            // This also requests that this side replaces its key.
             theirs.refresh_traffic_keys().unwrap();
             theirs.writer().write_all(&sent[..40_000]).unwrap();
             assert!(exchange(&mut ours, &mut theirs).unwrap() == sent[..40_000]);

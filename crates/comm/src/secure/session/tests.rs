@@ -137,11 +137,12 @@ fn much_may_come_right_behind_the_proof() {
     server.trust();
     let sent = vec![7; 60_000];
     assert_eq!(server.seal(&[IoSlice::new(&sent)]), Ok(sent.len()));
-    // As many bytes as fit arrive at once. The first ones stand for the proof.
+    // As many bytes as fit arrive at once. The first of them stand for the proof of the join secret.
     assert!(carry(&mut server, &mut client).unwrap() <= STRANGER);
     let mut got = vec![0; 64];
     while client.open(&mut [IoSliceMut::new(&mut got)]).unwrap() == 0 {
-        // A record is longer than the limit before the proof; a real proof is in a short record.
+        // A full record is longer than the limit that holds before the proof. A real proof is in a short
+        // record.
         client.trust();
         carry(&mut server, &mut client).unwrap();
     }

@@ -13,7 +13,7 @@ use std::time::Duration;
 use super::base::{Nanos, PeerId, Rank};
 use super::comm::{Algorithm, Cancel, CommError, Communicator, FRAME_BYTES, ReduceOp};
 
-/// Result of a law on one rank.
+/// Result of a law (a test that every transport must pass) on one rank.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Found {
     /// Number of checks that failed.
@@ -43,7 +43,7 @@ impl Found {
     }
 }
 
-/// Text before a [`Found`] on a line of a rank's output.
+/// Marks the result in a line of a rank's output.
 const MARK: &str = "found: ";
 
 impl fmt::Display for Found {
@@ -71,7 +71,7 @@ impl FromStr for Found {
 /// How the ranks are run.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Among<'a> {
-    /// As threads of one process, which share a switch.
+    /// As threads of one process. They share this cancel switch.
     Threads(&'a Cancel),
     /// As separate processes.
     Processes,
@@ -217,7 +217,7 @@ fn deadlines(comm: &Communicator, _: Among<'_>, found: &mut Found) -> Result<(),
 }
 
 fn cancel(comm: &Communicator, among: Among<'_>, found: &mut Found) -> Result<(), CommError> {
-    // Long enough for rank 0 to be asleep in its wait; the result does not depend on it.
+    // A pause in which rank 0 normally falls asleep in its wait. The result does not depend on it.
     let later = || std::thread::sleep(Duration::from_millis(20));
     if comm.rank().0 == 0 {
         let own = Cancel::new();
@@ -337,7 +337,7 @@ fn is_refused(name: &str, comm: &Communicator, outcome: &Result<Communicator, Co
 
 fn lost(comm: &Communicator, _: Among<'_>, found: &mut Found) -> Result<(), CommError> {
     if comm.rank().0 == 3 {
-        // A message sent before the rank leaves still arrives.
+        // A message that was sent before the rank leaves still arrives.
         return comm.send(Rank(0), 7, &vec![7; 100_000]);
     }
     let mut x = vec![1.0_f32; 300_000];

@@ -76,9 +76,11 @@ pub struct ChurnOutcome {
     pub longest_gap: Nanos,
     /// Longest time from noticing a lost member to the view without it.
     pub slowest_view: Nanos,
-    /// Committed member-rounds, divided by the rounds that all living machines could have done.
+    /// Goodput: sum over committed rounds of the number of members, divided by the rounds that all living
+    /// machines could have done.
     pub goodput: f64,
-    /// Committed member-rounds, divided by the rounds that the initial number of machines could have done.
+    /// Sum over committed rounds of the number of members, divided by the rounds that the initial number of
+    /// machines could have done.
     pub of_all: f64,
     /// Violated guarantees.
     pub breaches: Vec<Breach>,
@@ -91,9 +93,9 @@ pub struct ChurnOutcome {
 pub struct Stay {
     /// Id of the machine.
     pub who: MemberId,
-    /// Time when the first view with it was seen.
+    /// Time when the first view with the machine was seen.
     pub from: Nanos,
-    /// Time when the first view without it was seen, or the end of the day.
+    /// Time when the first view without the machine was seen, or the end of the day.
     pub to: Nanos,
 }
 
@@ -146,7 +148,7 @@ struct Day {
     machines: u32,
     /// Total lifetime of all machines that ended, in nanoseconds.
     alive: f64,
-    /// Number of committed member-rounds.
+    /// Sum over committed rounds of the number of members.
     done: u64,
 }
 
@@ -266,8 +268,8 @@ impl Day {
         }
     }
 
-    /// Commits the round if all members of the newest view live and are in it; otherwise schedules another
-    /// check.
+    /// Commits the round if the processes of all members of the newest view run and have entered this view.
+    /// Otherwise schedules another check.
     fn look(&mut self) {
         let now = self.world.now;
         self.take_up_views();

@@ -31,7 +31,7 @@ pub struct FaultsOutcome {
     pub cuts: u32,
     /// Number of processes that crashed between two actions.
     pub crashes: u32,
-    /// Number of processes that restarted with their votes.
+    /// Number of processes that restarted with their saved votes.
     pub restarts: u32,
     /// Number of machines that started as newcomers, including those that returned.
     pub newcomers: u32,
@@ -45,14 +45,15 @@ pub struct FaultsOutcome {
     pub steps: u64,
     /// Whether enough members live after the repair to continue.
     pub can_go_on: bool,
-    /// Time from the repair until all living processes had the same view, consisting of exactly them.
+    /// Time from the repair until all living processes had the same view, whose members are exactly these
+    /// processes.
     pub recovery: Option<Nanos>,
     /// Violated guarantees.
     pub breaches: Vec<Breach>,
 }
 
 impl FaultsOutcome {
-    /// Returns the number of views of an epoch that already had another view.
+    /// Returns the number of forks: views of an epoch that already had another view.
     #[must_use]
     pub fn forks(&self) -> usize {
         self.breaches.iter().filter(|breach| matches!(breach, Breach::Fork { .. })).count()
@@ -201,8 +202,8 @@ impl Storm {
             }
         }
         self.missed.insert(who, missed);
-        // Training frames carry the sender's epoch. A process that hears too few members also knows other
-        // machines, because its ticket names some.
+        // Training frames carry the sender's epoch. A process that hears from too few members also contacts
+        // other machines, because its ticket names some.
         let known = if hears_enough { members } else { self.world.running() };
         if let Some(other) = self.world.draw.one_of(&known) {
             self.world.send(who, other, Message::Here { at });
@@ -277,7 +278,7 @@ impl Storm {
                 self.world.step(one, Event::Leave(one));
             }
             78..88 => {
-                // Considered lost although it may answer.
+                // Marks a member as lost although it may still answer.
                 if let Some(other) = self.world.draw.one_of(&running) {
                     self.world.step(one, Event::Silent(other));
                 }
@@ -354,7 +355,7 @@ impl Storm {
         for machine in self.world.machines.values_mut() {
             machine.dies_in = None;
         }
-        // Messages that are under way arrive first.
+        // Messages that were sent before arrive first.
         while let Some(own) = self.world.next(STORM.saturating_add(AFTERMATH)) {
             if let Own::Look { who, life } = own {
                 self.look(who, life);
@@ -404,7 +405,8 @@ impl Storm {
         is_majority(newest) && later.all(is_majority) && with_dead.as_ref().is_none_or(is_majority)
     }
 
-    /// Runs until all living processes have the same view of exactly them, then checks that the view stays.
+    /// Runs until all living processes have the same view, whose members are exactly these processes, then
+    /// checks that the view stays.
     fn settle(&mut self) {
         let healed = self.world.now;
         let end = healed.saturating_add(LIMIT);
@@ -428,8 +430,8 @@ impl Storm {
         }
     }
 
-    /// Returns whether all living processes have the same view of exactly them, and no process is about to
-    /// restart.
+    /// Returns whether all living processes have the same view, whose members are exactly these processes, and
+    /// no process is about to restart.
     fn is_settled(&self) -> bool {
         let running = self.world.running();
         let Some(view) = running.first().and_then(|first| self.world.view(*first)) else { return false };

@@ -19,7 +19,7 @@ pub enum Flaw {
 
 #[cfg(test)]
 impl Flaw {
-    /// Puts the flaw, if any, into a state.
+    /// Returns the state with the flaw, if there is one.
     pub(super) const fn put_into(flaw: Option<Self>, mut state: State) -> State {
         state.one_vote_is_a_majority = matches!(flaw, Some(Self::OneVoteDecides));
         state.ignores_votes = matches!(flaw, Some(Self::ProposesAnew));

@@ -11,7 +11,7 @@ pub enum Breach {
     /// Two different views of one epoch.
     #[error("two different views of {at}, with members {first:?} and {second:?}")]
     Fork {
-        /// Place of both views.
+        /// Epoch and incarnation of both views.
         at: Place,
         /// Members of the view that was seen first.
         first: Vec<MemberId>,
@@ -21,7 +21,7 @@ pub enum Breach {
     /// A view that does not follow the previous one.
     #[error("the view of {at} does not follow the previous one: {fault}")]
     Chain {
-        /// Place of the view.
+        /// Epoch and incarnation of the view.
         at: Place,
         /// The rule that the view breaks.
         fault: ViewFault,
@@ -31,9 +31,9 @@ pub enum Breach {
     Backwards {
         /// Id of the member.
         who: MemberId,
-        /// Place of its newer view.
+        /// Epoch and incarnation of the member's newer view.
         from: Place,
-        /// Place of the older view to which it returned.
+        /// Epoch and incarnation of the older view to which it returned.
         to: Place,
     },
     /// A member reported a fault of another, although all members follow the rules.
@@ -84,7 +84,7 @@ impl History {
         self.views.len().saturating_sub(1)
     }
 
-    /// Returns the view of this place and all later ones.
+    /// Returns the view with this epoch and incarnation, and all later views.
     pub(super) fn since(&self, place: Place) -> impl Iterator<Item = &View> {
         self.views.range(place..).map(|(_, view)| view)
     }

@@ -33,7 +33,7 @@ pub(super) struct Machine {
     wake: Option<Nanos>,
     /// Number of further actions after which the process crashes.
     pub(super) dies_in: Option<u64>,
-    /// Reason for which its last process stopped by itself.
+    /// Reason for which the machine's last process stopped by itself.
     pub(super) ended: Option<Reason>,
 }
 
@@ -107,8 +107,8 @@ impl<T> World<T> {
         self.due.insert((at.max(self.now), self.planned), due);
     }
 
-    /// Delivers messages and ticks up to the next own event of the simulation, which is returned; `None` if
-    /// there is none until `end`.
+    /// Delivers messages and ticks until the next event that the simulation has scheduled itself, and returns
+    /// that event. `None` if there is no such event until `end`.
     pub(super) fn next(&mut self, end: Nanos) -> Option<T> {
         while let Some(entry) = self.due.first_entry() {
             if entry.key().0 > end {
@@ -161,7 +161,7 @@ impl<T> World<T> {
         self.start(State::newcomer(Member::new(id, slot), self.settings));
     }
 
-    /// Starts a process from the state on the machine's disk. Returns whether there was one.
+    /// Starts a process from the state on the machine's disk. Returns false if there is no such state.
     pub(super) fn restore(&mut self, id: MemberId) -> bool {
         let Some(mut kept) = self.machines.get(&id).and_then(|machine| machine.disk.clone()) else {
             return false;

@@ -5,7 +5,7 @@ use crate::membership::ViewFault;
 
 #[test]
 fn more_than_half_with_a_tie_breaker_of_one_and_a_half() {
-    // (number of members, voters, whether they are a majority). Member 0 is the tie-breaker.
+    // Each entry: number of members, voters, and whether they are a majority. Member 0 is the tie-breaker.
     let table: &[(u32, &[u32], bool)] = &[
         (1, &[0], true),
         (1, &[], false),
@@ -52,7 +52,7 @@ fn sets(n: u32) -> Vec<BTreeSet<MemberId>> {
 
 #[test]
 fn the_fewest_that_are_a_majority() {
-    // (number of members, smallest majority with the tie-breaker, smallest majority without it).
+    // Each entry: number of members, size of the smallest majority with the tie-breaker, and without it.
     let table =
         [(2, 1, None), (3, 2, Some(2)), (4, 2, Some(3)), (5, 3, Some(3)), (6, 3, Some(4)), (7, 4, Some(4))];
     for (n, with, without) in table {

@@ -67,7 +67,7 @@ fn a_late_question_is_asked_for_those_that_are_left() {
     let mut net = Net::of(7);
     net.kill(6);
     net.give_up(&[0], &[6]);
-    // The requests for promises are under way when member 5 is lost as well.
+    // The requests for promises are sent but not received when member 5 is lost as well.
     net.kill(5);
     net.give_up(&[0], &[5]);
     net.settle();

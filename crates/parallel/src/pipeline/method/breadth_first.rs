@@ -3,7 +3,7 @@
 use super::row::{Chunks, Row, Sizes};
 use crate::pipeline::{Action, Op};
 
-/// Row of the table of methods.
+/// This method's entry in the table of pipeline methods.
 pub(super) const ROW: Row = Row {
     name: "bfs",
     summary: "all microbatches of one chunk, then of the next",
@@ -13,8 +13,8 @@ pub(super) const ROW: Row = Row {
     ..Row::PLAIN
 };
 
-/// Generates the lists. Compared with interleaved 1F1B: fewer and larger reductions and gathers, more
-/// activations.
+/// Generates the ranks' lists of computations. Compared with interleaved 1F1B: fewer and larger reductions and
+/// gathers, more activations.
 ///
 /// Source: Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism", section 4.
 pub(super) fn lists(p: u32, m: u32, v: u32) -> Vec<Vec<Op>> {

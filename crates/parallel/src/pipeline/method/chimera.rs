@@ -4,7 +4,7 @@ use super::Lists;
 use super::row::{Chunks, Row, Shape, Sizes, both_ways};
 use crate::pipeline::{Action, Op};
 
-/// Row of the table of methods.
+/// This method's entry in the table of pipeline methods.
 pub(super) const ROW: Row = Row {
     name: "chimera",
     summary: "two copies of the model, one in each direction",
@@ -16,8 +16,8 @@ pub(super) const ROW: Row = Row {
     ..Row::PLAIN
 };
 
-/// Generates the lists. Half of the microbatches go down (stages 0 to p-1 on ranks 0 to p-1), half go up
-/// (stages p to 2p-1 on ranks p-1 to 0).
+/// Generates the ranks' lists of computations. Half of the microbatches go down (stages 0 to p-1 on ranks 0 to
+/// p-1), half go up (stages p to 2p-1 on ranks p-1 to 0).
 ///
 /// Microbatches go in units of p, p/2 in each direction. In a unit, every action has its own slot: the forward
 /// of stage s on the i-th microbatch of its direction is in slot s+2i, its backward in slot 2p-1-s+2i. The next

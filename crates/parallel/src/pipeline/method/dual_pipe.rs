@@ -7,7 +7,7 @@ use super::Lists;
 use super::row::{Chunks, Row, Shape, Sizes, both_ways, twice_the_ranks};
 use crate::pipeline::{Action, Op};
 
-/// Row of `DualPipe` in the table of methods.
+/// Entry of `DualPipe` in the table of pipeline methods.
 pub(super) const ROW: Row = Row {
     name: "dualpipe",
     summary: "two copies of the model, forwards and backwards in pairs",
@@ -19,7 +19,7 @@ pub(super) const ROW: Row = Row {
     ..Row::PLAIN
 };
 
-/// Row of `DualPipeV` in the table of methods.
+/// Entry of `DualPipeV` in the table of pipeline methods.
 pub(super) const VEE: Row = Row {
     name: "dualpipev",
     summary: "forwards and backwards in pairs on a V of stages",
@@ -29,7 +29,7 @@ pub(super) const VEE: Row = Row {
     ..Row::VEE
 };
 
-/// One of a rank's two stages, with the next microbatches for it.
+/// One of a rank's two stages, with its next microbatch for forwards and for backwards.
 struct Lane {
     stage: u32,
     next_forward: u32,
@@ -51,7 +51,7 @@ impl Lane {
         Action::backward(self.stage, self.next_backward - 1)
     }
 
-    /// Returns the first half of a backward. The second half is appended to `weights`.
+    /// Returns the first half of a backward. The second half, W, is appended to `weights`.
     fn input(&mut self, weights: &mut VecDeque<Action>) -> Action {
         let Action { stage, microbatch, .. } = self.backward();
         weights.push_back(Action::weight(stage.0, microbatch));
@@ -112,8 +112,8 @@ fn steps(mut lanes: [Lane; 2], before: u32, span: u32, pairs: u32) -> Vec<Op> {
     list
 }
 
-/// Generates the lists for two copies of the model: stages 0 to p-1 on ranks 0 to p-1, and p to 2p-1 on ranks
-/// p-1 to 0. Each copy gets half of the microbatches.
+/// Generates the ranks' lists of computations for two copies of the model: stages 0 to p-1 on ranks 0 to p-1,
+/// and p to 2p-1 on ranks p-1 to 0. Each copy gets half of the microbatches.
 ///
 /// Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.2.1, and its `DualPipe` repository.
 pub(super) fn two_copies(p: u32, m: u32) -> Lists {
@@ -128,8 +128,8 @@ pub(super) fn two_copies(p: u32, m: u32) -> Lists {
     (0..p).map(list).collect()
 }
 
-/// Generates the lists for one copy of the model on a V of 2p stages: each rank's other stage belongs to the
-/// way back.
+/// Generates the ranks' lists of computations for one copy of the model on a V-shaped placement of 2p stages:
+/// each rank's other stage belongs to the way back.
 ///
 /// Source: Sea AI Lab 2025, "`DualPipe` could be better without the Dual", and `DeepSeek`'s `DualPipeV`.
 pub(super) fn vee(p: u32, m: u32) -> Lists {

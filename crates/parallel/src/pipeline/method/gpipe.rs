@@ -3,7 +3,7 @@
 use super::row::Row;
 use crate::pipeline::{Action, Op};
 
-/// Row of the table of methods.
+/// This method's entry in the table of pipeline methods.
 pub(super) const ROW: Row = Row {
     name: "gpipe",
     summary: "all forwards, then all backwards",
@@ -21,7 +21,7 @@ pub enum BackwardOrder {
     Ascending,
 }
 
-/// Generates the lists. Source: Huang et al. 2019, "`GPipe`", figure 2c.
+/// Generates the ranks' lists of computations. Source: Huang et al. 2019, "`GPipe`", figure 2c.
 pub(super) fn lists(p: u32, m: u32, backward: BackwardOrder) -> Vec<Vec<Op>> {
     let list = |s| {
         let forward = (0..m).map(move |i| Action::forward(s, i));

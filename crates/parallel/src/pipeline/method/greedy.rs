@@ -8,14 +8,14 @@ use super::Lists;
 use crate::pipeline::order::flow::Clock;
 use crate::pipeline::{Action, ArrivalRule, ComputeKind, Op, Placement};
 
-/// Input of the rule.
+/// Input of the list scheduler.
 pub(in crate::pipeline) struct Greedy<'a> {
     pub(in crate::pipeline) placement: &'a Placement,
     pub(in crate::pipeline) microbatches: u32,
     pub(in crate::pipeline) arrivals: ArrivalRule,
 }
 
-/// Clock with the times from a method's settings.
+/// Clock whose durations come from a method's settings.
 pub(super) struct Even<'a> {
     /// Forward and backward time of each stage.
     pub(super) times: &'a dyn Fn(StageId) -> (Nanos, Nanos),
@@ -49,7 +49,7 @@ struct State<'a> {
     /// Time at which the input of each stage's forward and backward arrives, by microbatch; `None`: not known
     /// yet.
     arrivals: [Vec<Vec<Option<Nanos>>>; 2],
-    /// Next microbatch of each stage, forward and backward.
+    /// Next microbatch of each stage, for forwards and for backwards.
     next: [Vec<u32>; 2],
     free: Vec<Nanos>,
     candidates: BTreeSet<Key>,
@@ -58,7 +58,7 @@ struct State<'a> {
     lists: Lists,
 }
 
-/// Generates the lists: takes the first candidate until none is left.
+/// Generates the ranks' lists of computations: repeatedly takes the first candidate until none is left.
 pub(in crate::pipeline) fn lists(rule: &Greedy<'_>, clock: &mut impl Clock) -> Lists {
     let stages = rule.placement.stages() as usize;
     let unknown = vec![vec![None; rule.microbatches as usize]; stages];
@@ -82,7 +82,7 @@ pub(in crate::pipeline) fn lists(rule: &Greedy<'_>, clock: &mut impl Clock) -> L
 }
 
 impl State<'_> {
-    /// Updates a stage's candidates.
+    /// Updates the candidates of a stage: its next forward and its next backward.
     fn list(&mut self, stage: StageId) {
         let s = stage.index();
         let free = self.free[self.rule.placement.rank(stage).index()];

@@ -7,7 +7,7 @@ use super::greedy::{Even, Greedy, lists as greedy};
 use super::row::{Chunks, Row, Sizes};
 use crate::pipeline::{ArrivalRule, Placement};
 
-/// Row of the table of methods.
+/// This method's entry in the table of pipeline methods.
 pub(super) const ROW: Row = Row {
     name: "hanayo",
     summary: "stages in waves, back and forth over the ranks",
@@ -17,8 +17,8 @@ pub(super) const ROW: Row = Row {
     ..Row::VEE
 };
 
-/// Generates the lists of `m` microbatches over a wave placement, with at most `p` of them in flight. A
-/// backward counts as two forwards.
+/// Generates the ranks' lists of computations of `m` microbatches over a wave placement, with at most `p` of
+/// them in flight. A backward counts as two forwards.
 ///
 /// Source: Liu et al. 2023, "Hanayo", section 3.2.
 pub(super) fn lists(p: u32, m: u32, placement: &Placement) -> Lists {

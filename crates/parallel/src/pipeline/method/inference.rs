@@ -3,7 +3,7 @@
 use super::row::Row;
 use crate::pipeline::{Action, Op};
 
-/// Row of the table of methods.
+/// This method's entry in the table of pipeline methods.
 pub(super) const ROW: Row = Row {
     name: "inference",
     summary: "forwards only",
@@ -13,7 +13,8 @@ pub(super) const ROW: Row = Row {
     ..Row::PLAIN
 };
 
-/// Generates the lists: every rank runs the microbatches in order and keeps nothing for a backward.
+/// Generates the ranks' lists of computations: every rank runs the microbatches in order and keeps nothing for
+/// a backward.
 pub(super) fn lists(p: u32, m: u32) -> Vec<Vec<Op>> {
     (0..p).map(|s| (0..m).map(|i| Action::forward(s, i).into()).collect()).collect()
 }

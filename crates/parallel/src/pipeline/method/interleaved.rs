@@ -4,7 +4,7 @@ use super::Settings;
 use super::row::{Chunks, Row, Sizes, microbatches};
 use crate::pipeline::{Action, Op};
 
-/// Row of the table of methods.
+/// This method's entry in the table of pipeline methods.
 pub(super) const ROW: Row = Row {
     name: "interleaved",
     summary: "1F1B over several chunks per rank",
@@ -17,8 +17,8 @@ pub(super) const ROW: Row = Row {
     ..Row::PLAIN
 };
 
-/// Generates the lists for `v` chunks per rank. `m` is a multiple of `p`; groups of `p` microbatches go through
-/// all chunks.
+/// Generates the ranks' lists of computations for `v` chunks per rank. `m` is a multiple of `p`; groups of `p`
+/// microbatches go through all chunks.
 ///
 /// Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2.2, and
 /// Megatron-LM.

@@ -6,7 +6,7 @@ use super::Settings;
 use super::row::{Row, Sizes, Unsupported, UsedSetting, Weights};
 use crate::pipeline::{Action, Op};
 
-/// Row of 1F1B in the table of methods.
+/// Entry of 1F1B in the table of pipeline methods.
 pub(super) const ROW: Row = Row {
     name: "1f1b",
     summary: "one forward, one backward, with a flush (Megatron, DAPPLE)",
@@ -15,7 +15,7 @@ pub(super) const ROW: Row = Row {
     ..Row::PLAIN
 };
 
-/// Row of 1F1B with a steeper warm-up.
+/// Entry of 1F1B with a steeper warm-up in the table of pipeline methods.
 pub(super) const SLOPE: Row = Row {
     name: "1f1b-mu",
     summary: "1F1B with a steeper warm-up that hides slow links",
@@ -37,7 +37,7 @@ pub(super) const SLOPE: Row = Row {
     ..Row::PLAIN
 };
 
-/// Row of `PipeDream`: no flush, stashed weights.
+/// Entry of `PipeDream` in the table of pipeline methods: no flush, stashed weights.
 pub(super) const PIPE_DREAM: Row = Row {
     name: "pipedream",
     summary: "1F1B without a flush, a version of the weights per microbatch in flight",
@@ -45,7 +45,7 @@ pub(super) const PIPE_DREAM: Row = Row {
     ..ROW
 };
 
-/// Row of `PipeDream`-2BW: no flush, two versions of the weights.
+/// Entry of `PipeDream`-2BW in the table of pipeline methods: no flush, two versions of the weights.
 pub(super) const PIPE_DREAM_2BW: Row = Row {
     name: "pipedream-2bw",
     summary: "1F1B without a flush, two versions of the weights",
@@ -53,8 +53,8 @@ pub(super) const PIPE_DREAM_2BW: Row = Row {
     ..ROW
 };
 
-/// Generates the lists of 1F1B with a warm-up of `slope` (p-1-s) forwards on stage s. Slope 1 is Megatron's and
-/// DAPPLE's.
+/// Generates the ranks' lists of computations of 1F1B with a warm-up of `slope` (p-1-s) forwards on stage s.
+/// Slope 1 is Megatron's and DAPPLE's.
 ///
 /// A microbatch's gradient returns to stage s after 2 (p-1-s) hops over links. With slope 1, there are only
 /// enough forwards in flight to cover the computation, so each period also waits for the links. A steeper

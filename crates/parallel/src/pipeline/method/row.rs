@@ -1,10 +1,10 @@
-//! The row type of the table of methods. It does not depend on any method.
+//! The type of an entry in the table of pipeline methods. It does not depend on any method.
 
 use super::{Lists, Settings};
 use crate::ParallelError;
 use crate::pipeline::{ArrivalRule, Placement};
 
-/// Description of a method.
+/// Entry of the table of pipeline methods: the description of one method.
 pub(super) struct Row {
     /// Name on command lines.
     pub(super) name: &'static str,
@@ -46,20 +46,22 @@ impl Row {
         arrivals: None,
     };
 
-    /// Defaults for methods with two stages per rank on a V: stages go over the ranks and back.
+    /// Defaults for methods with a V-shaped placement: two stages per rank, where stages go over the ranks and
+    /// back.
     pub(super) const VEE: Self = Self { chunks: Chunks::Exactly(2), shape: Shape::Wave, ..Self::PLAIN };
 }
 
 /// Numbers of stages of each copy of the model that a rank may hold.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Chunks {
-    /// Exactly this number.
+    /// Exactly this number of stages.
     Exactly(u32),
-    /// One stage of each of two copies. 2, which counts both copies, is accepted too.
+    /// Only 1: a rank holds one stage of each of two copies of the model. The number 2, which counts both
+    /// copies, is accepted too.
     OneOfEach,
-    /// Any number; 2 by default.
+    /// Any number of stages; 2 by default.
     Any,
-    /// Any even number; 2 by default.
+    /// Any even number of stages; 2 by default.
     Even,
 }
 
@@ -72,7 +74,7 @@ impl Chunks {
         }
     }
 
-    /// Returns the supported numbers, if `chunks` is not one of them.
+    /// Returns a description of the supported numbers if `chunks` is not one of them.
     pub(super) fn refuses(self, chunks: u32) -> Option<String> {
         let good = match self {
             Self::Exactly(needed) => chunks == needed,
@@ -122,7 +124,7 @@ pub(super) enum Weights {
     TwoVersions,
 }
 
-/// A setting that a method does not support, and what it needs instead.
+/// A setting that a method does not support, and the values that the method needs instead.
 pub(super) struct Unsupported {
     pub(super) field: &'static str,
     pub(super) given: u32,
@@ -147,13 +149,13 @@ pub(super) struct Sizes {
     pub(super) rank: u64,
 }
 
-/// Returns a need for other numbers of microbatches unless `good`.
+/// Returns an error that describes the supported numbers of microbatches, unless `good` is true.
 pub(super) fn microbatches(given: u32, good: bool, needs: impl FnOnce() -> String) -> Option<Unsupported> {
     (!good).then(|| Unsupported { field: "microbatches", given, needs: needs() })
 }
 
-/// Returns the unmet need of a method whose microbatches enter from both ends: even numbers of ranks and
-/// microbatches.
+/// Returns an error if the number of ranks or of microbatches is odd, for methods whose microbatches enter from
+/// both ends.
 pub(super) fn both_ways(settings: &Settings) -> Option<Unsupported> {
     let (given, microbatches) = (settings.ranks, settings.microbatches);
     if !given.is_multiple_of(2) {
@@ -163,7 +165,7 @@ pub(super) fn both_ways(settings: &Settings) -> Option<Unsupported> {
     self::microbatches(microbatches, microbatches.is_multiple_of(2), half)
 }
 
-/// Returns a need for at least twice as many microbatches as ranks, if it is not met.
+/// Returns an error if there are fewer than twice as many microbatches as ranks.
 pub(super) fn twice_the_ranks(settings: &Settings) -> Option<Unsupported> {
     let (ranks, given) = (settings.ranks, settings.microbatches);
     let least = 2 * u64::from(ranks);

@@ -7,7 +7,7 @@ use super::row::{Row, Sizes, Unsupported, UsedSetting};
 use crate::ParallelError;
 use crate::pipeline::{Action, ComputeKind, Op};
 
-/// Row of the table of methods.
+/// This method's entry in the table of pipeline methods.
 pub(super) const ROW: Row = Row {
     name: "terapipe",
     summary: "each microbatch in slices of its tokens, one after the other",
@@ -21,9 +21,9 @@ pub(super) const ROW: Row = Row {
     ..Row::PLAIN
 };
 
-/// Generates the lists: all slices of all microbatches forward in order, then backward in reverse order. A
-/// slice's attention reads the keys of earlier slices, so the gradients of its keys are complete only after the
-/// backwards of all later slices.
+/// Generates the ranks' lists of computations: all slices of all microbatches forward in order, then backward
+/// in reverse order. A slice's attention reads the keys of earlier slices, so the gradients of its keys are
+/// complete only after the backwards of all later slices.
 ///
 /// Source: Li et al. 2021, "`TeraPipe`", section 3.2.
 pub(super) fn lists(p: u32, m: u32, slices: u16) -> Lists {
@@ -168,7 +168,8 @@ mod tests {
         }
     }
 
-    /// Compares with all divisions of a short sequence, exactly and within the tolerance.
+    /// Compares the result with all divisions of a short sequence: exactly without a tolerance, and within the
+    /// tolerance with one.
     #[test]
     fn no_way_to_cut_is_better() {
         for (tokens, stages) in [(1, 3), (5, 1), (9, 4), (12, 30)] {
@@ -188,7 +189,7 @@ mod tests {
         }
     }
 
-    /// Thirty thousand possible bounds, of which few must be tried.
+    /// There are thirty thousand possible bounds on the longest slice; the search must try only a few of them.
     #[test]
     fn fine_grains_take_no_time() {
         let fine = slice_tokens(2048, 8, 8, Nanos::ZERO, time).unwrap();

@@ -1,10 +1,10 @@
-//! V-Half and V-Min: a V of stages whose repeated building block bounds the memory of a rank.
+//! V-Half and V-Min: a V-shaped placement of stages whose repeated building block bounds the memory of a rank.
 
 use super::Lists;
 use super::row::{Row as Method, Sizes};
 use crate::pipeline::{Action, Op};
 
-/// Row of V-Half in the table of methods.
+/// Entry of V-Half in the table of pipeline methods.
 pub(super) const HALF: Method = Method {
     name: "v-half",
     summary: "split backward on a V of stages, half the memory of 1F1B",
@@ -13,7 +13,7 @@ pub(super) const HALF: Method = Method {
     ..Method::VEE
 };
 
-/// Row of V-Min in the table of methods.
+/// Entry of V-Min in the table of pipeline methods.
 pub(super) const MIN: Method = Method {
     name: "v-min",
     summary: "split backward on a V of stages, a third of the memory of 1F1B",
@@ -22,11 +22,12 @@ pub(super) const MIN: Method = Method {
     ..Method::VEE
 };
 
-/// Slots in which one rank processes a microbatch: F of a, F of z, I of z, I of a. a is the rank's stage on the
-/// way down, z its stage on the way back.
+/// Time slots of a rank's actions on one microbatch, in this order: forward of stage a, forward of z, input
+/// gradient of z, input gradient of a. Stage a is the rank's stage on the way over the ranks, z its stage on
+/// the way back.
 pub(super) type Block = [u32; 4];
 
-/// Slots from one microbatch to the next. A rank does six actions per microbatch.
+/// Number of time slots from one microbatch to the next. A rank does six actions per microbatch.
 const PERIOD: u32 = 6;
 
 /// Returns the building block of V-Half for each rank.
@@ -41,8 +42,8 @@ pub(super) fn min(p: u32) -> Vec<Block> {
     (0..p).map(|i| [i, 2 * p - i - 1, 2 * p + gap + i, 4 * p + gap - i - 1]).collect()
 }
 
-/// Generates the lists: repeats the block for each microbatch, moves actions earlier where this needs no more
-/// memory, and places W where a rank is idle.
+/// Generates the ranks' lists of computations: repeats the block for each microbatch, moves actions earlier
+/// where this needs no more memory, and places W where a rank is idle.
 ///
 /// Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", sections 3 and 4 and appendix; the
 /// moves are those of the authors' `zbv_greedy.py`.
@@ -71,7 +72,8 @@ pub(super) fn lists(p: u32, m: u32, blocks: &[Block]) -> Lists {
     (0..p).zip(&plan).map(list).collect()
 }
 
-/// Slots of one rank, by kind (the four of [`Block`], then perhaps W of both stages together) and microbatch.
+/// Time slots of one rank's actions, by kind and microbatch. The kinds are the four of [`Block`], and then, if
+/// W is placed, W of both stages together.
 type Row = Vec<Vec<u32>>;
 
 /// Returns the slots for W: each idle slot takes the W of an I before it. With two queues, the slots for z come
@@ -129,7 +131,7 @@ fn visits(plan: &[Row]) -> Vec<(u32, usize, usize, usize)> {
     all
 }
 
-/// Memory of one rank, slot by slot.
+/// Activations that one rank holds, slot by slot.
 struct Memory {
     kinds: Vec<Option<usize>>,
     /// After each slot: number of activations held, and number of I whose W has not run.
@@ -281,7 +283,8 @@ fn squeeze(plan: &[Row]) -> Vec<Row> {
             1 | 3 if rank + 1 < plan.len() => start = start.max(squeezed[rank + 1][kind][microbatch] + 1),
             _ => {}
         }
-        // At the turns of the V, the dependency is on the same rank, whose order already respects it.
+        // Where the stages turn back, an action depends on one of the same rank. The rank's order already
+        // respects this.
         squeezed[rank][kind][microbatch] = start;
         free[rank] = start + 1;
     }

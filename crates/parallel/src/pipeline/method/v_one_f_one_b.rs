@@ -1,4 +1,4 @@
-//! V-1F1B: a V of stages with whole backwards, holding two thirds of the activations of 1F1B.
+//! V-1F1B: a V-shaped placement of stages with whole backwards, holding two thirds of the activations of 1F1B.
 
 use super::Lists;
 use crate::pipeline::{Action, Op};
@@ -22,7 +22,7 @@ enum Cell {
 use super::row::{Row, Sizes};
 use Cell::{BackwardA, BackwardZ, ForwardA, ForwardZ, RestA, RestZ};
 
-/// Row of the table of methods.
+/// This method's entry in the table of pipeline methods.
 pub(super) const ROW: Row = Row {
     name: "v-1f1b",
     summary: "whole backward on a V of stages, two thirds of the memory of 1F1B",
@@ -33,7 +33,7 @@ pub(super) const ROW: Row = Row {
 
 const CELLS: [Cell; 6] = [ForwardA, ForwardZ, BackwardZ, BackwardA, RestZ, RestA];
 
-/// Slots from one microbatch to the next.
+/// Number of time slots from one microbatch to the next.
 const PERIOD: usize = 6;
 
 type Slots = Vec<Option<Cell>>;
@@ -140,7 +140,7 @@ fn trim(plan: &mut [Slots], microbatches: usize) {
     }
 }
 
-/// Of the cells that repeat the one at `first`, keeps `count`, starting with that one.
+/// Keeps `count` of the cells that repeat the cell at `first`, starting with that cell.
 fn keep(slots: &mut Slots, first: usize, count: usize) {
     for slot in (first % PERIOD..slots.len()).step_by(PERIOD) {
         if slot < first || slot >= first + PERIOD * count {
@@ -170,7 +170,7 @@ fn compact(plan: &mut [Slots]) {
                 ForwardZ if last => at(rank, ForwardA),
                 ForwardZ => at(rank + 1, ForwardZ),
                 BackwardZ if first => at(rank, ForwardZ),
-                // A backward ends with its second slot.
+                // A backward takes two slots and ends with the second.
                 BackwardZ => at(rank - 1, RestZ),
                 BackwardA if last => at(rank, RestZ),
                 BackwardA => at(rank + 1, RestA),

@@ -7,7 +7,7 @@ use super::row::{Row, Sizes, Unsupported, UsedSetting};
 use super::{Lists, Settings};
 use crate::pipeline::{ArrivalRule, Placement};
 
-/// Row of the table of methods.
+/// This method's entry in the table of pipeline methods.
 pub(super) const ROW: Row = Row {
     name: "varuna",
     summary: "backward as soon as a gradient has arrived, otherwise forward",
@@ -31,7 +31,7 @@ pub(super) fn arrivals(settings: &Settings) -> ArrivalRule {
     ArrivalRule { in_flight: settings.memory.unwrap_or(settings.ranks) }
 }
 
-/// Generates the lists that the rule gives for the costs and the hop in the settings.
+/// Generates the ranks' lists of computations that the rule gives for the costs and the hop in the settings.
 ///
 /// Source: Athlur et al. 2022, "Varuna", section 3.2. Differs: recomputation is added by
 /// [`with_recompute`](crate::pipeline::ComputeOrder::with_recompute), as for every other method.

@@ -4,7 +4,7 @@ use super::Settings;
 use super::row::{Row, Sizes, microbatches};
 use crate::pipeline::{Action, Op};
 
-/// Row of ZB-H1 in the table of methods.
+/// Entry of ZB-H1 in the table of pipeline methods.
 pub(super) const H1: Row = Row {
     name: "zb-h1",
     summary: "split backward, the memory of 1F1B, a third of its bubble",
@@ -13,7 +13,7 @@ pub(super) const H1: Row = Row {
     ..Row::PLAIN
 };
 
-/// Row of ZB-H2 in the table of methods.
+/// Entry of ZB-H2 in the table of pipeline methods.
 pub(super) const H2: Row = Row {
     name: "zb-h2",
     summary: "split backward, twice the memory, no bubble",
@@ -26,8 +26,8 @@ pub(super) const H2: Row = Row {
     ..Row::PLAIN
 };
 
-/// Generates the lists. `k` = 1 is H1: every rank holds at most the activations of the first rank under 1F1B.
-/// `k` = 2 is H2: twice as many activations, and no bubble inside the schedule.
+/// Generates the ranks' lists of computations. `k` = 1 is H1: every rank holds at most the activations of the
+/// first rank under 1F1B. `k` = 2 is H2: twice as many activations, and no bubble inside the schedule.
 ///
 /// Stage s warms up with k (p-1-s) forwards, and runs each W k s microbatches after its I. On stage 0 the delay
 /// is zero and no other stage needs its input gradient, so its backwards stay whole.

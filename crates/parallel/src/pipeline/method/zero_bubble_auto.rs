@@ -7,20 +7,20 @@ use super::{Lists, Method, Settings};
 use crate::ParallelError;
 use crate::pipeline::{Action, ComputeKind, Op, StageCost};
 
-/// Row of the table of methods.
+/// This method's entry in the table of pipeline methods.
 pub(super) const ROW: Row = Row {
     name: "zb-auto",
     summary: "split backward, ordered under a memory limit",
     reads: &[UsedSetting::Costs, UsedSetting::Memory],
     lists: |asked| lists(asked.settings),
-    // After its I, an activation takes one of `2 memory` units; a new forward takes two. So up to
-    // `2 memory - 1` fit.
+    // An activation takes two of the `2 memory` units of memory, and one unit after its I has run. So up to `2
+    // memory - 1` activations fit.
     peak: |settings, Sizes { p, m, .. }| m.min(2 * settings.memory.map_or(p, u64::from) - 1),
     ..Row::PLAIN
 };
 
-/// Generates the lists: tries all settings of the heuristic and keeps the order in which the longest span of a
-/// rank is shortest.
+/// Generates the ranks' lists of computations: tries all settings of the heuristic and keeps the order in which
+/// the longest span of a rank is shortest.
 ///
 /// A forward takes two units of memory, and each half of its backward frees one.
 ///
@@ -82,7 +82,7 @@ struct Table<'a> {
     /// Time at which each stage is free.
     free: Vec<Nanos>,
     memory: Vec<i64>,
-    /// Idle time of each stage after its first forward, and the longest of them.
+    /// Idle time of each stage after its first forward (`bubble`), and the longest of these times.
     bubble: Vec<Nanos>,
     longest_bubble: Nanos,
     lists: Lists,

@@ -1,11 +1,11 @@
-//! ZB-V: a V of stages. Each rank holds one of the first stages and one of the last, so all ranks hold equally
-//! many activations.
+//! ZB-V: a V-shaped placement of stages. Each rank holds one of the first stages and one of the last, so all
+//! ranks hold equally many activations.
 
 use super::Lists;
 use super::row::{Row, Sizes};
 use crate::pipeline::{Action, ComputeKind, Op};
 
-/// Row of the table of methods.
+/// This method's entry in the table of pipeline methods.
 pub(super) const ROW: Row = Row {
     name: "zbv",
     summary: "split backward on a V of stages, the memory of 1F1B, no bubble",
@@ -35,7 +35,8 @@ impl Next {
     }
 }
 
-/// Generates the lists. Rank r holds stages r (a, on the way down) and 2p-1-r (z, on the way back).
+/// Generates the ranks' lists of computations. Rank r holds stages r (a, on the way down) and 2p-1-r (z, on the
+/// way back).
 ///
 /// The pattern is the one for at least 2p-1 microbatches. With fewer, the missing ones are skipped.
 ///

@@ -114,8 +114,8 @@ impl PairCosts {
         self.hop[a * self.devices() + b]
     }
 
-    /// Returns the DATAP-COST of a group: each device exchanges its shard with all others in turn; the slowest
-    /// device decides.
+    /// Returns the DATAP-COST of a group, the time to average its gradients: each device exchanges its shard
+    /// with all others in turn, and the slowest device determines the time.
     pub(super) fn of_group(&self, group: &[usize]) -> u64 {
         let of = |&device: &usize| group.iter().map(|&other| self.average(device, other)).sum();
         group.iter().map(of).max().unwrap_or_default()
@@ -142,7 +142,7 @@ fn averaged(topology: &Topology, a: Rank, b: Rank) -> Link {
     let middle = |x: u64, y: u64| u64::midpoint(x, y);
     let latency = Nanos(middle(topology.link(a, b).latency.0, topology.link(b, a).latency.0));
     let (there, back) = (topology.rate(a, b), topology.rate(b, a));
-    // A link that works in one direction only cannot be used, because training sends both ways.
+    // A link that works in one direction only cannot be used, because training sends data in both directions.
     let dead = there.0 == 0 || back.0 == 0;
     let bandwidth = Bandwidth(if dead { 0 } else { middle(there.0, back.0) });
     Link { bandwidth, latency }

@@ -21,8 +21,8 @@ struct Member {
 }
 
 /// Runs the paper's search. It starts with 100 random layouts. Each further layout is a child of two random
-/// parents, improved by a local search that uses gains, not costs. It ends when `evaluations` layouts have been
-/// priced (100 + 4,900 in the paper).
+/// parents, improved by a local search that uses gains, not costs. It ends when the cost of `evaluations`
+/// layouts has been computed (100 + 4,900 in the paper).
 ///
 /// A child takes the groups of five random devices from its first parent and all others from its second.
 /// Devices in groups that are too large move to the first group that is too small. A child that is worse than
@@ -112,7 +112,7 @@ fn local_search(labels: &mut Labels, costs: &PairCosts) {
     *labels = best_labels;
 }
 
-/// The device that a group would give up, and its new group.
+/// A device that would leave its group, and its new group.
 #[derive(Clone, Copy)]
 struct Move {
     device: usize,
@@ -120,7 +120,8 @@ struct Move {
     gain: i128,
 }
 
-/// Performs one cycle of moves. Returns the sum of its gains, or `None` if no device can move.
+/// Moves several devices in a cycle, each to the group of the next. Returns the sum of the gains, or `None` if
+/// no device can move.
 fn cycle(labels: &mut Labels, locked: &mut [bool], costs: &PairCosts) -> Option<i128> {
     let members = groups(labels, costs);
     let mut gains = vec![0; labels.len() * costs.groups()];
@@ -152,7 +153,8 @@ fn cycle(labels: &mut Labels, locked: &mut [bool], costs: &PairCosts) -> Option<
     while let Some(Move { device, to, gain }) = moves[group].filter(|_| !visited[group]) {
         visited[group] = true;
         chain.push(device);
-        // The chain could end here, with this device moving to the group that gave up the first device.
+        // The chain of moves could end here: this device would move to the group that the first device has
+        // left.
         if group != start {
             let closed = sum + gains[device * costs.groups() + start];
             if closed > best {

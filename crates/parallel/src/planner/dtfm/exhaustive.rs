@@ -13,7 +13,8 @@ const DEVICES: usize = 16;
 pub fn partitions(devices: usize, groups: usize) -> Option<u64> {
     let size = devices.checked_div(groups)?;
     let mut ways: u64 = 1;
-    // The lowest device left selects the other devices of its group.
+    // The remaining device with the lowest number gets a group. The other devices of this group are selected
+    // from those that remain.
     for left in (1..=groups).map(|k| k * size) {
         ways = ways.checked_mul(binomial(left as u64 - 1, size as u64 - 1)?)?;
     }
@@ -24,7 +25,7 @@ fn binomial(n: u64, k: u64) -> Option<u64> {
     (0..k).try_fold(1_u64, |value, i| Some(value.checked_mul(n - i)? / (i + 1)))
 }
 
-/// Prices all divisions and returns the optimum of the cost model.
+/// Computes the cost of every division and returns the best one.
 ///
 /// Errors: [`ParallelError::Plan`] for more than 16 devices.
 pub fn exhaustive(costs: &PairCosts) -> Result<Found, ParallelError> {

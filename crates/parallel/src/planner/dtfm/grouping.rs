@@ -1,4 +1,4 @@
-//! Groupings that need no search.
+//! Divisions of devices into groups that need no search.
 
 use farflung_base::Rank;
 
@@ -45,7 +45,7 @@ pub(super) fn structured(costs: &PairCosts) -> Vec<Vec<Vec<usize>>> {
     let near = nearest_neighbours(costs);
     let numbered: Vec<usize> = (0..costs.devices()).collect();
     let runs = || (1..=costs.groups()).filter(|&run| costs.groups().is_multiple_of(run));
-    // The two extreme groupings come first, for searches with few evaluations.
+    // The two extreme groupings come first, so that a search with few evaluations includes them.
     let of = |devices: &[usize], run: usize| -> Vec<Vec<usize>> {
         let strip = |strip: &[usize]| {
             (0..run).map(|k| strip.iter().skip(k).step_by(run).copied().collect()).collect()

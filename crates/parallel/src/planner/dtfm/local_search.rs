@@ -1,4 +1,5 @@
-//! A local search that is not from the paper: swaps of two devices, priced exactly, from many starts.
+//! A local search that is not from the paper: it swaps pairs of devices, computes the exact cost of each swap,
+//! and starts from many layouts.
 
 use std::collections::BTreeMap;
 
@@ -8,14 +9,14 @@ use crate::ParallelError;
 use crate::planner::path::shortest_path;
 use crate::seeded_rng::SeededRng;
 
-/// Number of random swaps before a descent that starts near a known layout.
+/// Number of random swaps that are applied to the best layout to get the start of a new descent.
 const KICKS: usize = 2;
 
 /// Number of layouts kept for a ranking by simulation, including the best one.
 const KEPT: usize = 8;
 
-/// Maximum number of layouts examined per layout that may be priced. It ends the search when all layouts are
-/// already known.
+/// Maximum ratio of examined layouts to layouts whose cost may be computed. It ends the search when the costs
+/// of all layouts are already known.
 const AGAIN: u64 = 20;
 
 /// Iterated local search over swaps of two devices of different groups (Lourenço, Martin and Stützle 2003).
@@ -26,9 +27,9 @@ const AGAIN: u64 = 20;
 /// the structured layouts. After that, one descent in three starts from a random layout and two from the best
 /// layout so far after two random swaps.
 ///
-/// Equal totals are compared by a path over mean hops, because the total depends only on the slowest hop of
-/// each boundary. A layout is priced only once. All arithmetic is on integers, so a seed gives the same result
-/// on every machine.
+/// Layouts with equal total costs are compared by the length of a path over mean hops, because the total
+/// depends only on the slowest hop of each boundary. The cost of a layout is computed only once. All arithmetic
+/// is on integers, so a seed gives the same result on every machine.
 ///
 /// Errors: [`ParallelError::Plan`] for no evaluations.
 pub fn local_search(costs: &PairCosts, evaluations: u64, seed: u64) -> Result<Found, ParallelError> {
@@ -69,7 +70,7 @@ pub fn local_search(costs: &PairCosts, evaluations: u64, seed: u64) -> Result<Fo
     Ok(Found { layout, runners_up: layouts, evaluations, is_optimal: false })
 }
 
-/// The total cost, then the length of the shortest path over mean hops.
+/// Sort key of a layout: the total cost, then the length of the shortest path over mean hops.
 type Key = (u64, u64);
 
 /// A swap of two devices.
@@ -81,14 +82,15 @@ struct Swap {
 
 struct Search<'a> {
     costs: &'a PairCosts,
-    /// Maximum number of layouts to price.
+    /// Maximum number of layouts whose cost may be computed.
     evaluations: u64,
-    /// Number of layouts priced.
+    /// Number of layouts whose cost was computed.
     spent: u64,
-    /// Number of layouts examined, newly priced or known.
+    /// Number of layouts examined, whether their cost was already known or not.
     looked: u64,
     draw: SeededRng,
-    /// Known keys by layout. A layout is the group of each device, with groups numbered by their first device.
+    /// Known keys by layout. A layout is given by the group of each device; groups are numbered by their first
+    /// device.
     priced: BTreeMap<Vec<u16>, Key>,
     /// The best layouts, best first, each with a different total.
     kept: Vec<(Key, Vec<Vec<usize>>)>,
@@ -99,7 +101,7 @@ impl Search<'_> {
         self.spent >= self.evaluations || self.looked >= self.evaluations.saturating_mul(AGAIN)
     }
 
-    /// Records a newly priced layout.
+    /// Records a layout whose cost was just computed.
     fn price(&mut self, state: State) -> State {
         self.spent += 1;
         self.looked += 1;
@@ -204,7 +206,7 @@ fn labels(groups: &[Vec<usize>], swap: Option<Swap>, costs: &PairCosts) -> Vec<u
     of
 }
 
-/// Groups with their cost.
+/// A division into groups, and its costs.
 #[derive(Clone)]
 struct State {
     groups: Vec<Vec<usize>>,

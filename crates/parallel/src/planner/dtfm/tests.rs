@@ -40,7 +40,7 @@ fn costs_are_those_of_the_published_scheduler() {
 #[test]
 fn the_path_of_case_5_is_the_published_one() {
     let costs = case(5);
-    // In order: Oregon, Virginia, London, Frankfurt, Ireland, Ohio, Tokyo, Seoul.
+    // Regions in the order of the path: Oregon, Virginia, London, Frankfurt, Ireland, Ohio, Tokyo, Seoul.
     let layout = Layout::of_groups(&contiguous(&costs), &costs).unwrap();
     assert_eq!(layout.order, [0, 1, 5, 6, 7, 2, 3, 4]);
 }
@@ -151,7 +151,7 @@ fn what_cannot_be_laid_out_is_refused() {
     assert!(local_search(&costs, 0, 0).is_err() && evolution(&costs, 0, 0).is_err());
 }
 
-/// Seconds of a step from an independent event simulation in Python (facts D2), to the digits printed there.
+/// Seconds of a step from an independent event simulation in Python, to the digits printed there.
 #[test]
 fn simulated_steps_are_those_of_an_independent_simulation() {
     let seen: Vec<[f64; 2]> = [1, 3, 5]

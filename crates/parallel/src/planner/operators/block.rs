@@ -24,7 +24,7 @@ pub struct BlockShape {
 pub struct MeshAxis {
     /// Number of devices.
     pub size: u32,
-    /// Link between two of its devices.
+    /// Link between two devices along the axis.
     pub link: Link,
 }
 
@@ -41,20 +41,20 @@ pub struct DeviceMesh {
     pub microbatches: u32,
 }
 
-/// How an axis of the mesh divides an operator or a tensor.
+/// How the devices along one axis of the mesh divide an operator or a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Cut {
-    /// Not at all: all its devices have, or compute, the same.
+    /// Not divided: all devices along the axis have, or compute, the same.
     Whole,
-    /// By tokens.
+    /// Divided by tokens.
     Rows,
-    /// By columns of the output.
+    /// Divided by columns of the output.
     Columns,
-    /// By columns of the input, over which a product sums.
+    /// Divided by columns of the input, over which a product sums.
     Inner,
 }
 
-/// Cut of each axis.
+/// How each of the two axes divides an operator or a tensor.
 type Cuts = [Cut; 2];
 
 /// An operator with the layouts of its input and output.
@@ -67,7 +67,7 @@ struct Shaped {
 
 /// Memory that an operator needs on devices.
 struct Held<W> {
-    /// Bytes of weights on each device, by cuts.
+    /// Function from a division to the bytes of weights on each device.
     weights: W,
     /// Number of f32 values per token kept for the backward pass.
     kept: u64,
@@ -103,7 +103,7 @@ pub fn block(shape: &BlockShape, mesh: &DeviceMesh) -> OperatorGraph {
         maker.layouts("sum behind attention"),
         maker.norm("norm of feed-forward"),
         maker.product("feed-forward, wider", width, 4 * width, false, width),
-        // The input of the product, and the input of the GELU before it.
+        // Keeps the input of the product, and the input of the GELU before the product.
         maker.product("feed-forward, back", 4 * width, width, false, 8 * width),
         maker.layouts("sum behind feed-forward"),
     ];
@@ -126,13 +126,13 @@ pub fn block(shape: &BlockShape, mesh: &DeviceMesh) -> OperatorGraph {
 }
 
 impl Maker<'_> {
-    /// Returns every combination of these cuts on the two axes. An axis with one device is always whole.
+    /// Returns every combination of these divisions on the two axes. An axis with one device never divides.
     fn ways(&self, cuts: &[Cut]) -> Vec<Cuts> {
         let of = |axis: usize| if self.mesh.axes[axis].size > 1 { cuts } else { &[Cut::Whole][..] };
         of(0).iter().flat_map(|&a| of(1).iter().map(move |&b| [a, b])).collect()
     }
 
-    /// Returns the number of parts into which the axes with this cut divide.
+    /// Returns the number of parts into which the axes with this kind of division divide an operator.
     fn parts(&self, cuts: Cuts, cut: Cut) -> u64 {
         let size = |axis: usize| if cuts[axis] == cut { u64::from(self.mesh.axes[axis].size) } else { 1 };
         size(0) * size(1)
@@ -155,7 +155,7 @@ impl Maker<'_> {
         Nanos(part.0.saturating_mul(rounds * u64::from(size - 1)))
     }
 
-    /// Creates an operator with a strategy for each of these ways.
+    /// Creates an operator with a strategy for each of these divisions.
     fn shaped(
         &self,
         name: &str,
@@ -234,11 +234,12 @@ impl Maker<'_> {
             );
             let collective = |axis: usize| match cuts[axis] {
                 Cut::Whole => Nanos::ZERO,
-                // Averages the gradients of the weights.
+                // Time to average the gradients of the weights.
                 Cut::Rows => {
                     Nanos(self.ring(axis, deep * wide * F32, 2).0 / u64::from(self.mesh.microbatches.max(1)))
                 }
-                // `Columns` sums the gradient of the input; `Inner` sums the output.
+                // A product divided by output columns sums the gradient of its input; one divided by input
+                // columns sums its output.
                 Cut::Columns => self.ring(axis, rows * deep * F32, 2),
                 Cut::Inner => self.ring(axis, rows * wide * F32, 2),
             };
@@ -272,8 +273,8 @@ impl Maker<'_> {
         OperatorEdge { from, to, change: operators[from].gives.iter().map(row).collect() }
     }
 
-    /// Returns the time to change a layout: an axis that no longer divides gathers; one that divides
-    /// differently exchanges parts.
+    /// Returns the time to change a layout. Along an axis that divided the tensor and no longer does, devices
+    /// gather the parts. Along an axis that divides it in another way, devices exchange parts.
     fn change(&self, bytes: u64, from: Cuts, to: Cuts) -> Nanos {
         let one = |axis: usize| {
             if from[axis] == to[axis] || from[axis] == Cut::Whole {
@@ -313,8 +314,8 @@ mod tests {
         graph.operators.iter().zip(&found.strategies).map(name).collect()
     }
 
-    /// Many tokens and few weights: data parallelism. Few tokens and many weights: Megatron's columns, then
-    /// rows.
+    /// With many tokens and few weights, data parallelism is chosen. With few tokens and many weights,
+    /// Megatron's division by columns, then by rows, is chosen.
     #[test]
     fn tokens_or_weights_travel_whichever_are_fewer() {
         let many = BlockShape { tokens: 65_536, context: 128, width: 256, heads: 4 };
@@ -360,8 +361,8 @@ mod tests {
         graph.operators.iter().zip(cuts).map(of).sum()
     }
 
-    /// Undivided, a block keeps what the trainer keeps. Megatron's cuts divide the tensors between two
-    /// products, but not the inputs of norms and first products.
+    /// An undivided block keeps the same activations as the trainer. Megatron's division divides the tensors
+    /// between two products, but not the inputs of norms and first products.
     #[test]
     fn activations_are_kept_as_they_go_in() {
         let shape = BlockShape { tokens: 512, context: 128, width: 1024, heads: 16 };

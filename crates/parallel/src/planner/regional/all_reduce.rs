@@ -1,4 +1,4 @@
-//! Closed forms of all-reduce over unequal links, for more ranks than can be priced step by step.
+//! Closed forms of all-reduce over unequal links, for more ranks than can be simulated step by step.
 
 use farflung_base::{Algorithm, Bytes, Link, Nanos};
 
@@ -10,7 +10,7 @@ use farflung_base::{Algorithm, Bytes, Link, Nanos};
 /// sender, or the mean of latency plus transfer around the ring. There are `2 (n - 1)` steps of `bytes / n`.
 ///
 /// Source: Patarasuk and Yuan 2009; Baccelli et al. 1992 for cycle means. With equal links it equals their
-/// formula, `2 (n - 1) (latency + bytes / n / bandwidth)`. `farflung-comm` prices the steps themselves; the
+/// formula, `2 (n - 1) (latency + bytes / n / bandwidth)`. `farflung-comm` simulates the steps themselves; the
 /// bench `plan-scale` compares the two for up to 64 ranks.
 ///
 /// ```
@@ -39,7 +39,7 @@ pub fn ring_time(links: &[Link], bytes: Bytes) -> Nanos {
 pub struct Exchange {
     /// Number of ranks.
     pub ranks: u64,
-    /// Lowest bandwidth and highest latency between two of them.
+    /// Lowest bandwidth and highest latency between two of the ranks.
     pub slowest: Link,
     /// Longest time for which an access link or a shared line is busy with the shards of one of the two phases.
     pub busiest: Nanos,

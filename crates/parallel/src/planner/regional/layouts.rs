@@ -7,7 +7,7 @@ use farflung_base::{Bytes, Rank};
 use super::{Direction, RegionalChain, Sites};
 use crate::planner::path::shortest_path;
 
-/// Pipelines and stages, not yet priced.
+/// Pipelines and stages whose time was not computed yet.
 pub(super) struct Layout {
     pub(super) groups: Vec<Vec<usize>>,
     pub(super) direction: Direction,
@@ -82,7 +82,7 @@ struct Column {
 }
 
 /// Returns the division whose slowest stage is fastest, by bisection on its time. Each stage takes as many
-/// layers as it can.
+/// layers as the time and its memory allow.
 fn divide(chain: &RegionalChain, pipelines: &[Vec<Rank>], stages: usize) -> Option<Vec<Range<usize>>> {
     let columns: Vec<Column> = (0..stages)
         .map(|stage| {
@@ -93,7 +93,7 @@ fn divide(chain: &RegionalChain, pipelines: &[Vec<Rank>], stages: usize) -> Opti
             }
         })
         .collect();
-    // Microbatches of each pipeline, as if all had equal shares.
+    // Number of microbatches of a pipeline if all pipelines had equal shares.
     let each = (chain.microbatches as usize).div_ceil(pipelines.len());
     let all: u128 = chain.layers.iter().map(|layer| u128::from(layer.operations)).sum();
     let slowest = columns.iter().map(|column| column.flops).min().unwrap_or(1);

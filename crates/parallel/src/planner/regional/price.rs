@@ -30,7 +30,8 @@ impl Crossings {
         crossings
     }
 
-    /// Returns the link of a pair of machines, limited to its part of the shared lines.
+    /// Returns the link of a pair of machines. Its bandwidth is limited to its part of the lines that the sites
+    /// share.
     fn link(&self, sites: &Sites, from: Rank, to: Rank) -> Link {
         let mut link = sites.link(from, to);
         let (a, b) = (sites.site(from), sites.site(to));
@@ -59,7 +60,7 @@ fn stage_time(chain: &RegionalChain, layers: &std::ops::Range<usize>, rank: Rank
     u64::try_from(time).unwrap_or(u64::MAX / 4)
 }
 
-/// Prices a layout: divides microbatches by speed and computes the time by closed forms.
+/// Computes the plan and the time of a layout: divides microbatches by speed and uses closed forms.
 pub(super) fn priced(chain: &RegionalChain, sites: &Sites, layout: Layout) -> RegionalPlan {
     let Layout { groups, direction, pipelines, stages } = layout;
     let crossings = hops(sites, &pipelines);
