@@ -73,7 +73,7 @@ impl Peer {
         &self.connection
     }
 
-    pub(super) const fn outgoing(&self) -> &Outgoing {
+    const fn outgoing(&self) -> &Outgoing {
         &self.outgoing
     }
 

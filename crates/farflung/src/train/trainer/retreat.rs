@@ -8,8 +8,8 @@ use farflung_optim::Average;
 use farflung_parallel::pipeline::Updates;
 use farflung_tensor::{Device, Tensor};
 
-use super::undecided::Committed;
 use super::Trainer;
+use super::undecided::Committed;
 use crate::train::executor::Pass;
 use crate::train::hearing::{Word, start_to_tell};
 use crate::train::job::Job;
@@ -161,8 +161,11 @@ impl Trainer {
         // rank that no longer answers. Ranks at different steps are separated, and each group saves its state.
         let behind = u32::try_from(newest - self.step.min(newest)).unwrap_or(u32::MAX);
         let comm = comm.split(behind, self.rank().0)?;
-        self.members =
-            standing.iter().filter(|other| other.committed.step == self.step).map(|other| other.rank).collect();
+        self.members = standing
+            .iter()
+            .filter(|other| other.committed.step == self.step)
+            .map(|other| other.rank)
+            .collect();
         self.executor.comm = comm.with_deadline(job.config.deadline);
         Ok(missing(world, &self.members))
     }
