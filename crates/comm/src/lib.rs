@@ -6,6 +6,8 @@ mod frame;
 mod shared;
 mod sizes;
 
+#[cfg_attr(not(feature = "iroh"), expect(dead_code, reason = "QUIC is the only such network"))]
+mod beside;
 mod endpoint;
 mod credit;
 mod inbox;

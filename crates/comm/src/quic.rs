@@ -12,34 +12,35 @@
 
 mod address;
 mod acceptor;
+mod greet;
+mod growing;
 mod handshake_stream;
 mod meet;
+mod network;
 mod pacer;
 mod peer;
 mod relay;
+mod socket;
 
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use farflung_base::{Nanos, PeerId};
-use tokio::runtime::{Builder, Handle, Runtime};
 
+use crate::beside::{Beside as _, Intake, Shore};
 use crate::endpoint::{Driver, Endpoint, Wake};
 use crate::inbox::{BlockedFor, Inbox};
 use crate::memory::real_start;
+use crate::rate::Pace;
 use crate::secure::Security;
-use crate::tcp::Pace;
 use crate::transport::Tag;
 use crate::{CommError, Frame, PathStats, Pool};
-use pacer::Pacer;
-use peer::Peer;
+pub use growing::SocketConfig;
+use network::{Network, Shared};
+use pacer::Limits;
 pub use relay::{Relay, RelayConfig};
-
-/// Time limit for the goodbyes when an endpoint closes.
-const GOODBYE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time limit for closing sockets and connections to relays after that.
-const CLOSING: Duration = Duration::from_secs(2);
+pub use socket::Socket;
 
 /// Default time after which a silent peer counts as lost. QUIC cannot distinguish a killed process from an
 /// unreachable one, so this is a compromise. A relay that is away for 4 s interrupts for 8 s, since attempts to
@@ -107,11 +108,7 @@ impl Config {
 #[derive(Debug)]
 pub struct QuicDriver {
     start: Instant,
-    /// Peers by rank; `None` for this endpoint itself.
-    peers: Vec<Option<Arc<Peer>>>,
-    endpoint: ::iroh::Endpoint,
-    handle: Handle,
-    runtime: Mutex<Option<Runtime>>,
+    network: Shared,
 }
 
 /// Meets the other ranks and connects to each of them. Rank `r` becomes `PeerId(r)`.
@@ -121,47 +118,25 @@ pub struct QuicDriver {
 /// `security` has no key of rank 0, by which it is reached; [`CommError::Argument`] for a setting out of range.
 pub fn join(config: &Config) -> Result<Arc<Quic>, CommError> {
     meet::check(config)?;
-    let runtime = Builder::new_multi_thread()
-        .worker_threads(1)
-        .thread_name("farflung-quic")
-        .enable_all()
-        .build()
-        .map_err(|e| CommError::io("threads of", &"the QUIC transport", &e))?;
-    let met = runtime.block_on(async {
-        let endpoint = meet::open(config).await?;
-        match meet::meet(config, &endpoint).await {
-            Ok(connections) => Ok((endpoint, connections)),
-            Err(error) => {
-                let _ = tokio::time::timeout(CLOSING, endpoint.close()).await;
-                Err(error)
-            }
-        }
-    });
-    let (endpoint, connections) = match met {
-        Ok(met) => met,
-        Err(error) => {
-            runtime.shutdown_timeout(CLOSING);
-            return Err(error);
-        }
-    };
+    let socket = Arc::new(Socket::new(&meet::opening(config)?)?);
+    let (meets, endpoint) = (config.clone(), socket.endpoint().clone());
+    let met = socket.wait(async move { meet::meet(&meets, &endpoint).await });
+    let connections = met.unwrap_or(Err(CommError::Ended { op: "rendezvous" }))?;
     // Waiting threads sleep at once: polling would take the core from the thread that moves the frames.
-    let inbox = Arc::new(Inbox::new(connections.len()).crowded());
-    let (pool, handle) = (Pool::new(), runtime.handle().clone());
-    let pacer = Arc::new(Pacer::new(config.pace, connections.len()));
-    let me = PeerId(config.rank);
-    let peers: Vec<_> = (0..)
-        .map(PeerId)
-        .zip(connections)
-        .map(|(id, connection)| {
-            let peer = Arc::new(Peer::new(id, connection?, Arc::clone(&inbox), Arc::clone(&pacer)));
-            inbox.peer_up(id);
-            peer.listen(&handle, &pool);
-            Some(peer)
-        })
-        .collect();
-    let (start, runtime) = (real_start(), Mutex::new(Some(runtime)));
-    let driver = QuicDriver { start, peers, endpoint, handle, runtime };
-    Ok(Arc::new(Endpoint::new(me, driver, inbox, pool)))
+    let size = connections.len();
+    let inbox = Arc::new(Inbox::new(size).crowded());
+    let pool = Pool::new();
+    let intake = Intake::new(Arc::clone(&inbox), None);
+    let budget = Arc::new(Limits::new(config.pace, size));
+    let shore = Shore { size, intake, pool: Arc::clone(&pool), budget };
+    let network = Network::new(socket, shore);
+    for (id, connection) in (0..).map(PeerId).zip(connections) {
+        if let Some(connection) = connection {
+            network.connect(id, connection);
+        }
+    }
+    let driver = QuicDriver { start: real_start(), network: Shared(Arc::new(network)) };
+    Ok(Arc::new(Endpoint::new(PeerId(config.rank), driver, inbox, pool)))
 }
 
 impl Quic {
@@ -169,43 +144,30 @@ impl Quic {
     /// for a peer that is gone.
     #[must_use]
     pub fn path_to(&self, peer: PeerId) -> Option<String> {
-        self.driver().peer(peer).and_then(Peer::path)
+        self.driver().network.path_to(peer)
     }
 
     /// Ends without notifying the peers, like a killed process.
     pub fn vanish(&self) {
-        let runtime = self.driver().runtime.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(runtime) = runtime {
-            runtime.shutdown_background();
-        }
+        self.driver().network.0.socket().vanish();
     }
 
     /// Returns the number of streams that this endpoint has opened to a peer so far.
     #[must_use]
     pub fn streams_to(&self, peer: PeerId) -> u64 {
-        self.driver().peer(peer).map_or(0, Peer::opened)
-    }
-}
-
-impl QuicDriver {
-    fn peer(&self, peer: PeerId) -> Option<&Peer> {
-        self.peers.get(peer.index())?.as_deref()
+        self.driver().network.0.peer(peer).map_or(0, |peer| peer.opened())
     }
 }
 
 impl Driver for QuicDriver {
     fn submit(&self, to: PeerId, tag: Tag, _: Nanos, frame: Frame) {
-        if let Some(Some(peer)) = self.peers.get(to.index()) {
-            Peer::push(peer, &self.handle, tag, frame);
-        }
+        self.network.submit(to, tag, frame);
     }
     fn has_room(&self, to: PeerId, tag: Tag) -> bool {
-        self.peer(to).is_some_and(|peer| peer.has_room(tag))
+        self.network.has_room(to, tag)
     }
     fn taken(&self, from: PeerId, _: Tag, _: usize) {
-        if let Some(peer) = self.peer(from) {
-            peer.taken();
-        }
+        self.network.taken(from);
     }
     fn now(&self) -> Nanos {
         self.start.elapsed().into()
@@ -215,38 +177,13 @@ impl Driver for QuicDriver {
         Wake::Moved
     }
     fn path(&self, peer: PeerId) -> Option<PathStats> {
-        self.peer(peer).map(Peer::stats)
+        self.network.path(peer)
     }
     fn has_background(&self) -> bool {
         true
     }
     fn close(&self, _: &Inbox) {
-        let Some(runtime) = self.runtime.lock().unwrap_or_else(PoisonError::into_inner).take() else {
-            return;
-        };
-        let (told, closed) = mpsc::channel();
-        let (peers, endpoint) = (self.peers.clone(), self.endpoint.clone());
-        runtime.spawn(async move {
-            let peers: Vec<Arc<Peer>> = peers.into_iter().flatten().collect();
-            // All peers at once, so that one that does not read does not use up the time of the others.
-            let leaving: Vec<_> = peers
-                .iter()
-                .map(|peer| {
-                    let peer = Arc::clone(peer);
-                    tokio::spawn(async move {
-                        let _ = tokio::time::timeout(GOODBYE_TIMEOUT, peer.finish()).await;
-                        peer.say_goodbye();
-                    })
-                })
-                .collect();
-            for leaving in leaving {
-                // Does not wait forever: each task has a time limit.
-                let _ = leaving.await;
-            }
-            let _ = tokio::time::timeout(CLOSING, endpoint.close()).await;
-            let _ = told.send(());
-        });
-        let _ = closed.recv_timeout(GOODBYE_TIMEOUT + CLOSING + Duration::from_secs(1));
-        runtime.shutdown_timeout(Duration::from_millis(100));
+        self.network.close();
+        self.network.0.socket().close();
     }
 }

@@ -143,6 +143,16 @@ impl Rates {
     }
 }
 
+/// The rate limits of an endpoint, for a network that hands over bytes at times of its own.
+#[cfg_attr(not(feature = "iroh"), expect(dead_code, reason = "sockets ask the rates directly"))]
+pub(crate) trait Budget: std::fmt::Debug + Send + Sync {
+    /// Returns whether there is a limit.
+    fn is_limited(&self) -> bool;
+    /// Returns the number of bytes that may be sent now, and counts them as sent; if none, the time to wait as
+    /// an error.
+    fn ask(&self, peer: PeerId, wanted: u64) -> Result<u64, Nanos>;
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -21,14 +21,15 @@ mod stream;
 
 use std::net::TcpStream;
 use std::os::fd::AsFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use farflung_base::{Nanos, PeerId};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt;
 
+use crate::beside::{Beside, Intake, Shore};
 use crate::endpoint::{Driver, Endpoint, Wake};
 use crate::inbox::{BlockedFor, Inbox, WINDOW};
 use crate::memory::real_start;
@@ -71,6 +72,8 @@ pub struct TcpDriver {
     bell: Arc<RingWaker>,
     shared_memory: SharedMemory,
     turns: AtomicU32,
+    /// The network of the peers that sockets do not reach, if there is one.
+    beside: OnceLock<Arc<dyn Beside>>,
 }
 
 /// Meets the other ranks at the master, and connects to each of them. Rank `r` becomes `PeerId(r)`.
@@ -125,8 +128,19 @@ fn open(me: PeerId, size: usize, crowded: bool, shared_memory: SharedMemory) -> 
     let (pool, links, pacer) = (Pool::new(), Arc::new(Links::new(size)), Arc::new(Pacer::new(size)));
     let (start, turns) = (real_start(), AtomicU32::new(0));
     let (filled, leased) = (Arc::clone(&inbox), Arc::clone(&pool));
-    let driver =
-        TcpDriver { me, start, links, pacer, inbox: filled, pool: leased, bell, shared_memory, turns };
+    let beside = OnceLock::new();
+    let driver = TcpDriver {
+        me,
+        start,
+        links,
+        pacer,
+        inbox: filled,
+        pool: leased,
+        bell,
+        shared_memory,
+        turns,
+        beside,
+    };
     Ok(Arc::new(Endpoint::new(me, driver, inbox, pool)))
 }
 
@@ -181,7 +195,17 @@ impl TcpDriver {
 
     /// Returns whether a peer has ever been connected.
     fn is_connected(&self, peer: PeerId) -> bool {
-        self.links.to(peer).is_some()
+        self.links.to(peer).is_some() || self.beside().is_some_and(|beside| beside.is_connected(peer))
+    }
+
+    /// Returns what a network for the other peers of this endpoint needs.
+    fn shore(&self, size: usize) -> Shore {
+        let intake = Intake::new(Arc::clone(&self.inbox), Some(Arc::clone(&self.bell)));
+        Shore { size, intake, pool: Arc::clone(&self.pool), budget: Arc::clone(&self.pacer) as _ }
+    }
+
+    fn beside(&self) -> Option<&Arc<dyn Beside>> {
+        self.beside.get()
     }
 
     /// Returns the link that carries this tag; `None` if the peer has never connected.
@@ -280,14 +304,24 @@ impl TcpDriver {
 
 impl Driver for TcpDriver {
     fn submit(&self, to: PeerId, tag: Tag, _: Nanos, frame: Frame) {
-        let Some(link) = self.link(to, tag) else { return };
+        let Some(link) = self.link(to, tag) else {
+            if let Some(beside) = self.beside() {
+                beside.submit(to, tag, frame);
+            }
+            return;
+        };
         link.push(tag, frame);
         if link.wants_to_write() {
             self.nudge();
         }
     }
     fn submit_bytes(&self, to: PeerId, tag: Tag, _: Nanos, check: u32, bytes: &[u8], pool: &Arc<Pool>) {
-        let Some(link) = self.link(to, tag) else { return };
+        let Some(link) = self.link(to, tag) else {
+            if let Some(beside) = self.beside() {
+                beside.submit(to, tag, pool.copy_of(bytes, check));
+            }
+            return;
+        };
         link.push_bytes(tag, check, bytes, pool);
         if link.wants_to_write() {
             self.nudge();
@@ -296,10 +330,18 @@ impl Driver for TcpDriver {
     fn has_room(&self, to: PeerId, tag: Tag) -> bool {
         // A peer that has not connected yet is waited for: a frame sent now would be lost, and later frames
         // would be taken for it.
-        self.link(to, tag).is_some_and(|link| link.has_room(tag))
+        match self.link(to, tag) {
+            Some(link) => link.has_room(tag),
+            None => self.beside().is_some_and(|beside| beside.has_room(to, tag)),
+        }
     }
     fn taken(&self, from: PeerId, tag: Tag, _: usize) {
-        let Some(link) = self.link(from, tag) else { return };
+        let Some(link) = self.link(from, tag) else {
+            if let Some(beside) = self.beside() {
+                beside.taken(from);
+            }
+            return;
+        };
         let resumes = link.taken(tag, &self.inbox);
         if resumes || link.wants_to_write() {
             self.nudge();
@@ -313,8 +355,8 @@ impl Driver for TcpDriver {
         Wake::Moved
     }
     fn path(&self, peer: PeerId) -> Option<PathStats> {
-        let links = self.links.to(peer)?.iter();
-        links.map(Link::path).reduce(PathStats::beside)
+        let Some(links) = self.links.to(peer) else { return self.beside()?.path(peer) };
+        links.iter().map(Link::path).reduce(PathStats::beside)
     }
     fn nudge(&self) {
         ring(&self.inbox, &self.bell);
@@ -335,6 +377,9 @@ impl Driver for TcpDriver {
         let grace = self.now().saturating_add(Nanos::from_millis(200)).min(until);
         while open().next().is_some() && self.now() < grace {
             self.drive(grace.saturating_sub(self.now()));
+        }
+        if let Some(beside) = self.beside() {
+            beside.close();
         }
         self.pacer.close();
     }

@@ -6,14 +6,16 @@
 
 mod files;
 mod home;
+mod site;
 
 use std::collections::BTreeSet;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use farflung_comm::secure::{Certificates, JoinSecret, PublicKey, Security, Ticket};
+use farflung_comm::secure::{JoinSecret, PublicKey, Security, Ticket};
 
 pub use home::Home;
+pub use site::SiteArgs;
 
 use crate::{Error, LaunchEnv, Result};
 
@@ -53,21 +55,12 @@ pub struct AccessArgs {
     #[arg(long, help_heading = ACCESS, global = true,
           conflicts_with_all = ["ticket_file", "secret_file", "allow", "tls_ca"])]
     pub insecure: bool,
-    /// PEM file with the certificates of a site's certificate authority: ranks show certificates signed by it
-    /// instead of keys. Needs --tls-cert and --tls-key. May be combined with a secret, not with a ticket.
-    #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
-    pub tls_ca: Option<PathBuf>,
-    /// PEM file with this process's certificate and any intermediate certificates. If others connect to this
-    /// process, the certificate must contain the name or address that they use.
-    #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
-    pub tls_cert: Option<PathBuf>,
-    /// PEM file with the certificate's private key; other users must not be able to read it.
-    #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
-    pub tls_key: Option<PathBuf>,
+    /// The site's certificates.
+    #[command(flatten)]
+    pub site: SiteArgs,
 }
 
 const ACCESS: &str = "Who may join";
-const ALL_THREE: &str = "a file: --tls-ca, --tls-cert and --tls-key must be given together";
 const NO_TICKET: &str =
     "a secret or nothing together with certificates: a ticket identifies its host by a key";
 
@@ -145,9 +138,9 @@ impl AccessArgs {
         at: &str,
         places: Vec<String>,
     ) -> Result<Security> {
-        if let Some(own) = self.certificates()? {
+        if let Some(own) = self.site.certificates()? {
             let secret = match proof {
-                Some(Proof::Ticket(_)) => return Err(wrong("tls_ca", self.tls_ca.as_ref(), NO_TICKET)),
+                Some(Proof::Ticket(_)) => return Err(wrong("tls_ca", self.site.tls_ca.as_ref(), NO_TICKET)),
                 Some(Proof::Secret(secret)) => Some(secret),
                 None => None,
             };
@@ -175,31 +168,6 @@ impl AccessArgs {
             Some(path) => Ok(security.allowing(allowed(path)?)),
             None => Ok(security),
         }
-    }
-
-    /// Returns the site's certificates, if they are given.
-    ///
-    /// Errors: [`Error::Setting`] if only some of the three files are given, or if a file lacks a certificate
-    /// or key; [`Error::Exposed`] for a key that other users can read; [`Error::Io`].
-    fn certificates(&self) -> Result<Option<Certificates>> {
-        let (ca, cert, key) = match (&self.tls_ca, &self.tls_cert, &self.tls_key) {
-            (None, None, None) => return Ok(None),
-            (Some(ca), Some(cert), Some(key)) => (ca, cert, key),
-            (None, ..) => return Err(wrong("tls_ca", None, ALL_THREE)),
-            (_, None, _) => return Err(wrong("tls_cert", None, ALL_THREE)),
-            (.., None) => return Err(wrong("tls_key", None, ALL_THREE)),
-        };
-        let read = |path: &Path| std::fs::read(path).map_err(Error::io("read", path));
-        let private = files::read_shared(key, LONGEST)?;
-        let made = Certificates::from_pem(&read(ca)?, &read(cert)?, &private);
-        made.map(Some).map_err(|fault| {
-            let (field, path) = match fault.what {
-                "authority" => ("tls_ca", ca),
-                "certificate" => ("tls_cert", cert),
-                _ => ("tls_key", key),
-            };
-            wrong(field, Some(path), &format!("a PEM file with the {}: {}", fault.what, fault.problem))
-        })
     }
 
     /// Returns the ticket or secret: from a flag, else from a variable.

@@ -16,7 +16,7 @@ use farflung_comm::{Communicator, Transport};
 
 use crate::Result;
 
-pub use iroh::IROH;
+pub use iroh::{IROH, Reach, is_beside};
 pub use memory::MEMORY;
 pub use mpi::MPI;
 pub use shared_memory::SHARED_MEMORY;

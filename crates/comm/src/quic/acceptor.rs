@@ -123,7 +123,7 @@ async fn hear(security: &Security, incoming: Incoming) -> Option<AuthenticatedCo
         }
     };
     match line.hear(HELLO, until).await {
-        Ok(greeting) if matches!(control(&greeting, &name), Ok(Control::Hello { .. })) => {
+        Ok(greeting) if matches!(control(&greeting, &name), Ok(Control::Hello { .. } | Control::Ask(_))) => {
             Some(AuthenticatedConnection { line, greeting, expiry })
         }
         Ok(_) => note("no greeting", &"another message arrived before the greeting"),

@@ -12,6 +12,8 @@ use crate::secure::PublicKey;
 
 /// Greatest length of the addresses in a greeting, in bytes.
 const TEXT: usize = 600;
+/// Prefix of an address that is reached over QUIC alone, in a network that uses sockets as well.
+const QUIC: &str = "quic:";
 
 /// The addresses and relays in a string such as `10.0.0.1:29500,http://relay.example:3340`.
 #[derive(Debug, Clone, Default)]
@@ -64,6 +66,27 @@ impl PeerAddresses {
             }
         }
         text
+    }
+
+    /// Parses the parts of a member's address that belong to QUIC; those of sockets and the key are skipped.
+    /// Host names are resolved.
+    pub(super) fn of_member(text: &str) -> Result<Self, CommError> {
+        let part = |one: &str| match one.strip_prefix(QUIC) {
+            Some(address) => Some(address.to_owned()),
+            None => is_relay(one).then(|| one.to_owned()),
+        };
+        let parts: Vec<String> = text.split(',').filter_map(part).collect();
+        Self::resolve(&parts.join(","))
+    }
+
+    /// Formats them as parts of a member's address. Relays have their ports, which tickets require.
+    pub(super) fn for_member(&self) -> String {
+        let with_port = |url: &str| match url.parse::<RelayUrl>().map(|url| url.port_or_known_default()) {
+            Ok(Some(port)) if !url.ends_with(&format!(":{port}")) => format!("{url}:{port}"),
+            _ => url.to_owned(),
+        };
+        let part = |one: &str| if is_relay(one) { with_port(one) } else { format!("{QUIC}{one}") };
+        self.text().split(',').filter(|one| !one.is_empty()).map(part).collect::<Vec<_>>().join(",")
     }
 
     pub(super) const fn is_empty(&self) -> bool {
@@ -132,6 +155,13 @@ mod tests {
         for wrong in ["", ",", "host:1", "http://", "10.0.0.1", "ftp://a:1"] {
             assert!(PeerAddresses::read(wrong).is_none(), "{wrong}");
         }
+        assert_eq!(places.for_member(), "http://10.0.0.9:3340,quic:10.0.0.1:29500,quic:[::1]:9");
+        let member = PeerAddresses::of_member(&format!("10.0.0.2:7,key:ab,{}", places.for_member())).unwrap();
+        assert_eq!((member.relays, member.sockets), (places.relays.clone(), places.sockets.clone()));
+        assert!(PeerAddresses::of_member("10.0.0.2:7").unwrap().is_empty());
+        let usual = PeerAddresses::read("https://relay.example").unwrap();
+        assert_eq!(usual.for_member(), "https://relay.example:443");
+        assert_eq!(PeerAddresses::of_member(&usual.for_member()).unwrap().relays, usual.relays);
         let many = PeerAddresses { sockets: vec!["[2001:db8::1]:29500".parse().unwrap(); 200], ..places };
         assert!(many.text().len() <= TEXT && many.text().starts_with("http://10.0.0.9:3340,"));
         assert_eq!(PeerAddresses::resolve("localhost:7,nowhere.invalid:1").unwrap().sockets[0].port(), 7);

@@ -69,6 +69,11 @@ impl HandshakeStream {
         Ok(self.send.write_all(&frame).await?)
     }
 
+    /// Sends one message that is encoded already.
+    pub(super) async fn say_frame(&mut self, frame: &[u8]) -> io::Result<()> {
+        Ok(self.send.write_all(frame).await?)
+    }
+
     /// Sends this side's proof.
     pub(super) async fn prove(
         &mut self,
@@ -101,7 +106,14 @@ impl HandshakeStream {
 
     /// Sends the last message, and waits briefly until the peer has received it. The peer may be gone already.
     pub(super) async fn last(&mut self, message: &Control<'_>) {
-        if self.say(message).await.is_ok() && self.send.finish().is_ok() {
+        if self.say(message).await.is_ok() {
+            self.end().await;
+        }
+    }
+
+    /// Waits briefly until the peer has received everything, after the last message.
+    pub(super) async fn end(&mut self) {
+        if self.send.finish().is_ok() {
             let _ = tokio::time::timeout(MOMENT, self.send.stopped()).await;
         }
     }

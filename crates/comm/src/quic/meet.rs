@@ -3,33 +3,26 @@
 //! with the reason. The messages are the same as over TCP.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::sync::Arc;
 use std::time::Duration;
 
-use ::iroh::endpoint::{BindOpts, Connection, IdleTimeout, QuicTransportConfig, RelayMode, VarInt, presets};
-use ::iroh::{Endpoint, EndpointAddr, SecretKey};
+use ::iroh::endpoint::Connection;
+use ::iroh::{Endpoint, EndpointAddr};
 use farflung_base::Rank;
-use iroh_relay::tls::CaTlsConfig;
 
 use super::Config;
-use super::acceptor::{Acceptor, AuthenticatedConnection, UNPROVEN};
-use super::address::{PeerAddresses, relay, relay_map};
+use super::acceptor::{Acceptor, AuthenticatedConnection};
+use super::address::{PeerAddresses, relay};
+use super::greet::greet;
 use super::handshake_stream::{HandshakeStream, control};
-use super::peer::{STREAM_WINDOW, STREAMS, WINDOW_OF_ALL};
+use super::socket::{Opening, own_places};
 use crate::CommError;
 use crate::control::{Control, Listed};
 use crate::error::Refusal;
-use crate::secure::{Admission, AnyCertificate, Identity, JoinSecret, PublicKey, Role, Security, refused};
+use crate::secure::{Admission, JoinSecret, PublicKey, Role, Security, refused};
 use crate::until::Until;
 
-/// Name of the protocol in the handshake (ALPN).
-const PROTOCOL: &[u8] = b"farflung/1";
 /// Pause between two attempts to reach a peer.
 const PAUSE: Duration = Duration::from_millis(50);
-/// Time limit of one attempt to connect.
-const ATTEMPT: Duration = Duration::from_secs(10);
-/// Time to wait for the connection to a relay before this process announces its addresses.
-const RELAY: Duration = Duration::from_secs(10);
 
 /// Connections to all peers by rank; `None` for this process itself.
 type Connections = Vec<Option<Connection>>;
@@ -96,106 +89,35 @@ fn listening(config: &Config, places: &PeerAddresses) -> Option<SocketAddr> {
     Some(SocketAddr::new(if ip.is_loopback() { ip } else { everywhere(ip) }, port))
 }
 
-/// Opens this process's endpoint.
+/// Returns how this process's socket is opened.
 ///
 /// # Errors
-/// If the port is in use, or a relay's URL is wrong.
-pub(super) async fn open(config: &Config) -> Result<Endpoint, CommError> {
+/// If the URL of a relay is wrong, or no address can be resolved.
+pub(super) fn opening(config: &Config) -> Result<Opening, CommError> {
     let places = places(config)?;
-    let io = |what, address: &dyn std::fmt::Display, e: &dyn std::fmt::Display| {
-        CommError::io(what, &address.to_string(), &std::io::Error::other(e.to_string()))
-    };
-    let alone;
-    let identity = if let Some(identity) = config.security.identity() {
-        identity
-    } else {
-        alone = Identity::generate()?;
-        &alone
-    };
-    let relays = match &places.relays[..] {
-        [] => RelayMode::Disabled,
-        relays => RelayMode::Custom(relay_map(relays)),
-    };
-    let mut builder = Endpoint::builder(presets::Minimal)
-        .secret_key(SecretKey::from_bytes(identity.seed()))
-        .alpns(vec![PROTOCOL.to_vec()])
-        .relay_mode(relays)
-        .transport_config(transport(config)?);
-    if places.relays.iter().all(|url| url.scheme() == "http") {
-        let any = |provider| Ok(Arc::new(AnyCertificate::new(provider)) as _);
-        builder = builder.ca_tls_config(CaTlsConfig::custom_server_cert_verifier(Arc::new(any)));
-    }
-    if !config.direct {
-        builder = builder.clear_ip_transports();
-    } else if let Some(at) = listening(config, &places) {
-        let wrong = |e| io("listen at", &at, &e);
-        let required = BindOpts::default().set_is_required(true);
-        builder = builder.clear_ip_transports().bind_addr_with_opts(at, required).map_err(wrong)?;
-    }
-    let endpoint = builder.bind().await.map_err(|e| {
-        let everywhere = || "any address".to_owned();
-        let at = listening(config, &places).map_or_else(everywhere, |at| at.to_string());
-        io("listen over UDP at", &at, &format_args!("{e:#}"))
-    })?;
-    if !places.relays.is_empty() {
-        // It may fail: the relay may become reachable later, or peers may be reached without it.
-        let _ = tokio::time::timeout(RELAY.min(config.deadline), endpoint.online()).await;
-    }
-    Ok(endpoint)
-}
-
-fn transport(config: &Config) -> Result<QuicTransportConfig, CommError> {
-    let patience = IdleTimeout::try_from(config.patience)
-        .map_err(|e| CommError::io("idle timeout of", &"QUIC", &std::io::Error::other(e)))?;
-    Ok(QuicTransportConfig::builder()
-        // These limits apply until the peer has proven that it belongs to the job; `trust` raises them.
-        .max_concurrent_bidi_streams(VarInt::from_u32(1))
-        .max_concurrent_uni_streams(VarInt::from_u32(0))
-        .receive_window(VarInt::from_u32(UNPROVEN))
-        .stream_receive_window(VarInt::from_u32(STREAM_WINDOW))
-        .send_window(u64::from(WINDOW_OF_ALL))
-        .datagram_receive_buffer_size(None)
-        .max_idle_timeout(Some(patience))
-        .keep_alive_interval(config.patience / 6)
-        .default_path_keep_alive_interval(config.patience / 6)
-        .build())
-}
-
-/// Raises the limits of a connection whose peer has proven that it belongs to the job.
-fn trust(connection: &Connection) {
-    connection.set_receive_window(VarInt::from_u32(WINDOW_OF_ALL));
-    connection.set_max_concurrent_bi_streams(VarInt::from_u32(STREAMS));
+    Ok(Opening {
+        security: config.security.clone(),
+        listen: listening(config, &places),
+        advertise: Vec::new(),
+        relays: places.relays,
+        direct: config.direct,
+        patience: config.patience,
+        deadline: config.deadline,
+    })
 }
 
 /// Connects to all peers.
 pub(super) async fn meet(config: &Config, endpoint: &Endpoint) -> Result<Connections, CommError> {
     let until = Until::after(config.deadline);
-    let connections = match config.rank {
+    match config.rank {
         _ if config.world_size == 1 => Ok(vec![None]),
         0 => host(config, endpoint, until).await,
         _ => visit(config, endpoint, until).await,
-    }?;
-    connections.iter().flatten().for_each(trust);
-    Ok(connections)
+    }
 }
 
 fn missing(config: &Config, ranks: Vec<Rank>) -> CommError {
     CommError::Missing { master: config.host.clone(), ranks, after: config.deadline.into() }
-}
-
-/// Returns the addresses and relays at which peers can reach this process.
-fn own_places(endpoint: &Endpoint) -> PeerAddresses {
-    let own = endpoint.addr();
-    let mut places = PeerAddresses {
-        sockets: own.ip_addrs().copied().collect(),
-        relays: own.relay_urls().cloned().collect(),
-    };
-    for bound in endpoint.bound_sockets() {
-        if !bound.ip().is_unspecified() && !places.sockets.contains(&bound) {
-            places.sockets.push(bound);
-        }
-    }
-    places
 }
 
 /// A rank that has connected, and the addresses at which it listens.
@@ -331,23 +253,8 @@ async fn answer<T>(
     }
 }
 
-/// Connects to a peer by its key, greets it, and checks its proof.
-async fn greet(
-    config: &Config,
-    security: &Security,
-    endpoint: &Endpoint,
-    to: (EndpointAddr, PublicKey),
-    until: Until,
-) -> Result<HandshakeStream, CommError> {
-    let (address, key) = to;
-    let io = |e: &dyn std::fmt::Display| {
-        let error = std::io::Error::new(std::io::ErrorKind::ConnectionAborted, e.to_string());
-        CommError::io("connection to", &key.to_string(), &error)
-    };
-    let attempt = until.left().unwrap_or_default().min(ATTEMPT);
-    let connected = tokio::time::timeout(attempt, endpoint.connect(address, PROTOCOL)).await;
-    let connection = connected.map_err(|_| io(&"no answer"))?.map_err(|e| io(&e))?;
-    let mut line = HandshakeStream::open(connection).await?;
+/// Returns this rank's greeting, as an encoded frame.
+fn hello(config: &Config, security: &Security, endpoint: &Endpoint) -> Result<Vec<u8>, CommError> {
     let own = own_places(endpoint).text();
     let own_key = security.own_key();
     let hello = Control::Hello {
@@ -359,18 +266,8 @@ async fn greet(
         key: own_key.as_ref().map_or(&[][..], |key| key.bytes()),
         digest: &[],
     };
-    // If these fail, the peer's answer says why.
-    let _ = line.prove(security, Role::Client, None).await;
-    let _ = line.say(&hello).await;
-    let bytes = line.hear(HandshakeStream::LONGEST, until).await?;
-    let name = key.to_string();
-    match control(&bytes, &name)? {
-        Control::Refuse(reason) => Err(refused(&name, reason)),
-        proof => match line.verify(security, Role::Client, Some(key), &proof) {
-            Ok(_) => Ok(line),
-            Err(reason) => Err(CommError::Unproven { peer: name, reason }),
-        },
-    }
+    let wrong = |source| CommError::Handshake { peer: "this rank".to_owned(), source };
+    crate::wire::framed(&hello).map_err(wrong)
 }
 
 /// Repeats [`greet`] until it succeeds, and receives the peer's answer.
@@ -384,7 +281,8 @@ async fn reach<T>(
 ) -> Result<(HandshakeStream, T), CommError> {
     loop {
         let reached = async {
-            let mut line = greet(config, security, endpoint, to.clone(), patient).await?;
+            let hello = hello(config, security, endpoint)?;
+            let mut line = greet(security, endpoint, to.clone(), &hello, patient).await?;
             let answer = answer(config, &mut line, patient, &mut wanted).await?;
             Ok((line, answer))
         };

@@ -13,6 +13,7 @@ use tokio::runtime::Handle;
 use tokio::sync::Notify;
 
 use super::pacer::Pacer;
+use crate::beside::Intake;
 use crate::inbox::{Inbox, WINDOW};
 use crate::transport::{Channel, Tag};
 use crate::{DownReason, FRAME_BYTES, Frame, PathStats, Pool, WireError};
@@ -39,7 +40,7 @@ const PROTOCOL: u8 = 2;
 pub(super) struct Peer {
     id: PeerId,
     connection: Connection,
-    inbox: Arc<Inbox>,
+    intake: Intake,
     pacer: Arc<Pacer>,
     outgoing: Outgoing,
     /// Wakes readers that wait for room in the inbox.
@@ -51,11 +52,11 @@ pub(super) struct Peer {
 }
 
 impl Peer {
-    pub(super) fn new(id: PeerId, connection: Connection, inbox: Arc<Inbox>, pacer: Arc<Pacer>) -> Self {
+    pub(super) fn new(id: PeerId, connection: Connection, intake: Intake, pacer: Arc<Pacer>) -> Self {
         Self {
             id,
             connection,
-            inbox,
+            intake,
             pacer,
             outgoing: Outgoing::default(),
             space: Notify::new(),
@@ -73,12 +74,16 @@ impl Peer {
         &self.connection
     }
 
-    pub(super) const fn outgoing(&self) -> &Outgoing {
+    const fn outgoing(&self) -> &Outgoing {
         &self.outgoing
     }
 
-    pub(super) fn inbox(&self) -> &Inbox {
-        &self.inbox
+    pub(super) const fn intake(&self) -> &Intake {
+        &self.intake
+    }
+
+    fn inbox(&self) -> &Inbox {
+        self.intake.inbox()
     }
 
     /// Starts a task that reads the peer's streams and reports the end of the connection.
@@ -94,7 +99,7 @@ impl Peer {
                 });
             }
             if let Some(reason) = down(&peer.connection.closed().await) {
-                peer.inbox.peer_down(peer.id, reason);
+                peer.intake.peer_down(peer.id, reason);
             }
             peer.space.notify_waiters();
         });
@@ -103,7 +108,7 @@ impl Peer {
     /// Closes the connection to a peer that violated the protocol.
     fn break_off(&self, error: WireError) {
         self.connection.close(PROTOCOL.into(), error.to_string().as_bytes());
-        self.inbox.peer_down(self.id, DownReason::Protocol(error));
+        self.intake.peer_down(self.id, DownReason::Protocol(error));
     }
 
     /// Sends a frame on the stream of its tag.
@@ -146,14 +151,14 @@ impl Peer {
             }
             self.waiting.fetch_sub(1, Ordering::SeqCst);
         }
-        self.inbox.deliver(self.id, tag, frame);
+        self.intake.deliver(self.id, tag, frame);
     }
 
     /// Returns whether the inbox has room. An inbox that has ended always has room, so that its readers do not
     /// wait forever.
     fn takes(&self, tag: Tag) -> bool {
-        self.inbox.has_ended()
-            || (self.inbox.queued(self.id, tag) < WINDOW && self.inbox.held(self.id) < MAX_UNREAD_BYTES)
+        self.inbox().has_ended()
+            || (self.inbox().queued(self.id, tag) < WINDOW && self.inbox().held(self.id) < MAX_UNREAD_BYTES)
     }
 
     /// Waits until the peer has received everything that was sent. Frames pushed after this call are not sent.

@@ -135,6 +135,17 @@ impl Security {
         Self::sealed_by(tls, own, secret, 0, None, places)
     }
 
+    /// Makes the setting of a process with certificates that joins a growing network. It proves the secret that
+    /// newcomers prove there, as the holder of a ticket does, without an expiry: certificates have their own.
+    #[must_use]
+    pub fn joining(mut self) -> Self {
+        if let Some(sealed) = self.sealed.as_mut().filter(|sealed| sealed.expiry == 0) {
+            let sealed = Arc::make_mut(sealed);
+            (sealed.secret, sealed.expiry) = (sealed.secret.until(u64::MAX), u64::MAX);
+        }
+        self
+    }
+
     /// Accepts any member of the run as the other side, not only the host of the ticket, which may have left.
     #[must_use]
     pub fn by_any_member(mut self) -> Self {

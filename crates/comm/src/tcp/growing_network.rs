@@ -4,34 +4,32 @@
 //! Each endpoint has a number below [`GateConfig::slots`]. The process draws it at random, and it is never used
 //! again. This module uses only the job's name, and does not decide who counts as a member.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::io::ErrorKind;
+mod member;
+mod shared;
+
+use std::collections::BTreeMap;
 use std::net::{IpAddr, TcpListener};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use farflung_base::PeerId;
 
-use super::acceptor::{Acceptor, AuthenticatedConnection};
 use super::rendezvous::{answer_of, attempt, hung_up, resolve};
 use super::shared_memory::SharedMemory;
 use super::stream::Stream;
 use super::{Tcp, open};
+use crate::beside::{Called, Way, key_in, of_sockets};
 use crate::control::{BoundedVec, Control};
 use crate::error::Refusal;
-use crate::secure::{JoinSecret, PublicKey, Security};
+use crate::secure::{JoinSecret, PublicKey, Security, refused};
 use crate::until::Until;
 use crate::wire::{self, Message, Parsed};
 use crate::{CommError, FRAME_BYTES, Transport as _};
+pub use member::Connected;
+use shared::{CONNECT_TIMEOUT, CROWDED, POLL_INTERVAL, Shared, lock};
 
-/// Time between two checks whether the gate is closed, and between two attempts to connect.
-const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// Time limit for the connection to one member.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Number of attempts to connect to a member. Members keep listening, so one that does not answer has left.
-const CONNECT_ATTEMPTS: u32 = 4;
 /// Number of attempts to draw a free number.
 const DRAWS: usize = 64;
 
@@ -55,6 +53,10 @@ pub struct GateConfig {
     /// Whether members on this machine are reached through shared memory. The default is
     /// [`SharedMemory::Never`].
     pub shared_memory: SharedMemory,
+    /// Whether members connect over TCP. By default they do.
+    pub sockets: bool,
+    /// A second network, over which members connect where TCP does not reach them.
+    pub(crate) way: Option<Arc<dyn Way>>,
 }
 
 impl GateConfig {
@@ -71,19 +73,10 @@ impl GateConfig {
             slots: 1024,
             deadline: Duration::from_mins(1),
             shared_memory,
+            sockets: true,
+            way: None,
         }
     }
-}
-
-/// A peer that is, or has been, connected.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Connected {
-    /// Number of the peer.
-    pub peer: PeerId,
-    /// Address at which the peer listens.
-    pub address: String,
-    /// Public key of the peer; `None` if connections are not encrypted.
-    pub key: Option<PublicKey>,
 }
 
 /// The listener of a member, and its endpoint. Dropping this closes the listener.
@@ -93,46 +86,17 @@ pub struct GrowingNetwork {
     thread: Option<JoinHandle<()>>,
 }
 
-#[derive(Debug)]
-struct Shared {
-    tcp: Arc<Tcp>,
-    job: String,
-    slots: u32,
-    /// Security between members, and towards processes that join.
-    security: Security,
-    /// Secret that connections among members prove; `None` if they are not encrypted.
-    secret: Option<JoinSecret>,
-    address: String,
-    /// This member, and all peers that have connected.
-    known: Mutex<BTreeMap<u32, Connected>>,
-    meeting: Mutex<Meeting>,
-    welcome: Mutex<Vec<u8>>,
-    closed: AtomicBool,
-}
-
-/// Peers whose connection is being made. Two peers may call each other at the same time.
-#[derive(Debug, Default)]
-struct Meeting {
-    /// Peers that this one calls.
-    calling: BTreeSet<u32>,
-    /// Peers that have called this one and were accepted.
-    called: BTreeSet<u32>,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// A member cannot know in advance whether ranks on its machine will outnumber the cores.
-const CROWDED: bool = false;
-
-fn listen_at(config: &GateConfig) -> Result<TcpListener, CommError> {
+/// Listens at the configured address; `None` if members do not connect over TCP.
+fn listen_at(config: &GateConfig) -> Result<Option<TcpListener>, CommError> {
+    if !config.sockets {
+        return Ok(None);
+    }
     let addresses = resolve("own address", &config.listen)?;
     let listener =
         TcpListener::bind(&addresses[..]).map_err(|e| CommError::io("listen at", &config.listen, &e))?;
     // The listening thread must also check whether the gate is closed, so it must not block in `accept`.
     listener.set_nonblocking(true).map_err(|e| CommError::io("listen at", &config.listen, &e))?;
-    Ok(listener)
+    Ok(Some(listener))
 }
 
 impl GrowingNetwork {
@@ -147,19 +111,28 @@ impl GrowingNetwork {
 
     fn open(
         config: &GateConfig,
-        listener: TcpListener,
+        listener: Option<TcpListener>,
         me: PeerId,
         secret: Option<JoinSecret>,
         seen: Option<IpAddr>,
     ) -> Result<Self, CommError> {
         let io = |e: std::io::Error| CommError::io("listen at", &config.listen, &e);
-        let mut at = listener.local_addr().map_err(io)?;
-        // A member that listens at all addresses advertises the one by which it reached the others.
-        if let Some(seen) = seen.filter(|_| at.ip().is_unspecified()) {
-            at.set_ip(seen);
-        }
-        let address = config.advertise.clone().unwrap_or_else(|| at.to_string());
+        let at = listener.as_ref().map(TcpListener::local_addr).transpose().map_err(io)?;
+        let own = at.map(|mut at| {
+            // A member that listens at all addresses advertises the one by which it reached the others.
+            if let Some(seen) = seen.filter(|_| at.ip().is_unspecified()) {
+                at.set_ip(seen);
+            }
+            config.advertise.clone().unwrap_or_else(|| at.to_string())
+        });
+        let beside = config.way.as_ref().map(|way| way.address());
+        let address: Vec<String> = own.into_iter().chain(beside).collect();
+        let address = address.join(",");
         let tcp = open(me, config.slots as usize, CROWDED, config.shared_memory).map_err(io)?;
+        let beside = config.way.as_ref().map(|way| {
+            let shore = tcp.driver().shore(config.slots as usize);
+            Arc::clone(tcp.driver().beside.get_or_init(|| Arc::clone(way).open(shore)))
+        });
         let security = match &secret {
             Some(secret) => config.security.growing(secret.clone()),
             None => config.security.clone(),
@@ -167,8 +140,11 @@ impl GrowingNetwork {
         let own = Connected { peer: me, address: address.clone(), key: security.own_key() };
         let shared = Arc::new(Shared {
             tcp,
+            way: config.way.clone(),
+            beside,
             job: config.job.clone(),
             slots: config.slots,
+            sockets: config.sockets,
             security,
             secret,
             address,
@@ -177,10 +153,16 @@ impl GrowingNetwork {
             welcome: Mutex::default(),
             closed: AtomicBool::new(false),
         });
-        let gate = Arc::clone(&shared);
-        let thread = std::thread::Builder::new().name("farflung-gate".to_owned());
-        let thread = thread.spawn(move || gate.listen(&listener)).map_err(io)?;
-        Ok(Self { shared, thread: Some(thread) })
+        if let Some(beside) = &shared.beside {
+            let host: Weak<Shared> = Arc::downgrade(&shared);
+            beside.listen(&shared.security, host);
+        }
+        let thread = listener.map(|listener| {
+            let gate = Arc::clone(&shared);
+            let thread = std::thread::Builder::new().name("farflung-gate".to_owned());
+            thread.spawn(move || gate.listen(&listener))
+        });
+        Ok(Self { thread: thread.transpose().map_err(io)?, shared })
     }
 
     /// Returns the endpoint. A peer that has not connected yet looks like one that is silent.
@@ -189,10 +171,18 @@ impl GrowingNetwork {
         Arc::clone(&self.shared.tcp)
     }
 
-    /// Returns the address at which others reach this member.
+    /// Returns the address at which others reach this member: `host:port`. With a second network also
+    /// `quic:host:port` and the URLs of relays, separated by commas.
     #[must_use]
     pub fn address(&self) -> &str {
         &self.shared.address
+    }
+
+    /// Returns the address by which a peer is reached over the second network now, or that of a relay; `None`
+    /// for a peer that is connected over TCP.
+    #[must_use]
+    pub fn path_beside(&self, peer: PeerId) -> Option<String> {
+        self.shared.beside.as_ref()?.path_to(peer)
     }
 
     /// Returns the connected peers by number. A peer that hangs counts as connected until its connection
@@ -258,7 +248,7 @@ impl GrowingNetwork {
         let me = self.shared.tcp.me();
         let known: Vec<Connected> = lock(&self.shared.known).values().cloned().collect();
         let others = known.into_iter().filter(|peer| peer.peer != me);
-        let addresses: Vec<String> = others.map(|peer| peer.address).collect();
+        let addresses: Vec<String> = others.map(|peer| peer.to_reach()).collect();
         // Members prove themselves to each other by the secret that they share.
         let asks = GateConfig { security: self.shared.security.clone(), ..config.clone() };
         let asked = Self::ask(&asks, &addresses)?;
@@ -275,12 +265,9 @@ impl GrowingNetwork {
         let until = Until::after(config.deadline);
         loop {
             for address in addresses {
-                let Ok(resolved) = resolve("address of a member", address) else { continue };
-                let expected = config.security.host();
-                match attempt(&config.security, &resolved, expected, until) {
-                    Ok(Some(stream)) => return MemberList::at(config, address, &stream, until),
+                match MemberList::at(config, address, until) {
+                    Ok(Some(asked)) => return Ok(asked),
                     Ok(None) => {}
-                    Err(error) if hung_up(&error) => {}
                     Err(error) => return Err(error),
                 }
             }
@@ -296,6 +283,9 @@ impl GrowingNetwork {
 impl Drop for GrowingNetwork {
     fn drop(&mut self) {
         self.shared.closed.store(true, Ordering::Release);
+        if let Some(beside) = &self.shared.beside {
+            beside.stop_listening();
+        }
         if let Some(thread) = self.thread.take() {
             // The runtime has already reported a panic in it.
             let _ = thread.join();
@@ -316,7 +306,51 @@ pub struct MemberList {
 }
 
 impl MemberList {
-    fn at(config: &GateConfig, name: &str, stream: &Stream, until: Until) -> Result<Self, CommError> {
+    /// Asks the member at these addresses, over TCP, then over the second network; `None` if it was not
+    /// reached.
+    fn at(config: &GateConfig, address: &str, until: Until) -> Result<Option<Self>, CommError> {
+        let sockets = of_sockets(address);
+        if config.sockets
+            && !sockets.is_empty()
+            && let Ok(resolved) = resolve("address of a member", &sockets)
+        {
+            let expected = key_in(address).or(config.security.host());
+            match attempt(&config.security, &resolved, expected, until) {
+                Ok(Some(stream)) => return Self::over(config, &sockets, &stream, until).map(Some),
+                Ok(None) => {}
+                Err(error) if hung_up(&error) => {}
+                // Another process listens at this address now.
+                Err(CommError::Unproven { reason: Refusal::Key, .. }) if key_in(address).is_some() => {}
+                Err(error) => return Err(error),
+            }
+        }
+        let way = config.way.as_ref().filter(|way| way.has_address(address));
+        let (Some(way), Some(key)) = (way, key_in(address).or(config.security.host())) else {
+            return Ok(None);
+        };
+        if config.security.own_key() == Some(key) {
+            return Err(refused(address, Refusal::SameKey));
+        }
+        let to = Called { address, key, security: &config.security, until };
+        let wrong = |source| CommError::Handshake { peer: key.to_string(), source };
+        let question = wire::framed(&Control::Ask(&config.job)).map_err(wrong)?;
+        let answer = match Arc::clone(way).ask(&to, question) {
+            Err(CommError::Io { what, kind, message, .. }) => {
+                tracing::debug!(address, what, ?kind, message, "a member is not reached");
+                return Ok(None);
+            }
+            answer => answer?,
+        };
+        match wire::parse(&answer).map_err(wrong)? {
+            Parsed::Whole(Message::Control(Control::Refuse(reason)), _) => Err(refused(address, reason)),
+            Parsed::Whole(Message::Control(message), _) => Self::read(config, &message)
+                .map(Some)
+                .ok_or_else(|| wrong(crate::WireError::Malformed("answer"))),
+            _ => Err(wrong(crate::WireError::Malformed("control message"))),
+        }
+    }
+
+    fn over(config: &GateConfig, name: &str, stream: &Stream, until: Until) -> Result<Self, CommError> {
         let io = |e: std::io::Error| CommError::io("send the request to", &name, &e);
         stream.say(&Control::Ask(&config.job)).map_err(io)?;
         let told = answer_of(name, stream, until, |message| Self::read(config, message))?;
@@ -416,151 +450,4 @@ fn draw(bound: u32) -> Result<u32, CommError> {
     let random = JoinSecret::generate()?;
     let word = random.bytes().first_chunk::<4>().copied().unwrap_or_default();
     Ok(u32::from_le_bytes(word) % bound.max(1))
-}
-
-impl Shared {
-    /// Returns whether a member is this process, or has this process's address: a call to it would come back
-    /// here.
-    fn is_here(&self, member: &Connected) -> bool {
-        member.peer == self.tcp.me() || member.address == self.address
-    }
-
-    /// Connects to a member as a member, unless it has connected to this one.
-    fn reach(&self, member: &Connected, until: Until) -> Result<(), CommError> {
-        {
-            let mut meeting = lock(&self.meeting);
-            if self.tcp.driver().is_connected(member.peer) || meeting.called.contains(&member.peer.0) {
-                return Ok(());
-            }
-            meeting.calling.insert(member.peer.0);
-        }
-        let reached = self.call(member, until);
-        lock(&self.meeting).calling.remove(&member.peer.0);
-        match reached {
-            // The connection that the member made to this one is kept.
-            Err(CommError::Refused { reason: Refusal::Crossed, .. }) => Ok(()),
-            reached => reached,
-        }
-    }
-
-    fn call(&self, member: &Connected, until: Until) -> Result<(), CommError> {
-        let me = self.tcp.me();
-        let addresses = resolve("address of a member", &member.address)?;
-        let until = until.at_most(CONNECT_TIMEOUT);
-        let missing = || CommError::Missing {
-            master: member.address.clone(),
-            ranks: vec![farflung_base::Rank(member.peer.0)],
-            after: CONNECT_TIMEOUT.into(),
-        };
-        let mut found = None;
-        for _ in 0..CONNECT_ATTEMPTS {
-            found = match attempt(&self.security, &addresses, member.key, until) {
-                Err(error) if hung_up(&error) => None,
-                tried => tried?,
-            };
-            if found.is_some() {
-                break;
-            }
-            std::thread::sleep(POLL_INTERVAL);
-        }
-        let stream = found.ok_or_else(missing)?;
-        let io = |e: std::io::Error| CommError::io("send the greeting to", &member.address, &e);
-        let key = self.security.own_key();
-        let key = key.as_ref().map_or(&[][..], |key| key.bytes());
-        let (job, listen, world_size) = (&*self.job, &*self.address, self.slots);
-        let hello = Control::Hello { rank: me.0, world_size, job, listen, epoch: 0, key, digest: &[] };
-        stream.say(&hello).map_err(io)?;
-        answer_of(&member.address, &stream, until, |message| match message {
-            Control::Welcome(by) if *by == member.peer.0 => Some(()),
-            _ => None,
-        })?;
-        match self.connect(member.clone(), stream) {
-            // The member has connected to this one meanwhile.
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),
-            connected => connected.map_err(io),
-        }
-    }
-
-    fn connect(&self, peer: Connected, stream: Stream) -> std::io::Result<()> {
-        let mut known = lock(&self.known);
-        self.tcp.driver().connect(peer.peer, vec![stream], CROWDED)?;
-        known.insert(peer.peer.0, peer);
-        Ok(())
-    }
-
-    /// Accepts connections until the gate closes.
-    fn listen(&self, listener: &TcpListener) {
-        let mut door = Acceptor::new(self.security.clone());
-        while !self.closed.load(Ordering::Acquire) {
-            door.wait(listener, POLL_INTERVAL);
-            for AuthenticatedConnection { stream, greeting } in door.listen(listener) {
-                let Ok(Parsed::Whole(Message::Control(greeting), _)) = wire::parse(&greeting) else {
-                    continue;
-                };
-                if let Err(refusal) = self.receive(&greeting, &stream) {
-                    door.refuse(&stream, refusal);
-                } else if let Control::Hello { rank, listen, .. } = greeting {
-                    let (peer, key) = (PeerId(rank), stream.peer_key());
-                    // If the socket breaks now, the peer connects again.
-                    let _ = self.connect(Connected { peer, address: listen.to_owned(), key }, stream);
-                    lock(&self.meeting).called.remove(&rank);
-                }
-            }
-        }
-    }
-
-    /// Answers a greeting; returns the reason if it is refused.
-    fn receive(&self, greeting: &Control<'_>, stream: &Stream) -> Result<(), Refusal> {
-        match *greeting {
-            Control::Ask(job) if job == self.job => {
-                // If the answer cannot be sent, the asking process finds out by itself.
-                let _ = stream.socket.set_nonblocking(false).and_then(|()| self.tell(stream));
-                Ok(())
-            }
-            Control::Hello { rank, world_size, job, key, .. } if job == self.job => {
-                if world_size != self.slots {
-                    return Err(Refusal::WorldSize { want: self.slots, got: world_size });
-                }
-                if stream.peer_key().is_some_and(|proven| key != proven.bytes()) {
-                    return Err(Refusal::Key);
-                }
-                let (peer, me) = (PeerId(rank), self.tcp.me());
-                if rank >= self.slots {
-                    return Err(Refusal::Rank(rank));
-                }
-                let mut meeting = lock(&self.meeting);
-                if peer == me || self.tcp.driver().is_connected(peer) || meeting.called.contains(&rank) {
-                    return Err(Refusal::Taken(rank));
-                }
-                // If two peers call each other, the call of the peer with the greater number is kept.
-                if me > peer && meeting.calling.contains(&rank) {
-                    return Err(Refusal::Crossed);
-                }
-                meeting.called.insert(rank);
-                drop(meeting);
-                // If the peer has gone, reading finds out.
-                let welcome = Control::Welcome(me.0);
-                let _ = stream.socket.set_nonblocking(false).and_then(|()| stream.say(&welcome));
-                Ok(())
-            }
-            _ => Err(Refusal::Job),
-        }
-    }
-
-    /// Sends the numbers, addresses and keys of the members that are still connected.
-    fn tell(&self, stream: &Stream) -> std::io::Result<()> {
-        let known: Vec<Connected> = lock(&self.known).values().cloned().collect();
-        let here: Vec<&Connected> =
-            known.iter().filter(|known| !self.tcp.driver().inbox.is_down(known.peer)).collect();
-        let keys = here.iter().filter_map(|known| known.key.as_ref()).map(|key| &key.bytes()[..]);
-        let secret = self.secret.as_ref().map_or(&[][..], |secret| &secret.bytes()[..]);
-        let welcome = lock(&self.welcome).clone();
-        stream.say(&Control::Members {
-            slots: BoundedVec(here.iter().map(|known| known.peer.0).collect()),
-            addresses: BoundedVec(here.iter().map(|known| &*known.address).collect()),
-            keys: BoundedVec(keys.collect()),
-            secret,
-            welcome: &welcome,
-        })
-    }
 }

@@ -9,7 +9,7 @@ use std::time::Instant;
 use farflung_base::{Nanos, PeerId};
 
 use crate::memory::real_start;
-use crate::rate::{Pace, Rates};
+use crate::rate::{Budget, Pace, Rates};
 
 #[derive(Debug)]
 struct State {
@@ -127,6 +127,26 @@ impl Pacer {
     /// Returns whether the pacer is closed.
     pub(super) fn is_closed(&self) -> bool {
         self.lock().closed
+    }
+}
+
+impl Budget for Pacer {
+    fn is_limited(&self) -> bool {
+        Self::is_limited(self)
+    }
+    fn ask(&self, peer: PeerId, wanted: u64) -> Result<u64, Nanos> {
+        if !Self::is_limited(self) {
+            return Ok(wanted);
+        }
+        let now = self.now();
+        let mut state = self.lock();
+        match state.rates.admits(now, peer, wanted) {
+            0 if wanted > 0 => Err(state.rates.wait(now, peer)),
+            bytes => {
+                state.rates.spend(now, peer, bytes);
+                Ok(bytes)
+            }
+        }
     }
 }
 

@@ -246,7 +246,7 @@ impl Stream {
     }
 
     /// Writes all bytes. The socket must block, or have room for them.
-    fn write_all(&self, bytes: &[u8]) -> io::Result<()> {
+    pub(super) fn write_all(&self, bytes: &[u8]) -> io::Result<()> {
         if self.sealed.is_none() {
             return (&self.socket).write_all(bytes);
         }

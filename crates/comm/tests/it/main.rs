@@ -7,6 +7,7 @@ mod coded;
 mod common;
 mod contract;
 mod gate;
+mod gate_quic;
 mod iroh;
 mod laws;
 mod membership;

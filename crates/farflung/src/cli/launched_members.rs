@@ -37,6 +37,9 @@ pub(super) fn launch(program: &Path, command: &[OsString], job: &Elastic, stop: 
         Error::Setting { field: "elastic", value, expected: expected.to_owned() }
     };
     let host = HostCommand::read(command).ok_or_else(|| wrong("`host` with its flags after `--`"))??;
+    if host.has_certificates() {
+        return Err(wrong("`host` without --tls-*: the processes of one machine join with its ticket"));
+    }
     let config = host.config()?;
     let folder = config.out.clone();
     let folder = folder.ok_or_else(|| {

@@ -7,11 +7,14 @@ use std::net::UdpSocket;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use farflung::access::{self, Home};
-use farflung::comm::secure::{Security, Ticket, unix_seconds};
+use farflung::access::{self, Home, SiteArgs};
+use farflung::comm::secure::{ADDRESSES, Security, Ticket, unix_seconds};
 use farflung::comm::tcp::{GateConfig, GrowingNetwork};
+use farflung::config::choice::TransportKind;
+use farflung::config::value::Setting as _;
 use farflung::observe::Observed;
 use farflung::train::{Report, RunObserver, elastic};
+use farflung::transports::{IROH, Reach, TCP, is_beside};
 use farflung::{Error, NoticeArgs, ObserveArgs, Result, Show, Stop, TrainArgs, TrainConfig, TrainFlags};
 
 use super::ticket::seconds;
@@ -26,10 +29,14 @@ const HOST_EXAMPLES: &str = "Examples:
   farflung host --stages 4 --microbatches 8
   farflung host --stages 4 --pooled true --microbatches 16
   farflung host --listen 127.0.0.1:0 --steps 200 --out runs/shared --ticket-out run.ticket
+  farflung host --address my.example.org:29500 --tls-ca site.pem --tls-cert own.pem --tls-key own.key
+  farflung host --relay http://198.51.100.7:3340 --sync diloco --sync-every 50
 If a member leaves (Ctrl-C) or is lost, the others lose at most the step in progress; with a single pipeline,
 the steps since all parts of the model were last copied. The host may leave, too.
 With --stages, members form as many complete pipelines as possible, and the remaining members are spares.
 With --pooled true, each stage is a pool of members, and there are no spares.
+With --relay (a `farflung relay`, in builds with the feature iroh), members connect over TCP where it reaches
+and else over QUIC, so that they may be behind routers. With --transport iroh they connect over QUIC alone.
 ";
 
 /// Start a run that other machines may join and leave, and train.
@@ -56,6 +63,8 @@ pub(crate) struct HostCommand {
     /// ~/.config/farflung.
     #[arg(long, value_name = "FILE")]
     key_file: Option<PathBuf>,
+    #[command(flatten)]
+    site: SiteArgs,
     #[command(flatten)]
     notice: NoticeArgs,
     #[command(flatten)]
@@ -97,6 +106,11 @@ impl HostCommand {
         self.flags.args.threads.is_some()
     }
 
+    /// Returns whether members show certificates, so that there is no ticket.
+    pub(super) fn has_certificates(&self) -> bool {
+        self.site != SiteArgs::default()
+    }
+
     /// Returns the path of this machine's key, if it was given.
     pub(super) fn key_file(&self) -> Option<&Path> {
         self.key_file.as_deref()
@@ -116,26 +130,56 @@ impl HostCommand {
             return super::print(&self.flags.resolve()?.to_toml());
         }
         let config = self.flags.clone().resolve()?;
-        let home = Home::new(self.key_file.as_deref(), |name| std::env::var(name).ok())?;
-        let (identity, secret) = (home.identity()?, home.join_secret()?);
-        let mut gate = GateConfig::new(&self.listen, &config.job, Security::by_secret(&identity, &secret));
+        let site = self.site.hosting()?;
+        let home = match site {
+            Some(_) => None,
+            None => Some(Home::new(self.key_file.as_deref(), |name| std::env::var(name).ok())?),
+        };
+        let own = home.map(|home| Ok::<_, Error>((home.identity()?, home.join_secret()?))).transpose()?;
+        let security = match (site, &own) {
+            (Some(site), _) => site,
+            (None, Some((identity, secret))) => Security::by_secret(identity, secret),
+            (None, None) => Security::clear(),
+        };
+        let mut gate = GateConfig::new(&self.listen, &config.job, security);
         gate.advertise = self.address.first().cloned();
         gate.deadline = Duration::from(config.deadline);
+        let reach =
+            Reach { transport: config.transport, relays: config.relays(), advertise: self.address.clone() };
+        let gate = reach.open(gate, &[])?;
         let expiry = unix_seconds().saturating_add(self.expires);
         // Access to the members of an earlier run, if the folder contains that run's ticket.
-        let former = match &config.out {
-            Some(folder) if folder.join(TICKET).exists() => {
+        let former = match (&config.out, &own) {
+            (Some(folder), Some((identity, _))) if folder.join(TICKET).exists() => {
                 let ticket = access::ticket_for(Some(&folder.join(TICKET)), |_| None)?;
                 let mut former = gate.clone();
-                former.security = Security::by_ticket(&identity, &ticket).by_any_member();
+                former.security = Security::by_ticket(identity, &ticket).by_any_member();
+                Some(former)
+            }
+            (Some(_), None) => {
+                let mut former = gate.clone();
+                former.security = former.security.joining();
                 Some(former)
             }
             _ => None,
         };
         let mut open = |gate: &GrowingNetwork, folder: &Path| {
-            let addresses = match &self.address[..] {
-                [] => vec![reached(gate.address())],
-                given => given.to_vec(),
+            let addresses = addresses(gate, &self.address);
+            let Some((identity, secret)) = &own else {
+                if self.ticket_out.is_some() {
+                    return Err(Error::Setting {
+                        field: "ticket_out",
+                        value: "given".to_owned(),
+                        expected: "nothing: with certificates there is no ticket".to_owned(),
+                    });
+                }
+                let at: Vec<String> = addresses.iter().map(|at| format!("--at {at}")).collect();
+                farflung::terminal::write_stderr(format!(
+                    "other machines join with their own certificates:\n  farflung join {} --tls-ca FILE \
+                     --tls-cert FILE --tls-key FILE\n",
+                    at.join(" "),
+                ));
+                return Ok(());
             };
             let ticket = Ticket { addresses, host: identity.public(), secret: secret.until(expiry), expiry };
             let path = write_ticket(&ticket, folder, self.ticket_out.as_deref())?;
@@ -158,6 +202,8 @@ const JOIN_EXAMPLES: &str = "Examples:
   farflung join --ticket-file run.ticket
   farflung join --ticket-file - --data book.txt --device wgpu < run.ticket
   farflung join --ticket-file run.ticket --out runs/helper --threads 4
+  farflung join --ticket-file run.ticket --transport iroh
+  farflung join --at my.example.org:29500 --tls-ca site.pem --tls-cert own.pem --tls-key own.key
   farflung join --ticket-file run.ticket --notice-command 'curl -sf http://169.254.169.254/latest/meta-data/spot/instance-action'
 After Ctrl-C, this member finishes the current step, saves a checkpoint and leaves; the others continue.
 ";
@@ -174,6 +220,12 @@ pub(crate) struct JoinCommand {
     /// ticket itself) or FARFLUNG_TICKET_FILE.
     #[arg(long, value_name = "FILE")]
     ticket_file: Option<PathBuf>,
+    /// Address of a member, where processes have certificates and there is no ticket; several are tried in
+    /// turn.
+    #[arg(long, value_name = "HOST:PORT", conflicts_with = "ticket_file", requires = "tls_ca")]
+    at: Vec<String>,
+    #[command(flatten)]
+    site: SiteArgs,
     /// The run's text on this machine, which must be the same as on the other members. Default: the default
     /// text.
     #[arg(long, value_name = "FILE")]
@@ -193,6 +245,13 @@ pub(crate) struct JoinCommand {
     /// Address at which those members reach this machine, if it differs.
     #[arg(long, value_name = "HOST:PORT")]
     address: Option<String>,
+    /// How this machine connects to the members: auto is over TCP where it reaches, and over QUIC elsewhere if
+    /// the ticket has a relay or an address of QUIC; tcp or iroh (QUIC) uses that alone. Default: auto.
+    #[arg(long, value_name = "KIND", value_parser = transport)]
+    transport: Option<TransportKind>,
+    /// Relays that this machine may use, besides those of the ticket, separated by commas.
+    #[arg(long, value_name = "URL")]
+    relay: Option<String>,
     /// The run's name, if it is not the default.
     #[arg(long, value_name = "NAME")]
     job: Option<String>,
@@ -214,10 +273,8 @@ pub(crate) struct JoinCommand {
 
 impl JoinCommand {
     pub(crate) fn run(self) -> Result<()> {
-        let env = |name: &str| std::env::var(name).ok();
-        let ticket = access::ticket_for(self.ticket_file.as_deref(), env)?;
-        let home = Home::new(self.key_file.as_deref(), env)?;
-        let identity = home.identity()?;
+        let Membership { security, known, ticket } =
+            Membership::new(&self.site, &self.at, self.ticket_file.as_deref(), self.key_file.as_deref())?;
         let mut given = TrainArgs {
             data: self.data.clone(),
             out: self.out.clone(),
@@ -225,6 +282,8 @@ impl JoinCommand {
             workers: Some(1),
             quiet: Some(self.quiet),
             json: Some(self.json),
+            transport: self.transport,
+            relay: self.relay.clone(),
             ..TrainArgs::default()
         };
         if let Some(device) = &self.device {
@@ -232,19 +291,62 @@ impl JoinCommand {
             given.device = TrainArgs::from_toml(&line, Path::new("the command line"))?.device;
         }
         let job = self.job.clone().unwrap_or_else(|| TrainConfig::default().job);
-        let mut gate = GateConfig::new(&self.listen, job, Security::by_ticket(&identity, &ticket));
+        let mut gate = GateConfig::new(&self.listen, job, security);
         gate.advertise.clone_from(&self.address);
+        let transport = self.transport.unwrap_or(TransportKind::Auto);
+        let relays: Vec<String> =
+            self.relay.iter().flat_map(|relays| relays.split(',')).map(str::to_owned).collect();
+        let reach = Reach { transport, relays, advertise: self.address.clone().into_iter().collect() };
+        let gate = reach.open(gate, &known)?;
         let stop = Stop::install_leaving()?;
         self.notice.watch(&stop)?;
         let mut open = |gate: &GrowingNetwork, folder: &Path| {
             // Others may also join through this member, since the host may leave.
-            let addresses = vec![reached(gate.address())];
-            let ticket = Ticket { addresses, host: identity.public(), ..ticket.clone() };
-            write_ticket(&ticket, folder, None).map(drop)
+            let Some(ticket) = &ticket else { return Ok(()) };
+            let addresses = addresses(gate, self.address.as_slice());
+            let host = gate.own().key.unwrap_or(ticket.host);
+            write_ticket(&Ticket { addresses, host, ..ticket.clone() }, folder, None).map(drop)
         };
         watched(self.quiet, self.json, &self.observe, |watch| {
-            elastic::join(&given, &gate, &ticket.addresses, &stop, watch, &mut open)
+            elastic::join(&given, &gate, &to_ask(&known), &stop, watch, &mut open)
         })
+    }
+}
+
+/// How a process proves that it may join a run, and where its members are.
+pub(super) struct Membership {
+    pub(super) security: Security,
+    /// Addresses of members.
+    pub(super) known: Vec<String>,
+    /// The ticket, if processes have no certificates.
+    pub(super) ticket: Option<Ticket>,
+}
+
+impl Membership {
+    /// Reads the certificates, or the ticket and the key.
+    ///
+    /// Errors: files that cannot be read; certificates without an address.
+    pub(super) fn new(
+        site: &SiteArgs,
+        at: &[String],
+        ticket: Option<&Path>,
+        key: Option<&Path>,
+    ) -> Result<Self> {
+        let env = |name: &str| std::env::var(name).ok();
+        if let Some(security) = site.joining(at)? {
+            if at.is_empty() {
+                return Err(Error::Setting {
+                    field: "at",
+                    value: "missing".to_owned(),
+                    expected: "the address of a member, which `farflung host` printed".to_owned(),
+                });
+            }
+            return Ok(Self { security, known: at.to_vec(), ticket: None });
+        }
+        let ticket = access::ticket_for(ticket, env)?;
+        let identity = Home::new(key, env)?.identity()?;
+        let security = Security::by_ticket(&identity, &ticket);
+        Ok(Self { security, known: ticket.addresses.clone(), ticket: Some(ticket) })
     }
 }
 
@@ -281,6 +383,37 @@ fn watched(
     let report = run(&mut Observed::new(&mut watch, observers));
     watch.finish();
     print_report(report?, json)
+}
+
+/// Parses the transport of a member.
+fn transport(text: &str) -> std::result::Result<TransportKind, String> {
+    let fits = |kind: &TransportKind| {
+        *kind == TransportKind::Auto || [TCP, IROH].iter().any(|row| *kind == TransportKind::of(row))
+    };
+    TransportKind::parse(text).filter(fits).ok_or_else(|| "expected auto, tcp or iroh".to_owned())
+}
+
+/// Returns the addresses of a member's ticket. `given` are those of the command line.
+fn addresses(gate: &GrowingNetwork, given: impl IntoIterator<Item = impl ToString> + Clone) -> Vec<String> {
+    let parts = gate.address().split(',').map(str::to_owned);
+    let (beside, own): (Vec<String>, Vec<String>) = parts.partition(|one| is_beside(one));
+    let given: Vec<String> = given.into_iter().map(|one| one.to_string()).collect();
+    let own = match own.first() {
+        Some(first) if given.is_empty() => vec![reached(first)],
+        Some(_) => given,
+        None => Vec::new(),
+    };
+    own.into_iter().chain(beside).take(ADDRESSES).collect()
+}
+
+/// Returns the addresses of a ticket as they are asked: those of TCP in turn, and those of QUIC at once.
+pub(super) fn to_ask(addresses: &[String]) -> Vec<String> {
+    let (beside, mut own): (Vec<String>, Vec<String>) =
+        addresses.iter().cloned().partition(|one| is_beside(one));
+    if !beside.is_empty() {
+        own.push(beside.join(","));
+    }
+    own
 }
 
 /// Returns the address at which other machines reach this one. If it listens at all its addresses, that is the

@@ -5,11 +5,15 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use farflung::access::{self, Home};
-use farflung::comm::secure::Security;
+use farflung::access::SiteArgs;
+use farflung::comm::secure::{Identity, Security};
 use farflung::comm::tcp::GateConfig;
+use farflung::config::choice::TransportKind;
 use farflung::train::elastic::{self, Status};
+use farflung::transports::{Reach, is_beside};
 use farflung::{Result, TrainConfig};
+
+use super::members::{Membership, to_ask};
 
 /// Time limit for a member's answer.
 const ASKED: Duration = Duration::from_secs(10);
@@ -17,6 +21,7 @@ const ASKED: Duration = Duration::from_secs(10);
 const EXAMPLES: &str = "Examples:
   farflung status --ticket-file run.ticket
   farflung status --ticket-file runs/gpt-1/run.ticket --json
+  farflung status --at my.example.org:29500 --tls-ca site.pem --tls-cert own.pem --tls-key own.key
 Each member has a ticket with its own address in its folder, which also works after the host has left.
 ";
 
@@ -29,6 +34,12 @@ pub(crate) struct StatusCommand {
     /// ticket itself) or FARFLUNG_TICKET_FILE.
     #[arg(long, value_name = "FILE")]
     ticket_file: Option<PathBuf>,
+    /// Address of a member, where processes have certificates and there is no ticket; several are tried in
+    /// turn.
+    #[arg(long, value_name = "HOST:PORT", conflicts_with = "ticket_file", requires = "tls_ca")]
+    at: Vec<String>,
+    #[command(flatten)]
+    site: SiteArgs,
     /// The run's name, if it is not the default.
     #[arg(long, value_name = "NAME")]
     job: Option<String>,
@@ -56,22 +67,31 @@ impl Asking {
     }
 }
 
-/// Prepares to ask the members of the run to which a ticket belongs.
+/// Prepares to ask the members of a run with a ticket, or with certificates the members at these addresses.
 ///
-/// Errors: a ticket or a key that cannot be read.
-pub(super) fn asking(ticket: Option<&Path>, job: Option<String>, key: Option<&Path>) -> Result<Asking> {
-    let env = |name: &str| std::env::var(name).ok();
-    let ticket = access::ticket_for(ticket, env)?;
-    let identity = Home::new(key, env)?.identity()?;
+/// Errors: a ticket, a key or certificates that cannot be read.
+pub(super) fn asking(
+    (ticket, key): (Option<&Path>, Option<&Path>),
+    (site, at): (&SiteArgs, &[String]),
+    job: Option<String>,
+) -> Result<Asking> {
+    let Membership { mut security, known, ticket } = Membership::new(site, at, ticket, key)?;
+    if let Some(ticket) = ticket.filter(|_| known.iter().any(|address| is_beside(address))) {
+        // Over QUIC a process is reached by its key, which must differ from that of a member on this machine.
+        security = Security::by_ticket(&Identity::generate()?, &ticket);
+    }
     let job = job.unwrap_or_else(|| TrainConfig::default().job);
-    let mut gate = GateConfig::new("", job, Security::by_ticket(&identity, &ticket));
+    let mut gate = GateConfig::new("", job, security);
     gate.deadline = ASKED;
-    Ok(Asking { gate, addresses: ticket.addresses })
+    let reach = Reach { transport: TransportKind::Auto, relays: Vec::new(), advertise: Vec::new() };
+    let gate = reach.open(gate, &known)?;
+    Ok(Asking { gate, addresses: to_ask(&known) })
 }
 
 impl StatusCommand {
     pub(crate) fn run(self) -> Result<()> {
-        let status = asking(self.ticket_file.as_deref(), self.job, self.key_file.as_deref())?.ask()?;
+        let proof = (self.ticket_file.as_deref(), self.key_file.as_deref());
+        let status = asking(proof, (&self.site, &self.at), self.job)?.ask()?;
         match status {
             Some(status) if self.json => {
                 let text = serde_json::to_string_pretty(&status).expect("texts and numbers are plain data");

@@ -72,8 +72,9 @@ impl WatchCommand {
         if self.ticket_file.is_none() {
             return Ok(None);
         }
+        let proof = (self.ticket_file.as_deref(), self.key_file.as_deref());
         let asking =
-            super::status::asking(self.ticket_file.as_deref(), self.job.clone(), self.key_file.as_deref())?;
+            super::status::asking(proof, (&farflung::access::SiteArgs::default(), &[]), self.job.clone())?;
         Ok(Some(Box::new(move || asking.ask())))
     }
 }

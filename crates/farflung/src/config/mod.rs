@@ -433,6 +433,7 @@ settings! {
         transport: TransportKind, "KIND", TransportKind::Auto => "processes of a job only meet over sockets";
         /// Your own relays for --transport iroh, as http://HOST:PORT (`farflung relay` is one) or as https://
         /// with a publicly trusted certificate, separated by commas. A ticket may also contain relays.
+        /// `farflung host` uses them with --transport auto as well, for members that TCP does not reach.
         relay: String, "URL" => "each process uses the relays that it can reach";
         /// How values are summed: ring, double-tree, hierarchical and others, or auto, which takes the cheapest
         /// on the links of --topology; an invalid name lists them. With a codec: direct (equal shards, the

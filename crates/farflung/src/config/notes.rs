@@ -120,6 +120,12 @@ impl TrainConfig {
         });
     }
 
+    /// Returns whether processes connect over QUIC: members whose number varies also do with `auto`.
+    fn uses_relays(&self, run: &Circumstances) -> bool {
+        let auto = run.elastic && self.transport == TransportKind::Auto;
+        auto || self.transport == TransportKind::of(&IROH)
+    }
+
     fn note_workers_and_links(&self, run: &Circumstances, notes: &mut Notes<'_>) {
         let alone = run.world == 1;
         let launched = format!("the launcher started {} processes with one worker each", run.world);
@@ -227,8 +233,7 @@ impl TrainConfig {
         notes.idle(one_process, &["up", "up-each"], no_sockets);
         let shares = self.transport == TransportKind::of(&SHARED_MEMORY);
         notes.idle(shares, &["up", "up-each"], "processes that share memory send nothing over sockets");
-        let over_quic = self.transport == TransportKind::of(&IROH);
-        notes.idle(!over_quic, &["relay"], "only `transport` iroh uses relays");
+        notes.idle(!self.uses_relays(run), &["relay"], "only `transport` iroh uses relays");
         let mpi = self.transport == TransportKind::of(&MPI);
         notes.idle(mpi, &["up", "up-each"], "the traffic of MPI cannot be limited");
         notes.idle(one_process, &["own-data"], "the run is one process, which has one text");

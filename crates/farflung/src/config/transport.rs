@@ -5,6 +5,13 @@ use super::choice::{TransportKind, TransportName};
 use crate::{Error, Result};
 
 impl TrainConfig {
+    /// Returns the URLs of the relays of the settings.
+    #[must_use]
+    pub fn relays(&self) -> Vec<String> {
+        let all = self.relay.iter().flat_map(|relays| relays.split(','));
+        all.filter(|one| !one.is_empty()).map(str::to_owned).collect()
+    }
+
     /// Returns the transport of a job with this number of processes; resolves [`TransportKind::Auto`].
     ///
     /// Errors: [`Error::Setting`] for a transport between threads in a job of several processes, and for one

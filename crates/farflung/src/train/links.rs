@@ -96,12 +96,6 @@ pub(super) fn shared_memory(config: &TrainConfig) -> SharedMemory {
     }
 }
 
-/// Returns the relays of the settings.
-fn relays(config: &TrainConfig) -> Vec<String> {
-    let all = config.relay.iter().flat_map(|relays| relays.split(','));
-    all.filter(|one| !one.is_empty()).map(str::to_owned).collect()
-}
-
 /// Joins the processes of a launched job by their ranks and number; does not depend on anything else of the
 /// job.
 ///
@@ -111,7 +105,7 @@ pub fn join(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
         rank: env.rank.0,
         world_size: env.world_size as u32,
         master: env.meeting_place(),
-        relays: relays(config),
+        relays: config.relays(),
         security: env.security.clone(),
         job: config.job.clone(),
         deadline: config.deadline,

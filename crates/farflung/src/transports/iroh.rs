@@ -1,9 +1,11 @@
 //! QUIC between processes, including those behind address translation.
 
 use farflung_comm::Communicator;
+use farflung_comm::tcp::GateConfig;
 
 use super::{Connects, JoinSettings, TransportMethod};
-use crate::Result;
+use crate::config::choice::TransportKind;
+use crate::{Error, Result};
 
 /// `farflung_comm::quic`, in a build with the feature `iroh`.
 pub const IROH: TransportMethod = TransportMethod {
@@ -11,7 +13,7 @@ pub const IROH: TransportMethod = TransportMethod {
     summary: "QUIC through routers, over --relay if necessary; needs a ticket (in builds with --features \
               iroh)",
     simulated: false,
-    fixed: Some("with iroh all ranks of a job start together: members can join and leave only over sockets"),
+    fixed: None,
     ends: Connects::Processes(meet),
 };
 
@@ -35,9 +37,86 @@ fn meet(meeting: &JoinSettings) -> Result<Communicator> {
 
 #[cfg(not(feature = "iroh"))]
 fn meet(_: &JoinSettings) -> Result<Communicator> {
-    Err(crate::Error::Setting {
+    Err(missing(IROH.name))
+}
+
+#[cfg(not(feature = "iroh"))]
+fn missing(value: &str) -> Error {
+    Error::Setting {
         field: "transport",
-        value: IROH.name.to_owned(),
+        value: value.to_owned(),
         expected: "a build with the feature `iroh`: cargo build --release --features iroh".to_owned(),
-    })
+    }
+}
+
+/// How a member of a run that machines join and leave is reached over QUIC.
+#[derive(Debug, Clone)]
+pub struct Reach {
+    /// The transport: QUIC alone with [`IROH`]; TCP, and QUIC where TCP does not reach, with `auto`.
+    pub transport: TransportKind,
+    /// URLs of the relays that this process may use.
+    pub relays: Vec<String>,
+    /// Addresses at which others reach this process, besides those that it finds itself.
+    pub advertise: Vec<String>,
+}
+
+impl Reach {
+    /// Returns whether members connect over QUIC.
+    fn over_quic(&self, known: &[String]) -> bool {
+        match self.transport {
+            TransportKind::Auto => !self.relays.is_empty() || known.iter().any(|address| is_beside(address)),
+            TransportKind::Named(_) => self.transport == TransportKind::of(&IROH),
+        }
+    }
+
+    /// Opens the networks over which a member connects. `known` is the addresses of the ticket, of which relays
+    /// are used as well. With `auto`, QUIC is used if there are relays, or addresses of QUIC, among them.
+    ///
+    /// Errors: a port in use or a wrong address; without the feature `iroh`, if only QUIC can be used.
+    pub fn open(&self, gate: GateConfig, known: &[String]) -> Result<GateConfig> {
+        if !self.over_quic(known) {
+            if self.transport != TransportKind::Auto
+                && !known.is_empty()
+                && known.iter().all(|one| is_beside(one))
+            {
+                return Err(Error::Setting {
+                    field: "transport",
+                    value: "tcp".to_owned(),
+                    expected: "iroh: the ticket has no address that is reached over TCP".to_owned(),
+                });
+            }
+            return Ok(gate);
+        }
+        self.open_quic(gate, known)
+    }
+
+    #[cfg(feature = "iroh")]
+    fn open_quic(&self, gate: GateConfig, known: &[String]) -> Result<GateConfig> {
+        use farflung_comm::quic::{Socket, SocketConfig};
+
+        let mut socket = SocketConfig::new(gate.security.clone());
+        socket.relays.clone_from(&self.relays);
+        let is_new = |url: &&String| url.contains("://") && !self.relays.contains(url);
+        socket.relays.extend(known.iter().filter(is_new).cloned());
+        socket.advertise.clone_from(&self.advertise);
+        // A member that only asks does not listen.
+        socket.listen = Some(gate.listen.clone()).filter(|listen| !listen.is_empty());
+        let sockets = self.transport == TransportKind::Auto;
+        Ok(gate.over_quic(&Socket::open(&socket)?, sockets))
+    }
+
+    #[cfg(not(feature = "iroh"))]
+    fn open_quic(&self, gate: GateConfig, known: &[String]) -> Result<GateConfig> {
+        let by_tcp = known.iter().any(|address| !is_beside(address));
+        if self.transport == TransportKind::Auto && (by_tcp || known.is_empty()) && self.relays.is_empty() {
+            return Ok(gate);
+        }
+        Err(missing(if self.transport == TransportKind::Auto { "auto with relays" } else { IROH.name }))
+    }
+}
+
+/// Returns whether an address is that of a relay or of QUIC.
+#[must_use]
+pub fn is_beside(address: &str) -> bool {
+    address.contains("://") || address.starts_with("quic:")
 }

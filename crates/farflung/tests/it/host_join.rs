@@ -4,6 +4,9 @@
 #![cfg(unix)]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
+#[cfg(feature = "iroh")]
+mod over_quic;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::PathBuf;

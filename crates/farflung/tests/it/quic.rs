@@ -34,6 +34,12 @@ fn a_build_without_it_says_how_to_build_one_with_it() {
     let failed = on(&run, "home").args(["relay", "--listen", "127.0.0.1:0"]).output().unwrap();
     assert_eq!(failed.status.code(), Some(2), "{}", said(&failed));
     assert!(said(&failed).contains("--features iroh"), "{}", said(&failed));
+    for flags in [["--transport", "iroh"], ["--relay", "http://127.0.0.1:1"]] {
+        let host = ["host", "--listen", "127.0.0.1:0", "--out", "hosted"];
+        let failed = on(&run, "home").args(host).args(flags).output().unwrap();
+        assert_eq!(failed.status.code(), Some(2), "{}", said(&failed));
+        assert!(said(&failed).contains("--features iroh"), "{}", said(&failed));
+    }
 }
 
 #[cfg(feature = "iroh")]
@@ -157,9 +163,5 @@ mod with_it {
         ticket(&run, &["http://127.0.0.1:3340"]);
         let failed = rank(&run, "a", 0, "--transport tcp").wait_with_output().unwrap();
         assert!(said(&failed).contains("the ticket contains only relays"), "{}", said(&failed));
-        // Members can join and leave over TCP only.
-        let hosted = ["host", "--listen", "127.0.0.1:0", "--out", "hosted", "--transport", "iroh"];
-        let failed = on(&run, "a").args(hosted).output().unwrap();
-        assert!(said(&failed).contains("all ranks of a job start together"), "{}", said(&failed));
     }
 }

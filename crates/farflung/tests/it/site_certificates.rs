@@ -7,8 +7,10 @@ use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::process::{Child, Output, Stdio};
 
+use crate::child::{send, wait_until_or};
 use crate::tiny::{Run, farflung};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair, date_time_ymd};
+use rustix::process::Signal;
 
 /// Writes an authority's certificate, and a certificate that it made for this machine until `year`, to the
 /// run's folder.
@@ -109,4 +111,76 @@ fn files_that_are_missing_exposed_or_something_else_are_named() {
     );
     fs::set_permissions(run.at("site.key"), fs::Permissions::from_mode(0o644)).unwrap();
     assert!(fails("--tls-ca site.ca --tls-cert site.cert --tls-key site.key").contains("site.key"));
+}
+
+/// A process that is killed at the end of the test.
+struct Member(Child);
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Starts a command of a member, whose output goes to a file.
+fn member(run: &Run, name: &str, site: &str, words: &[&str]) -> Member {
+    let files = format!("--tls-ca {site}.ca --tls-cert {site}.cert --tls-key {site}.key");
+    let log = fs::File::create(run.at(&format!("{name}.log"))).unwrap();
+    let mut command = farflung();
+    command.env("FARFLUNG_HOME", run.at("home")).current_dir(run.at("")).args(words);
+    command.args(files.split(' ')).stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
+    Member(command.spawn().unwrap())
+}
+
+#[test]
+fn members_come_and_go_with_certificates_and_no_ticket() {
+    let run = Run::new();
+    issue(&run, "site", 4000);
+    issue(&run, "other", 4000);
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let (listen, at) = (format!("127.0.0.1:{port}"), format!("localhost:{port}"));
+    let flags =
+        run.flags(&format!("--steps 1000000 --out host --listen {listen} --address {at} --deadline 2s"));
+    let words: Vec<&str> = ["host"].into_iter().chain(flags.iter().map(String::as_str)).collect();
+    let log = |name: &str| fs::read_to_string(run.at(&format!("{name}.log"))).unwrap_or_default();
+    let host = member(&run, "host", "site", &words);
+    wait_until_or(|| log("host"), || log("host").contains(&format!("join --at {at} --tls-ca")).then_some(()));
+    assert!(!run.at("host/run.ticket").exists() && !run.at("home").exists());
+    let data = run.at("text.txt").display().to_string();
+    let join = |name: &str, site: &str, at: &str| {
+        let words =
+            ["join", "--at", at, "--listen", "127.0.0.1:0", "--threads", "1", "--data", &data, "--out", name];
+        member(&run, name, site, &words)
+    };
+    let has = |name: &str, count: usize| {
+        let events = fs::read_to_string(run.at(&format!("{name}/events.jsonl"))).unwrap_or_default();
+        let mut changes = events.lines().filter(|line| line.contains("\"event\":\"members\""));
+        changes.next_back().is_some_and(|line| line.contains(&format!("\"members\":{count},"))).then_some(())
+    };
+    let said = |name: &'static str| move || format!("{}\n{}", log("host"), log(name));
+    let a = join("a", "site", &at);
+    wait_until_or(said("a"), || has("host", 2));
+    // Another site's certificate, and a name that the certificate does not contain.
+    for (name, site, at, why) in [
+        ("other", "other", &at, "certificate of another authority"),
+        ("named", "site", &listen, "certificate of another name"),
+    ] {
+        let mut refused = join(name, site, at);
+        assert!(!refused.0.wait().unwrap().success());
+        assert!(log(name).contains(why), "{}", log(name));
+    }
+    let _b = join("b", "site", &at);
+    wait_until_or(said("b"), || has("host", 3));
+    let mut status = member(&run, "status", "site", &["status", "--at", &at]);
+    assert!(status.0.wait().unwrap().success(), "{}", log("status"));
+    assert!(log("status").contains(" (answers)"), "{}", log("status"));
+    // The others go on without the host, so it comes back as a newcomer, by what it knows of them.
+    send(host.0.id(), Signal::STOP);
+    wait_until_or(said("b"), || has("b", 2));
+    send(host.0.id(), Signal::CONT);
+    wait_until_or(said("b"), || has("b", 3));
+    assert!(log("host").contains("comes back as a newcomer"), "{}", log("host"));
+    send(a.0.id(), Signal::KILL);
+    wait_until_or(said("b"), || has("b", 2));
 }

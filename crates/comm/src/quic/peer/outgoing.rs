@@ -201,7 +201,7 @@ async fn write(
         }
         if queued.fetch_sub(1, Ordering::AcqRel) == QUEUED {
             // The queue was full before this, so an operation may wait for room.
-            peer.inbox().signal();
+            peer.intake().signal();
         }
     }
     send.finish().map_err(std::io::Error::other)?;

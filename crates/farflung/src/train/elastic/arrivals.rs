@@ -60,6 +60,12 @@ pub trait Arrivals: std::fmt::Debug + Send + Sync {
         BTreeMap::new()
     }
 
+    /// Returns the addresses of the connected peers, with the keys by which they are reached, if they are
+    /// needed.
+    fn to_reach(&self) -> BTreeMap<PeerId, String> {
+        self.addresses()
+    }
+
     /// Publishes the status that peers get when they ask about the run.
     fn tell(&self, _status: Status) {}
 
@@ -86,6 +92,10 @@ impl Arrivals for AtGate {
     fn addresses(&self) -> BTreeMap<PeerId, String> {
         let own = self.gate.own();
         self.gate.connected().into_iter().chain([own]).map(|peer| (peer.peer, peer.address)).collect()
+    }
+
+    fn to_reach(&self) -> BTreeMap<PeerId, String> {
+        self.gate.connected().iter().map(|peer| (peer.peer, peer.to_reach())).collect()
     }
 
     fn tell(&self, status: Status) {

@@ -80,11 +80,12 @@ pub(super) fn is_over(folder: &Path, gate: &GateConfig, watch: &mut dyn RunObser
     let Some(text) = text(folder, ADDRESSES)? else { return Ok(()) };
     let addresses: Vec<String> = text.lines().map(str::to_owned).collect();
     for address in addresses {
-        watch.note(&format!("asking {address} whether the run of this folder is still running there"));
+        let shown = address.split(",key:").next().unwrap_or_default().to_owned();
+        watch.note(&format!("asking {shown} whether the run of this folder is still running there"));
         let mut asks = gate.clone();
         asks.deadline = ASKED;
         if let Ok(asked) = GrowingNetwork::ask(&asks, std::slice::from_ref(&address)) {
-            return Err(Error::StillRuns { address, members: asked.members().len() });
+            return Err(Error::StillRuns { address: shown, members: asked.members().len() });
         }
     }
     Ok(())

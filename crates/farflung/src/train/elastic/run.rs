@@ -449,7 +449,7 @@ fn note(
         events.write(trainer.steps_done(), what);
     }
     steps.run.map_or(Ok(()), |run| {
-        let addresses = member.place.arrivals.addresses().into_iter();
+        let addresses = member.place.arrivals.to_reach().into_iter();
         let me = member.place.transport().me();
         let others: Vec<String> = addresses.filter(|(peer, _)| *peer != me).map(|(_, at)| at).collect();
         kept::write_addresses(run.path(), &others)

@@ -1,0 +1,205 @@
+//! The peers of an endpoint that are reached over QUIC. Peers may connect at any time.
+
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak, mpsc};
+use std::time::Duration;
+
+use ::iroh::endpoint::{Connection, VarInt};
+use farflung_base::PeerId;
+use tokio::task::{JoinHandle, JoinSet};
+
+use super::acceptor::{Acceptor, AuthenticatedConnection};
+use super::address::PeerAddresses;
+use super::greet::greet;
+use super::handshake_stream::{HandshakeStream, control};
+use super::pacer::Pacer;
+use super::peer::{Peer, STREAMS, WINDOW_OF_ALL};
+use super::socket::Socket;
+use crate::beside::{Beside, Called, Host, Intake, Shore};
+use crate::control::Control;
+use crate::secure::{Role, Security, refused};
+use crate::transport::Tag;
+use crate::{CommError, Frame, PathStats, Pool, WireError};
+
+/// Time limit for the goodbyes when an endpoint closes.
+const PARTING: Duration = Duration::from_secs(5);
+
+/// Connections of an endpoint to its peers, by number.
+#[derive(Debug)]
+pub(super) struct Network {
+    socket: Arc<Socket>,
+    peers: Vec<OnceLock<Arc<Peer>>>,
+    intake: Intake,
+    pool: Arc<Pool>,
+    pacer: Arc<Pacer>,
+    listening: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Network {
+    pub(super) fn new(socket: Arc<Socket>, shore: Shore) -> Self {
+        let Shore { size, intake, pool, budget } = shore;
+        let peers = (0..size).map(|_| OnceLock::new()).collect();
+        let (pacer, listening) = (Arc::new(Pacer::new(budget, size)), Mutex::default());
+        Self { socket, peers, intake, pool, pacer, listening }
+    }
+
+    pub(super) const fn socket(&self) -> &Arc<Socket> {
+        &self.socket
+    }
+
+    /// Adds the connection to a peer that has proven that it belongs to the job. Returns false if the peer has
+    /// connected before.
+    pub(super) fn connect(&self, id: PeerId, connection: Connection) -> bool {
+        connection.set_receive_window(VarInt::from_u32(WINDOW_OF_ALL));
+        connection.set_max_concurrent_bi_streams(VarInt::from_u32(STREAMS));
+        let peer = Peer::new(id, connection, self.intake.clone(), Arc::clone(&self.pacer));
+        let peer = Arc::new(peer);
+        if self.peers.get(id.index()).is_none_or(|place| place.set(Arc::clone(&peer)).is_err()) {
+            return false;
+        }
+        self.intake.peer_up(id);
+        peer.listen(self.socket.handle(), &self.pool);
+        true
+    }
+
+    pub(super) fn peer(&self, peer: PeerId) -> Option<&Arc<Peer>> {
+        self.peers.get(peer.index())?.get()
+    }
+}
+
+/// Connects to a process and greets it; returns the connection, and the frame of its answer.
+pub(super) fn call(
+    socket: &Arc<Socket>,
+    to: &Called<'_>,
+    greeting: Vec<u8>,
+) -> Result<(HandshakeStream, Vec<u8>), CommError> {
+    let places = PeerAddresses::of_member(to.address)?;
+    let address = (places.of(to.key, socket.is_direct())?, to.key);
+    let (endpoint, security, until) = (socket.endpoint().clone(), to.security.clone(), to.until);
+    let called = socket.wait(async move {
+        let mut line = greet(&security, &endpoint, address, &greeting, until).await?;
+        let answer = line.hear(HandshakeStream::LONGEST, until).await?;
+        Ok((line, answer))
+    });
+    called.unwrap_or(Err(CommError::Ended { op: "call" }))
+}
+
+/// Answers a greeting, and connects the peer that a greeting comes from.
+async fn receive(
+    network: &Weak<Network>,
+    host: &Weak<dyn Host>,
+    security: &Security,
+    mut guest: AuthenticatedConnection,
+) {
+    let key = guest.line.key();
+    let greeting = std::mem::take(&mut guest.greeting);
+    let Ok(greeting) = control(&greeting, "a guest") else { return };
+    let answer = match host.upgrade() {
+        Some(host) => host.answer(&greeting, key),
+        None => return,
+    };
+    let frame = match answer {
+        Ok(frame) => frame,
+        Err(refusal) => return guest.refuse(security, refusal),
+    };
+    let proven = guest.line.prove(security, Role::Server, Some(guest.expiry)).await;
+    let said = match proven {
+        Ok(()) => guest.line.say_frame(&frame).await,
+        failed => failed,
+    };
+    let Control::Hello { rank, listen, .. } = greeting else {
+        if said.is_ok() {
+            guest.line.end().await;
+        }
+        return;
+    };
+    let (Some(host), Some(network)) = (host.upgrade(), network.upgrade()) else { return };
+    if said.is_ok() {
+        host.came(PeerId(rank), listen, key);
+        network.connect(PeerId(rank), guest.line.connection);
+    }
+    host.settled(PeerId(rank));
+}
+
+/// A network of which there are several owners.
+#[derive(Debug)]
+pub(super) struct Shared(pub(super) Arc<Network>);
+
+impl Beside for Shared {
+    fn submit(&self, to: PeerId, tag: Tag, frame: Frame) {
+        if let Some(peer) = self.0.peer(to) {
+            peer.push(self.0.socket.handle(), tag, frame);
+        }
+    }
+    fn has_room(&self, to: PeerId, tag: Tag) -> bool {
+        self.0.peer(to).is_some_and(|peer| peer.has_room(tag))
+    }
+    fn taken(&self, from: PeerId) {
+        if let Some(peer) = self.0.peer(from) {
+            peer.taken();
+        }
+    }
+    fn is_connected(&self, peer: PeerId) -> bool {
+        self.0.peer(peer).is_some()
+    }
+    fn path(&self, peer: PeerId) -> Option<PathStats> {
+        self.0.peer(peer).map(|peer| peer.stats())
+    }
+    fn path_to(&self, peer: PeerId) -> Option<String> {
+        self.0.peer(peer).and_then(|peer| peer.path())
+    }
+
+    fn call(&self, peer: PeerId, to: &Called<'_>, hello: Vec<u8>) -> Result<(), CommError> {
+        let (line, answer) = call(&self.0.socket, to, hello)?;
+        let from = to.key.to_string();
+        match control(&answer, &from)? {
+            Control::Refuse(reason) => Err(refused(&from, reason)),
+            Control::Welcome(by) if by == peer.0 => {
+                self.0.connect(peer, line.connection);
+                Ok(())
+            }
+            _ => Err(CommError::Handshake { peer: from, source: WireError::Malformed("answer") }),
+        }
+    }
+
+    fn listen(&self, security: &Security, host: Weak<dyn Host>) {
+        let (network, security) = (Arc::downgrade(&self.0), security.clone());
+        let endpoint = self.0.socket.endpoint().clone();
+        let listening = self.0.socket.handle().spawn(async move {
+            let mut door = Acceptor::open(&endpoint, &security);
+            let mut answering = JoinSet::new();
+            while let Some(guest) = door.next().await {
+                while answering.try_join_next().is_some() {}
+                let (network, host, security) = (network.clone(), host.clone(), security.clone());
+                answering.spawn(async move { receive(&network, &host, &security, guest).await });
+            }
+        });
+        *self.0.listening.lock().unwrap_or_else(PoisonError::into_inner) = Some(listening);
+    }
+
+    fn stop_listening(&self) {
+        let listening = self.0.listening.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(listening) = listening {
+            listening.abort();
+        }
+    }
+
+    fn close(&self) {
+        self.stop_listening();
+        // The inbox has ended, so no peer connects any more.
+        let peers: Vec<Arc<Peer>> = self.0.peers.iter().filter_map(OnceLock::get).cloned().collect();
+        let (told, closed) = mpsc::channel();
+        self.0.socket.handle().spawn(async move {
+            // All peers at once, so that one that does not read does not use up the time of the others.
+            let mut leaving = JoinSet::new();
+            for peer in peers {
+                leaving.spawn(async move {
+                    let _ = tokio::time::timeout(PARTING, peer.finish()).await;
+                    peer.say_goodbye();
+                });
+            }
+            while leaving.join_next().await.is_some() {}
+            let _ = told.send(());
+        });
+        let _ = closed.recv_timeout(PARTING + Duration::from_secs(1));
+    }
+}
