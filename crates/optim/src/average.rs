@@ -175,7 +175,7 @@ impl Average {
         for (bucket, way) in self.buckets.iter_mut().zip(&self.ways) {
             match way {
                 BucketReduction::Plain(_) | BucketReduction::Rounds(_) => {
-                    bucket.place(std::slice::from_ref(&(0..bucket.len)))
+                    bucket.place(std::slice::from_ref(&(0..bucket.len)));
                 }
                 BucketReduction::Coded(codecs) => bucket.place(&codecs.blocks()),
             }

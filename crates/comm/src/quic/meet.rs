@@ -16,7 +16,7 @@ use super::greet::greet;
 use super::handshake_stream::{HandshakeStream, control};
 use super::socket::{Opening, own_places};
 use crate::CommError;
-use crate::control::{Control, Listed};
+use crate::control::{BoundedVec, Control};
 use crate::error::Refusal;
 use crate::secure::{Admission, JoinSecret, PublicKey, Role, Security, refused};
 use crate::until::Until;
@@ -206,7 +206,7 @@ async fn host(config: &Config, endpoint: &Endpoint, until: Until) -> Result<Conn
     let mut door = Acceptor::open(endpoint, &config.security);
     let (mut come, absent) = admit(config, &config.security, &mut door, until, None).await;
     if !absent.is_empty() {
-        let message = Control::Missing(Listed(absent.iter().map(|rank| rank.0).collect()));
+        let message = Control::Missing(BoundedVec(absent.iter().map(|rank| rank.0).collect()));
         for come in come.iter_mut().flatten() {
             // It may fail, but the other ranks have deadlines of their own.
             come.line.last(&message).await;
@@ -220,8 +220,8 @@ async fn host(config: &Config, endpoint: &Endpoint, until: Until) -> Result<Conn
     let listen: Vec<String> =
         come.iter().map(|come| come.as_ref().map_or_else(String::new, |come| come.listen.clone())).collect();
     let table = Control::Table {
-        addresses: Listed(listen.iter().map(String::as_str).collect()),
-        keys: Listed(admission.members.iter().map(|key| &key.bytes()[..]).collect()),
+        addresses: BoundedVec(listen.iter().map(String::as_str).collect()),
+        keys: BoundedVec(admission.members.iter().map(|key| &key.bytes()[..]).collect()),
         secret: &admission.secret.bytes()[..],
     };
     for (rank, come) in come.iter_mut().enumerate() {
@@ -245,7 +245,7 @@ async fn answer<T>(
     let bytes = line.hear(HandshakeStream::LONGEST, until).await?;
     match control(&bytes, &from)? {
         Control::Refuse(reason) => Err(refused(&from, reason)),
-        Control::Missing(Listed(ranks)) => Err(missing(config, ranks.into_iter().map(Rank).collect())),
+        Control::Missing(BoundedVec(ranks)) => Err(missing(config, ranks.into_iter().map(Rank).collect())),
         other => wanted(&other).ok_or_else(|| CommError::Handshake {
             peer: from.clone(),
             source: crate::WireError::Malformed("answer"),
@@ -302,7 +302,7 @@ async fn reach<T>(
 /// Reads the table: returns the ranks that this one connects to, and the keys of all. `None` if the table is
 /// invalid.
 fn read_table(config: &Config, message: &Control<'_>) -> Option<(Vec<(u32, PeerAddresses)>, Admission)> {
-    let Control::Table { addresses: Listed(addresses), keys: Listed(keys), secret } = message else {
+    let Control::Table { addresses: BoundedVec(addresses), keys: BoundedVec(keys), secret } = message else {
         return None;
     };
     if addresses.len() != config.world_size as usize || keys.len() != addresses.len() {

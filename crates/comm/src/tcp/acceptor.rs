@@ -88,7 +88,7 @@ impl Acceptor {
                 Heard::Nothing => still.push(waiting),
                 Heard::End => {}
                 Heard::Greeting(greeting) => {
-                    guests.push(AuthenticatedConnection { stream: waiting.stream, greeting })
+                    guests.push(AuthenticatedConnection { stream: waiting.stream, greeting });
                 }
             }
         }

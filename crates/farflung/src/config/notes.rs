@@ -87,7 +87,9 @@ impl TrainConfig {
     pub fn notes(&self, run: &Circumstances) -> Vec<String> {
         let mut notes = Notes { config: self, lines: Vec::new(), named: BTreeSet::new() };
         self.note_model_and_training(run, &mut notes);
-        self.note_workers_and_links(run, &mut notes);
+        self.note_workers_and_averages(run, &mut notes);
+        self.note_codec(&mut notes);
+        self.note_links(run, &mut notes);
         self.note_pipeline(run, &mut notes);
         self.note_machine(run, &mut notes);
         self.note_ends(&mut notes);
@@ -126,7 +128,7 @@ impl TrainConfig {
         auto || self.transport == TransportKind::of(&IROH)
     }
 
-    fn note_workers_and_links(&self, run: &Circumstances, notes: &mut Notes<'_>) {
+    fn note_workers_and_averages(&self, run: &Circumstances, notes: &mut Notes<'_>) {
         let alone = run.world == 1;
         let launched = format!("the launcher started {} processes with one worker each", run.world);
         notes.idle(run.world != self.workers, &["workers"], &launched);
@@ -198,7 +200,10 @@ impl TrainConfig {
         );
         let after = format!("`sync` {sync} averages after a step, when no backward pass runs");
         notes.idle(!each_step, &["overlap"], &after);
-        let codec = self.codec;
+    }
+
+    fn note_codec(&self, notes: &mut Notes<'_>) {
+        let (codec, sync) = (self.codec, self.sync);
         let plain = codec.is_plain() && self.optimizer.averages == Averages::Gradients;
         notes.idle(plain, &["codec-warmup"], "all averages are sent uncompressed");
         notes.idle(
@@ -225,6 +230,10 @@ impl TrainConfig {
             AverageSpec::Codec(_) => "the codec is unbiased",
         };
         notes.idle(sync.compensates || codec.with_feedback() == codec, &["error-feedback"], why);
+    }
+
+    fn note_links(&self, run: &Circumstances, notes: &mut Notes<'_>) {
+        let alone = run.world == 1;
         notes.idle(self.topology.is_some(), &["link"], "`topology` sets the links");
         notes.idle(!run.simulated, &["link"], "it is for simulated links, and this run's are real");
         let one_process = run.simulated || alone || self.transport == TransportKind::of(&MEMORY);

@@ -33,6 +33,7 @@ mod plan_command;
 mod pools;
 mod precision;
 mod prometheus;
+#[cfg(any(feature = "otlp", feature = "tensorboard"))]
 mod protobuf;
 mod quic;
 mod ranks_that_differ;

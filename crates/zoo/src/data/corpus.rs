@@ -91,8 +91,9 @@ impl Corpus {
     ///
     /// - a file ending in `.bin`: tokens in nanoGPT's or llm.c's format;
     /// - any other file: text;
-    /// - a folder that directly contains `.bin` files: only these files, ordered by name. Files whose name contains the word
-    ///   `val`, `valid` or `validation` are the held-out part (`val.bin`, `fineweb_val_000000.bin`);
+    /// - a folder that directly contains `.bin` files: only these files, ordered by name. Files whose name
+    ///   contains the word `val`, `valid` or `validation` are the held-out part (`train.bin` and `val.bin`,
+    ///   `fineweb_val_000000.bin`);
     /// - any other folder: all text files in it and its subfolders, ordered by relative path. Links are not
     ///   followed, and files with a zero byte in their first 8 KiB are not text. The tokenizer's end-of-text
     ///   token, if it has one, is added after each file.

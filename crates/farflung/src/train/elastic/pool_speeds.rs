@@ -46,9 +46,8 @@ impl PoolSpeeds {
         *self = Self { known, ..Self::default() };
     }
 
-    /// Returns how the pools should change after the step just done. `slots` are the endpoints of the ranks. The
-    /// result is the same on all members that
-    /// take steps.
+    /// Returns how the pools should change after the step just done. `slots` are the endpoints of the ranks.
+    /// The result is the same on all members that take steps.
     pub(super) fn advice(&mut self, job: &Job, slots: Vec<u32>, trainer: &mut Trainer) -> PoolAdvice {
         let Some(pools) = job.plan.pools().filter(|_| job.is_pooled()) else { return PoolAdvice::Stay };
         let Some(measured) = trainer.measured() else { return PoolAdvice::Stay };
