@@ -2,7 +2,7 @@
 //!
 //! Source: McMahan et al. 2017, "Communication-efficient learning of deep networks from decentralized data".
 
-use farflung::optim::sync::{StepEnd, Buffers, Missing, SyncMethod, SyncSettings, Synchroniser};
+use farflung::optim::sync::{Buffers, Missing, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use farflung::optim::{Average, OptimError};
 use farflung::tensor::{Op, Tensor};
 
