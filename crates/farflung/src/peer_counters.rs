@@ -186,6 +186,6 @@ mod tests {
         assert_eq!(path.to_string(), text);
         assert!((path.loss() - 0.015).abs() < 1e-12);
         let unknown = PathCounters { round_trip_s: None, ..path };
-        assert!(unknown.to_string().starts_with("round trip - (least 30ms, queueing -)"), "{unknown}");
+        assert!(unknown.to_string().starts_with("round trip - (minimum 30ms, queueing -)"), "{unknown}");
     }
 }

@@ -269,7 +269,7 @@ fn a_slow_machine_gets_a_smaller_share() {
         assert_eq!(tokens, tokens_when_equal);
         let shares: Vec<&String> =
             by_speed.notes.iter().filter(|note| note.contains("microbatches by speed")).collect();
-        assert!(shares.len() == 1 && shares[0].contains("are 5, 6, 1: 6"), "{shares:?}");
+        assert!(shares.len() == 1 && shares[0].contains("are 5, 6, 1: a step takes 6"), "{shares:?}");
         assert!(!equal.notes.iter().any(|note| note.contains("by speed")), "{:?}", equal.notes);
         // Four microbatches of the slow machine take 1.6 s, six of another 0.6 s.
         let last = |times: &[f64]| (times[59] - times[39]) / 20.0;

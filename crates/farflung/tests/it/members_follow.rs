@@ -20,7 +20,7 @@ const NEW: PeerId = PeerId(MEMBERS as u32);
 const STEPS: u64 = 14;
 /// Notes of the members.
 const BEGINS: &str = "of state while the others train on";
-const CAME: &str = "member 3 came; ";
+const CAME: &str = "member 3 joined; ";
 
 /// Creates a job of three members with 1.4 MB of state each, on links of 10 Mbit/s. A step takes 6.1 s, and its
 /// record 0.75 s at half of a newcomer's rate.
@@ -117,7 +117,7 @@ fn one_that_follows_has_the_bits_of_one_for_which_all_wait() {
             let (ended, told) = run(&job, Nanos(1 + step.0 * part / 3), &Faults::new());
             let (begins, came) = steps_of(&told);
             assert!(begins < came, "steps are committed while it fetches: {told:?}");
-            assert!(told.has("it takes 467.97 kB of the last step"), "{told:?}");
+            assert!(told.has("it receives 467.97 kB of the last step"), "{told:?}");
             let hash = hash(&ended, MEMBERS + 1, &told);
             if let Some(waited) = waited.get(&came) {
                 assert_eq!(hash, *waited, "{told:?}");
@@ -230,7 +230,7 @@ fn one_whose_links_are_too_slow_is_waited_for() {
         hash(&ended, MEMBERS + 1, &told);
         assert!(told.has(CAME), "{told:?}");
         assert_eq!(told.has("of the last "), follows, "{told:?}");
-        assert_eq!(told.has("it takes 1.4 MB of state, about 1.1"), !follows, "{told:?}");
+        assert_eq!(told.has("it receives 1.4 MB of state, about 1.1"), !follows, "{told:?}");
     }
 }
 
@@ -265,13 +265,13 @@ fn a_wrong_record_is_found_out_by_the_state_after_it() {
             (hash(&ended, members + 1, &told), told)
         };
         let (calm, told) = run(&job);
-        let (begins, _) = (step_of(&told, BEGINS), step_of(&told, " came; "));
+        let (begins, _) = (step_of(&told, BEGINS), step_of(&told, " joined; "));
         for rank in 0..members as u32 {
             let fault = Fault { rank, step: begins + 1, value: FaultyValue::Record, element: 7, bit: 20 };
             let (ended, told) = run(&Job { fault: Some(fault), ..job.clone() });
             assert_eq!(ended, calm, "{told:?}");
             // A record takes 0.4 s, and the state 1.1 s more.
-            let came = step_of(&told, " came; ");
+            let came = step_of(&told, " joined; ");
             let waited = (end(&told, came + 1) - end(&told, came)) as f64 / 1e9 - 6.1;
             took_all += u32::from(waited > 1.0);
         }

@@ -297,8 +297,8 @@ mod tests {
             Cost::new(&ready, &told(60_000_000, 0, false), 9)
         };
         assert_eq!((cost(8).state, cost(8).predicted), (20_000_000, Some(Nanos::from_millis(1_000))));
-        assert_eq!(cost(8).to_string(), "20 MB of the last step, about 1s in which all wait");
-        assert_eq!(cost(7).to_string(), "40 MB of the last 2 steps, about 2s in which all wait");
+        assert_eq!(cost(8).to_string(), "20 MB of the last step, about 1s during which all members wait");
+        assert_eq!(cost(7).to_string(), "40 MB of the last 2 steps, about 2s during which all members wait");
         assert_eq!(cost(9).to_string(), "no state any more");
         assert_eq!(cost(6).to_string(), "60 MB of state, about 3s in which all wait");
     }
