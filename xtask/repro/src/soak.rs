@@ -22,7 +22,7 @@ const N: usize = 8;
 const COLLECTIVES: u64 = 200;
 
 /// Digests of the first 50 seeds, and of the first 1000.
-const PINNED: [u64; 2] = [0x4e4a_ab06_5429_d011, 0xe18c_aa96_a99b_c3ac];
+const PINNED: [u64; 2] = [0x67d5_5657_cbdd_5dc5, 0xe18c_aa96_a99b_c3ac];
 
 /// A running digest.
 #[derive(Debug, Clone, Copy, Default)]
@@ -117,7 +117,7 @@ fn rank(mut comm: Communicator, rng: Philox) -> u64 {
         match result {
             Ok(bits) => digest.add(bits),
             Err(error) => {
-                digest.text(&error.to_string());
+                digest.text(&format!("{error:?}"));
                 // The survivors continue with the highest number of collectives that any of them has done.
                 let again = comm.shrink().and_then(|left| {
                     let mut at = [next];
@@ -127,10 +127,10 @@ fn rank(mut comm: Communicator, rng: Philox) -> u64 {
                 match again {
                     Ok((left, at)) => (comm, next) = (left, at),
                     Err(error @ CommError::Ended { .. }) => {
-                        digest.text(&error.to_string());
+                        digest.text(&format!("{error:?}"));
                         break;
                     }
-                    Err(error) => digest.text(&error.to_string()),
+                    Err(error) => digest.text(&format!("{error:?}")),
                 }
             }
         }
@@ -178,5 +178,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         f64::from(u8::from(digest.0 == pinned)),
         "1",
         Mark::AtLeast(1.0),
-    )
+    )?;
+    anyhow::ensure!(digest.0 == pinned, "the digest of {seeds} seeds is {:#018x}", digest.0);
+    Ok(())
 }

@@ -290,7 +290,9 @@ fn ways_of_going_on_are_compared_under_one_trace() {
     std::fs::write(&path, "machines 8 time 1h\n5s lost 9\n").unwrap();
     assert!(refused(&format!("churn lan --trace {}", path.display())).contains("line 2"));
     std::fs::write(&path, "machines 3 time 1h\n").unwrap();
-    assert!(refused(&format!("churn lan --trace {}", path.display())).contains("expected a trace of 8 machines"));
+    assert!(
+        refused(&format!("churn lan --trace {}", path.display())).contains("expected a trace of 8 machines")
+    );
 }
 
 #[test]

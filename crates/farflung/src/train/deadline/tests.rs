@@ -157,7 +157,8 @@ fn a_run_that_works_over_a_slow_link_is_not_refused() {
         "{message}"
     );
     assert!(
-        message.contains("of 4 kB among 4 workers takes at least 69.15s") && message.ends_with("`deadline` is 60s"),
+        message.contains("of 4 kB among 4 workers takes at least 69.15s")
+            && message.ends_with("`deadline` is 60s"),
         "{message}"
     );
 }

@@ -300,6 +300,6 @@ mod tests {
         assert_eq!(cost(8).to_string(), "20 MB of the last step, about 1s during which all members wait");
         assert_eq!(cost(7).to_string(), "40 MB of the last 2 steps, about 2s during which all members wait");
         assert_eq!(cost(9).to_string(), "no state any more");
-        assert_eq!(cost(6).to_string(), "60 MB of state, about 3s in which all wait");
+        assert_eq!(cost(6).to_string(), "60 MB of state, about 3s during which all members wait");
     }
 }
