@@ -22,7 +22,7 @@ const N: usize = 8;
 const COLLECTIVES: u64 = 200;
 
 /// Digests of the first 50 seeds, and of the first 1000.
-const PINNED: [u64; 2] = [0x67d5_5657_cbdd_5dc5, 0xe18c_aa96_a99b_c3ac];
+const PINNED: [u64; 2] = [0x67d5_5657_cbdd_5dc5, 0x01c3_be13_ba13_79f5];
 
 /// A running digest.
 #[derive(Debug, Clone, Copy, Default)]
