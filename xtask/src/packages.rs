@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-use crate::workspace::Workspace;
+use crate::workspace::{self, Workspace};
 use crate::{features, setup, shell, test};
 
 pub(crate) const HELP: &str = "\
@@ -25,6 +25,9 @@ documentation. The examples of this project are built from these packages: `carg
 
 /// Files that each package must contain.
 const FILES: [&str; 4] = ["LICENSE-MIT", "LICENSE-APACHE", "README.md", "Cargo.toml"];
+
+/// Maximum number of keywords, and of categories, of a package.
+const MOST: usize = 5;
 
 pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
     match args {
@@ -53,12 +56,27 @@ pub(crate) fn check() -> Result<()> {
     Ok(())
 }
 
+/// A crate that is published.
+#[derive(Debug)]
+struct Crate {
+    name: String,
+    /// Name and version: the name of the package's archive, and of its folder below [`Unpacked::folder`].
+    package: String,
+}
+
+impl Crate {
+    /// Reads a package of `cargo metadata`.
+    fn of(package: &Value) -> Self {
+        let (name, version) = (field(package, "name"), field(package, "version"));
+        Self { name: name.to_owned(), package: format!("{name}-{version}") }
+    }
+}
+
 /// The unpacked packages: a workspace that does not contain this project's other files.
 #[derive(Debug)]
 pub(crate) struct Unpacked {
     pub(crate) folder: PathBuf,
-    /// Names of the crates and their folders below [`Unpacked::folder`].
-    pub(crate) crates: Vec<(String, String)>,
+    crates: Vec<Crate>,
     /// The packages that are published.
     workspace: Workspace,
 }
@@ -68,33 +86,28 @@ impl Unpacked {
     ///
     /// Errors: a package that lacks one of [`FILES`] or a field of [`flaws`].
     pub(crate) fn new() -> Result<Self> {
-        let args = ["metadata", "--offline", "--no-deps", "--format-version", "1"];
-        let json = shell::output(&mut shell::cargo(&args))?;
+        let metadata = workspace::metadata()?;
         let json: Value =
-            serde_json::from_slice(&json).context("failed to read the answer of `cargo metadata`")?;
+            serde_json::from_slice(&metadata).context("failed to parse the output of `cargo metadata`")?;
         let packages: Vec<&Value> =
             json["packages"].as_array().into_iter().flatten().filter(|p| p["publish"].is_null()).collect();
         let flawed: Vec<String> = packages.iter().flat_map(|package| flaws(package)).collect();
         if !flawed.is_empty() {
             bail!("{} flaws in the crates' manifests:\n  {}", flawed.len(), flawed.join("\n  "));
         }
-        let mut crates = Vec::new();
-        for package in &packages {
-            let (name, version) = (field(package, "name"), field(package, "version"));
-            crates.push((name.to_owned(), format!("{name}-{version}")));
-        }
-        crates.sort();
-        let workspace = Workspace::load()?;
+        let mut crates: Vec<Crate> = packages.iter().map(|package| Crate::of(package)).collect();
+        crates.sort_by(|a, b| a.name.cmp(&b.name));
+        let workspace = Workspace::parse(&metadata)?;
         let target = workspace.target_directory.clone();
         let folder = target.join("packages");
-        let published = |name: &str| crates.iter().any(|(published, _)| published == name);
+        let published = |name: &str| crates.iter().any(|one| one.name == name);
         let packages = workspace.packages.into_iter().filter(|package| published(&package.name)).collect();
         let workspace = Workspace { packages, target_directory: folder.join("target") };
 
         let mut command = shell::cargo(&["package", "--no-verify", "--allow-dirty", "--quiet"]);
-        shell::run(command.args(crates.iter().flat_map(|(name, _)| ["--package", name])))?;
+        shell::run(command.args(crates.iter().flat_map(|one| ["--package", &one.name])))?;
         fs::create_dir_all(&folder).with_context(|| format!("failed to make {}", folder.display()))?;
-        for (_, package) in &crates {
+        for Crate { package, .. } in &crates {
             unpack(&target.join("package").join(format!("{package}.crate")), &folder, package)?;
         }
         let root = shell::root();
@@ -124,7 +137,7 @@ impl Unpacked {
     /// Replaces paths to crates of this workspace by paths to their packages.
     fn by_package(&self, manifest: &str) -> Result<String> {
         let (mut text, mut replaced) = (manifest.to_owned(), 0);
-        for (name, package) in &self.crates {
+        for Crate { name, package } in &self.crates {
             let short = name.strip_prefix("farflung-").unwrap_or(name);
             let path = format!("\"../../crates/{short}\"");
             replaced += text.matches(&path).count();
@@ -133,27 +146,23 @@ impl Unpacked {
         if replaced == 0 || text.contains("../crates/") {
             bail!("its manifest must name each crate by its path, such as \"../../crates/comm\"");
         }
-        let _ = write!(text, "\n{}", self.patch("../../"));
+        let _ = write!(text, "\n{}", patch(&self.crates, "../../"));
         Ok(text)
-    }
-
-    fn patch(&self, prefix: &str) -> String {
-        patch(&self.crates, prefix)
     }
 }
 
 /// Returns the table by which packages that depend on each other find each other here.
-fn patch(crates: &[(String, String)], prefix: &str) -> String {
+fn patch(crates: &[Crate], prefix: &str) -> String {
     let mut text = "[patch.crates-io]\n".to_owned();
-    for (name, package) in crates {
+    for Crate { name, package } in crates {
         let _ = writeln!(text, "{name} = {{ path = \"{prefix}{package}\" }}");
     }
     text
 }
 
 /// Returns the manifest of the workspace of packages: its members, and the profiles of this project's manifest.
-fn workspace_manifest(crates: &[(String, String)], ours: &str) -> String {
-    let members: Vec<String> = crates.iter().map(|(_, package)| format!("\"{package}\"")).collect();
+fn workspace_manifest(crates: &[Crate], ours: &str) -> String {
+    let members: Vec<String> = crates.iter().map(|one| format!("\"{}\"", one.package)).collect();
     let mut text = format!(
         "[workspace]\nresolver = \"3\"\nmembers = [{}]\nexclude = [\"examples\"]\n\n",
         members.join(", ")
@@ -181,10 +190,10 @@ fn flaws(package: &Value) -> Vec<String> {
             found.push(format!("{name}: no `{key}`"));
         }
     }
-    for (key, most) in [("keywords", 5), ("categories", 5)] {
+    for key in ["keywords", "categories"] {
         let count = package[key].as_array().map_or(0, Vec::len);
-        if count == 0 || count > most {
-            found.push(format!("{name}: {count} {key}, expected 1 to {most}"));
+        if !(1..=MOST).contains(&count) {
+            found.push(format!("{name}: {count} {key}, expected 1 to {MOST}"));
         }
     }
     found
@@ -234,8 +243,8 @@ fn copy(from: &Path, into: &Path) -> Result<()> {
 mod tests {
     use super::*;
 
-    fn crates() -> Vec<(String, String)> {
-        let one = |name: &str| (name.to_owned(), format!("{name}-0.1.0"));
+    fn crates() -> Vec<Crate> {
+        let one = |name: &str| Crate { name: name.to_owned(), package: format!("{name}-0.1.0") };
         vec![one("farflung"), one("farflung-comm")]
     }
 

@@ -49,9 +49,7 @@ pub(crate) enum Kind {
 impl Workspace {
     /// Reads the manifests through cargo, without network access.
     pub(crate) fn load() -> Result<Self> {
-        let args = ["metadata", "--offline", "--no-deps", "--format-version", "1"];
-        let json = shell::output(&mut shell::cargo(&args))?;
-        Self::parse(&json).context("failed to parse the output of `cargo metadata`")
+        Self::parse(&metadata()?).context("failed to parse the output of `cargo metadata`")
     }
 
     pub(crate) fn parse(json: &[u8]) -> Result<Self> {
@@ -65,6 +63,12 @@ impl Workspace {
     pub(crate) fn package(&self, name: &str) -> Option<&Package> {
         self.packages.iter().find(|p| p.name == name)
     }
+}
+
+/// Returns the JSON of `cargo metadata` on the workspace's packages, without network access.
+pub(crate) fn metadata() -> Result<Vec<u8>> {
+    let args = ["metadata", "--offline", "--no-deps", "--format-version", "1"];
+    shell::output(&mut shell::cargo(&args))
 }
 
 fn package(json: &Value) -> Result<Package> {

@@ -17,7 +17,7 @@ use crate::transport::Tag;
 use crate::until::Until;
 use crate::{CommError, DownReason, Frame, PathStats, Pool};
 
-/// Inbox of an endpoint, and the doorbell that wakes the thread that polls the endpoint's sockets.
+/// Inbox of an endpoint, and the counter that wakes the thread that polls the endpoint's sockets.
 #[derive(Debug, Clone)]
 pub(crate) struct Intake {
     inbox: Arc<Inbox>,
@@ -60,9 +60,16 @@ impl Intake {
     }
 
     fn ring(&self) {
-        if let Some(bell) = self.bell.as_ref().filter(|_| self.inbox.is_driven()) {
-            bell.ring();
+        if let Some(bell) = &self.bell {
+            ring(&self.inbox, bell);
         }
+    }
+}
+
+/// Wakes the thread that polls the sockets of an inbox, if there is one.
+pub(crate) fn ring(inbox: &Inbox, bell: &RingWaker) {
+    if inbox.is_driven() {
+        bell.ring();
     }
 }
 

@@ -29,7 +29,7 @@ use farflung_base::{Nanos, PeerId};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt;
 
-use crate::beside::{Beside, Intake, Shore};
+use crate::beside::{Beside, Intake, Shore, ring};
 use crate::endpoint::{Driver, Endpoint, Wake};
 use crate::inbox::{BlockedFor, Inbox, WINDOW};
 use crate::memory::real_start;
@@ -142,13 +142,6 @@ fn open(me: PeerId, size: usize, crowded: bool, shared_memory: SharedMemory) -> 
         beside,
     };
     Ok(Arc::new(Endpoint::new(me, driver, inbox, pool)))
-}
-
-/// Wakes the thread that polls, if there is one.
-fn ring(inbox: &Inbox, bell: &RingWaker) {
-    if inbox.is_driven() {
-        bell.ring();
-    }
 }
 
 fn is_within_one_machine(stream: &TcpStream) -> bool {

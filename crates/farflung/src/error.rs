@@ -149,7 +149,7 @@ pub enum Error {
     #[error(
         "ranks meet at {at}, which other machines can reach, and no secret protects the run: give all ranks \
          the same --secret-file or FARFLUNG_SECRET, or a ticket of rank 0 (`farflung ticket`), or --insecure \
-         if nobody else is on the network"
+         on a network that only you use"
     )]
     Unprotected {
         /// The address of the meeting place.

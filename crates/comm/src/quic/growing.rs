@@ -1,5 +1,5 @@
-//! QUIC as the second network of a [`Gate`](crate::tcp::Gate): members that cannot reach each other over TCP,
-//! such as those behind address translation, connect over QUIC.
+//! QUIC as the second network of a [`GrowingNetwork`](crate::tcp::GrowingNetwork): members that cannot reach
+//! each other over TCP, such as those behind address translation, connect over QUIC.
 
 use std::net::{SocketAddr, ToSocketAddrs as _};
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::IDLE_TIMEOUT;
 use super::address::{PeerAddresses, relay};
 use super::network::{Network, Shared, call};
-use super::socket::{Opening, Socket};
+use super::socket::{Opening, RELAY, Socket};
 use crate::CommError;
 use crate::beside::{Beside, Called, Shore, Way};
 use crate::secure::Security;
@@ -42,9 +42,6 @@ impl SocketConfig {
     }
 }
 
-/// Time limit for the connection to a relay when a socket is opened.
-const ONLINE: Duration = Duration::from_secs(10);
-
 impl Socket {
     /// Opens a socket for a member of a growing network.
     ///
@@ -76,7 +73,7 @@ impl Socket {
             advertise,
             direct: config.direct,
             patience: config.patience,
-            deadline: ONLINE,
+            deadline: RELAY,
         };
         Self::new(&opening).map(Arc::new)
     }

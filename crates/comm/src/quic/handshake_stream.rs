@@ -66,7 +66,7 @@ impl HandshakeStream {
     /// Sends one message.
     pub(super) async fn say(&mut self, message: &Control<'_>) -> io::Result<()> {
         let frame = wire::framed(message).map_err(|e| io::Error::new(ErrorKind::InvalidInput, e))?;
-        Ok(self.send.write_all(&frame).await?)
+        self.say_frame(&frame).await
     }
 
     /// Sends one message that is encoded already.
@@ -84,7 +84,7 @@ impl HandshakeStream {
         let proof = security.prove_by(role, &self.exporter, expiry);
         let proof =
             proof.ok_or_else(|| io::Error::other("this process has no valid join secret to prove"))?;
-        Ok(self.send.write_all(&wire::framed_bytes(&proof)).await?)
+        self.say_frame(&wire::framed_bytes(&proof)).await
     }
 
     /// Checks the peer's proof; returns the end of its validity.

@@ -21,7 +21,7 @@ use crate::transport::Tag;
 use crate::{CommError, Frame, PathStats, Pool, WireError};
 
 /// Time limit for the goodbyes when an endpoint closes.
-const PARTING: Duration = Duration::from_secs(5);
+const GOODBYE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Connections of an endpoint to its peers, by number.
 #[derive(Debug)]
@@ -193,13 +193,13 @@ impl Beside for Shared {
             let mut leaving = JoinSet::new();
             for peer in peers {
                 leaving.spawn(async move {
-                    let _ = tokio::time::timeout(PARTING, peer.finish()).await;
+                    let _ = tokio::time::timeout(GOODBYE_TIMEOUT, peer.finish()).await;
                     peer.say_goodbye();
                 });
             }
             while leaving.join_next().await.is_some() {}
             let _ = told.send(());
         });
-        let _ = closed.recv_timeout(PARTING + Duration::from_secs(1));
+        let _ = closed.recv_timeout(GOODBYE_TIMEOUT + Duration::from_secs(1));
     }
 }

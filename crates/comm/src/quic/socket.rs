@@ -21,7 +21,7 @@ use crate::secure::{AnyCertificate, Identity, Security};
 /// Name of the protocol in the handshake (ALPN).
 pub(super) const PROTOCOL: &[u8] = b"farflung/1";
 /// Time to wait for the connection to a relay before this process announces its addresses.
-const RELAY: Duration = Duration::from_secs(10);
+pub(super) const RELAY: Duration = Duration::from_secs(10);
 /// Time limit for closing sockets and connections to relays.
 const CLOSING: Duration = Duration::from_secs(2);
 

@@ -28,8 +28,8 @@ pub struct SiteArgs {
 impl SiteArgs {
     /// Returns the site's certificates, if they are given.
     ///
-    /// Errors: [`Error::Setting`] if only some of the three files are given, or if a file lacks what it should
-    /// contain; [`Error::Exposed`] for a key that other users can read; [`Error::Io`].
+    /// Errors: [`Error::Setting`] if only some of the three files are given, or if a file lacks a certificate
+    /// or key; [`Error::Exposed`] for a key that other users can read; [`Error::Io`].
     pub fn certificates(&self) -> Result<Option<Certificates>> {
         let (ca, cert, key) = match (&self.tls_ca, &self.tls_cert, &self.tls_key) {
             (None, None, None) => return Ok(None),

@@ -13,7 +13,8 @@ const EXAMPLES: &str = "Examples:
 All processes must be able to reach the relay's port over TCP and UDP. Over TCP the relay forwards packets,
 which it cannot decrypt. Over UDP it tells each process its address outside of its router, so that processes can
 connect directly if their routers allow it. The relay prints its URL when it listens, and the number of
-forwarded bytes when it ends. This command needs a build with the feature `iroh`: cargo build --release --features iroh
+forwarded bytes when it ends. This command needs a build with the
+feature `iroh`: cargo build --release --features iroh
 ";
 
 /// Run your own relay for `--transport iroh`, through which processes behind routers reach each other. Runs

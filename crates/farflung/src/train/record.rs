@@ -83,7 +83,8 @@ impl Record<'_, '_> {
         if let Some(watch) = &mut self.watch {
             if let Some(drift) = done.drift.filter(|d| d.distance > 0.0) {
                 watch.note(&format!(
-                    "step {}: copies of parameters were up to {:.1e} apart and are equal again (rank 0 sent {})",
+                    "step {}: copies of parameters were up to {:.1e} apart and are equal again (rank 0 sent \
+                     {})",
                     done.step,
                     drift.distance,
                     farflung_base::Bytes(drift.bytes)

@@ -48,7 +48,7 @@ use super::spent::{Spent, add_since};
 use super::tied::{TableExchange, TiedTable};
 use crate::signals::Armed;
 use crate::{Error, Result, Stop};
-use agree::{Met, Vote, Voting};
+use agree::{Met, Vote, Voting, Wish};
 pub(super) use build::chain;
 pub(super) use carry::check_pipelines;
 pub(super) use pieces::{Counted, Pieces, needs};
@@ -358,16 +358,8 @@ impl Trainer {
 
     /// Returns the result of a step of all replicas together, for methods that average each step.
     fn agreed(&self, vote: &Vote) -> StepDone {
-        StepDone {
-            step: self.step,
-            loss: vote.loss,
-            losses: vec![vote.loss],
-            synced: Synced::Yes,
-            stop: vote.wish.stop,
-            change: vote.wish.change,
-            drift: None,
-            skipped: 0,
-        }
+        let Wish { stop, change, .. } = vote.wish;
+        StepDone { stop, change, ..StepDone::of_all(self.step, vote.loss) }
     }
 
     /// Returns what an update needs, before any element changes.

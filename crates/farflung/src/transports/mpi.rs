@@ -36,7 +36,7 @@ fn meet(meeting: &super::JoinSettings) -> crate::Result<farflung_comm::Communica
             value: "mpi".to_owned(),
             expected:
                 "another transport with a secret, a ticket or a certificate, because MPI's messages are not \
-                 encrypted; without these, confirm with --insecure that nobody else is on the network"
+                 encrypted; without these, confirm with --insecure that only you use the network"
                     .to_owned(),
         });
     }

@@ -312,7 +312,7 @@ pub(crate) const DEMO_PLAIN: Arm = arm(
 pub(crate) const DEMO_ALONE: Arm = arm(
     "DeMo k=32, no momentum",
     "--recipe demo --lr 5e-3 --codec dct:64/topk:32of4096 --error-feedback false",
-    "a control: what is not sent is dropped",
+    "control: values that are not sent are dropped",
 );
 /// Signum: the sign of the momentum of gradients that are averaged as f32.
 pub(crate) const SIGNUM: Arm = arm(

@@ -11,14 +11,15 @@ pub struct Connected {
     /// Number of the peer.
     pub peer: PeerId,
     /// Address at which the peer listens; several are separated by commas, as in
-    /// [`Gate::address`](super::Gate::address).
+    /// [`GrowingNetwork::address`](super::GrowingNetwork::address).
     pub address: String,
     /// Public key of the peer; `None` if connections are not encrypted.
     pub key: Option<PublicKey>,
 }
 
 impl Connected {
-    /// Returns the address, with the peer's key if it has one. That suffices to [ask](super::Gate::ask) it.
+    /// Returns the address, with the peer's key if it has one. That suffices to
+    /// [ask](super::GrowingNetwork::ask) it.
     #[must_use]
     pub fn to_reach(&self) -> String {
         self.key.map_or_else(|| self.address.clone(), |key| with_key(&self.address, key))

@@ -155,7 +155,7 @@ impl Shared {
             Err(error) if hung_up(&error) => return Ok(false),
             Err(error) => return Err(error),
         };
-        let io = |e: std::io::Error| CommError::io("hello to", &address, &e);
+        let io = |e: std::io::Error| CommError::io("send the greeting to", &address, &e);
         stream.write_all(&self.hello()?).map_err(io)?;
         answer_of(address, &stream, until, |message| match message {
             Control::Welcome(by) if *by == member.peer.0 => Some(()),

@@ -72,7 +72,8 @@ pub(super) fn fetch(comm: &Communicator, part: Part<'_>) -> Result<usize> {
     Ok(gave)
 }
 
-type Sending = Pending<std::result::Result<(), CommError>>;
+/// A message that is being sent.
+pub(super) type Sending = Pending<std::result::Result<(), CommError>>;
 type Arriving = Pending<std::result::Result<(Rank, Vec<u8>), CommError>>;
 
 fn tell(comm: &Communicator, word: u8, telling: &mut Vec<Sending>) {

@@ -200,9 +200,9 @@ impl Place {
         newcomers.filter_map(|peer| keeper.ready(&peer.id).map(|ready| (peer, ready.follows))).collect()
     }
 
-    /// Returns the newcomers that are ready, or ask for a copy of the state, and whether they are ready. One
-    /// that has fallen silent is not among them, so that nobody waits for it. Where members cannot keep a
-    /// log, those that ask are as good as ready.
+    /// Returns the newcomers that are ready, or ask for a copy of the state, and whether they are ready. A
+    /// newcomer that was not heard recently is left out, so that no member waits for it. If members cannot
+    /// keep a log, newcomers that ask also count as ready.
     pub(super) fn callers(&self, logs: Logs) -> Vec<(Newcomer, bool)> {
         let never = logs == Logs::Never;
         let announced = self.announced(if never { Nanos::MAX } else { FRESH }).into_iter();

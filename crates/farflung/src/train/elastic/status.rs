@@ -196,7 +196,8 @@ mod tests {
                     (answers)\n\x20    7    50%           1          0  10.0.0.7:29500\n\nconnections of the \
                     member that answered:\n\x20    7  sent it 2 MB, received 1 MB; round trip 25ms (minimum \
                     20ms, queueing 5ms), 2 of 1500 packets sent again, queued 0 B now, 500ms in \
-                    total\nwaiting to join: 9\nmember 9 has replayed to step 11 of 12\n\nafter step 3: member 7 joined\n";
+                    total\nwaiting to join: 9\nmember 9 has replayed to step 11 of 12\n\nafter step 3: \
+                    member 7 joined\n";
         assert_eq!(status.to_string(), text);
         let at = |slot, stage, share| MemberStatus { stage: Some(stage), share, ..member(slot, None) };
         let members = vec![at(0, 0, 1.0), at(3, 1, 0.75), at(4, 1, 0.25)];

@@ -1,9 +1,9 @@
 //! What a member keeps for newcomers while it trains: a copy of its state after a certain step, and a record of
 //! each step since. Both are on its shelf, so newcomers fetch them in the background.
 
-use farflung_base::{Bytes, Nanos, Pending};
-use farflung_comm::CommError;
+use farflung_base::{Bytes, Nanos};
 
+use super::fetch::Sending;
 use super::keeper::Keeper;
 use super::offers::{Growth, LISTED, Logged, Offer};
 use super::shelf::Shelf;
@@ -17,8 +17,6 @@ use crate::train::trainer::Trainer;
 const MOST: u64 = 2;
 /// Bytes of records that are always kept, however small the state is: steps of small models are short.
 const LEAST: u64 = 64 << 20;
-
-type Sending = Pending<std::result::Result<(), CommError>>;
 
 /// A copy of the state, and the records of the steps since.
 struct Log {

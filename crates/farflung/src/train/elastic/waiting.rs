@@ -3,12 +3,12 @@
 
 use std::collections::BTreeMap;
 
-use farflung_base::{Nanos, Pending, Rank};
+use farflung_base::{Nanos, Rank};
 use farflung_comm::{CommError, WaitMode};
 use farflung_parallel::membership::{MemberId, View};
 
 use super::decide::LOOK;
-use super::fetch;
+use super::fetch::{self, Sending};
 use super::fetching::{Fetching, Store, Wanted};
 use super::follow::{Follower, SHARE, Want};
 use super::keeper::Outcome;
@@ -27,10 +27,9 @@ const UNKNOWN: u64 = 64 << 10;
 /// Time between two messages about the progress to the newcomer's user.
 const TELLS: Nanos = Nanos::from_millis(5_000);
 
-type Sending = Pending<std::result::Result<(), CommError>>;
-
 /// What a newcomer has announced, and when.
 struct Waiting {
+    patience: Nanos,
     until: Nanos,
     ready: Ready,
     said: Option<(Follows, Nanos)>,
@@ -68,8 +67,8 @@ impl Place {
         let until = self.transport().now().saturating_add(patience);
         let ready = self.measure_links(state);
         let (connected, meets) = (0, Nanos::ZERO);
-        let mut waiting =
-            Waiting { until, ready, said: None, told: None, connected, meets, telling: Vec::new() };
+        let (said, told, telling) = (None, None, Vec::new());
+        let mut waiting = Waiting { patience, until, ready, said, told, connected, meets, telling };
         self.keeper().awaited = true;
         let view = self.wait_with(&mut waiting, &mut follower, tell);
         self.keeper().awaited = false;
@@ -122,7 +121,7 @@ impl Place {
         self.renew();
         let costs = self.keeper().costs();
         if let Some(cost) = costs {
-            tell(&format!("this member is ready to come in: it takes {cost}"));
+            tell(&format!("this member is ready to join: it receives {cost}"));
         }
         let outcome = self.keeper().outcome();
         if let Some(Outcome::Installed(view)) = outcome {
@@ -130,7 +129,7 @@ impl Place {
         }
         let now = self.transport().now();
         if now >= waiting.until {
-            let reason = "no member took this one in within its patience".to_owned();
+            let reason = format!("the members did not admit this member within {}", waiting.patience);
             return Err(Error::Removed { reason });
         }
         if now >= waiting.meets {

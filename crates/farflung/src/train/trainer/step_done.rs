@@ -32,3 +32,19 @@ pub struct StepDone {
     /// Number of times that the step's gradients overflowed and it was computed again.
     pub skipped: u32,
 }
+
+impl StepDone {
+    /// Returns the result of a step that all replicas have taken together, without requests.
+    pub(super) fn of_all(step: u64, loss: f64) -> Self {
+        Self {
+            step,
+            loss,
+            losses: vec![loss],
+            synced: Synced::Yes,
+            stop: false,
+            change: false,
+            drift: None,
+            skipped: 0,
+        }
+    }
+}

@@ -9,7 +9,7 @@ use farflung_parallel::pipeline::Updates;
 use serde::{Deserialize, Serialize};
 
 use super::Trainer;
-use super::step_done::{StepDone, Synced};
+use super::step_done::StepDone;
 use crate::Result;
 use crate::train::part::Part;
 
@@ -75,17 +75,7 @@ impl Trainer {
     /// [`Trainer::step`] has returned it.
     pub(in crate::train) fn take_settled(&mut self) -> Option<StepDone> {
         let settled = std::mem::take(&mut self.undecided.settled);
-        let (step, loss) = (self.step, self.undecided.loss);
-        settled.then(|| StepDone {
-            step,
-            loss,
-            losses: vec![loss],
-            synced: Synced::Yes,
-            stop: false,
-            change: false,
-            drift: None,
-            skipped: 0,
-        })
+        settled.then(|| StepDone::of_all(self.step, self.undecided.loss))
     }
 
     /// Sets what this rank reports with the next vote: whether a copy of a part is still being received here.

@@ -53,7 +53,11 @@ simd! {
     /// Replaces products by their exponentials relative to the greatest so far, and masked ones by 0. Returns
     /// the factors with which the weighted sums of values are updated. If this tile is the `first`, the
     /// contents of `running` are not read.
-    pub(super) fn softmax<L: Level + Vector>(block: Block<'_>, running: Running<'_>, first: bool) -> [RowFactors; MOST_ROWS] {
+    pub(super) fn softmax<L: Level + Vector>(
+        block: Block<'_>,
+        running: Running<'_>,
+        first: bool,
+    ) -> [RowFactors; MOST_ROWS] {
         let Running { tops, sums } = running;
         let rows = tops.len();
         block.check(rows);
